@@ -6,6 +6,6 @@ training.py     `Recipe` and `Run` for specimens; `train_job` and `assert_traine
 comparing.py    `whole(value)`, `whole_params(model)`, `assert_same(found, expected)`, `assert_refused(action, ...)`
 gathered.py     many sharded tensors whole at once
 meshes.py       `mesh_of((2, 2))`
-ranks/          `world(n)`: processes; `threads(n)`: threads; `ranks.forked`: programs without an import of torch
+ranks/          `world(n)`: processes; `threads(n)`, `@on_threads(n)`: threads; `ranks.forked`: programs without torch
 suites.py       which cases a run takes: marks and shares
 """

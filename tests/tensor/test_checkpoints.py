@@ -21,6 +21,7 @@ from sherd.layout.runs import Runs
 from sherd.tensor.placement import RaggedShard
 from sherd.tensor.ragged import RaggedDTensor
 from tests.support.comparing import assert_same, whole, whole_params
+from tests.support.ranks import on_threads
 from tests.support.suites import part
 from tests.tensor.cuts import SHAPES, cuts, line, numbers, ragged
 from tests.tensor.grids import EIGHT, FOUR, Grid, ragged_on
@@ -77,11 +78,30 @@ def load_each(pairs, folder):
     return wrong
 
 
-def test_every_layout_loads_from_every_layout_some_of_the_pairs_on_each_number_of_ranks(world, tmp_path):
-    world(3).run(save_each, EVERY, str(tmp_path))
-    for loading in (1, 2, 3, 4):
-        pairs = [(saved, kind) for turn, saved in enumerate(EVERY) for kind in part(EVERY, turn + loading, 4)]
-        assert world(loading).run(load_each, pairs, str(tmp_path)) == [[]] * loading
+@pytest.fixture(scope="module")
+def folder(world, tmp_path_factory):
+    """Where each layout is saved: on three ranks, and those over several axes on four."""
+    path = str(tmp_path_factory.mktemp("layouts"))
+    world(3).run(save_each, EVERY, path)
+    world(4).run(save_each, OVER_AXES, path)
+    return path
+
+
+OVER_AXES = ("tp columns", "tp rows", "tp copies", "two axes", *COPIES)
+# By number of ranks, what loads from what besides: what lies over several axes loads everywhere and back.
+ALSO = {
+    1: product(OVER_AXES, ("plain",)),
+    2: product(OVER_AXES, ("rows", "stock rows")),
+    4: product(
+        ("tp columns", "two axes", "uneven", "stock columns"), ("tp rows, the other way round", "tp copies", "two axes")
+    ),
+}
+
+
+@pytest.mark.parametrize("loading", [1, 2, 3, 4])
+def test_every_layout_loads_from_every_layout_some_of_the_pairs_on_each_number_of_ranks(world, folder, loading):
+    pairs = [(saved, kind) for turn, saved in enumerate(EVERY) for kind in part(EVERY, turn + loading, 4)]
+    assert world(loading).run(load_each, [*pairs, *ALSO.get(loading, ())], folder) == [[]] * loading
 
 
 class Model(nn.Module):
@@ -218,7 +238,8 @@ def test_full_state_dicts_load_from_rank_0_and_from_all(world, broadcast):
         world(4).run(full_states_set, kind, broadcast)
 
 
-def rows_asked_for():
+@on_threads(2)
+def test_rows_that_torch_asks_for_are_taken_by_the_next_local_tensor_alone():
     mesh, shape = line(2), (4, 5)
     cut = Runs(shape, 2, 0, (7, 20))
     one, state, other = (ragged(numbers(shape), cut, mesh) for cut in (cut, cut, Runs(shape, 2, 0, (8, 20))))
@@ -236,27 +257,20 @@ def rows_asked_for():
     assert torch.equal(one.to_local(), numbers(shape, seed=1).view(-1)[slice(7, 20) if rank else slice(0, 7)])
 
 
-def test_rows_that_torch_asks_for_are_taken_by_the_next_local_tensor_alone(threads):
-    threads(2).run(rows_asked_for)
-
-
-def whole_state_given_to_the_optimizer(kind):
-    _, reference = trained("plain", steps=2)
-    model, used = trained(kind, steps=2)
-    fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for optimizer in (fresh, used):
-        optimizer.load_state_dict(reference.state_dict())
-    # One that has stepped takes the state at once, a new one at its first step.
-    assert all(type(used.state[each]["exp_avg"]) is RaggedDTensor for each in model.parameters())
-    for each in model.parameters():
-        each.grad = None
-    fresh.step()
-    assert_trained(model, fresh, steps=2)
-
-
-def test_an_optimizer_takes_whole_state(threads):
+@on_threads(2)
+def test_an_optimizer_takes_whole_state():
     for kind in KINDS:
-        threads(2).run(whole_state_given_to_the_optimizer, kind)
+        _, reference = trained("plain", steps=2)
+        model, used = trained(kind, steps=2)
+        fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for optimizer in (fresh, used):
+            optimizer.load_state_dict(reference.state_dict())
+        # One that has stepped takes the state at once, a new one at its first step.
+        assert all(type(used.state[each]["exp_avg"]) is RaggedDTensor for each in model.parameters())
+        for each in model.parameters():
+            each.grad = None
+        fresh.step()
+        assert_trained(model, fresh, steps=2)
 
 
 def saved_in_background(kind, folder):
@@ -270,17 +284,6 @@ def saved_in_background(kind, folder):
 def test_a_checkpoint_is_saved_in_the_background(world, tmp_path):
     for kind in KINDS:
         world(2).run(saved_in_background, kind, str(tmp_path / kind))
-
-
-def test_what_lies_over_several_axes_loads_everywhere_and_back(world, tmp_path):
-    folder, others = str(tmp_path), ("uneven", "stock columns")
-    ours = ("tp columns", "tp rows", "tp copies", "two axes", *COPIES)
-    world(4).run(save_each, ours, folder)
-    world(3).run(save_each, others, folder)
-    some = ("tp rows, the other way round", "tp copies", "two axes")
-    assert world(4).run(load_each, list(product(("tp columns", "two axes", *others), some)), folder) == [[]] * 4
-    assert world(2).run(load_each, list(product(ours, ("rows", "stock rows"))), folder) == [[]] * 2
-    assert world(1).run(load_each, list(product(ours, ("plain",))), folder) == [[]]
 
 
 def written(grid):

@@ -16,6 +16,7 @@ from sherd._torch import strided_shard
 from sherd.layout.runs import Runs
 from sherd.tensor.placement import layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, distribute_ragged, ragged_dtensor, redistribute_to
+from tests.support.ranks import on_threads
 from tests.tensor.cuts import KINDS, SHAPES, line, local_of, numbers, ragged, spec_for, uneven, whole_of
 from tests.tensor.grids import FOUR, GRIDS, LINES, local_on, placements_of, ragged_on
 
@@ -205,7 +206,8 @@ def test_modules_move_change_dtype_and_load(threads, name):
     threads(GRIDS[name].num_ranks).run(moved_modules, GRIDS[name])
 
 
-def constructed():
+@on_threads(2)
+def test_constructors_take_memory_as_it_is():
     mesh = line(2)
     cut = uneven((4, 3), 2)
     whole = numbers((4, 3))
@@ -217,10 +219,6 @@ def constructed():
     assert type(as_dtensor(local, spec_for(cut, mesh))) is RaggedDTensor
     stock = distribute_tensor(whole, mesh, [Shard(0)])
     assert type(as_dtensor(stock.to_local(), stock._spec)) is DTensor
-
-
-def test_constructors_take_memory_as_it_is(threads):
-    threads(2).run(constructed)
 
 
 FILLS = (

@@ -11,6 +11,7 @@ from sherd.errors import PlacementError
 from sherd.layout.runs import Runs
 from sherd.tensor.ragged import RaggedDTensor
 from tests.support.comparing import assert_same, whole
+from tests.support.ranks import on_threads
 from tests.tensor.cuts import KINDS, SHAPES, cuts, last, line, numbers, ragged, uneven, whole_of
 from tests.tensor.grids import FOUR, GRIDS, local_on, placements_of, ragged_on
 
@@ -71,7 +72,8 @@ def test_an_operation_gives_what_it_gives_on_plain_tensors(threads, name, kinds,
     threads(GRIDS[name].num_ranks).run(compare, GRIDS[name], kinds, shapes)
 
 
-def in_another_format():
+@on_threads(2)
+def test_another_memory_format_is_passed_over_since_a_run_has_consecutive_elements():
     shape, mesh = (4, 3, 2, 2), line(2)
     given = ragged(numbers(shape), uneven(shape, 2), mesh)
     for result in (
@@ -84,11 +86,8 @@ def in_another_format():
         torch.testing.assert_close(result.to_local(), given.to_local(), check_dtype=False)
 
 
-def test_another_memory_format_is_passed_over_since_a_run_has_consecutive_elements(threads):
-    threads(2).run(in_another_format)
-
-
-def other_dtypes():
+@on_threads(2)
+def test_halves_doubles_complex_and_whole_numbers_keep_their_dtype():
     mesh = line(2)
     for dtype in (torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.uint8, torch.bool):
         for shape, cut in zip(SHAPES, cuts("uneven", SHAPES, 2), strict=True):
@@ -99,10 +98,6 @@ def other_dtypes():
             assert torch.equal(whole_of(b.to(torch.complex128)), a.to(torch.complex128))
             if dtype != torch.bool:
                 assert torch.equal(whole_of(b * 2 + b), a * 2 + a)
-
-
-def test_halves_doubles_complex_and_whole_numbers_keep_their_dtype(threads):
-    threads(2).run(other_dtypes)
 
 
 def of_lists(values):
@@ -118,7 +113,8 @@ def of_lists(values):
     return [*roots, *other]
 
 
-def foreach_operations():
+@on_threads(3)
+def test_lists_give_what_they_give_on_plain_tensors():
     mesh = line(3)
     for kind in KINDS:
         plain = [numbers(shape) for shape in SHAPES]
@@ -128,11 +124,8 @@ def foreach_operations():
         assert_same(whole(results), of_lists(plain), kind)
 
 
-def test_lists_give_what_they_give_on_plain_tensors(threads):
-    threads(3).run(foreach_operations)
-
-
-def lists_of_many_kinds():
+@on_threads(2)
+def test_a_list_may_hold_ragged_stock_and_plain_tensors():
     mesh = line(2)
     plain = [numbers(shape) for shape in ((4, 3), (5,), (2, 2), (6,))]
     mixed = [
@@ -146,10 +139,6 @@ def lists_of_many_kinds():
     assert [type(each) for each in results] == [RaggedDTensor, DTensor, torch.Tensor, RaggedDTensor]
     for index, (result, value) in enumerate(zip(whole(results), plain, strict=True)):
         torch.testing.assert_close(result, value * 2 * (index + 1) + value)
-
-
-def test_a_list_may_hold_ragged_stock_and_plain_tensors(threads):
-    threads(2).run(lists_of_many_kinds)
 
 
 def read_whole(each):
@@ -189,15 +178,12 @@ def test_gradients_flow_through_operations_and_out_of_the_tensor(threads, name):
     threads(GRIDS[name].num_ranks).run(differentiated, GRIDS[name])
 
 
-def lone_values():
+@on_threads(2)
+def test_a_replicated_scalar_may_mix():
     mine = ragged(numbers((4, 3)), uneven((4, 3), 2), line(2))
     replicated = DTensor.from_local(torch.tensor(2.0), mine.device_mesh, [Replicate()], run_check=False)
     assert torch.equal(whole_of(mine * replicated), numbers((4, 3)) * 2)
     assert torch.equal(whole_of(mine * replicated.expand(4, 3)), numbers((4, 3)) * 2)
-
-
-def test_a_replicated_scalar_may_mix(threads):
-    threads(2).run(lone_values)
 
 
 def pairs_of(kind):
@@ -235,7 +221,8 @@ def test_a_pair_cut_in_two_is_no_complex_number(threads):
         threads(2).run(a_pair_cut_in_two)
 
 
-def into_plain_and_as_other_numbers():
+@on_threads(2)
+def test_a_plain_out_is_refused_on_all_ranks_and_a_view_as_another_dtype_is_of_the_run():
     mesh = line(2)
     for shape in ((), (3, 4)):
         for cut in (uneven, last):
@@ -247,7 +234,3 @@ def into_plain_and_as_other_numbers():
             assert torch.equal(mine.view(torch.int32).full_tensor(), given.view(torch.int32))
     with pytest.raises(PlacementError):
         ragged(numbers((3, 4)), uneven((3, 4), 2), mesh).view(torch.int16)
-
-
-def test_a_plain_out_is_refused_on_all_ranks_and_a_view_as_another_dtype_is_of_the_run(threads):
-    threads(2).run(into_plain_and_as_other_numbers)

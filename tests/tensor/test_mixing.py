@@ -15,6 +15,7 @@ from sherd.errors import PlacementError
 from sherd.layout.runs import Runs
 from sherd.tensor.placement import RaggedShard, layout_of
 from sherd.tensor.ragged import RaggedDTensor, distribute_ragged, ragged_dtensor, redistribute_to
+from tests.support.ranks import on_threads
 from tests.tensor.cuts import line, numbers, ragged, rows, spec_for, uneven, whole_of
 
 SHAPE = (6, 4)
@@ -121,7 +122,8 @@ def test_an_unknown_operation_is_named(threads):
                 assert ".to_local()" in text, name
 
 
-def at_an_owner():
+@on_threads(3)
+def test_an_owner_does_any_operation_and_others_know_its_shape():
     mesh = line(3)
     cut = Runs(SHAPE, 3, 1, (24,), by_rows=True)
     whole = numbers(SHAPE)
@@ -176,24 +178,18 @@ def at_an_owner():
         mine @ mine
 
 
-def quantile_at_an_owner():
+# Torch warns of a plain tensor of one element beside DTensors, which is of its own making here.
+@pytest.mark.filterwarnings("ignore:Found a non-scalar tensor with numel=1:UserWarning")
+@on_threads(3)
+def test_a_quantile_is_the_owners_in_every_bit():
     whole = numbers(SHAPE)
     found = ragged(whole, Runs(SHAPE, 3, 1, (24,), by_rows=True), line(3)).quantile(0.3)
     assert found.shape == ()
     assert torch.equal(whole_of(found), whole.quantile(0.3))
 
 
-# Torch warns of a plain tensor of one element beside DTensors, which is of its own making here.
-@pytest.mark.filterwarnings("ignore:Found a non-scalar tensor with numel=1:UserWarning")
-def test_a_quantile_is_the_owners_in_every_bit(threads):
-    threads(3).run(quantile_at_an_owner)
-
-
-def test_an_owner_does_any_operation_and_others_know_its_shape(threads):
-    threads(3).run(at_an_owner)
-
-
-def placements_and_specs():
+@on_threads(2)
+def test_a_ragged_placement_equals_its_like_and_no_other():
     mesh = line(2)
     cut = uneven(SHAPE, 2)
     shard = RaggedShard(cut)
@@ -209,10 +205,6 @@ def placements_and_specs():
     spec = spec_for(cut, mesh)
     assert copy.deepcopy(layout_of(spec)) is layout_of(spec)
     assert layout_of(copy.copy(spec)).cut == cut
-
-
-def test_a_ragged_placement_equals_its_like_and_no_other(threads):
-    threads(2).run(placements_and_specs)
 
 
 def stock_with_ragged_placement():
@@ -243,7 +235,8 @@ def test_no_dtensor_of_torch_can_have_a_ragged_placement(world):
     world(2).run(stock_with_ragged_placement)
 
 
-def wrong_arguments():
+@on_threads(2)
+def test_wrong_arguments_are_named():
     mesh = line(2)
     cut = uneven(SHAPE, 2)
     tensor = ragged(numbers(SHAPE), cut, mesh)
@@ -264,7 +257,3 @@ def wrong_arguments():
     with pytest.raises(AssertionError, match="rank holds"):
         ragged_dtensor(torch.zeros(1), spec_for(cut, mesh))
     return said
-
-
-def test_wrong_arguments_are_named(threads):
-    threads(2).run(wrong_arguments)

@@ -1,5 +1,6 @@
 """The optimizers of torch.optim step ragged parameters as they step plain ones."""
 
+import functools
 from itertools import product
 
 import pytest
@@ -7,35 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.optim.classes import CLASSES, FORMS, maker
 from tests.support.comparing import whole
 from tests.tensor.cuts import KINDS, SHAPES, numbers, whole_of
 from tests.tensor.grids import FOUR, GRIDS, LINES, Grid, placements_of, ragged_on
 
-OPTIMIZERS = {
-    "SGD": (torch.optim.SGD, {"lr": 0.1}),
-    "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
-    "SGD nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
-    "Adam": (torch.optim.Adam, {"lr": 0.1, "weight_decay": 0.1}),
-    "AdamW": (torch.optim.AdamW, {"lr": 0.1}),
-    "AdamW amsgrad": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True, "maximize": True}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1}),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 0.1}),
-    "RMSprop centered": (torch.optim.RMSprop, {"lr": 0.1, "centered": True, "momentum": 0.5}),
-    "Adadelta": (torch.optim.Adadelta, {"lr": 0.1}),
-    "Adamax": (torch.optim.Adamax, {"lr": 0.1}),
-    "NAdam": (torch.optim.NAdam, {"lr": 0.1}),
-    "RAdam": (torch.optim.RAdam, {"lr": 0.1}),
-    "ASGD": (torch.optim.ASGD, {"lr": 0.1}),
-    "Rprop": (torch.optim.Rprop, {"lr": 0.1}),
-}
-FUSED = ("SGD", "SGD momentum", "SGD nesterov", "Adam", "AdamW", "AdamW amsgrad", "Adagrad")
-FORMS = [(name, form) for name in OPTIMIZERS for form in ("foreach", "for-loop")] + [(name, "fused") for name in FUSED]
 
-
-ARGUMENTS = {"foreach": {"foreach": True}, "for-loop": {"foreach": False}, "fused": {"fused": True}}
-
-
-def compare(grid, kind, make, given, with_stock=False, shapes=SHAPES, dtype=torch.float32):
+def compare(grid, kind, make, with_stock=False, shapes=SHAPES, dtype=torch.float32):
     """Two steps beside those of plain parameters; on several axes each gradient is clipped before. The second parameter
     is stock, if asked for."""
     mesh = grid.mesh()
@@ -48,13 +27,13 @@ def compare(grid, kind, make, given, with_stock=False, shapes=SHAPES, dtype=torc
 
     plain = [nn.Parameter(numbers(shape, dtype)) for shape in shapes]
     mine = [nn.Parameter(laid(each.detach().clone(), index)) for index, each in enumerate(plain)]
-    expected, optimizer = make(plain, **given), make(mine, **given)
+    expected, optimizer = make(plain), make(mine)
     for step in range(2):
         for index, (each, like) in enumerate(zip(mine, plain, strict=True)):
             like.grad = numbers(like.shape, dtype, seed=step)
             each.grad = laid(like.grad.clone(), index)
             if mesh.ndim > 1:
-                norms = [nn.utils.clip_grad_norm_(given, 1.0, norm_type=2.0 + step) for given in (each, like)]
+                norms = [nn.utils.clip_grad_norm_(one, 1.0, norm_type=2.0 + step) for one in (each, like)]
                 torch.testing.assert_close(whole_of(norms[0]), norms[1])
         expected.step()
         optimizer.step()
@@ -68,26 +47,22 @@ def compare(grid, kind, make, given, with_stock=False, shapes=SHAPES, dtype=torc
                 torch.testing.assert_close(whole(found), value)
 
 
-@pytest.mark.parametrize(("name", "form"), FORMS)
+@pytest.mark.parametrize(("name", "form"), [(name, form) for form, names in FORMS.items() for name in names])
 def test_an_optimizer_steps_ragged_parameters_as_plain_ones(threads, name, form):
-    make, given = OPTIMIZERS[name]
     for line, kinds in (("1 in a row", KINDS[:1]), ("2 in a row", KINDS), ("4 in a row", KINDS[:1])):
         for kind in kinds:
-            threads(LINES[line].num_ranks).run(compare, LINES[line], kind, make, given | ARGUMENTS[form])
+            threads(LINES[line].num_ranks).run(compare, LINES[line], kind, maker(name, form))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", CLASSES)
 def test_an_optimizer_steps_complex_parameters_as_plain_ones(threads, name):
-    make, given = OPTIMIZERS[name]
-    for form in ("foreach", "for-loop"):
-        for kind in ("uneven", "blocks", "whole"):
-            arguments = given | ARGUMENTS[form]
-            threads(2).run(compare, LINES["2 in a row"], kind, make, arguments, dtype=torch.complex64)
+    for form, kind in product(("foreach", "for-loop"), ("uneven", "blocks", "whole")):
+        threads(2).run(compare, LINES["2 in a row"], kind, maker(name, form), dtype=torch.complex64)
 
 
 STEPS = [("AdamW", "foreach"), ("AdamW", "fused"), ("NAdam", "for-loop"), ("SGD momentum", "fused")]
 ON_GRIDS = [
-    *(("2 in a row", "AdamW", form) for form in ARGUMENTS),
+    *(("2 in a row", "AdamW", form) for form in FORMS),
     *(("tp columns", *step) for step in STEPS),
     *(("tp rows", *step) for step in STEPS[::2]),
     *(("two axes", *step) for step in STEPS[:2]),
@@ -97,10 +72,9 @@ ON_GRIDS = [
 
 @pytest.mark.parametrize(("on", "name", "form"), ON_GRIDS)
 def test_stock_and_ragged_parameters_step_together_on_any_axes(threads, on, name, form):
-    make, given = OPTIMIZERS[name]
     kind = "blocks" if on == "tp rows" else "uneven"
     with_stock = (name, form) != ("SGD momentum", "fused")  # which takes no DTensors of torch
-    threads(GRIDS[on].num_ranks).run(compare, GRIDS[on], kind, make, given | ARGUMENTS[form], with_stock)
+    threads(GRIDS[on].num_ranks).run(compare, GRIDS[on], kind, maker(name, form), with_stock)
 
 
 MATRICES = ((6, 4), (3, 5), (4, 4), (5, 2))
@@ -111,19 +85,19 @@ OWNERS = [*list(LINES.values())[:3], FOUR["tp copies"], FOUR["two axes"], Grid((
 @pytest.mark.parametrize("grid", OWNERS, ids=str)
 def test_an_owner_steps_whole_matrices_wherever_it_has_them(threads, grid):
     # Adafactor makes statistics of rows, which are at the owner too.
-    steps = [(torch.optim.Muon, {}, MATRICES)]
-    steps += [(torch.optim.Adafactor, {"foreach": each}, (*MATRICES, (5,), (), (2, 3, 4))) for each in (True, False)]
+    others = (*MATRICES, (5,), (), (2, 3, 4))
+    steps = [(functools.partial(torch.optim.Muon, lr=0.1), MATRICES)]
+    steps += [(functools.partial(torch.optim.Adafactor, lr=0.1, foreach=each), others) for each in (True, False)]
     ways = list(product(("whole", "last"), steps))
-    for kind, (make, given, shapes) in ways if grid in LINES.values() else ways[::4]:
-        threads(grid.num_ranks).run(compare, grid, kind, make, {"lr": 0.1, **given}, shapes=shapes)
+    for kind, (make, shapes) in ways if grid in LINES.values() else ways[::4]:
+        threads(grid.num_ranks).run(compare, grid, kind, make, shapes=shapes)
 
 
 def test_a_matrix_that_no_rank_owns_is_refused(threads):
+    adafactor = functools.partial(torch.optim.Adafactor, foreach=False)
     for kind in ("uneven", "rows"):
         with pytest.raises(Exception, match=r"PlacementError(.|\n)*with placement Owned\(\) each tensor has one owner"):
-            threads(2).run(
-                compare, LINES["2 in a row"], kind, torch.optim.Adafactor, {"foreach": False}, shapes=MATRICES
-            )
+            threads(2).run(compare, LINES["2 in a row"], kind, adafactor, shapes=MATRICES)
     for name in ("tp columns", "tp rows"):
         with pytest.raises(Exception, match=r"PlacementError(.|\n)*any operation, if no other axis of .* shards it"):
-            threads(4).run(compare, FOUR[name], "whole", torch.optim.Muon, {"lr": 0.1}, shapes=MATRICES)
+            threads(4).run(compare, FOUR[name], "whole", torch.optim.Muon, shapes=MATRICES)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from sherd.errors import PlacementError
 from sherd.tensor.reduction_table import wide
+from tests.support.ranks import on_threads
 from tests.tensor.cuts import KINDS, SHAPES, last, line, numbers, ragged, uneven, whole_of
 from tests.tensor.grids import FOUR, GRIDS, LINES, Grid, ragged_on
 
@@ -82,7 +83,8 @@ def test_a_reduction_is_over_all_axes_that_shard_and_over_no_copies(threads, cas
     threads(GRIDS[name].num_ranks).run(compare, GRIDS[name], *given)
 
 
-def whole_numbers_and_complex():
+@on_threads(3)
+def test_whole_numbers_complex_numbers_and_nan_are_reduced():
     mesh = line(3)
     cut = uneven((4, 5), 3)
     for dtype in (torch.int64, torch.uint8, torch.int32):
@@ -102,10 +104,6 @@ def whole_numbers_and_complex():
         assert not same(mine, other)
     assert math.isnan(ragged(torch.tensor([1.0, math.nan, 2.0]), uneven((3,), 3), mesh).max().item())
     assert ragged(torch.tensor([-3.0, -1.0]), uneven((2,), 3), mesh).max().item() == -1.0
-
-
-def test_whole_numbers_complex_numbers_and_nan_are_reduced(threads):
-    threads(3).run(whole_numbers_and_complex)
 
 
 def clipped(grid, kind, foreach, norm_type):
@@ -223,16 +221,13 @@ def test_what_torch_refuses_and_an_out_is_refused_on_all_ranks(threads):
         assert errors == {name: [error] * 4 for name, error in expected.items()}
 
 
-def over_no_dims():
+@on_threads(2)
+def test_a_reduction_over_no_dims_is_of_all_or_of_none_as_in_torch():
     whole = numbers((3, 4))
     mine = ragged(whole, uneven((3, 4), 2), line(2))
     assert torch.equal(mine.any(dim=()).full_tensor(), whole.any(dim=()))
     assert torch.equal(mine.all(dim=()).full_tensor(), whole.all(dim=()))
     torch.testing.assert_close(mine.sum(dim=()).to_local(), whole.sum(dim=()))
-
-
-def test_a_reduction_over_no_dims_is_of_all_or_of_none_as_in_torch(threads):
-    threads(2).run(over_no_dims)
 
 
 def test_parts_of_a_sum_are_float64_on_devices_that_can_add_it_up():

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sherd.tensor.replicated import ReplicatedDTensor
+from tests.support.ranks import on_threads
 from tests.tensor.cuts import line, numbers, ragged, uneven, whole_of
 
 
@@ -40,7 +41,8 @@ def test_a_known_value_is_computed_with_without_communication(world):
     world(2).run(computed)
 
 
-def meets():
+@on_threads(2)
+def test_a_known_value_meets_ragged_stock_and_plain_tensors():
     mesh = line(2)
     value = value_of_ones()
     stock = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
@@ -57,10 +59,6 @@ def meets():
     assert torch.equal(whole_of(torch._foreach_mul([mine], value)[0]), whole * 12)
     assert torch.equal(whole_of(torch._foreach_mul([stock, mine], value)[0]), torch.arange(4.0) * 12)
     assert torch.equal(torch._foreach_mul([torch.ones(2), mine], value)[0], torch.full((2,), 12.0))
-
-
-def test_a_known_value_meets_ragged_stock_and_plain_tensors(threads):
-    threads(2).run(meets)
 
 
 def kept():

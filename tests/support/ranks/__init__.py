@@ -18,6 +18,7 @@ from `torch.manual_seed(0)` and under the test's own warning filters.
 
 `threads(n)`, n in 1..8: n threads of this process on torch's threaded group, which live as long. Easy to debug and good
 for wide meshes, but threads share the random generator, the arguments and every global: seed and build before `run`.
+`@on_threads(2)` on a test has its body run so.
 
 A failure is one `RanksFailed`, with each rank's traceback and `errors[rank] == (type name, message)`. A rank
 still busy after `run(..., timeout=60)` seconds shows its stack. After any failure the processes are killed;
@@ -44,9 +45,9 @@ from torch import distributed as dist
 
 from tests.support.ranks.failures import Failure, RanksFailed, name_of
 from tests.support.ranks.process import Setup, Success, serve
-from tests.support.ranks.threads import Threads
+from tests.support.ranks.threads import Threads, on_threads
 
-__all__ = ["Pools", "Processes", "RanksFailed", "Setup", "Threads", "warm_up"]
+__all__ = ["Pools", "Processes", "RanksFailed", "Setup", "Threads", "on_threads", "warm_up"]
 
 MAX_PROCESSES = 4
 MAX_THREADS = 8

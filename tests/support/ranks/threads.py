@@ -1,6 +1,8 @@
 """How does a function run on ranks that are threads of this process?"""
 
 import contextlib
+import functools
+import inspect
 import queue
 import sys
 import threading
@@ -163,3 +165,29 @@ class Threads:
             _break_off_collectives()
             for number in late:
                 self._ranks[number].finished_within(GRACE_S)
+
+
+def on_threads(*counts: int) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Has each of so many threads run the body of a test: what it asserts holds on every rank. With several `counts`,
+    on each of these numbers of threads in turn; with none, on as many as the test's parameter `num_ranks` says.
+
+        @on_threads(2)
+        def test_ranks_have_numbers_of_their_own():
+            assert dist.get_rank() < dist.get_world_size() == 2
+
+    The body may have parameters, of `parametrize` or fixtures, which the threads share.
+    """
+
+    def decorated(body: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(threads: Callable[[int], Threads], **given: Any) -> None:
+            __tracebackhide__ = True
+            for num_ranks in counts or [given.pop("num_ranks")]:
+                threads(num_ranks).run(body, **given)
+
+        names = ["threads", *([] if counts else ["num_ranks"]), *inspect.signature(body).parameters]
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return test
+
+    return decorated
