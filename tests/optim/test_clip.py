@@ -17,6 +17,7 @@ from sherd.errors import GradientError, MeshError, PolicyError
 from tests.optim.twins import NAMES, Pair, backward
 from tests.support.comparing import assert_same, whole, whole_grads
 from tests.support.meshes import mesh_of
+from tests.support.ranks import on_threads
 from tests.support.sharding import PLACEMENTS, sharded
 from tests.tensor.cuts import cuts, line, numbers, ragged
 
@@ -71,7 +72,8 @@ def test_processes_agree_bit_by_bit(world):
     assert len(set(world(2).run(clip_a_model, "flat", 0, (2.0, math.inf), NAMES))) == 1
 
 
-def clip_two_models_of_other_meshes():
+@on_threads(4)
+def test_two_meshes_frozen_and_plain_parameters_are_clipped_together():
     """One is sharded over all ranks, one over pairs of them; a frozen and a plain part are clipped with them."""
     mine, lone = [Pair() for _ in range(3)], [Pair() for _ in range(3)]
     fully_shard(mine[0], placement=Flat())
@@ -87,10 +89,6 @@ def clip_two_models_of_other_meshes():
         assert_close_at(order, clip_grad_norm_(given[0], 2.0, order), expected)
         for model, like in zip(mine, lone, strict=True):
             assert_same(whole_grads(model), whole_grads(like), f"order {order}:", rtol=1e-5, atol=1e-6)
-
-
-def test_two_meshes_frozen_and_plain_parameters_are_clipped_together(threads):
-    threads(4).run(clip_two_models_of_other_meshes)
 
 
 # Any DTensors
@@ -155,16 +153,13 @@ def test_any_mixture_keeps_its_dtype_and_the_norm_of_halves_is_in_float32(thread
     threads(4).run(clip_anything, dtype, [*ORDERS, 3] if dtype is torch.float32 else [2.0])
 
 
-def sum_of_many_small_ones(dtype):
-    """A norm that a sum in halves could not hold."""
+@on_threads(2)
+def test_the_norm_of_halves_is_exact():
+    """Which a sum in halves could not hold."""
     mesh = line(dist.get_world_size())
-    given = [parameter_with(torch.full((64, 64), 2.0**-5, dtype=dtype), (mesh, [Shard(0)])) for _ in range(16)]
-    return clip_grad_norm_(given, 1.0).item()
-
-
-def test_the_norm_of_halves_is_exact(threads):
     for dtype in (torch.bfloat16, torch.float16):
-        assert threads(2).run(sum_of_many_small_ones, dtype) == [8.0, 8.0], dtype
+        given = [parameter_with(torch.full((64, 64), 2.0**-5, dtype=dtype), (mesh, [Shard(0)])) for _ in range(16)]
+        assert clip_grad_norm_(given, 1.0) == 8.0, dtype
 
 
 class Squares(nn.Module):
@@ -178,7 +173,8 @@ class Squares(nn.Module):
         return sum(each.square().sum() for each in self.all)
 
 
-def clip_tensor_parallel():
+@on_threads(4)
+def test_a_tensor_parallel_model_that_is_sharded_too():
     """Two matrices in columns and in rows over tp, a bias replicated there, and all of it sharded over dp."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     values = [numbers((6, 4)), numbers((4, 6), seed=1), numbers((6,), seed=2)]
@@ -196,11 +192,8 @@ def clip_tensor_parallel():
             assert_close_at(case, whole(each.grad), like.grad)
 
 
-def test_a_tensor_parallel_model_that_is_sharded_too(threads):
-    threads(4).run(clip_tensor_parallel)
-
-
-def count_elements():
+@on_threads(2)
+def test_order_0_counts_elements_that_are_not_zero():
     mesh = line(dist.get_world_size())
     grads = [torch.tensor([0.0, 1.0, 2.0, 0.0, 3.0]), torch.zeros(4), torch.ones(3, 2)]
     given = [parameter_with(grads[0], (mesh, [Shard(0)])), parameter_with(grads[1], (mesh, [Shard(0)]))]
@@ -209,20 +202,13 @@ def count_elements():
     torch.testing.assert_close(whole(given[0].grad), grads[0] / 3)
 
 
-def test_order_0_counts_elements_that_are_not_zero(threads):
-    threads(2).run(count_elements)
-
-
-def largest_magnitude():
+@on_threads(3)
+def test_the_largest_magnitude_is_known_where_torch_refuses_an_empty_shard():
     given = [parameter_with(torch.tensor([3.0, -4.0]), (line(3), [Shard(0)]))]
     if dist.get_rank() == 2:
         with pytest.raises(RuntimeError, match=r"vector_norm"):
             torch.linalg.vector_norm(given[0].grad.to_local(), math.inf)
-    return clip_grad_norm_(given, 8.0, math.inf).item()
-
-
-def test_the_largest_magnitude_is_known_where_torch_refuses_an_empty_shard(threads):
-    assert threads(3).run(largest_magnitude) == [4.0] * 3
+    assert clip_grad_norm_(given, 8.0, math.inf).item() == 4.0
 
 
 # Who takes part
@@ -255,14 +241,12 @@ def test_gradients_that_some_ranks_lack_count_as_zeros(threads, name):
         assert threads(4).run(clip_with_missing, order, drop) == [pytest.approx(expected)] * 4, order
 
 
-def clip_none():
+@on_threads(2)
+def test_without_any_gradient_the_norm_is_zero():
     mesh = line(dist.get_world_size())
     given = [nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)])), nn.Parameter(torch.zeros(3))]
-    return [clip_grad_norm_(given, 1.0, order).item() for order in (0, 2, math.inf)] + [clip_grad_norm_([], 1).item()]
-
-
-def test_without_any_gradient_the_norm_is_zero(threads):
-    assert threads(2).run(clip_none) == [[0.0] * 4] * 2
+    for order in (0, 2, math.inf):
+        assert clip_grad_norm_(given, 1.0, order) == clip_grad_norm_([], 1, order) == 0
 
 
 def all_reduces(on_each_axis):
@@ -285,20 +269,17 @@ def test_each_process_group_has_one_all_reduce_on_all_ranks(world):
     assert world(4).run(all_reduces, False) == [[1] * 2] * 4
 
 
-def clip_stages():
+@on_threads(3)
+def test_extra_groups_join_the_norms_of_stages():
     """Each rank has a stage of its own, with another number of parameters."""
     rank = dist.get_rank()
     given = plain_with([torch.full((2,), 1.0 + rank)] * (rank + 1))
-    norms = [
-        clip_grad_norm_(given, 1e9, order, extra_groups=[dist.group.WORLD]).item() for order in (1.0, 2.0, math.inf)
-    ]
-    return norms, clip_grad_norm_([] if rank else given, 1e9, extra_groups=[dist.group.WORLD]).item()
-
-
-def test_extra_groups_join_the_norms_of_stages(threads):
     # Rank 0 has two ones, rank 1 four twos, rank 2 six threes.
-    expected = [28.0, pytest.approx(math.sqrt(2 + 16 + 54)), 3.0], pytest.approx(math.sqrt(2))
-    assert threads(3).run(clip_stages) == [expected] * 3
+    for order, expected in ((1.0, 28.0), (2.0, math.sqrt(2 + 16 + 54)), (math.inf, 3.0)):
+        norm = clip_grad_norm_(given, 1e9, order, extra_groups=[dist.group.WORLD]).item()
+        assert norm == pytest.approx(expected), order
+    norm = clip_grad_norm_([] if rank else given, 1e9, extra_groups=[dist.group.WORLD]).item()
+    assert norm == pytest.approx(math.sqrt(2))
 
 
 # What is given, and what is refused
@@ -365,7 +346,8 @@ def test_an_order_that_is_no_norms_is_refused():
             clip_grad_norm_(plain_with([torch.ones(2)]), 1.0, order)
 
 
-def clip_a_partial_gradient():
+@on_threads(2)
+def test_a_partial_gradient_is_refused_until_it_is_reduced():
     mesh = line(dist.get_world_size())
     parameter = nn.Parameter(distribute_tensor(torch.zeros(2, 3), mesh, [Replicate()]))
     parameter.grad = DTensor.from_local(torch.ones(2, 3), mesh, [Partial()], run_check=False)
@@ -376,25 +358,19 @@ def clip_a_partial_gradient():
     with pytest.raises(GradientError, match="Partial"):
         clip_grad_norm_(same, 1.0)
     parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-    return clip_grad_norm_(parameter, 1.0).item()
+    assert clip_grad_norm_(parameter, 1.0).item() == pytest.approx(2 * math.sqrt(6))
 
 
-def test_a_partial_gradient_is_refused_until_it_is_reduced(threads):
-    assert threads(2).run(clip_a_partial_gradient) == [pytest.approx(2 * math.sqrt(6))] * 2
-
-
-def clip_a_gradient_that_is_cut_unlike_its_parameter():
+@on_threads(2)
+def test_a_gradient_may_be_cut_where_its_parameter_is_not():
     mesh = line(dist.get_world_size())
     parameter = nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, [Replicate()]))
     parameter.grad = distribute_tensor(numbers((4, 3)), mesh, [Shard(0)])
     torch.testing.assert_close(clip_grad_norm_(parameter, 9.0), numbers((4, 3)).norm())
 
 
-def test_a_gradient_may_be_cut_where_its_parameter_is_not(threads):
-    threads(2).run(clip_a_gradient_that_is_cut_unlike_its_parameter)
-
-
-def clip_on_a_mesh_of_others():
+@on_threads(3)
+def test_a_rank_outside_a_parameters_mesh_is_told_so():
     mesh = DeviceMesh("cpu", [0, 1])
     parameter = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False))
     if mesh.get_coordinate() is None:
@@ -403,7 +379,3 @@ def clip_on_a_mesh_of_others():
     else:
         parameter.grad = torch.ones_like(parameter)
         assert clip_grad_norm_(parameter, 1.0) == 2
-
-
-def test_a_rank_outside_a_parameters_mesh_is_told_so(threads):
-    threads(3).run(clip_on_a_mesh_of_others)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from sherd import flatten_optimizer
+from tests.support.ranks import on_threads
 from tests.support.sharding import FRONTS, sharded
 from tests.support.training import made
 
@@ -43,16 +44,13 @@ def losses_of(model, optimizer):
     return found
 
 
-def train(front, flatten):
+# A flat parameter has one dtype.
+@pytest.mark.parametrize(("front", "flatten"), [*((front, False) for front in FRONTS[:-1]), ("wrapper", True)])
+@on_threads(2)
+def test_complex_parameters_train_under_every_placement(front, flatten):
     for make, given in OPTIMIZERS.values():
         plain, model = made(Wave), made(Wave)
         model = sharded(model, front, units=[model])
         optimizer = make(model.parameters(), **given)
         optimizer = flatten_optimizer(optimizer) if flatten else optimizer
         assert losses_of(model, optimizer) == pytest.approx(losses_of(plain, make(plain.parameters(), **given)))
-
-
-# A flat parameter has one dtype.
-@pytest.mark.parametrize(("front", "flatten"), [*((front, False) for front in FRONTS[:-1]), ("wrapper", True)])
-def test_complex_parameters_train_under_every_placement(threads, front, flatten):
-    threads(2).run(train, front, flatten)

@@ -23,6 +23,7 @@ from sherd.optim import flatten_optimizer
 from tests.optim.twins import NAMES, Pair, groups
 from tests.support.comparing import assert_same, whole_params
 from tests.support.meshes import mesh_of
+from tests.support.ranks import on_threads
 from tests.support.sharding import PLACEMENTS, sharded
 from tests.tensor.cuts import line, ragged
 from tests.tensor.cuts import uneven as uneven_cut
@@ -66,6 +67,7 @@ def train(model, optimizer, scaler, unscale, num_steps=8):
         spoil(model, step)
         if unscale:
             scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -75,15 +77,15 @@ def train(model, optimizer, scaler, unscale, num_steps=8):
 
 def train_alike(placement, scaler, kind, unscale):
     model, lone = sharded(Pair(), placement), Pair()
-    optimizer = adamw(model, kind == "fused")
-    if kind == "flat":
+    optimizer = adamw(model, "fused" in kind)
+    if "flat" in kind:
         flatten_optimizer(optimizer)
     assert train(model, optimizer, SCALERS[scaler]("cpu", **SCALE), unscale) == SCALES
     assert train(lone, adamw(lone), torch.amp.GradScaler("cpu", **SCALE), unscale) == SCALES
     assert_same(whole_params(model), whole_params(lone), rtol=1e-4, atol=1e-5)
 
 
-KINDS = ["foreach", "fused", "flat"]
+KINDS = ["foreach", "fused", "flat", "flat fused"]
 
 
 # Each pair of a placement, a kind, a scaler, and whether the gradients are unscaled by hand.
@@ -102,16 +104,13 @@ def test_processes_agree_too(world, placement):
         world(num_ranks).run(train_alike, placement, scaler, "foreach", False)
 
 
-def train_replicas():
+@on_threads(4)
+def test_replicas_of_shards_step_together():
+    """The last rank alone sees what is bad, so it must travel along both axes."""
     mesh = mesh_of((2, 2))
     model = sharded(Pair(), "flat", mesh=mesh)
     scaler = ShardedGradScaler("cpu", process_group=mesh.get_group("shard"), **SCALE)
     assert train(model, adamw(model), scaler, True) == SCALES
-
-
-def test_replicas_of_shards_step_together(threads):
-    """The last rank alone sees what is bad, so it must travel along both axes."""
-    threads(4).run(train_replicas)
 
 
 # One step
@@ -149,40 +148,30 @@ def one_step(parameters, scaler, fused=False, unscale=False):
     return [each.view(-1)[0].item() for each in held if each.numel()], scaler.get_scale()
 
 
-def step_a_mixture(bad, unscale):
-    mesh, rank = line(dist.get_world_size()), dist.get_rank()
-    parameters = [plain(16.0), even(16.0, mesh), uneven(16.0, mesh), plain(16.0, torch.float64)]
-    if bad is not None and rank == 1:
-        grad = parameters[bad].grad
-        (grad.to_local() if isinstance(grad, DTensor) else grad).view(-1)[0] = math.inf
-    values, scale = one_step(parameters, ShardedGradScaler("cpu", **SCALE), unscale=unscale)
-    return set(values), scale
-
-
-def test_plain_even_and_ragged_gradients_of_two_dtypes_in_one_optimizer(threads):
+@on_threads(3)
+def test_plain_even_and_ragged_gradients_of_two_dtypes_in_one_optimizer():
+    mesh = line(dist.get_world_size())
     for bad, unscale in itertools.product((None, 0, 1, 2, 3), (True, False)):
-        expected = ({-2.0}, 8.0) if bad is None else ({0.0}, 4.0)
-        assert threads(3).run(step_a_mixture, bad, unscale) == [expected] * 3, (bad, unscale)
+        parameters = [plain(16.0), even(16.0, mesh), uneven(16.0, mesh), plain(16.0, torch.float64)]
+        if bad is not None and dist.get_rank() == 1:
+            grad = parameters[bad].grad
+            (grad.to_local() if isinstance(grad, DTensor) else grad).view(-1)[0] = math.inf
+        values, scale = one_step(parameters, ShardedGradScaler("cpu", **SCALE), unscale=unscale)
+        assert (set(values), scale) == (({-2.0}, 8.0) if bad is None else ({0.0}, 4.0)), (bad, unscale)
 
 
-def step_where_some_ranks_have_no_gradients(fused):
+@on_threads(3)
+def test_ranks_without_gradients_agree_with_the_others():
     mesh, rank = line(dist.get_world_size()), dist.get_rank()
-    found = []
-    for bad in (False, True):
+    for fused, bad in itertools.product((False, True), (False, True)):
         # torch's fused SGD takes no DTensors of torch.
         parameters = [(uneven if fused else even)(math.inf if bad else 16.0, mesh), plain(16.0)]
         if rank != 1:
             for each in parameters:
                 each.grad = None
         values, scale = one_step(parameters, ShardedGradScaler("cpu", **SCALE), fused)
-        assert set(values) == ({0.0} if bad or rank != 1 else {-2.0})
-        found.append(scale)
-    return found
-
-
-def test_ranks_without_gradients_agree_with_the_others(threads):
-    for fused in (False, True):
-        assert threads(3).run(step_where_some_ranks_have_no_gradients, fused) == [[8.0, 4.0]] * 3, fused
+        assert set(values) == ({0.0} if bad or rank != 1 else {-2.0}), (fused, bad)
+        assert scale == (4.0 if bad else 8.0), (fused, bad)
 
 
 def step_with_groups(narrow):
@@ -205,21 +194,17 @@ def test_the_axes_of_a_mesh_agree_when_the_process_group_leaves_ranks_out(world)
     assert world(4).run(step_with_groups, True) == [(["alone", "axis 0", "axis 1"], 4.0)] * 4
 
 
-def clip_between():
-    mesh = line(dist.get_world_size())
-    parameters = [even(24.0, mesh), plain(32.0)]
+@on_threads(2)
+def test_gradients_are_clipped_between_unscaling_and_the_step():
+    parameters = [even(24.0, line(2)), plain(32.0)]
     scaler = ShardedGradScaler("cpu", **SCALE)
     scaler.scale(torch.zeros(()))
     optimizer = optim.SGD(parameters, lr=1.0)
     scaler.unscale_(optimizer)
     norm = clip_grad_norm_(parameters, 1.0).item()
     scaler.step(optimizer)
-    return norm, parameters[1][0].item()
-
-
-def test_gradients_are_clipped_between_unscaling_and_the_step(threads):
-    norm = math.sqrt(5 * 3**2 + 3 * 4**2)
-    assert threads(2).run(clip_between) == [(pytest.approx(norm), pytest.approx(-4 / norm))] * 2
+    assert norm == pytest.approx(math.sqrt(5 * 3**2 + 3 * 4**2))
+    assert parameters[1][0].item() == pytest.approx(-4 / norm)
 
 
 # As torch's
@@ -319,14 +304,10 @@ def test_its_state_is_saved_loaded_copied_and_pickled():
         assert one_step([plain(math.inf)], each) == ([0.0], 2.0)
 
 
-def memory_of_dropped_gradients():
-    mesh = line(dist.get_world_size())
-    parameter = even(16.0, mesh)
+@on_threads(2)
+def test_a_gradient_that_was_unscaled_is_freed_when_it_is_dropped():
+    parameter = even(16.0, line(2))
     one_step([parameter], ShardedGradScaler("cpu", **SCALE))
     local = weakref.ref(local_tensor(parameter.grad))
     parameter.grad = None
-    return local() is None
-
-
-def test_a_gradient_that_was_unscaled_is_freed_when_it_is_dropped(threads):
-    assert threads(2).run(memory_of_dropped_gradients) == [True, True]
+    assert local() is None

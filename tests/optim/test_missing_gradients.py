@@ -22,6 +22,7 @@ from tests.optim.twins import (
     three,
 )
 from tests.support.comparing import assert_same, whole_params
+from tests.support.ranks import on_threads
 from tests.support.sharding import sharded
 
 MAKE = {
@@ -64,7 +65,9 @@ def test_only_what_has_a_gradient_is_stepped(threads, kind, placement, num_ranks
     threads(num_ranks).run(same_training, MAKE[kind], placement, range(4), PATTERNS[turn % len(PATTERNS)])
 
 
-def train_where_ranks_differ(placement):
+@pytest.mark.parametrize(("placement", "num_ranks"), LAYOUTS)
+@on_threads()
+def test_a_gradient_of_another_rank_is_one(placement):
     trained = three(placement)
     num_ranks = dist.get_world_size()
     for step in range(4):
@@ -79,35 +82,29 @@ def train_where_ranks_differ(placement):
     assert_alike(trained)
 
 
-@pytest.mark.parametrize(("placement", "num_ranks"), LAYOUTS)
-def test_a_gradient_of_another_rank_is_one(threads, placement, num_ranks):
-    threads(num_ranks).run(train_where_ranks_differ, placement)
-
-
 def memory_of(optimizer):
     """Where the spans' states are."""
     return {span.state["exp_avg"].untyped_storage().data_ptr() for span in spans_of(optimizer) if span.flat.numel()}
 
 
-def split_and_join(placement):
-    model = sharded(Pair(), placement)
-    optimizer = flatten_optimizer(MAKE["fused"](groups(model)))
-    run(model, optimizer, range(2))
-    together, memory = len(spans_of(optimizer)), memory_of(optimizer)
-    for step in (2, 3):
-        run(model, optimizer, [step], every_other)
-        assert memory_of(optimizer) <= memory, "runs are split without copying their state"
-    run(model, optimizer, [4])
-    assert len(spans_of(optimizer)) == together, "they are joined again, once they have counted alike"
-    assert memory_of(optimizer) == memory
-
-
-def test_runs_are_split_and_joined_without_copying_state(threads):
+@on_threads(2)
+def test_runs_are_split_and_joined_without_copying_state():
     for placement in ("shard", "flat"):
-        threads(2).run(split_and_join, placement)
+        model = sharded(Pair(), placement)
+        optimizer = flatten_optimizer(MAKE["fused"](groups(model)))
+        run(model, optimizer, range(2))
+        together, memory = len(spans_of(optimizer)), memory_of(optimizer)
+        for step in (2, 3):
+            run(model, optimizer, [step], every_other)
+            assert memory_of(optimizer) <= memory, "runs are split without copying their state"
+        run(model, optimizer, [4])
+        assert len(spans_of(optimizer)) == together, "they are joined again, once they have counted alike"
+        assert memory_of(optimizer) == memory
 
 
-def step_with_gradients_of_the_users(placement):
+@pytest.mark.parametrize(("placement", "num_ranks"), LAYOUTS)
+@on_threads()
+def test_a_gradient_may_be_replaced(placement):
     """Gradients that lie elsewhere: replaced, or only one of them."""
     trained = three(placement)
     for model, optimizer in trained:
@@ -121,12 +118,8 @@ def step_with_gradients_of_the_users(placement):
     assert_alike(trained)
 
 
-@pytest.mark.parametrize(("placement", "num_ranks"), LAYOUTS)
-def test_a_gradient_may_be_replaced(threads, placement, num_ranks):
-    threads(num_ranks).run(step_with_gradients_of_the_users, placement)
-
-
-def step_with_a_turned_gradient():
+@on_threads(1)
+def test_a_transposed_gradient_is_not_taken_for_the_gradient():
     """Where one rank holds all of a square matrix, its transposed gradient begins at the same place."""
     models = [torch.nn.Linear(3, 3, bias=False) for _ in range(2)]
     for model in models:
@@ -139,10 +132,6 @@ def step_with_a_turned_gradient():
         model.weight.grad = model.weight.grad.t()
         optimizer.step()
     assert_same(whole_params(models[0]), whole_params(models[1]))
-
-
-def test_a_transposed_gradient_is_not_taken_for_the_gradient(threads):
-    threads(1).run(step_with_a_turned_gradient)
 
 
 def step_with_numbers_in_the_padding(placement):

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from sherd.engine.state.parameter import record_of
 from sherd.optim import flatten_optimizer
 from tests.optim.twins import CLOSE, NAMES, Pair, adamw, backward, groups, run, spans_of
-from tests.support.comparing import assert_same, whole, whole_params
+from tests.support.comparing import assert_same, whole
+from tests.support.ranks import on_threads
 from tests.support.sharding import sharded
 
 LAYOUTS = [("shard", 2), ("flat", 1), ("flat", 3), ("blocks", 2), ("owned", 2)]
@@ -183,7 +184,9 @@ def freeze_and_thaw(model, optimizer):
 MOVES = [to_double_and_back, to_double_before_the_step, regroup, load_the_same, freeze_and_thaw]
 
 
-def train_between_moves(placement):
+@pytest.mark.parametrize(("placement", "num_ranks"), [("shard", 2), ("flat", 3), ("owned", 2)])
+@on_threads()
+def test_runs_follow_the_buffers(placement):
     """One move after the other, and a step or two after each: as the plain optimizer does."""
     model, flat = made(adamw, placement, True)
     run(model, flat, range(2))
@@ -196,39 +199,3 @@ def train_between_moves(placement):
         assert_same(held_by(model, flat), held_by(other, plain), move.__name__, **CLOSE)
         for each in (each for each in spans_of(flat) if each.flat.numel()):
             assert each.flat.data_ptr() == each.members[0].group.shard_buffer[each.members[0].extent.start :].data_ptr()
-
-
-@pytest.mark.parametrize(("placement", "num_ranks"), [("shard", 2), ("flat", 3), ("owned", 2)])
-def test_runs_follow_the_buffers(threads, placement, num_ranks):
-    threads(num_ranks).run(train_between_moves, placement)
-
-
-def train_scaled(placement, kind):
-    """The second step overflows on every rank, and is skipped."""
-    trained = []
-    for flat in (True, False):
-        model, optimizer = made(MAKE[kind], placement, flat)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        scales = []
-        for step in range(5):
-            # One rank's overflow is everybody's.
-            factor = float("inf") if step == 1 and torch.distributed.get_rank() == 0 else 1.0
-            scaler.scale(model(step, NAMES, factor)).backward()
-            if step % 2:
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            scales.append(scaler.get_scale())
-        assert scales == [1024.0, 512.0, 512.0, 1024.0, 1024.0]
-        trained.append((model, optimizer))
-    (model, flat), (other, plain) = trained
-    assert_same(held_by(model, flat), held_by(other, plain), **CLOSE)
-    assert all(torch.isfinite(value).all() for value in whole_params(model).values())
-
-
-@pytest.mark.parametrize("kind", ["adamw", "fused"])
-@pytest.mark.parametrize(("placement", "num_ranks"), [("shard", 2), ("flat", 1), ("flat", 2)])
-def test_a_scaled_loss_that_overflows_skips_the_step_everywhere(threads, kind, placement, num_ranks):
-    threads(num_ranks).run(train_scaled, placement, kind)

@@ -14,7 +14,7 @@ from sherd.comm.streams import HostStreams, RecordingStreams, use_streams
 from sherd.errors import ModuleError, OptimizerError, PolicyTypeError
 from tests.support.comparing import assert_same, whole_params
 from tests.support.models import WIDTH, Block, noise
-from tests.support.ranks import RanksFailed
+from tests.support.ranks import RanksFailed, on_threads
 from tests.support.sharding import sharded
 from tests.support.training import made
 
@@ -143,19 +143,17 @@ def test_gradients_that_come_twice_in_one_backward_are_refused(threads):
         threads(2).run(lambda: trained(model_of(Twice), "sgd", True))
 
 
-def removed():
+@on_threads(2)
+def test_removed_it_leaves_all_gradients_to_the_optimizer():
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sherd.step_in_backward(model, optimizer).remove()
     model(noise(0, dist.get_rank())).sum().backward()
-    return sum(parameter.grad is not None for parameter in model.parameters())
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_removed_it_leaves_all_gradients_to_the_optimizer(threads):
-    assert threads(2).run(removed) == [14, 14]
-
-
-def refusals():
+@on_threads(1)
+def test_what_cannot_be_stepped_unit_by_unit_is_refused():
     model = model_of()
     flat = sherd.flatten_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for wrong, error in (
@@ -166,7 +164,3 @@ def refusals():
     ):
         with pytest.raises(error, match="step_in_backward"):
             sherd.step_in_backward(*wrong)
-
-
-def test_what_cannot_be_stepped_unit_by_unit_is_refused(threads):
-    threads(1).run(refusals)

@@ -26,6 +26,7 @@ from tests.optim.twins import (
     three,
 )
 from tests.support.comparing import assert_same, whole_params
+from tests.support.ranks import on_threads
 from tests.support.sharding import sharded
 
 LAYOUTS = [("shard", 2), ("flat", 1), ("flat", 3), ("owned", 2)]
@@ -197,7 +198,10 @@ def tied():
     return model
 
 
-def train_tied(placement):
+@pytest.mark.parametrize("placement", ["shard", "flat"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_threads()
+def test_large_tied_and_ignored_parameters(placement):
     trained = []
     for kind in ("flat", "plain", "lone"):
         model = tied()
@@ -215,12 +219,6 @@ def train_tied(placement):
     assert_alike(trained, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("placement", ["shard", "flat"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_large_tied_and_ignored_parameters(threads, placement, num_ranks):
-    threads(num_ranks).run(train_tied, placement)
-
-
 def count_runs():
     model = sharded(Pair(), "flat")
     optimizer = flatten_optimizer(adamw(list(reversed(groups(model)))))
@@ -236,32 +234,31 @@ def test_a_hyper_parameter_class_is_one_run_of_each_flat_buffer(threads):
         assert all(1 <= count <= 4 for count in threads(num_ranks).run(count_runs)), num_ranks
 
 
-def look_at_memory(placement):
-    model = sharded(Pair(), placement)
-    optimizer = flatten_optimizer(adamw(groups(model)))
-    run(model, optimizer, range(2))
-    backward(model, 2)
-    gradients = {parameter.grad.to_local().untyped_storage().data_ptr() for parameter in model.parameters()}
-    for each in spans_of(optimizer):
-        assert each.flat.untyped_storage().data_ptr() == each.members[0].group.shard_buffer.untyped_storage().data_ptr()
-        assert each.take_gradient()
-        if each.flat.numel():
-            assert each.flat.grad.untyped_storage().data_ptr() in gradients
-        inside = range(each.state["exp_avg"].data_ptr(), each.state["exp_avg"].data_ptr() + each.flat.nbytes + 1)
-        for member in each.members:
-            local = optimizer.state[member.shard]["exp_avg"].to_local()
-            assert not local.numel() or local.data_ptr() in inside
-            assert local.storage_offset() == 0
-    optimizer.step()
-    assert not [key for key in optimizer.state if key not in set(model.parameters())], "runs are not in the state"
-
-
-def test_nothing_is_copied(threads):
+@on_threads(2)
+def test_nothing_is_copied():
     for placement in ("shard", "flat", "owned"):
-        threads(2).run(look_at_memory, placement)
+        model = sharded(Pair(), placement)
+        optimizer = flatten_optimizer(adamw(groups(model)))
+        run(model, optimizer, range(2))
+        backward(model, 2)
+        gradients = {parameter.grad.to_local().untyped_storage().data_ptr() for parameter in model.parameters()}
+        for each in spans_of(optimizer):
+            buffer = each.members[0].group.shard_buffer
+            assert each.flat.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+            assert each.take_gradient()
+            if each.flat.numel():
+                assert each.flat.grad.untyped_storage().data_ptr() in gradients
+            inside = range(each.state["exp_avg"].data_ptr(), each.state["exp_avg"].data_ptr() + each.flat.nbytes + 1)
+            for member in each.members:
+                local = optimizer.state[member.shard]["exp_avg"].to_local()
+                assert not local.numel() or local.data_ptr() in inside
+                assert local.storage_offset() == 0
+        optimizer.step()
+        assert not [key for key in optimizer.state if key not in set(model.parameters())], "runs are not in the state"
 
 
-def count_hooks():
+@on_threads(1)
+def test_hooks_run_once_a_step():
     model = sharded(Pair(), "flat")
     optimizer = flatten_optimizer(adamw(groups(model)))
     calls = []
@@ -280,10 +277,6 @@ def count_hooks():
     with torch.profiler.profile(acc_events=True) as profile:
         optimizer.step()
     assert [event.name for event in profile.events()].count("Optimizer.step#FlatAdamW.step") == 1
-
-
-def test_hooks_run_once_a_step(threads):
-    threads(1).run(count_hooks)
 
 
 class Counting(optim.SGD):
@@ -306,21 +299,19 @@ class Counting(optim.SGD):
                     parameter.sub_(state["sum"], alpha=group["lr"] / (self.num_steps + state["count"]))
 
 
-def train_an_own_class(placement):
-    trained = three(placement, functools.partial(Counting, lr=0.1), elementwise=True)
-    for model, optimizer in trained:
-        run(model, optimizer, range(4), lambda step: NAMES if step != 1 else NAMES[::2])
-        assert optimizer.num_steps == 4
-        assert [group["seen"] for group in optimizer.param_groups] == [4, 4]
-    assert_alike(trained)
-
-
-def test_an_own_class_keeps_its_own_numbers(threads):
+@on_threads(2)
+def test_an_own_class_keeps_its_own_numbers():
     for placement in ("shard", "flat", "blocks"):
-        threads(2).run(train_an_own_class, placement)
+        trained = three(placement, functools.partial(Counting, lr=0.1), elementwise=True)
+        for model, optimizer in trained:
+            run(model, optimizer, range(4), lambda step: NAMES if step != 1 else NAMES[::2])
+            assert optimizer.num_steps == 4
+            assert [group["seen"] for group in optimizer.param_groups] == [4, 4]
+        assert_alike(trained)
 
 
-def fail_in_the_middle():
+@on_threads(2)
+def test_a_step_that_fails_leaves_the_optimizer_as_it_was():
     class Failing(optim.SGD):
         def step(self, closure=None):
             raise ZeroDivisionError
@@ -334,10 +325,6 @@ def fail_in_the_middle():
     for group, parameters in zip(optimizer.param_groups, before, strict=True):
         assert all(one is other for one, other in zip(group["params"], parameters, strict=True))
     assert not optimizer.state
-
-
-def test_a_step_that_fails_leaves_the_optimizer_as_it_was(threads):
-    threads(2).run(fail_in_the_middle)
 
 
 def train_a_copy(copied):
@@ -368,7 +355,8 @@ def test_a_copy_steps_tensor_by_tensor_and_so_does_what_a_pickle_brings_back(wor
     world(2).run(train_a_copy, pickled)
 
 
-def step_a_plain_tensor_in_the_same_group():
+@on_threads(2)
+def test_plain_and_sharded_parameters_share_a_group_of_a_fused_optimizer():
     models = [Pair().first, Pair().first]
     fully_shard(models[0], placement=Flat(), ignored_params={models[0].w})
     optimizers = [optim.AdamW(model.parameters(), lr=0.1, fused=True) for model in models]
@@ -380,10 +368,6 @@ def step_a_plain_tensor_in_the_same_group():
             optimizer.step()
             optimizer.zero_grad()
     assert_same(whole_params(models[0]), whole_params(models[1]), rtol=1e-4, atol=1e-5)
-
-
-def test_plain_and_sharded_parameters_share_a_group_of_a_fused_optimizer(threads):
-    threads(2).run(step_a_plain_tensor_in_the_same_group)
 
 
 def test_without_shards_it_is_the_plain_optimizer():
