@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 
 from sherd._torch import dtensor_spec
+from sherd.errors import PlacementError
 from sherd.layout.plan import Wanted, plan
 from sherd.layout.runs import Blocks, Flat, Owned, Runs
 from sherd.tensor.placement import RaggedShard
@@ -84,3 +85,12 @@ def numbers(shape, dtype=torch.float32, seed=0):
 def whole_of(tensor):
     """What any DTensor is, as a plain tensor."""
     return tensor.full_tensor().detach()
+
+
+def refusal(operation, *given):
+    """What the PlacementError of `operation` says; nothing if it raises none."""
+    try:
+        operation(*given)
+    except PlacementError as error:
+        return str(error)
+    return ""

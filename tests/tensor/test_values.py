@@ -61,7 +61,8 @@ def test_a_known_value_meets_ragged_stock_and_plain_tensors():
     assert torch.equal(torch._foreach_mul([torch.ones(2), mine], value)[0], torch.full((2,), 12.0))
 
 
-def kept():
+@on_threads(2)
+def test_a_known_value_is_copied_pickled_and_differentiated():
     value = value_of_ones()
     for each in (copy.deepcopy(value), pickle.loads(pickle.dumps(value)), value.cpu(), value.detach()):
         assert isinstance(each, DTensor)
@@ -72,7 +73,3 @@ def kept():
         loss = (each * each).mean() + each.norm() * 0.1 + each.exp().sum()
         loss.backward()
     torch.testing.assert_close(whole_of(parameter.grad), plain.grad)
-
-
-def test_a_known_value_is_copied_pickled_and_differentiated(world):
-    world(2).run(kept)

@@ -181,7 +181,6 @@ def on_threads(*counts: int) -> Callable[[Callable[..., Any]], Callable[..., Non
     def decorated(body: Callable[..., Any]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(threads: Callable[[int], Threads], **given: Any) -> None:
-            __tracebackhide__ = True
             for num_ranks in counts or [given.pop("num_ranks")]:
                 threads(num_ranks).run(body, **given)
 
