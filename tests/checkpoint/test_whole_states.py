@@ -74,12 +74,16 @@ def load_whole_states(layouts, onto_meta):
             trained_from(plain, layout, options, to_empty)
 
 
-CHUNKS = ("rows", "columns")
+CHUNKS, HALVES = ("rows", "columns"), (RUNS[:2], RUNS[2:])
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "onto_meta", "layouts"),
-    [(2, "all", RUNS), (4, "rank 0", RUNS), (1, "all", CHUNKS), (3, "rank 0", CHUNKS), (3, "all", CHUNKS)],
+    [
+        *((2, "all", half) for half in HALVES),
+        *((4, "rank 0", half) for half in HALVES),
+        *((1, "all", CHUNKS), (3, "rank 0", CHUNKS), (3, "all", CHUNKS)),
+    ],
 )
 def test_whole_states_load_from_all_ranks_and_from_rank_0_alone(world, num_ranks, onto_meta, layouts):
     world(num_ranks).run(load_whole_states, layouts, onto_meta)
@@ -112,22 +116,22 @@ def test_state_dicts_come_out_of_every_layout(world, num_ranks):
     world(num_ranks).run(states_out)
 
 
-def flattened_states(folder):
-    """With `flatten_optimizer_state_dict`, as pipelines need it, from each layout into another."""
+def flattened_states(folder, layout, into):
+    """With `flatten_optimizer_state_dict`, as pipelines need it."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
+    kept = []
+    for name, seed in ((layout, 0), (into, 1)):
+        model, optimizer = trained_in(name, seed)
+        kept.append((model, optimizer, *get_state_dict(model, optimizer, options=options)))
+    (model, optimizer, values, states), (other, others_optimizer, others_values, others_states) = kept
+    dcp.save({"model": values, "optimizer": states}, checkpoint_id=folder)
+    dcp.load({"model": others_values, "optimizer": others_states}, checkpoint_id=folder)
+    set_model_state_dict(other, others_values, options=options)
+    set_optimizer_state_dict(other, others_optimizer, others_states, options=options)
+    assert_held(state_of(other, others_optimizer), whole(state_of(model, optimizer)), layout)
+
+
+@pytest.mark.parametrize("number", range(len(PLACEMENTS)))
+def test_flattened_optimizer_states_go_from_layout_to_layout(world, tmp_path, number):
     names = list(PLACEMENTS)
-    for index, layout in enumerate(names):
-        kept = []
-        for name, seed in ((layout, 0), (names[index - 1], 1)):
-            model, optimizer = trained_in(name, seed)
-            kept.append((model, optimizer, *get_state_dict(model, optimizer, options=options)))
-        (model, optimizer, values, states), (other, others_optimizer, others_values, others_states) = kept
-        dcp.save({"model": values, "optimizer": states}, checkpoint_id=f"{folder}/{index}")
-        dcp.load({"model": others_values, "optimizer": others_states}, checkpoint_id=f"{folder}/{index}")
-        set_model_state_dict(other, others_values, options=options)
-        set_optimizer_state_dict(other, others_optimizer, others_states, options=options)
-        assert_held(state_of(other, others_optimizer), whole(state_of(model, optimizer)), layout)
-
-
-def test_flattened_optimizer_states_go_from_layout_to_layout(world, tmp_path):
-    world(2).run(flattened_states, str(tmp_path))
+    world(2).run(flattened_states, str(tmp_path), names[number], names[number - 1])

@@ -46,7 +46,9 @@ def trained(model, make):
     return closure().item()
 
 
-def refuse_by_name(name):
+@pytest.mark.parametrize("name", REFUSED)
+@on_threads(2)
+def test_what_cannot_be_stepped_is_named_and_the_remedy_works(name):
     make, works = REFUSED[name]
     kind = name.partition(" ")[0]
     with pytest.raises(OptimizerError, match=f"{kind}.* cannot step 0.weight, of shape .5, 4.*shard"):
@@ -55,7 +57,9 @@ def refuse_by_name(name):
     assert trained(remedied, make) == pytest.approx(trained(made(odd), make), rel=1e-4)
 
 
-def torch_cannot_step(name):
+@pytest.mark.parametrize("name", REFUSED)
+@on_threads(2)
+def test_what_is_refused_torch_cannot_step(name):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parameters = [nn.Parameter(distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)])) for _ in range(2)]
     for each in parameters:
@@ -63,12 +67,6 @@ def torch_cannot_step(name):
     optimizer = REFUSED[name][0](parameters)
     with pytest.raises((RuntimeError, NotImplementedError)):
         optimizer.step(lambda: torch.ones(()))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_torch_cannot_step_is_refused_by_name_and_the_remedy_works(threads, name):
-    threads(2).run(refuse_by_name, name)
-    threads(2).run(torch_cannot_step, name)
 
 
 def even():

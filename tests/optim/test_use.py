@@ -380,6 +380,6 @@ def test_without_shards_it_is_the_plain_optimizer():
     assert_same(state_of(models[0], optimizers[0]), state_of(models[1], optimizers[1]))
 
 
-def test_processes_train_as_threads_do(world):
-    for placement, num_ranks in (("flat", 2), ("shard", 3), ("flat", 4)):
-        world(num_ranks).run(same_training, adamw, placement)
+@pytest.mark.parametrize(("placement", "num_ranks"), [("flat", 2), ("shard", 3), ("flat", 4)])
+def test_processes_train_as_threads_do(world, placement, num_ranks):
+    world(num_ranks).run(same_training, adamw, placement)

@@ -84,7 +84,7 @@ def test_a_reduction_is_over_all_axes_that_shard_and_over_no_copies(threads, cas
 
 
 @on_threads(3)
-def test_whole_numbers_complex_numbers_and_nan_are_reduced():
+def test_whole_numbers_complex_numbers_nan_empty_and_single_ones():
     mesh = line(3)
     cut = uneven((4, 5), 3)
     for dtype in (torch.int64, torch.uint8, torch.int32):
@@ -104,6 +104,8 @@ def test_whole_numbers_complex_numbers_and_nan_are_reduced():
         assert not same(mine, other)
     assert math.isnan(ragged(torch.tensor([1.0, math.nan, 2.0]), uneven((3,), 3), mesh).max().item())
     assert ragged(torch.tensor([-3.0, -1.0]), uneven((2,), 3), mesh).max().item() == -1.0
+    assert ragged(torch.zeros(0, 3), uneven((0, 3), 3), mesh).sum().item() == 0.0
+    assert ragged(torch.tensor([[7]]), uneven((1, 1), 3), mesh).item() == 7
 
 
 def clipped(grid, kind, foreach, norm_type):
@@ -205,8 +207,8 @@ def kind_of_error(operation, tensor):
 
 
 @on_threads(3)
-def test_what_torch_refuses_and_an_out_is_refused_on_all_ranks():
-    """Where the first rank holds nothing, and where only the last one holds something."""
+def test_what_torch_refuses_is_refused_on_all_ranks():
+    """And an `out`. Where the first rank holds nothing, and where only the last one holds something."""
     mesh = line(3)
     given = [ragged(numbers(shape), cut(shape, 3), mesh) for shape in ((3, 4), (5,)) for cut in (uneven, last)]
     for name, operation in (REFUSED | WRONG).items():
