@@ -29,6 +29,7 @@ from tests.checkpoint.layouts import (
     trained_in,
 )
 from tests.support.comparing import assert_same, whole
+from tests.support.ranks import on_threads
 
 AFTER = range(1, 2)
 
@@ -89,7 +90,9 @@ def test_whole_states_load_from_all_ranks_and_from_rank_0_alone(world, num_ranks
     world(num_ranks).run(load_whole_states, layouts, onto_meta)
 
 
-def states_out():
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@on_threads()
+def test_state_dicts_come_out_of_every_layout():
     """Whole ones are to the bit what gathering each tensor gives, on every rank or on rank 0 alone; sharded ones hold
     ragged tensors where the parameters are."""
     for layout in PLACEMENTS:
@@ -111,27 +114,18 @@ def states_out():
             assert_same({"model": values, "optimizer": states["state"]}, expected, layout)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_state_dicts_come_out_of_every_layout(world, num_ranks):
-    world(num_ranks).run(states_out)
-
-
-def flattened_states(folder, layout, into):
+@pytest.mark.parametrize("number", range(len(PLACEMENTS)))
+@on_threads(2)
+def test_flattened_optimizer_states_go_from_layout_to_layout(tmp_path, number):
     """With `flatten_optimizer_state_dict`, as pipelines need it."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    kept = []
-    for name, seed in ((layout, 0), (into, 1)):
+    names, kept = list(PLACEMENTS), []
+    for name, seed in ((names[number], 0), (names[number - 1], 1)):
         model, optimizer = trained_in(name, seed)
         kept.append((model, optimizer, *get_state_dict(model, optimizer, options=options)))
     (model, optimizer, values, states), (other, others_optimizer, others_values, others_states) = kept
-    dcp.save({"model": values, "optimizer": states}, checkpoint_id=folder)
-    dcp.load({"model": others_values, "optimizer": others_states}, checkpoint_id=folder)
+    dcp.save({"model": values, "optimizer": states}, checkpoint_id=str(tmp_path))
+    dcp.load({"model": others_values, "optimizer": others_states}, checkpoint_id=str(tmp_path))
     set_model_state_dict(other, others_values, options=options)
     set_optimizer_state_dict(other, others_optimizer, others_states, options=options)
-    assert_held(state_of(other, others_optimizer), whole(state_of(model, optimizer)), layout)
-
-
-@pytest.mark.parametrize("number", range(len(PLACEMENTS)))
-def test_flattened_optimizer_states_go_from_layout_to_layout(world, tmp_path, number):
-    names = list(PLACEMENTS)
-    world(2).run(flattened_states, str(tmp_path), names[number], names[number - 1])
+    assert_held(state_of(other, others_optimizer), whole(state_of(model, optimizer)), names[number])

@@ -147,8 +147,8 @@ def go_on_from_checkpoints(make, placement, folder):
 
 
 @pytest.mark.parametrize(("placement", "num_ranks"), [("shard", 2), ("flat", 3), ("owned", 2)])
-def test_a_checkpoint_full_or_sharded_goes_on_in_either_form(world, tmp_path, placement, num_ranks):
-    world(num_ranks).run(go_on_from_checkpoints, adamw, placement, str(tmp_path))
+def test_a_checkpoint_full_or_sharded_goes_on_in_either_form(threads, tmp_path, placement, num_ranks):
+    threads(num_ranks).run(go_on_from_checkpoints, adamw, placement, str(tmp_path))
 
 
 def to_double_and_back(model, optimizer):

@@ -194,25 +194,22 @@ ON_TWO_AXES = ("tp columns", "tp rows", "tp rows, the other way round", "two axe
 
 
 @pytest.mark.parametrize(("num_ranks", "kinds"), [(2, KINDS), (4, ON_TWO_AXES)])
-def test_full_state_dicts_are_those_of_the_plain_model(world, num_ranks, kinds):
+def test_full_state_dicts_are_those_of_the_plain_model(threads, num_ranks, kinds):
     for kind in kinds:
         for offload in (True, False) if kind in KINDS else (kind == "tp rows",):
-            world(num_ranks).run(full_states, kind, offload)
+            threads(num_ranks).run(full_states, kind, offload)
 
 
-def sharded_states(kind):
-    model, optimizer = trained(kind, steps=2)
-    values, states = get_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
-    for each, value in zip(model.parameters(), values.values(), strict=False):
-        assert type(value) is RaggedDTensor
-        assert value.cut in [like.cut for like in model.parameters()]
-        assert each.device.type == "cpu"
-    assert type(states["state"]["layers.0.p0"]["exp_avg"]) is RaggedDTensor
-
-
-def test_sharded_state_dicts_stay_ragged(world):
+@on_threads(2)
+def test_sharded_state_dicts_stay_ragged():
     for kind in KINDS:
-        world(2).run(sharded_states, kind)
+        model, optimizer = trained(kind, steps=2)
+        values, states = get_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
+        for each, value in zip(model.parameters(), values.values(), strict=True):
+            assert type(value) is RaggedDTensor
+            assert value.cut in [like.cut for like in model.parameters()]
+            assert each.device.type == "cpu"
+        assert type(states["state"]["layers.0.p0"]["exp_avg"]) is RaggedDTensor
 
 
 def full_states_set(kind, broadcast):

@@ -186,7 +186,9 @@ def test_a_replicated_scalar_may_mix():
     assert torch.equal(whole_of(mine * replicated.expand(4, 3)), numbers((4, 3)) * 2)
 
 
-def pairs_of(kind):
+@pytest.mark.parametrize("kind", KINDS)
+@on_threads(1, 2, 4)
+def test_complex_tensors_are_seen_as_pairs_and_back(kind):
     """Views, both ways, and gradients through them."""
     mesh = line(torch.distributed.get_world_size())
     for shape, cut in zip(SHAPES, cuts(kind, SHAPES, mesh.size()), strict=True):
@@ -206,19 +208,11 @@ def pairs_of(kind):
         torch.testing.assert_close(whole_of(ours.grad), leaf.grad)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_complex_tensors_are_seen_as_pairs_and_back(threads, kind):
-    for num_ranks in (1, 2, 4):
-        threads(num_ranks).run(pairs_of, kind)
-
-
-def a_pair_cut_in_two():
-    torch.view_as_complex(ragged(numbers((3, 2)), Runs((3, 2), 2, 0, (3, 6)), line(2)))
-
-
-def test_a_pair_cut_in_two_is_no_complex_number(threads):
-    with pytest.raises(Exception, match="a pair of numbers is on two ranks"):
-        threads(2).run(a_pair_cut_in_two)
+@on_threads(2)
+def test_a_pair_cut_in_two_is_no_complex_number():
+    pair = ragged(numbers((3, 2)), Runs((3, 2), 2, 0, (3, 6)), line(2))
+    with pytest.raises(PlacementError, match="a pair of numbers is on two ranks"):
+        torch.view_as_complex(pair)
 
 
 @on_threads(2)
