@@ -171,10 +171,10 @@ GOING_ON = {
 
 
 @pytest.mark.parametrize(("kind", "num_ranks"), GOING_ON)
-def test_training_goes_on_in_another_layout_on_another_number_of_ranks(world, tmp_path, kind, num_ranks):
-    world(num_ranks).run(save_training, kind, str(tmp_path))
+def test_training_goes_on_in_another_layout_on_another_number_of_ranks(threads, tmp_path, kind, num_ranks):
+    threads(num_ranks).run(save_training, kind, str(tmp_path))
     for other, loading in GOING_ON[kind, num_ranks]:
-        world(loading).run(load_training, other, str(tmp_path))
+        threads(loading).run(load_training, other, str(tmp_path))
 
 
 def full_states(kind, offload):
