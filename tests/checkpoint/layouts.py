@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sherd import Blocks, Flat, MixedPrecisionPolicy, Owned, RaggedDTensor, fully_shard
+from tests.support.comparing import assert_same
 from tests.support.models import noise
 
 WIDTH = 6
@@ -34,17 +35,17 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.up(x) * self.gain + self.one)
-        narrow = F.linear(hidden, self.thin).sum(-1) + F.linear(hidden, self.short.float()).sum(-1)
+        narrow = F.linear(hidden, self.thin).sum(-1) + F.linear(hidden, self.short.to(x.dtype)).sum(-1)
         return x + narrow[..., None] * self.cube.sum((0, 1)) + torch.tanh(x @ self.fixed.t())
 
 
 class Stack(nn.Module):
-    """An odd unit between an embedding and a head that share their weight."""
+    """Odd units between an embedding and a head that share their weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, WIDTH)
-        self.blocks = nn.ModuleList([Odd()])
+        self.blocks = nn.ModuleList(blocks or [Odd()])
         self.head = nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("seen", torch.arange(3.0))
@@ -112,6 +113,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
         return [*losses, loss_of(model, steps[-1]).item()]
 
 
+def trained_in(layout: str, seed: int = 0, steps: range = range(1), **options: Any) -> tuple[Any, torch.optim.AdamW]:
+    """The model in a layout and its optimizer, after these steps."""
+    model = model_in(layout, seed, **options)
+    optimizer = optimizer_of(model)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Parameters and buffers by name; of each trained parameter, what the optimizer keeps."""
     names = {id(each): name for name, each in model.named_parameters()}
@@ -119,28 +128,17 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     return {"model": model.state_dict(), "optimizer": states}
 
 
-def whole(value: Any) -> Any:
-    """`value` with every DTensor gathered into a plain tensor of its own."""
-    if isinstance(value, dict):
-        return {name: whole(each) for name, each in value.items()}
-    if not isinstance(value, Tensor):
-        return value
-    return (value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()).clone()
-
-
-def differences(found: Any, expected: Any, where: str) -> list[str]:
-    """The places where this rank's pieces in `found` are not those of the whole values, to the bit and in dtype."""
+def assert_held(found: Any, expected: Any, where: str) -> None:
+    """This rank's pieces in `found` are those of the whole values, to the bit and in dtype."""
     if isinstance(expected, dict):
-        if set(found) != set(expected):
-            return [f"{where}: names {sorted(set(found) ^ set(expected))}"]
-        return [line for name, value in expected.items() for line in differences(found[name], value, f"{where}/{name}")]
-    if not isinstance(expected, Tensor):
-        return [] if found == expected else [f"{where}: {found} is not {expected}"]
-    local, part = found, expected
-    if isinstance(found, DTensor):
-        local, part = found.to_local(), part_of(expected, found)
-    same = found.shape == expected.shape and local.dtype == part.dtype and torch.equal(local, part)
-    return [] if same else [f"{where}: {local} is not {part}"]
+        assert set(found) == set(expected), f"{where}: other names"
+        for name, value in expected.items():
+            assert_held(found[name], value, f"{where}/{name}")
+    elif isinstance(found, DTensor):
+        assert found.shape == expected.shape, where
+        assert_same(found.to_local(), part_of(expected, found), where)
+    else:
+        assert_same(found, expected, where)
 
 
 def part_of(expected: Tensor, like: DTensor) -> Tensor:
@@ -156,3 +154,21 @@ def part_of(expected: Tensor, like: DTensor) -> Tensor:
         return expected
     chunks = expected.chunk(num_ranks, placement.dim)
     return chunks[rank] if rank < len(chunks) else expected.narrow(placement.dim, 0, 0)
+
+
+MODEL = nn.Linear(3, 3)
+"""Whose elements all have one value, so that a test tells which save was loaded."""
+
+
+def filled(value: float) -> dict[str, nn.Module]:
+    """The items to save or to load, with this value everywhere."""
+    with torch.no_grad():
+        for parameter in MODEL.parameters():
+            parameter.fill_(value)
+    return {"model": MODEL}
+
+
+def value() -> float:
+    """The value that is everywhere."""
+    (found,) = {float(each) for parameter in MODEL.parameters() for each in parameter.detach().flatten()}
+    return found

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -17,10 +17,8 @@ import sherd
 from sherd.checkpoint.tree import decoded, encoded
 from sherd.errors import CheckpointError, OptimStateError
 from sherd.storage.manifest import MANIFEST, signed
-from tests.support.suites import examples
 
 MOST_GROWTH = 128 << 20
-HOSTILE = settings(max_examples=examples(100))
 
 
 class Kept:
@@ -61,15 +59,6 @@ def items():
     }
 
 
-def parts_of(manifest):
-    """(what is before its values, the values, what is behind them), of the text without its signature."""
-    text = manifest.read_text()
-    body = text[: text.rindex(',\n"sha256"')]
-    fields = json.loads(body + "}")
-    start, end = body.index('"values": ') + len('"values": '), body.index(',\n"user"')
-    return body[:start], fields["values"], body[end:], list(fields["tensors"])
-
-
 @dataclass(frozen=True, repr=False)
 class Saved:
     """Items, the folder of a checkpoint of them, and the text of its manifest: before its values, these, and behind."""
@@ -79,7 +68,6 @@ class Saved:
     before: str
     values: dict[str, Any]
     behind: str
-    tensors: list[str]
 
     def __repr__(self) -> str:
         return "Saved"
@@ -90,7 +78,12 @@ def saved(tmp_path_factory):
     """The items, and the folder of a checkpoint of them, with the parts of its manifest."""
     folder, own = tmp_path_factory.mktemp("saved"), items()
     path = sherd.save(folder, own, step=1, per_rank={"at": 5})
-    return Saved(own, folder, *parts_of(folder / path / MANIFEST))
+    text = (folder / path / MANIFEST).read_text()
+    body = text[: text.rindex(',\n"sha256"')]
+    fields = json.loads(body + "}")
+    start, end = body.index('"values": ') + len('"values": '), body.index(',\n"user"')
+    assert set(TENSORS) <= set(fields["tensors"])
+    return Saved(own, folder, body[:start], fields["values"], body[end:])
 
 
 KINDS = ("float", "tuple", "dict", "scalar", "tensor", "bytes", "complex", "dtype", "other")
@@ -145,11 +138,9 @@ def put(value, path, new):
 CHANGES = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 10_000), trees(TENSORS)), min_size=1, max_size=2)
 
 
-@HOSTILE
 @given(changes=CHANGES)
 def test_whatever_the_values_are_a_load_ends_with_a_named_error(saved, changes):
     values = saved.values
-    assert set(TENSORS) <= set(saved.tensors)
     for depth, at, new in changes:
         places = [path for path in places_of(values) if 0 < len(path) <= depth]
         values = put(values, places[at % len(places)], new)
@@ -169,7 +160,6 @@ def test_whatever_the_values_are_a_load_ends_with_a_named_error(saved, changes):
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held) << 10 < MOST_GROWTH
 
 
-@HOSTILE
 @given(tree=trees(["a", "b"]))
 def test_a_value_is_decoded_or_refused(tree):
     asked = []
@@ -183,7 +173,6 @@ def test_a_value_is_decoded_or_refused(tree):
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary())
 
 
-@HOSTILE
 @given(
     value=st.recursive(
         st.one_of(LEAVES, st.complex_numbers(allow_nan=False), st.sampled_from([torch.float16, torch.int8])),

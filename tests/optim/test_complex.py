@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from sherd import Blocks, Flat, FullyShardedDataParallel, Owned, flatten_optimizer, fully_shard
-from tests.wrapper.training import seeded
+from sherd import flatten_optimizer
+from tests.support.ranks.bodies import on_threads
+from tests.support.sharding import FRONTS, sharded
+from tests.support.training import made
 
 
 class Wave(nn.Module):
@@ -42,18 +44,13 @@ def losses_of(model, optimizer):
     return found
 
 
-def train(layout):
+# A flat parameter has one dtype.
+@pytest.mark.parametrize(("front", "flatten"), [*((front, False) for front in FRONTS[:-1]), ("wrapper", True)])
+@on_threads(2)
+def test_complex_parameters_train_under_every_placement(front, flatten):
     for make, given in OPTIMIZERS.values():
-        plain, model = seeded(Wave), seeded(Wave)
-        if layout in ("wrapper", "flattened"):
-            model = FullyShardedDataParallel(model, use_orig_params=True)
-        else:
-            fully_shard(model, placement=layout)
+        plain, model = made(Wave), made(Wave)
+        model = sharded(model, front, units=[model])
         optimizer = make(model.parameters(), **given)
-        optimizer = flatten_optimizer(optimizer) if layout == "flattened" else optimizer
+        optimizer = flatten_optimizer(optimizer) if flatten else optimizer
         assert losses_of(model, optimizer) == pytest.approx(losses_of(plain, make(plain.parameters(), **given)))
-
-
-@pytest.mark.parametrize("layout", [None, Flat(), Blocks(2), Owned(), "wrapper", "flattened"], ids=str)
-def test_complex_parameters_train_under_every_placement(threads, layout):
-    threads(2).run(train, layout)

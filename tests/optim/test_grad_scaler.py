@@ -1,7 +1,8 @@
-"""Do all ranks skip the step and lower the scale when one rank's shards hold what is not finite, and only then?"""
+"""All ranks skip the step and lower the scale when one rank's shards hold what is not finite, and only then."""
 
 import copy
 import inspect
+import itertools
 import math
 import pickle
 import weakref
@@ -11,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchsScaler
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -20,13 +20,19 @@ from sherd.clip import clip_grad_norm_
 from sherd.errors import PolicyTypeError
 from sherd.grad_scaler import ShardedGradScaler
 from sherd.optim import flatten_optimizer
-from tests.optim.twins import NAMES, PLACEMENTS, assert_same, groups, pair, parameters_of, shard
+from tests.optim.twins import NAMES, Pair, groups
+from tests.support.comparing import assert_same, whole_params
 from tests.support.meshes import mesh_of
-from tests.tensor.cuts import cuts, line, ragged
+from tests.support.ranks.bodies import on_threads
+from tests.support.sharding import PLACEMENTS, sharded
+from tests.tensor.cuts import line, ragged
+from tests.tensor.cuts import uneven as uneven_cut
 
 SCALE = {"init_scale": 8.0, "growth_interval": 2}
 SCALERS = {"ours": ShardedGradScaler, "torch's": torch.amp.GradScaler}
 BAD_STEPS = {1: math.inf, 2: math.nan, 5: -math.inf}
+SCALES = [8.0, 4.0, 2.0, 2.0, 4.0, 2.0, 2.0, 4.0]
+"""After each step."""
 
 
 def adamw(model, fused=False):
@@ -61,6 +67,7 @@ def train(model, optimizer, scaler, unscale, num_steps=8):
         spoil(model, step)
         if unscale:
             scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -69,17 +76,16 @@ def train(model, optimizer, scaler, unscale, num_steps=8):
 
 
 def train_alike(placement, scaler, kind, unscale):
-    model, lone = shard(pair(), placement), pair()
-    optimizer = adamw(model, kind == "fused")
-    if kind == "flat":
+    model, lone = sharded(Pair(), placement), Pair()
+    optimizer = adamw(model, "fused" in kind)
+    if "flat" in kind:
         flatten_optimizer(optimizer)
-    scales = train(model, optimizer, SCALERS[scaler]("cpu", **SCALE), unscale)
-    assert scales == train(lone, adamw(lone), torch.amp.GradScaler("cpu", **SCALE), unscale)
-    assert scales == [8.0, 4.0, 2.0, 2.0, 4.0, 2.0, 2.0, 4.0]
-    assert_same(parameters_of(model), parameters_of(lone), rtol=1e-4, atol=1e-5)
+    assert train(model, optimizer, SCALERS[scaler]("cpu", **SCALE), unscale) == SCALES
+    assert train(lone, adamw(lone), torch.amp.GradScaler("cpu", **SCALE), unscale) == SCALES
+    assert_same(whole_params(model), whole_params(lone), rtol=1e-4, atol=1e-5)
 
 
-KINDS = ["foreach", "fused", "flat"]
+KINDS = ["foreach", "fused", "flat", "flat fused"]
 
 
 # Each pair of a placement, a kind, a scaler, and whether the gradients are unscaled by hand.
@@ -98,16 +104,13 @@ def test_processes_agree_too(world, placement):
         world(num_ranks).run(train_alike, placement, scaler, "foreach", False)
 
 
-def train_replicas():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = shard(pair(), "flat", mesh=mesh)
-    scales = train(model, adamw(model), ShardedGradScaler("cpu", process_group=mesh.get_group("shard"), **SCALE), True)
-    assert scales == [8.0, 4.0, 2.0, 2.0, 4.0, 2.0, 2.0, 4.0]
-
-
-def test_replicas_of_shards_step_together(threads):
+@on_threads(4)
+def test_replicas_of_shards_step_together():
     """The last rank alone sees what is bad, so it must travel along both axes."""
-    threads(4).run(train_replicas)
+    mesh = mesh_of((2, 2))
+    model = sharded(Pair(), "flat", mesh=mesh)
+    scaler = ShardedGradScaler("cpu", process_group=mesh.get_group("shard"), **SCALE)
+    assert train(model, adamw(model), scaler, True) == SCALES
 
 
 # One step
@@ -129,7 +132,7 @@ def even(value, mesh):
 
 
 def uneven(value, mesh):
-    (cut,) = cuts("uneven", ((5,),), mesh.size())
+    cut = uneven_cut((5,), mesh.size())
     return parameter_with(ragged(torch.zeros(5), cut, mesh), ragged(torch.full((5,), value), cut, mesh))
 
 
@@ -145,41 +148,30 @@ def one_step(parameters, scaler, fused=False, unscale=False):
     return [each.view(-1)[0].item() for each in held if each.numel()], scaler.get_scale()
 
 
-def step_a_mixture(bad, unscale):
+@on_threads(3)
+def test_plain_even_and_ragged_gradients_of_two_dtypes_in_one_optimizer():
+    mesh = line(dist.get_world_size())
+    for bad, unscale in itertools.product((None, 0, 1, 2, 3), (True, False)):
+        parameters = [plain(16.0), even(16.0, mesh), uneven(16.0, mesh), plain(16.0, torch.float64)]
+        if bad is not None and dist.get_rank() == 1:
+            grad = parameters[bad].grad
+            (grad.to_local() if isinstance(grad, DTensor) else grad).view(-1)[0] = math.inf
+        values, scale = one_step(parameters, ShardedGradScaler("cpu", **SCALE), unscale=unscale)
+        assert (set(values), scale) == (({-2.0}, 8.0) if bad is None else ({0.0}, 4.0)), (bad, unscale)
+
+
+@on_threads(3)
+def test_ranks_without_gradients_agree_with_the_others():
     mesh, rank = line(dist.get_world_size()), dist.get_rank()
-    parameters = [plain(16.0), even(16.0, mesh), uneven(16.0, mesh), plain(16.0, torch.float64)]
-    if bad is not None and rank == 1:
-        grad = parameters[bad].grad
-        (grad.to_local() if isinstance(grad, DTensor) else grad).view(-1)[0] = math.inf
-    values, scale = one_step(parameters, ShardedGradScaler("cpu", **SCALE), unscale=unscale)
-    return set(values), scale
-
-
-@pytest.mark.parametrize("unscale", [True, False])
-@pytest.mark.parametrize("bad", [None, 0, 1, 2, 3])
-def test_plain_even_and_ragged_gradients_of_two_dtypes_in_one_optimizer(threads, bad, unscale):
-    expected = ({-2.0}, 8.0) if bad is None else ({0.0}, 4.0)
-    assert threads(3).run(step_a_mixture, bad, unscale) == [expected] * 3
-
-
-def step_where_some_ranks_have_no_gradients(fused):
-    mesh, rank = line(dist.get_world_size()), dist.get_rank()
-    found = []
-    for bad in (False, True):
+    for fused, bad in itertools.product((False, True), (False, True)):
         # torch's fused SGD takes no DTensors of torch.
         parameters = [(uneven if fused else even)(math.inf if bad else 16.0, mesh), plain(16.0)]
         if rank != 1:
             for each in parameters:
                 each.grad = None
         values, scale = one_step(parameters, ShardedGradScaler("cpu", **SCALE), fused)
-        assert set(values) == ({0.0} if bad or rank != 1 else {-2.0})
-        found.append(scale)
-    return found
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_ranks_without_gradients_agree_with_the_others(threads, fused):
-    assert threads(3).run(step_where_some_ranks_have_no_gradients, fused) == [[8.0, 4.0]] * 3
+        assert set(values) == ({0.0} if bad or rank != 1 else {-2.0}), (fused, bad)
+        assert scale == (4.0 if bad else 8.0), (fused, bad)
 
 
 def step_with_groups(narrow):
@@ -202,21 +194,17 @@ def test_the_axes_of_a_mesh_agree_when_the_process_group_leaves_ranks_out(world)
     assert world(4).run(step_with_groups, True) == [(["alone", "axis 0", "axis 1"], 4.0)] * 4
 
 
-def clip_between():
-    mesh = line(dist.get_world_size())
-    parameters = [even(24.0, mesh), plain(32.0)]
+@on_threads(2)
+def test_gradients_are_clipped_between_unscaling_and_the_step():
+    parameters = [even(24.0, line(2)), plain(32.0)]
     scaler = ShardedGradScaler("cpu", **SCALE)
     scaler.scale(torch.zeros(()))
     optimizer = optim.SGD(parameters, lr=1.0)
     scaler.unscale_(optimizer)
     norm = clip_grad_norm_(parameters, 1.0).item()
     scaler.step(optimizer)
-    return norm, parameters[1][0].item()
-
-
-def test_gradients_are_clipped_between_unscaling_and_the_step(threads):
-    norm = math.sqrt(5 * 3**2 + 3 * 4**2)
-    assert threads(2).run(clip_between) == [(pytest.approx(norm), pytest.approx(-4 / norm))] * 2
+    assert norm == pytest.approx(math.sqrt(5 * 3**2 + 3 * 4**2))
+    assert parameters[1][0].item() == pytest.approx(-4 / norm)
 
 
 # As torch's
@@ -244,29 +232,24 @@ def test_torch_asks_for_the_flags_in_one_place():
     assert asked == [0.125, 1.0]
 
 
-def test_half_gradients_are_unscaled():
-    parameter = plain(16.0, torch.float16)
-    assert one_step([parameter], ShardedGradScaler("cpu", **SCALE)) == ([-2.0], 8.0)
-    assert parameter.grad.dtype is torch.float16
+def unscaled_embedding(scaler, dtype, bad):
+    """The sparse gradient of an embedding, whole, and whether something was not finite."""
+    table = nn.Embedding(4, 2, sparse=True, dtype=dtype)
+    with torch.sparse.check_sparse_tensor_invariants(True):
+        scaler.scale(table(torch.tensor([0, 2, 2])).sum()).backward()
+        if bad:
+            table.weight.grad._values()[-1] = math.inf
+        optimizer = optim.SGD(table.parameters(), lr=1.0)
+        scaler.unscale_(optimizer)
+    return table.weight.grad.to_dense(), [bool(each) for each in scaler._found_inf_per_device(optimizer).values()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("bad", [False, True])
-def test_sparse_gradients_are_unscaled_as_by_torch(dtype, bad):
-    grads = []
-    for kind in (ShardedGradScaler, TorchsScaler):
-        table = nn.Embedding(4, 2, sparse=True, dtype=dtype)
-        scaler = kind("cpu", init_scale=8.0) if kind is ShardedGradScaler else local_copy_of_torchs()
-        with torch.sparse.check_sparse_tensor_invariants(True):
-            scaler.scale(table(torch.tensor([0, 2, 2])).sum()).backward()
-            if bad:
-                table.weight.grad._values()[-1] = math.inf
-            optimizer = optim.SGD(table.parameters(), lr=1.0)
-            scaler.unscale_(optimizer)
-        grads.append(table.weight.grad.to_dense())
-        found = scaler._found_inf_per_device(optimizer)
-        assert [bool(each) for each in found.values()] == [bad]
-    assert torch.equal(*grads)
+def test_sparse_gradients_are_unscaled_as_by_torch():
+    for dtype, bad in itertools.product((torch.float32, torch.float16), (False, True)):
+        grad, found = unscaled_embedding(ShardedGradScaler("cpu", init_scale=8.0), dtype, bad)
+        expected, found_by_torch = unscaled_embedding(local_copy_of_torchs(), dtype, bad)
+        assert found == found_by_torch == [bad], (dtype, bad)
+        assert torch.equal(grad, expected), (dtype, bad)
 
 
 def local_copy_of_torchs():
@@ -280,7 +263,10 @@ def local_copy_of_torchs():
     return Lone("cpu", init_scale=8.0)
 
 
-def test_outputs_keep_their_dtype_and_structure():
+def test_outputs_keep_their_dtype_and_structure_and_half_gradients_are_unscaled():
+    parameter = plain(16.0, torch.float16)
+    assert one_step([parameter], ShardedGradScaler("cpu", **SCALE)) == ([-2.0], 8.0)
+    assert parameter.grad.dtype is torch.float16
     scaler = ShardedGradScaler("cpu", init_scale=4.0)
     half, single = torch.tensor(2.0, dtype=torch.float16), torch.ones(2)
     scaled = scaler.scale([half, (single, [half])])
@@ -293,17 +279,13 @@ def test_outputs_keep_their_dtype_and_structure():
         scaler.scale(3)
 
 
-def test_a_disabled_scaler_does_nothing():
-    parameter, scaler = plain(16.0), ShardedGradScaler("cpu", enabled=False)
-    loss = torch.ones(())
-    assert scaler.scale(loss) is loss
-    assert one_step([parameter], scaler, unscale=True) == ([-16.0], 1.0)
-    assert scaler.state_dict() == {}
-
-
-def test_unscaling_twice_is_refused_as_by_torch():
+def test_disabled_it_does_nothing_and_unscaling_twice_is_refused_as_by_torch():
+    disabled, loss = ShardedGradScaler("cpu", enabled=False), torch.ones(())
+    assert disabled.scale(loss) is loss
+    assert one_step([plain(16.0)], disabled, unscale=True) == ([-16.0], 1.0)
+    assert disabled.state_dict() == {}
     scaler, optimizer = ShardedGradScaler("cpu"), optim.SGD([plain(1.0)], lr=1.0)
-    scaler.scale(torch.ones(()))
+    scaler.scale(loss)
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match="already been called"):
         scaler.unscale_(optimizer)
@@ -322,14 +304,10 @@ def test_its_state_is_saved_loaded_copied_and_pickled():
         assert one_step([plain(math.inf)], each) == ([0.0], 2.0)
 
 
-def memory_of_dropped_gradients():
-    mesh = line(dist.get_world_size())
-    parameter = even(16.0, mesh)
+@on_threads(2)
+def test_a_gradient_that_was_unscaled_is_freed_when_it_is_dropped():
+    parameter = even(16.0, line(2))
     one_step([parameter], ShardedGradScaler("cpu", **SCALE))
     local = weakref.ref(local_tensor(parameter.grad))
     parameter.grad = None
-    return local() is None
-
-
-def test_a_gradient_that_was_unscaled_is_freed_when_it_is_dropped(threads):
-    assert threads(2).run(memory_of_dropped_gradients) == [True, True]
+    assert local() is None

@@ -10,27 +10,28 @@ from torch import optim
 from sherd import fully_shard
 from sherd.optim import flatten_optimizer
 from tests.optim.twins import (
-    CLOSE,
     NAMES,
-    assert_same,
+    Pair,
+    adamw,
+    assert_alike,
     backward,
     groups,
-    pair,
-    parameters_of,
     run,
     same_training,
-    shard,
     spans_of,
-    state_of,
+    three,
 )
+from tests.support.comparing import assert_same, whole_params
+from tests.support.ranks.bodies import on_threads
+from tests.support.sharding import sharded
 
 MAKE = {
     "sgd": functools.partial(optim.SGD, lr=0.1),
     "momentum": functools.partial(optim.SGD, lr=0.1, momentum=0.9),
-    "adamw": functools.partial(optim.AdamW, lr=0.1, foreach=True),
+    "adamw": adamw,
     "fused": functools.partial(optim.AdamW, lr=0.1, fused=True, amsgrad=True),
 }
-LAYOUTS = [("shard", 2), ("shard", 3), ("flat", 1), ("flat", 3), ("rows", 2), ("whole", 2)]
+LAYOUTS = [("shard", 2), ("shard", 3), ("flat", 1), ("flat", 3), ("blocks", 2), ("owned", 2)]
 
 
 def every_other(step):
@@ -64,31 +65,21 @@ def test_only_what_has_a_gradient_is_stepped(threads, kind, placement, num_ranks
     threads(num_ranks).run(same_training, MAKE[kind], placement, range(4), PATTERNS[turn % len(PATTERNS)])
 
 
-def train_where_ranks_differ(placement):
-    models = [shard(pair(), placement), shard(pair(), placement)]
-    flat, plain = [MAKE["adamw"](groups(model)) for model in models]
-    flatten_optimizer(flat)
-    lone = pair()
-    reference = MAKE["adamw"](groups(lone))
+@pytest.mark.parametrize(("placement", "num_ranks"), LAYOUTS)
+@on_threads()
+def test_a_gradient_of_another_rank_is_one(placement):
+    trained = three(placement)
     num_ranks = dist.get_world_size()
     for step in range(4):
         of_rank = [NAMES[(step + rank) % 3 :: 2] for rank in range(num_ranks)]
-        for model, optimizer in zip(models, (flat, plain), strict=True):
+        for model, _ in trained[:2]:
             backward(model, step, of_rank[dist.get_rank()])
+        for names in of_rank:
+            backward(trained[2][0], step, names, 1 / num_ranks)
+        for _, optimizer in trained:
             optimizer.step()
             optimizer.zero_grad()
-        for names in of_rank:
-            backward(lone, step, names, 1 / num_ranks)
-        reference.step()
-        reference.zero_grad()
-    assert_same(parameters_of(models[0]), parameters_of(models[1]), **CLOSE)
-    assert_same(state_of(models[0], flat), state_of(models[1], plain), **CLOSE)
-    assert_same(parameters_of(models[0]), parameters_of(lone), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(("placement", "num_ranks"), LAYOUTS)
-def test_a_gradient_of_another_rank_is_one(threads, placement, num_ranks):
-    threads(num_ranks).run(train_where_ranks_differ, placement)
+    assert_alike(trained)
 
 
 def memory_of(optimizer):
@@ -96,47 +87,39 @@ def memory_of(optimizer):
     return {span.state["exp_avg"].untyped_storage().data_ptr() for span in spans_of(optimizer) if span.flat.numel()}
 
 
-def split_and_join(placement):
-    model = shard(pair(), placement)
-    optimizer = flatten_optimizer(MAKE["fused"](groups(model)))
-    run(model, optimizer, range(2))
-    together, memory = len(spans_of(optimizer)), memory_of(optimizer)
-    for step in (2, 3):
-        run(model, optimizer, [step], every_other)
-        assert memory_of(optimizer) <= memory, "runs are split without copying their state"
-    run(model, optimizer, [4])
-    assert len(spans_of(optimizer)) == together, "they are joined again, once they have counted alike"
-    assert memory_of(optimizer) == memory
+@on_threads(2)
+def test_runs_are_split_and_joined_without_copying_state():
+    for placement in ("shard", "flat"):
+        model = sharded(Pair(), placement)
+        optimizer = flatten_optimizer(MAKE["fused"](groups(model)))
+        run(model, optimizer, range(2))
+        together, memory = len(spans_of(optimizer)), memory_of(optimizer)
+        for step in (2, 3):
+            run(model, optimizer, [step], every_other)
+            assert memory_of(optimizer) <= memory, "runs are split without copying their state"
+        run(model, optimizer, [4])
+        assert len(spans_of(optimizer)) == together, "they are joined again, once they have counted alike"
+        assert memory_of(optimizer) == memory
 
 
-@pytest.mark.parametrize("placement", ["shard", "flat"])
-def test_runs_are_split_and_joined_without_copying_state(threads, placement):
-    threads(2).run(split_and_join, placement)
-
-
-def step_with_gradients_of_the_users(placement):
+@pytest.mark.parametrize(("placement", "num_ranks"), LAYOUTS)
+@on_threads()
+def test_a_gradient_may_be_replaced(placement):
     """Gradients that lie elsewhere: replaced, or only one of them."""
-    models = [shard(pair(), placement), shard(pair(), placement)]
-    flat, plain = [MAKE["adamw"](groups(model)) for model in models]
-    flatten_optimizer(flat)
-    for step in range(4):
-        for model, optimizer in zip(models, (flat, plain), strict=True):
+    trained = three(placement)
+    for model, optimizer in trained:
+        for step in range(4):
             backward(model, step)
             for index, parameter in enumerate(model.parameters()):
                 if step == 1 or (step == 2 and index == 3):
                     parameter.grad = parameter.grad * 2.0
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
-    assert_same(parameters_of(models[0]), parameters_of(models[1]), **CLOSE)
-    assert_same(state_of(models[0], flat), state_of(models[1], plain), **CLOSE)
+    assert_alike(trained)
 
 
-@pytest.mark.parametrize(("placement", "num_ranks"), LAYOUTS)
-def test_a_gradient_may_be_replaced(threads, placement, num_ranks):
-    threads(num_ranks).run(step_with_gradients_of_the_users, placement)
-
-
-def step_with_a_turned_gradient():
+@on_threads(1)
+def test_a_transposed_gradient_is_not_taken_for_the_gradient():
     """Where one rank holds all of a square matrix, its transposed gradient begins at the same place."""
     models = [torch.nn.Linear(3, 3, bias=False) for _ in range(2)]
     for model in models:
@@ -148,15 +131,11 @@ def step_with_a_turned_gradient():
         model(torch.arange(9.0).view(3, 3)).square().sum().backward()
         model.weight.grad = model.weight.grad.t()
         optimizer.step()
-    assert_same(parameters_of(models[0]), parameters_of(models[1]))
-
-
-def test_a_transposed_gradient_is_not_taken_for_the_gradient(threads):
-    threads(1).run(step_with_a_turned_gradient)
+    assert_same(whole_params(models[0]), whole_params(models[1]))
 
 
 def step_with_numbers_in_the_padding(placement):
-    model = shard(pair(), placement)
+    model = sharded(Pair(), placement)
     optimizer = flatten_optimizer(optim.AdamW(groups(model), lr=0.1, foreach=True))
     padded = 0
     for step in range(3):
@@ -171,7 +150,7 @@ def step_with_numbers_in_the_padding(placement):
             assert torch.isfinite(each.flat).all(), "padding stays finite"
             assert all(torch.isfinite(value).all() for value in each.state.values())
         optimizer.zero_grad()
-    assert all(torch.isfinite(value).all() for value in parameters_of(model).values())
+    assert all(torch.isfinite(value).all() for value in whole_params(model).values())
     return padded
 
 
@@ -187,7 +166,7 @@ def belongs(memory, model):
     return mine
 
 
-@pytest.mark.parametrize(("placement", "num_ranks"), [("shard", 2), ("flat", 3), ("whole", 2), ("rows", 3)])
+@pytest.mark.parametrize(("placement", "num_ranks"), [("shard", 2), ("flat", 3), ("owned", 2), ("blocks", 3)])
 def test_what_lies_between_gradients_stays_there(threads, placement, num_ranks):
     padded = threads(num_ranks).run(step_with_numbers_in_the_padding, placement)
     assert placement == "shard" or sum(padded) > 0, "there is padding within runs"

@@ -14,63 +14,45 @@ from sherd.optim import flatten_optimizer
 from tests.optim.twins import (
     CLOSE,
     NAMES,
-    assert_same,
+    Pair,
+    adamw,
+    assert_alike,
     backward,
     groups,
-    pair,
-    parameters_of,
     run,
     same_training,
-    shard,
     spans_of,
     state_of,
+    three,
 )
+from tests.support.comparing import assert_same, whole_params
+from tests.support.ranks.bodies import on_threads
+from tests.support.sharding import sharded
 
-LAYOUTS = [("shard", 2), ("flat", 1), ("flat", 3), ("whole", 2)]
-adamw = functools.partial(optim.AdamW, lr=0.1, foreach=True)
-
-
-def three(placement, **given):
-    """A flat optimizer, a plain one on shards and one without sharding, with their models."""
-    models = [shard(pair(), placement, **given), shard(pair(), placement, **given), pair()]
-    optimizers = [adamw(groups(model)) for model in models]
-    flatten_optimizer(optimizers[0])
-    return list(zip(models, optimizers, strict=True))
+LAYOUTS = [("shard", 2), ("flat", 1), ("flat", 3), ("owned", 2)]
 
 
-def assert_alike(trained):
-    (model, flat), (other, plain), (lone, _) = trained
-    assert_same(parameters_of(model), parameters_of(other), **CLOSE)
-    assert_same(state_of(model, flat), state_of(other, plain), **CLOSE)
-    assert_same(parameters_of(model), parameters_of(lone), rtol=1e-4, atol=1e-5)
-
-
-def train_with_a_schedule(placement):
-    trained = three(placement)
+def train_with_a_schedule(trained):
     for model, optimizer in trained:
         schedule = optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.2], total_steps=6)
         for step in range(4):
             run(model, optimizer, [step])
             schedule.step()
-    assert_alike(trained)
     assert [group["lr"] for group in trained[0][1].param_groups] == [
         group["lr"] for group in trained[2][1].param_groups
     ]
 
 
-def train_with_micro_batches(placement):
-    trained = three(placement)
+def train_with_micro_batches(trained):
     for model, optimizer in trained:
         for step in range(3):
             for micro in range(3):
                 backward(model, step + micro, NAMES if micro else NAMES[2:])
             optimizer.step()
             optimizer.zero_grad(set_to_none=step == 1)
-    assert_alike(trained)
 
 
-def train_with_a_closure(placement):
-    trained = three(placement)
+def train_with_a_closure(trained):
     for model, optimizer in trained:
         for step in range(3):
 
@@ -82,11 +64,9 @@ def train_with_a_closure(placement):
 
             with torch.no_grad():
                 assert optimizer.step(closure).requires_grad
-    assert_alike(trained)
 
 
-def train_with_clipping(placement):
-    trained = three(placement)
+def train_with_clipping(trained):
     for model, optimizer in trained:
         for step in range(3):
             backward(model, step)
@@ -94,15 +74,13 @@ def train_with_clipping(placement):
             assert norm > 0.5
             optimizer.step()
             optimizer.zero_grad()
-    assert_alike(trained)
 
 
-def train_with_a_group_added_later(placement):
-    trained = [
-        (model, adamw([each for each in model.first.parameters() if each.ndim > 1]))
-        for model in (shard(pair(), placement), shard(pair(), placement), pair())
-    ]
-    flatten_optimizer(trained[0][1])
+def first_matrices(model):
+    return [each for each in model.first.parameters() if each.ndim > 1]
+
+
+def train_with_groups_added_later(trained):
     for model, optimizer in trained:
         run(model, optimizer, range(2))
         optimizer.add_param_group({"params": list(model.second.parameters()), "lr": 0.05})
@@ -111,100 +89,87 @@ def train_with_a_group_added_later(placement):
         run(model, optimizer, range(2, 4))
         optimizer.param_groups[0]["params"].pop()
         run(model, optimizer, range(4, 6))
-    assert_alike(trained)
 
 
-def train_with_frozen_parts(placement):
-    models = [pair() for _ in range(3)]
-    for model in models:
-        model.first.v.requires_grad_(False)
-        model.second.scalar.requires_grad_(False)
-    trained = [(model, adamw(groups(model))) for model in (*[shard(each, placement) for each in models[:2]], models[2])]
-    flatten_optimizer(trained[0][1])
-    for model, optimizer in trained:
-        run(model, optimizer, range(3))
-    assert_alike(trained)
-
-
-def train_with_an_earlier_optimizer(placement):
-    """Built, and flattened, before sharding: adopted at the first step."""
-    trained = []
-    for flat in (True, False):
-        model = pair()
-        optimizer = adamw(groups(model))
-        if flat:
-            flatten_optimizer(optimizer)
-        trained.append((shard(model, placement), optimizer))
-    lone = pair()
-    trained.append((lone, adamw(groups(lone))))
-    for model, optimizer in trained:
-        run(model, optimizer, range(3))
-    assert len(spans_of(trained[0][1])) > 0
-    assert_alike(trained)
-
-
-def flatten_between_steps(placement):
-    trained = three(placement)
-    model = shard(pair(), placement)
-    optimizer = adamw(groups(model))
-    trained[0] = (model, optimizer)
-    for model, optimizer in trained:
-        run(model, optimizer, range(2))
-    flatten_optimizer(trained[0][1])
-    for model, optimizer in trained:
-        run(model, optimizer, range(2, 4))
-    assert_alike(trained)
-
-
-def offload(placement):
-    trained = three(placement)
-    model = shard(pair(), placement, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    trained[0] = (model, flatten_optimizer(adamw(groups(model))))
-    for model, optimizer in trained:
-        run(model, optimizer, range(3))
-    assert_alike(trained)
-
-
-def train_after_clearing_the_state(placement):
-    trained = three(placement)
+def clear_the_state(trained):
     for model, optimizer in trained:
         run(model, optimizer, range(2))
         optimizer.state.clear()
         run(model, optimizer, range(2, 4))
-    assert_alike(trained)
 
 
-def write_into_the_state(placement):
-    trained = three(placement)
+def write_into_the_state(trained):
     for model, optimizer in trained:
         run(model, optimizer, range(2))
         for parameter in model.parameters():
             optimizer.state[parameter]["exp_avg"].mul_(0.5)
         run(model, optimizer, range(2, 4))
+
+
+def train(trained):
+    for model, optimizer in trained:
+        run(model, optimizer, range(2, 5))
+
+
+def partly_frozen():
+    model = Pair()
+    model.first.v.requires_grad_(False)
+    model.second.scalar.requires_grad_(False)
+    return model
+
+
+def built_before_sharding(placement):
+    """Built, and flattened, before sharding: adopted at the first step."""
+    models = [Pair() for _ in range(3)]
+    trained = [(model, adamw(groups(model))) for model in models]
+    flatten_optimizer(trained[0][1])
+    for model in models[:2]:
+        sharded(model, placement)
+    return trained
+
+
+def flattened_between_steps(placement):
+    model = sharded(Pair(), placement)
+    trained = [(model, adamw(groups(model))), *three(placement)[1:]]
+    for each in trained:
+        run(*each, range(2))
+    flatten_optimizer(trained[0][1])
+    return trained
+
+
+def offloaded(placement):
+    offload = CPUOffloadPolicy(pin_memory=False)
+    return [three(placement, offload_policy=offload)[0], *three(placement)[1:]]
+
+
+USES = {
+    "schedule": (three, train_with_a_schedule),
+    "micro-batches": (three, train_with_micro_batches),
+    "closure": (three, train_with_a_closure),
+    "clipping": (three, train_with_clipping),
+    "groups added later": (functools.partial(three, groups=first_matrices), train_with_groups_added_later),
+    "cleared state": (three, clear_the_state),
+    "written state": (three, write_into_the_state),
+    "frozen parts": (functools.partial(three, build=partly_frozen), train),
+    "an earlier optimizer": (built_before_sharding, train),
+    "flattened between steps": (flattened_between_steps, train),
+    "offload": (offloaded, train),
+}
+
+
+def use_three(make, use, placement):
+    trained = make(placement)
+    use(trained)
+    assert len(spans_of(trained[0][1])) > 0
     assert_alike(trained)
-
-
-USES = [
-    train_with_a_schedule,
-    train_with_micro_batches,
-    train_with_a_closure,
-    train_with_clipping,
-    train_with_a_group_added_later,
-    train_with_frozen_parts,
-    train_with_an_earlier_optimizer,
-    flatten_between_steps,
-    offload,
-    train_after_clearing_the_state,
-    write_into_the_state,
-]
 
 
 # All with stock DTensors, and with runs in turn on one rank, cut anywhere, and between tensors.
 @pytest.mark.parametrize("runs", [False, True], ids=["shards", "runs"])
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+@pytest.mark.parametrize("use", USES)
 def test_it_does_as_the_plain_optimizer(threads, use, runs):
-    placement, num_ranks = LAYOUTS[1 + USES.index(use) % (len(LAYOUTS) - 1) if runs else 0]
-    threads(num_ranks).run(use, placement)
+    placement, num_ranks = LAYOUTS[1 + list(USES).index(use) % (len(LAYOUTS) - 1) if runs else 0]
+    threads(num_ranks).run(use_three, *USES[use], placement)
 
 
 class Tied(nn.Module):
@@ -225,85 +190,71 @@ class Tied(nn.Module):
         return ((self.small(x) + self.again(x)) * self.plain).square().mean() + self.odd.sum().square()
 
 
-def train_tied(placement):
+def tied():
+    model = Tied()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.sin(torch.arange(parameter.numel()) * 0.7).view(parameter.shape) * 0.05)
+    return model
+
+
+@pytest.mark.parametrize("placement", ["shard", "flat"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_threads()
+def test_large_tied_and_ignored_parameters(placement):
     trained = []
     for kind in ("flat", "plain", "lone"):
-        torch.manual_seed(0)
-        model = Tied()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(torch.sin(torch.arange(parameter.numel()) * 0.7).view(parameter.shape) * 0.05)
+        model = tied()
         if kind != "lone":
-            fully_shard(model, ignored_params={model.plain}, **placement)
-        sharded = [each for each in model.parameters() if each is not model.plain]
-        optimizer = optim.AdamW([{"params": sharded}, {"params": [model.plain]}], lr=0.01, fused=True)
-        if kind == "flat":
-            flatten_optimizer(optimizer)
+            sharded(model, placement, units=[model], ignored_params={model.plain})
+        sharded_ones = [each for each in model.parameters() if each is not model.plain]
+        optimizer = optim.AdamW([{"params": sharded_ones}, {"params": [model.plain]}], lr=0.01, fused=True)
+        trained.append((model, flatten_optimizer(optimizer) if kind == "flat" else optimizer))
+    for model, optimizer in trained:
         for step in range(3):
             model(step).backward()
             optimizer.step()
             optimizer.zero_grad()
-        trained.append((model, optimizer))
-    (model, flat), (other, plain), (lone, _) = trained
-    assert any(span.flat.numel() * 4 >= 1 << 20 for span in spans_of(flat))
-    assert_same(parameters_of(model), parameters_of(other), **CLOSE)
-    assert_same(state_of(model, flat), state_of(other, plain), **CLOSE)
-    assert_same(parameters_of(model), parameters_of(lone), rtol=1e-3, atol=1e-4)
+    assert any(span.flat.numel() * 4 >= 1 << 20 for span in spans_of(trained[0][1]))
+    assert_alike(trained, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("placement", [{}, {"placement": Flat()}], ids=["shard", "flat"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_large_tied_and_ignored_parameters(threads, placement, num_ranks):
-    threads(num_ranks).run(train_tied, placement)
-
-
-def count_runs():
-    model = shard(pair(), "flat")
+@on_threads(1, 2, 3, 4)
+def test_a_hyper_parameter_class_is_one_run_of_each_flat_buffer():
+    model = sharded(Pair(), "flat")
     optimizer = flatten_optimizer(adamw(list(reversed(groups(model)))))
     run(model, optimizer, range(2))
-    filled = [each for each in spans_of(optimizer) if each.flat.numel()]
-    per_buffer = {}
-    for each in filled:
-        per_buffer.setdefault((id(each.members[0].group), each.members[0].group_index), []).append(each)
-    assert all(len(runs) == 1 for runs in per_buffer.values())
-    return len(filled)
+    members = [each.members[0] for each in spans_of(optimizer) if each.flat.numel()]
+    buffers = [(id(each.group), each.group_index) for each in members]
+    assert 1 <= len(set(buffers)) == len(buffers) <= 4
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_a_hyper_parameter_class_is_one_run_of_each_flat_buffer(threads, num_ranks):
-    assert all(1 <= count <= 4 for count in threads(num_ranks).run(count_runs))
+@on_threads(2)
+def test_nothing_is_copied():
+    for placement in ("shard", "flat", "owned"):
+        model = sharded(Pair(), placement)
+        optimizer = flatten_optimizer(adamw(groups(model)))
+        run(model, optimizer, range(2))
+        backward(model, 2)
+        gradients = {parameter.grad.to_local().untyped_storage().data_ptr() for parameter in model.parameters()}
+        for each in spans_of(optimizer):
+            buffer = each.members[0].group.shard_buffer
+            assert each.flat.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+            assert each.take_gradient()
+            if each.flat.numel():
+                assert each.flat.grad.untyped_storage().data_ptr() in gradients
+            inside = range(each.state["exp_avg"].data_ptr(), each.state["exp_avg"].data_ptr() + each.flat.nbytes + 1)
+            for member in each.members:
+                local = optimizer.state[member.shard]["exp_avg"].to_local()
+                assert not local.numel() or local.data_ptr() in inside
+                assert local.storage_offset() == 0
+        optimizer.step()
+        assert not [key for key in optimizer.state if key not in set(model.parameters())], "runs are not in the state"
 
 
-def look_at_memory(placement):
-    model = shard(pair(), placement)
-    optimizer = flatten_optimizer(adamw(groups(model)))
-    run(model, optimizer, range(2))
-    backward(model, 2)
-    gradients = {parameter.grad.to_local().untyped_storage().data_ptr() for parameter in model.parameters()}
-    seen = []
-    optimizer.register_step_post_hook(lambda *_: seen.append(None))
-    for each in spans_of(optimizer):
-        assert each.flat.untyped_storage().data_ptr() == each.members[0].group.shard_buffer.untyped_storage().data_ptr()
-        assert each.take_gradient()
-        if each.flat.numel():
-            assert each.flat.grad.untyped_storage().data_ptr() in gradients
-        inside = range(each.state["exp_avg"].data_ptr(), each.state["exp_avg"].data_ptr() + each.flat.nbytes + 1)
-        for member in each.members:
-            local = optimizer.state[member.shard]["exp_avg"].to_local()
-            assert not local.numel() or local.data_ptr() in inside
-            assert local.storage_offset() == 0
-    optimizer.step()
-    assert seen == [None]
-    assert not [key for key in optimizer.state if key not in set(model.parameters())], "runs are not in the state"
-
-
-@pytest.mark.parametrize("placement", ["shard", "flat", "whole"])
-def test_nothing_is_copied(threads, placement):
-    threads(2).run(look_at_memory, placement)
-
-
-def count_hooks():
-    model = shard(pair(), "flat")
+@on_threads(1)
+def test_hooks_run_once_a_step():
+    model = sharded(Pair(), "flat")
     optimizer = flatten_optimizer(adamw(groups(model)))
     calls = []
     handles = [
@@ -321,10 +272,6 @@ def count_hooks():
     with torch.profiler.profile(acc_events=True) as profile:
         optimizer.step()
     assert [event.name for event in profile.events()].count("Optimizer.step#FlatAdamW.step") == 1
-
-
-def test_hooks_run_once_a_step(threads):
-    threads(1).run(count_hooks)
 
 
 class Counting(optim.SGD):
@@ -347,29 +294,24 @@ class Counting(optim.SGD):
                     parameter.sub_(state["sum"], alpha=group["lr"] / (self.num_steps + state["count"]))
 
 
-def train_an_own_class(placement):
-    models = [shard(pair(), placement), shard(pair(), placement)]
-    flat, plain = [Counting(groups(model), lr=0.1) for model in models]
-    flatten_optimizer(flat, elementwise=True)
-    for model, optimizer in zip(models, (flat, plain), strict=True):
-        run(model, optimizer, range(4), lambda step: NAMES if step != 1 else NAMES[::2])
-    assert flat.num_steps == plain.num_steps == 4
-    assert [group["seen"] for group in flat.param_groups] == [4, 4]
-    assert_same(parameters_of(models[0]), parameters_of(models[1]), **CLOSE)
-    assert_same(state_of(models[0], flat), state_of(models[1], plain), **CLOSE)
+@on_threads(2)
+def test_an_own_class_keeps_its_own_numbers():
+    for placement in ("shard", "flat", "blocks"):
+        trained = three(placement, functools.partial(Counting, lr=0.1), elementwise=True)
+        for model, optimizer in trained:
+            run(model, optimizer, range(4), lambda step: NAMES if step != 1 else NAMES[::2])
+            assert optimizer.num_steps == 4
+            assert [group["seen"] for group in optimizer.param_groups] == [4, 4]
+        assert_alike(trained)
 
 
-@pytest.mark.parametrize("placement", ["shard", "flat", "rows"])
-def test_an_own_class_keeps_its_own_numbers(threads, placement):
-    threads(2).run(train_an_own_class, placement)
-
-
-def fail_in_the_middle():
+@on_threads(2)
+def test_a_step_that_fails_leaves_the_optimizer_as_it_was():
     class Failing(optim.SGD):
         def step(self, closure=None):
             raise ZeroDivisionError
 
-    model = shard(pair(), "flat")
+    model = sharded(Pair(), "flat")
     optimizer = flatten_optimizer(Failing(groups(model), lr=0.1), elementwise=True)
     before = [list(group["params"]) for group in optimizer.param_groups]
     backward(model, 0)
@@ -380,12 +322,8 @@ def fail_in_the_middle():
     assert not optimizer.state
 
 
-def test_a_step_that_fails_leaves_the_optimizer_as_it_was(threads):
-    threads(2).run(fail_in_the_middle)
-
-
 def train_a_copy(copied):
-    model = shard(pair(), "flat")
+    model = sharded(Pair(), "flat")
     optimizer = flatten_optimizer(adamw(groups(model)))
     run(model, optimizer, range(2))
     twin = copied(optimizer)
@@ -407,53 +345,36 @@ def pickled(optimizer):
     return pickle.loads(pickle.dumps(optimizer))
 
 
-def test_a_copy_steps_tensor_by_tensor(threads):
+def test_a_copy_steps_tensor_by_tensor_and_so_does_what_a_pickle_brings_back(world, threads):
     threads(2).run(train_a_copy, copy.deepcopy)
-
-
-def test_so_does_what_a_pickle_brings_back(world):
     world(2).run(train_a_copy, pickled)
 
 
-def step_a_plain_tensor_in_the_same_group():
-    models = [pair(), pair()]
-    optimizers = []
-    for model in models:
-        fully_shard(model.first, placement=Flat(), ignored_params={model.first.w})
-        optimizers.append(optim.AdamW(model.first.parameters(), lr=0.1, fused=True))
+@on_threads(2)
+def test_plain_and_sharded_parameters_share_a_group_of_a_fused_optimizer():
+    models = [Pair().first, Pair().first]
+    fully_shard(models[0], placement=Flat(), ignored_params={models[0].w})
+    optimizers = [optim.AdamW(model.parameters(), lr=0.1, fused=True) for model in models]
     flatten_optimizer(optimizers[0])
-    lone = pair()
-    optimizers[1] = optim.AdamW(lone.first.parameters(), lr=0.1, fused=True)
-    for step in range(3):
-        for model, optimizer in zip((models[0], lone), optimizers, strict=True):
-            model.first(step, {name.partition(".")[2] for name in NAMES}, 1.0).backward()
+    names = {name.partition(".")[2] for name in NAMES}
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for step in range(3):
+            model(step, names, 1.0).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(parameters_of(models[0].first), parameters_of(lone.first), rtol=1e-4, atol=1e-5)
-
-
-def test_plain_and_sharded_parameters_share_a_group_of_a_fused_optimizer(threads):
-    threads(2).run(step_a_plain_tensor_in_the_same_group)
-
-
-def train_where_nothing_is_sharded():
-    model, other = pair(), pair()
-    flat, plain = adamw(groups(model)), adamw(groups(other))
-    flatten_optimizer(flat)
-    run(model, flat, range(3))
-    run(other, plain, range(3))
-    assert_same(parameters_of(model), parameters_of(other))
-    assert_same(state_of(model, flat), state_of(other, plain))
+    assert_same(whole_params(models[0]), whole_params(models[1]), rtol=1e-4, atol=1e-5)
 
 
 def test_without_shards_it_is_the_plain_optimizer():
-    train_where_nothing_is_sharded()
+    models = [Pair(), Pair()]
+    optimizers = [adamw(groups(model)) for model in models]
+    flatten_optimizer(optimizers[0])
+    for each in zip(models, optimizers, strict=True):
+        run(*each, range(3))
+    assert_same(whole_params(models[0]), whole_params(models[1]))
+    assert_same(state_of(models[0], optimizers[0]), state_of(models[1], optimizers[1]))
 
 
-def train_alike(placement):
-    same_training(adamw, placement)
-
-
-def test_processes_train_as_threads_do(world):
-    for placement, num_ranks in (("flat", 2), ("shard", 3), ("flat", 4)):
-        world(num_ranks).run(train_alike, placement)
+@pytest.mark.parametrize(("placement", "num_ranks"), [("flat", 2), ("shard", 3), ("flat", 4)])
+def test_processes_train_as_threads_do(world, placement, num_ranks):
+    world(num_ranks).run(same_training, adamw, placement)

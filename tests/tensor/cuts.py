@@ -1,16 +1,17 @@
-"""Which cuts do the tests of ragged tensors use, and how do they make tensors of them?"""
+"""The cuts that the tests of ragged tensors use, and tensors of them."""
 
 from math import prod
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate
 
 from sherd._torch import dtensor_spec
+from sherd.errors import PlacementError
 from sherd.layout.plan import Wanted, plan
 from sherd.layout.runs import Blocks, Flat, Owned, Runs
 from sherd.tensor.placement import RaggedShard
-from sherd.tensor.ragged import RaggedDTensor, distribute_ragged
+from sherd.tensor.ragged import distribute_ragged
 
 SHAPES = ((7, 6), (3, 4, 5), (5,), (1,), (1, 9), (), (4, 1, 3))
 KINDS = ("uneven", "rows", "last", "flat", "blocks", "whole")
@@ -71,14 +72,6 @@ def local_of(whole, cut, rank):
     return whole.reshape(-1)[piece.start : piece.stop].reshape(cut.local_shape(rank)).clone()
 
 
-def local_like(whole, tensor):
-    """What this rank has to hold of `whole` if it lies as a ragged or stock `tensor` does, the cut on the last axis."""
-    mesh = tensor.device_mesh
-    if isinstance(tensor, RaggedDTensor):
-        return local_of(whole, tensor.cut, mesh.get_coordinate()[-1])
-    return distribute_tensor(whole, mesh, tensor.placements, src_data_rank=None).to_local()
-
-
 def numbers(shape, dtype=torch.float32, seed=0):
     """A tensor that is the same in every thread and process."""
     generator = torch.Generator().manual_seed(seed + 7 * len(shape) + prod(shape))
@@ -86,9 +79,18 @@ def numbers(shape, dtype=torch.float32, seed=0):
         return torch.randint(0, 2, shape, generator=generator).bool()
     if not dtype.is_floating_point and not dtype.is_complex:
         return torch.randint(-9, 9, shape, generator=generator).to(dtype)
-    return torch.randn(shape, generator=generator, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float32 if dtype.itemsize < 4 else dtype).to(dtype)
 
 
 def whole_of(tensor):
     """What any DTensor is, as a plain tensor."""
     return tensor.full_tensor().detach()
+
+
+def refusal(operation, *given):
+    """What the PlacementError of `operation` says; nothing if it raises none."""
+    try:
+        operation(*given)
+    except PlacementError as error:
+        return str(error)
+    return ""

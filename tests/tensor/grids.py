@@ -1,4 +1,4 @@
-"""On which meshes of several axes do the tests put ragged tensors, and where does each element then have to be?"""
+"""The meshes that the tests put ragged tensors on, and where each element then has to be."""
 
 from dataclasses import dataclass
 from math import prod
@@ -28,6 +28,7 @@ class Grid:
         return init_device_mesh("cpu", self.sizes, mesh_dim_names=tuple(f"axis{at}" for at in range(len(self.sizes))))
 
 
+LINES = {f"{size} in a row": Grid((size,), (None,), (0,)) for size in (1, 2, 3, 4)}
 FOUR = {
     "tp columns": Grid((2, 2), (None, 1), (0,)),
     "tp rows": Grid((2, 2), (None, 0), (0,)),
@@ -47,6 +48,7 @@ EIGHT = {
     "four by two": Grid((4, 2), (None, None), (1, 0)),
     "one beside": Grid((1, 4, 2), (0, None, 1), (1,)),
 }
+GRIDS = LINES | FOUR | EIGHT
 
 
 def placements_of(grid, shape):

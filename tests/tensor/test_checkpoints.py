@@ -1,4 +1,4 @@
-"""Does what is saved under one layout and number of ranks load under every other?"""
+"""What is saved under one layout and number of ranks loads under every other."""
 
 from itertools import product
 
@@ -15,30 +15,35 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from sherd.layout.runs import Runs
 from sherd.tensor.placement import RaggedShard
 from sherd.tensor.ragged import RaggedDTensor
+from tests.support.comparing import assert_same, whole, whole_params
+from tests.support.ranks.bodies import on_threads
 from tests.support.suites import part
-from tests.tensor.cuts import SHAPES, cuts, line, numbers, ragged, whole_of
-from tests.tensor.grids import EIGHT, FOUR, ragged_on
+from tests.tensor.cuts import SHAPES, cuts, line, numbers, ragged
+from tests.tensor.grids import EIGHT, FOUR, Grid, ragged_on
 
 KINDS = ("uneven", "rows", "last")
 OTHERS = ("plain", "stock rows", "stock columns")
 EVERY = KINDS + OTHERS
+COPIES = {f"copies of {kind}": kind for kind in KINDS}
+GRIDS = FOUR | dict.fromkeys(COPIES, Grid((2, 2), (None, None), (1,)))
+"""Layouts on four ranks on two axes."""
+CLOSE = {"rtol": 1.3e-6, "atol": 1e-5}
 
 
 def mesh_of(kind):
     """What the tensors of a layout are on."""
-    return FOUR[kind].mesh() if kind in FOUR else line(dist.get_world_size())
+    return GRIDS[kind].mesh() if kind in GRIDS else line(dist.get_world_size())
 
 
 def tensor_of(whole, kind, mesh):
     """`whole` in one of the layouts, in memory of its own."""
-    if kind in FOUR:
-        return ragged_on(FOUR[kind], mesh, "uneven", whole)
+    if kind in GRIDS:
+        return ragged_on(GRIDS[kind], mesh, COPIES.get(kind, "uneven"), whole)
     if kind in KINDS:
         return ragged(whole, *cuts(kind, [tuple(whole.shape)], mesh.size()), mesh)
     dim = {"plain": -1, "stock rows": 0, "stock columns": 1}[kind]
@@ -67,17 +72,36 @@ def load_each(pairs, folder):
     for saved, kind in pairs:
         found = state(kind, factor=0.0)
         dcp.load(found, checkpoint_id=f"{folder}/{saved}")
-        for name, value in plain_values(found).items():
+        for name, value in whole(found).items():
             if not torch.equal(value, plain[name]):
                 wrong.append((saved, kind, name))
     return wrong
 
 
-def test_every_layout_loads_from_every_layout_some_of_the_pairs_on_each_number_of_ranks(world, tmp_path):
-    world(3).run(save_each, EVERY, str(tmp_path))
-    for loading in (1, 2, 3, 4):
-        pairs = [(saved, kind) for turn, saved in enumerate(EVERY) for kind in part(EVERY, turn + loading, 4)]
-        assert world(loading).run(load_each, pairs, str(tmp_path)) == [[]] * loading
+@pytest.fixture(scope="module")
+def folder(world, tmp_path_factory):
+    """Where each layout is saved: on three ranks, and those over several axes on four."""
+    path = str(tmp_path_factory.mktemp("layouts"))
+    world(3).run(save_each, EVERY, path)
+    world(4).run(save_each, OVER_AXES, path)
+    return path
+
+
+OVER_AXES = ("tp columns", "tp rows", "tp copies", "two axes", *COPIES)
+# By number of ranks, what loads from what besides: what lies over several axes loads everywhere and back.
+ALSO = {
+    1: product(OVER_AXES, ("plain",)),
+    2: product(OVER_AXES, ("rows", "stock rows")),
+    4: product(
+        ("tp columns", "two axes", "uneven", "stock columns"), ("tp rows, the other way round", "tp copies", "two axes")
+    ),
+}
+
+
+@pytest.mark.parametrize("loading", [1, 2, 3, 4])
+def test_every_layout_loads_from_every_layout_some_of_the_pairs_on_each_number_of_ranks(world, folder, loading):
+    pairs = [(saved, kind) for turn, saved in enumerate(EVERY) for kind in part(EVERY, turn + loading, 4)]
+    assert world(loading).run(load_each, [*pairs, *ALSO.get(loading, ())], folder) == [[]] * loading
 
 
 class Model(nn.Module):
@@ -94,7 +118,7 @@ class Model(nn.Module):
 
 def trained(kind, factor=1.0, steps=1):
     model = Model(kind, factor)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=kind != "plain")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
     mesh = mesh_of(kind)
     for step in range(steps):
         for each in model.parameters():
@@ -103,39 +127,14 @@ def trained(kind, factor=1.0, steps=1):
     return model, optimizer
 
 
-def plain_values(values):
-    return {
-        name: plain_values(value)
-        if isinstance(value, dict)
-        else whole_of(value)
-        if isinstance(value, DTensor)
-        else value
-        for name, value in values.items()
-    }
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        if isinstance(value, dict):
-            assert_same(found[name], value)
-        elif torch.is_tensor(value):
-            torch.testing.assert_close(found[name].cpu(), value)
-        elif name != "foreach":
-            assert found[name] == value
-
-
 def assert_trained(model, optimizer, steps):
     """Model and optimizer are as plain ones after `steps`, and go on as those do."""
     expected, reference = trained("plain", steps=steps)
     for tries in range(2):
-        assert_same(
-            plain_values(dict(model.named_parameters())),
-            {name: each.detach() for name, each in expected.named_parameters()},
-        )
+        assert_same(whole_params(model), whole_params(expected), **CLOSE)
         for each, like in zip(model.parameters(), expected.parameters(), strict=True):
             state = optimizer.state[each]
-            assert_same(plain_values(state), reference.state[like])
+            assert_same(whole(state), reference.state[like], **CLOSE)
             assert type(state["exp_avg"]) is type(state["exp_avg_sq"]) is type(each.data)
             like.grad = numbers(like.shape, seed=9 + tries)
             each.grad = torch.zeros_like(each).copy_(like.grad)
@@ -158,12 +157,24 @@ def load_training(kind, folder):
     assert_trained(model, optimizer, steps=2)
 
 
-def test_training_goes_on_in_another_layout_on_another_number_of_ranks(world, tmp_path):
-    for kind, saving in (("uneven", 2), ("rows", 3), ("last", 4), ("plain", 1)):
-        folder = str(tmp_path / kind)
-        world(saving).run(save_training, kind, folder)
-        for other, loading in (("uneven", 3), ("rows", 2), ("last", 2), ("uneven", 1), ("plain", 1)):
-            world(loading).run(load_training, other, folder)
+ELSEWHERE = [("uneven", 3), ("rows", 2), ("last", 2), ("uneven", 1), ("plain", 1)]
+GOING_ON = {
+    ("uneven", 2): ELSEWHERE,
+    ("rows", 3): ELSEWHERE,
+    ("last", 4): ELSEWHERE,
+    ("plain", 1): [*ELSEWHERE, ("tp columns", 4), ("two axes", 4)],
+    ("tp columns", 4): [("two axes", 4), ("uneven", 2), ("plain", 1)],
+    ("two axes", 4): [("tp rows", 4), ("rows", 3), ("plain", 1)],
+    ("copies of uneven", 4): [("last", 2), ("copies of rows", 4)],
+}
+"""By layout and number of ranks, those on which a training goes on."""
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), GOING_ON)
+def test_training_goes_on_in_another_layout_on_another_number_of_ranks(threads, tmp_path, kind, num_ranks):
+    threads(num_ranks).run(save_training, kind, str(tmp_path))
+    for other, loading in GOING_ON[kind, num_ranks]:
+        threads(loading).run(load_training, other, str(tmp_path))
 
 
 def full_states(kind, offload):
@@ -175,59 +186,30 @@ def full_states(kind, offload):
         assert values == {}
         return
     expected, reference = trained("plain", steps=2)
-    assert_same(values, get_model_state_dict(expected))
-    assert_same(states["state"], get_optimizer_state_dict(expected, reference)["state"])
+    assert_same(values, get_model_state_dict(expected), **CLOSE)
+    assert_same(states["state"], get_optimizer_state_dict(expected, reference)["state"], **CLOSE)
 
 
-def test_full_state_dicts_are_those_of_the_plain_model(world):
+ON_TWO_AXES = ("tp columns", "tp rows", "tp rows, the other way round", "two axes")
+
+
+@pytest.mark.parametrize(("num_ranks", "kinds"), [(2, KINDS), (4, ON_TWO_AXES)])
+def test_full_state_dicts_are_those_of_the_plain_model(threads, num_ranks, kinds):
+    for kind in kinds:
+        for offload in (True, False) if kind in KINDS else (kind == "tp rows",):
+            threads(num_ranks).run(full_states, kind, offload)
+
+
+@on_threads(2)
+def test_sharded_state_dicts_stay_ragged():
     for kind in KINDS:
-        for offload in (True, False):
-            world(2).run(full_states, kind, offload)
-
-
-def sharded_states(kind):
-    model, optimizer = trained(kind, steps=2)
-    values, states = get_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
-    for each, value in zip(model.parameters(), values.values(), strict=False):
-        assert type(value) is RaggedDTensor
-        assert value.cut in [like.cut for like in model.parameters()]
-        assert each.device.type == "cpu"
-    assert type(states["state"]["layers.0.p0"]["exp_avg"]) is RaggedDTensor
-
-
-def test_sharded_state_dicts_stay_ragged(world):
-    for kind in KINDS:
-        world(2).run(sharded_states, kind)
-
-
-def save_on_two_axes(kind, folder):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    made = zip(SHAPES, cuts(kind, SHAPES, 2), strict=True)
-    parameters = [nn.Parameter(ragged(numbers(shape), cut, mesh)) for shape, cut in made]
-    optimizer = torch.optim.AdamW(parameters, lr=0.1, foreach=True)
-    for each in parameters:
-        each.grad = ragged(numbers(each.shape, seed=1), each.cut, mesh)
-    nn.utils.clip_grad_norm_(parameters, 0.5)
-    optimizer.step()
-    dcp.save({str(index): each.detach() for index, each in enumerate(parameters)}, checkpoint_id=folder)
-
-
-def load_from_two_axes(kind, folder):
-    plain = [nn.Parameter(numbers(shape)) for shape in SHAPES]
-    for each in plain:
-        each.grad = numbers(each.shape, seed=1)
-    nn.utils.clip_grad_norm_(plain, 0.5)
-    torch.optim.AdamW(plain, lr=0.1).step()
-    found = {str(index): tensor_of(torch.zeros(shape), kind, line(2)) for index, shape in enumerate(SHAPES)}
-    dcp.load(found, checkpoint_id=folder)
-    assert_same(plain_values(found), {str(index): each.detach() for index, each in enumerate(plain)})
-
-
-def test_what_replicas_trained_and_saved_loads_without_them(world, tmp_path):
-    for kind in KINDS:
-        world(4).run(save_on_two_axes, kind, str(tmp_path / kind))
-        for other in ("uneven", "plain", "stock rows"):
-            world(2).run(load_from_two_axes, other, str(tmp_path / kind))
+        model, optimizer = trained(kind, steps=2)
+        values, states = get_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
+        for each, value in zip(model.parameters(), values.values(), strict=True):
+            assert type(value) is RaggedDTensor
+            assert value.cut in [like.cut for like in model.parameters()]
+            assert each.device.type == "cpu"
+        assert type(states["state"]["layers.0.p0"]["exp_avg"]) is RaggedDTensor
 
 
 def full_states_set(kind, broadcast):
@@ -249,9 +231,12 @@ def test_full_state_dicts_load_from_rank_0_and_from_all(world, broadcast):
     for turn, kind in enumerate(KINDS):
         for num_ranks in part((1, 2, 3), turn + broadcast, 3):
             world(num_ranks).run(full_states_set, kind, broadcast)
+    for kind in part(ON_TWO_AXES, broadcast, 2):
+        world(4).run(full_states_set, kind, broadcast)
 
 
-def rows_asked_for():
+@on_threads(2)
+def test_rows_that_torch_asks_for_are_taken_by_the_next_local_tensor_alone():
     mesh, shape = line(2), (4, 5)
     cut = Runs(shape, 2, 0, (7, 20))
     one, state, other = (ragged(numbers(shape), cut, mesh) for cut in (cut, cut, Runs(shape, 2, 0, (8, 20))))
@@ -269,27 +254,20 @@ def rows_asked_for():
     assert torch.equal(one.to_local(), numbers(shape, seed=1).view(-1)[slice(7, 20) if rank else slice(0, 7)])
 
 
-def test_rows_that_torch_asks_for_are_taken_by_the_next_local_tensor_alone(threads):
-    threads(2).run(rows_asked_for)
-
-
-def whole_state_given_to_the_optimizer(kind):
-    _, reference = trained("plain", steps=2)
-    model, used = trained(kind, steps=2)
-    fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for optimizer in (fresh, used):
-        optimizer.load_state_dict(reference.state_dict())
-    # One that has stepped takes the state at once, a new one at its first step.
-    assert all(type(used.state[each]["exp_avg"]) is RaggedDTensor for each in model.parameters())
-    for each in model.parameters():
-        each.grad = None
-    fresh.step()
-    assert_trained(model, fresh, steps=2)
-
-
-def test_an_optimizer_takes_whole_state(threads):
+@on_threads(2)
+def test_an_optimizer_takes_whole_state():
     for kind in KINDS:
-        threads(2).run(whole_state_given_to_the_optimizer, kind)
+        _, reference = trained("plain", steps=2)
+        model, used = trained(kind, steps=2)
+        fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for optimizer in (fresh, used):
+            optimizer.load_state_dict(reference.state_dict())
+        # One that has stepped takes the state at once, a new one at its first step.
+        assert all(type(used.state[each]["exp_avg"]) is RaggedDTensor for each in model.parameters())
+        for each in model.parameters():
+            each.grad = None
+        fresh.step()
+        assert_trained(model, fresh, steps=2)
 
 
 def saved_in_background(kind, folder):
@@ -297,45 +275,12 @@ def saved_in_background(kind, folder):
     dcp.async_save(values, checkpoint_id=folder).result()
     found = state(kind, factor=0.0)
     dcp.load(found, checkpoint_id=folder)
-    assert_same(plain_values(found), state("plain"))
+    assert_same(whole(found), state("plain"))
 
 
 def test_a_checkpoint_is_saved_in_the_background(world, tmp_path):
     for kind in KINDS:
         world(2).run(saved_in_background, kind, str(tmp_path / kind))
-
-
-def test_what_lies_over_several_axes_loads_everywhere_and_back(world, tmp_path):
-    folder, ours, others = (
-        str(tmp_path),
-        ("tp columns", "tp rows", "tp copies", "two axes"),
-        ("uneven", "stock columns"),
-    )
-    world(4).run(save_each, ours, folder)
-    world(3).run(save_each, others, folder)
-    some = ("tp rows, the other way round", "tp copies", "two axes")
-    assert world(4).run(load_each, list(product(("tp columns", "two axes", *others), some)), folder) == [[]] * 4
-    assert world(2).run(load_each, list(product(ours, ("rows", "stock rows"))), folder) == [[]] * 2
-    assert world(1).run(load_each, list(product(ours, ("plain",))), folder) == [[]]
-
-
-def test_training_goes_on_with_other_axes(world, tmp_path):
-    for kind, saving, loading in (
-        ("tp columns", 4, (("two axes", 4), ("uneven", 2), ("plain", 1))),
-        ("two axes", 4, (("tp rows", 4), ("rows", 3), ("plain", 1))),
-        ("plain", 1, (("tp columns", 4), ("two axes", 4))),
-    ):
-        folder = str(tmp_path / kind)
-        world(saving).run(save_training, kind, folder)
-        for other, num_ranks in loading:
-            world(num_ranks).run(load_training, other, folder)
-
-
-def test_full_state_dicts_are_read_and_set_over_several_axes(world):
-    for turn, kind in enumerate(("tp columns", "tp rows", "tp rows, the other way round", "two axes")):
-        world(4).run(full_states, kind, kind == "tp rows")
-        for broadcast in part((True, False), turn, 2):
-            world(4).run(full_states_set, kind, broadcast)
 
 
 def written(grid):

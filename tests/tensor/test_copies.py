@@ -1,8 +1,9 @@
-"""Does a ragged tensor survive being copied, moved, saved, loaded, gathered and cut anew?"""
+"""A ragged tensor survives being copied, moved, saved, loaded, gathered and cut anew, on one mesh axis or several."""
 
 import copy
 import io
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -11,28 +12,41 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from sherd._torch import strided_shard
+from sherd.errors import PlacementError
 from sherd.layout.runs import Runs
+from sherd.tensor.placement import layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, distribute_ragged, ragged_dtensor, redistribute_to
-from tests.tensor.cuts import KINDS, SHAPES, cuts, line, numbers, ragged, spec_for, uneven, whole_of
+from tests.support.ranks.bodies import on_threads
+from tests.tensor.cuts import KINDS, SHAPES, line, local_of, numbers, ragged, spec_for, uneven, whole_of
+from tests.tensor.grids import FOUR, GRIDS, LINES, local_on, placements_of, ragged_on
+
+DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int64, torch.float8_e4m3fn)
+COPIED_ON = ["2 in a row", *FOUR, "two axes and columns"]
 
 
-def everything_gathered(kind):
-    mesh = line(dist.get_world_size())
-    for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int64, torch.float8_e4m3fn):
-        for shape, cut in zip(SHAPES, cuts(kind, SHAPES, mesh.size()), strict=True):
-            whole = numbers(shape, dtype if dtype != torch.float8_e4m3fn else torch.float32).to(dtype)
-            tensor = ragged(whole, cut, mesh)
-            gathered = tensor.full_tensor()
-            assert gathered.dtype == dtype
-            assert gathered.shape == shape
-            assert torch.equal(gathered.view(-1).view(torch.uint8), whole.view(-1).view(torch.uint8))
-            assert gathered.data_ptr() != tensor.to_local().data_ptr() or not whole.numel()
+def kinds_on(grid):
+    """All on one axis, the first on several."""
+    return KINDS if grid in LINES.values() else KINDS[:1]
 
 
-def test_every_rank_gets_the_whole_tensor(threads):
-    for num_ranks in (1, 2, 3, 4):
-        for kind in KINDS:
-            threads(num_ranks).run(everything_gathered, kind)
+def everything_gathered(grid):
+    mesh = grid.mesh()
+    ways = product(KINDS, DTYPES) if grid in LINES.values() else zip(KINDS, DTYPES, strict=True)
+    for (kind, dtype), shape in product(ways, (*SHAPES, (0, 3))):
+        whole = numbers(shape, dtype)
+        tensor = ragged_on(grid, mesh, kind, whole)
+        again = distribute_ragged(whole, tensor._spec).to_local()
+        assert torch.equal(again.reshape(-1).view(torch.uint8), tensor.to_local().reshape(-1).view(torch.uint8))
+        found = tensor.full_tensor()
+        assert (found.dtype, found.shape) == (dtype, shape)
+        assert torch.equal(found.view(-1).view(torch.uint8), whole.view(-1).view(torch.uint8))
+        assert not whole.numel() or found.data_ptr() != tensor.to_local().data_ptr()
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_every_rank_holds_its_run_of_its_part_and_gets_the_whole(threads, name):
+    threads(GRIDS[name].num_ranks).run(everything_gathered, GRIDS[name])
 
 
 def calls_to_gather(cut):
@@ -40,147 +54,161 @@ def calls_to_gather(cut):
     tensor = ragged(numbers(cut.shape), cut, mesh)
     with torch.profiler.profile(acc_events=True) as seen:
         tensor.full_tensor()
-    names = [event.key for event in seen.key_averages() if event.key.startswith("c10d::")]
-    counts = {event.key: event.count for event in seen.key_averages()}
-    return {name.removeprefix("c10d::"): counts[name] for name in names}
+    return {event.key: event.count for event in seen.key_averages() if event.key.startswith("c10d::")}
 
 
 def test_a_gather_pads_to_at_most_twice_the_tensor_and_else_holders_send(world):
-    even, slightly, one = (5, 10, 15, 20), (8, 12, 16, 20), (0, 20)
-    assert world(4).run(calls_to_gather, Runs((20,), 4, 0, even))[0] == {"_allgather_base_": 1}
-    assert world(4).run(calls_to_gather, Runs((20,), 4, 0, slightly))[0] == {"_allgather_base_": 1}
-    assert world(4).run(calls_to_gather, Runs((20,), 4, 1, one))[0] == {"broadcast_": 1}
+    for first, ends, call in (
+        (0, (5, 10, 15, 20), "_allgather_base_"),
+        (0, (8, 12, 16, 20), "_allgather_base_"),
+        (1, (0, 20), "broadcast_"),
+    ):
+        assert world(4).run(calls_to_gather, Runs((20,), 4, first, ends))[0] == {f"c10d::{call}": 1}, ends
 
 
-def redistributed(kind):
-    mesh = line(dist.get_world_size())
-    for shape, cut in zip(SHAPES, cuts(kind, SHAPES, mesh.size()), strict=True):
+def stock_placements(grid, shape):
+    """Replicas, what is left before the cut, each dim in chunks, and in processes chunks of chunks."""
+    replicated = (Replicate(),) * len(grid.sizes)
+    yield from (replicated, placements_of(grid, shape))
+    yield from ((*replicated[1:], Shard(dim)) for dim in range(len(shape)))
+    # torch keeps the plans for chunks of chunks by their shapes, and ranks that are threads would share them.
+    if shape and grid in FOUR.values():
+        yield from ((Shard(0),) * len(grid.sizes), (strided_shard(0, 2), *replicated[2:], Shard(0)))
+
+
+def redistributed(grid):
+    mesh = grid.mesh()
+    ways = product(KINDS, SHAPES) if grid in LINES.values() else product(KINDS[:2], ((7, 6), (3, 1, 5), ()))
+    for kind, shape in ways:
         whole = numbers(shape)
-        tensor = ragged(whole, cut, mesh)
-        replicated = tensor.redistribute(placements=[Replicate()])
-        assert type(replicated) is DTensor
-        assert torch.equal(replicated.to_local(), whole)
+        tensor = ragged_on(grid, mesh, kind, whole)
         assert tensor.redistribute(placements=tensor.placements) is tensor
-        for dim in range(len(shape)):
-            sharded = tensor.redistribute(mesh, [Shard(dim)])
-            assert torch.equal(sharded.to_local(), distribute_tensor(whole, mesh, [Shard(dim)]).to_local())
-            assert torch.equal(redistribute_to(sharded, cut).to_local(), tensor.to_local())
-        other = uneven(shape, mesh.size())
+        for wanted in stock_placements(grid, shape):
+            stock = tensor.redistribute(mesh, wanted)
+            assert type(stock) is DTensor
+            assert stock.placements == wanted
+            expected = distribute_tensor(whole, mesh, wanted, src_data_rank=None)
+            assert torch.equal(stock.to_local(), expected.to_local())
+            assert torch.equal(redistribute_to(stock, tensor._spec).to_local(), tensor.to_local())
+        other = uneven(shape, mesh.size(-1))
         moved = redistribute_to(tensor, other)
         assert moved.cut == other
-        assert torch.equal(moved.to_local(), ragged(whole, other, mesh).to_local())
+        assert torch.equal(moved.to_local(), local_of(whole, other, mesh.get_coordinate()[-1]))
+        assert torch.equal(redistribute_to(moved, tensor._spec).to_local(), tensor.to_local())
 
 
-def test_to_and_from_replicas_equal_chunks_and_other_runs(threads):
-    for num_ranks in (1, 2, 3):
-        for kind in KINDS:
-            threads(num_ranks).run(redistributed, kind)
+MOVED_ON = ["tp columns", "tp rows", "tp rows, the other way round", "two axes", "two axes and columns"]
 
 
-def copied_into(kind):
-    mesh = line(3)
-    for shape, cut in zip(SHAPES, cuts(kind, SHAPES, 3), strict=True):
+@pytest.mark.parametrize("name", [*LINES, *MOVED_ON])
+def test_to_and_from_replicas_equal_chunks_other_runs_and_strided_chunks(world, threads, name):
+    (world if name in FOUR else threads)(GRIDS[name].num_ranks).run(redistributed, GRIDS[name])
+
+
+def copied_into(grid):
+    mesh = grid.mesh()
+    for kind, shape in product(kinds_on(grid), SHAPES):
         whole = numbers(shape)
-        sources = [whole, ragged(whole, cut, mesh), whole.double(), distribute_tensor(whole, mesh, [Replicate()])]
-        if shape:
-            sources.append(distribute_tensor(whole, mesh, [Shard(0)]))
-        for source in sources:
-            target = ragged(torch.zeros(shape), cut, mesh)
-            assert target.copy_(source) is target
-            assert torch.equal(whole_of(target), whole)
+        expected = ragged_on(grid, mesh, kind, whole)
+        target = ragged_on(grid, mesh, kind, torch.zeros(shape))
+        stock = [(Replicate(),) * mesh.ndim, placements_of(grid, shape)]
+        if shape and (mesh.ndim == 1 or grid in FOUR.values()):
+            stock.append((Shard(0),) * mesh.ndim)
+        laid = (distribute_tensor(whole, mesh, each, src_data_rank=None) for each in stock)
+        for source in (whole, expected, whole.double(), *laid):
+            with torch.no_grad():
+                assert target.zero_().copy_(source) is target
+                assert torch.equal(target.to_local(), expected.to_local())
+                if source.dtype == target.dtype:
+                    target.zero_().data = source
+                    assert torch.equal(target.to_local(), expected.to_local())
         target.copy_(torch.tensor(3.0))
         assert torch.equal(whole_of(target), torch.full(shape, 3.0))
 
 
-def test_copying_whole_tensors_replicas_chunks_and_runs_into_runs(threads):
-    for kind in KINDS:
-        threads(3).run(copied_into, kind)
+@pytest.mark.parametrize("name", ["3 in a row", *COPIED_ON])
+def test_whole_tensors_replicas_chunks_and_runs_are_copied_into_runs(world, threads, name):
+    (world if name in FOUR else threads)(GRIDS[name].num_ranks).run(copied_into, GRIDS[name])
 
 
-def kept(kind):
-    mesh = line(2)
-    for shape, cut in zip(SHAPES, cuts(kind, SHAPES, 2), strict=True):
-        whole = numbers(shape)
-        tensor = ragged(whole, cut, mesh)
-        parameter = nn.Parameter(tensor)
-        frozen = nn.Parameter(tensor, requires_grad=False)
-        buffer = io.BytesIO()
-        torch.save({"tensor": tensor, "parameter": parameter}, buffer)
-        buffer.seek(0)
-        loaded = torch.load(buffer)
-        for each in (
-            copy.deepcopy(tensor),
-            pickle.loads(pickle.dumps(tensor)),
-            copy.deepcopy(parameter),
-            copy.deepcopy(frozen),
-            pickle.loads(pickle.dumps(parameter)),
-            loaded["tensor"],
-            loaded["parameter"],
-            nn.Parameter(tensor.detach()),
-        ):
-            assert type(each) is RaggedDTensor
-            assert each.cut == cut
-            assert torch.equal(whole_of(each), whole)
-        for original, twin in (
-            (tensor, loaded["tensor"]),
-            (parameter, loaded["parameter"]),
-            (frozen, copy.deepcopy(frozen)),
-        ):
-            assert isinstance(twin, nn.Parameter) == isinstance(original, nn.Parameter)
-            assert twin.requires_grad == original.requires_grad
-        assert (
-            copy.deepcopy(tensor).to_local().data_ptr() != tensor.to_local().data_ptr() or not tensor.to_local().numel()
-        )
+def in_a_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def kept(grid):
+    mesh = grid.mesh()
+    for kind, shape in product(kinds_on(grid), SHAPES):
+        tensor = ragged_on(grid, mesh, kind, numbers(shape))
+        parameter, frozen = nn.Parameter(tensor), nn.Parameter(tensor, requires_grad=False)
+        for original in (tensor, parameter, frozen):
+            for twin in (copy.deepcopy(original), pickle.loads(pickle.dumps(original)), in_a_file(original)):
+                assert isinstance(twin, nn.Parameter) == isinstance(original, nn.Parameter)
+                assert twin.requires_grad == original.requires_grad
+                assert_same_runs(twin, tensor)
+                local = twin.to_local()
+                assert not local.numel() or local.data_ptr() != tensor.to_local().data_ptr()
+        for each in (nn.Parameter(tensor.detach()), tensor.cpu(), tensor.detach(), parameter):
+            assert_same_runs(each, tensor)
         pair = copy.deepcopy([parameter, parameter])
         assert pair[0] is pair[1]
         assert "RaggedShard" in repr(parameter)
 
 
-def test_deep_copies_pickles_and_saved_files_keep_layout_and_parameters(world):
-    for kind in KINDS:
-        world(2).run(kept, kind)
+def assert_same_runs(found, expected):
+    assert type(found) is RaggedDTensor
+    assert found.placements == expected.placements
+    assert layout_of(found._spec).same_as(layout_of(expected._spec))
+    assert torch.equal(found.to_local(), expected.to_local())
+
+
+@pytest.mark.parametrize("name", COPIED_ON)
+def test_deep_copies_pickles_and_saved_files_keep_layout_and_parameters(threads, name):
+    threads(GRIDS[name].num_ranks).run(kept, GRIDS[name])
 
 
 class Holder(nn.Module):
     """A module of ragged parameters."""
 
-    def __init__(self, kind, mesh, factor=1.0):
+    def __init__(self, grid, mesh, kind, factor=1.0):
         super().__init__()
-        for index, (shape, cut) in enumerate(zip(SHAPES, cuts(kind, SHAPES, mesh.size()), strict=True)):
-            self.register_parameter(f"p{index}", nn.Parameter(ragged(numbers(shape) * factor, cut, mesh)))
+        for index, shape in enumerate(SHAPES):
+            value = ragged_on(grid, mesh, kind, numbers(shape) * factor)
+            self.register_parameter(f"p{index}", nn.Parameter(value))
 
 
-def moved_modules(kind):
-    mesh = line(2)
-    module = Holder(kind, mesh)
-    identities = [id(each) for each in module.parameters()]
-    module.to(torch.bfloat16)
-    assert [id(each) for each in module.parameters()] == identities
-    for each, shape in zip(module.parameters(), SHAPES, strict=True):
-        assert each.dtype == each.to_local().dtype == torch.bfloat16
-        assert torch.equal(whole_of(each), numbers(shape).bfloat16())
-    module.float().double().requires_grad_(False)
-    other = Holder(kind, mesh, factor=2.0)
-    other.load_state_dict(Holder(kind, mesh).state_dict())
-    assigned = Holder(kind, mesh, factor=3.0)
-    assigned.load_state_dict(Holder(kind, mesh).state_dict(), assign=True)
-    for each, taken, shape in zip(other.parameters(), assigned.parameters(), SHAPES, strict=True):
-        assert isinstance(taken, nn.Parameter)
-        assert torch.equal(whole_of(each), numbers(shape))
-        assert torch.equal(whole_of(taken), numbers(shape))
-    twin = copy.deepcopy(other)
-    assert all(isinstance(each, nn.Parameter) for each in twin.parameters())
-    empty = Holder(kind, mesh).to("meta").to_empty(device="cpu")
-    assert [each.cut for each in empty.parameters()] == [each.cut for each in other.parameters()]
-    assert all(each.to_local().device.type == "cpu" for each in empty.parameters())
+def moved_modules(grid):
+    mesh = grid.mesh()
+    for kind in kinds_on(grid):
+        module = Holder(grid, mesh, kind)
+        identities = [id(each) for each in module.parameters()]
+        module.to(torch.bfloat16)
+        assert [id(each) for each in module.parameters()] == identities
+        for each, shape in zip(module.parameters(), SHAPES, strict=True):
+            assert each.dtype == each.to_local().dtype == torch.bfloat16
+            assert torch.equal(each.to_local(), local_on(grid, mesh, kind, numbers(shape).bfloat16()))
+        module.float().double().requires_grad_(False)
+        loaded, assigned = Holder(grid, mesh, kind, factor=2.0), Holder(grid, mesh, kind, factor=3.0)
+        loaded.load_state_dict(Holder(grid, mesh, kind).state_dict())
+        assigned.load_state_dict(Holder(grid, mesh, kind).state_dict(), assign=True)
+        for taken in (loaded, assigned, copy.deepcopy(loaded)):
+            for each, shape in zip(taken.parameters(), SHAPES, strict=True):
+                assert isinstance(each, nn.Parameter)
+                assert torch.equal(each.to_local(), local_on(grid, mesh, kind, numbers(shape)))
+        empty = Holder(grid, mesh, kind).to("meta").to_empty(device="cpu")
+        assert [each.cut for each in empty.parameters()] == [each.cut for each in loaded.parameters()]
+        assert all(each.to_local().device.type == "cpu" for each in empty.parameters())
 
 
-def test_modules_move_change_dtype_and_load(threads):
-    for kind in KINDS:
-        threads(2).run(moved_modules, kind)
+@pytest.mark.parametrize("name", COPIED_ON)
+def test_modules_move_change_dtype_and_load(threads, name):
+    threads(GRIDS[name].num_ranks).run(moved_modules, GRIDS[name])
 
 
-def constructed():
+@on_threads(2)
+def test_constructors_take_memory_as_it_is():
     mesh = line(2)
     cut = uneven((4, 3), 2)
     whole = numbers((4, 3))
@@ -194,51 +222,45 @@ def constructed():
     assert type(as_dtensor(stock.to_local(), stock._spec)) is DTensor
 
 
-def test_constructors_take_memory_as_it_is(threads):
-    threads(2).run(constructed)
+FILLS = (
+    lambda each: each.normal_(1, 2),
+    lambda each: nn.init.uniform_(each, -1, 1),
+    lambda each: nn.init.trunc_normal_(each),
+    lambda each: torch.rand_like(each),
+    lambda each: torch.randn_like(each, dtype=torch.float64),
+    lambda each: each.bernoulli_(0.5),
+)
 
 
-def drawn(kind):
-    mesh = line(dist.get_world_size())
-    for shape, cut in zip(SHAPES, cuts(kind, SHAPES, mesh.size()), strict=True):
-        tensor, plain = ragged(torch.zeros(shape), cut, mesh), torch.zeros(shape)
-        for fill in (
-            lambda each: each.normal_(1, 2),
-            lambda each: nn.init.uniform_(each, -1, 1),
-            lambda each: nn.init.trunc_normal_(each),
-            lambda each: torch.rand_like(each),
-            lambda each: torch.randn_like(each, dtype=torch.float64),
-            lambda each: each.bernoulli_(0.5),
-        ):
-            torch.manual_seed(3)
-            result = fill(tensor)
-            torch.manual_seed(3)
-            assert torch.equal(whole_of(result), fill(plain))
+def drawn(grid):
+    mesh = grid.mesh()
+    for kind, shape, fill in product(kinds_on(grid), SHAPES, FILLS):
+        tensor, plain = ragged_on(grid, mesh, kind, torch.zeros(shape)), torch.zeros(shape)
+        torch.manual_seed(3)
+        result = fill(tensor)
+        torch.manual_seed(3)
+        assert torch.equal(result.to_local(), local_on(grid, mesh, kind, fill(plain)))
 
 
-def test_random_numbers_are_those_of_the_whole_tensor(world):
-    for kind in KINDS:
-        world(2).run(drawn, kind)
+@pytest.mark.parametrize("name", ["2 in a row", *FOUR])
+def test_random_numbers_are_those_of_the_whole_tensor(world, name):
+    # Threads share the generator that ragged tensors draw from.
+    world(GRIDS[name].num_ranks).run(drawn, GRIDS[name])
 
 
 def two_axes():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     whole = numbers((7, 6))
-    cut = uneven((7, 6), 2)
-    tensor = ragged(whole, cut, mesh)
-    assert tensor.to_local().shape == cut.local_shape(mesh.get_local_rank("shard"))
-    assert torch.equal(whole_of(tensor), whole)
+    tensor = ragged(whole, uneven((7, 6), 2), mesh)
     torch.testing.assert_close(tensor.norm().to_local(), whole.norm())
     torch.testing.assert_close(tensor.sum().full_tensor(), whole.sum())
     both = tensor.redistribute(placements=[Shard(0), Shard(1)])
     assert torch.equal(whole_of(both), whole)
     assert torch.equal(whole_of(redistribute_to(both, uneven((7, 6), 2))), whole)
     torch.manual_seed(dist.get_rank() // 2)
-    first, *others = [torch.empty(7, 6) for _ in range(2)]
-    mesh_group = mesh.get_group("replicate")
     mine = whole_of(tensor.normal_())
-    gathered = [first, *others]
-    dist.all_gather(gathered, mine, group=mesh_group)
+    gathered = [torch.empty(7, 6) for _ in range(2)]
+    dist.all_gather(gathered, mine, group=mesh.get_group("replicate"))
     assert torch.equal(*gathered)
 
 
@@ -246,7 +268,8 @@ def test_replicas_reduce_over_the_shard_axis_only_and_stay_equal(world):
     world(4).run(two_axes)
 
 
-@pytest.mark.parametrize("cut", [Runs((4, 3), 3, 0, (5, 12)), Runs((4, 3), 3, 2, (12,), by_rows=True)])
-def test_a_cut_for_another_number_of_ranks_is_refused(threads, cut):
-    with pytest.raises(Exception, match=r"is cut for 3 ranks, but axis 0 of .* has 2"):
-        threads(2).run(lambda: ragged(numbers((4, 3)), cut, line(2)))
+@on_threads(2)
+def test_a_cut_for_another_number_of_ranks_is_refused():
+    for cut in (Runs((4, 3), 3, 0, (5, 12)), Runs((4, 3), 3, 2, (12,), by_rows=True)):
+        with pytest.raises(PlacementError, match=r"is cut for 3 ranks, but axis 0 of .* has 2"):
+            ragged(numbers((4, 3)), cut, line(2))

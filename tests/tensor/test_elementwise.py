@@ -1,14 +1,19 @@
-"""Do element-by-element operations on ragged tensors give what they give on plain ones, and keep the layout?"""
+"""Element-by-element operations on ragged tensors give what they give on plain ones, and keep the layout."""
+
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sherd.errors import PlacementError
 from sherd.layout.runs import Runs
 from sherd.tensor.ragged import RaggedDTensor
-from tests.tensor.cuts import KINDS, SHAPES, cuts, last, line, local_of, numbers, ragged, uneven, whole_of
+from tests.support.comparing import assert_same, whole
+from tests.support.ranks.bodies import on_threads
+from tests.tensor.cuts import KINDS, SHAPES, cuts, last, line, numbers, ragged, uneven, whole_of
+from tests.tensor.grids import FOUR, GRIDS, local_on, placements_of, ragged_on
 
 OPERATIONS = {
     "arithmetic": lambda a, b: (a * 2 + b / 3 - 1) ** 2,
@@ -38,48 +43,51 @@ OPERATIONS = {
 }
 
 
-def compare(kinds, operation):
+def compare(grid, kinds, shapes):
     """Each rank's run of the result beside that run of the plain one: no operation here moves anything."""
-    mesh = line(torch.distributed.get_world_size())
-    for kind in kinds:
-        for shape, cut in zip(SHAPES, cuts(kind, SHAPES, mesh.size()), strict=True):
-            a, b = numbers(shape), numbers(shape, seed=1)
-            result = operation(ragged(a, cut, mesh), ragged(b, cut, mesh))
-            expected = local_of(operation(a, b), cut, mesh.get_local_rank())
-            assert type(result) is RaggedDTensor
-            assert result.cut == cut
-            assert result.shape == shape
-            assert result.dtype == expected.dtype
-            torch.testing.assert_close(result.to_local(), expected, equal_nan=True)
+    mesh = grid.mesh()
+    for kind, shape in product(kinds, shapes):
+        a, b = numbers(shape), numbers(shape, seed=1)
+        mine = [ragged_on(grid, mesh, kind, each) for each in (a, b)]
+        for name, operation in OPERATIONS.items():
+            case = f"{name}, {kind}, {shape}"
+            result, expected = operation(*mine), local_on(grid, mesh, kind, operation(a, b))
+            assert type(result) is RaggedDTensor, case
+            assert result.placements == mine[0].placements, case
+            assert (result.shape, result.dtype) == (shape, expected.dtype), case
+            torch.testing.assert_close(
+                result.to_local(), expected, equal_nan=True, msg=lambda text, case=case: f"{case}: {text}"
+            )
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_gives_what_it_gives_on_plain_tensors(threads, name):
-    for num_ranks, kinds in ((1, ("uneven",)), (2, KINDS), (4, ("uneven",))):
-        threads(num_ranks).run(compare, kinds, OPERATIONS[name])
+CASES = [
+    *(("2 in a row", [kind], SHAPES) for kind in KINDS),
+    *((name, KINDS[:1], SHAPES) for name in ("1 in a row", "4 in a row", *FOUR, "two axes and columns")),
+    *((name, ["rows"], SHAPES[:1]) for name in (*FOUR, "two axes and columns")),
+]
 
 
-def in_another_format():
+@pytest.mark.parametrize(("name", "kinds", "shapes"), CASES)
+def test_an_operation_gives_what_it_gives_on_plain_tensors(threads, name, kinds, shapes):
+    threads(GRIDS[name].num_ranks).run(compare, GRIDS[name], kinds, shapes)
+
+
+@on_threads(2)
+def test_another_memory_format_is_passed_over_since_a_run_has_consecutive_elements():
     shape, mesh = (4, 3, 2, 2), line(2)
-    (cut,) = cuts("uneven", [shape], 2)
-    given = ragged(numbers(shape), cut, mesh)
-    results = [
+    given = ragged(numbers(shape), uneven(shape, 2), mesh)
+    for result in (
         given.to(torch.float64, memory_format=torch.channels_last),
         given.clone(memory_format=torch.channels_last),
         torch.empty_like(given, memory_format=torch.channels_last).copy_(given),
-    ]
-    for result in results:
+    ):
         assert result.is_contiguous()
-        assert result.cut == cut
+        assert result.cut == given.cut
         torch.testing.assert_close(result.to_local(), given.to_local(), check_dtype=False)
-    return True
 
 
-def test_another_memory_format_is_passed_over_since_a_run_has_consecutive_elements(threads):
-    assert all(threads(2).run(in_another_format))
-
-
-def other_dtypes():
+@on_threads(2)
+def test_halves_doubles_complex_and_whole_numbers_keep_their_dtype():
     mesh = line(2)
     for dtype in (torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.uint8, torch.bool):
         for shape, cut in zip(SHAPES, cuts("uneven", SHAPES, 2), strict=True):
@@ -92,99 +100,95 @@ def other_dtypes():
                 assert torch.equal(whole_of(b * 2 + b), a * 2 + a)
 
 
-def test_halves_doubles_complex_and_whole_numbers_keep_their_dtype(threads):
-    threads(2).run(other_dtypes)
+def of_lists(values):
+    other = torch._foreach_mul(values, 2.0)
+    torch._foreach_lerp_(other, values, 0.3)
+    torch._foreach_addcmul_(other, values, values, 0.5)
+    torch._foreach_add_(other, values, alpha=-1)
+    torch._foreach_mul_(other, [float(index) for index in range(len(values))])
+    torch._foreach_mul_(other, torch.tensor(0.5))
+    roots = torch._foreach_sqrt(torch._foreach_abs(other))
+    torch._foreach_maximum_(roots, other)
+    torch._foreach_copy_(other, roots)
+    return [*roots, *other]
 
 
-def foreach_operations():
+@on_threads(3)
+def test_lists_give_what_they_give_on_plain_tensors():
     mesh = line(3)
     for kind in KINDS:
-        all_cuts = cuts(kind, SHAPES, 3)
         plain = [numbers(shape) for shape in SHAPES]
-        mine = [ragged(each, cut, mesh) for each, cut in zip(plain, all_cuts, strict=True)]
-
-        def steps(values):
-            other = torch._foreach_mul(values, 2.0)
-            torch._foreach_lerp_(other, values, 0.3)
-            torch._foreach_addcmul_(other, values, values, 0.5)
-            torch._foreach_add_(other, values, alpha=-1)
-            torch._foreach_mul_(other, [float(index) for index in range(len(values))])
-            torch._foreach_mul_(other, torch.tensor(0.5))
-            roots = torch._foreach_sqrt(torch._foreach_abs(other))
-            torch._foreach_maximum_(roots, other)
-            torch._foreach_copy_(other, roots)
-            return [*roots, *other]
-
-        for result, expected in zip(steps(mine), steps(plain), strict=True):
-            assert type(result) is RaggedDTensor
-            assert torch.equal(whole_of(result), expected)
+        mine = [ragged(each, cut, mesh) for each, cut in zip(plain, cuts(kind, SHAPES, 3), strict=True)]
+        results = of_lists(mine)
+        assert {type(each) for each in results} == {RaggedDTensor}
+        assert_same(whole(results), of_lists(plain), kind)
 
 
-def test_lists_give_what_they_give_on_plain_tensors(threads):
-    threads(3).run(foreach_operations)
-
-
-def lists_of_many_kinds():
+@on_threads(2)
+def test_a_list_may_hold_ragged_stock_and_plain_tensors():
     mesh = line(2)
     plain = [numbers(shape) for shape in ((4, 3), (5,), (2, 2), (6,))]
-    cut = cuts("uneven", [(4, 3), (6,)], 2)
     mixed = [
-        ragged(plain[0], cut[0], mesh),
-        torch.distributed.tensor.distribute_tensor(plain[1], mesh, [torch.distributed.tensor.Shard(0)]),
+        ragged(plain[0], uneven((4, 3), 2), mesh),
+        distribute_tensor(plain[1], mesh, [Shard(0)]),
         plain[2].clone(),
-        ragged(plain[3], cut[1], mesh),
+        ragged(plain[3], uneven((6,), 2), mesh),
     ]
     results = torch._foreach_mul(torch._foreach_add(mixed, mixed), [1.0, 2.0, 3.0, 4.0])
     torch._foreach_add_(results, mixed)
-    kinds = [type(each) for each in results]
-    assert kinds == [RaggedDTensor, DTensor, torch.Tensor, RaggedDTensor]
-    for index, (result, expected) in enumerate(zip(results, plain, strict=True)):
-        whole = whole_of(result) if isinstance(result, DTensor) else result
-        torch.testing.assert_close(whole, expected * 2 * (index + 1) + expected)
+    assert [type(each) for each in results] == [RaggedDTensor, DTensor, torch.Tensor, RaggedDTensor]
+    for index, (result, value) in enumerate(zip(whole(results), plain, strict=True)):
+        torch.testing.assert_close(result, value * 2 * (index + 1) + value)
 
 
-def test_a_list_may_hold_ragged_stock_and_plain_tensors(threads):
-    threads(2).run(lists_of_many_kinds)
+def read_whole(each):
+    return each.full_tensor() if isinstance(each, DTensor) else each
 
 
-def gradients():
-    mesh = line(2)
-    for shape, cut in zip(SHAPES, cuts("uneven", SHAPES, 2), strict=True):
+def differentiated(grid):
+    mesh = grid.mesh()
+
+    def as_part(each):
+        return each.redistribute(placements=placements_of(grid, each.shape)) if isinstance(each, DTensor) else each
+
+    for shape in SHAPES:
         plain = nn.Parameter(numbers(shape))
-        mine = nn.Parameter(ragged(plain.detach(), cut, mesh))
-        for each in (plain, mine):
-            (each * each + each.exp()).backward(torch.ones_like(each))
-        assert type(mine.grad) is RaggedDTensor
-        assert torch.equal(whole_of(mine.grad), plain.grad)
-        again = nn.Parameter(mine.detach().clone())
-        (again.to_local() * 3).backward(torch.ones_like(again.to_local()))
-        assert torch.equal(whole_of(again.grad), torch.full(shape, 3.0))
-        once_more = nn.Parameter(mine.detach().clone())
-        (once_more.full_tensor() ** 2).sum().backward()
-        assert torch.equal(whole_of(once_more.grad), 2 * plain.detach())
-        decayed = nn.Parameter(mine.detach().clone())
-        (decayed * decayed).sum().full_tensor().backward()
-        assert torch.equal(whole_of(decayed.grad), 2 * plain.detach())
+        for way in (
+            lambda each: each * each + each.exp(),
+            lambda each: (each * each).sum(),
+            lambda each: (each * each).mean() + each.norm() * 0.1,
+            lambda each: (read_whole(each) ** 2).sum(),
+            lambda each: read_whole((each * each).sum()),
+            lambda each: (as_part(each) ** 2).sum(),
+        ):
+            mine = nn.Parameter(ragged_on(grid, mesh, "uneven", plain.detach()))
+            plain.grad = None
+            for each in (plain, mine):
+                result = way(each)
+                result.backward(torch.ones_like(result))
+            assert type(mine.grad) is RaggedDTensor
+            torch.testing.assert_close(mine.grad.to_local(), local_on(grid, mesh, "uneven", plain.grad))
+        mine.grad = None
+        (mine.to_local() * 3).backward(torch.ones_like(mine.to_local()))
+        assert torch.equal(mine.grad.to_local(), torch.full_like(mine.to_local(), 3.0))
 
 
-def test_gradients_flow_through_operations_and_out_of_the_tensor(threads):
-    threads(2).run(gradients)
+@pytest.mark.parametrize("name", ["2 in a row", "tp columns", "tp rows", "two axes"])
+def test_gradients_flow_through_operations_and_out_of_the_tensor(threads, name):
+    threads(GRIDS[name].num_ranks).run(differentiated, GRIDS[name])
 
 
-def lone_values():
-    mesh = line(2)
-    (cut,) = cuts("uneven", [(4, 3)], 2)
-    whole = numbers((4, 3))
-    replicated = DTensor.from_local(torch.tensor(2.0), mesh, [Replicate()], run_check=False)
-    assert torch.equal(whole_of(ragged(whole, cut, mesh) * replicated), whole * 2)
-    assert torch.equal(whole_of(ragged(whole, cut, mesh) * replicated.expand(4, 3)), whole * 2)
+@on_threads(2)
+def test_a_replicated_scalar_may_mix():
+    mine = ragged(numbers((4, 3)), uneven((4, 3), 2), line(2))
+    replicated = DTensor.from_local(torch.tensor(2.0), mine.device_mesh, [Replicate()], run_check=False)
+    assert torch.equal(whole_of(mine * replicated), numbers((4, 3)) * 2)
+    assert torch.equal(whole_of(mine * replicated.expand(4, 3)), numbers((4, 3)) * 2)
 
 
-def test_a_replicated_scalar_may_mix(threads):
-    threads(2).run(lone_values)
-
-
-def pairs_of(kind):
+@pytest.mark.parametrize("kind", KINDS)
+@on_threads(1, 2, 4)
+def test_complex_tensors_are_seen_as_pairs_and_back(kind):
     """Views, both ways, and gradients through them."""
     mesh = line(torch.distributed.get_world_size())
     for shape, cut in zip(SHAPES, cuts(kind, SHAPES, mesh.size()), strict=True):
@@ -204,36 +208,23 @@ def pairs_of(kind):
         torch.testing.assert_close(whole_of(ours.grad), leaf.grad)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_complex_tensors_are_seen_as_pairs_and_back(threads, kind):
-    for num_ranks in (1, 2, 4):
-        threads(num_ranks).run(pairs_of, kind)
+@on_threads(2)
+def test_a_pair_cut_in_two_is_no_complex_number():
+    pair = ragged(numbers((3, 2)), Runs((3, 2), 2, 0, (3, 6)), line(2))
+    with pytest.raises(PlacementError, match="a pair of numbers is on two ranks"):
+        torch.view_as_complex(pair)
 
 
-def a_pair_cut_in_two():
-    torch.view_as_complex(ragged(numbers((3, 2)), Runs((3, 2), 2, 0, (3, 6)), line(2)))
-
-
-def test_a_pair_cut_in_two_is_no_complex_number(threads):
-    with pytest.raises(Exception, match="a pair of numbers is on two ranks"):
-        threads(2).run(a_pair_cut_in_two)
-
-
-def into_plain_and_as_other_numbers():
+@on_threads(2)
+def test_a_plain_out_is_refused_on_all_ranks_and_a_view_as_another_dtype_is_of_the_run():
     mesh = line(2)
     for shape in ((), (3, 4)):
         for cut in (uneven, last):
-            whole = numbers(shape)
-            mine = ragged(whole, cut(shape, 2), mesh)
+            given = numbers(shape)
+            mine = ragged(given, cut(shape, 2), mesh)
             for operation in (torch.add, torch.maximum):
                 with pytest.raises(PlacementError, match="met a plain tensor"):
                     operation(mine, mine, out=torch.zeros(shape))
-            assert torch.equal(mine.view(torch.int32).full_tensor(), whole.view(torch.int32))
-            if cut is uneven:
-                with pytest.raises(PlacementError):
-                    ragged(numbers((3, 4)), uneven((3, 4), 2), mesh).view(torch.int16)
-    return True
-
-
-def test_a_plain_out_is_refused_on_all_ranks_and_a_view_as_another_dtype_is_of_the_run(threads):
-    assert all(threads(2).run(into_plain_and_as_other_numbers))
+            assert torch.equal(mine.view(torch.int32).full_tensor(), given.view(torch.int32))
+    with pytest.raises(PlacementError):
+        ragged(numbers((3, 4)), uneven((3, 4), 2), mesh).view(torch.int16)

@@ -1,4 +1,4 @@
-"""Does an operation that ragged tensors cannot answer say so, on every rank, and say what to do?"""
+"""An operation that ragged tensors cannot answer says so, on every rank, and says what to do."""
 
 import copy
 import pickle
@@ -15,7 +15,8 @@ from sherd.errors import PlacementError
 from sherd.layout.runs import Runs
 from sherd.tensor.placement import RaggedShard, layout_of
 from sherd.tensor.ragged import RaggedDTensor, distribute_ragged, ragged_dtensor, redistribute_to
-from tests.tensor.cuts import line, numbers, ragged, rows, spec_for, uneven, whole_of
+from tests.support.ranks.bodies import on_threads
+from tests.tensor.cuts import line, numbers, ragged, refusal, rows, spec_for, uneven, whole_of
 
 SHAPE = (6, 4)
 
@@ -89,42 +90,27 @@ UNKNOWN = {
 }
 
 
-def raised(operation, given):
-    try:
-        operation(*given)
-    except PlacementError as error:
-        return str(error)
-    return None
+@on_threads(2)
+def test_tensors_that_lie_elsewhere_do_not_mix():
+    given = three_kinds(line(2))
+    for name, (operation, said) in MIXES.items():
+        told = refusal(operation, *given)
+        assert re.search(said, told), (name, told)
+        assert ".full_tensor()" in told, name
 
 
-def mix(operation):
-    return raised(operation, three_kinds(line(2)))
-
-
-def alone(operation, cut):
-    return raised(operation, [ragged(numbers(SHAPE), cut, line(2))])
-
-
-@pytest.mark.parametrize("name", MIXES)
-def test_tensors_that_lie_elsewhere_do_not_mix(threads, name):
-    operation, said = MIXES[name]
-    for text in threads(2).run(mix, operation):
-        assert text is not None
-        assert re.search(said, text)
-        assert ".full_tensor()" in text
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_an_unknown_operation_is_named(threads, name):
+@on_threads(2)
+def test_an_unknown_operation_is_named():
     for cut in (uneven(SHAPE, 2), Runs(SHAPE, 2, 0, (8, 24), by_rows=True)):
-        for text in threads(2).run(alone, UNKNOWN[name], cut):
-            assert text is not None
-            assert text.startswith("aten.")
-            assert ".redistribute(placements=[Replicate()])" in text
-            assert ".to_local()" in text
+        for name, operation in UNKNOWN.items():
+            told = refusal(operation, ragged(numbers(SHAPE), cut, line(2)))
+            assert told.startswith("aten."), name
+            assert ".redistribute(placements=[Replicate()])" in told, name
+            assert ".to_local()" in told, name
 
 
-def at_an_owner():
+@on_threads(3)
+def test_an_owner_does_any_operation_and_others_know_its_shape():
     mesh = line(3)
     cut = Runs(SHAPE, 3, 1, (24,), by_rows=True)
     whole = numbers(SHAPE)
@@ -168,35 +154,29 @@ def at_an_owner():
         product = each @ each.T
         product.backward(torch.ones_like(product))
     torch.testing.assert_close(whole_of(parameter.grad), plain.grad)
-    assert raised(lambda a: a @ torch.ones(4, 4), [mine])
-    assert raised(lambda a: a.nonzero(), [mine])
+    assert refusal(lambda: mine @ torch.ones(4, 4))
+    assert refusal(mine.nonzero)
     elsewhere = ragged(whole, Runs(SHAPE, 3, 2, (24,), by_rows=True), mesh)
     torch.testing.assert_close(whole_of(mine + elsewhere), 2 * whole)
     assert (mine + elsewhere).cut == cut, "the first one stays where it is"
-    assert raised(lambda a: a @ elsewhere.T, [mine])
-    assert raised(lambda a: a + elsewhere.T.contiguous().T, [mine])
+    assert refusal(lambda: mine @ elsewhere.T)
+    assert refusal(lambda: mine + elsewhere.T.contiguous().T)
     with pytest.raises(RuntimeError, match="reduction dim"):
         mine @ mine
 
 
-def quantile_at_an_owner():
+# Torch warns of a plain tensor of one element beside DTensors, which is of its own making here.
+@pytest.mark.filterwarnings("ignore:Found a non-scalar tensor with numel=1:UserWarning")
+@on_threads(3)
+def test_a_quantile_is_the_owners_in_every_bit():
     whole = numbers(SHAPE)
     found = ragged(whole, Runs(SHAPE, 3, 1, (24,), by_rows=True), line(3)).quantile(0.3)
     assert found.shape == ()
     assert torch.equal(whole_of(found), whole.quantile(0.3))
 
 
-# Torch warns of a plain tensor of one element beside DTensors, which is of its own making here.
-@pytest.mark.filterwarnings("ignore:Found a non-scalar tensor with numel=1:UserWarning")
-def test_a_quantile_is_the_owners_in_every_bit(threads):
-    threads(3).run(quantile_at_an_owner)
-
-
-def test_an_owner_does_any_operation_and_others_know_its_shape(threads):
-    threads(3).run(at_an_owner)
-
-
-def placements_and_specs():
+@on_threads(2)
+def test_a_ragged_placement_equals_its_like_and_no_other():
     mesh = line(2)
     cut = uneven(SHAPE, 2)
     shard = RaggedShard(cut)
@@ -214,60 +194,44 @@ def placements_and_specs():
     assert layout_of(copy.copy(spec)).cut == cut
 
 
-def test_a_ragged_placement_equals_its_like_and_no_other(threads):
-    threads(2).run(placements_and_specs)
-
-
-def stock_with_ragged_placement():
+@on_threads(2)
+def test_no_dtensor_of_torch_can_have_a_ragged_placement():
+    # Its dispatch would take the runs for equal chunks.
     mesh = line(2)
-    cut = uneven(SHAPE, 2)
-    tensor = ragged(numbers(SHAPE), cut, mesh)
-    made = 0
+    tensor = ragged(numbers(SHAPE), uneven(SHAPE, 2), mesh)
+    sizes = {"shape": tensor.shape, "stride": tensor.stride()}
     for attempt in (
         lambda: DTensor.from_local(tensor.to_local(), mesh, tensor.placements, run_check=False),
-        lambda: DTensor.from_local(
-            tensor.to_local(), mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
-        ),
+        lambda: DTensor.from_local(tensor.to_local(), mesh, tensor.placements, **sizes),
         lambda: distribute_tensor(numbers(SHAPE), mesh, [Shard(0)]).redistribute(placements=tensor.placements),
         lambda: type(tensor._spec)(mesh, tensor.placements, tensor_meta=tensor._spec.tensor_meta),
     ):
-        try:
+        with pytest.raises((AssertionError, PlacementError)):
             attempt()
-        except (AssertionError, PlacementError):
-            made += 1
-    assert made == 4
     stock = distribute_tensor(numbers(SHAPE), mesh, tensor.placements)
     assert stock.placements == (Shard(0),)
     assert torch.equal(whole_of(stock), numbers(SHAPE))
 
 
-def test_no_dtensor_of_torch_can_have_a_ragged_placement(world):
-    # Its dispatch would take the runs for equal chunks.
-    world(2).run(stock_with_ragged_placement)
-
-
-def wrong_arguments():
+@on_threads(2)
+def test_wrong_arguments_are_named():
     mesh = line(2)
     cut = uneven(SHAPE, 2)
     tensor = ragged(numbers(SHAPE), cut, mesh)
-    said = [
-        raised(lambda: distribute_ragged(numbers((4, 6)), spec_for(cut, mesh)), []),
-        raised(lambda: redistribute_to(tensor, uneven((4, 6), 2)), []),
-        raised(lambda: redistribute_to(tensor, uneven(SHAPE, 3)), []),
-        raised(lambda: tensor.redistribute(placements=[RaggedShard(rows(SHAPE, 2))]), []),
-        raised(lambda: tensor.redistribute(placements=[Replicate(), Replicate()]), []),
-        raised(lambda: tensor.to_local(grad_placements=[Replicate()]), []),
-        raised(lambda: tensor.full_tensor(grad_placements=[Shard(0)]), []),
-        raised(lambda: layout_of(dtensor_spec(mesh, (Replicate(),), torch.Size(SHAPE), torch.float32)), []),
-        raised(lambda: layout_of(dtensor_spec(mesh, (RaggedShard(cut),), torch.Size((4, 6)), torch.float32)), []),
-        raised(lambda: copy.deepcopy(nn.Parameter(tensor) * 2), []),
-        raised(lambda: torch.bernoulli(tensor.abs().clamp(max=1)), []),
-    ]
-    assert None not in said
+    attempts = (
+        lambda: distribute_ragged(numbers((4, 6)), spec_for(cut, mesh)),
+        lambda: redistribute_to(tensor, uneven((4, 6), 2)),
+        lambda: redistribute_to(tensor, uneven(SHAPE, 3)),
+        lambda: tensor.redistribute(placements=[RaggedShard(rows(SHAPE, 2))]),
+        lambda: tensor.redistribute(placements=[Replicate(), Replicate()]),
+        lambda: tensor.to_local(grad_placements=[Replicate()]),
+        lambda: tensor.full_tensor(grad_placements=[Shard(0)]),
+        lambda: layout_of(dtensor_spec(mesh, (Replicate(),), torch.Size(SHAPE), torch.float32)),
+        lambda: layout_of(dtensor_spec(mesh, (RaggedShard(cut),), torch.Size((4, 6)), torch.float32)),
+        lambda: copy.deepcopy(nn.Parameter(tensor) * 2),
+        lambda: torch.bernoulli(tensor.abs().clamp(max=1)),
+    )
+    for number, attempt in enumerate(attempts):
+        assert refusal(attempt), f"attempt {number}"
     with pytest.raises(AssertionError, match="rank holds"):
         ragged_dtensor(torch.zeros(1), spec_for(cut, mesh))
-    return said
-
-
-def test_wrong_arguments_are_named(threads):
-    threads(2).run(wrong_arguments)

@@ -1,17 +1,19 @@
-"""Does every rank get the one value that the whole tensor has?"""
+"""Every rank gets the one value that the whole tensor has."""
 
 import math
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sherd.errors import PlacementError
 from sherd.tensor.reduction_table import wide
-from tests.tensor.cuts import KINDS, SHAPES, cuts, last, line, local_like, numbers, ragged, uneven, whole_of
+from tests.support.ranks.bodies import on_threads
+from tests.tensor.cuts import KINDS, SHAPES, last, line, numbers, ragged, uneven, whole_of
+from tests.tensor.grids import FOUR, GRIDS, LINES, Grid, ragged_on
 
 REDUCTIONS = {
     "sum": lambda a: a.sum(),
@@ -40,28 +42,49 @@ REDUCTIONS = {
 }
 
 
-def compare(kinds, reduction, dtype):
-    mesh = line(torch.distributed.get_world_size())
-    for kind in kinds:
-        for shape, cut in zip(SHAPES, cuts(kind, SHAPES, mesh.size()), strict=True):
-            whole = numbers(shape, dtype)
-            result, expected = reduction(ragged(whole, cut, mesh)), reduction(whole)
-            assert isinstance(result, DTensor)
-            assert result.placements == (Replicate(),)
+def compare(grid, kinds, shapes=SHAPES, dtypes=(torch.float32,)):
+    mesh = grid.mesh()
+    for kind, dtype, shape in product(kinds, dtypes, shapes):
+        whole = numbers(shape, dtype)
+        mine = ragged_on(grid, mesh, kind, whole)
+        close = {"rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-6}
+        for name, reduction in REDUCTIONS.items():
+            result, case = reduction(mine), f"{name}, {kind}, {dtype}, {shape}"
+            assert isinstance(result, DTensor), case
+            assert result.placements == (Replicate(),) * mesh.ndim, case
             torch.testing.assert_close(
-                result.to_local(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+                result.to_local(), reduction(whole), **close, msg=lambda text, case=case: f"{case}: {text}"
             )
+        other = whole.clone()
+        other.view(-1)[-1] += 1
+        assert torch.equal(mine, mine.clone())
+        assert torch.allclose(mine, mine.clone())
+        assert not torch.equal(mine, ragged_on(grid, mesh, kind, other))
+        assert not torch.allclose(mine, ragged_on(grid, mesh, kind, other))
+    assert ragged_on(grid, mesh, "uneven", torch.tensor([[7]])).item() == 7
+    assert ragged_on(grid, mesh, "uneven", torch.tensor(5.0)).item() == 5.0
+    assert ragged_on(grid, mesh, "uneven", torch.zeros(0, 3)).sum().item() == 0
+    with pytest.raises(IndexError, match="no largest or smallest"):
+        ragged_on(grid, mesh, "uneven", torch.zeros(0, 3)).max()
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_a_reduction_gives_what_it_gives_on_plain_tensors(threads, name):
-    for num_ranks, kinds in ((1, ("uneven",)), (2, KINDS), (4, ("uneven", "rows"))):
-        threads(num_ranks).run(compare, kinds, REDUCTIONS[name], torch.float32)
-    for dtype in (torch.bfloat16, torch.float64):
-        threads(2).run(compare, ("uneven",), REDUCTIONS[name], dtype)
+CASES = [
+    *(("2 in a row", [kind]) for kind in KINDS),
+    ("2 in a row", KINDS[:1], SHAPES, (torch.bfloat16, torch.float64)),
+    ("1 in a row", ["uneven"]),
+    ("4 in a row", ["uneven", "rows"]),
+    *((name, ["uneven", "last"], ((7, 6), (1,), ())) for name in (*FOUR, "two axes and columns", "rows of rows")),
+]
 
 
-def whole_numbers_and_complex():
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_reduction_is_over_all_axes_that_shard_and_over_no_copies(threads, case):
+    name, *given = case
+    threads(GRIDS[name].num_ranks).run(compare, GRIDS[name], *given)
+
+
+@on_threads(3)
+def test_whole_numbers_complex_numbers_nan_empty_and_single_ones():
     mesh = line(3)
     cut = uneven((4, 5), 3)
     for dtype in (torch.int64, torch.uint8, torch.int32):
@@ -75,84 +98,78 @@ def whole_numbers_and_complex():
     mine = ragged(whole, cut, mesh)
     for reduction in (torch.sum, torch.mean, torch.linalg.vector_norm):
         torch.testing.assert_close(reduction(mine).to_local(), reduction(whole))
+    other = ragged(whole + (torch.arange(20).view(4, 5) == 19), cut, mesh)
+    for same in (torch.equal, torch.allclose):
+        assert same(mine, ragged(whole, cut, mesh))
+        assert not same(mine, other)
     assert math.isnan(ragged(torch.tensor([1.0, math.nan, 2.0]), uneven((3,), 3), mesh).max().item())
     assert ragged(torch.tensor([-3.0, -1.0]), uneven((2,), 3), mesh).max().item() == -1.0
     assert ragged(torch.zeros(0, 3), uneven((0, 3), 3), mesh).sum().item() == 0.0
-    assert ragged(torch.tensor(5.0), uneven((), 3), mesh).item() == 5.0
     assert ragged(torch.tensor([[7]]), uneven((1, 1), 3), mesh).item() == 7
-    same, other = ragged(whole, cut, mesh), ragged(whole + (torch.arange(20).view(4, 5) == 19), cut, mesh)
-    assert torch.equal(mine, same)
-    assert not torch.equal(mine, other)
-    assert torch.allclose(mine, same)
-    assert not torch.allclose(mine, other)
 
 
-def test_whole_numbers_complex_numbers_nan_empty_and_single_ones(threads):
-    threads(3).run(whole_numbers_and_complex)
-
-
-def clipped(kind, foreach, norm_type, replicas=0):
+def clipped(grid, kind, foreach, norm_type):
     """A model of ragged, stock and plain parameters: the norm of all, and what is left of each gradient."""
-    ranks = torch.distributed.get_world_size()
-    if replicas:
-        mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = line(ranks)
-    stock_placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    plain = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    mine = []
-    for index, (each, cut) in enumerate(zip(plain, cuts(kind, SHAPES, mesh.size(-1)), strict=True)):
-        each.grad = numbers(each.shape)
+    mesh = grid.mesh()
+
+    def laid(whole, index):
         if index == 2:
-            mine.append(nn.Parameter(distribute_tensor(each.detach(), mesh, stock_placements)))
-            mine[-1].grad = distribute_tensor(each.grad, mesh, stock_placements)
-        else:
-            mine.append(nn.Parameter(ragged(each.detach(), cut, mesh)))
-            mine[-1].grad = ragged(each.grad, cut, mesh)
+            return distribute_tensor(whole, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)])
+        return ragged_on(grid, mesh, kind, whole)
+
+    plain = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    mine = [nn.Parameter(laid(each.detach(), index)) for index, each in enumerate(plain)]
+    for index, (each, like) in enumerate(zip(mine, plain, strict=True)):
+        like.grad = numbers(like.shape)
+        each.grad = laid(like.grad.clone(), index)
     expected = nn.utils.clip_grad_norm_(plain, 1.0, norm_type=norm_type, foreach=foreach)
-    assert torch.allclose(
-        whole_of(nn.utils.get_total_norm([each.grad for each in mine], norm_type, foreach=foreach)), expected
-    )
+    before = nn.utils.get_total_norm([each.grad for each in mine], norm_type, foreach=foreach)
     found = nn.utils.clip_grad_norm_(mine, 1.0, norm_type=norm_type, foreach=foreach)
-    torch.testing.assert_close(whole_of(found), expected)
-    for each, like in zip(mine, plain, strict=True):
-        torch.testing.assert_close(each.grad.to_local(), local_like(like.grad, each.grad))
+    for norm in (before, found):
+        torch.testing.assert_close(whole_of(norm), expected)
+    for index, (each, like) in enumerate(zip(mine, plain, strict=True)):
+        torch.testing.assert_close(each.grad.to_local(), laid(like.grad, index).to_local())
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 @pytest.mark.parametrize("foreach", [True, False, None])
 def test_clipping_a_model_of_ragged_and_stock_parameters(threads, foreach, norm_type):
     for kind in KINDS if norm_type == 2.0 else ("uneven", "last"):
-        threads(2).run(clipped, kind, foreach, norm_type)
-    threads(4).run(clipped, "uneven", foreach, norm_type, replicas=2)
+        threads(2).run(clipped, LINES["2 in a row"], kind, foreach, norm_type)
+    replicas = Grid((2, 2), (None, None), (1,))
+    threads(4).run(clipped, replicas, "uneven", foreach, norm_type)
 
 
-def unscaled(kind, bad):
-    mesh = line(3)
-    shapes = SHAPES[:3]
+def unscaled(grid, kind, bad):
+    """A step of size 1 against gradients of 2, of which the last of each tensor is more."""
+    mesh = grid.mesh()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.zeros(()))
-    mine = [
-        nn.Parameter(ragged(torch.zeros(shape), cut, mesh))
-        for shape, cut in zip(shapes, cuts(kind, shapes, 3), strict=True)
-    ]
-    for each in mine:
-        whole = torch.full(each.shape, 16.0)
-        if bad:
-            whole.view(-1)[-1] = bad
-        each.grad = ragged(whole, each.cut, mesh)
+    mine = []
+    for shape in SHAPES[:3]:
+        grad = torch.full(shape, 16.0)
+        grad.view(-1)[-1] += bad
+        mine.append(nn.Parameter(ragged_on(grid, mesh, kind, torch.zeros(shape))))
+        mine[-1].grad = ragged_on(grid, mesh, kind, grad)
     optimizer = torch.optim.SGD(mine, lr=1.0)
-    scaler.unscale_(optimizer)
+    if mesh.ndim == 1:  # else the step does it
+        scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
     return [whole_of(each).view(-1)[0].item() for each in mine], scaler.get_scale()
 
 
-@pytest.mark.parametrize("bad", [0.0, math.inf, math.nan])
-def test_gradient_scaling_skips_the_step_on_all_ranks_when_one_finds_infinity(threads, bad):
-    for kind in ("uneven", "rows", "last"):
-        values = threads(3).run(unscaled, kind, bad)
-        assert values == [([0.0] * 3, 4.0) if bad else ([-2.0] * 3, 8.0)] * 3
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("3 in a row", kind) for kind in ("uneven", "rows", "last")),
+        *((name, "flat") for name in ("tp columns", "tp rows", "two axes", "two axes and columns")),
+    ],
+)
+def test_gradient_scaling_skips_the_step_on_all_ranks_when_one_finds_infinity(threads, name, kind):
+    for bad in (0.0, math.inf, math.nan):
+        for found in threads(GRIDS[name].num_ranks).run(unscaled, GRIDS[name], kind, bad):
+            assert found == (([0.0] * 3, 4.0) if bad else ([-2.0] * 3, 8.0)), bad
 
 
 REFUSED = {
@@ -189,56 +206,35 @@ def kind_of_error(operation, tensor):
     return None
 
 
-def refused(operation):
-    """Each rank's error, where the first rank holds nothing, and where only the last one holds something."""
+@on_threads(3)
+def test_what_torch_refuses_is_refused_on_all_ranks():
+    """And an `out`. Where the first rank holds nothing, and where only the last one holds something."""
     mesh = line(3)
-    return [
-        kind_of_error(operation, ragged(numbers(shape), cut(shape, 3), mesh))
-        for shape in ((3, 4), (5,))
-        for cut in (uneven, last)
-    ]
+    given = [ragged(numbers(shape), cut(shape, 3), mesh) for shape in ((3, 4), (5,)) for cut in (uneven, last)]
+    for name, operation in (REFUSED | WRONG).items():
+        of_plain = kind_of_error(operation, numbers((5,)))
+        assert (of_plain is None) == (name in REFUSED), name
+        assert [kind_of_error(operation, each) for each in given] == [of_plain or PlacementError] * 4, name
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_out_of_a_reduction_is_refused_by_name_on_all_ranks(threads, name):
-    assert REFUSED[name](numbers((3, 4))) is not None
-    for errors in threads(3).run(refused, REFUSED[name]):
-        assert errors == [PlacementError] * 4
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_torch_refuses_is_refused_on_all_ranks(threads, name):
-    expected = kind_of_error(WRONG[name], numbers((5,)))
-    assert expected is not None
-    for errors in threads(3).run(refused, WRONG[name]):
-        assert errors == [expected] * 4
-
-
-def over_no_dims():
-    mesh = line(2)
+@on_threads(2)
+def test_a_reduction_over_no_dims_is_of_all_or_of_none_as_in_torch():
     whole = numbers((3, 4))
-    mine = ragged(whole, uneven((3, 4), 2), mesh)
+    mine = ragged(whole, uneven((3, 4), 2), line(2))
     assert torch.equal(mine.any(dim=()).full_tensor(), whole.any(dim=()))
     assert torch.equal(mine.all(dim=()).full_tensor(), whole.all(dim=()))
     torch.testing.assert_close(mine.sum(dim=()).to_local(), whole.sum(dim=()))
 
 
-def test_a_reduction_over_no_dims_is_of_all_or_of_none_as_in_torch(threads):
-    threads(2).run(over_no_dims)
-
-
-@pytest.mark.parametrize(
-    ("device", "real", "complex_"),
-    [
-        *((device, torch.float64, torch.complex128) for device in ("cpu", "cuda", "xpu")),
-        *((device, torch.float32, torch.complex64) for device in ("mps", "hpu", "npu")),
-    ],
-)
-def test_parts_of_a_sum_are_float64_on_devices_that_can_add_it_up(device, real, complex_):
-    on = SimpleNamespace(type=device)  # torch makes no device of a type that is registered from outside
-    assert [wide(dtype, on) for dtype in (torch.bfloat16, torch.float32, torch.complex64, torch.int32)] == [
-        real,
-        real,
-        complex_,
-        torch.int64,
-    ]
+def test_parts_of_a_sum_are_float64_on_devices_that_can_add_it_up():
+    for device in ("cpu", "cuda", "xpu", "mps", "hpu", "npu"):
+        on = SimpleNamespace(type=device)  # torch makes no device of a type that is registered from outside
+        has_double = device in ("cpu", "cuda", "xpu")
+        real, complex_ = (torch.float64, torch.complex128) if has_double else (torch.float32, torch.complex64)
+        for dtype, wider in (
+            (torch.bfloat16, real),
+            (torch.float32, real),
+            (torch.complex64, complex_),
+            (torch.int32, torch.int64),
+        ):
+            assert wide(dtype, on) == wider, (device, dtype)

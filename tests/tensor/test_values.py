@@ -1,4 +1,4 @@
-"""Is a value that all ranks know computed with as on one rank, and does it get along with torch's own DTensors?"""
+"""A value that all ranks know is computed with as on one rank, and gets along with torch's own DTensors."""
 
 import copy
 import pickle
@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sherd.tensor.replicated import ReplicatedDTensor
+from tests.support.ranks.bodies import on_threads
 from tests.tensor.cuts import line, numbers, ragged, uneven, whole_of
 
 
@@ -40,7 +41,8 @@ def test_a_known_value_is_computed_with_without_communication(world):
     world(2).run(computed)
 
 
-def meets():
+@on_threads(2)
+def test_a_known_value_meets_ragged_stock_and_plain_tensors():
     mesh = line(2)
     value = value_of_ones()
     stock = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
@@ -59,11 +61,8 @@ def meets():
     assert torch.equal(torch._foreach_mul([torch.ones(2), mine], value)[0], torch.full((2,), 12.0))
 
 
-def test_a_known_value_meets_ragged_stock_and_plain_tensors(threads):
-    threads(2).run(meets)
-
-
-def kept():
+@on_threads(2)
+def test_a_known_value_is_copied_pickled_and_differentiated():
     value = value_of_ones()
     for each in (copy.deepcopy(value), pickle.loads(pickle.dumps(value)), value.cpu(), value.detach()):
         assert isinstance(each, DTensor)
@@ -74,7 +73,3 @@ def kept():
         loss = (each * each).mean() + each.norm() * 0.1 + each.exp().sum()
         loss.backward()
     torch.testing.assert_close(whole_of(parameter.grad), plain.grad)
-
-
-def test_a_known_value_is_copied_pickled_and_differentiated(world):
-    world(2).run(kept)

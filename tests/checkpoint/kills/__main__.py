@@ -6,34 +6,25 @@ import argparse
 import os
 import sys
 import time
-from collections import defaultdict
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 from tests.checkpoint.kills.campaign import TOGETHER, Verdict, run_all  # noqa: E402
+from tests.checkpoint.kills.cases import Act  # noqa: E402
+
+HEADINGS = ("what happens", "cases", "starts", "it happened", "saves done", "checkpoints damaged", "wrong", "longest")
 
 
-def table(verdicts: list[Verdict]) -> str:
-    """Returns the verdicts by what happened."""
-    by_act: dict[str, list[Verdict]] = defaultdict(list)
-    for each in verdicts:
-        by_act[each.case.act.value].append(each)
-    lines = ["| what happens | cases | starts | it happened | saves done | checkpoints damaged | wrong | longest |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    for act, of in [*by_act.items(), ("all", verdicts)]:
-        numbers = (
-            len(of),
-            sum(len(each.case.moments) for each in of),
-            sum(each.num_reached for each in of),
-            sum(each.num_done for each in of),
-            sum(each.num_damaged for each in of),
-            sum(bool(each.wrong) for each in of),
-        )
-        longest = max(each.seconds for each in of)
-        lines.append(f"| {act} | {' | '.join(map(str, numbers))} | {longest:.1f} s |")
-    return "\n".join(lines)
+def row(act: str, of: list[Verdict]) -> str:
+    """Returns the line of the table for what happened in these cases."""
+    counts = [
+        (1, len(each.case.moments), each.num_reached, each.num_done, each.num_damaged, len(each.wrong) > 0)
+        for each in of
+    ]
+    sums = " | ".join(str(sum(column)) for column in zip(*counts, strict=True))
+    return f"| {act} | {sums} | {max(each.seconds for each in of):.1f} s |"
 
 
 def main() -> int:
@@ -51,7 +42,11 @@ def main() -> int:
         if arguments.show or verdict.wrong:
             said = "\n  ".join(("BAD", *verdict.wrong)) if verdict.wrong else "as it should"
             print(f"{seed}: {verdict.case}: {verdict.seconds:.2f} s: {said}", flush=True)
-    print(table(verdicts))
+    print(f"| {' | '.join(HEADINGS)} |\n{'|---' * len(HEADINGS)}|")
+    for act in Act:
+        if of := [each for each in verdicts if each.case.act is act]:
+            print(row(act.value, of))
+    print(row("all", verdicts))
     bad = sum(bool(each.wrong) for each in verdicts)
     print(f"{bad} of {len(verdicts)} cases are bad; {time.monotonic() - begun:.0f} s")
     return bad > 0

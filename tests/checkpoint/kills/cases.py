@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass
 from enum import Enum
 
+from tests.support.sharding import FRONTS
+
 
 class Act(Enum):
     """What happens at the moment."""
@@ -41,12 +43,6 @@ class Moment:
     is_after: bool = False
     seconds: float | None = None
 
-    def __str__(self) -> str:
-        who = "each rank" if self.rank is None else f"rank {self.rank}"
-        if self.seconds is not None:
-            return f"{who}, after {self.seconds:.3f} s"
-        return f"{'after' if self.is_after else 'at'} {self.call} {self.number} of {who}"
-
 
 class Target(Enum):
     """Whose file is damaged when the jobs have ended."""
@@ -74,9 +70,6 @@ class Damage:
     harm: Harm
     seed: int
 
-    def __str__(self) -> str:
-        return f"{self.target.value}: {self.harm.value}"
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -89,11 +82,6 @@ class Job:
     staging_bytes: int | None = None
     keep_last: int | None = None
     keep_every: int | None = None
-
-    def __str__(self) -> str:
-        how = f"async, staging {self.staging_bytes}" if self.is_async else "sync"
-        kept = f"keep {self.keep_last} and every {self.keep_every}" if self.keep_last else "keep all"
-        return f"{self.num_ranks} x {self.layout}, {how}, {kept}, steps {self.steps}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +102,8 @@ class Case:
     is_cold: bool = False
     """Whether the first save has to make the process group that ranks save with."""
 
-    def __str__(self) -> str:
-        beside = (*self.jobs[1:], *(["a loader"] * self.has_loader))
-        others = "".join(f"; beside: {each}" for each in beside)
-        damages = "".join(f"; then {each}" for each in self.damages)
-        moments = ", then ".join(map(str, self.moments))
-        return f"{self.jobs[0]}; {self.act.value} {moments}{others}{damages}; then {self.judge}"
 
-
-LAYOUTS = ("rows", "flat", "blocks", "whole", "wrapper", "flat wrapper", "plain")
+LAYOUTS = (*FRONTS, "plain")
 WEIGHTS = (7, 7, 40, 700)
 """Rows of the large weight: of some bytes, or of several chunks."""
 

@@ -49,6 +49,8 @@ class End:
 
     job: int
     rank: int
+    process: Any
+    pipe: Connection
     error: str = ""
     """The type of what it raised."""
     text: str = ""
@@ -56,7 +58,6 @@ class End:
     refused: dict[int, str] = field(default_factory=dict)
     """By number, the text of saves that were refused with a CheckpointError."""
     wrong: list[str] = field(default_factory=list)
-    num_loads: int = 0
     was_killed: bool = False
     exit_code: int | None = None
     stack: str = ""
@@ -124,7 +125,6 @@ def watch(case: Case, start: int, pipe: Connection, folder: str) -> None:
     while not pipe.poll(0.005):
         done = program.reported(f"{folder}/reports", "done")
         seen = program.load(training, f"{folder}/saved")
-        pipe.send(("loaded",))
         for wrong in seen.wrong:
             pipe.send(("wrong", f"step {seen.step}, number {seen.number}: {wrong}"))
         newest = max((step for _, _, step, _ in done), default=None)
@@ -155,8 +155,6 @@ class Crew:
         self.case, self.folder = case, folder
         self._number, self._moment = start, case.moments[start]
         self.ends = Ends([])
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
         self._stores: list[dist.TCPStore] = []
         self._kill_at: float | None = None
         self._num_begun = 0
@@ -186,12 +184,10 @@ class Crew:
             process = context.Process(target=function, args=(self.case, self._number, *args, theirs, str(self.folder)))
             process.start()
         theirs.close()
-        self._processes.append(process)
-        self._pipes.append(ours)
-        self.ends.all.append(End(job, rank))
+        self.ends.all.append(End(job, rank, process, ours))
 
     def _listen(self, deadline: float) -> None:
-        waiting = {pipe: number for number, pipe in enumerate(self._pipes)}
+        waiting = {end.pipe: end for end in self.ends.all}
         while waiting and time.monotonic() < deadline:
             for pipe in connection.wait(list(waiting), 0.02):
                 try:
@@ -200,79 +196,74 @@ class Crew:
                     del waiting[pipe]
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._kill()
-            jobs = [number for number in waiting.values() if self.ends.all[number].job != LOADER]
-            if not jobs and waiting:
+            if all(end.job == LOADER for end in waiting.values()):
                 self._stop_loader()
-        for number in waiting.values():
-            self.ends.all[number].stack = self._stack_of(number)
+        for end in waiting.values():
+            end.stack = self._stack_of(end)
 
-    def _note(self, number: int, what: str, *said: Any) -> None:
-        end, moment = self.ends.all[number], self._moment
-        if what == "begin" and end.job == 0:
-            self._num_begun += 1
-            if self._num_begun == self.case.jobs[0].num_ranks and moment.seconds is not None:
-                self._kill_at = time.monotonic() + moment.seconds
-        elif what in ("all", "stop", "reached", "broken"):
-            self.ends.is_reached = True
-            if what == "all":
-                self._kill()
-            elif what == "stop":
-                stays = SHORT_TIMEOUT_S * 2 if self.case.has_short_timeout else STOPPED_S
-                self._kill_at = time.monotonic() + stays
-        elif what == "error":
-            end.error, end.text = said
-        elif what == "done":
-            end.is_done = True
-        elif what == "refused":
-            end.refused[said[0]] = said[1]
-        elif what == "wrong":
-            end.wrong.append(said[0])
-        elif what == "loaded":
-            end.num_loads += 1
+    def _note(self, end: End, what: str, *said: Any) -> None:
+        match what:
+            case "begin" if end.job == 0:
+                self._num_begun += 1
+                if self._num_begun == self.case.jobs[0].num_ranks and self._moment.seconds is not None:
+                    self._kill_at = time.monotonic() + self._moment.seconds
+            case "all" | "stop" | "reached" | "broken":
+                self.ends.is_reached = True
+                if what == "all":
+                    self._kill()
+                elif what == "stop":
+                    stays = SHORT_TIMEOUT_S * 2 if self.case.has_short_timeout else STOPPED_S
+                    self._kill_at = time.monotonic() + stays
+            case "error":
+                end.error, end.text = said
+            case "done":
+                end.is_done = True
+            case "refused":
+                end.refused[said[0]] = said[1]
+            case "wrong":
+                end.wrong.append(said[0])
 
     def _kill(self) -> None:
         """Kill the ranks of the first job that the act is about; a rank that is to be stopped first is."""
         self._kill_at = None
         act, hit = self.case.act, self._moment.rank
-        for process, end in zip(self._processes, self.ends.all, strict=True):
-            if end.job != 0 or (act is not Act.KILL_ALL and end.rank != hit) or process.exitcode is not None:
+        for end in self.ends.all:
+            if end.job != 0 or (act is not Act.KILL_ALL and end.rank != hit) or end.process.exitcode is not None:
                 continue
             if act is Act.STOP and not self.ends.is_reached:
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
-                    os.kill(process.pid, signal.SIGSTOP)
+                    os.kill(end.process.pid, signal.SIGSTOP)
                 self._kill_at = time.monotonic() + STOPPED_S
             else:
-                process.kill()
+                end.process.kill()
         self.ends.is_reached = True
 
     def _stop_loader(self) -> None:
-        for pipe, end in zip(self._pipes, self.ends.all, strict=True):
+        for end in self.ends.all:
             if end.job == LOADER and not end.is_done:
                 with contextlib.suppress(OSError):
-                    pipe.send("stop")
+                    end.pipe.send("stop")
 
-    def _stack_of(self, number: int) -> str:
-        end, process = self.ends.all[number], self._processes[number]
-        if process.exitcode is not None:
+    def _stack_of(self, end: End) -> str:
+        if end.process.exitcode is not None:
             return "(ended)"
-        os.kill(process.pid, signal.SIGUSR1)
+        os.kill(end.process.pid, signal.SIGUSR1)
         time.sleep(0.3)
         name = "loader" if end.job == LOADER else f"{end.job}-{end.rank}"
         return (self.folder / f"{name}.stack").read_text() or "(no stack)"
 
     def _end(self) -> None:
         patience = time.monotonic() + 5
-        for process, end in zip(self._processes, self.ends.all, strict=True):
+        for end in self.ends.all:
             if not end.stack:
-                process.join(max(0.0, patience - time.monotonic()))
-            if process.exitcode is None:
+                end.process.join(max(0.0, patience - time.monotonic()))
+            if end.process.exitcode is None:
                 end.stack = end.stack or "(it has said all, and has not ended)"
-                process.kill()
-                process.join()
-            end.exit_code = process.exitcode
+                end.process.kill()
+                end.process.join()
+            end.exit_code = end.process.exitcode
             end.was_killed = end.exit_code == -signal.SIGKILL and not end.stack
+            end.pipe.close()
         if self.case.act in KILLS:
             self.ends.is_reached |= any(end.was_killed for end in self.ends.all)
-        for pipe in self._pipes:
-            pipe.close()
         self._stores.clear()

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import sherd
-from sherd import Blocks, Flat, FullyShardedDataParallel, Owned
 from sherd.errors import CheckpointError, NoCheckpointError
 from tests.checkpoint.kills.cases import Job
+from tests.support.sharding import PLACEMENTS, sharded
 
-PLACEMENTS = {"rows": None, "flat": Flat(), "blocks": Blocks(2), "whole": Owned()}
 WIDTH = 50
 MOST_PADDING = 64
 """Elements of a flat parameter that belong to nothing: they are not saved, and loaded as 0."""
@@ -25,12 +24,9 @@ class Training:
     """A model in a layout, and its optimizer."""
 
     def __init__(self, layout: str, num_weights: int) -> None:
-        self.model: nn.Module = nn.Sequential(nn.Linear(WIDTH, num_weights), nn.Linear(5, 3), nn.BatchNorm1d(3))
-        if layout in PLACEMENTS:
-            for unit in (self.model[0], self.model):
-                sherd.fully_shard(unit, placement=PLACEMENTS[layout])
-        elif layout != "plain":
-            self.model = FullyShardedDataParallel(self.model, use_orig_params=layout == "wrapper")
+        model = nn.Sequential(nn.Linear(WIDTH, num_weights), nn.Linear(5, 3), nn.BatchNorm1d(3))
+        units = [model[0], model] if layout in PLACEMENTS else [model]
+        self.model: nn.Module = model if layout == "plain" else sharded(model, layout, units)
         self._is_flat = layout == "flat wrapper"
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, foreach=False)
         for parameter in self.model.parameters():
