@@ -1,4 +1,4 @@
-"""Do odd inputs and outputs, units alone and models side by side train as in one process?"""
+"""Odd inputs and outputs, units alone and models side by side train as in one process."""
 
 import gc
 import weakref
@@ -11,15 +11,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from sherd import FSDPModule
+from tests.api.checks import assert_trains, on_ranks
 from tests.support.comparing import assert_named_close, whole_params
-from tests.support.models import WIDTH, Block, build, noise, shard
+from tests.support.models import WIDTH, Block, build, chain, noise
 from tests.support.ranks import RanksFailed
-from tests.support.sharding import shard_children
-from tests.support.training import LR, assert_trained, made, mean_square, train_job, train_job_plain
+from tests.support.sharding import sharded
+from tests.support.training import LR, made, mean_square, train_job_plain
 
 
 def stack():
-    return nn.Sequential(Block(), Block(), Block())
+    return chain(3)
 
 
 # Outputs and inputs
@@ -174,140 +175,6 @@ def by_dict(model, rank, step):
     return model({"x": noise(step, rank).requires_grad_(), "rate": 0.5, "words": ["a"]}).square().mean()
 
 
-ODD_CALLS = [
-    (Changes, mean_square),
-    (new_views, mean_square),
-    (Nones, mean_square),
-    (ByName, by_name),
-    (Generators, by_dict),
-]
-
-
-def train_odd_call(make, job, options):
-    return train_job(shard_children(made(make), **options), job)
-
-
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["reshard", "keep"])
-@pytest.mark.parametrize(("make", "job"), ODD_CALLS, ids=[make.__name__ for make, _ in ODD_CALLS])
-def test_odd_inputs_and_outputs_train(world, make, job, options):
-    assert_trained(world(2).run(train_odd_call, make, job, options), make, job)
-
-
-def changed_by_the_caller(model, rank, step):
-    output = model(noise(step, rank))
-    output += 1
-    output[0] *= 2
-    return output.square().mean()
-
-
-@pytest.mark.parametrize("make", [Changes, stack], ids=["view", "own"])
-def test_the_models_output_may_be_changed_in_place(world, make):
-    assert_trained(world(2).run(train_odd_call, make, changed_by_the_caller, {}), make, changed_by_the_caller)
-
-
-# Several models, units alone, deletion
-
-
-def interleaved():
-    """Two models step by step in turns, forwards and backwards crossed; then one feeds the other."""
-    one, two = shard_children(made(stack)), shard_children(made(stack), reshard_after_forward=False)
-    optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=LR)
-    rank = dist.get_rank()
-    for step in range(3):
-        first, second = mean_square(one, rank, step), mean_square(two, rank, step + 50)
-        mean_square(one, rank, step + 100).backward()
-        (second + first).backward() if step % 2 else (first.backward(), second.backward())
-        optimizer.step()
-        optimizer.zero_grad()
-    return [whole_params(one), whole_params(two)]
-
-
-def test_two_models_may_be_interleaved(world):
-    def one_job(model, rank, step):
-        return mean_square(model, rank, step) + mean_square(model, rank, step + 100)
-
-    def two_job(model, rank, step):
-        return mean_square(model, rank, step + 50)
-
-    for one, two in world(2).run(interleaved):
-        assert_named_close(one, train_job_plain(made(stack), one_job, 2), "parameter", 1e-5, 1e-6)
-        assert_named_close(two, train_job_plain(made(stack), two_job, 2), "parameter", 1e-5, 1e-6)
-
-
-def block_that_outlives_its_root(used):
-    model = shard(build("mlp"))
-    if used:
-        model.loss(model(*model.make_inputs(0, dist.get_rank()))).backward()
-        model.zero_grad()
-    block, gone = model.blocks[1], weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-    assert isinstance(block, FSDPModule)
-    block.set_reshard_after_forward(True)
-    block.unshard()
-    block.reshard()
-    block.state_dict()
-    return train_job(block, mean_square)
-
-
-def middle_block():
-    return build("mlp").blocks[1]
-
-
-@pytest.mark.parametrize("used", [True, False], ids=["after_a_step", "fresh"])
-def test_a_block_may_outlive_its_root(world, used):
-    assert_trained(world(2).run(block_that_outlives_its_root, used), middle_block)
-
-
-def unit_alone_before_the_root(model, rank, step):
-    before = model[1](noise(step + 30, rank)).square().mean()
-    return before + mean_square(model, rank, step)
-
-
-def unit_alone_after_the_root(model, rank, step):
-    whole = mean_square(model, rank, step)
-    return whole + model[2](noise(step + 60, rank)).square().mean()
-
-
-def unit_alone_before_later_roots(model, rank, step):
-    """The root runs first of all."""
-    return (unit_alone_before_the_root if step else mean_square)(model, rank, step)
-
-
-ONE_RANK = [unit_alone_before_the_root, unit_alone_after_the_root, unit_alone_before_later_roots]
-
-
-@pytest.mark.parametrize("reshard", [None, False])
-@pytest.mark.parametrize("job", ONE_RANK, ids=lambda job: job.__name__)
-def test_a_unit_may_run_alone_beside_its_root_in_one_backward(world, job, reshard):
-    assert_trained(world(2).run(train_odd_call, stack, job, {"reshard_after_forward": reshard}), stack, job)
-
-
-def raise_on_one_rank(where):
-    model, rank = shard_children(made(stack)), dist.get_rank()
-
-    def explode(*_):
-        if rank == 1:
-            raise ZeroDivisionError("on rank 1 alone")
-
-    if where == "forward":
-        model[1].up.register_forward_pre_hook(explode)
-    else:
-        model[1].up.register_forward_hook(lambda _, __, output: output.register_hook(explode) and None)
-    mean_square(model, rank, 0).backward()
-
-
-@pytest.mark.parametrize(("where", "ranks"), [("forward", "world"), ("forward", "threads"), ("backward", "threads")])
-def test_one_ranks_exception_reaches_the_test_and_no_rank_hangs(request, where, ranks):
-    with pytest.raises(RanksFailed) as failed:
-        request.getfixturevalue(ranks)(2).run(raise_on_one_rank, where, timeout=30)
-    assert failed.value.errors[1] == ("ZeroDivisionError", "on rank 1 alone")
-
-
-# Functions beside the module
-
-
 class Loss(nn.Module):
     """A root whose output is a tuple of a loss and something without gradient, the second not used."""
 
@@ -326,5 +193,121 @@ def first_of_three(model, rank, step):
     return loss
 
 
-def test_a_forward_may_return_its_loss_beside_other_things(world):
-    assert_trained(world(2).run(train_odd_call, Loss, first_of_three, {}), Loss, first_of_three)
+def changed_by_the_caller(model, rank, step):
+    output = model(noise(step, rank))
+    output += 1
+    output[0] *= 2
+    return output.square().mean()
+
+
+ODD_CALLS = {
+    "changes": (Changes, mean_square),
+    "changes_by_the_caller": (Changes, changed_by_the_caller),
+    "own_output_changed": (stack, changed_by_the_caller),
+    "new_views": (new_views, mean_square),
+    "nones": (Nones, mean_square),
+    "by_name": (ByName, by_name),
+    "generators": (Generators, by_dict),
+    "loss_beside_other_things": (Loss, first_of_three),
+}
+
+
+@pytest.mark.parametrize("reshard", [None, False], ids=["reshard", "keep"])
+@pytest.mark.parametrize("name", ODD_CALLS)
+@on_ranks(2)
+def test_odd_inputs_and_outputs_train(name, reshard):
+    make, job = ODD_CALLS[name]
+    assert_trains(sharded(made(make), reshard_after_forward=reshard), make, job)
+
+
+# Several models, units alone, deletion
+
+
+def one_job(model, rank, step):
+    return mean_square(model, rank, step) + mean_square(model, rank, step + 100)
+
+
+def two_job(model, rank, step):
+    return mean_square(model, rank, step + 50)
+
+
+@on_ranks(2)
+def test_two_models_may_be_interleaved():
+    """Two models step by step in turns, forwards and backwards crossed; then one feeds the other."""
+    one, two = sharded(chain()), sharded(chain(), reshard_after_forward=False)
+    optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=LR)
+    rank = dist.get_rank()
+    for step in range(3):
+        first, second = mean_square(one, rank, step), two_job(two, rank, step)
+        mean_square(one, rank, step + 100).backward()
+        (second + first).backward() if step % 2 else (first.backward(), second.backward())
+        optimizer.step()
+        optimizer.zero_grad()
+    for model, job in ((one, one_job), (two, two_job)):
+        assert_named_close(whole_params(model), train_job_plain(chain(), job, 2), "parameter", 1e-5, 1e-6)
+
+
+def middle_block():
+    return build("mlp").blocks[1]
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["after_a_step", "fresh"])
+@on_ranks(2)
+def test_a_block_may_outlive_its_root(used):
+    model = sharded(build("mlp"))
+    if used:
+        mean_square(model, dist.get_rank(), 0).backward()
+        model.zero_grad()
+    block, gone = model.blocks[1], weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert isinstance(block, FSDPModule)
+    block.set_reshard_after_forward(True)
+    block.unshard()
+    block.reshard()
+    block.state_dict()
+    assert_trains(block, middle_block)
+
+
+def unit_alone_before_the_root(model, rank, step):
+    before = model[1](noise(step + 30, rank)).square().mean()
+    return before + mean_square(model, rank, step)
+
+
+def unit_alone_after_the_root(model, rank, step):
+    whole = mean_square(model, rank, step)
+    return whole + model[2](noise(step + 60, rank)).square().mean()
+
+
+def unit_alone_before_later_roots(model, rank, step):
+    """The root runs first of all."""
+    return (unit_alone_before_the_root if step else mean_square)(model, rank, step)
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("job", [unit_alone_before_the_root, unit_alone_after_the_root, unit_alone_before_later_roots])
+@on_ranks(2)
+def test_a_unit_may_run_alone_beside_its_root_in_one_backward(job, reshard):
+    assert_trains(sharded(stack(), reshard_after_forward=reshard), stack, job)
+
+
+def raise_on_one_rank(where):
+    model, rank = sharded(chain()), dist.get_rank()
+
+    def explode(*_):
+        if rank == 1:
+            raise ZeroDivisionError("on rank 1 alone")
+
+    if where == "forward":
+        model[1].up.register_forward_pre_hook(explode)
+    else:
+        model[1].up.register_forward_hook(lambda _, __, output: output.register_hook(explode) and None)
+    mean_square(model, rank, 0).backward()
+
+
+@pytest.mark.parametrize(("where", "ranks"), [("forward", "world"), ("forward", "threads"), ("backward", "threads")])
+def test_one_ranks_exception_reaches_the_test_and_no_rank_hangs(request, where, ranks):
+    with pytest.raises(RanksFailed) as failed:
+        request.getfixturevalue(ranks)(2).run(raise_on_one_rank, where, timeout=30)
+    assert failed.value.errors[1] == ("ZeroDivisionError", "on rank 1 alone")

@@ -1,4 +1,4 @@
-"""Does a prefetch policy bound how far all-gathers run ahead, and change nothing else?"""
+"""A prefetch policy bounds how far all-gathers run ahead, and changes nothing else."""
 
 import pytest
 import torch.distributed as dist
@@ -6,16 +6,14 @@ from torch import nn
 
 from sherd import PrefetchPolicy
 from sherd.comm.streams import RecordingStreams, use_streams
-from tests.support.models import WIDTH, Block
-from tests.support.sharding import shard_children
-from tests.support.training import assert_trained, made, mean_square, train_job
+from tests.api.checks import assert_trains, on_ranks
+from tests.support.models import WIDTH
+from tests.support.sharding import sharded
+from tests.support.training import made, mean_square
 
 
-def stack():
-    return nn.Sequential(Block(), Block(), Block())
-
-
-# Prefetch
+def layers():
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
 
 
 class Watched(RecordingStreams):
@@ -30,11 +28,10 @@ class Watched(RecordingStreams):
 
 
 def gathers_in_flight(policy):
-    """Most gathers at once in (forward, backward) of the second step, and the parameters after four."""
+    """Most gathers at once in (forward, backward) of the second step."""
     streams, rank = Watched(), dist.get_rank()
-    model = made(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))))
     with use_streams(streams):
-        shard_children(model, reshard_after_forward=True, prefetch_policy=policy)
+        model = sharded(made(layers), reshard_after_forward=True, prefetch_policy=policy)
     mean_square(model, rank, 0).backward()
     start = len(streams.log)
     loss = mean_square(model, rank, 1)
@@ -56,29 +53,20 @@ BOUNDS = [
 
 
 @pytest.mark.parametrize(("policy", "most"), BOUNDS)
-def test_a_prefetch_policy_bounds_how_far_gathers_run_ahead(world, policy, most):
-    for forward, backward in world(2).run(gathers_in_flight, policy):
-        # The unit that is waited for at once counts as well: at most one more than is prefetched.
-        assert forward in (most[0], most[0] - 1)
-        assert backward in (most[1], most[1] - 1)
+@on_ranks(2)
+def test_a_prefetch_policy_bounds_how_far_gathers_run_ahead_and_changes_no_number(policy, most):
+    # The unit that is waited for at once counts as well: at most one more than is prefetched.
+    for found, bound in zip(gathers_in_flight(policy), most, strict=True):
+        assert found in (bound, bound - 1)
+    assert_trains(sharded(made(layers), prefetch_policy=policy), layers)
 
 
-def train_with_prefetch(policy):
-    return train_job(shard_children(made(stack), prefetch_policy=policy), mean_square)
-
-
-@pytest.mark.parametrize("policy", [policy for policy, _ in BOUNDS])
-def test_a_prefetch_policy_changes_no_number(world, policy):
-    assert_trained(world(2).run(train_with_prefetch, policy), stack)
-
-
-def gathers_within(limit):
-    forward, _ = gathers_in_flight(PrefetchPolicy(forward_depth=5, bytes_in_flight=limit))
-    return forward
-
-
-def test_prefetch_stays_within_the_bytes_in_flight(world):
-    found = [world(2).run(gathers_within, limit * 2 * LAYER_BYTES)[0] for limit in (0, 1, 2, 50)]
+@on_ranks(2)
+def test_prefetch_stays_within_the_bytes_in_flight():
+    found = []
+    for limit in (0, 1, 2, 50):
+        policy = PrefetchPolicy(forward_depth=5, bytes_in_flight=limit * 2 * LAYER_BYTES)
+        found.append(gathers_in_flight(policy)[0])
     assert found == sorted(found)
     assert found[0] < found[-1]
     assert found[1] <= 3
