@@ -1,6 +1,4 @@
-"""Does an operation that meets a shard in forward say which parameter it was, of which unit, and what helps?"""
-
-from functools import partial
+"""An operation that meets a shard in forward says which parameter it was, of which unit, and what helps."""
 
 import pytest
 import torch
@@ -9,6 +7,8 @@ from torch import nn
 
 import sherd
 from sherd.errors import PlacementError
+from tests.api.checks import on_ranks
+from tests.support.sharding import sharded
 
 
 def loss_of(hidden, weight):
@@ -33,33 +33,6 @@ class Net(nn.Module):
         raise ValueError("another mistake")
 
 
-def fully_sharded(model, **options):
-    for each in (model.body, model.head):
-        sherd.fully_shard(each, **options)
-    return sherd.fully_shard(model, **options)
-
-
-SHARDED = {
-    "Shard(0)": fully_sharded,
-    "ddp": partial(fully_sharded, placements="ddp"),
-    "Flat": partial(fully_sharded, placement=sherd.Flat()),
-    "Whole": partial(fully_sharded, placement=sherd.Owned()),
-}
-
-
-def said(way):
-    texts = {}
-    for name, shard in SHARDED.items():
-        model = shard(Net(way))
-        with pytest.raises((RuntimeError, PlacementError)) as caught:
-            model(torch.ones(2, 6))
-        texts[name] = str(caught.value)
-        model.way = None  # and the model is as it was
-        with pytest.raises(ValueError, match=r"^another mistake$"):
-            model(torch.ones(2, 6))
-    return texts
-
-
 @pytest.mark.parametrize(
     ("way", "met"),
     [
@@ -68,26 +41,29 @@ def said(way):
         ("in place of a head", "head.weight"),
     ],
 )
-def test_a_shard_met_in_forward_is_named_with_what_helps(world, way, met):
-    for texts in world(2).run(said, way):
-        for name, text in texts.items():
-            assert text.count("\n") == 1, f"{name}: {text}"
-            _, last = text.split("\n")
-            assert last.startswith("A shard was met where an unsharded parameter was needed: ")
-            assert met in last
-            assert last.count("module(x)") == 1
-            for remedy in ("register_fsdp_forward_method", "unshard()", "to the unit that reads it"):
-                assert remedy in last
+@on_ranks(2)
+def test_a_shard_met_in_forward_is_named_with_what_helps(way, met):
+    for options in ({}, {"placements": "ddp"}, {"placement": sherd.Flat()}, {"placement": sherd.Owned()}):
+        model = sharded(Net(way), **options)
+        with pytest.raises((RuntimeError, PlacementError)) as caught:
+            model(torch.ones(2, 6))
+        text = str(caught.value)
+        assert text.count("\n") == 1, f"{options}: {text}"
+        _, last = text.split("\n")
+        assert last.startswith("A shard was met where an unsharded parameter was needed: ")
+        assert met in last
+        assert last.count("module(x)") == 1
+        for remedy in ("register_fsdp_forward_method", "unshard()", "to the unit that reads it"):
+            assert remedy in last
+        model.way = None  # and the model is as it was
+        with pytest.raises(ValueError, match=r"^another mistake$"):
+            model(torch.ones(2, 6))
 
 
-def helped():
+@on_ranks(2)
+def test_a_weight_that_is_unsharded_can_be_read():
     """What the text proposes works."""
-    model = fully_sharded(Net("in place of a head"))
+    model = sharded(Net("in place of a head"))
     model.head.unshard()
-    found = model(torch.ones(2, 6))
+    assert model(torch.ones(2, 6)).shape == (2, 4)
     model.head.reshard()
-    return found.shape
-
-
-def test_a_weight_that_is_unsharded_can_be_read(world):
-    assert world(2).run(helped) == [(2, 4)] * 2

@@ -1,10 +1,9 @@
-"""Do torch's DDP, around sherd's units, and the units, below it, each train their own parameters?"""
+"""Torch's DDP, around sherd's units, and the units, below it, each train their own parameters."""
 
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
-from torch import nn
 from torch.distributed import fsdp
 from torch.distributed._composable import replicate
 from torch.distributed.tensor import DTensor
@@ -14,13 +13,10 @@ import sherd
 from sherd import fully_shard
 from sherd.engine.state.parameter import plain_name
 from sherd.interop import torch_fsdp_identity
-from tests.support.comparing import whole_params
-from tests.support.models import Block
-from tests.support.training import assert_trained, made, mean_square, train_job
-
-
-def stack():
-    return nn.Sequential(Block(), Block(), Block())
+from tests.api.checks import on_ranks
+from tests.support.comparing import assert_named_close, whole_params
+from tests.support.models import chain
+from tests.support.training import mean_square, train_job, train_job_plain
 
 
 def torchs(model):
@@ -61,31 +57,30 @@ def around(model, kind):
     return DistributedDataParallel(model)
 
 
-def train_within(way, kind, identity):
-    model = made(stack)
+def train_within(way, kind, identity=False):
+    model = chain(3)
     with torch_fsdp_identity(identity):
         WAYS[way](model)
         train_job(around(model, kind), mean_square)
     with sherd.unsharded(model[1]) if way != "torch's" else nullcontext():
-        return {plain_name(name): each.detach().clone() for name, each in whole_params(model).items()}
+        found = {plain_name(name): each for name, each in whole_params(model).items()}
+    assert_named_close(found, train_job_plain(chain(3), mean_square, 2), "parameter", 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("identity", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_torchs_replicate_leaves_units_alone_and_they_train_as_torchs_do_there(world, way, identity):
-    assert_trained(world(2).run(train_within, way, "replicate", identity), stack)
+@on_ranks(2, "world")
+def test_torchs_replicate_leaves_units_alone_and_they_train_as_torchs_do_there(way, identity):
+    train_within(way, "replicate", identity)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ddp_that_was_told_to_ignore_the_shards_trains_beside_them(world, way):
-    assert_trained(world(2).run(train_within, way, "DDP", False), stack)
+@on_ranks(2, "world")
+def test_ddp_that_was_told_to_ignore_the_shards_trains_beside_them(way):
+    train_within(way, "DDP")
 
 
-def replicate_a_unit():
+@on_ranks(1)
+def test_torchs_replicate_refuses_a_unit_itself_as_it_refuses_torchs():
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
-        replicate(fully_shard(stack()))
-    return True
-
-
-def test_torchs_replicate_refuses_a_unit_itself_as_it_refuses_torchs(threads):
-    assert threads(1).run(replicate_a_unit) == [True]
+        replicate(fully_shard(chain()))
