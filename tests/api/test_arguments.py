@@ -12,7 +12,7 @@ from torch.distributed._composable import replicate
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import sherd
-from sherd import DataParallelMeshDims, FSDPModule, fully_shard
+from sherd import Blocks, DataParallelMeshDims, Flat, FSDPModule, Owned, fully_shard
 from tests.api.checks import assert_trains, named_mesh, on_ranks
 from tests.support.comparing import assert_named_close, form, whole_grads
 from tests.support.models import WIDTH, Block, build, chain, noise
@@ -119,18 +119,22 @@ def grads_of_ranks():
 
 @on_ranks(2)
 def test_ignored_parameters_stay_plain_and_keep_their_ranks_own_gradient():
-    model, rank = chain(3), dist.get_rank()
-    ignored = list(model[0].parameters())
-    fully_shard(model[1], ignored_params=set(ignored))
-    fully_shard(model, ignored_params=set(ignored))
-    assert all(param is before for param, before in zip(model[0].parameters(), ignored, strict=True))
-    assert not any(isinstance(param, DTensor) for param in model[0].parameters())
-    assert all(isinstance(param, DTensor) for param in [*model[1].parameters(), *model[2].parameters()])
-    mean_square(model, rank, 0).backward()
-    plain = grads_of_ranks()
-    for name, grad in whole_grads(model).items():
-        expected = plain[rank][name] if name.startswith("0.") else (plain[0][name] + plain[1][name]) / 2
-        torch.testing.assert_close(grad, expected)
+    """Those of a whole block, and one of a unit."""
+    rank, by_rank = dist.get_rank(), grads_of_ranks()
+    for placement in (None, Flat(), Blocks(1), Owned()):
+        model = chain(3)
+        before = {name: each for name, each in model.named_parameters() if name.startswith("0.") or name == "1.up.bias"}
+        for unit in (model[1], model):
+            fully_shard(unit, ignored_params=set(before.values()), placement=placement)
+        mean_square(model, rank, 0).backward()
+        for name, param in model.named_parameters():
+            if name in before:
+                assert param is before[name]
+                torch.testing.assert_close(param.grad, by_rank[rank][name])
+            else:
+                assert isinstance(param, DTensor)
+                mean = (by_rank[0][name] + by_rank[1][name]) / 2
+                torch.testing.assert_close(param.grad.full_tensor(), mean)
 
 
 @on_ranks(2)
@@ -184,19 +188,28 @@ class TensorParallel(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
         self.mesh = None
 
-    def cut(self, mesh):
-        self.mesh = mesh
+    def cut(self, mesh, *batch):
+        """On a mesh of the tp axis, behind that of the `batch` if there is one, with its placement."""
+        self.mesh, self.batch = mesh, batch
         for layer, dim in ((self.up, 0), (self.down, 1)):
-            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Replicate(), Shard(dim)]))
+            placements = [*(Replicate() for _ in batch), Shard(dim)]
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, placements))
         return self
 
     def forward(self, x):
         if self.mesh is None:
             return self.down(torch.tanh(self.up(x)))
-        x = DTensor.from_local(x, self.mesh, [Shard(0), Replicate()], run_check=False)
+        x = DTensor.from_local(x, self.mesh, [*self.batch, Replicate()], run_check=False)
         y = F.linear(torch.tanh(F.linear(x, self.up.weight)), self.down.weight)
-        # Times one: torch's FSDP warns about outputs that are views. `test_odd_use` holds sherd to views.
-        return y.redistribute(self.mesh, [Shard(0), Replicate()]).to_local() * 1
+        # Times one: torch's FSDP warns about outputs that are views. `test_odd_calls` holds sherd to views.
+        return y.redistribute(self.mesh, [*self.batch, Replicate()]).to_local() * 1
+
+
+def assert_trains_over(mesh, model):
+    """As in one process, on one batch for each rank of the dp axis."""
+    found = train_job(model, lambda model, _, step: mean_square(model, mesh.get_local_rank("dp"), step))
+    expected = train_job_plain(made(TensorParallel), mean_square, 2)
+    assert_named_close(found, expected, "parameter", 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("shard_fn", [None, lambda param: Shard(1)], ids=["rows", "columns"])
@@ -206,39 +219,24 @@ class TensorParallel(nn.Module):
 @on_ranks(4)
 def test_dtensors_of_a_larger_mesh_are_sharded_over_the_named_axis(library, shard_fn):
     mesh = named_mesh((2, 2), "dp", "tp")
-    model = made(TensorParallel).cut(mesh)
+    model = made(TensorParallel).cut(mesh, Shard(0))
     dims = library.DataParallelMeshDims(shard="dp")
     library.fully_shard(model, mesh=mesh, dp_mesh_dims=dims, shard_placement_fn=shard_fn)
     assert sum(param.to_local().numel() for param in model.parameters()) * 4 == 2 * 2 * WIDTH * WIDTH
-    plain, rank = made(TensorParallel), mesh.get_local_rank("dp")
-    for each in range(2):
-        (mean_square(plain, each, 0) / 2).backward()
-    mean_square(model, rank, 0).backward()
+    plain = made(TensorParallel)
+    for rank in range(2):
+        (mean_square(plain, rank, 0) / 2).backward()
+    mean_square(model, mesh.get_local_rank("dp"), 0).backward()
     assert_named_close(whole_grads(model), whole_grads(plain), "gradient", 1e-5, 1e-6)
     model.zero_grad()
-    found = train_job(model, lambda model, _, step: mean_square(model, rank, step))
-    expected = train_job_plain(made(TensorParallel), mean_square, 2)
-    assert_named_close(found, expected, "parameter", 1e-5, 1e-6)
+    assert_trains_over(mesh, model)
 
 
 @on_ranks(4)
 def test_dtensors_of_one_axis_are_sharded_over_the_other():
     """The usual way: weights are DTensors on the tp axis alone, the model is sharded over the dp axis."""
     mesh = named_mesh((2, 2), "dp", "tp")
-    model, tp, rank = made(TensorParallel), mesh["tp"], mesh.get_local_rank("dp")
-    for layer, dim in ((model.up, 0), (model.down, 1)):
-        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), tp, [Shard(dim)]))
-    fully_shard(model, mesh=mesh["dp"])
-
-    def forward_on_one_axis(x):
-        x = DTensor.from_local(x, tp, [Replicate()], run_check=False)
-        y = F.linear(torch.tanh(F.linear(x, model.up.weight)), model.down.weight)
-        return y.redistribute(tp, [Replicate()]).to_local() * 1
-
-    model.forward = forward_on_one_axis
-    found = train_job(model, lambda model, _, step: mean_square(model, rank, step))
-    expected = train_job_plain(made(TensorParallel), mean_square, 2)
-    assert_named_close(found, expected, "parameter", 1e-5, 1e-6)
+    assert_trains_over(mesh, fully_shard(made(TensorParallel).cut(mesh["tp"]), mesh=mesh["dp"]))
 
 
 # Lists of modules

@@ -6,15 +6,8 @@ from torch import nn
 
 from sherd import Owned, fully_shard
 from tests.api.checks import on_ranks
-from tests.support.models import Block
+from tests.support.models import Net
 from tests.support.training import made
-
-
-class Stack(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block(), Block()])
-        self.head = nn.Linear(8, 3)
 
 
 def shard_blocks(*models):
@@ -55,7 +48,7 @@ def average(student, teacher):
 
 
 def follow(shard):
-    models, plain = [made(Stack), made(Stack)], [made(Stack), made(Stack)]
+    models, plain = [made(lambda: Net(3)), made(lambda: Net(3))], [made(lambda: Net(3)), made(lambda: Net(3))]
     for student in (models[0], plain[0]):
         with torch.no_grad():
             for number, parameter in enumerate(student.parameters()):

@@ -6,13 +6,14 @@ import io
 import pickle
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from sherd import DataParallelMeshDims, FSDPModule, fully_shard
+from sherd import Blocks, CommPolicy, DataParallelMeshDims, Flat, FSDPModule, Owned, fully_shard
 from sherd.errors import (
     MeshError,
     ModuleError,
@@ -165,6 +166,44 @@ def test_a_dtensor_must_be_replicated_where_it_is_to_be_sharded():
             refused(partial(fully_shard, model, mesh=mesh, dp_mesh_dims=dims), PlacementError, "weight", *words)
 
 
+@on_ranks(2)
+def test_a_transport_that_cannot_serve_the_ranks_is_refused():
+    """Threads are no gloo ranks."""
+    for transport in ("gloo", "shared_memory"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+
+        def used(model=model, transport=transport):
+            fully_shard(model, comm_policy=CommPolicy(transport))
+            model(torch.ones(1, WIDTH))
+
+        with untouched(model):
+            refused(used, MeshError, "gloo", transport, "'auto'")
+        fully_shard(model)(torch.ones(1, WIDTH))
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_a_sum_is_not_cut_into_runs():
+    """A tensor-parallel parameter is cut into runs, but not one that is a sum over ranks still."""
+    mesh = named_mesh((2, 1), "dp", "tp")
+    model = chain()
+    for block in model:
+        weight = DTensor.from_local(block.up.weight.detach(), mesh["tp"], [Partial()], run_check=False)
+        block.up.weight = nn.Parameter(weight)
+    for placement in (Flat(), Blocks(2), Owned()):
+        with untouched(model):
+            shard = partial(fully_shard, model, mesh=mesh["dp"], placement=placement)
+            refused(shard, PlacementError, "0.up.weight", "sum", "redistribute")
+
+
+@on_ranks(2)
+def test_a_plain_parameter_on_a_larger_mesh_is_refused_under_every_placement():
+    mesh, model = named_mesh((2, 1), "dp", "tp"), chain()
+    for placement in (None, Flat(), Owned()):
+        with untouched(model):
+            options = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="dp"), "placement": placement}
+            refused(partial(fully_shard, model, **options), PlacementError, "0.up.weight", "DTensor")
+
+
 # Parameters
 
 
@@ -198,3 +237,17 @@ def test_parameters_on_meta_are_named_at_the_first_forward_and_can_be_filled_the
     model.load_state_dict(build("mlp").state_dict())
     assert all(isinstance(param, DTensor) for param in model.parameters())
     assert_trains(model, partial(build, "mlp"))
+
+
+@on_ranks(2)
+def test_a_ragged_shard_is_not_sharded_again():
+    owner = chain()
+    fully_shard(owner[0], placement=Flat())
+    stolen = nn.Parameter(owner[0].up.weight.detach())
+    for placement in (None, Flat(), Owned()):
+        thief = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        thief.weight = stolen
+        with pytest.raises((PlacementError, OwnershipError), match="weight"):
+            fully_shard(thief, placement=placement)
+        assert thief.weight is stolen
+    assert_trains(fully_shard(owner, placement=Owned()), chain)

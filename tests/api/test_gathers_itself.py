@@ -1,5 +1,7 @@
 """A parameter that brings its own all-gather trains as a plain one, whatever its unsharded form and gradient are."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,13 +9,13 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
-from sherd import Flat, fully_shard
+from sherd import Blocks, Flat, Owned, fully_shard
 from sherd._torch import local_tensor
 from sherd.engine.run.seal import unit_of
 from sherd.errors import PlacementError
 from sherd.memory.sizes import sizes_of
 from sherd.schedule.moments import MemoryKind
-from tests.api.checks import on_ranks
+from tests.api.checks import on_ranks, refused, untouched
 from tests.support.models.specimen import WIDTH
 from tests.support.sharding import sharded
 
@@ -129,3 +131,12 @@ def test_a_tensor_that_gathers_itself_is_freed_and_forecast_so_where_others_are_
     assert gathered
     assert not any(tensor.untyped_storage().nbytes() for tensor in gathered)
     assert [(sizes.kept, sizes.unsharded > 0) for sizes in sizes_of(unit_of(model))] == [(0, True)] * 2
+
+
+@on_ranks(2)
+def test_a_tensor_that_gathers_itself_is_not_cut_into_runs():
+    model = made(in_halves)
+    for placement in (Flat(), Blocks(1), Owned()):
+        with untouched(model):
+            words = ("0.weight", "Halves", "Shard(0)")
+            refused(partial(fully_shard, model, placement=placement), PlacementError, *words)

@@ -287,6 +287,6 @@ def nothing_outlives():
             assert what_outlives_the_model(name, steps, options) == [], (name, steps)
 
 
-def test_nothing_outlives_the_model_under_any_placement(world):
-    for num_ranks in (1, 2):
-        world(num_ranks).run(nothing_outlives)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_nothing_outlives_the_model_under_any_placement(world, num_ranks):
+    world(num_ranks).run(nothing_outlives)

@@ -4,18 +4,17 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from sherd import Blocks, Flat, Owned, RaggedDTensor, fully_shard
 from tests.api.checks import assert_trains, on_ranks
-from tests.api.test_odd_use import Hollow
+from tests.api.test_odd_use import Hollow, OnlyHollow
 from tests.support.comparing import assert_same, whole_params
-from tests.support.models import WIDTH, Block, chain
+from tests.support.models import WIDTH, Block
 from tests.support.sharding import units_of
 from tests.support.suites import part
-from tests.support.training import made, mean_square
+from tests.support.training import made
 
 
 def in_turns(*placements):
@@ -44,18 +43,6 @@ def placed(model, name):
     for unit in units_of(model):
         fully_shard(unit, **PLACEMENTS[name]())
     return model
-
-
-class OnlyHollow(nn.Module):
-    """Nothing but parameters without an element."""
-
-    def __init__(self):
-        super().__init__()
-        self.no_rows = nn.Parameter(torch.zeros(0, WIDTH))
-        self.no_columns = nn.Parameter(torch.zeros(3, 0))
-
-    def forward(self, x):
-        return torch.cat([x, self.no_rows]) + x.mean() + self.no_columns.sum()
 
 
 class Scalars(nn.Module):
@@ -135,11 +122,11 @@ def assert_all_train(cases):
         assert_trains(placed(made(make), name), make, steps=2)
 
 
-def test_odd_units_train_under_every_placement(threads):
-    """On one, two and four ranks in turns, so that each model and each placement is trained on all."""
-    for number, num_ranks in enumerate((1, 2, 4)):
-        turns = ((make, part(PLACEMENTS, turn + number, 3)) for turn, make in enumerate(MODELS))
-        threads(num_ranks).run(assert_all_train, [(make, name) for make, names in turns for name in names])
+@pytest.mark.parametrize(("number", "num_ranks"), [(0, 1), (1, 2), (2, 4)])
+def test_odd_units_train_under_every_placement(threads, number, num_ranks):
+    """Every third placement, others for the next model and number of ranks, so that each model meets all of them."""
+    turns = ((make, part(PLACEMENTS, turn + number, 3)) for turn, make in enumerate(MODELS))
+    threads(num_ranks).run(assert_all_train, [(make, name) for make, names in turns for name in names])
 
 
 @on_ranks(6)
@@ -190,22 +177,6 @@ def test_a_tied_weight_is_cut_as_its_first_unit_says():
         assert model.first.weight is model.second.weight is model.third.weight
         assert isinstance(model.third.weight, RaggedDTensor) == (owner is not None)
         assert_trains(model, Tied)
-
-
-@on_ranks(2)
-def test_ignored_parameters_stay_as_they_are_beside_every_placement():
-    """The ignored ones stay plain and whole, and get the gradient of this rank alone."""
-    for name in ("flat", "rows", "whole"):
-        model, plain = chain(), chain()
-        ignored = [model[0].up.weight, model[1].down.bias]
-        for unit in (*model, model):
-            fully_shard(unit, ignored_params=set(ignored), **PLACEMENTS[name]())
-        assert model[0].up.weight is ignored[0]
-        assert model[1].down.bias is ignored[1]
-        for each in (model, plain):
-            mean_square(each, dist.get_rank(), 0).backward()
-        torch.testing.assert_close(model[0].up.weight.grad, plain[0].up.weight.grad)
-        assert type(model[0].down.weight.grad) is type(model[0].down.weight.data)
 
 
 # Without memory, and given it

@@ -32,14 +32,15 @@ class Hollow(nn.Module):
 
 
 class OnlyHollow(nn.Module):
-    """Nothing but a parameter without an element."""
+    """Nothing but parameters without an element."""
 
     def __init__(self):
         super().__init__()
         self.no_rows = nn.Parameter(torch.zeros(0, WIDTH))
+        self.no_columns = nn.Parameter(torch.zeros(3, 0))
 
     def forward(self, x):
-        return torch.cat([x, self.no_rows]) + x.mean()
+        return torch.cat([x, self.no_rows]) + x.mean() + self.no_columns.sum()
 
 
 def hollow_stack():

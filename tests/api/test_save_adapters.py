@@ -107,6 +107,7 @@ def test_peft_loads_the_same_bits(kind, way, world, tmp_path):
     world(2).run(saved_and_loaded, kind, way, str(tmp_path / "out"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["lora", "head"])
 def test_one_rank(kind, way, world, tmp_path):

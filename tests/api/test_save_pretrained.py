@@ -88,6 +88,7 @@ def test_transformers_loads_the_same_bits(kind, way, world, tmp_path):
     world(2).run(saved_and_loaded, kind, way, str(tmp_path / "out"), 4000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_other_numbers_of_ranks(num_ranks, world, tmp_path):
     world(num_ranks).run(saved_and_loaded, "llama", "shard", str(tmp_path / "out"), 4000)

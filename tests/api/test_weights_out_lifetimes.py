@@ -125,6 +125,7 @@ def test_two_models_are_read_at_once(transport):
     assert_same(list(others), plain(layers(1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 @on_ranks(2, "world")
 def test_a_rank_that_stops_alone_is_waited_for_no_longer_than_the_timeout(transport):
