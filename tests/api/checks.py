@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils.hooks import RemovableHandle
 
 from sherd import FSDPModule, SherdError, errors
 from tests.support.comparing import assert_named_close, assert_refused
@@ -98,3 +99,16 @@ def named_mesh(shape: tuple[int, ...], *names: str) -> DeviceMesh:
     # DTensor remembers earlier, equal meshes, whose groups ended with the test that made them.
     _clear_sharding_prop_cache()
     return init_device_mesh("cpu", shape, mesh_dim_names=names or None)
+
+
+def explode_in(module: nn.Module, where: str, rank: int | None = None) -> RemovableHandle:
+    """Has `module` raise a ZeroDivisionError in its "forward", or in the "backward" through its output, on one rank or
+    on all, until the hook is removed."""
+
+    def explode(*_: Any) -> None:
+        if rank in (None, dist.get_rank()):
+            raise ZeroDivisionError("the user's own mistake")
+
+    if where == "forward":
+        return module.register_forward_pre_hook(explode)
+    return module.register_forward_hook(lambda _, __, output: output.register_hook(explode) and None)

@@ -10,7 +10,7 @@ from torch import nn
 
 from sherd import Flat, Owned, fully_shard, register_fsdp_forward_method
 from sherd.errors import ModuleError, OptimizerError, PlacementError, ShardedAccessError, StateError
-from tests.api.checks import assert_trains, on_ranks, refused
+from tests.api.checks import assert_trains, explode_in, on_ranks, refused
 from tests.support.models import WIDTH, Block, build, chain, noise
 from tests.support.sharding import sharded
 from tests.support.training import made, mean_square
@@ -129,11 +129,7 @@ def test_a_weight_that_is_unsharded_can_be_read():
 @on_ranks(2)
 def test_a_unit_does_not_run_alone_after_a_failed_backward():
     model, rank = sharded(build("mlp")), dist.get_rank()
-
-    def explode(*_):
-        raise ZeroDivisionError
-
-    hook = model.blocks[1].down.register_forward_hook(lambda _, __, output: output.register_hook(explode) and None)
+    hook = explode_in(model.blocks[1].down, "backward")
     with pytest.raises(ZeroDivisionError):
         mean_square(model, rank, 0).backward()
     hook.remove()

@@ -1,6 +1,7 @@
 """Models of odd units train under every placement: no elements, more ranks than elements, tied, nested, mixed."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from sherd import Blocks, Flat, Owned, RaggedDTensor, fully_shard
 from tests.api.checks import assert_trains, on_ranks
 from tests.api.test_odd_use import Hollow, OnlyHollow
 from tests.support.comparing import assert_same, whole_params
-from tests.support.models import WIDTH, Block
+from tests.support.models import WIDTH, Block, build
 from tests.support.sharding import units_of
 from tests.support.suites import part
 from tests.support.training import made
@@ -137,33 +138,15 @@ def test_odd_units_train_on_more_ranks_than_elements():
 # Different placements side by side
 
 
-class Nest(nn.Module):
-    """Parameters of its own around another module."""
-
-    def __init__(self, inside):
-        super().__init__()
-        self.before = nn.Linear(WIDTH, 5)
-        self.inside = inside
-        self.after = nn.Linear(5, WIDTH)
-
-    def forward(self, x):
-        return x + self.after(torch.tanh(self.before(self.inside(x))))
-
-
-def nests():
-    return Nest(Nest(Nest(Nest(Block()))))
-
-
 @on_ranks(3)
 def test_nested_units_may_have_different_placements():
     """Each nested unit has another placement; `first` says which one the innermost has."""
     for first in range(5):
-        model = made(nests)
+        model = build("nested")
         kinds = itertools.islice(itertools.cycle([Flat(), None, Owned(), Blocks(3), Shard(0)]), first, None)
-        units = [module for module in model.modules() if isinstance(module, (Nest, Block))]
-        for unit, placement in zip(reversed(units), kinds, strict=False):
+        for unit, placement in zip(model.units(), kinds, strict=False):
             fully_shard(unit, placement=placement)
-        assert_trains(model, nests)
+        assert_trains(model, partial(build, "nested"))
 
 
 @on_ranks(2)

@@ -1,10 +1,12 @@
 """Tensors of `iter_full_parameters` stay the reader's own, however it goes through them, with buckets so large that
-they go straight into place."""
+they go straight into place; and they take two buckets, the largest parameter and what is sent of a bucket."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import sherd
+from bench.peak import live_bytes
 from sherd.errors import CommError, StateError
 from tests.api.checks import on_ranks
 from tests.api.test_weights_out import assert_same, plain
@@ -156,3 +159,40 @@ def test_no_bucket_is_shown_that_an_optimizer_may_have_written(transport):
     with sherd.unsharded(model, writeback=False):
         expected = [(name, value.clone()) for name, value in plain(model)]
     assert_same(list(sherd.iter_full_parameters(model, BUCKET)), expected)
+
+
+# How much is taken
+
+WIDTH = 64
+NUM_LAYERS = 12
+LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+
+
+def peak_of_reading(placement: Any, transport: str, bucket_bytes: int, large: int) -> int:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)), nn.Linear(WIDTH, large))
+    sharded(model, placement=placement, comm_policy=sherd.CommPolicy(transport=transport))
+    peaks = []
+    with live_bytes(torch.device("cpu")) as live:
+        for _ in range(2):
+            gc.collect()
+            live.forget_peak()
+            before = live.peak
+            for _, weight in sherd.iter_full_parameters(model, bucket_bytes):
+                assert weight.numel()
+            del weight
+            peaks.append(live.peak - before)
+    return peaks[-1]
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
+@pytest.mark.parametrize("placement", [None, sherd.Flat()], ids=["rows", "flat"])
+@pytest.mark.parametrize(("layers_a_bucket", "large"), [(1, WIDTH), (3, WIDTH), (2, 8 * WIDTH)])
+def test_two_buckets_and_the_largest_parameter(layers_a_bucket, large, placement, transport, world):
+    bucket, largest = layers_a_bucket * LAYER_BYTES, 4 * large * WIDTH
+    sent, slack = max(bucket, largest) // 2, 8192  # views, padding and texts
+    if transport != "shared_memory":
+        slack += bucket  # a thread of gloo lets go of the rows somewhat later than its collective ends
+    for peak in world(2).run(peak_of_reading, placement, transport, bucket, large):
+        assert 0 < peak <= 2 * bucket + largest + sent + slack
+        assert peak < NUM_LAYERS * LAYER_BYTES or large > WIDTH

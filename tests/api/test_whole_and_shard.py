@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from sherd import UnshardHandle, fully_shard, register_fsdp_forward_method
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.errors import StateError
-from tests.api.checks import assert_trains, on_ranks, refused
+from tests.api.checks import assert_trains, explode_in, on_ranks, refused
 from tests.support.comparing import assert_named_close, form, whole_grads
 from tests.support.models import VOCABULARY, WIDTH, Block, build, chain, noise, tokens
 from tests.support.sharding import sharded
@@ -147,17 +147,7 @@ def test_evaluation_leaves_the_form_that_the_user_asked_for():
 def test_the_root_alone_gives_up_what_failed_and_training_goes_on(where):
     model, rank = sharded(build("mlp")), dist.get_rank()
     model.reset_iter_state()  # nothing to give up
-    inside = model.blocks[1].down
-
-    def explode(*_):
-        raise ZeroDivisionError("the user's own mistake")
-
-    def explode_later(_, __, output):
-        output.register_hook(explode)
-
-    hook = (
-        inside.register_forward_pre_hook(explode) if where == "forward" else inside.register_forward_hook(explode_later)
-    )
+    hook = explode_in(model.blocks[1].down, where)
     with pytest.raises(ZeroDivisionError):
         mean_square(model, rank, 9).backward()
     hook.remove()
@@ -194,16 +184,9 @@ def test_reductions_stay_in_flight_until_the_last_backward():
 # set_unshard_in_backward
 
 
-class Words(nn.Module):
+def words():
     """An embedding, whose backward needs no weight, and a layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.layer(self.embed(x))
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
 def read_tokens(model, rank, step):
@@ -215,9 +198,9 @@ def read_tokens(model, rank, step):
 def test_an_embedding_need_not_be_gathered_in_backward(unshard, gathers):
     streams = RecordingStreams()
     with use_streams(streams):
-        model = sharded(made(Words), reshard_after_forward=True)
-    model.embed.set_unshard_in_backward(unshard)
-    assert_trains(model, Words, read_tokens)
+        model = sharded(made(words), reshard_after_forward=True)
+    model[0].set_unshard_in_backward(unshard)
+    assert_trains(model, words, read_tokens)
     before = streams.log.count(("gather", "run"))
     read_tokens(model, dist.get_rank(), 3).backward()
     assert streams.log.count(("gather", "run")) - before == gathers
