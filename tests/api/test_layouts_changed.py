@@ -200,24 +200,29 @@ OPTIONS = {
 }
 
 
-def trained_under_policies(options, norm_types, names):
+# Without options under each of them, else under every other one, and under the others with the next option.
+POLICIES = [
+    (options, name)
+    for number, options in enumerate(OPTIONS)
+    for name in part((*PLACEMENTS, "mixture"), number, 2 if OPTIONS[options] else 1)
+]
+
+
+def trained_under_policies(options, name, norm_types):
     options = dict(OPTIONS[options])
     if "mesh" in options:
         options["mesh"] = mesh_of(options["mesh"])
+    placement = {"shard_placement_fn": mixture} if name == "mixture" else {"placement": PLACEMENTS[name]}
     expected = with_policies(made(stack), range(dist.get_world_size()), norm_types)
-    for name in names:
-        placement = {"shard_placement_fn": mixture} if name == "mixture" else {"placement": PLACEMENTS[name]}
-        found = with_policies(sharded(made(stack), **placement, **options), [dist.get_rank()], norm_types)
-        assert_same(found, expected, name, rtol=1e-4, atol=1e-6)
+    found = with_policies(sharded(made(stack), **placement, **options), [dist.get_rank()], norm_types)
+    assert_same(found, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_accumulating_scaling_and_clipping_by_every_norm(threads, options):
+@pytest.mark.parametrize(("options", "name"), POLICIES)
+def test_accumulating_scaling_and_clipping_by_every_norm(threads, options, name):
     norm_types = (2.0, 1.0, float("inf"), float("-inf"), 0.5, 3.0, 0.0) if options == "plain" else (2.0, float("inf"))
-    # Without options under all of them, else under every other one, and under the others with the next option.
-    names = part((*PLACEMENTS, "mixture"), list(OPTIONS).index(options), 2 if OPTIONS[options] else 1)
-    ranks = threads(4 if options in ("to pairs", "replicated") else 3)
-    ranks.run(trained_under_policies, options, norm_types, names)
+    num_ranks = 4 if options in ("to pairs", "replicated") else 3
+    threads(num_ranks).run(trained_under_policies, options, name, norm_types)
 
 
 def in_low_precision(name):
@@ -281,12 +286,12 @@ def what_outlives_the_model(name, steps, options):
     return [what for what, ref in watched.items() if ref() is not None]
 
 
-def nothing_outlives():
-    for name in PLACEMENTS:
-        for steps, options in ((0, {}), (1, {"reshard_after_forward": False}), (3, {})):
-            assert what_outlives_the_model(name, steps, options) == [], (name, steps)
+def nothing_outlives(name):
+    for steps, options in ((0, {}), (1, {"reshard_after_forward": False}), (3, {})):
+        assert what_outlives_the_model(name, steps, options) == [], steps
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_nothing_outlives_the_model_under_any_placement(world, num_ranks):
-    world(num_ranks).run(nothing_outlives)
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_nothing_outlives_the_model_under_any_placement(world, name, num_ranks):
+    world(num_ranks).run(nothing_outlives, name)

@@ -130,9 +130,10 @@ def test_odd_units_train_under_every_placement(threads, number, num_ranks):
     threads(num_ranks).run(assert_all_train, [(make, name) for make, names in turns for name in names])
 
 
+@pytest.mark.parametrize("make", [tiny, thin])
 @on_ranks(6)
-def test_odd_units_train_on_more_ranks_than_elements():
-    assert_all_train(itertools.product([tiny, thin], PLACEMENTS))
+def test_odd_units_train_on_more_ranks_than_elements(make):
+    assert_all_train((make, name) for name in PLACEMENTS)
 
 
 # Different placements side by side
