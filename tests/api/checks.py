@@ -72,7 +72,7 @@ def assert_trains(model: nn.Module, make: Callable[..., nn.Module], job: Job = m
     assert_named_close(found, expected, "parameter", 1e-5, 1e-6)
 
 
-def refused(action: Callable[[], Any], kind: type[SherdError], *words: str) -> None:
+def assert_refuses(action: Callable[[], Any], kind: type[SherdError], *words: str) -> None:
     """`action` raises `kind`, which is the built-in error that goes with it too, with every one of `words`."""
     assert_refused(action, kind, ALSO[kind], *words)
 

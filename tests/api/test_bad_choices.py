@@ -8,7 +8,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from sherd import Blocks, CommPolicy, Flat, Owned, PrefetchPolicy, fully_shard, share_comm_ctx
 from sherd.errors import PlacementError, PolicyError, PolicyTypeError
-from tests.api.checks import assert_trains, named_mesh, on_ranks, refused, untouched
+from tests.api.checks import assert_refuses, assert_trains, named_mesh, on_ranks, untouched
 from tests.api.own_collectives import GatherByList, ReduceByAllReduce
 from tests.support.models import build, chain
 from tests.support.sharding import sharded
@@ -59,10 +59,12 @@ def test_a_wrong_argument_is_refused_before_anything_is_touched():
     placed = [({"shard_placement_fn": function}, PlacementError, words) for function, words in WRONG_PLACEMENTS]
     for arguments, kind, words in WRONG_ARGUMENTS + placed:
         with untouched(model):
-            refused(partial(fully_shard, model, **arguments), kind, *words)
+            assert_refuses(partial(fully_shard, model, **arguments), kind, *words)
     scalar = nn.Module()
     scalar.gain = nn.Parameter(torch.tensor(1.0))
-    refused(lambda: fully_shard(scalar, shard_placement_fn=lambda param: Shard(0)), PlacementError, "gain", "None")
+    assert_refuses(
+        lambda: fully_shard(scalar, shard_placement_fn=lambda param: Shard(0)), PlacementError, "gain", "None"
+    )
     assert_trains(fully_shard(model, placement=Flat()), chain)
 
 
@@ -100,23 +102,23 @@ WRONG_CALLS = [
 def test_a_setter_refuses_what_it_cannot_mean():
     model = sharded(chain())
     for method, args, kind, word in WRONG_CALLS:
-        refused(partial(getattr(model[0], method), *args), kind, word)
+        assert_refuses(partial(getattr(model[0], method), *args), kind, word)
     assert_trains(model, chain)
 
 
 def test_a_policy_takes_only_numbers_and_names_that_mean_something():
     for name in ("forward_depth", "backward_depth", "bytes_in_flight"):
-        refused(partial(PrefetchPolicy, **{name: -1}), PolicyError, name, "0 or more")
+        assert_refuses(partial(PrefetchPolicy, **{name: -1}), PolicyError, name, "0 or more")
         for wrong in (1.5, True):
-            refused(partial(PrefetchPolicy, **{name: wrong}), PolicyTypeError, name, "int")
+            assert_refuses(partial(PrefetchPolicy, **{name: wrong}), PolicyTypeError, name, "int")
     for name in ("forward_depth", "backward_depth"):
-        refused(partial(PrefetchPolicy, **{name: None}), PolicyTypeError, name)
+        assert_refuses(partial(PrefetchPolicy, **{name: None}), PolicyTypeError, name)
     assert PrefetchPolicy(bytes_in_flight=None).bytes_in_flight is None
     for rows in (0, -1, "2", True, None, 1.0):
-        refused(partial(Blocks, rows), PlacementError, repr(rows), "positive int")
+        assert_refuses(partial(Blocks, rows), PlacementError, repr(rows), "positive int")
     for transport in ("nccl", "", "GLOO", 3, None, ["gloo"], True):
         words = (repr(transport), "auto, torch, coalesced, gloo, shared_memory")
-        refused(partial(CommPolicy, transport), PolicyError, *words)
+        assert_refuses(partial(CommPolicy, transport), PolicyError, *words)
 
 
 # Own collectives, hooks and streams
@@ -130,7 +132,7 @@ def test_an_own_collective_for_several_kinds_of_parameters_is_refused():
         lambda: model.layers[0].set_custom_reduce_scatter(ReduceByAllReduce()),
         lambda: model.layers[0].set_all_reduce_hook(lambda reduced: None),
     ):
-        refused(call, PolicyError, "plain.weight", "other.weight", "separate units")
+        assert_refuses(call, PolicyError, "plain.weight", "other.weight", "separate units")
     assert_trains(model, partial(build, "mixed_double"))
 
 
@@ -140,8 +142,8 @@ def test_the_groups_memory_and_an_own_collective_exclude_each_other():
     model[0].set_custom_all_gather(GatherByList(waits=True))
     model[1].set_custom_reduce_scatter(ReduceByAllReduce())
     for block, name in ((model[0], "GatherByList"), (model[1], "ReduceByAllReduce")):
-        refused(partial(block.set_allocate_memory_from_process_group_for_comm, True), PolicyError, name)
-        refused(block.set_symm_mem_for_comm, PolicyError, name)
+        assert_refuses(partial(block.set_allocate_memory_from_process_group_for_comm, True), PolicyError, name)
+        assert_refuses(block.set_symm_mem_for_comm, PolicyError, name)
     assert_trains(model, chain)
 
 
@@ -157,7 +159,7 @@ def own_collectives_of(placement):
         lambda: model[0].set_custom_reduce_scatter(ReduceByAllReduce()),
         lambda: model[0].set_allocate_memory_from_process_group_for_comm(True),
     ):
-        refused(call, PolicyError, "weight", "unequal", "Flat()")
+        assert_refuses(call, PolicyError, "weight", "unequal", "Flat()")
     assert_trains(model, uneven)
 
 
@@ -179,12 +181,12 @@ def test_a_hooks_own_stream_beside_replicas_is_refused():
     model = sharded(chain(), mesh=named_mesh((1, 2), "copies", "shards"))
     model[0].set_all_reduce_hook(lambda reduced: None, stream=object())  # one replica is none
     model = sharded(chain(), mesh=named_mesh((2, 1), "copies", "shards"))
-    refused(lambda: model[0].set_all_reduce_hook(lambda reduced: None, stream=object()), PolicyError, "stream")
+    assert_refuses(lambda: model[0].set_all_reduce_hook(lambda reduced: None, stream=object()), PolicyError, "stream")
 
 
 @on_ranks(1)
 def test_streams_are_shared_among_sharded_modules_only():
     model = sharded(chain())
-    refused(lambda: share_comm_ctx([model, nn.Linear(1, 1)]), PolicyError, "Linear")
+    assert_refuses(lambda: share_comm_ctx([model, nn.Linear(1, 1)]), PolicyError, "Linear")
     share_comm_ctx([model, model[0]])
     share_comm_ctx([])

@@ -10,7 +10,7 @@ from torch import nn
 
 from sherd import Flat, Owned, fully_shard, register_fsdp_forward_method
 from sherd.errors import ModuleError, OptimizerError, PlacementError, ShardedAccessError, StateError
-from tests.api.checks import assert_trains, explode_in, on_ranks, refused
+from tests.api.checks import assert_refuses, assert_trains, explode_in, on_ranks
 from tests.support.models import WIDTH, Block, build, chain, noise
 from tests.support.sharding import sharded
 from tests.support.training import made, mean_square
@@ -46,7 +46,7 @@ def test_a_method_that_needs_whole_parameters_outside_forward_is_told_the_two_re
     expected = model.score(x).item()
     fully_shard(model)
     remedies = ("register_fsdp_forward_method", "'score'", "unshard()")
-    refused(lambda: model.score(x), ShardedAccessError, "Scores.score()", *remedies)
+    assert_refuses(lambda: model.score(x), ShardedAccessError, "Scores.score()", *remedies)
     assert model.size() == WIDTH * WIDTH + WIDTH
     assert model.double(2) == 4
     with pytest.raises(RuntimeError, match=r"^the user's own$"):
@@ -56,8 +56,8 @@ def test_a_method_that_needs_whole_parameters_outside_forward_is_told_the_two_re
     model.reshard()
     register_fsdp_forward_method(model, "score")
     assert model.score(x).item() == pytest.approx(expected, rel=1e-5)
-    refused(lambda: register_fsdp_forward_method(model, "absent"), ModuleError, "Scores", "'absent'")
-    refused(lambda: register_fsdp_forward_method(model, "training"), ModuleError, "'training'")
+    assert_refuses(lambda: register_fsdp_forward_method(model, "absent"), ModuleError, "Scores", "'absent'")
+    assert_refuses(lambda: register_fsdp_forward_method(model, "training"), ModuleError, "'training'")
 
 
 @on_ranks(2)
@@ -137,7 +137,7 @@ def test_a_unit_does_not_run_alone_after_a_failed_backward():
         lambda: model.blocks[0](noise(0, rank)),
         lambda: model.blocks[1].unshard() or model.blocks[2](noise(0, rank)),
     ):
-        refused(call, StateError, "blocks.", "Mlp", "reset_iter_state")
+        assert_refuses(call, StateError, "blocks.", "Mlp", "reset_iter_state")
     model.zero_grad()
     assert_trains(model, partial(build, "mlp"))
 
@@ -151,7 +151,7 @@ def test_shards_are_not_to_be_had_in_the_middle_of_a_forward():
         (partial(model.to, torch.float64), (".to()",)),
     ):
         hook = model.blocks[1].up.register_forward_hook(lambda *_, ask=ask: ask() and None)
-        refused(lambda: model(x), StateError, *words)
+        assert_refuses(lambda: model(x), StateError, *words)
         hook.remove()
     assert_trains(model, partial(build, "mlp"))
 
@@ -169,7 +169,7 @@ def test_a_unit_at_work_is_not_taken_under_a_new_root():
             outer(x)
 
     hook = inner.register_forward_pre_hook(call_the_outer_one)
-    refused(lambda: inner(x), StateError, "Block", "Sequential", "reset_iter_state")
+    assert_refuses(lambda: inner(x), StateError, "Block", "Sequential", "reset_iter_state")
     hook.remove()
     with torch.no_grad():
         torch.testing.assert_close(outer(x), made(Block)(x))
@@ -182,4 +182,4 @@ def test_an_optimizer_that_has_state_of_replaced_parameters_says_what_to_do():
     mean_square(model, 0, 0).backward()
     optimizer.step()
     mean_square(sharded(model), dist.get_rank(), 0).backward()
-    refused(optimizer.step, OptimizerError, "Adam", "up.weight", "after sharding")
+    assert_refuses(optimizer.step, OptimizerError, "Adam", "up.weight", "after sharding")

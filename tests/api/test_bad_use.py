@@ -24,7 +24,7 @@ from sherd.errors import (
     StateError,
     UnsupportedError,
 )
-from tests.api.checks import assert_trains, named_mesh, on_ranks, refused, untouched
+from tests.api.checks import assert_refuses, assert_trains, named_mesh, on_ranks, untouched
 from tests.support.comparing import assert_named_close, whole_params
 from tests.support.models import WIDTH, Block, build, chain, noise
 from tests.support.sharding import sharded
@@ -39,11 +39,11 @@ def test_a_container_without_forward_is_refused():
     for container in (nn.ModuleList([Block()]), nn.ModuleDict({"a": Block()})):
         name = type(container).__name__
         with untouched(model, container):
-            refused(partial(fully_shard, container), ModuleError, name, "modules inside")
-            refused(partial(fully_shard, [model, container]), ModuleError, name)
+            assert_refuses(partial(fully_shard, container), ModuleError, name, "modules inside")
+            assert_refuses(partial(fully_shard, [model, container]), ModuleError, name)
     for container in (nn.ParameterList([torch.ones(4)]), nn.ParameterDict({"a": torch.ones(4)})):
         with untouched(container):
-            refused(partial(fully_shard, container), ModuleError, type(container).__name__)
+            assert_refuses(partial(fully_shard, container), ModuleError, type(container).__name__)
     assert_trains(fully_shard(model), chain)
 
 
@@ -69,24 +69,24 @@ def test_a_container_with_a_forward_of_its_own_is_fine():
 def test_a_module_is_sharded_once():
     model = chain()
     fully_shard(model[0])
-    refused(lambda: fully_shard(model[0]), ModuleError, "Block", "already")
-    refused(lambda: fully_shard([model[1], model[0]]), ModuleError, "already")
+    assert_refuses(lambda: fully_shard(model[0]), ModuleError, "Block", "already")
+    assert_refuses(lambda: fully_shard([model[1], model[0]]), ModuleError, "already")
     assert not isinstance(model[1], FSDPModule)
-    refused(lambda: fully_shard([model[1], model[1]]), ModuleError, "twice")
-    refused(lambda: fully_shard([]), ModuleError, "empty")
+    assert_refuses(lambda: fully_shard([model[1], model[1]]), ModuleError, "twice")
+    assert_refuses(lambda: fully_shard([]), ModuleError, "empty")
     fully_shard(model)
-    refused(lambda: fully_shard(model), ModuleError, "already")
+    assert_refuses(lambda: fully_shard(model), ModuleError, "already")
     assert_trains(model, chain)
 
 
 @on_ranks(1)
 def test_what_is_no_module_or_mesh_is_refused_by_type():
     for wrong in (None, "model", [Block(), 3], torch.nn.Linear, {"a": Block()}):
-        refused(partial(fully_shard, wrong), PolicyTypeError, "module")
+        assert_refuses(partial(fully_shard, wrong), PolicyTypeError, "module")
     model, mesh = chain(), named_mesh((1,), "a")
     with untouched(model):
-        refused(lambda: fully_shard(model, mesh="cpu"), PolicyTypeError, "mesh", "str")
-        refused(lambda: fully_shard(model, mesh=mesh, dp_mesh_dims="a"), PolicyTypeError, "dp_mesh_dims", "str")
+        assert_refuses(lambda: fully_shard(model, mesh="cpu"), PolicyTypeError, "mesh", "str")
+        assert_refuses(lambda: fully_shard(model, mesh=mesh, dp_mesh_dims="a"), PolicyTypeError, "dp_mesh_dims", "str")
     assert_trains(fully_shard(model), chain)
 
 
@@ -95,8 +95,8 @@ def test_a_sharded_model_is_not_pickled_or_copied_in_part():
     model = sharded(chain())
     for module in (model, model[0], nn.Sequential(model, nn.ReLU())):
         for copied in (pickle.dumps, lambda each: torch.save(each, io.BytesIO())):
-            refused(partial(copied, module), ModuleError, "cannot be pickled", "state_dict")
-    refused(lambda: copy.copy(model), ModuleError, "copy.deepcopy")
+            assert_refuses(partial(copied, module), ModuleError, "cannot be pickled", "state_dict")
+    assert_refuses(lambda: copy.copy(model), ModuleError, "copy.deepcopy")
     assert_trains(model, chain)
 
 
@@ -109,7 +109,7 @@ def test_a_sharded_model_is_not_called_with_values_from_outside():
     computed = {name: nn.Parameter(value) * 1 for name, value in plain.items()}
     for values in (plain, computed, {name: value * 1 for name, value in model.state_dict().items()}):
         call = partial(torch.func.functional_call, model, values, (x,))
-        refused(call, UnsupportedError, "functional_call", "0.up.weight", "plain copy")
+        assert_refuses(call, UnsupportedError, "functional_call", "0.up.weight", "plain copy")
     assert_named_close(whole_params(model), before, "parameter", 0, 0)
     assert_trains(model, chain)
 
@@ -117,7 +117,7 @@ def test_a_sharded_model_is_not_called_with_values_from_outside():
 @on_ranks(1)
 def test_a_lazy_module_is_refused_until_it_has_run():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH))
-    refused(lambda: fully_shard(model), ModuleError, "1.weight has no shape yet", "run the model once")
+    assert_refuses(lambda: fully_shard(model), ModuleError, "1.weight has no shape yet", "run the model once")
 
 
 # Meshes
@@ -135,7 +135,7 @@ def test_a_mesh_of_the_wrong_shape_or_without_names_is_refused():
         (three, dims, PlacementError, ("0.up.weight", "DTensor")),
     ):
         with untouched(model):
-            refused(partial(fully_shard, model, mesh=mesh, dp_mesh_dims=named), kind, *words)
+            assert_refuses(partial(fully_shard, model, mesh=mesh, dp_mesh_dims=named), kind, *words)
     assert_trains(fully_shard(model), chain)
 
 
@@ -144,12 +144,12 @@ def test_a_rank_outside_the_mesh_is_told_so():
     mesh, model = DeviceMesh("cpu", [0]), chain()  # of rank 0 alone
     if dist.get_rank() == 1:
         with untouched(model):
-            refused(lambda: fully_shard(model, mesh=mesh), MeshError, "rank 1")
+            assert_refuses(lambda: fully_shard(model, mesh=mesh), MeshError, "rank 1")
 
 
 def test_named_axes_must_name_each_axis_once():
-    refused(DataParallelMeshDims, PolicyError, "shard", "replicate")
-    refused(lambda: DataParallelMeshDims(("a", "b"), "a"), PolicyError, "twice", "a")
+    assert_refuses(DataParallelMeshDims, PolicyError, "shard", "replicate")
+    assert_refuses(lambda: DataParallelMeshDims(("a", "b"), "a"), PolicyError, "twice", "a")
 
 
 @on_ranks(2)
@@ -163,7 +163,7 @@ def test_a_dtensor_must_be_replicated_where_it_is_to_be_sharded():
         model = nn.Linear(WIDTH, WIDTH, bias=False)
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), on, placements))
         with untouched(model):
-            refused(partial(fully_shard, model, mesh=mesh, dp_mesh_dims=dims), PlacementError, "weight", *words)
+            assert_refuses(partial(fully_shard, model, mesh=mesh, dp_mesh_dims=dims), PlacementError, "weight", *words)
 
 
 @on_ranks(2)
@@ -177,7 +177,7 @@ def test_a_transport_that_cannot_serve_the_ranks_is_refused():
             model(torch.ones(1, WIDTH))
 
         with untouched(model):
-            refused(used, MeshError, "gloo", transport, "'auto'")
+            assert_refuses(used, MeshError, "gloo", transport, "'auto'")
         fully_shard(model)(torch.ones(1, WIDTH))
 
 
@@ -192,7 +192,7 @@ def test_a_parameter_that_is_a_sum_is_not_cut_into_runs():
     for placement in (Flat(), Blocks(2), Owned()):
         with untouched(model):
             shard = partial(fully_shard, model, mesh=mesh["dp"], placement=placement)
-            refused(shard, PlacementError, "0.up.weight", "sum", "redistribute")
+            assert_refuses(shard, PlacementError, "0.up.weight", "sum", "redistribute")
 
 
 @on_ranks(2)
@@ -201,7 +201,7 @@ def test_a_plain_parameter_on_a_larger_mesh_is_refused_under_every_placement():
     for placement in (None, Flat(), Owned()):
         with untouched(model):
             options = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="dp"), "placement": placement}
-            refused(partial(fully_shard, model, **options), PlacementError, "0.up.weight", "DTensor")
+            assert_refuses(partial(fully_shard, model, **options), PlacementError, "0.up.weight", "DTensor")
 
 
 # Parameters
@@ -213,7 +213,7 @@ def test_a_parameter_of_two_units_under_two_meshes_is_refused():
     mesh, model = named_mesh((2, 2), "a", "b"), build("tied_across")
     fully_shard(model.embed, mesh=mesh["a"])
     with untouched(model.head):
-        refused(lambda: fully_shard(model.head, mesh=mesh["b"]), OwnershipError, "weight", "Embedding")
+        assert_refuses(lambda: fully_shard(model.head, mesh=mesh["b"]), OwnershipError, "weight", "Embedding")
 
 
 @on_ranks(2)
@@ -225,14 +225,14 @@ def test_a_shard_whose_unit_is_gone_is_refused():
     heir = nn.Linear(WIDTH, 2 * WIDTH)
     heir.weight = orphan
     with untouched(heir):
-        refused(lambda: fully_shard(heir), OwnershipError, "weight", "build the model anew")
+        assert_refuses(lambda: fully_shard(heir), OwnershipError, "weight", "build the model anew")
 
 
 @on_ranks(2)
 def test_parameters_on_meta_are_named_at_the_first_forward_and_can_be_filled_then():
     model = sharded(build("mlp", device="meta"))
     words = ("meta", "first.weight", "blocks.1", "to_empty", "reset_parameters")
-    refused(lambda: model(noise(0, dist.get_rank())), StateError, *words)
+    assert_refuses(lambda: model(noise(0, dist.get_rank())), StateError, *words)
     model.to_empty(device="cpu")
     model.load_state_dict(build("mlp").state_dict())
     assert all(isinstance(param, DTensor) for param in model.parameters())

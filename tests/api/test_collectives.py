@@ -168,16 +168,11 @@ def test_a_divide_factor_holds_for_one_unit_in_every_reduce_dtype(policy, setter
 # Parameters that only some ranks use
 
 
-class Fork(nn.Module):
+class Fork(nn.Sequential):
     """Two layers in one unit, of which a rank uses one."""
 
-    def __init__(self):
-        super().__init__()
-        self.left = nn.Linear(WIDTH, WIDTH)
-        self.right = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x, use_left):
-        return self.left(x) if use_left else self.right(x)
+        return self[0](x) if use_left else self[1](x)
 
 
 class Forked(nn.Module):
@@ -186,7 +181,7 @@ class Forked(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.fork = Fork()
+        self.fork = Fork(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x, use_left):
         return self.fork(torch.tanh(self.stem(x)), use_left)
@@ -211,7 +206,7 @@ def test_a_parameter_nobody_used_gets_zeros_only_when_asked_for():
         model = sharded(made(Forked))
         model.set_reduce_scatter_unused_params(setting)
         model(noise(0, dist.get_rank()), True).sum().backward()
-        grad = model.fork.right.weight.grad
+        grad = model.fork[1].weight.grad
         assert (None if grad is None else grad.full_tensor().abs().sum().item()) == expected
 
 

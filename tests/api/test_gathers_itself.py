@@ -15,7 +15,7 @@ from sherd.engine.run.seal import unit_of
 from sherd.errors import PlacementError
 from sherd.memory.sizes import sizes_of
 from sherd.schedule.moments import MemoryKind
-from tests.api.checks import on_ranks, refused, untouched
+from tests.api.checks import assert_refuses, on_ranks, untouched
 from tests.support.models.specimen import WIDTH
 from tests.support.sharding import sharded
 
@@ -139,4 +139,4 @@ def test_a_tensor_that_gathers_itself_is_not_cut_into_runs():
     for placement in (Flat(), Blocks(1), Owned()):
         with untouched(model):
             words = ("0.weight", "Halves", "Shard(0)")
-            refused(partial(fully_shard, model, placement=placement), PlacementError, *words)
+            assert_refuses(partial(fully_shard, model, placement=placement), PlacementError, *words)

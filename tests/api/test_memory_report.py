@@ -11,7 +11,7 @@ from sherd import fully_shard
 from sherd.engine.run.seal import unit_of
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError, StateError
 from sherd.memory.report import memory_report, track_memory
-from tests.api.checks import local, on_ranks, refused
+from tests.api.checks import assert_refuses, local, on_ranks
 from tests.support.models import build, shard
 
 
@@ -147,12 +147,12 @@ def test_a_unit_below_the_root_can_be_reported_on_as_well():
 @on_ranks(2)
 def test_mistakes_are_named():
     model, plain = shard(build("mlp")), nn.Linear(2, 2)
-    refused(lambda: memory_report(plain), ModuleError, "got a Linear; pass the root")
-    refused(lambda: memory_report(nn.Sequential(model)), ModuleError, "got a Sequential; pass the root")
-    refused(lambda: memory_report(model, unsynced_batches=-1), PolicyError, "expected 0 or more")
-    refused(lambda: memory_report(model, unsynced_batches=True), PolicyTypeError, "expected an int")
-    refused(track_memory(plain).__enter__, ModuleError, "track_memory expects a module")
+    assert_refuses(lambda: memory_report(plain), ModuleError, "got a Linear; pass the root")
+    assert_refuses(lambda: memory_report(nn.Sequential(model)), ModuleError, "got a Sequential; pass the root")
+    assert_refuses(lambda: memory_report(model, unsynced_batches=-1), PolicyError, "expected 0 or more")
+    assert_refuses(lambda: memory_report(model, unsynced_batches=True), PolicyTypeError, "expected an int")
+    assert_refuses(track_memory(plain).__enter__, ModuleError, "track_memory expects a module")
     on_meta = fully_shard(nn.Linear(2, 2, device="meta"))
-    refused(track_memory(on_meta).__enter__, StateError, "meta device")
+    assert_refuses(track_memory(on_meta).__enter__, StateError, "meta device")
     with track_memory(model):
-        refused(track_memory(model).__enter__, StateError, "is tracked already")
+        assert_refuses(track_memory(model).__enter__, StateError, "is tracked already")

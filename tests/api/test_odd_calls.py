@@ -26,22 +26,16 @@ def stack():
 # Outputs and inputs
 
 
-class Changes(nn.Module):
+class Changes(nn.Sequential):
     """The caller changes each block's output in place: a view, a leaf of nothing, one used twice."""
 
-    def __init__(self):
-        super().__init__()
-        self.first = Flat()
-        self.second = Flat()
-        self.third = Flat()
-
     def forward(self, x):
-        x = self.first(x)
+        x = self[0](x)
         x += 1
-        y = self.second(x)
+        y = self[1](x)
         y[0].mul_(2)
         y.add_(x)
-        z = self.third(y)
+        z = self[2](y)
         z[:, 1:] *= 0.5
         return z
 
@@ -69,37 +63,23 @@ class NewView(torch.autograd.Function):
 class EndsInNewView(nn.Linear):
     """Its output's base has no gradient function, it has."""
 
-    def __init__(self):
-        super().__init__(WIDTH, WIDTH)
-
     def forward(self, x):
         return NewView.apply(super().forward(x))
 
 
-def new_views():
-    return nn.Sequential(EndsInNewView(), EndsInNewView(), EndsInNewView())
-
-
-class Nones(nn.Module):
+class Nones(nn.Sequential):
     """One unit gives nothing, one something beside nothing."""
 
-    def __init__(self):
-        super().__init__()
-        self.quiet = Quiet()
-        self.pair = Pairs()
-
     def forward(self, x):
-        assert self.quiet(x) is None
-        nothing, out = self.pair(None, x + self.quiet.seen)
+        quiet, pairs = self
+        assert quiet(x) is None
+        nothing, out = pairs(None, x + quiet.seen)
         assert nothing is None
         return out
 
 
 class Quiet(nn.Linear):
     """Returns None, and takes no part in the loss."""
-
-    def __init__(self):
-        super().__init__(WIDTH, WIDTH)
 
     def forward(self, x):
         self.seen = super().forward(x).detach().mean()
@@ -112,16 +92,11 @@ class Pairs(Block):
         return nothing, super().forward(x)
 
 
-class ByName(nn.Module):
+class ByName(nn.Sequential):
     """Every input by name, some of them missing."""
 
-    def __init__(self):
-        super().__init__()
-        self.first = Named()
-        self.second = Named()
-
     def forward(self, *, x, scale=None):
-        return self.second(x=self.first(x=x, scale=scale))
+        return self[1](x=self[0](x=x, scale=scale))
 
 
 class Named(Block):
@@ -135,19 +110,13 @@ def by_name(model, rank, step):
     return model(x=noise(step, rank), scale=torch.tensor(0.5)).square().mean()
 
 
-class Generators(nn.Module):
+class Generators(nn.Sequential):
     """Blocks take an OrderedDict and a generator, and one gives a list of two."""
 
-    def __init__(self):
-        super().__init__()
-        self.from_dict = FromDict()
-        self.sums = Sums()
-        self.yields = Yields()
-
     def forward(self, batch):
-        x = self.from_dict(OrderedDict(batch))["x"]
-        x = self.sums(part for part in (x, x * 2))
-        return sum(self.yields(x))
+        from_dict, sums, yields = self
+        x = from_dict(OrderedDict(batch))["x"]
+        return sum(yields(sums(part for part in (x, x * 2))))
 
 
 class FromDict(Block):
@@ -175,17 +144,12 @@ def by_dict(model, rank, step):
     return model({"x": noise(step, rank).requires_grad_(), "rate": 0.5, "words": ["a"]}).square().mean()
 
 
-class Loss(nn.Module):
+class Loss(nn.Sequential):
     """A root whose output is a tuple of a loss and something without gradient, the second not used."""
 
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-        self.head = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x):
-        hidden = self.block(x)
-        return F.mse_loss(self.head(hidden), torch.zeros_like(x)), hidden.detach(), 3.0
+        hidden = self[0](x)
+        return F.mse_loss(self[1](hidden), torch.zeros_like(x)), hidden.detach(), 3.0
 
 
 def first_of_three(model, rank, step):
@@ -201,14 +165,14 @@ def changed_by_the_caller(model, rank, step):
 
 
 ODD_CALLS = {
-    "changes": (Changes, mean_square),
-    "changes_by_the_caller": (Changes, changed_by_the_caller),
+    "changes": (lambda: Changes(Flat(), Flat(), Flat()), mean_square),
+    "changes_by_the_caller": (lambda: Changes(Flat(), Flat(), Flat()), changed_by_the_caller),
     "own_output_changed": (stack, changed_by_the_caller),
-    "new_views": (new_views, mean_square),
-    "nones": (Nones, mean_square),
-    "by_name": (ByName, by_name),
-    "generators": (Generators, by_dict),
-    "loss_beside_other_things": (Loss, first_of_three),
+    "new_views": (lambda: nn.Sequential(*(EndsInNewView(WIDTH, WIDTH) for _ in range(3))), mean_square),
+    "nones": (lambda: Nones(Quiet(WIDTH, WIDTH), Pairs()), mean_square),
+    "by_name": (lambda: ByName(Named(), Named()), by_name),
+    "generators": (lambda: Generators(FromDict(), Sums(), Yields()), by_dict),
+    "loss_beside_other_things": (lambda: Loss(Block(), nn.Linear(WIDTH, WIDTH)), first_of_three),
 }
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from sherd import UnshardHandle, fully_shard, register_fsdp_forward_method
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.errors import StateError
-from tests.api.checks import assert_trains, explode_in, on_ranks, refused
+from tests.api.checks import assert_refuses, assert_trains, explode_in, on_ranks
 from tests.support.comparing import assert_named_close, form, whole_grads
 from tests.support.models import VOCABULARY, WIDTH, Block, build, chain, noise, tokens
 from tests.support.sharding import sharded
@@ -151,7 +151,7 @@ def test_the_root_alone_gives_up_what_failed_and_training_goes_on(where):
     with pytest.raises(ZeroDivisionError):
         mean_square(model, rank, 9).backward()
     hook.remove()
-    refused(model.blocks[0].reset_iter_state, StateError, "blocks.0", "root", "Mlp")
+    assert_refuses(model.blocks[0].reset_iter_state, StateError, "blocks.0", "root", "Mlp")
     model.reset_iter_state()
     assert {form(model.first), *(form(block.up) for block in model.blocks)} == {"shard"}
     model.zero_grad()
