@@ -1,4 +1,4 @@
-"""Which collectives of a user's own do tests give to a unit? They count what they are asked for."""
+"""Collectives of a user's own that tests give to a unit. They count what they are asked for."""
 
 import math
 
@@ -8,10 +8,10 @@ import torch.distributed as dist
 from sherd import AllGather, ReduceScatter
 
 
-class GatherByList(AllGather):
-    """Gathers into a list of chunks; counts what it is asked for."""
+class Counted:
+    """What was allocated, the sizes and dtype of each call, and the groups of all of them."""
 
-    def __init__(self, waits):
+    def __init__(self, waits=True):
         self.waits = waits
         self.allocated = []
         self.calls = []
@@ -21,9 +21,16 @@ class GatherByList(AllGather):
         self.allocated.append((math.prod(size), dtype))
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+    def note(self, output_tensor, input_tensor, group):
         self.calls.append((output_tensor.numel(), input_tensor.numel(), input_tensor.dtype))
         self.groups.add(id(group))
+
+
+class GatherByList(Counted, AllGather):
+    """Gathers into a list of chunks."""
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self.note(output_tensor, input_tensor, group)
         work = dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group, async_op=True)
         if async_op and not self.waits:
             return work
@@ -31,21 +38,11 @@ class GatherByList(AllGather):
         return None
 
 
-class ReduceByAllReduce(ReduceScatter):
-    """Sums everything everywhere and keeps a part; counts what it is asked for."""
-
-    def __init__(self):
-        self.allocated = []
-        self.calls = []
-        self.groups = set()
-
-    def allocate(self, size, *, dtype, device):
-        self.allocated.append((math.prod(size), dtype))
-        return torch.empty(*size, dtype=dtype, device=device)
+class ReduceByAllReduce(Counted, ReduceScatter):
+    """Sums everything everywhere and keeps a part."""
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        self.calls.append((output_tensor.numel(), input_tensor.numel(), input_tensor.dtype))
-        self.groups.add(id(group))
+        self.note(output_tensor, input_tensor, group)
         total = input_tensor.clone()
         dist.all_reduce(total, op, group)
         output_tensor.copy_(total.chunk(group.size())[group.rank()])

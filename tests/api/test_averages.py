@@ -5,21 +5,9 @@ import torch
 from torch import nn
 
 from sherd import Owned, fully_shard
-from tests.support.models import Block
-from tests.wrapper.training import seeded
-
-
-class Stack(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block(), Block()])
-        self.head = nn.Linear(8, 3)
-
-
-def shard_all(*models):
-    for model in models:
-        for unit in (*model.blocks, model):
-            fully_shard(unit, placement=Owned())
+from tests.api.checks import on_ranks
+from tests.support.models import Net
+from tests.support.training import made
 
 
 def shard_blocks(*models):
@@ -31,6 +19,12 @@ def shard_blocks(*models):
 def shard_roots(*models):
     for model in models:
         fully_shard(model, placement=Owned())
+
+
+def shard_one_by_one(*models):
+    for model in models:
+        shard_blocks(model)
+        shard_roots(model)
 
 
 def shard_by_turns(*models):
@@ -54,7 +48,7 @@ def average(student, teacher):
 
 
 def follow(shard):
-    models, plain = [seeded(Stack), seeded(Stack)], [seeded(Stack), seeded(Stack)]
+    models, plain = [made(lambda: Net(3)), made(lambda: Net(3))], [made(lambda: Net(3)), made(lambda: Net(3))]
     for student in (models[0], plain[0]):
         with torch.no_grad():
             for number, parameter in enumerate(student.parameters()):
@@ -73,7 +67,7 @@ def follow(shard):
             torch.testing.assert_close(mine.full_tensor(), other.full_tensor())
 
 
-@pytest.mark.parametrize("shard", [shard_all, shard_blocks, shard_roots, shard_by_turns])
+@pytest.mark.parametrize("shard", [shard_one_by_one, shard_blocks, shard_roots, shard_by_turns])
 def test_a_teacher_follows_its_student_under_whole(threads, shard):
     for num_ranks in (2, 3):
         threads(num_ranks).run(follow, shard)
@@ -95,30 +89,24 @@ def start_anew():
     fully_shard(nn.Linear(2, 2), placement=Owned())(torch.ones(1, 2))
 
 
-def owners():
+@on_ranks(2)
+def test_a_model_made_alike_has_the_same_owners():
     start_anew()
-    models = [seeded(Even) for _ in range(3)]
-    shard_all(*models)
+    models = [made(Even) for _ in range(3)]
+    shard_one_by_one(*models)
     first, *others = ([each.cut.first for each in model.parameters()] for model in models)
     assert all(each == first for each in others)
     loads = [sum(each.cut.local_numel(rank) for each in models[0].blocks.parameters()) for rank in range(2)]
     assert loads[0] == loads[1], "three matrices a block, on two ranks: blocks balance with each other"
 
 
-def test_a_model_made_alike_has_the_same_owners(threads):
-    threads(2).run(owners)
-
-
-def nested():
+@on_ranks(2)
+def test_nested_units_balance_over_the_blocks_of_a_model():
     """Blocks that are units around others go on balancing, for alone they do not."""
     start_anew()
-    model = seeded(Even)
+    model = made(Even)
     for block in model.blocks:
         for unit in (block[0], block[1], block[2], block):
             fully_shard(unit, placement=Owned())
     loads = [sum(each.cut.local_numel(rank) for each in model.blocks.parameters()) for rank in range(2)]
     assert loads[0] == loads[1]
-
-
-def test_nested_units_balance_over_the_blocks_of_a_model(threads):
-    threads(2).run(nested)

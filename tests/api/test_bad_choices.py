@@ -1,49 +1,18 @@
-"""Is every argument and setting that means nothing refused, and the model left usable?"""
+"""Every argument and setting that means nothing is refused, and the model is left usable."""
 
-import pytest
+from functools import partial
+
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import Partial, Replicate, Shard
 
-from sherd import (
-    FSDPModule,
-    PrefetchPolicy,
-    fully_shard,
-    share_comm_ctx,
-)
-from sherd.errors import (
-    PolicyError,
-    PolicyTypeError,
-)
+from sherd import Blocks, CommPolicy, Flat, Owned, PrefetchPolicy, fully_shard, share_comm_ctx
+from sherd.errors import PlacementError, PolicyError, PolicyTypeError
+from tests.api.checks import assert_refuses, assert_trains, named_mesh, on_ranks, untouched
 from tests.api.own_collectives import GatherByList, ReduceByAllReduce
-from tests.support.comparing import assert_refused
-from tests.support.models import Block, build, noise, shard
-from tests.support.sharding import shard_children
-from tests.support.training import Recipe, assert_all_same, assert_trained, made, mean_square, steps_sharded, train_job
-
-
-def stack():
-    return nn.Sequential(Block(), Block())
-
-
-def assert_untouched(model):
-    """No module of `model` is a unit and no parameter a shard; it can still be sharded and run."""
-    assert not any(isinstance(module, FSDPModule) for module in model.modules())
-    assert not any(isinstance(param, DTensor) for param in model.parameters())
-    fully_shard(model)
-    with torch.no_grad():
-        model(noise(0, 0))
-
-
-def mesh_of(shape, names=None):
-    _clear_sharding_prop_cache()
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-# Policies
+from tests.support.models import build, chain
+from tests.support.sharding import sharded
+from tests.support.training import made
 
 WRONG_ARGUMENTS = [
     ({"reshard_after_forward": "yes"}, PolicyTypeError, ("reshard_after_forward", "'yes'")),
@@ -55,21 +24,48 @@ WRONG_ARGUMENTS = [
     ({"offload_policy": True}, PolicyTypeError, ("offload_policy", "OffloadPolicy", "bool")),
     ({"prefetch_policy": 2}, PolicyTypeError, ("prefetch_policy", "PrefetchPolicy", "int")),
     ({"ignored_params": 3}, PolicyTypeError, ("ignored_params", "int")),
+    ({"comm_policy": "gloo"}, PolicyTypeError, ("comm_policy", "CommPolicy", "str")),
+    ({"comm_policy": CommPolicy}, PolicyTypeError, ("comm_policy", "CommPolicy")),
+    ({"placement": "flat"}, PolicyTypeError, ("placement='flat'", "Flat()")),
+    ({"placement": Flat}, PolicyTypeError, ("placement", "Flat()")),
+    ({"placement": Blocks}, PolicyTypeError, ("placement", "Blocks")),
+    ({"placement": 0}, PolicyTypeError, ("placement=0", "Flat()")),
+    ({"placement": Replicate()}, PolicyTypeError, ("placement", "Replicate")),
+    ({"placement": (Flat(),)}, PolicyTypeError, ("placement=(Flat()", "Flat()")),
+    ({"placement": lambda parameter: Flat()}, PolicyTypeError, ("placement", "function")),
+    ({"placement": Shard(2)}, PlacementError, ("0.up.weight", "Shard(2)")),
+    ({"placement": Shard(1)}, PlacementError, ("0.up.bias", "Shard(1)")),
+    ({"shard_placement_fn": Flat()}, PolicyTypeError, ("shard_placement_fn", "Flat")),
     ({"shard_placement_fn": Shard(1)}, PolicyTypeError, ("shard_placement_fn", "Shard")),
+]
+# What a `shard_placement_fn` returns.
+WRONG_PLACEMENTS = [
+    (lambda parameter: Shard(2), ("0.up.weight", "Shard(2)", "(16, 8)")),
+    (lambda parameter: Shard(-3), ("0.up.weight", "Shard(-3)")),
+    (lambda parameter: Shard(1), ("0.up.bias", "Shard(1)")),
+    (lambda parameter: Replicate(), ("0.up.weight", "Replicate()", "Shard")),
+    (lambda parameter: Partial(), ("0.up.weight", "Partial")),
+    (lambda parameter: Flat, ("0.up.weight", "Flat()")),
+    (lambda parameter: "flat", ("0.up.weight", "'flat'")),
+    (lambda parameter: 0, ("0.up.weight", "0", "Shard")),
+    (lambda parameter: 1, ("0.up.weight", "1", "Blocks(rows)")),
+    (lambda parameter: Owned() if parameter.dim() == 2 else True, ("0.up.bias", "True")),
 ]
 
 
-def wrong_argument(index):
-    model = made(stack)
-    arguments, kind, words = WRONG_ARGUMENTS[index]
-    also = TypeError if kind is PolicyTypeError else ValueError
-    assert_refused(lambda: fully_shard(model, **arguments), kind, also, *words)
-    assert_untouched(model)
-
-
-@pytest.mark.parametrize("index", range(len(WRONG_ARGUMENTS)), ids=lambda i: str(WRONG_ARGUMENTS[i][0]))
-def test_a_wrong_argument_is_refused_before_anything_is_touched(world, index):
-    world(2).run(wrong_argument, index)
+@on_ranks(2)
+def test_a_wrong_argument_is_refused_before_anything_is_touched():
+    model = chain()
+    placed = [({"shard_placement_fn": function}, PlacementError, words) for function, words in WRONG_PLACEMENTS]
+    for arguments, kind, words in WRONG_ARGUMENTS + placed:
+        with untouched(model):
+            assert_refuses(partial(fully_shard, model, **arguments), kind, *words)
+    scalar = nn.Module()
+    scalar.gain = nn.Parameter(torch.tensor(1.0))
+    assert_refuses(
+        lambda: fully_shard(scalar, shard_placement_fn=lambda param: Shard(0)), PlacementError, "gain", "None"
+    )
+    assert_trains(fully_shard(model, placement=Flat()), chain)
 
 
 WRONG_CALLS = [
@@ -102,81 +98,95 @@ WRONG_CALLS = [
 ]
 
 
-def wrong_call(index):
-    model = shard_children(made(stack))
-    method, args, kind, word = WRONG_CALLS[index]
-    also = TypeError if kind is PolicyTypeError else ValueError
-    assert_refused(lambda: getattr(model[0], method)(*args), kind, also, word)
-    return train_job(model, mean_square, steps=1)
+@on_ranks(2)
+def test_a_setter_refuses_what_it_cannot_mean():
+    model = sharded(chain())
+    for method, args, kind, word in WRONG_CALLS:
+        assert_refuses(partial(getattr(model[0], method), *args), kind, word)
+    assert_trains(model, chain)
 
 
-@pytest.mark.parametrize("index", range(len(WRONG_CALLS)), ids=lambda i: f"{WRONG_CALLS[i][0]}{WRONG_CALLS[i][1]}"[:60])
-def test_a_setter_refuses_what_it_cannot_mean(world, index):
-    world(2).run(wrong_call, index)
-
-
-def test_a_prefetch_policy_takes_numbers_from_zero_up():
+def test_a_policy_takes_only_numbers_and_names_that_mean_something():
     for name in ("forward_depth", "backward_depth", "bytes_in_flight"):
-        assert_refused(lambda n=name: PrefetchPolicy(**{n: -1}), PolicyError, ValueError, name, "0 or more")
-        assert_refused(lambda n=name: PrefetchPolicy(**{n: 1.5}), PolicyTypeError, TypeError, name, "int")
-        assert_refused(lambda n=name: PrefetchPolicy(**{n: True}), PolicyTypeError, TypeError, name, "int")
+        assert_refuses(partial(PrefetchPolicy, **{name: -1}), PolicyError, name, "0 or more")
+        for wrong in (1.5, True):
+            assert_refuses(partial(PrefetchPolicy, **{name: wrong}), PolicyTypeError, name, "int")
     for name in ("forward_depth", "backward_depth"):
-        assert_refused(lambda n=name: PrefetchPolicy(**{n: None}), PolicyTypeError, TypeError, name)
+        assert_refuses(partial(PrefetchPolicy, **{name: None}), PolicyTypeError, name)
     assert PrefetchPolicy(bytes_in_flight=None).bytes_in_flight is None
+    for rows in (0, -1, "2", True, None, 1.0):
+        assert_refuses(partial(Blocks, rows), PlacementError, repr(rows), "positive int")
+    for transport in ("nccl", "", "GLOO", 3, None, ["gloo"], True):
+        words = (repr(transport), "auto, torch, coalesced, gloo, shared_memory")
+        assert_refuses(partial(CommPolicy, transport), PolicyError, *words)
 
 
-def several_kinds():
-    model = build("mixed_double")
-    shard(model)
-    unit = model.layers[0]
+# Own collectives, hooks and streams
+
+
+@on_ranks(2)
+def test_an_own_collective_for_several_kinds_of_parameters_is_refused():
+    model = sharded(build("mixed_double"))
     for call in (
-        lambda: unit.set_custom_all_gather(GatherByList(waits=True)),
-        lambda: unit.set_custom_reduce_scatter(ReduceByAllReduce()),
-        lambda: unit.set_all_reduce_hook(lambda reduced: None),
+        lambda: model.layers[0].set_custom_all_gather(GatherByList(waits=True)),
+        lambda: model.layers[0].set_custom_reduce_scatter(ReduceByAllReduce()),
+        lambda: model.layers[0].set_all_reduce_hook(lambda reduced: None),
     ):
-        assert_refused(call, PolicyError, ValueError, "plain.weight", "other.weight", "separate units")
-    return steps_sharded(model, Recipe("mixed_double", steps=2), dist.get_rank())
+        assert_refuses(call, PolicyError, "plain.weight", "other.weight", "separate units")
+    assert_trains(model, partial(build, "mixed_double"))
 
 
-def test_an_own_collective_for_several_kinds_of_parameters_is_refused(world):
-    assert_all_same(world(2).run(several_kinds), Recipe("mixed_double", steps=2))
-
-
-def memory_beside_an_own_collective():
-    model = shard_children(made(stack))
+@on_ranks(2)
+def test_the_groups_memory_and_an_own_collective_exclude_each_other():
+    model = sharded(chain())
     model[0].set_custom_all_gather(GatherByList(waits=True))
     model[1].set_custom_reduce_scatter(ReduceByAllReduce())
     for block, name in ((model[0], "GatherByList"), (model[1], "ReduceByAllReduce")):
-        assert_refused(
-            lambda b=block: b.set_allocate_memory_from_process_group_for_comm(True), PolicyError, ValueError, name
-        )
-        assert_refused(block.set_symm_mem_for_comm, PolicyError, ValueError, name)
-    return train_job(model, mean_square)
+        assert_refuses(partial(block.set_allocate_memory_from_process_group_for_comm, True), PolicyError, name)
+        assert_refuses(block.set_symm_mem_for_comm, PolicyError, name)
+    assert_trains(model, chain)
 
 
-def test_the_groups_memory_and_an_own_collective_exclude_each_other(world):
-    assert_trained(world(2).run(memory_beside_an_own_collective), stack)
+def uneven():
+    """Wide rows, and a short vector beside them."""
+    return nn.Sequential(nn.Linear(8, 41), nn.Linear(41, 8))
 
 
-def stream_beside_replicas():
-    model = shard_children(made(stack), mesh=mesh_of((1, 2), ("copies", "shards")))
+def own_collectives_of(placement):
+    model = sharded(made(uneven), placement=placement)
+    for call in (
+        lambda: model[0].set_custom_all_gather(GatherByList(waits=True)),
+        lambda: model[0].set_custom_reduce_scatter(ReduceByAllReduce()),
+        lambda: model[0].set_allocate_memory_from_process_group_for_comm(True),
+    ):
+        assert_refuses(call, PolicyError, "weight", "unequal", "Flat()")
+    assert_trains(model, uneven)
+
+
+def test_own_collectives_are_given_equal_parts_which_whole_tensors_and_large_blocks_have_not(threads):
+    threads(2).run(own_collectives_of, Owned())
+    threads(3).run(own_collectives_of, Blocks(40))
+
+
+@on_ranks(2)
+def test_own_collectives_serve_equal_runs():
+    model = sharded(chain(), "flat")
+    model[0].set_custom_all_gather(GatherByList(waits=True))
+    model[1].set_custom_reduce_scatter(ReduceByAllReduce())
+    assert_trains(model, chain)
+
+
+@on_ranks(2)
+def test_a_hooks_own_stream_beside_replicas_is_refused():
+    model = sharded(chain(), mesh=named_mesh((1, 2), "copies", "shards"))
     model[0].set_all_reduce_hook(lambda reduced: None, stream=object())  # one replica is none
-    model = shard_children(made(stack), mesh=mesh_of((2, 1), ("copies", "shards")))
-    assert_refused(
-        lambda: model[0].set_all_reduce_hook(lambda reduced: None, stream=object()), PolicyError, ValueError, "stream"
-    )
+    model = sharded(chain(), mesh=named_mesh((2, 1), "copies", "shards"))
+    assert_refuses(lambda: model[0].set_all_reduce_hook(lambda reduced: None, stream=object()), PolicyError, "stream")
 
 
-def test_a_hooks_own_stream_beside_replicas_is_refused(world):
-    world(2).run(stream_beside_replicas)
-
-
-def shared_streams():
-    model = shard_children(made(stack))
-    assert_refused(lambda: share_comm_ctx([model, nn.Linear(1, 1)]), PolicyError, ValueError, "Linear")
+@on_ranks(1)
+def test_streams_are_shared_among_sharded_modules_only():
+    model = sharded(chain())
+    assert_refuses(lambda: share_comm_ctx([model, nn.Linear(1, 1)]), PolicyError, "Linear")
     share_comm_ctx([model, model[0]])
     share_comm_ctx([])
-
-
-def test_streams_are_shared_among_sharded_modules_only(world):
-    world(1).run(shared_streams)

@@ -1,31 +1,19 @@
-"""Does a call at the wrong moment say what to do instead, and leave the model usable?"""
+"""A call at the wrong moment says what to do instead, and leaves the model usable."""
+
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
-from sherd import (
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from sherd.errors import (
-    ModuleError,
-    OptimizerError,
-    ShardedAccessError,
-    StateError,
-)
-from tests.support.comparing import assert_refused
-from tests.support.models import WIDTH, Block, build, noise, shard
-from tests.support.sharding import shard_children
-from tests.support.training import Recipe, assert_all_same, assert_trained, made, mean_square, steps_sharded, train_job
-
-
-def stack():
-    return nn.Sequential(Block(), Block())
-
-
-# Moments
+from sherd import Flat, Owned, fully_shard, register_fsdp_forward_method
+from sherd.errors import ModuleError, OptimizerError, PlacementError, ShardedAccessError, StateError
+from tests.api.checks import assert_refuses, assert_trains, explode_in, on_ranks
+from tests.support.models import WIDTH, Block, build, chain, noise
+from tests.support.sharding import sharded
+from tests.support.training import made, mean_square
 
 
 class Scores(nn.Module):
@@ -52,19 +40,13 @@ class Scores(nn.Module):
         return 2 * x
 
 
-def methods_outside_forward():
+@on_ranks(2)
+def test_a_method_that_needs_whole_parameters_outside_forward_is_told_the_two_remedies():
     model, x = made(Scores), noise(0, 0)
     expected = model.score(x).item()
     fully_shard(model)
-    assert_refused(
-        lambda: model.score(x),
-        ShardedAccessError,
-        RuntimeError,
-        "Scores.score()",
-        "register_fsdp_forward_method",
-        "'score'",
-        "unshard()",
-    )
+    remedies = ("register_fsdp_forward_method", "'score'", "unshard()")
+    assert_refuses(lambda: model.score(x), ShardedAccessError, "Scores.score()", *remedies)
     assert model.size() == WIDTH * WIDTH + WIDTH
     assert model.double(2) == 4
     with pytest.raises(RuntimeError, match=r"^the user's own$"):
@@ -74,96 +56,111 @@ def methods_outside_forward():
     model.reshard()
     register_fsdp_forward_method(model, "score")
     assert model.score(x).item() == pytest.approx(expected, rel=1e-5)
-    assert_refused(lambda: register_fsdp_forward_method(model, "absent"), ModuleError, ValueError, "Scores", "'absent'")
-    assert_refused(lambda: register_fsdp_forward_method(model, "training"), ModuleError, ValueError, "'training'")
+    assert_refuses(lambda: register_fsdp_forward_method(model, "absent"), ModuleError, "Scores", "'absent'")
+    assert_refuses(lambda: register_fsdp_forward_method(model, "training"), ModuleError, "'training'")
 
 
-def test_a_method_that_needs_whole_parameters_outside_forward_is_told_the_two_remedies(world):
-    world(2).run(methods_outside_forward)
+@on_ranks(2)
+def test_a_module_called_past_its_unit_raises_and_the_model_stays_usable():
+    model = fully_shard(chain())
+    with pytest.raises(ShardedAccessError, match=r"0\.up\.weight"):
+        model[0].up(noise(0, dist.get_rank()))
+    assert_trains(model, chain)
 
 
-class Reads(nn.Module):
-    """A module that is no unit, below one; its own forward is called past the unit's."""
+def loss_of(hidden, weight):
+    return F.linear(hidden, weight).sum()
 
-    def __init__(self):
+
+class Net(nn.Module):
+    """`way` says past which hooks it goes."""
+
+    def __init__(self, way):
         super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.body, self.head, self.way = nn.Linear(6, 6), nn.Linear(6, 4), way
 
     def forward(self, x):
-        return self.inner(x)
+        if self.way == "past the hooks":
+            return self.head(self.body.forward(x))
+        hidden = self.body(x)
+        if self.way == "in a function":
+            return loss_of(hidden, self.head.weight)
+        if self.way == "in place of a head":
+            return F.linear(hidden, self.head.weight)
+        raise ValueError("another mistake")
 
 
-def inner_module_alone():
-    model = made(lambda: nn.Sequential(Reads(), Reads()))
-    fully_shard(model)
-    x = noise(0, dist.get_rank())
-    with pytest.raises(ShardedAccessError, match=r"0\.inner\.weight"):
-        model[0].inner(x)
-    return train_job(model, mean_square)
+@pytest.mark.parametrize(
+    ("way", "met"),
+    [
+        ("past the hooks", "body.weight, body.bias, of unit body"),
+        ("in a function", "head.weight, of unit head"),
+        ("in place of a head", "head.weight"),
+    ],
+)
+@on_ranks(2)
+def test_a_shard_met_in_forward_is_named_with_what_helps(way, met):
+    for options in ({}, {"placements": "ddp"}, {"placement": Flat()}, {"placement": Owned()}):
+        model = sharded(Net(way), **options)
+        with pytest.raises((RuntimeError, PlacementError)) as caught:
+            model(torch.ones(2, 6))
+        text = str(caught.value)
+        assert text.count("\n") == 1, f"{options}: {text}"
+        _, last = text.split("\n")
+        assert last.startswith("A shard was met where an unsharded parameter was needed: ")
+        assert met in last
+        assert last.count("module(x)") == 1
+        for remedy in ("register_fsdp_forward_method", "unshard()", "to the unit that reads it"):
+            assert remedy in last
+        model.way = None  # and the model is as it was
+        with pytest.raises(ValueError, match=r"^another mistake$"):
+            model(torch.ones(2, 6))
 
 
-def two_readers():
-    return nn.Sequential(Reads(), Reads())
+@on_ranks(2)
+def test_a_weight_that_is_unsharded_can_be_read():
+    """What the text proposes works."""
+    model = sharded(Net("in place of a head"))
+    model.head.unshard()
+    assert model(torch.ones(2, 6)).shape == (2, 4)
+    model.head.reshard()
 
 
-def test_a_module_called_past_its_unit_raises_and_the_model_stays_usable(world):
-    assert_trained(world(2).run(inner_module_alone), two_readers)
-
-
-def unit_after_a_failed_backward():
-    model, rank = shard(build("mlp")), dist.get_rank()
-
-    def explode(*_):
-        raise ZeroDivisionError
-
-    hook = model.blocks[1].down.register_forward_hook(lambda _, __, output: output.register_hook(explode) and None)
+@on_ranks(2)
+def test_a_unit_does_not_run_alone_after_a_failed_backward():
+    model, rank = sharded(build("mlp")), dist.get_rank()
+    hook = explode_in(model.blocks[1].down, "backward")
     with pytest.raises(ZeroDivisionError):
-        model.loss(model(*model.make_inputs(0, rank))).backward()
+        mean_square(model, rank, 0).backward()
     hook.remove()
     for call in (
         lambda: model.blocks[0](noise(0, rank)),
         lambda: model.blocks[1].unshard() or model.blocks[2](noise(0, rank)),
     ):
-        assert_refused(call, StateError, RuntimeError, "blocks.", "Mlp", "reset_iter_state")
+        assert_refuses(call, StateError, "blocks.", "Mlp", "reset_iter_state")
     model.zero_grad()
-    return steps_sharded(model, Recipe("mlp", steps=2), rank)
+    assert_trains(model, partial(build, "mlp"))
 
 
-def test_a_unit_does_not_run_alone_after_a_failed_backward(world):
-    assert_all_same(world(2).run(unit_after_a_failed_backward), Recipe("mlp", steps=2))
-
-
-def saved_in_the_middle():
-    model, rank = shard(build("mlp")), dist.get_rank()
-    # Of the root, which is whole at that moment, and of the block that runs.
-    for owner, other in ((model, model), (model, model.blocks[1])):
-        hook = owner.blocks[1].up.register_forward_hook(lambda *_, m=other: m.state_dict() and None)
-        assert_refused(
-            lambda: model(*model.make_inputs(0, rank)),
-            StateError,
-            RuntimeError,
-            "forward",
-            "state_dict",
-            "before or after",
-        )
+@on_ranks(2)
+def test_shards_are_not_to_be_had_in_the_middle_of_a_forward():
+    model, x = sharded(build("mlp")), noise(0, dist.get_rank())
+    for ask, words in (
+        (model.state_dict, ("forward", "state_dict", "before or after")),  # the root is whole at that moment
+        (model.blocks[1].state_dict, ("forward", "state_dict", "before or after")),
+        (partial(model.to, torch.float64), (".to()",)),
+    ):
+        hook = model.blocks[1].up.register_forward_hook(lambda *_, ask=ask: ask() and None)
+        assert_refuses(lambda: model(x), StateError, *words)
         hook.remove()
-    hook = model.blocks[1].up.register_forward_hook(lambda *_: model.to(torch.float64) and None)
-    assert_refused(lambda: model(*model.make_inputs(0, rank)), StateError, RuntimeError, ".to()")
-    hook.remove()
-    return steps_sharded(model, Recipe("mlp", steps=2), rank)
+    assert_trains(model, partial(build, "mlp"))
 
 
-def test_shards_are_not_to_be_had_in_the_middle_of_a_forward(world):
-    assert_all_same(world(2).run(saved_in_the_middle), Recipe("mlp", steps=2))
-
-
-def new_root_in_the_middle():
+@on_ranks(2)
+def test_a_unit_at_work_is_not_taken_under_a_new_root():
     """A unit's forward is under way; inside it a module around the unit becomes a root."""
-    inner = made(Block)
-    fully_shard(inner)
-    outer = nn.Sequential(inner)
-    fully_shard(outer)
-    x = noise(0, dist.get_rank())
+    inner, x = fully_shard(made(Block)), noise(0, dist.get_rank())
+    outer = fully_shard(nn.Sequential(inner))
     entered = []
 
     def call_the_outer_one(*_):
@@ -172,29 +169,17 @@ def new_root_in_the_middle():
             outer(x)
 
     hook = inner.register_forward_pre_hook(call_the_outer_one)
-    assert_refused(lambda: inner(x), StateError, RuntimeError, "Block", "Sequential", "reset_iter_state")
+    assert_refuses(lambda: inner(x), StateError, "Block", "Sequential", "reset_iter_state")
     hook.remove()
     with torch.no_grad():
-        return outer(x)
+        torch.testing.assert_close(outer(x), made(Block)(x))
 
 
-def test_a_unit_at_work_is_not_taken_under_a_new_root(world):
-    for rank, output in enumerate(world(2).run(new_root_in_the_middle)):
-        torch.testing.assert_close(output, made(Block)(noise(0, rank)).detach())
-
-
-# Optimizers
-
-
-def stale_optimizer():
-    model = made(stack)
+@on_ranks(2)
+def test_an_optimizer_that_has_state_of_replaced_parameters_says_what_to_do():
+    model = chain()
     optimizer = torch.optim.Adam(model.parameters())
     mean_square(model, 0, 0).backward()
     optimizer.step()
-    shard_children(model)
-    mean_square(model, dist.get_rank(), 0).backward()
-    assert_refused(optimizer.step, OptimizerError, RuntimeError, "Adam", "up.weight", "after sharding")
-
-
-def test_an_optimizer_that_has_state_of_replaced_parameters_says_what_to_do(world):
-    world(2).run(stale_optimizer)
+    mean_square(sharded(model), dist.get_rank(), 0).backward()
+    assert_refuses(optimizer.step, OptimizerError, "Adam", "up.weight", "after sharding")

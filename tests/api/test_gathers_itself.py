@@ -1,5 +1,6 @@
-"""Does a parameter that brings its own all-gather train as a plain one, whatever its unsharded form and gradient
-are?"""
+"""A parameter that brings its own all-gather trains as a plain one, whatever its unsharded form and gradient are."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -8,13 +9,15 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
-from sherd import Flat, fully_shard
+from sherd import Blocks, Flat, Owned, fully_shard
 from sherd._torch import local_tensor
 from sherd.engine.run.seal import unit_of
 from sherd.errors import PlacementError
 from sherd.memory.sizes import sizes_of
 from sherd.schedule.moments import MemoryKind
+from tests.api.checks import assert_refuses, on_ranks, untouched
 from tests.support.models.specimen import WIDTH
+from tests.support.sharding import sharded
 
 
 class Halves(torch.Tensor):
@@ -47,6 +50,10 @@ class Halves(torch.Tensor):
         return None if out is not None else (Halves(*gathered), gathered)
 
 
+def in_halves(values):
+    return Halves(values / 4, values * 3 / 4)
+
+
 def made(kind=lambda values: values):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(), nn.Linear(WIDTH, 3, bias=False))
@@ -73,18 +80,14 @@ def assert_same_gradients(model, plain):
     model.zero_grad()
 
 
-def subclass_gradients(reshard):
-    plain, model = made(), made(lambda values: Halves(values / 4, values * 3 / 4))
-    for module in (model[0], model[2], model):
-        fully_shard(module, reshard_after_forward=reshard)
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_gradients_of_a_kind_without_memory_are_reduced_by_their_values(reshard):
+    plain, model = made(), made(in_halves)
+    sharded(model, reshard_after_forward=reshard)
     for _ in range(2):
         assert_same_gradients(model, plain)
     assert isinstance(model[0].weight.to_local(), Halves)
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_gradients_of_a_kind_without_memory_are_reduced_by_their_values(world, reshard):
-    world(2).run(subclass_gradients, reshard)
 
 
 def give_all_gather(shard, asked):
@@ -104,30 +107,24 @@ def give_all_gather(shard, asked):
     shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
 
 
-def hooks_on_a_shard():
-    plain, model, asked = made(), made(), []
-    for module in (model[0], model[2], model):
-        fully_shard(module)
+@on_ranks(2)
+def test_a_shard_may_be_given_its_all_gather_before_the_first_forward():
+    plain, model, asked = made(), sharded(made()), []
     give_all_gather(local_tensor(model[2].weight), asked)
     for _ in range(2):
         assert_same_gradients(model, plain)
     assert len(asked) >= 2, "asked for each gather"
     assert set(asked) == {2}, "over so many ranks"
     for placement in (Shard(1), Flat()):
-        model = made()
-        fully_shard(model, placement=placement)
+        model = fully_shard(made(), placement=placement)
         give_all_gather(local_tensor(model[2].weight), [])
         with pytest.raises(PlacementError, match=r"2\.weight.*Shard\(0\)"):
             model(inputs(0))
 
 
-def test_a_shard_may_be_given_its_all_gather_before_the_first_forward(world):
-    world(2).run(hooks_on_a_shard)
-
-
-def freed_under_every_placement():
-    model = made(lambda values: Halves(values / 4, values * 3 / 4))
-    fully_shard(model, placements="zero2")
+@on_ranks(2)
+def test_a_tensor_that_gathers_itself_is_freed_and_forecast_so_where_others_are_kept():
+    model = fully_shard(made(in_halves), placements="zero2")
     model(inputs(dist.get_rank())).square().sum().backward()
     held = [each for weights in unit_of(model).weights for each in weights.held()]
     gathered = [tensor for kind, tensor in held if kind is MemoryKind.UNSHARDED]
@@ -136,5 +133,10 @@ def freed_under_every_placement():
     assert [(sizes.kept, sizes.unsharded > 0) for sizes in sizes_of(unit_of(model))] == [(0, True)] * 2
 
 
-def test_a_tensor_that_gathers_itself_is_freed_and_forecast_so_where_others_are_kept(world):
-    world(2).run(freed_under_every_placement)
+@on_ranks(2)
+def test_a_tensor_that_gathers_itself_is_not_cut_into_runs():
+    model = made(in_halves)
+    for placement in (Flat(), Blocks(1), Owned()):
+        with untouched(model):
+            words = ("0.weight", "Halves", "Shard(0)")
+            assert_refuses(partial(fully_shard, model, placement=placement), PlacementError, *words)

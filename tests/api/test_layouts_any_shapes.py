@@ -1,18 +1,20 @@
-"""Do any shapes, cut in any mixture of ways on any number of ranks, get plain gradients, norms and updates?"""
+"""Any shapes, cut in any mixture of ways on any number of ranks, get plain gradients, norms and updates."""
 
 import itertools
 import math
+from functools import partial
 
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from sherd import Blocks, Flat, Owned, RaggedDTensor, fully_shard
 from sherd.errors import PlacementError
+from tests.api.checks import on_ranks
+from tests.support.comparing import assert_same, whole
 from tests.support.suites import examples
 from tests.support.training import LR
 
@@ -63,12 +65,6 @@ def train(model, ranks, steps=2):
     return [*noted, [whole(param) for param in model.parameters()]]
 
 
-def whole(value):
-    if value is None:
-        return None
-    return (value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()).clone()
-
-
 def train_sharded(described):
     model = Held(described)
     asked = {
@@ -81,135 +77,113 @@ def train_sharded(described):
         assert isinstance(param, RaggedDTensor) == is_run, (shape, placement)
         if isinstance(placement, Owned):
             assert param.to_local().numel() in (0, param.numel())
-    return train(model, [dist.get_rank()])
+    found, expected = train(model, [dist.get_rank()]), train(Held(described), range(dist.get_world_size()))
+    assert_same(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(described=tensors, num_ranks=st.integers(1, 5))
 def test_any_mixture_of_shapes_and_placements_trains_as_in_one_process(threads, described, num_ranks):
-    expected = train(Held(described), range(num_ranks))
-    for found in threads(num_ranks).run(train_sharded, described):
-        for ours, theirs in zip(found, expected, strict=True):
-            for one, other in zip(ours, theirs, strict=True):
-                assert (one is None) == (other is None)
-                if one is not None:
-                    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    threads(num_ranks).run(train_sharded, described)
 
 
 # Optimizers and what comes with them
 
 
-def stack():
-    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6))
-
-
 def made():
-    model = stack()
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6))
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(torch.linspace(-1, 1, param.numel()).view(param.shape))
     return model
 
 
-def step(model, optimizer, rank, num_ranks=1):
-    (model(torch.full((2, 6), 0.1 * (rank + 1))).square().mean() / num_ranks).backward()
+def step(model, optimizer, ranks):
+    for rank in ranks:
+        (model(torch.full((2, 6), 0.1 * (rank + 1))).square().mean() / len(ranks)).backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model):
+    return [whole(param) for param in model.parameters()]
+
+
+def grads(model):
+    return [whole(param.grad) for param in model.parameters()]
 
 
 PLACEMENTS = [None, Flat(), Blocks(1), Owned()]
 
 
-def built_before():
-    """The optimizer holds the plain parameters, which are sharded then."""
-    results = []
-    for placement in PLACEMENTS:
-        model = made()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3)
-        fully_shard(model, placement=placement)
-        for _ in range(2):
-            step(model, optimizer, dist.get_rank())
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append([whole(param) for param in model.parameters()])
-    return results
-
-
-def test_an_optimizer_made_before_sharding_trains_every_placement(threads):
+def trained_by_an_optimizer_made_before(shard, ranks):
     model = made()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3)
+    shard(model)
     for _ in range(2):
-        for rank in range(3):
-            step(model, optimizer, rank, 3)
-        optimizer.step()
-        optimizer.zero_grad()
-    for results in threads(3).run(built_before):
-        for params in results:
-            for one, other in zip(params, model.parameters(), strict=True):
-                torch.testing.assert_close(one, other.detach(), rtol=1e-4, atol=1e-5)
+        step(model, optimizer, ranks)
+    return values(model)
+
+
+@on_ranks(3)
+def test_an_optimizer_made_before_sharding_trains_every_placement():
+    """The optimizer holds the plain parameters, which are sharded then."""
+    expected = trained_by_an_optimizer_made_before(lambda model: model, range(3))
+    for placement in PLACEMENTS:
+        found = trained_by_an_optimizer_made_before(partial(fully_shard, placement=placement), [dist.get_rank()])
+        assert_same(found, expected, str(placement), rtol=1e-4, atol=1e-5)
 
 
 def trained(placement):
-    model = made()
-    fully_shard(model, placement=placement)
+    model = fully_shard(made(), placement=placement)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3)
-    step(model, optimizer, dist.get_rank())
-    optimizer.step()
+    step(model, optimizer, [dist.get_rank()])
     return model, optimizer
 
 
-def optimizer_states_exchanged():
+@on_ranks(3)
+def test_an_optimizer_takes_the_state_of_another_layout_or_says_why_not():
     """`optimizer.load_state_dict` of every layout into every layout: the moments after the next step, or an error."""
     for placement, other in itertools.product(PLACEMENTS, PLACEMENTS):
         _, source = trained(other)
         model, optimizer = trained(placement)
         loaded = [whole(state["exp_avg"]) for state in source.state.values()]
         optimizer.load_state_dict(source.state_dict())
-        optimizer.zero_grad()
-        step(model, optimizer, dist.get_rank())
-        grads = [whole(param.grad) for param in model.parameters()]
+        step(model, None, [dist.get_rank()])
         try:
             optimizer.step()
         except PlacementError:
             assert placement != other
             continue
-        for param, before, grad in zip(model.parameters(), loaded, grads, strict=True):
+        for param, before, grad in zip(model.parameters(), loaded, grads(model), strict=True):
             torch.testing.assert_close(whole(optimizer.state[param]["exp_avg"]), 0.9 * before + 0.1 * grad)
 
 
-def test_an_optimizer_takes_the_state_of_another_layout_or_says_why_not(threads):
-    threads(3).run(optimizer_states_exchanged)
-
-
-def clipped_by_value():
+@on_ranks(3)
+def test_gradients_are_clipped_by_value_and_by_a_known_norm():
     for placement in PLACEMENTS:
-        model = made()
-        fully_shard(model, placement=placement)
-        step(model, None, dist.get_rank())
-        grads = [whole(param.grad) for param in model.parameters()]
+        model = fully_shard(made(), placement=placement)
+        step(model, None, [dist.get_rank()])
+        before = grads(model)
         total = nn.utils.get_total_norm([param.grad for param in model.parameters()])
-        torch.testing.assert_close(whole(total), torch.cat([grad.flatten() for grad in grads]).norm())
+        torch.testing.assert_close(whole(total), torch.cat([grad.flatten() for grad in before]).norm())
         nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        for param, grad in zip(model.parameters(), grads, strict=True):
-            torch.testing.assert_close(whole(param.grad), grad.clamp(-0.01, 0.01))
+        clipped = [grad.clamp(-0.01, 0.01) for grad in before]
+        assert_same(grads(model), clipped, rtol=1e-5, atol=1e-6)
         nn.utils.clip_grads_with_norm_(model.parameters(), 0.001, total)
+        scale = min(1.0, 0.001 / (whole(total).item() + 1e-6))
+        assert_same(grads(model), [grad * scale for grad in clipped], rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_are_clipped_by_value_and_by_a_known_norm(threads):
-    threads(3).run(clipped_by_value)
-
-
-@pytest.mark.parametrize("placement", [Flat(), Blocks(2), Owned()], ids=str)
-def test_a_list_of_modules_is_one_unit_of_one_placement(threads, placement):
-    def one_unit():
+@on_ranks(2)
+def test_a_list_of_modules_is_one_unit_of_one_placement():
+    plain = made()
+    step(plain, None, range(2))
+    for placement in (Flat(), Blocks(2), Owned()):
         model = made()
         fully_shard([model[0], model[1]], placement=placement)
         fully_shard(model)
         assert all(isinstance(param, RaggedDTensor) for param in model.parameters())
-        step(model, None, dist.get_rank())
-        return [whole(param.grad) for param in model.parameters()]
-
-    plain = made()
-    for rank in range(2):
-        step(plain, None, rank, 2)
-    for grads in threads(2).run(one_unit):
-        for one, other in zip(grads, plain.parameters(), strict=True):
-            torch.testing.assert_close(one, other.grad)
+        step(model, None, [dist.get_rank()])
+        assert_same(grads(model), grads(plain), str(placement), rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""May a model change after it was sharded: frozen and thawed, other dtypes, deep copies, whole and back by hand?"""
+"""A model may change after it was sharded: frozen and thawed, other dtypes, deep copies, whole and back by hand."""
 
 import copy
 import gc
@@ -10,12 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from sherd import Blocks, CPUOffloadPolicy, Flat, FSDPModule, MixedPrecisionPolicy, Owned, RaggedDTensor, fully_shard
-from tests.support.comparing import assert_named_close, whole_grads, whole_params
+from sherd import Blocks, CPUOffloadPolicy, Flat, FSDPModule, MixedPrecisionPolicy, Owned, RaggedDTensor
+from tests.api.checks import assert_trains, on_ranks
+from tests.support.comparing import assert_named_close, assert_same, whole, whole_grads, whole_params
 from tests.support.meshes import mesh_of
-from tests.support.models import WIDTH, Block, noise
+from tests.support.models import WIDTH, Block, chain, noise
+from tests.support.sharding import sharded
 from tests.support.suites import part
-from tests.support.training import LR, assert_trained, made, mean_square, train_job
+from tests.support.training import LR, made, mean_square, train_job
 
 PLACEMENTS = {"chunks": None, "flat": Flat(), "rows": Blocks(1), "blocks": Blocks(3), "whole": Owned()}
 
@@ -24,12 +26,8 @@ def stack():
     return nn.Sequential(Block(), Block(WIDTH, 7), Block())
 
 
-def sharded(placement, make=stack, **options):
-    """Each child a unit, and the root."""
-    model = made(make)
-    for unit in (*model.children(), model):
-        fully_shard(unit, placement=PLACEMENTS[placement], **options)
-    return model
+def placed(placement, **options):
+    return sharded(made(stack), placement=PLACEMENTS[placement], **options)
 
 
 # Frozen and thawed
@@ -61,53 +59,39 @@ def freeze_and_thaw(model, ranks, cast):
     return losses, whole_params(model)
 
 
-def freeze_sharded(cast):
-    ranks = [dist.get_rank()]
-    return {name: freeze_and_thaw(sharded(name), ranks, cast) for name in PLACEMENTS}
+def frozen_and_thawed(cast):
+    ranks = range(dist.get_world_size())
+    _, expected = freeze_and_thaw(made(stack), ranks, cast)
+    for name in PLACEMENTS:
+        _, found = freeze_and_thaw(placed(name), [dist.get_rank()], cast)
+        assert_named_close(found, expected, f"{name}: parameter", 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize(("num_ranks", "cast"), [(2, False), (3, True)], ids=["kept", "cast"])
-def test_half_of_a_unit_may_be_frozen_cast_trained_and_thawed(world, num_ranks, cast):
-    _, expected = freeze_and_thaw(made(stack), range(num_ranks), cast)
-    for run in world(num_ranks).run(freeze_sharded, cast):
-        for name in PLACEMENTS:
-            assert_named_close(run[name][1], expected, f"{name}: parameter", 1e-5, 1e-6)
+def test_half_of_a_unit_may_be_frozen_cast_trained_and_thawed(threads, num_ranks, cast):
+    threads(num_ranks).run(frozen_and_thawed, cast)
 
 
-def half_frozen():
-    model = nn.Sequential(Block(), Block())
-    for param in half(model):
-        param.requires_grad_(False)
-    return model
-
-
-def thawed():
+@on_ranks(3)
+def test_what_was_sharded_frozen_may_be_thawed():
     """Sharded while half was frozen, so in two plans; thawed, they have one dtype and still two."""
-    found = {}
-    for name in PLACEMENTS:
-        model = sharded(name, half_frozen).requires_grad_(True)
+    for placement in PLACEMENTS.values():
+        model = chain()
+        for param in half(model):
+            param.requires_grad_(False)
+        sharded(model, placement=placement).requires_grad_(True)
         model.to(torch.float64).to(torch.float32)
-        found[name] = train_job(model, mean_square)
-    return found
-
-
-def all_trainable():
-    return half_frozen().requires_grad_(True)
-
-
-def test_what_was_sharded_frozen_may_be_thawed(world):
-    runs = world(3).run(thawed)
-    for name in PLACEMENTS:
-        assert_trained([run[name] for run in runs], all_trainable)
+        assert_trains(model, chain)
 
 
 # Other dtypes and places
 
 
-def cast_and_back():
+@on_ranks(3)
+def test_pieces_stay_the_same_in_every_dtype():
     """Every way to change a dtype, and `.to("cpu")`; each piece stays where it was."""
     for name in PLACEMENTS:
-        model = sharded(name)
+        model = placed(name)
         mean_square(model, dist.get_rank(), 0).backward()
         model.zero_grad()
         before = [(param.to_local().clone(), param.placements) for param in model.parameters()]
@@ -130,14 +114,11 @@ def cast_and_back():
         optimizer.step()
 
 
-def test_pieces_stay_the_same_in_every_dtype(world):
-    world(3).run(cast_and_back)
-
-
-def deep_copies():
+@on_ranks(2)
+def test_parameters_may_be_deep_copied():
     """A copy is nobody's shard: stepping it moves nothing."""
     for name in PLACEMENTS:
-        model = sharded(name)
+        model = placed(name)
         before = whole_params(model)
         copies = copy.deepcopy(list(model.parameters()))
         for param, each in zip(model.parameters(), copies, strict=True):
@@ -149,17 +130,13 @@ def deep_copies():
         assert_named_close(whole_params(model), before, "parameter", 0, 0)
 
 
-def test_parameters_may_be_deep_copied(world):
-    world(2).run(deep_copies)
-
-
 # Whole and back, by hand
 
 
 def by_hand():
     plain = made(stack)
     for name in PLACEMENTS:
-        model = sharded(name)
+        model = placed(name)
         for again in range(2):
             model[1].unshard()
             for ours, theirs in zip(model[1].parameters(), plain[1].parameters(), strict=True):
@@ -175,15 +152,12 @@ def by_hand():
             assert all(isinstance(param, DTensor) for param in model.parameters()), again
 
 
-def test_whole_parameters_are_read_by_hand(world):
+def test_whole_parameters_are_read_by_hand(threads):
     for num_ranks in (1, 3):
-        world(num_ranks).run(by_hand)
+        threads(num_ranks).run(by_hand)
 
 
 # Policies
-
-
-NORMS = {"plain": (2.0, 1.0, float("inf"), float("-inf"), 0.5, 3.0, 0.0)}
 
 
 def with_policies(model, ranks, norm_types):
@@ -200,13 +174,14 @@ def with_policies(model, ranks, norm_types):
                 scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type, foreach=(None, True, False)[step % 3])
-        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+        norms.append(whole(norm).item())
         if step == len(norm_types) - 1:  # what those before were is in the parameters
             grads = whole_grads(model)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    return norms, grads, whole_params(model), scaler.get_scale()
+    assert scaler.get_scale() == 4.0 * 2 ** (len(norm_types) // 2)
+    return norms, grads, whole_params(model)
 
 
 def mixture(parameter):
@@ -225,41 +200,35 @@ OPTIONS = {
 }
 
 
-def train_with(options, norm_types, names):
-    found = {}
+# Without options under each of them, else under every other one, and under the others with the next option.
+POLICIES = [
+    (options, name)
+    for number, options in enumerate(OPTIONS)
+    for name in part((*PLACEMENTS, "mixture"), number, 2 if OPTIONS[options] else 1)
+]
+
+
+def trained_under_policies(options, name, norm_types):
     options = dict(OPTIONS[options])
     if "mesh" in options:
         options["mesh"] = mesh_of(options["mesh"])
-    for name in names:
-        if name == "mixture":
-            model = made(stack)
-            for unit in (*model, model):
-                fully_shard(unit, shard_placement_fn=mixture, **options)
-        else:
-            model = sharded(name, **options)
-        found[name] = with_policies(model, [dist.get_rank()], norm_types)
-    return found
+    placement = {"shard_placement_fn": mixture} if name == "mixture" else {"placement": PLACEMENTS[name]}
+    expected = with_policies(made(stack), range(dist.get_world_size()), norm_types)
+    found = with_policies(sharded(made(stack), **placement, **options), [dist.get_rank()], norm_types)
+    assert_same(found, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_accumulating_scaling_and_clipping_by_every_norm(world, options):
-    norm_types = NORMS.get(options, (2.0, float("inf")))
+@pytest.mark.parametrize(("options", "name"), POLICIES)
+def test_accumulating_scaling_and_clipping_by_every_norm(threads, options, name):
+    norm_types = (2.0, 1.0, float("inf"), float("-inf"), 0.5, 3.0, 0.0) if options == "plain" else (2.0, float("inf"))
     num_ranks = 4 if options in ("to pairs", "replicated") else 3
-    norms, grads, params, scale = with_policies(made(stack), range(num_ranks), norm_types)
-    # Without options under all of them, else under every other one, and under the others with the next option.
-    names = part((*PLACEMENTS, "mixture"), list(OPTIONS).index(options), 2 if OPTIONS[options] else 1)
-    for run in world(num_ranks).run(train_with, options, norm_types, names):
-        for name, found in run.items():
-            torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(norms), rtol=1e-4, atol=1e-6, msg=name)
-            assert_named_close(found[1], grads, f"{name}: gradient", 1e-4, 1e-6)
-            assert_named_close(found[2], params, f"{name}: parameter", 1e-4, 1e-6)
-            assert found[3] == scale
+    threads(num_ranks).run(trained_under_policies, options, name, norm_types)
 
 
 def in_low_precision(name):
     """bfloat16 compute, float32 reduction, over a mixture of units."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    model = sharded(name, mp_policy=policy)
+    model = placed(name, mp_policy=policy)
     seen = []
     model[1].register_forward_pre_hook(lambda module, args: seen.append((args[0].dtype, module.up.weight.dtype)))
     params = train_job(model, mean_square, 1)
@@ -268,17 +237,18 @@ def in_low_precision(name):
     return params
 
 
-def test_low_precision_gives_the_same_under_every_placement(world):
-    expected = world(2).run(in_low_precision, "chunks")[0]
+@on_ranks(2)
+def test_low_precision_gives_the_same_under_every_placement():
+    expected = in_low_precision("chunks")
     for name in ("flat", "rows", "blocks", "whole"):
-        for found in world(2).run(in_low_precision, name):
-            assert_named_close(found, expected, name, 0, 0)
+        assert_same(in_low_precision(name), expected, name)
 
 
-def overflow():
+@on_ranks(3)
+def test_an_overflow_skips_the_step_under_every_placement():
     """Infinity in one rank's gradient skips the step everywhere, whoever holds the element."""
     for name in PLACEMENTS:
-        model = sharded(name)
+        model = placed(name)
         before = whole_params(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -290,16 +260,12 @@ def overflow():
         assert_named_close(whole_params(model), before, name, 0, 0)
 
 
-def test_an_overflow_skips_the_step_under_every_placement(world):
-    world(3).run(overflow)
-
-
 # Memory
 
 
 def what_outlives_the_model(name, steps, options):
     """Names of shards, gradients, unsharded parameters and units that live on after the model."""
-    model = sharded(name, **options)
+    model = placed(name, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     seen = {}
     for module in model.modules():
@@ -320,16 +286,12 @@ def what_outlives_the_model(name, steps, options):
     return [what for what, ref in watched.items() if ref() is not None]
 
 
-def outliving():
-    kept = {"reshard_after_forward": False}
-    return {
-        (name, steps): found
-        for name in PLACEMENTS
-        for steps, options in ((0, {}), (1, kept), (3, {}))
-        if (found := what_outlives_the_model(name, steps, options))
-    }
+def nothing_outlives(name):
+    for steps, options in ((0, {}), (1, {"reshard_after_forward": False}), (3, {})):
+        assert what_outlives_the_model(name, steps, options) == [], steps
 
 
-def test_nothing_outlives_the_model_under_any_placement(world):
-    for num_ranks in (1, 2):
-        assert world(num_ranks).run(outliving) == [{}] * num_ranks
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_nothing_outlives_the_model_under_any_placement(world, name, num_ranks):
+    world(num_ranks).run(nothing_outlives, name)

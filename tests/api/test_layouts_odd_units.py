@@ -1,30 +1,32 @@
-"""Do models of odd units train under every placement: no elements, more ranks than elements, tied, nested, mixed?"""
+"""Models of odd units train under every placement: no elements, more ranks than elements, tied, nested, mixed."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from sherd import Blocks, Flat, Owned, RaggedDTensor, fully_shard
-from tests.api.test_odd_use import Hollow
-from tests.support.comparing import assert_named_close
-from tests.support.models import WIDTH, Block
+from tests.api.checks import assert_trains, on_ranks
+from tests.api.test_odd_use import Hollow, OnlyHollow
+from tests.support.comparing import assert_same, whole_params
+from tests.support.models import WIDTH, Block, build
+from tests.support.sharding import units_of
 from tests.support.suites import part
-from tests.support.training import assert_trained, made, mean_square, train_job, train_job_plain
-
-
-def by_turns(parameter, turns=None):
-    """Placements in the order in which parameters are met; no dim 1 where there is none."""
-    chosen = next(turns)
-    return None if isinstance(chosen, Shard) and parameter.dim() < 2 else chosen
+from tests.support.training import made
 
 
 def in_turns(*placements):
+    """Placements in the order in which parameters are met; no dim 1 where there is none."""
     turns = itertools.cycle(placements)
-    return lambda parameter: by_turns(parameter, turns)
+
+    def placement_of(parameter):
+        chosen = next(turns)
+        return None if isinstance(chosen, Shard) and parameter.dim() < 2 else chosen
+
+    return placement_of
 
 
 PLACEMENTS = {
@@ -38,16 +40,10 @@ PLACEMENTS = {
 """By name, the arguments of `fully_shard`; made anew for each unit, so that each begins its turns anew."""
 
 
-class OnlyHollow(nn.Module):
-    """Nothing but parameters without an element."""
-
-    def __init__(self):
-        super().__init__()
-        self.no_rows = nn.Parameter(torch.zeros(0, WIDTH))
-        self.no_columns = nn.Parameter(torch.zeros(3, 0))
-
-    def forward(self, x):
-        return torch.cat([x, self.no_rows]) + x.mean() + self.no_columns.sum()
+def placed(model, name):
+    for unit in units_of(model):
+        fully_shard(unit, **PLACEMENTS[name]())
+    return model
 
 
 class Scalars(nn.Module):
@@ -122,121 +118,65 @@ def thin():
 MODELS = [hollow, tiny, two_dtypes, thin, Tied]
 
 
-def train_all(cases):
-    """By model and placement, the unsharded parameters after training."""
-    found = {}
+def assert_all_train(cases):
     for make, name in cases:
-        model = made(make)
-        for unit in (*model.children(), model):
-            fully_shard(unit, **PLACEMENTS[name]())
-        found[make, name] = train_job(model, mean_square, 2)
-    return found
+        assert_trains(placed(made(make), name), make, steps=2)
 
 
-def assert_all_trained(ranks, cases):
-    runs = ranks.run(train_all, cases, timeout=120)
-    expected = {make: train_job_plain(made(make), mean_square, len(runs), 2) for make in {make for make, _ in cases}}
-    for run, (make, name) in itertools.product(runs, cases):
-        assert_named_close(run[make, name], expected[make], f"{make.__name__}, {name}: parameter", 1e-5, 1e-6)
+@pytest.mark.parametrize(("number", "num_ranks"), [(0, 1), (1, 2), (2, 4)])
+def test_odd_units_train_under_every_placement(threads, number, num_ranks):
+    """Every third placement, others for the next model and number of ranks, so that each model meets all of them."""
+    turns = ((make, part(PLACEMENTS, turn + number, 3)) for turn, make in enumerate(MODELS))
+    threads(num_ranks).run(assert_all_train, [(make, name) for make, names in turns for name in names])
 
 
-def test_odd_units_train_under_every_placement(world):
-    """On one, two and four ranks in turns, so that each model and each placement is trained on all."""
-    for number, num_ranks in enumerate((1, 2, 4)):
-        turns = ((make, part(PLACEMENTS, turn + number, 3)) for turn, make in enumerate(MODELS))
-        assert_all_trained(world(num_ranks), [(make, name) for make, names in turns for name in names])
-
-
-def test_odd_units_train_on_more_ranks_than_elements(threads):
-    assert_all_trained(threads(6), list(itertools.product([tiny, thin], PLACEMENTS)))
+@pytest.mark.parametrize("make", [tiny, thin])
+@on_ranks(6)
+def test_odd_units_train_on_more_ranks_than_elements(make):
+    assert_all_train((make, name) for name in PLACEMENTS)
 
 
 # Different placements side by side
 
 
-class Nest(nn.Module):
-    """Parameters of its own around another module."""
-
-    def __init__(self, inside):
-        super().__init__()
-        self.before = nn.Linear(WIDTH, 5)
-        self.inside = inside
-        self.after = nn.Linear(5, WIDTH)
-
-    def forward(self, x):
-        return x + self.after(torch.tanh(self.before(self.inside(x))))
-
-
-def nests():
-    return Nest(Nest(Nest(Nest(Block()))))
-
-
-def train_nests(first):
+@on_ranks(3)
+def test_nested_units_may_have_different_placements():
     """Each nested unit has another placement; `first` says which one the innermost has."""
-    model = made(nests)
-    kinds = itertools.islice(itertools.cycle([Flat(), None, Owned(), Blocks(3), Shard(0)]), first, None)
-    units = [module for module in model.modules() if isinstance(module, (Nest, Block))]
-    for unit, placement in zip(reversed(units), kinds, strict=False):
-        fully_shard(unit, placement=placement)
-    return train_job(model, mean_square)
-
-
-def test_nested_units_may_have_different_placements(world):
     for first in range(5):
-        assert_trained(world(3).run(train_nests, first), nests)
+        model = build("nested")
+        kinds = itertools.islice(itertools.cycle([Flat(), None, Owned(), Blocks(3), Shard(0)]), first, None)
+        for unit, placement in zip(model.units(), kinds, strict=False):
+            fully_shard(unit, placement=placement)
+        assert_trains(model, partial(build, "nested"))
 
 
-def train_tied(owner, user):
+@on_ranks(2)
+def test_a_tied_weight_is_cut_as_its_first_unit_says():
     """The weight belongs to the first unit, whatever the others say."""
-    model = made(Tied)
-    fully_shard(model.first, placement=owner)
-    for unit in (model.second, model.third, model):
-        fully_shard(unit, placement=user)
-    assert model.first.weight is model.second.weight is model.third.weight
-    assert isinstance(model.third.weight, RaggedDTensor) == (owner is not None)
-    return train_job(model, mean_square)
-
-
-@pytest.mark.parametrize(
-    ("owner", "user"), [(Flat(), Owned()), (None, Flat()), (Owned(), None), (Blocks(3), Flat())], ids=str
-)
-def test_a_tied_weight_is_cut_as_its_first_unit_says(world, owner, user):
-    assert_trained(world(2).run(train_tied, owner, user), Tied)
-
-
-def two_blocks():
-    return nn.Sequential(Block(), Block())
-
-
-def train_beside_ignored(name):
-    """The ignored ones stay plain and whole, and get the gradient of this rank alone."""
-    model = made(two_blocks)
-    ignored = {model[0].up.weight, model[1].down.bias}
-    for unit in (*model, model):
-        fully_shard(unit, ignored_params=ignored, **PLACEMENTS[name]())
-    assert {id(each) for each in (model[0].up.weight, model[1].down.bias)} == {id(each) for each in ignored}
-    mean_square(model, dist.get_rank(), 0).backward()
-    plain = made(two_blocks)
-    mean_square(plain, dist.get_rank(), 0).backward()
-    torch.testing.assert_close(model[0].up.weight.grad, plain[0].up.weight.grad)
-    assert type(model[0].down.weight.grad) is type(model[0].down.weight.data)
-
-
-def test_ignored_parameters_stay_as_they_are_beside_every_placement(world):
-    for name in ("flat", "rows", "whole"):
-        world(2).run(train_beside_ignored, name)
+    for owner, user in ((Flat(), Owned()), (None, Flat()), (Owned(), None), (Blocks(3), Flat())):
+        model = made(Tied)
+        fully_shard(model.first, placement=owner)
+        for unit in (model.second, model.third, model):
+            fully_shard(unit, placement=user)
+        assert model.first.weight is model.second.weight is model.third.weight
+        assert isinstance(model.third.weight, RaggedDTensor) == (owner is not None)
+        assert_trains(model, Tied)
 
 
 # Without memory, and given it
 
 
-def from_meta(how):
-    found = {}
-    for name, options in PLACEMENTS.items():
+def small():
+    return nn.Sequential(Scalars(), nn.Linear(WIDTH, 5), Block(5, 7), nn.Linear(5, WIDTH))
+
+
+@pytest.mark.parametrize("how", ["load", "copy"])
+@on_ranks(3)
+def test_models_without_memory_are_given_it_and_train(how):
+    for name in PLACEMENTS:
         with torch.device("meta"):
-            model = nn.Sequential(Scalars(), nn.Linear(WIDTH, 5), Block(5, 7), nn.Linear(5, WIDTH))
-        for unit in (*model, model):
-            fully_shard(unit, **options())
+            model = small()
+        placed(model, name)
         assert all(each.is_meta and each.to_local().is_meta for each in model.parameters())
         model.to_empty(device="cpu")
         if how == "load":
@@ -245,41 +185,26 @@ def from_meta(how):
             for theirs, ours in zip(made(small).parameters(), model.parameters(), strict=True):
                 with torch.no_grad():
                     ours.copy_(theirs if isinstance(ours, RaggedDTensor) else placed_like(theirs, ours))
-        found[name] = train_job(model, mean_square, 2)
-    return found
+        assert_trains(model, small, steps=2)
 
 
 def placed_like(value, shard):
     return distribute_tensor(value.detach(), shard.device_mesh, shard.placements)
 
 
-def small():
-    return nn.Sequential(Scalars(), nn.Linear(WIDTH, 5), Block(5, 7), nn.Linear(5, WIDTH))
+def resettable():
+    return nn.Sequential(nn.Linear(WIDTH, 5), nn.LayerNorm(5), nn.Linear(5, WIDTH), nn.Embedding(7, 3))
 
 
-@pytest.mark.parametrize("how", ["load", "copy"])
-def test_models_without_memory_are_given_it_and_train(world, how):
-    runs = world(3).run(from_meta, how)
-    expected = train_job_plain(made(small), mean_square, 3, 2)
-    for run, name in itertools.product(runs, PLACEMENTS):
-        assert_named_close(run[name], expected, f"{name}: parameter", 1e-5, 1e-6)
-
-
-def reset():
+@on_ranks(2, "world")
+def test_layers_reset_themselves_to_what_one_process_would_draw():
     """Each rank draws the numbers of the whole tensor: what the same seed gives a plain model."""
     for name in ("flat", "rows", "whole"):
         with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(WIDTH, 5), nn.LayerNorm(5), nn.Linear(5, WIDTH), nn.Embedding(7, 3))
+            model = resettable()
         fully_shard(model, **PLACEMENTS[name]())
         model.to_empty(device="cpu")
         torch.manual_seed(3)
         for module in model:
             module.reset_parameters()
-        torch.manual_seed(3)
-        plain = nn.Sequential(nn.Linear(WIDTH, 5), nn.LayerNorm(5), nn.Linear(5, WIDTH), nn.Embedding(7, 3))
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours.full_tensor(), theirs.detach(), rtol=0, atol=0)
-
-
-def test_layers_reset_themselves_to_what_one_process_would_draw(world):
-    world(2).run(reset)
+        assert_same(whole_params(model), whole_params(made(resettable, 3)))

@@ -1,4 +1,4 @@
-"""Does the memory report name every buffer, add up, and refuse what it cannot report on?"""
+"""The memory report names every buffer, adds up, and refuses what it cannot report on."""
 
 import gc
 import weakref
@@ -9,10 +9,10 @@ from torch import nn
 
 from sherd import fully_shard
 from sherd.engine.run.seal import unit_of
-from sherd.errors import ModuleError, PolicyError, StateError
+from sherd.errors import ModuleError, PolicyError, PolicyTypeError, StateError
 from sherd.memory.report import memory_report, track_memory
+from tests.api.checks import assert_refuses, local, on_ranks
 from tests.support.models import build, shard
-from tests.support.ranks import RanksFailed
 
 
 def step(model):
@@ -31,44 +31,36 @@ def peak_of_units(report):
     return sum(row.at_peak for row in report.rows if row.unit != "(all units)")
 
 
-def life_of_a_model():
+@on_ranks(2, "world")
+def test_what_is_allocated_now_follows_the_model_through_its_life():
     """What is allocated as a model is built, stepped and cleared, beside what its tensors say."""
+    # Buffers are padded, and a sum that is a gradient has flags behind it, so they are a little larger.
     model = shard(build("mlp"))
-    seen = [by_kind(memory_report(model))]
     optimizer = torch.optim.AdamW(model.parameters())
+    built = by_kind(memory_report(model))
+    shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    assert set(built) == {"shards"}
+    assert shards <= built["shards"] <= 1.5 * shards
     step(model)
-    seen.append(by_kind(memory_report(model)))
+    stepped = by_kind(memory_report(model))
+    assert set(stepped) == {"shards", "gradients"}
+    assert shards <= stepped["gradients"] <= 1.5 * shards
     optimizer.step()
-    seen.append(by_kind(memory_report(model, optimizer)))
+    states = [local(each) for values in optimizer.state.values() for each in values.values()]
+    state = sum(each.nbytes for each in states)
+    assert by_kind(memory_report(model, optimizer)) == stepped | {"optimizer state": state}
     optimizer.zero_grad()
-    seen.append(by_kind(memory_report(model)))
+    assert by_kind(memory_report(model)) == built
     model.blocks[0].unshard()
     whole = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
-    seen.append(by_kind(memory_report(model)))
-    model.blocks[0].reshard()
-    shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
-    state = sum(
-        each.to_local().nbytes if hasattr(each, "to_local") else each.nbytes
-        for values in optimizer.state.values()
-        for each in values.values()
-    )
-    return seen, shards, whole, state
+    unsharded = by_kind(memory_report(model))
+    assert set(unsharded) == {"shards", "unsharded"}
+    assert whole <= unsharded["unsharded"] <= 1.5 * whole
 
 
-def test_what_is_allocated_now_follows_the_model_through_its_life(world):
-    for (built, stepped, optimized, cleared, unsharded), shards, whole, state in world(2).run(life_of_a_model):
-        # Buffers are padded, and a sum that is a gradient has flags behind it, so they are a little larger.
-        assert set(built) == {"shards"}
-        assert shards <= built["shards"] <= 1.5 * shards
-        assert set(stepped) == {"shards", "gradients"}
-        assert shards <= stepped["gradients"] <= 1.5 * shards
-        assert optimized == stepped | {"optimizer state": state}
-        assert cleared == built
-        assert set(unsharded) == {"shards", "unsharded"}
-        assert whole <= unsharded["unsharded"] <= 1.5 * whole
-
-
-def reports_around_a_tracked_step(name):
+@pytest.mark.parametrize("name", ["mlp", "nested", "tied_across", "transformer", "branching"])
+@on_ranks(2, "world")
+def test_after_a_tracked_step_prediction_and_measurement_agree(name):
     model = shard(build(name))
     before = memory_report(model)
     with track_memory(model) as peak:
@@ -79,22 +71,16 @@ def reports_around_a_tracked_step(name):
     del model, parameter
     gc.collect()
     assert unit() is None
-    return before, after, peak.nbytes, peak.moment, dict(peak.rows), str(peak)
+    staged = sum(row.at_peak for row in after.rows if row.kind == "transport" and row.unit == "(all units)")
+    assert before.measured_peak is None
+    assert after.measured_peak == peak.nbytes + staged
+    assert sum(peak.rows.values()) == peak.nbytes
+    assert after.predicted_peak == pytest.approx(after.measured_peak, rel=0.02)
+    assert after.measured_moment == peak.moment
+    assert peak.moment in str(peak)
 
 
-@pytest.mark.parametrize("name", ["mlp", "nested", "tied_across", "transformer", "branching"])
-def test_after_a_tracked_step_prediction_and_measurement_agree(world, name):
-    for before, after, nbytes, moment, rows, shown in world(2).run(reports_around_a_tracked_step, name):
-        staged = sum(row.at_peak for row in after.rows if row.kind == "transport" and row.unit == "(all units)")
-        assert before.measured_peak is None
-        assert after.measured_peak == nbytes + staged
-        assert sum(rows.values()) == nbytes
-        assert after.predicted_peak == pytest.approx(after.measured_peak, rel=0.02)
-        assert after.measured_moment == moment
-        assert moment in shown
-
-
-def whole_report(unsynced):
+def whole_report(unsynced=0):
     model = shard(build("mlp"))
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     step(model)
@@ -102,8 +88,9 @@ def whole_report(unsynced):
     return memory_report(model, optimizer, unsynced_batches=unsynced)
 
 
-def test_rows_name_units_as_the_model_does_and_add_up_to_both_totals(world):
-    report, _ = world(2).run(whole_report, 0)
+@on_ranks(2)
+def test_rows_name_units_as_the_model_does_and_add_up_to_both_totals():
+    report = whole_report()
     names = [name for name, _ in build("mlp").named_modules()]
     units = {row.unit for row in report.rows} - {"(all units)"}
     assert all(unit in names or unit == type(build("mlp")).__name__ for unit in units)
@@ -111,16 +98,12 @@ def test_rows_name_units_as_the_model_does_and_add_up_to_both_totals(world):
     assert report.predicted_peak == sum(row.at_peak for row in report.rows)
     assert all(row.now or row.at_peak for row in report.rows)
     assert len({(row.unit, row.kind) for row in report.rows}) == len(report.rows)
+    assert whole_report(2).predicted_peak > report.predicted_peak, "backwards without a reduction need more"
 
 
-def test_backwards_without_a_reduction_need_more(world):
-    at_once, _ = world(2).run(whole_report, 0)
-    waiting, _ = world(2).run(whole_report, 2)
-    assert waiting.predicted_peak > at_once.predicted_peak
-
-
-def test_the_table_has_a_line_for_each_unit_and_a_column_for_each_kind(world):
-    report, _ = world(2).run(whole_report, 0)
+@on_ranks(2)
+def test_the_table_has_a_line_for_each_unit_and_a_column_for_each_kind():
+    report = whole_report()
     now, peak = str(report).split("\n\n")
     assert now.startswith("now: ")
     header, *lines, total = now.splitlines()[1:]
@@ -136,20 +119,17 @@ def test_the_table_has_a_line_for_each_unit_and_a_column_for_each_kind(world):
     assert len({len(line) for line in now.splitlines()[1:]}) == 1
 
 
-def report_on_meta():
+@on_ranks(2)
+def test_a_model_on_the_meta_device_has_no_bytes_yet_and_the_same_prediction():
     model = shard(build("mlp", device="meta"))
     report = memory_report(model)
     model.to_empty(device="cpu")
-    return by_kind(report), peak_of_units(report), peak_of_units(memory_report(model))
+    assert by_kind(report) == {}
+    assert peak_of_units(report) == peak_of_units(memory_report(model)) > 0
 
 
-def test_a_model_on_the_meta_device_has_no_bytes_yet_and_the_same_prediction(world):
-    for now, on_meta, with_data in world(2).run(report_on_meta):
-        assert now == {}
-        assert on_meta == with_data > 0
-
-
-def reports_on_a_part_and_the_whole():
+@on_ranks(2)
+def test_a_unit_below_the_root_can_be_reported_on_as_well():
     model = shard(build("mlp"))
     block = model.blocks[0]
     alone = memory_report(block)
@@ -161,47 +141,18 @@ def reports_on_a_part_and_the_whole():
     # What was measured is the whole model's, and its moment one of the whole model's units'.
     assert (within.measured_peak, within.measured_moment) == (None, None)
     assert root.measured_peak > 0
-    return [peak_of_units(each) for each in (alone, within, root)]
+    assert 0 < peak_of_units(alone) == peak_of_units(within) < peak_of_units(root)
 
 
-def test_a_unit_below_the_root_can_be_reported_on_as_well(world):
-    for alone, within, root in world(2).run(reports_on_a_part_and_the_whole):
-        assert 0 < alone == within < root
-
-
-def report_on(what, **options):
-    model = shard(build("mlp"))
-    if what == "plain":
-        return memory_report(nn.Linear(2, 2))
-    if what == "inside":
-        return memory_report(nn.Sequential(model))
-    if what == "twice":
-        with track_memory(model), track_memory(model):
-            return None
-    if what == "tracked plain":
-        with track_memory(nn.Linear(2, 2)):
-            return None
-    if what == "meta":
-        with track_memory(fully_shard(nn.Linear(2, 2, device="meta"))):
-            return None
-    return memory_report(model, **options)
-
-
-@pytest.mark.parametrize(
-    ("what", "options", "error", "says"),
-    [
-        ("plain", {}, ModuleError, "got a Linear; pass the root"),
-        ("inside", {}, ModuleError, "got a Sequential; pass the root"),
-        ("tracked plain", {}, ModuleError, "track_memory expects a module"),
-        ("twice", {}, StateError, "is tracked already"),
-        ("meta", {}, StateError, "meta device"),
-        ("options", {"unsynced_batches": -1}, PolicyError, "expected 0 or more"),
-        ("options", {"unsynced_batches": True}, TypeError, "expected an int"),
-    ],
-)
-def test_mistakes_are_named(world, what, options, error, says):
-    with pytest.raises(RanksFailed) as failed:
-        world(2).run(report_on, what, **options)
-    name, text = failed.value.errors[0]
-    assert says in text
-    assert name in {each.__name__ for each in [error, *error.__subclasses__()]} | {"PolicyTypeError"}
+@on_ranks(2)
+def test_mistakes_are_named():
+    model, plain = shard(build("mlp")), nn.Linear(2, 2)
+    assert_refuses(lambda: memory_report(plain), ModuleError, "got a Linear; pass the root")
+    assert_refuses(lambda: memory_report(nn.Sequential(model)), ModuleError, "got a Sequential; pass the root")
+    assert_refuses(lambda: memory_report(model, unsynced_batches=-1), PolicyError, "expected 0 or more")
+    assert_refuses(lambda: memory_report(model, unsynced_batches=True), PolicyTypeError, "expected an int")
+    assert_refuses(track_memory(plain).__enter__, ModuleError, "track_memory expects a module")
+    on_meta = fully_shard(nn.Linear(2, 2, device="meta"))
+    assert_refuses(track_memory(on_meta).__enter__, StateError, "meta device")
+    with track_memory(model):
+        assert_refuses(track_memory(model).__enter__, StateError, "is tracked already")

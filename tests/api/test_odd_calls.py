@@ -1,4 +1,4 @@
-"""Do odd inputs and outputs, units alone and models side by side train as in one process?"""
+"""Odd inputs and outputs, units alone and models side by side train as in one process."""
 
 import gc
 import weakref
@@ -11,36 +11,31 @@ import torch.nn.functional as F
 from torch import nn
 
 from sherd import FSDPModule
+from tests.api.checks import assert_trains, explode_in, on_ranks
 from tests.support.comparing import assert_named_close, whole_params
-from tests.support.models import WIDTH, Block, build, noise, shard
+from tests.support.models import WIDTH, Block, build, chain, noise
 from tests.support.ranks import RanksFailed
-from tests.support.sharding import shard_children
-from tests.support.training import LR, assert_trained, made, mean_square, train_job, train_job_plain
+from tests.support.sharding import sharded
+from tests.support.training import LR, made, mean_square, train_job_plain
 
 
 def stack():
-    return nn.Sequential(Block(), Block(), Block())
+    return chain(3)
 
 
 # Outputs and inputs
 
 
-class Changes(nn.Module):
+class Changes(nn.Sequential):
     """The caller changes each block's output in place: a view, a leaf of nothing, one used twice."""
 
-    def __init__(self):
-        super().__init__()
-        self.first = Flat()
-        self.second = Flat()
-        self.third = Flat()
-
     def forward(self, x):
-        x = self.first(x)
+        x = self[0](x)
         x += 1
-        y = self.second(x)
+        y = self[1](x)
         y[0].mul_(2)
         y.add_(x)
-        z = self.third(y)
+        z = self[2](y)
         z[:, 1:] *= 0.5
         return z
 
@@ -68,37 +63,23 @@ class NewView(torch.autograd.Function):
 class EndsInNewView(nn.Linear):
     """Its output's base has no gradient function, it has."""
 
-    def __init__(self):
-        super().__init__(WIDTH, WIDTH)
-
     def forward(self, x):
         return NewView.apply(super().forward(x))
 
 
-def new_views():
-    return nn.Sequential(EndsInNewView(), EndsInNewView(), EndsInNewView())
-
-
-class Nones(nn.Module):
+class Nones(nn.Sequential):
     """One unit gives nothing, one something beside nothing."""
 
-    def __init__(self):
-        super().__init__()
-        self.quiet = Quiet()
-        self.pair = Pairs()
-
     def forward(self, x):
-        assert self.quiet(x) is None
-        nothing, out = self.pair(None, x + self.quiet.seen)
+        quiet, pairs = self
+        assert quiet(x) is None
+        nothing, out = pairs(None, x + quiet.seen)
         assert nothing is None
         return out
 
 
 class Quiet(nn.Linear):
     """Returns None, and takes no part in the loss."""
-
-    def __init__(self):
-        super().__init__(WIDTH, WIDTH)
 
     def forward(self, x):
         self.seen = super().forward(x).detach().mean()
@@ -111,16 +92,11 @@ class Pairs(Block):
         return nothing, super().forward(x)
 
 
-class ByName(nn.Module):
+class ByName(nn.Sequential):
     """Every input by name, some of them missing."""
 
-    def __init__(self):
-        super().__init__()
-        self.first = Named()
-        self.second = Named()
-
     def forward(self, *, x, scale=None):
-        return self.second(x=self.first(x=x, scale=scale))
+        return self[1](x=self[0](x=x, scale=scale))
 
 
 class Named(Block):
@@ -134,19 +110,13 @@ def by_name(model, rank, step):
     return model(x=noise(step, rank), scale=torch.tensor(0.5)).square().mean()
 
 
-class Generators(nn.Module):
+class Generators(nn.Sequential):
     """Blocks take an OrderedDict and a generator, and one gives a list of two."""
 
-    def __init__(self):
-        super().__init__()
-        self.from_dict = FromDict()
-        self.sums = Sums()
-        self.yields = Yields()
-
     def forward(self, batch):
-        x = self.from_dict(OrderedDict(batch))["x"]
-        x = self.sums(part for part in (x, x * 2))
-        return sum(self.yields(x))
+        from_dict, sums, yields = self
+        x = from_dict(OrderedDict(batch))["x"]
+        return sum(yields(sums(part for part in (x, x * 2))))
 
 
 class FromDict(Block):
@@ -174,23 +144,17 @@ def by_dict(model, rank, step):
     return model({"x": noise(step, rank).requires_grad_(), "rate": 0.5, "words": ["a"]}).square().mean()
 
 
-ODD_CALLS = [
-    (Changes, mean_square),
-    (new_views, mean_square),
-    (Nones, mean_square),
-    (ByName, by_name),
-    (Generators, by_dict),
-]
+class Loss(nn.Sequential):
+    """A root whose output is a tuple of a loss and something without gradient, the second not used."""
+
+    def forward(self, x):
+        hidden = self[0](x)
+        return F.mse_loss(self[1](hidden), torch.zeros_like(x)), hidden.detach(), 3.0
 
 
-def train_odd_call(make, job, options):
-    return train_job(shard_children(made(make), **options), job)
-
-
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["reshard", "keep"])
-@pytest.mark.parametrize(("make", "job"), ODD_CALLS, ids=[make.__name__ for make, _ in ODD_CALLS])
-def test_odd_inputs_and_outputs_train(world, make, job, options):
-    assert_trained(world(2).run(train_odd_call, make, job, options), make, job)
+def first_of_three(model, rank, step):
+    loss, _, _ = model(noise(step, rank))
+    return loss
 
 
 def changed_by_the_caller(model, rank, step):
@@ -200,44 +164,63 @@ def changed_by_the_caller(model, rank, step):
     return output.square().mean()
 
 
-@pytest.mark.parametrize("make", [Changes, stack], ids=["view", "own"])
-def test_the_models_output_may_be_changed_in_place(world, make):
-    assert_trained(world(2).run(train_odd_call, make, changed_by_the_caller, {}), make, changed_by_the_caller)
+ODD_CALLS = {
+    "changes": (lambda: Changes(Flat(), Flat(), Flat()), mean_square),
+    "changes_by_the_caller": (lambda: Changes(Flat(), Flat(), Flat()), changed_by_the_caller),
+    "own_output_changed": (stack, changed_by_the_caller),
+    "new_views": (lambda: nn.Sequential(*(EndsInNewView(WIDTH, WIDTH) for _ in range(3))), mean_square),
+    "nones": (lambda: Nones(Quiet(WIDTH, WIDTH), Pairs()), mean_square),
+    "by_name": (lambda: ByName(Named(), Named()), by_name),
+    "generators": (lambda: Generators(FromDict(), Sums(), Yields()), by_dict),
+    "loss_beside_other_things": (lambda: Loss(Block(), nn.Linear(WIDTH, WIDTH)), first_of_three),
+}
+
+
+@pytest.mark.parametrize("reshard", [None, False], ids=["reshard", "keep"])
+@pytest.mark.parametrize("name", ODD_CALLS)
+@on_ranks(2)
+def test_odd_inputs_and_outputs_train(name, reshard):
+    make, job = ODD_CALLS[name]
+    assert_trains(sharded(made(make), reshard_after_forward=reshard), make, job)
 
 
 # Several models, units alone, deletion
 
 
-def interleaved():
+def one_job(model, rank, step):
+    return mean_square(model, rank, step) + mean_square(model, rank, step + 100)
+
+
+def two_job(model, rank, step):
+    return mean_square(model, rank, step + 50)
+
+
+@on_ranks(2)
+def test_two_models_may_be_interleaved():
     """Two models step by step in turns, forwards and backwards crossed; then one feeds the other."""
-    one, two = shard_children(made(stack)), shard_children(made(stack), reshard_after_forward=False)
+    one, two = sharded(chain()), sharded(chain(), reshard_after_forward=False)
     optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=LR)
     rank = dist.get_rank()
     for step in range(3):
-        first, second = mean_square(one, rank, step), mean_square(two, rank, step + 50)
+        first, second = mean_square(one, rank, step), two_job(two, rank, step)
         mean_square(one, rank, step + 100).backward()
         (second + first).backward() if step % 2 else (first.backward(), second.backward())
         optimizer.step()
         optimizer.zero_grad()
-    return [whole_params(one), whole_params(two)]
+    for model, job in ((one, one_job), (two, two_job)):
+        assert_named_close(whole_params(model), train_job_plain(chain(), job, 2), "parameter", 1e-5, 1e-6)
 
 
-def test_two_models_may_be_interleaved(world):
-    def one_job(model, rank, step):
-        return mean_square(model, rank, step) + mean_square(model, rank, step + 100)
-
-    def two_job(model, rank, step):
-        return mean_square(model, rank, step + 50)
-
-    for one, two in world(2).run(interleaved):
-        assert_named_close(one, train_job_plain(made(stack), one_job, 2), "parameter", 1e-5, 1e-6)
-        assert_named_close(two, train_job_plain(made(stack), two_job, 2), "parameter", 1e-5, 1e-6)
+def middle_block():
+    return build("mlp").blocks[1]
 
 
-def block_that_outlives_its_root(used):
-    model = shard(build("mlp"))
+@pytest.mark.parametrize("used", [True, False], ids=["after_a_step", "fresh"])
+@on_ranks(2)
+def test_a_block_may_outlive_its_root(used):
+    model = sharded(build("mlp"))
     if used:
-        model.loss(model(*model.make_inputs(0, dist.get_rank()))).backward()
+        mean_square(model, dist.get_rank(), 0).backward()
         model.zero_grad()
     block, gone = model.blocks[1], weakref.ref(model)
     del model
@@ -248,16 +231,7 @@ def block_that_outlives_its_root(used):
     block.unshard()
     block.reshard()
     block.state_dict()
-    return train_job(block, mean_square)
-
-
-def middle_block():
-    return build("mlp").blocks[1]
-
-
-@pytest.mark.parametrize("used", [True, False], ids=["after_a_step", "fresh"])
-def test_a_block_may_outlive_its_root(world, used):
-    assert_trained(world(2).run(block_that_outlives_its_root, used), middle_block)
+    assert_trains(block, middle_block)
 
 
 def unit_alone_before_the_root(model, rank, step):
@@ -275,56 +249,21 @@ def unit_alone_before_later_roots(model, rank, step):
     return (unit_alone_before_the_root if step else mean_square)(model, rank, step)
 
 
-ONE_RANK = [unit_alone_before_the_root, unit_alone_after_the_root, unit_alone_before_later_roots]
-
-
 @pytest.mark.parametrize("reshard", [None, False])
-@pytest.mark.parametrize("job", ONE_RANK, ids=lambda job: job.__name__)
-def test_a_unit_may_run_alone_beside_its_root_in_one_backward(world, job, reshard):
-    assert_trained(world(2).run(train_odd_call, stack, job, {"reshard_after_forward": reshard}), stack, job)
+@pytest.mark.parametrize("job", [unit_alone_before_the_root, unit_alone_after_the_root, unit_alone_before_later_roots])
+@on_ranks(2)
+def test_a_unit_may_run_alone_beside_its_root_in_one_backward(job, reshard):
+    assert_trains(sharded(stack(), reshard_after_forward=reshard), stack, job)
 
 
 def raise_on_one_rank(where):
-    model, rank = shard_children(made(stack)), dist.get_rank()
-
-    def explode(*_):
-        if rank == 1:
-            raise ZeroDivisionError("on rank 1 alone")
-
-    if where == "forward":
-        model[1].up.register_forward_pre_hook(explode)
-    else:
-        model[1].up.register_forward_hook(lambda _, __, output: output.register_hook(explode) and None)
-    mean_square(model, rank, 0).backward()
+    model = sharded(chain())
+    explode_in(model[1].up, where, rank=1)
+    mean_square(model, dist.get_rank(), 0).backward()
 
 
 @pytest.mark.parametrize(("where", "ranks"), [("forward", "world"), ("forward", "threads"), ("backward", "threads")])
 def test_one_ranks_exception_reaches_the_test_and_no_rank_hangs(request, where, ranks):
     with pytest.raises(RanksFailed) as failed:
         request.getfixturevalue(ranks)(2).run(raise_on_one_rank, where, timeout=30)
-    assert failed.value.errors[1] == ("ZeroDivisionError", "on rank 1 alone")
-
-
-# Functions beside the module
-
-
-class Loss(nn.Module):
-    """A root whose output is a tuple of a loss and something without gradient, the second not used."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        hidden = self.block(x)
-        return F.mse_loss(self.head(hidden), torch.zeros_like(x)), hidden.detach(), 3.0
-
-
-def first_of_three(model, rank, step):
-    loss, _, _ = model(noise(step, rank))
-    return loss
-
-
-def test_a_forward_may_return_its_loss_beside_other_things(world):
-    assert_trained(world(2).run(train_odd_call, Loss, first_of_three, {}), Loss, first_of_three)
+    assert failed.value.errors[1] == ("ZeroDivisionError", "the user's own mistake")

@@ -1,19 +1,15 @@
-"""Do models without elements, parameters or gradients train, and may they run at odd moments?"""
+"""Models without elements, parameters or gradients train, and models may run at odd moments."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.api.checks import assert_trains, on_ranks
 from tests.support.comparing import assert_named_close, form, whole_params
-from tests.support.models import WIDTH, Block, noise
-from tests.support.sharding import shard_children
-from tests.support.training import LR, assert_trained, made, mean_square, train_job, train_job_plain
-
-
-def stack():
-    return nn.Sequential(Block(), Block(), Block())
-
+from tests.support.models import WIDTH, Block, chain, noise
+from tests.support.sharding import sharded
+from tests.support.training import LR, made, mean_square, train_job_plain
 
 # Unusual parameters
 
@@ -36,14 +32,15 @@ class Hollow(nn.Module):
 
 
 class OnlyHollow(nn.Module):
-    """Nothing but a parameter without an element."""
+    """Nothing but parameters without an element."""
 
     def __init__(self):
         super().__init__()
         self.no_rows = nn.Parameter(torch.zeros(0, WIDTH))
+        self.no_columns = nn.Parameter(torch.zeros(3, 0))
 
     def forward(self, x):
-        return torch.cat([x, self.no_rows]) + x.mean()
+        return torch.cat([x, self.no_rows]) + x.mean() + self.no_columns.sum()
 
 
 def hollow_stack():
@@ -74,114 +71,89 @@ def frozen_units():
     return model
 
 
-def train_odd(make, options, steps=3):
-    return train_job(shard_children(made(make), **options), mean_square, steps)
+def train_odd(make, reshard):
+    assert_trains(sharded(made(make), reshard_after_forward=reshard), make)
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["reshard", "keep"])
+@pytest.mark.parametrize("reshard", [None, False], ids=["reshard", "keep"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("make", [hollow_stack, bare_stack, wholly_bare, frozen_units], ids=lambda f: f.__name__)
-def test_units_without_elements_parameters_or_gradients_train(world, make, num_ranks, options):
-    assert_trained(world(num_ranks).run(train_odd, make, options), make)
+def test_units_without_elements_parameters_or_gradients_train(threads, make, num_ranks, reshard):
+    threads(num_ranks).run(train_odd, make, reshard)
 
 
-def wholly_frozen():
+@on_ranks(2)
+def test_a_frozen_model_passes_gradients_to_its_input():
     """Only the input is trained, through frozen units; and once more with nothing to train at all."""
-    model = made(stack).requires_grad_(False)
-    shard_children(model)
-    x = noise(0, dist.get_rank()).requires_grad_()
-    model(x).square().mean().backward()
+    model, plain, rank = sharded(chain(3).requires_grad_(False)), chain(3).requires_grad_(False), dist.get_rank()
+    found, expected = noise(0, rank).requires_grad_(), noise(0, rank).requires_grad_()
+    for each, x in ((model, found), (plain, expected)):
+        each(x).square().mean().backward()
+    torch.testing.assert_close(found.grad, expected.grad)
     assert all(param.grad is None for param in model.parameters())
     assert not model(noise(0, 0)).requires_grad
     assert {form(block.up) for block in model[:2]} == {"shard"}
-    return x.grad
-
-
-def test_a_frozen_model_passes_gradients_to_its_input(world):
-    for rank, grad in enumerate(world(2).run(wholly_frozen)):
-        model, x = made(stack).requires_grad_(False), noise(0, rank).requires_grad_()
-        model(x).square().mean().backward()
-        torch.testing.assert_close(grad, x.grad)
 
 
 # Before, between and after steps
 
 
-def evaluate_first(reshard):
-    model = shard_children(made(stack), reshard_after_forward=reshard)
-    with torch.no_grad():
-        for step in range(3):
-            model(noise(10 + step, 0))
-    with torch.inference_mode():
-        model[1](noise(9, 0))
-        model(noise(9, 0))
-    return train_job(model, mean_square)
+@on_ranks(2)
+def test_a_model_may_be_evaluated_before_its_first_step():
+    for reshard in (None, True, False):
+        model = sharded(chain(3), reshard_after_forward=reshard)
+        with torch.no_grad():
+            for step in range(3):
+                model(noise(10 + step, 0))
+        with torch.inference_mode():
+            model[1](noise(9, 0))
+            model(noise(9, 0))
+        assert_trains(model, lambda: chain(3))
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
-def test_a_model_may_be_evaluated_before_its_first_step(world, reshard):
-    assert_trained(world(2).run(evaluate_first, reshard), stack)
-
-
-def train_with_kept_parameters(keep, evaluate):
-    """Unsharded parameters stay shown while the optimizer writes the shards."""
-    model = shard_children(made(stack))
-    if "forward" in keep:
-        model.set_reshard_after_forward(False)
-    if "backward" in keep:
-        model.set_reshard_after_backward(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    outputs = []
+def outputs_of_a_training(model, ranks, evaluate):
+    """Of one input after each step, if `evaluate`, and at the end."""
+    optimizer, outputs = torch.optim.SGD(model.parameters(), lr=LR), []
     for step in range(3):
-        mean_square(model, dist.get_rank(), step).backward()
+        for rank in ranks:
+            (mean_square(model, rank, step) / len(ranks)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if evaluate:
+        if evaluate or step == 2:
             with torch.no_grad():
                 outputs.append(model(noise(20, 0)))
     model.eval()
     with torch.no_grad():
-        outputs.append(model(noise(20, 0)))
-    return outputs
+        return [*outputs, model(noise(20, 0))]
 
 
 @pytest.mark.parametrize("evaluate", [True, False])
 @pytest.mark.parametrize("keep", ["forward", "backward", "forward_and_backward"])
-def test_kept_parameters_are_fresh_after_the_optimizer_has_stepped(world, keep, evaluate):
-    plain = made(stack)
-    optimizer, expected = torch.optim.SGD(plain.parameters(), lr=LR), []
-    for step in range(3):
-        for rank in range(2):
-            (mean_square(plain, rank, step) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if evaluate or step == 2:
-            expected.append(plain(noise(20, 0)).detach())
-    if evaluate:
-        expected.append(expected[-1])
-    for outputs in world(2).run(train_with_kept_parameters, keep, evaluate):
-        torch.testing.assert_close(outputs, expected)
+@on_ranks(2)
+def test_kept_parameters_are_fresh_after_the_optimizer_has_stepped(keep, evaluate):
+    """Unsharded parameters stay shown while the optimizer writes the shards."""
+    model = sharded(chain(3))
+    if "forward" in keep:
+        model.set_reshard_after_forward(False)
+    if "backward" in keep:
+        model.set_reshard_after_backward(False)
+    found = outputs_of_a_training(model, [dist.get_rank()], evaluate)
+    torch.testing.assert_close(found, outputs_of_a_training(chain(3), range(2), evaluate))
 
 
-def shards_written_by_hand():
+@on_ranks(2)
+def test_shards_may_be_written_by_hand_after_reshard():
     """No optimizer: the user updates the shards himself while unsharded parameters are kept."""
-    model = shard_children(made(stack))
+    model = sharded(chain(3))
     shards = list(model.parameters())
     model.set_reshard_after_backward(False)
     for step in range(2):
         mean_square(model, dist.get_rank(), step).backward()
-        model.reshard()
-        for block in model:
-            block.reshard()
+        for unit in (model, *model):
+            unit.reshard()
         with torch.no_grad():
-            for shard_ in shards:
-                shard_.sub_(shard_.grad, alpha=LR)
+            for shard in shards:
+                shard.sub_(shard.grad, alpha=LR)
         model.zero_grad()
-    return whole_params(model)
-
-
-def test_shards_may_be_written_by_hand_after_reshard(world):
-    expected = train_job_plain(made(stack), mean_square, 2, steps=2)
-    for params in world(2).run(shards_written_by_hand):
-        assert_named_close(params, expected, "parameter", 1e-5, 1e-6)
+    assert_named_close(whole_params(model), train_job_plain(chain(3), mean_square, 2, 2), "parameter", 1e-5, 1e-6)

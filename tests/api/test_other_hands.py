@@ -1,16 +1,25 @@
-"""Is a module refused by name that another unit, or torch's own FSDP, has in hand already?"""
+"""A module is refused by name that another unit, or torch's own FSDP, has in hand already; torch's DDP, around units,
+and the units, below it, each train their own parameters."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import sherd
+from sherd.engine.state.parameter import plain_name
 from sherd.errors import ModuleError
-from tests.support.models import Block
-from tests.support.training import assert_trained, made, mean_square, train_job
+from sherd.interop import torch_fsdp_identity
+from tests.api.checks import assert_trains, on_ranks
+from tests.support.comparing import assert_named_close, whole_params
+from tests.support.models import Block, chain
+from tests.support.training import made, mean_square, train_job, train_job_plain
 
 CPU = torch.device("cpu")
 FRONT_ENDS = {
@@ -26,10 +35,6 @@ TORCHS = {
 }
 
 
-def stack():
-    return nn.Sequential(Block(), nn.ReLU(), Block())
-
-
 def inside_of(model):
     return model.module if hasattr(model, "module") else model
 
@@ -37,38 +42,32 @@ def inside_of(model):
 # From the outside in
 
 
-def outside_in(ways):
-    told = []
-    for way in ways:
-        for inner in (0, [0, 2]):
+@on_ranks(2)
+def test_units_made_from_the_outside_in_are_refused_with_the_name_of_the_outer_one():
+    for way, shard in FRONT_ENDS.items():
+        for inner in (0, [0, 1]):
             if isinstance(inner, list) and not way.startswith(("fully", "Flat")):
                 continue
-            model = FRONT_ENDS[way](made(stack))
+            model = shard(chain())
             below = inside_of(model)
             modules = [below[index] for index in inner] if isinstance(inner, list) else below[inner]
             front_end = FRONT_ENDS["wrapper" if way == "flat parameter" else way]
             with pytest.raises(ModuleError, match="made before") as raised:
                 front_end(modules)
-            told.append(str(raised.value))
+            for words in ("a Block cannot become a unit", "Go from the inside out", "up.weight"):
+                assert words in str(raised.value), way
             model(torch.ones(2, 8)).sum().backward()  # the unit that there is goes on
-    return told
 
 
-def test_units_made_from_the_outside_in_are_refused_with_the_name_of_the_outer_one(world):
-    for told in world(2).run(outside_in, list(FRONT_ENDS))[0]:
-        assert "a Block cannot become a unit" in told
-        assert "Go from the inside out" in told
-        assert "up.weight" in told
+def each_block(module, recurse, **_):
+    return recurse or isinstance(module, Block)
 
 
-def by_a_policy():
-    model = sherd.fully_shard(made(stack))
+@on_ranks(2)
+def test_a_policy_that_comes_later_is_refused_too():
+    model = sherd.fully_shard(chain())
     with pytest.raises(ModuleError, match="Block cannot become a unit: unit Sequential"):
-        sherd.auto_shard(nn.Sequential(model[0]), lambda module, recurse, **_: recurse or isinstance(module, Block))
-
-
-def test_a_policy_that_comes_later_is_refused_too(world):
-    world(2).run(by_a_policy)
+        sherd.auto_shard(nn.Sequential(model[0]), each_block)
 
 
 class Shared(nn.Module):
@@ -87,94 +86,142 @@ class Shared(nn.Module):
         return self.head(self.shard_buffer(self.right(self.left(self.stem(x)))))
 
 
-def units_without_parameters_of_their_own():
+@on_ranks(2)
+def test_units_whose_parameters_others_have_or_that_have_none_train_as_before():
     model = made(Shared)
     for module in (model.stem, model.left, model.right, model.head, model.shard_buffer, model):
         sherd.fully_shard(module)
-    return train_job(model, mean_square)
+    assert_trains(model, Shared)
 
 
-def test_units_whose_parameters_others_have_or_that_have_none_train_as_before(world):
-    assert_trained(world(2).run(units_without_parameters_of_their_own), Shared)
+def apart():
+    return nn.Sequential(Block(), nn.ReLU(), Block())
 
 
-def what_the_outer_unit_left():
-    model = made(stack)
+@on_ranks(2)
+def test_what_an_outer_unit_ignored_may_become_a_unit_later():
+    model = made(apart)
     sherd.fully_shard(model, ignored_params=set(model[0].parameters()))
     sherd.fully_shard(model[0])  # all of it was left
     sherd.fully_shard(model[1])  # nothing to take
-    return train_job(model, mean_square)
-
-
-def test_what_an_outer_unit_ignored_may_become_a_unit_later(world):
-    assert_trained(world(2).run(what_the_outer_unit_left), stack)
+    assert_trains(model, apart)
 
 
 # Torch's own FSDP
 
 
-def torchs_within(front_ends):
-    for way in front_ends:
-        for name, theirs in TORCHS.items():
-            model = nn.Sequential(Block(), nn.ReLU(), Block())
-            model[2] = theirs(model[2])
-            with pytest.raises(ModuleError, match=r"2, a (FSDPBlock|FullyShardedDataParallel): ") as raised:
-                FRONT_ENDS[way](model)
-            assert "torch's own FSDP has it" in str(raised.value)
-            assert "one library for the whole model" in str(raised.value), name
-            assert not any(isinstance(each, sherd.FSDPModule) for each in model.modules())
+EACH_PAIR = [(way, ours, theirs) for way, ours in FRONT_ENDS.items() for theirs in TORCHS.values()]
 
 
-def test_torchs_fsdp_within_a_unit_is_refused_before_anything_is_touched(world):
-    world(2).run(torchs_within, list(FRONT_ENDS))
-
-
-def torchs_around(front_ends):
-    for way in front_ends:
-        for theirs in TORCHS.values():
-            model = theirs(nn.Sequential(Block(), nn.ReLU(), Block()))
-            with pytest.raises(ModuleError, match="a Block: torch's own FSDP has it"):
-                FRONT_ENDS[way](inside_of(model)[0])
-
-
-def test_a_part_of_what_torchs_fsdp_has_is_refused(world):
-    world(2).run(torchs_around, list(FRONT_ENDS))
-
-
-def torchs_put_in_later(front_ends):
-    for way in front_ends:
-        for theirs in TORCHS.values():
-            model = FRONT_ENDS[way](made(stack))
-            below = inside_of(model)
-            below[0] = theirs(below[0] if way == "flat parameter" else Block())
-            with pytest.raises(ModuleError, match=r"0, a .*: torch's own FSDP has it"):
-                model(torch.ones(2, 8))
-
-
-def test_what_torchs_fsdp_has_and_is_put_in_later_is_named_by_the_first_forward(world):
-    world(2).run(torchs_put_in_later, list(FRONT_ENDS))
-
-
-def torch_refuses(ways):
-    for way in ways:
-        for theirs in TORCHS.values():
-            model = made(stack)
-            model[0] = FRONT_ENDS[way](model[0])
-            with pytest.raises((RuntimeError, ValueError, TypeError)):
-                theirs(model)
-
-
-def test_around_a_unit_torchs_fsdp_raises_by_itself(world):
-    world(2).run(torch_refuses, list(FRONT_ENDS))
-
-
-def part_by_a_policy():
-    model = made(stack)
-    model[2] = TORCHS["FSDP2"](model[2])
-    with pytest.raises(ModuleError, match="2, a FSDPBlock"):
-        sherd.auto_shard(model, lambda module, recurse, **_: recurse or isinstance(module, Block))
+@on_ranks(2)
+def test_torchs_fsdp_within_a_unit_is_refused_before_anything_is_touched():
+    for way, ours, theirs in EACH_PAIR:
+        model = chain()
+        model[1] = theirs(model[1])
+        with pytest.raises(ModuleError, match=r"1, a (FSDPBlock|FullyShardedDataParallel): ") as raised:
+            ours(model)
+        assert "torch's own FSDP has it" in str(raised.value), way
+        assert "one library for the whole model" in str(raised.value), way
+        assert not any(isinstance(each, sherd.FSDPModule) for each in model.modules()), way
+    model = chain()
+    model[1] = TORCHS["FSDP2"](model[1])
+    with pytest.raises(ModuleError, match="1, a FSDPBlock"):
+        sherd.auto_shard(model, each_block)
     assert not any(isinstance(each, sherd.FSDPModule) for each in model.modules())
 
 
-def test_auto_shard_refuses_torchs_fsdp_before_it_begins(world):
-    world(2).run(part_by_a_policy)
+@on_ranks(2)
+def test_a_part_of_what_torchs_fsdp_has_is_refused():
+    for _, ours, theirs in EACH_PAIR:
+        model = theirs(chain())
+        with pytest.raises(ModuleError, match="a Block: torch's own FSDP has it"):
+            ours(inside_of(model)[0])
+
+
+@on_ranks(2)
+def test_what_torchs_fsdp_has_and_is_put_in_later_is_named_by_the_first_forward():
+    for way, ours, theirs in EACH_PAIR:
+        model = ours(chain())
+        below = inside_of(model)
+        below[0] = theirs(below[0] if way == "flat parameter" else Block())
+        with pytest.raises(ModuleError, match=r"0, a .*: torch's own FSDP has it"):
+            model(torch.ones(2, 8))
+
+
+@on_ranks(2)
+def test_around_a_unit_torchs_fsdp_raises_by_itself():
+    for _, ours, theirs in EACH_PAIR:
+        model = chain()
+        model[0] = ours(model[0])
+        with pytest.raises((RuntimeError, ValueError, TypeError)):
+            theirs(model)
+
+
+# Torch's DDP around units
+
+
+def torchs(model):
+    torch_fsdp.fully_shard(model[1])
+
+
+def by_sherd(model, **options):
+    sherd.fully_shard(model[1], **options)
+
+
+def listed(model):
+    sherd.fully_shard([model[1].up, model[1].down])
+    sherd.fully_shard(model[1])
+
+
+def wrapped(model, use_orig_params):
+    model[1] = sherd.FullyShardedDataParallel(model[1], use_orig_params=use_orig_params)
+
+
+WAYS = {
+    "torch's": torchs,
+    "Shard(0)": by_sherd,
+    "Flat": partial(by_sherd, placement=sherd.Flat()),
+    "Whole": partial(by_sherd, placement=sherd.Owned()),
+    "zero2": partial(by_sherd, placements="zero2"),
+    "a list": listed,
+    "wrapper": partial(wrapped, use_orig_params=True),
+    "flat parameter": partial(wrapped, use_orig_params=False),
+}
+
+
+def around(model, kind):
+    """DDP of either kind, that leaves alone what is sharded."""
+    if kind == "replicate":
+        return replicate(model)
+    sharded = [name for name, each in model.named_parameters() if isinstance(each, DTensor)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)
+    return DistributedDataParallel(model)
+
+
+def train_within(way, kind, identity=False):
+    model = chain(3)
+    with torch_fsdp_identity(identity):
+        WAYS[way](model)
+        train_job(around(model, kind), mean_square)
+    with sherd.unsharded(model[1]) if way != "torch's" else nullcontext():
+        found = {plain_name(name): each for name, each in whole_params(model).items()}
+    assert_named_close(found, train_job_plain(chain(3), mean_square, 2), "parameter", 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("identity", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2, "world")
+def test_torchs_replicate_leaves_units_alone_and_they_train_as_torchs_do_there(way, identity):
+    train_within(way, "replicate", identity)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2, "world")
+def test_ddp_that_was_told_to_ignore_the_shards_trains_beside_them(way):
+    train_within(way, "DDP")
+
+
+@on_ranks(1)
+def test_torchs_replicate_refuses_a_unit_itself_as_it_refuses_torchs():
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+        replicate(sherd.fully_shard(chain()))

@@ -1,4 +1,4 @@
-"""Does plain peft load the adapters that `sherd.save_pretrained` has written, and compute the same bits?"""
+"""Plain peft loads the adapters that `sherd.save_pretrained` has written, and computes the same bits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
 from sherd.checkpoint.full_tensors import FullTensors
 from sherd.errors import CheckpointError, UnsupportedError
-from tests.api.test_save_pretrained import WAYS, built, logits_of
+from tests.api.checks import named_mesh, on_ranks
+from tests.api.test_save_pretrained import WAYS, built, bytes_in, layers_of, logits_of
+from tests.support.sharding import sharded as sharded_in
 
 peft = pytest.importorskip("peft")
 
@@ -57,17 +58,13 @@ def adapted(kind: str, *others: str) -> Any:
     return model.eval()
 
 
-def sharded(model: Any, way: str) -> Any:
-    shard, options = WAYS[way]
-    base = model.base_model.model
+def sharded(model: Any, way: str = "shard", **options: Any) -> Any:
+    units = [*layers_of(model.base_model.model), model]
     if way == "flat wrapper":  # a flat parameter is trained or is not, so what peft trains is wrapped apart
-        for path, module in list(model.named_modules()):
-            if isinstance(module, nn.Linear) and ("lora_" in path or "modules_to_save" in path):
-                model.set_submodule(path, shard(module))
-    layers = base.transformer.h if hasattr(base, "transformer") else base.model.layers
-    for index, layer in enumerate(layers):
-        layers[index] = shard(layer, **options)
-    return shard(model, **options)
+        named = model.named_modules()
+        apart = [each for path, each in named if isinstance(each, nn.Linear) and ("lora_" in path or "to_save" in path)]
+        units = [*apart, *units]
+    return sharded_in(model, way, units, **options)
 
 
 def files_in(folder: str) -> dict[str, Any]:
@@ -110,6 +107,7 @@ def test_peft_loads_the_same_bits(kind, way, world, tmp_path):
     world(2).run(saved_and_loaded, kind, way, str(tmp_path / "out"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["lora", "head"])
 def test_one_rank(kind, way, world, tmp_path):
@@ -123,10 +121,11 @@ def test_other_adapters_are_in_folders_of_their_names(kind, way, world, tmp_path
     world(2).run(saved_and_loaded, kind, way, str(tmp_path / "out"), ("second", "third"))
 
 
-def only_what_is_saved(folder: str) -> None:
+@on_ranks(2, "world")
+def test_only_adapters_are_gathered_and_one_rank_writes(tmp_path):
     """Which tensors are gathered, and by which rank files are written."""
-    model = sharded(adapted("lora"), "Shard(0)")
-    gathered, read, write = [], FullTensors.read, sherd.storage.places.Disk.write
+    model, folder, gathered = sharded(adapted("lora")), str(tmp_path / "out"), []
+    read, write = FullTensors.read, sherd.storage.places.Disk.write
 
     def watched(self: Any, names: Any, *args: Any) -> Any:
         gathered.extend(names)
@@ -136,11 +135,10 @@ def only_what_is_saved(folder: str) -> None:
         assert dist.get_rank() == 0, "the first rank alone writes"
         write(self, name, chunks)
 
-    FullTensors.read, sherd.storage.places.Disk.write = watched, refused
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FullTensors, "read", watched)
+        patch.setattr(sherd.storage.places.Disk, "write", refused)
         sherd.save_pretrained(model, folder, dtype=torch.bfloat16)
-    finally:
-        FullTensors.read, sherd.storage.places.Disk.write = read, write
     assert len(gathered) == 8
     assert all("lora_" in name for name in gathered)
     found = [each for each in files_in(folder).values() if isinstance(each, torch.Tensor)]
@@ -148,58 +146,50 @@ def only_what_is_saved(folder: str) -> None:
     assert sorted(os.listdir(folder)) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
-def test_only_adapters_are_gathered_and_one_rank_writes(world, tmp_path):
-    world(2).run(only_what_is_saved, str(tmp_path / "out"))
-
-
-def replaced(folder: str) -> None:
+@on_ranks(2, "world")
+def test_an_older_export_is_replaced_or_stays(tmp_path):
     """An older export gives way, and stays where the first rank cannot write."""
     if dist.get_rank() == 0:
-        peft.get_peft_model(base_of("ia3"), KINDS["ia3"]()).save_pretrained(folder)
-        Path(folder, "adapter_model.bin").touch()
+        peft.get_peft_model(base_of("ia3"), KINDS["ia3"]()).save_pretrained(tmp_path)
+        Path(tmp_path, "adapter_model.bin").touch()
     dist.barrier()
-    model = sharded(adapted("lora", "second"), "Shard(0)")
-    before = {name: Path(folder, name).read_bytes() for name in os.listdir(folder)}
+    model, before = sharded(adapted("lora", "second")), bytes_in(tmp_path)
     dist.barrier()  # the first rank makes a folder in there
-    write = sherd.storage.places.Disk.write
 
     def failing(self: Any, name: str, chunks: Any) -> None:
         raise OSError(28, "No space left on device", name)
 
-    sherd.storage.places.Disk.write = failing
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sherd.storage.places.Disk, "write", failing)
         with pytest.raises(CheckpointError, match=r"on rank 0.*No space left"):
-            sherd.save_pretrained(model, folder)
-    finally:
-        sherd.storage.places.Disk.write = write
+            sherd.save_pretrained(model, tmp_path)
     dist.barrier()
-    assert {name: Path(folder, name).read_bytes() for name in os.listdir(folder)} == before
+    assert bytes_in(tmp_path) == before
     dist.barrier()
-    sherd.save_pretrained(model, folder)
-    assert sorted(os.listdir(folder)) == ["README.md", "adapter_config.json", "adapter_model.safetensors", "second"]
-    assert json.loads(Path(folder, "adapter_config.json").read_text())["peft_type"] == "LORA"
+    sherd.save_pretrained(model, tmp_path)
+    names = ["README.md", "adapter_config.json", "adapter_model.safetensors", "second"]
+    assert sorted(os.listdir(tmp_path)) == names
+    assert json.loads(Path(tmp_path, "adapter_config.json").read_text())["peft_type"] == "LORA"
 
 
-def test_an_older_export_is_replaced_or_stays(world, tmp_path):
-    world(2).run(replaced, str(tmp_path / "out"))
-
-
-def refused(folder: str) -> None:
+@on_ranks(2, "world")
+def test_prompts_are_refused_and_the_remedy_works(tmp_path):
     config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     model = sherd.fully_shard(peft.get_peft_model(base_of("lora"), config))
     with pytest.raises(UnsupportedError, match=r"is computed by the model.*sherd\.unsharded"):
-        sherd.save_pretrained(model, folder)
+        sherd.save_pretrained(model, tmp_path)
     with sherd.unsharded(model):
-        model.save_pretrained(folder, is_main_process=dist.get_rank() == 0)
+        model.save_pretrained(tmp_path, is_main_process=dist.get_rank() == 0)
     dist.barrier()
-    peft.PeftModel.from_pretrained(base_of("lora"), folder)
+    peft.PeftModel.from_pretrained(base_of("lora"), tmp_path)
 
 
-def test_prompts_are_refused_and_the_remedy_works(world, tmp_path):
-    world(2).run(refused, str(tmp_path / "out"))
-
-
-def merged_and_loaded(kind: str, way: str, folder: str) -> None:
+@pytest.mark.values
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["lora", "head"])
+@on_ranks(2, "world")
+def test_a_merged_model_is_saved_whole(kind, way, tmp_path):
+    folder = str(tmp_path / "out")
     model, plain = sharded(adapted(kind), way), adapted(kind)
     with sherd.unsharded(model):
         merged = model.merge_and_unload()
@@ -210,20 +200,10 @@ def merged_and_loaded(kind: str, way: str, folder: str) -> None:
     assert torch.equal(logits_of(loaded), logits_of(plain.merge_and_unload()))
 
 
-@pytest.mark.values
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["lora", "head"])
-def test_a_merged_model_is_saved_whole(kind, way, world, tmp_path):
-    world(2).run(merged_and_loaded, kind, way, str(tmp_path / "out"))
-
-
-def trained_and_loaded(folder: str) -> None:
+@on_ranks(2, "world")
+def test_what_was_trained_is_saved(tmp_path):
     """The bits of the shards, not those of the start, also through `torch.compile`."""
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    model = adapted("lora")
-    for layer in model.base_model.model.model.layers:
-        sherd.fully_shard(layer, mesh=mesh)
-    model = sherd.fully_shard(model, mesh=mesh)
+    folder, model = str(tmp_path / "out"), sharded(adapted("lora"), mesh=named_mesh((1, 2), "replicate", "shard"))
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.1)
     for _ in range(2):
         model(torch.tensor([[1, 2, 3, 4]])).logits.square().mean().backward()
@@ -238,7 +218,3 @@ def trained_and_loaded(folder: str) -> None:
     loaded = peft.PeftModel.from_pretrained(base_of("lora"), folder).eval()
     torch.testing.assert_close(logits_of(loaded), logits_of(model))
     assert not torch.equal(logits_of(loaded), logits_of(adapted("lora")))
-
-
-def test_what_was_trained_is_saved(world, tmp_path):
-    world(2).run(trained_and_loaded, str(tmp_path / "out"))

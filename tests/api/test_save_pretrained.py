@@ -1,4 +1,4 @@
-"""Does plain transformers load what `sherd.save_pretrained` has written, and compute the same bits?"""
+"""Plain transformers loads what `sherd.save_pretrained` has written, and computes the same bits."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from torch import nn
 
 import sherd
 from sherd.errors import CheckpointError, ModuleError, PolicyError
+from tests.api.checks import on_ranks
+from tests.support.sharding import sharded as sharded_in
 
 transformers = pytest.importorskip("transformers")
 
 SMALL = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-WAYS = {
-    "Shard(0)": (sherd.fully_shard, {}),
-    "Flat": (sherd.fully_shard, {"placement": sherd.Flat()}),
-    "wrapper": (sherd.FullyShardedDataParallel, {"use_orig_params": True}),
-    "flat wrapper": (sherd.FullyShardedDataParallel, {}),
-}
+WAYS = ("shard", "flat", "wrapper", "flat wrapper")
 
 
 def built(kind: str) -> Any:
@@ -41,12 +38,13 @@ def built(kind: str) -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def sharded(model: Any, way: str) -> Any:
-    shard, options = WAYS[way]
-    layers = model.transformer.h if hasattr(model, "transformer") else model.model.layers
-    for index, layer in enumerate(layers):
-        layers[index] = shard(layer, **options)
-    return shard(model, **options)
+def layers_of(model: Any) -> list[nn.Module]:
+    return list(model.transformer.h if hasattr(model, "transformer") else model.model.layers)
+
+
+def sharded(kind: str, way: str = "shard") -> Any:
+    model = built(kind)
+    return sharded_in(model, way, [*layers_of(model), model])
 
 
 def logits_of(model: Any) -> torch.Tensor:
@@ -55,7 +53,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 def saved_and_loaded(kind: str, way: str, folder: str, most_bytes: int) -> None:
-    model, plain = sharded(built(kind), way), built(kind)
+    model, plain = sharded(kind, way), built(kind)
     assert sherd.save_pretrained(model, folder, max_shard_bytes=most_bytes) == folder
     dist.barrier()
     loaded, info = type(plain).from_pretrained(folder, output_loading_info=True)
@@ -90,51 +88,50 @@ def test_transformers_loads_the_same_bits(kind, way, world, tmp_path):
     world(2).run(saved_and_loaded, kind, way, str(tmp_path / "out"), 4000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_other_numbers_of_ranks(num_ranks, world, tmp_path):
-    world(num_ranks).run(saved_and_loaded, "llama", "Shard(0)", str(tmp_path / "out"), 4000)
-    world(num_ranks).run(saved_and_loaded, "llama", "Shard(0)", str(tmp_path / "one"), 1 << 20)
+    world(num_ranks).run(saved_and_loaded, "llama", "shard", str(tmp_path / "out"), 4000)
+    world(num_ranks).run(saved_and_loaded, "llama", "shard", str(tmp_path / "one"), 1 << 20)
 
 
-@pytest.mark.parametrize("way", ["Shard(0)", "Flat"])
+@pytest.mark.parametrize("way", ["shard", "flat"])
 def test_experts_have_the_names_of_the_hub(way, world, tmp_path):
     world(2).run(saved_and_loaded, "mixtral", way, str(tmp_path / "out"), 20_000)
 
 
-def save_twice(folder: str) -> list[str]:
-    model = sharded(built("llama"), "Shard(0)")
+@on_ranks(2, "world")
+def test_an_older_export_is_replaced_in_another_dtype(tmp_path):
+    model, folder = sharded("llama"), str(tmp_path / "out")
     sherd.save_pretrained(model, folder, max_shard_bytes=4000)
     sherd.save_pretrained(model, folder, dtype=torch.bfloat16)
     loaded = transformers.LlamaForCausalLM.from_pretrained(folder, dtype="auto")
     assert loaded.dtype == torch.bfloat16
     assert torch.equal(logits_of(loaded), logits_of(built("llama").to(torch.bfloat16)))
-    return sorted(os.listdir(folder))
+    assert sorted(os.listdir(folder)) == ["config.json", "generation_config.json", "model.safetensors"]
 
 
-def test_an_older_export_is_replaced_in_another_dtype(world, tmp_path):
-    expected = ["config.json", "generation_config.json", "model.safetensors"]
-    assert world(2).run(save_twice, str(tmp_path / "out")) == [expected] * 2
-
-
-def refuse(folder: str) -> None:
-    model = sharded(built("llama"), "Shard(0)")
-    Path(folder, "file").touch()
+@on_ranks(2, "world")
+def test_bad_input_is_refused_on_all_ranks(tmp_path):
+    model = sharded("llama")
+    Path(tmp_path, "file").touch()
     with pytest.raises(CheckpointError, match="save_pretrained to"):
-        sherd.save_pretrained(model, Path(folder, "file"))
+        sherd.save_pretrained(model, tmp_path / "file")
     with pytest.raises(ModuleError, match=r"sherd\.save writes"):
-        sherd.save_pretrained(sherd.fully_shard(nn.Linear(2, 2)), folder)
+        sherd.save_pretrained(sherd.fully_shard(nn.Linear(2, 2)), tmp_path)
     with pytest.raises(PolicyError, match="max_shard_bytes"):
-        sherd.save_pretrained(model, folder, max_shard_bytes=0)
+        sherd.save_pretrained(model, tmp_path, max_shard_bytes=0)
 
 
-def test_bad_input_is_refused_on_all_ranks(world, tmp_path):
-    world(2).run(refuse, str(tmp_path))
+def bytes_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def fail_on_one_rank(folder: str) -> None:
-    model = sharded(built("llama"), "Shard(0)")
-    sherd.save_pretrained(model, folder)
-    before = {name: Path(folder, name).read_bytes() for name in os.listdir(folder)}
+@on_ranks(2, "world")
+def test_a_rank_that_cannot_write_stops_all_and_leaves_the_older_export(tmp_path):
+    model = sharded("llama")
+    sherd.save_pretrained(model, tmp_path)
+    before = bytes_in(tmp_path)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -146,15 +143,9 @@ def fail_on_one_rank(folder: str) -> None:
             raise OSError(28, "No space left on device", name)
         write(self, name, chunks)
 
-    sherd.storage.places.Disk.write = failing
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sherd.storage.places.Disk, "write", failing)
         with pytest.raises(CheckpointError, match=r"on rank 1.*No space left"):
-            sherd.save_pretrained(model, folder, max_shard_bytes=4000)
-    finally:
-        sherd.storage.places.Disk.write = write
+            sherd.save_pretrained(model, tmp_path, max_shard_bytes=4000)
     dist.barrier()
-    assert {name: Path(folder, name).read_bytes() for name in os.listdir(folder)} == before
-
-
-def test_a_rank_that_cannot_write_stops_all_and_leaves_the_older_export(world, tmp_path):
-    world(2).run(fail_on_one_rank, str(tmp_path / "out"))
+    assert bytes_in(tmp_path) == before

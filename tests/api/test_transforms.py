@@ -1,6 +1,4 @@
-"""Does a sharded model work inside a function that `torch.func` transforms, and train on what comes out of it?"""
-
-import copy
+"""A sharded model works inside a function that `torch.func` transforms, and trains on what comes out of it."""
 
 import pytest
 import torch
@@ -8,6 +6,9 @@ import torch.distributed as dist
 from torch import nn
 
 from sherd import fully_shard, replicate
+from tests.api.checks import on_ranks
+from tests.support.sharding import sharded
+from tests.support.training import made
 
 WIDTH = 8
 
@@ -58,10 +59,11 @@ def shard_kept(module):
     return fully_shard(module, reshard_after_forward=False)
 
 
-def trains_as_one_process_does(loss_of, shard):
-    torch.manual_seed(0)
-    plain = Flow()
-    model = copy.deepcopy(plain)
+@pytest.mark.parametrize("shard", [fully_shard, shard_kept, replicate])
+@pytest.mark.parametrize("loss_of", [derivative, tangent_only, batched])
+@on_ranks(2, "world")
+def test_what_comes_out_of_a_transform_trains_as_in_one_process(loss_of, shard):
+    plain, model = made(Flow), made(Flow)
     for module in (model.rise, model.fall, model):
         shard(module)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
@@ -80,19 +82,10 @@ def trains_as_one_process_does(loss_of, shard):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("shard", [fully_shard, shard_kept, replicate])
-@pytest.mark.parametrize("loss_of", [derivative, tangent_only, batched])
-def test_what_comes_out_of_a_transform_trains_as_in_one_process(world, loss_of, shard):
-    world(2).run(trains_as_one_process_does, loss_of, shard)
-
-
-def slope_at_a_point():
+@on_ranks(2, "world")
+def test_a_gradient_is_taken_inside_a_transform():
     """Forward and backward are both inside; nobody asks for the parameters' gradients."""
-    torch.manual_seed(0)
-    plain = Flow()
-    model = copy.deepcopy(plain)
-    for module in (model.rise, model.fall, model):
-        fully_shard(module)
+    plain, model = made(Flow), sharded(made(Flow))
     point, time, _ = sample(dist.get_rank())
 
     def height(at, of):
@@ -102,7 +95,3 @@ def slope_at_a_point():
         expected = torch.func.grad(height)(point.detach(), plain)
         torch.testing.assert_close(torch.func.grad(height)(point.detach(), model), expected)
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_gradient_is_taken_inside_a_transform(world):
-    world(2).run(slope_at_a_point)

@@ -1,10 +1,12 @@
-"""Do tensors of `iter_full_parameters` stay the reader's own, however it goes through them, with buckets so large that
-they go straight into place?"""
+"""Tensors of `iter_full_parameters` stay the reader's own, however it goes through them, with buckets so large that
+they go straight into place; and they take two buckets, the largest parameter and what is sent of a bucket."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import sherd
+from bench.peak import live_bytes
 from sherd.errors import CommError, StateError
+from tests.api.checks import on_ranks
 from tests.api.test_weights_out import assert_same, plain
+from tests.support.sharding import sharded
 
 BUCKET = 11 << 20
 """Two layers, which is more than gloo's transport takes for small."""
@@ -28,11 +33,9 @@ def layers(seed: int = 0) -> nn.Sequential:
     )
 
 
-def sharded(transport: str, placement: object = None, seed: int = 0, mesh: DeviceMesh | None = None) -> nn.Sequential:
-    model, policy = layers(seed), sherd.CommPolicy(transport=transport)
-    for unit in (*model, model):
-        sherd.fully_shard(unit, placement=placement, comm_policy=policy, mesh=mesh)
-    return model
+def cut(transport: str, placement: object = None, seed: int = 0, mesh: DeviceMesh | None = None) -> nn.Sequential:
+    policy = sherd.CommPolicy(transport=transport)
+    return sharded(layers(seed), placement=placement, comm_policy=policy, mesh=mesh)
 
 
 every_transport = pytest.mark.parametrize("transport", ["auto", "gloo", "torch"])
@@ -40,7 +43,7 @@ every_placement = pytest.mark.parametrize("placement", [None, sherd.Flat()])
 
 
 def keep_all(transport: str, placement: object) -> None:
-    model = sharded(transport, placement)
+    model = cut(transport, placement)
     for _ in range(2):
         assert_same(list(sherd.iter_full_parameters(model, BUCKET)), plain(layers()))
     half = list(sherd.iter_full_parameters(model, BUCKET // 2, torch.bfloat16))
@@ -63,9 +66,12 @@ def test_all_may_be_kept(num_ranks, placement, transport, world):
     world(num_ranks).run(keep_all, transport, placement)
 
 
-def read_after_training(transport: str, placement: object) -> None:
+@every_transport
+@every_placement
+@on_ranks(2, "world")
+def test_a_trained_model_is_read(placement, transport):
     """Shards lie in one buffer once a model has run, and are sent from there."""
-    model = sharded(transport, placement)
+    model = cut(transport, placement)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         for layer in model:
@@ -77,27 +83,18 @@ def read_after_training(transport: str, placement: object) -> None:
             assert_same(found, plain(model))
 
 
-@every_transport
-@every_placement
-def test_a_trained_model_is_read(placement, transport, world):
-    world(2).run(read_after_training, transport, placement)
-
-
 def memories(values: Iterator[tuple[str, torch.Tensor]]) -> set[int]:
     return {value.untyped_storage().data_ptr() for _, value in values if value.nbytes > 1 << 20}
 
 
-def count_buffers(transport: str, most: int) -> None:
-    model = sharded(transport)
+@pytest.mark.parametrize(("transport", "most"), [("auto", 2), ("gloo", 3), ("torch", 3)])
+@on_ranks(2, "world")
+def test_buffers_of_a_reader_that_keeps_nothing_are_used_again(transport, most):
+    model = cut(transport)
     found = memories(sherd.iter_full_parameters(model, BUCKET))
     assert len(found) <= most, len(found)
     kept = [value for _, value in sherd.iter_full_parameters(model, BUCKET)]
     assert len({value.untyped_storage().data_ptr() for value in kept}) >= 3
-
-
-@pytest.mark.parametrize(("transport", "most"), [("auto", 2), ("gloo", 3), ("torch", 3)])
-def test_buffers_of_a_reader_that_keeps_nothing_are_used_again(transport, most, world):
-    world(2).run(count_buffers, transport, most)
 
 
 def read_and_raise(model: nn.Module, at: int) -> None:
@@ -106,42 +103,37 @@ def read_and_raise(model: nn.Module, at: int) -> None:
             raise KeyError("the reader of all ranks")
 
 
-def stop(transport: str, at: int) -> None:
-    model = sharded(transport)
-    for number, _ in enumerate(sherd.iter_full_parameters(model, BUCKET)):
-        if number == at:
-            break
-    with pytest.raises(KeyError):
-        read_and_raise(model, at)
-    never_begun = sherd.iter_full_parameters(model, BUCKET)
-    del never_begun
-    assert_same(list(sherd.iter_full_parameters(model, BUCKET)), plain(layers()))
-
-
-@pytest.mark.values
 @every_transport
-@pytest.mark.parametrize("at", [0, 1, 5, 9])
-def test_all_ranks_may_stop_or_raise_behind_any_tensor(at, transport, world):
-    world(2).run(stop, transport, at)
+@on_ranks(2, "world")
+def test_all_ranks_may_stop_or_raise_behind_any_tensor(transport):
+    model = cut(transport)
+    for at in (0, 1, 5, 9):
+        for number, _ in enumerate(sherd.iter_full_parameters(model, BUCKET)):
+            if number == at:
+                break
+        with pytest.raises(KeyError):
+            read_and_raise(model, at)
+        never_begun = sherd.iter_full_parameters(model, BUCKET)
+        del never_begun
+        assert_same(list(sherd.iter_full_parameters(model, BUCKET)), plain(layers()))
 
 
-def read_two_at_once(transport: str) -> None:
-    first, second = sharded(transport), sharded(transport, sherd.Flat(), seed=1)
+@every_transport
+@on_ranks(2, "world")
+def test_two_models_are_read_at_once(transport):
+    first, second = cut(transport), cut(transport, sherd.Flat(), seed=1)
     both = zip(sherd.iter_full_parameters(first, BUCKET), sherd.iter_full_parameters(second, BUCKET // 2), strict=True)
     ones, others = zip(*both, strict=True)
     assert_same(list(ones), plain(layers()))
     assert_same(list(others), plain(layers(1)))
 
 
-@every_transport
-def test_two_models_are_read_at_once(transport, world):
-    world(2).run(read_two_at_once, transport)
-
-
-def leave_alone(transport: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@on_ranks(2, "world")
+def test_a_rank_that_stops_alone_is_waited_for_no_longer_than_the_timeout(transport):
     mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
-    model = sharded(transport, mesh=mesh)
-    reading = sherd.iter_full_parameters(model, BUCKET // 2)
+    reading = sherd.iter_full_parameters(cut(transport, mesh=mesh), BUCKET // 2)
     next(reading)
     if dist.get_rank() == 1:
         reading.close()
@@ -151,13 +143,10 @@ def leave_alone(transport: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_a_rank_that_stops_alone_is_waited_for_no_longer_than_the_timeout(transport, world):
-    world(2).run(leave_alone, transport)
-
-
-def write_meanwhile(transport: str) -> None:
-    model = sharded(transport)
+@every_transport
+@on_ranks(2, "world")
+def test_no_bucket_is_shown_that_an_optimizer_may_have_written(transport):
+    model = cut(transport)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[0](torch.ones(2, 1281)).sum().backward()
     for num_read in (1, 8):  # in the first bucket, and in the last but one
@@ -172,6 +161,38 @@ def write_meanwhile(transport: str) -> None:
     assert_same(list(sherd.iter_full_parameters(model, BUCKET)), expected)
 
 
-@every_transport
-def test_no_bucket_is_shown_that_an_optimizer_may_have_written(transport, world):
-    world(2).run(write_meanwhile, transport)
+# How much is taken
+
+WIDTH = 64
+NUM_LAYERS = 12
+LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+
+
+def peak_of_reading(placement: Any, transport: str, bucket_bytes: int, large: int) -> int:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)), nn.Linear(WIDTH, large))
+    sharded(model, placement=placement, comm_policy=sherd.CommPolicy(transport=transport))
+    peaks = []
+    with live_bytes(torch.device("cpu")) as live:
+        for _ in range(2):
+            gc.collect()
+            live.forget_peak()
+            before = live.peak
+            for _, weight in sherd.iter_full_parameters(model, bucket_bytes):
+                assert weight.numel()
+            del weight
+            peaks.append(live.peak - before)
+    return peaks[-1]
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
+@pytest.mark.parametrize("placement", [None, sherd.Flat()], ids=["rows", "flat"])
+@pytest.mark.parametrize(("layers_a_bucket", "large"), [(1, WIDTH), (3, WIDTH), (2, 8 * WIDTH)])
+def test_two_buckets_and_the_largest_parameter(layers_a_bucket, large, placement, transport, world):
+    bucket, largest = layers_a_bucket * LAYER_BYTES, 4 * large * WIDTH
+    sent, slack = max(bucket, largest) // 2, 8192  # views, padding and texts
+    if transport != "shared_memory":
+        slack += bucket  # a thread of gloo lets go of the rows somewhat later than its collective ends
+    for peak in world(2).run(peak_of_reading, placement, transport, bucket, large):
+        assert 0 < peak <= 2 * bucket + largest + sent + slack
+        assert peak < NUM_LAYERS * LAYER_BYTES or large > WIDTH
