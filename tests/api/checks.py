@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,35 +31,6 @@ ALSO: dict[type[SherdError], type[Exception]] = {
     errors.UnsupportedError: NotImplementedError,
 }
 """The built-in error that each error is too, for those who catch that."""
-
-
-def on_ranks(number: int, kind: str = "threads") -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes of a test one that each of `number` ranks runs from begin to end.
-
-    Args:
-        kind: "threads", with random generators of their own, or "world", processes, which take parameters that can be
-            pickled.
-    """
-
-    def every_rank_runs(test: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(test)
-        def run(**parameters: Any) -> None:
-            ranks = parameters.pop(kind)(number)
-            if kind == "threads":
-                ranks.run(test, **parameters)
-            else:
-                ranks.run(run_on_a_process, test.__module__, test.__name__, parameters)
-
-        # pytest looks there for parameters and fixtures.
-        asked = [inspect.Parameter(kind, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-        run.__signature__ = inspect.Signature([*asked, *inspect.signature(test).parameters.values()])
-        return run
-
-    return every_rank_runs
-
-
-def run_on_a_process(module: str, name: str, parameters: dict[str, Any]) -> None:
-    getattr(importlib.import_module(module), name).__wrapped__(**parameters)
 
 
 def assert_trains(model: nn.Module, make: Callable[..., nn.Module], job: Job = mean_square, steps: int = 3) -> None:

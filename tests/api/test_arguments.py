@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import sherd
 from sherd import Blocks, DataParallelMeshDims, Flat, FSDPModule, Owned, fully_shard
-from tests.api.checks import assert_trains, named_mesh, on_ranks
+from tests.api.checks import assert_trains, named_mesh
 from tests.support.comparing import assert_named_close, form, whole_grads
 from tests.support.models import WIDTH, Block, build, chain, noise
+from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
 from tests.support.training import (
     Recipe,
@@ -45,7 +46,7 @@ class Plus(nn.Sequential):
         return x + self.rate
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_sharded_module_is_still_of_its_own_class():
     model, other, block = Plus(Block(), nn.Tanh(), Block()), Plus(Block()), Block()
     for each in (model[0], model[2], other, block):
@@ -70,7 +71,7 @@ def test_a_sharded_module_is_still_of_its_own_class():
     assert type(type(model)()) is Plus
 
 
-@on_ranks(1)
+@on_threads(1)
 def test_the_state_of_a_module_is_its_unit_or_none():
     model = sharded(build("list_unit"))
     assert fully_shard.state(model.block.up) is None
@@ -80,7 +81,7 @@ def test_the_state_of_a_module_is_its_unit_or_none():
     assert "Block" in repr(fully_shard.state(model.block))
 
 
-@on_ranks(1)
+@on_threads(1)
 def test_a_list_of_modules_comes_back_as_it_went_in():
     first, second = Block(), Block()
     result = fully_shard([first, second])
@@ -97,7 +98,7 @@ class Bank(nn.Linear):
         return 0
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_the_length_of_a_module_does_not_matter():
     for shard in (fully_shard, partial(sherd.FullyShardedDataParallel, use_orig_params=True)):
         # A compiled module has a `__len__` that raises.
@@ -117,7 +118,7 @@ def grads_of_ranks():
     return [whole_grads(model) for model in models]
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_ignored_parameters_stay_plain_and_keep_their_ranks_own_gradient():
     """Those of a whole block, and one of a unit."""
     rank, by_rank = dist.get_rank(), grads_of_ranks()
@@ -137,7 +138,7 @@ def test_ignored_parameters_stay_plain_and_keep_their_ranks_own_gradient():
                 torch.testing.assert_close(param.grad.full_tensor(), mean)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_unit_of_which_everything_is_ignored_does_nothing():
     model, plain = chain(3), chain(3)
     fully_shard(model, ignored_params=set(model.parameters()))
@@ -146,7 +147,7 @@ def test_a_unit_of_which_everything_is_ignored_does_nothing():
 
 
 @pytest.mark.parametrize("front", ["shard", "wrapper"])
-@on_ranks(2)
+@on_threads(2)
 def test_a_module_that_torchs_ddp_looks_after_is_left_to_it(front):
     model = chain(3)
     replicate(model[0])
@@ -163,7 +164,7 @@ def test_a_module_that_torchs_ddp_looks_after_is_left_to_it(front):
 # mesh and dp_mesh_dims
 
 
-@on_ranks(4)
+@on_threads(4)
 def test_a_submesh_picked_by_name_shards_over_that_axis():
     """The 4 ranks are 2 data-parallel ones, twice."""
     mesh, recipe = named_mesh((2, 2), "data", "rest"), Recipe("mlp")
@@ -171,7 +172,7 @@ def test_a_submesh_picked_by_name_shards_over_that_axis():
     assert_same_run(steps_sharded(sharded(build("mlp"), mesh=mesh["data"]), recipe, rank), train_plain(recipe, 2)[rank])
 
 
-@on_ranks(4)
+@on_threads(4)
 def test_named_axes_say_which_one_shards_and_which_one_replicates():
     dims = DataParallelMeshDims(shard="shards", replicate="copies")
     model = sharded(build("mlp"), mesh=named_mesh((2, 2), "shards", "copies"), dp_mesh_dims=dims)
@@ -216,7 +217,7 @@ def assert_trains_over(mesh, model):
 @pytest.mark.parametrize(
     "library", [sherd, pytest.param(fsdp, marks=needs_torch(2, 12, "its FSDP has no DataParallelMeshDims"))]
 )
-@on_ranks(4)
+@on_threads(4)
 def test_dtensors_of_a_larger_mesh_are_sharded_over_the_named_axis(library, shard_fn):
     mesh = named_mesh((2, 2), "dp", "tp")
     model = made(TensorParallel).cut(mesh, Shard(0))
@@ -232,7 +233,7 @@ def test_dtensors_of_a_larger_mesh_are_sharded_over_the_named_axis(library, shar
     assert_trains_over(mesh, model)
 
 
-@on_ranks(4)
+@on_threads(4)
 def test_dtensors_of_one_axis_are_sharded_over_the_other():
     """The usual way: weights are DTensors on the tp axis alone, the model is sharded over the dp axis."""
     mesh = named_mesh((2, 2), "dp", "tp")
@@ -270,7 +271,7 @@ def read_partly(model, rank, step):
 
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize(("make", "job"), [(Chunked, mean_square), (Partial, read_partly)])
-@on_ranks(2)
+@on_threads(2)
 def test_modules_of_one_unit_may_run_several_times_or_not_at_all(make, job, reshard):
     model = made(make)
     fully_shard(model.body)
@@ -288,7 +289,7 @@ def loss_in_chunks(model, rank):
     hidden.backward(apart.grad)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_loss_may_go_backward_chunk_by_chunk():
     model, plain = made(Chunked), made(Chunked)
     for unit in (model.body, model.norm, model.head):

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from sherd import Owned, fully_shard
-from tests.api.checks import on_ranks
 from tests.support.models import Net
+from tests.support.ranks.bodies import on_threads
 from tests.support.training import made
 
 
@@ -89,7 +89,7 @@ def start_anew():
     fully_shard(nn.Linear(2, 2), placement=Owned())(torch.ones(1, 2))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_model_made_alike_has_the_same_owners():
     start_anew()
     models = [made(Even) for _ in range(3)]
@@ -100,7 +100,7 @@ def test_a_model_made_alike_has_the_same_owners():
     assert loads[0] == loads[1], "three matrices a block, on two ranks: blocks balance with each other"
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_nested_units_balance_over_the_blocks_of_a_model():
     """Blocks that are units around others go on balancing, for alone they do not."""
     start_anew()

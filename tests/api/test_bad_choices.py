@@ -8,9 +8,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from sherd import Blocks, CommPolicy, Flat, Owned, PrefetchPolicy, fully_shard, share_comm_ctx
 from sherd.errors import PlacementError, PolicyError, PolicyTypeError
-from tests.api.checks import assert_refuses, assert_trains, named_mesh, on_ranks, untouched
+from tests.api.checks import assert_refuses, assert_trains, named_mesh, untouched
 from tests.api.own_collectives import GatherByList, ReduceByAllReduce
 from tests.support.models import build, chain
+from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
 from tests.support.training import made
 
@@ -53,7 +54,7 @@ WRONG_PLACEMENTS = [
 ]
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_wrong_argument_is_refused_before_anything_is_touched():
     model = chain()
     placed = [({"shard_placement_fn": function}, PlacementError, words) for function, words in WRONG_PLACEMENTS]
@@ -98,7 +99,7 @@ WRONG_CALLS = [
 ]
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_setter_refuses_what_it_cannot_mean():
     model = sharded(chain())
     for method, args, kind, word in WRONG_CALLS:
@@ -124,7 +125,7 @@ def test_a_policy_takes_only_numbers_and_names_that_mean_something():
 # Own collectives, hooks and streams
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_an_own_collective_for_several_kinds_of_parameters_is_refused():
     model = sharded(build("mixed_double"))
     for call in (
@@ -136,7 +137,7 @@ def test_an_own_collective_for_several_kinds_of_parameters_is_refused():
     assert_trains(model, partial(build, "mixed_double"))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_the_groups_memory_and_an_own_collective_exclude_each_other():
     model = sharded(chain())
     model[0].set_custom_all_gather(GatherByList(waits=True))
@@ -168,7 +169,7 @@ def test_own_collectives_are_given_equal_parts_which_whole_tensors_and_large_blo
     threads(3).run(own_collectives_of, Blocks(40))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_own_collectives_serve_equal_runs():
     model = sharded(chain(), "flat")
     model[0].set_custom_all_gather(GatherByList(waits=True))
@@ -176,7 +177,7 @@ def test_own_collectives_serve_equal_runs():
     assert_trains(model, chain)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_hooks_own_stream_beside_replicas_is_refused():
     model = sharded(chain(), mesh=named_mesh((1, 2), "copies", "shards"))
     model[0].set_all_reduce_hook(lambda reduced: None, stream=object())  # one replica is none
@@ -184,7 +185,7 @@ def test_a_hooks_own_stream_beside_replicas_is_refused():
     assert_refuses(lambda: model[0].set_all_reduce_hook(lambda reduced: None, stream=object()), PolicyError, "stream")
 
 
-@on_ranks(1)
+@on_threads(1)
 def test_streams_are_shared_among_sharded_modules_only():
     model = sharded(chain())
     assert_refuses(lambda: share_comm_ctx([model, nn.Linear(1, 1)]), PolicyError, "Linear")

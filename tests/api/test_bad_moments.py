@@ -10,8 +10,9 @@ from torch import nn
 
 from sherd import Flat, Owned, fully_shard, register_fsdp_forward_method
 from sherd.errors import ModuleError, OptimizerError, PlacementError, ShardedAccessError, StateError
-from tests.api.checks import assert_refuses, assert_trains, explode_in, on_ranks
+from tests.api.checks import assert_refuses, assert_trains, explode_in
 from tests.support.models import WIDTH, Block, build, chain, noise
+from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
 from tests.support.training import made, mean_square
 
@@ -40,7 +41,7 @@ class Scores(nn.Module):
         return 2 * x
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_method_that_needs_whole_parameters_outside_forward_is_told_the_two_remedies():
     model, x = made(Scores), noise(0, 0)
     expected = model.score(x).item()
@@ -60,7 +61,7 @@ def test_a_method_that_needs_whole_parameters_outside_forward_is_told_the_two_re
     assert_refuses(lambda: register_fsdp_forward_method(model, "training"), ModuleError, "'training'")
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_module_called_past_its_unit_raises_and_the_model_stays_usable():
     model = fully_shard(chain())
     with pytest.raises(ShardedAccessError, match=r"0\.up\.weight"):
@@ -98,7 +99,7 @@ class Net(nn.Module):
         ("in place of a head", "head.weight"),
     ],
 )
-@on_ranks(2)
+@on_threads(2)
 def test_a_shard_met_in_forward_is_named_with_what_helps(way, met):
     for options in ({}, {"placements": "ddp"}, {"placement": Flat()}, {"placement": Owned()}):
         model = sharded(Net(way), **options)
@@ -117,7 +118,7 @@ def test_a_shard_met_in_forward_is_named_with_what_helps(way, met):
             model(torch.ones(2, 6))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_weight_that_is_unsharded_can_be_read():
     """What the text proposes works."""
     model = sharded(Net("in place of a head"))
@@ -126,7 +127,7 @@ def test_a_weight_that_is_unsharded_can_be_read():
     model.head.reshard()
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_unit_does_not_run_alone_after_a_failed_backward():
     model, rank = sharded(build("mlp")), dist.get_rank()
     hook = explode_in(model.blocks[1].down, "backward")
@@ -142,7 +143,7 @@ def test_a_unit_does_not_run_alone_after_a_failed_backward():
     assert_trains(model, partial(build, "mlp"))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_shards_are_not_to_be_had_in_the_middle_of_a_forward():
     model, x = sharded(build("mlp")), noise(0, dist.get_rank())
     for ask, words in (
@@ -156,7 +157,7 @@ def test_shards_are_not_to_be_had_in_the_middle_of_a_forward():
     assert_trains(model, partial(build, "mlp"))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_unit_at_work_is_not_taken_under_a_new_root():
     """A unit's forward is under way; inside it a module around the unit becomes a root."""
     inner, x = fully_shard(made(Block)), noise(0, dist.get_rank())
@@ -175,7 +176,7 @@ def test_a_unit_at_work_is_not_taken_under_a_new_root():
         torch.testing.assert_close(outer(x), made(Block)(x))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_an_optimizer_that_has_state_of_replaced_parameters_says_what_to_do():
     model = chain()
     optimizer = torch.optim.Adam(model.parameters())

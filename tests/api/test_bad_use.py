@@ -24,16 +24,17 @@ from sherd.errors import (
     StateError,
     UnsupportedError,
 )
-from tests.api.checks import assert_refuses, assert_trains, named_mesh, on_ranks, untouched
+from tests.api.checks import assert_refuses, assert_trains, named_mesh, untouched
 from tests.support.comparing import assert_named_close, whole_params
 from tests.support.models import WIDTH, Block, build, chain, noise
+from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
 from tests.support.training import made
 
 # Modules
 
 
-@on_ranks(1)
+@on_threads(1)
 def test_a_container_without_forward_is_refused():
     model = chain()
     for container in (nn.ModuleList([Block()]), nn.ModuleDict({"a": Block()})):
@@ -60,12 +61,12 @@ def iterated():
     return Iterated([Block(), Block()])
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_container_with_a_forward_of_its_own_is_fine():
     assert_trains(sharded(made(iterated)), iterated)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_module_is_sharded_once():
     model = chain()
     fully_shard(model[0])
@@ -79,7 +80,7 @@ def test_a_module_is_sharded_once():
     assert_trains(model, chain)
 
 
-@on_ranks(1)
+@on_threads(1)
 def test_what_is_no_module_or_mesh_is_refused_by_type():
     for wrong in (None, "model", [Block(), 3], torch.nn.Linear, {"a": Block()}):
         assert_refuses(partial(fully_shard, wrong), PolicyTypeError, "module")
@@ -90,7 +91,7 @@ def test_what_is_no_module_or_mesh_is_refused_by_type():
     assert_trains(fully_shard(model), chain)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_sharded_model_is_not_pickled_or_copied_in_part():
     model = sharded(chain())
     for module in (model, model[0], nn.Sequential(model, nn.ReLU())):
@@ -100,7 +101,7 @@ def test_a_sharded_model_is_not_pickled_or_copied_in_part():
     assert_trains(model, chain)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_sharded_model_is_not_called_with_values_from_outside():
     """Plain tensors, Parameters, and DTensors."""
     model, x = sharded(chain()), noise(0, 0)
@@ -114,7 +115,7 @@ def test_a_sharded_model_is_not_called_with_values_from_outside():
     assert_trains(model, chain)
 
 
-@on_ranks(1)
+@on_threads(1)
 def test_a_lazy_module_is_refused_until_it_has_run():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH))
     assert_refuses(lambda: fully_shard(model), ModuleError, "1.weight has no shape yet", "run the model once")
@@ -123,7 +124,7 @@ def test_a_lazy_module_is_refused_until_it_has_run():
 # Meshes
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_mesh_of_the_wrong_shape_or_without_names_is_refused():
     model, dims, missing = chain(), DataParallelMeshDims(shard="b"), DataParallelMeshDims(shard="b", replicate="x")
     three, unnamed, line = named_mesh((1, 2, 1), "a", "b", "c"), named_mesh((1, 2)), named_mesh((2,))
@@ -139,7 +140,7 @@ def test_a_mesh_of_the_wrong_shape_or_without_names_is_refused():
     assert_trains(fully_shard(model), chain)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_rank_outside_the_mesh_is_told_so():
     mesh, model = DeviceMesh("cpu", [0]), chain()  # of rank 0 alone
     if dist.get_rank() == 1:
@@ -152,7 +153,7 @@ def test_named_axes_must_name_each_axis_once():
     assert_refuses(lambda: DataParallelMeshDims(("a", "b"), "a"), PolicyError, "twice", "a")
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_dtensor_must_be_replicated_where_it_is_to_be_sharded():
     """A DTensor that the data-parallel axis finds cut already, and one on another mesh."""
     mesh, dims = named_mesh((2, 1), "dp", "tp"), DataParallelMeshDims(shard="dp")
@@ -166,7 +167,7 @@ def test_a_dtensor_must_be_replicated_where_it_is_to_be_sharded():
             assert_refuses(partial(fully_shard, model, mesh=mesh, dp_mesh_dims=dims), PlacementError, "weight", *words)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_transport_that_cannot_serve_the_ranks_is_refused():
     """Threads are no gloo ranks."""
     for transport in ("gloo", "shared_memory"):
@@ -181,7 +182,7 @@ def test_a_transport_that_cannot_serve_the_ranks_is_refused():
         fully_shard(model)(torch.ones(1, WIDTH))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_parameter_that_is_a_sum_is_not_cut_into_runs():
     """A tensor-parallel parameter is cut into runs, but not one that is a sum over ranks still."""
     mesh = named_mesh((2, 1), "dp", "tp")
@@ -195,7 +196,7 @@ def test_a_parameter_that_is_a_sum_is_not_cut_into_runs():
             assert_refuses(shard, PlacementError, "0.up.weight", "sum", "redistribute")
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_plain_parameter_on_a_larger_mesh_is_refused_under_every_placement():
     mesh, model = named_mesh((2, 1), "dp", "tp"), chain()
     for placement in (None, Flat(), Owned()):
@@ -207,7 +208,7 @@ def test_a_plain_parameter_on_a_larger_mesh_is_refused_under_every_placement():
 # Parameters
 
 
-@on_ranks(4)
+@on_threads(4)
 def test_a_parameter_of_two_units_under_two_meshes_is_refused():
     """A tied weight: its two modules are sharded over different meshes."""
     mesh, model = named_mesh((2, 2), "a", "b"), build("tied_across")
@@ -216,7 +217,7 @@ def test_a_parameter_of_two_units_under_two_meshes_is_refused():
         assert_refuses(lambda: fully_shard(model.head, mesh=mesh["b"]), OwnershipError, "weight", "Embedding")
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_shard_whose_unit_is_gone_is_refused():
     owner = fully_shard(Block())
     orphan = owner.up.weight
@@ -228,7 +229,7 @@ def test_a_shard_whose_unit_is_gone_is_refused():
         assert_refuses(lambda: fully_shard(heir), OwnershipError, "weight", "build the model anew")
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_parameters_on_meta_are_named_at_the_first_forward_and_can_be_filled_then():
     model = sharded(build("mlp", device="meta"))
     words = ("meta", "first.weight", "blocks.1", "to_empty", "reset_parameters")
@@ -239,7 +240,7 @@ def test_parameters_on_meta_are_named_at_the_first_forward_and_can_be_filled_the
     assert_trains(model, partial(build, "mlp"))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_ragged_shard_is_not_sharded_again():
     owner = chain()
     fully_shard(owner[0], placement=Flat())

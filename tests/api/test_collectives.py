@@ -8,11 +8,12 @@ from torch import nn
 from sherd import MixedPrecisionPolicy, PrefetchPolicy, fully_shard, share_comm_ctx
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.errors import StateError
-from tests.api.checks import assert_trains, on_ranks
+from tests.api.checks import assert_trains
 from tests.api.own_collectives import GatherByList, ReduceByAllReduce
 from tests.support.comparing import assert_named_close, form, whole_grads, whole_params
 from tests.support.meshes import mesh_of
 from tests.support.models import WIDTH, build, chain, noise
+from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
 from tests.support.training import LR, assert_trained, made, mean_square, train_job, train_job_plain
 
@@ -56,7 +57,7 @@ def test_own_collectives_carry_one_units_bytes_and_change_no_number(world, waits
         assert {numel for numel, _ in reduce_memory} == {reduces[0][0]}
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_own_collectives_see_the_dtypes_of_the_policy():
     model = fully_shard(chain(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float64))
     gather, reduce = GatherByList(waits=True), ReduceByAllReduce()
@@ -114,7 +115,7 @@ def test_a_hook_sees_and_may_change_the_reduced_gradients_of_its_unit(threads):
 @pytest.mark.parametrize(
     ("setter", "mesh_shape"), [("set_requires_gradient_sync", None), ("set_requires_all_reduce", (2, 2))]
 )
-@on_ranks(4)
+@on_threads(4)
 def test_a_hook_waits_for_the_backward_that_reduces(setter, mesh_shape):
     """One backward that does not reduce, over shards or replicas, one that does."""
     model, seen, counts = sharded(chain(), mesh=mesh_of(mesh_shape)), [], []
@@ -129,7 +130,7 @@ def test_a_hook_waits_for_the_backward_that_reduces(setter, mesh_shape):
 # The optimizer's event
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_the_first_gather_after_the_optimizer_follows_its_event_once():
     streams = RecordingStreams()
     with use_streams(streams):
@@ -154,7 +155,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("setter", ["set_gradient_divide_factor", "set_reduce_scatter_divide_factor"])
 @pytest.mark.parametrize("policy", POLICIES)
-@on_ranks(2)
+@on_threads(2)
 def test_a_divide_factor_holds_for_one_unit_in_every_reduce_dtype(policy, setter):
     mp_policy, tolerance = POLICIES[policy]
     model, expected = sharded(chain(), mp_policy=mp_policy), plain_grads(2)
@@ -192,7 +193,7 @@ def diverge(model, rank, step):
 
 
 @pytest.mark.parametrize("recurse", [True, False])
-@on_ranks(3)
+@on_threads(3)
 def test_ranks_may_use_other_parameters_of_a_unit_and_get_the_mean_with_zeros(recurse):
     model = sharded(made(Forked))
     (model if recurse else model.fork).set_reduce_scatter_unused_params(True, recurse=recurse)
@@ -200,7 +201,7 @@ def test_ranks_may_use_other_parameters_of_a_unit_and_get_the_mean_with_zeros(re
     assert_trains(model, Forked, diverge, steps=4)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_parameter_nobody_used_gets_zeros_only_when_asked_for():
     for setting, expected in ((True, 0.0), (False, None)):
         model = sharded(made(Forked))
@@ -254,7 +255,7 @@ BOUNDS = [
 
 
 @pytest.mark.parametrize(("policy", "most"), BOUNDS)
-@on_ranks(2)
+@on_threads(2)
 def test_a_prefetch_policy_bounds_how_far_gathers_run_ahead_and_changes_no_number(policy, most):
     # The unit that is waited for at once counts as well: at most one more than is prefetched.
     for found, bound in zip(gathers_in_flight(policy), most, strict=True):
@@ -262,7 +263,7 @@ def test_a_prefetch_policy_bounds_how_far_gathers_run_ahead_and_changes_no_numbe
     assert_trains(sharded(made(layers), prefetch_policy=policy), layers)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_prefetch_stays_within_the_bytes_in_flight():
     found = []
     for limit in (0, 1, 2, 50):
@@ -273,7 +274,7 @@ def test_prefetch_stays_within_the_bytes_in_flight():
     assert found[1] <= 3
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_no_more_reductions_are_in_flight_than_allowed():
     for limit, expected in ((None, 1), (1, 1), (2, 2), (4, 4), (100, 6)):
         streams = RecordingStreams()
@@ -293,7 +294,7 @@ def test_no_more_reductions_are_in_flight_than_allowed():
 
 
 @pytest.mark.parametrize(("enable", "recurse", "same"), [(True, True, False), (False, True, True), (True, False, True)])
-@on_ranks(2)
+@on_threads(2)
 def test_reduce_scatters_may_have_a_process_group_of_their_own(enable, recurse, same):
     model, gather, reduce = sharded(chain()), GatherByList(waits=True), ReduceByAllReduce()
     model.set_separate_reduce_scatter_group(enable, recurse=recurse)
@@ -346,7 +347,7 @@ def test_gloo_has_no_memory_of_its_own_and_ordinary_memory_or_an_own_collective_
     assert_trained(world(2).run(train_on_group_memory), uneven, own_job)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_pipeline_stages_may_share_their_streams():
     """Two models, as pipeline stages are: the second's loss flows back into the first."""
     first, second = sharded(chain()), sharded(chain())
@@ -362,7 +363,7 @@ def test_pipeline_stages_may_share_their_streams():
     assert_named_close(whole_params(both), expected, "parameter", 1e-5, 1e-6)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_what_buffers_depend_on_does_not_change_while_gradients_wait():
     """Several reductions at a time, asked for between two backwards of one step, on a device."""
     model = nn.Sequential(nn.Linear(3, 6))

@@ -11,9 +11,10 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 import sherd
 from sherd.errors import PlacementError, WriteBackError
-from tests.api.checks import assert_trains, named_mesh, on_ranks
+from tests.api.checks import assert_trains, named_mesh
 from tests.support.comparing import assert_same, whole_params
 from tests.support.models import Block
+from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import FRONTS, sharded
 from tests.support.suites import part
 from tests.support.training import made
@@ -173,7 +174,7 @@ def test_a_dtensor_assigned_to_one_of_torchs_is_named_where_values_are_read(thre
     threads(num_ranks(way)).run(read_after_assigning, way, reads)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_values_that_do_not_fit_are_named_by_the_next_forward():
     for way in ("shard", "zero2"):
         model = WAYS[way](made(stack))
@@ -188,7 +189,7 @@ def test_values_that_do_not_fit_are_named_by_the_next_forward():
             loss(model, 0, 0)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_so_are_parameters_that_a_load_has_exchanged():
     model = both_blocks(made(stack))
     for give in (assigned, swapped):
@@ -231,7 +232,7 @@ def test_a_step_is_made_on_what_was_given_before_it(threads, way):
     threads(num_ranks(way)).run(stepped_after_assigning, way)
 
 
-@on_ranks(4)
+@on_threads(4)
 def test_a_tensor_parallel_parameter_takes_them_or_says_that_it_does_not():
     mesh = named_mesh((2, 2), "dp", "tp")
     for placement in (None, sherd.Flat()):
@@ -249,7 +250,7 @@ def test_a_tensor_parallel_parameter_takes_them_or_says_that_it_does_not():
             assert torch.equal(_whole(model[2].weight.detach()), whole_weight)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_memory_is_not_exchanged_by_set():
     for way in (*RAGGED, "shard"):
         weight, *_ = WAYS[way](made(stack)).parameters()
@@ -276,7 +277,7 @@ NORMS = [
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
-@on_ranks(1)
+@on_threads(1)
 def test_norms_of_weights_that_were_set_up_before_train_plainly():
     """One rank, so that the vectors that spectral norm goes on with in each forward are those of one process."""
     for norm in NORMS:

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.api.checks import assert_trains, on_ranks
+from tests.api.checks import assert_trains
 from tests.support.comparing import assert_named_close, whole_params
 from tests.support.models import WIDTH, chain, noise
+from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
 from tests.support.training import LR, mean_square, train_job, train_job_plain
 
@@ -36,7 +37,7 @@ def by_a_block_at_a_time(model, dtype):
         (torch.bfloat16, 2e-2, "after_a_step", by_to),
     ],
 )
-@on_ranks(2)
+@on_threads(2)
 def test_a_sharded_model_trains_in_the_dtype_it_was_moved_to(dtype, tolerance, moment, cast):
     def job(model, rank, step):
         return model(noise(step, rank).to(dtype)).square().mean()
@@ -59,7 +60,7 @@ def test_a_sharded_model_trains_in_the_dtype_it_was_moved_to(dtype, tolerance, m
 
 
 @pytest.mark.parametrize("weights_only", [True, False], ids="weights_only_{}".format)
-@on_ranks(2)
+@on_threads(2)
 def test_a_sharded_state_survives_a_file_of_its_own_on_each_rank(tmp_path, weights_only):
     model, other, path = sharded(chain(3)), sharded(chain(3)), tmp_path / f"{dist.get_rank()}.pt"
     train_job(model, mean_square, steps=1)
@@ -83,7 +84,7 @@ def saved(value, weights_only):
     return torch.load(file, weights_only=weights_only)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_shard_that_went_through_a_file_is_a_free_copy():
     model = sharded(chain())
     before = whole_params(model)
@@ -100,7 +101,7 @@ def test_a_shard_that_went_through_a_file_is_a_free_copy():
     assert_trains(model, chain)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_loading_wrong_shapes_says_what_torch_says():
     """The message for a whole tensor of another shape is torch's own, and nothing was loaded half."""
     plain, model = chain(), sharded(chain())

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import sherd
 from sherd.comm.mesh import data_mesh
 from sherd.errors import CommError, MeshError, ModuleError, PolicyError, PolicyTypeError
-from tests.api.checks import on_ranks
 from tests.support.models import Block, chain
+from tests.support.ranks.bodies import on_processes, on_threads
 
 # No process group
 
@@ -52,7 +52,7 @@ def test_what_torchrun_sets_is_enough(monkeypatch):
         dist.destroy_process_group()
 
 
-@on_ranks(2, "world")
+@on_processes(2)
 def test_a_group_that_was_destroyed_is_told():
     group = dist.new_group()
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -114,7 +114,7 @@ def test_a_switch_of_a_policy_is_a_bool():
 # The meta device
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_unit_that_is_partly_on_meta_is_refused_with_the_names_of_both_parts():
     for options in ({}, {"placement": sherd.Flat()}, {"placements": "ddp"}):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
@@ -187,7 +187,7 @@ class Failing(nn.Linear):
         raise ValueError("the user's mistake")
 
 
-@on_ranks(1, "world")
+@on_processes(1)
 def test_what_torch_says_of_a_users_hook_is_still_said():
     model = sherd.fully_shard(Failing(4, 4))
 

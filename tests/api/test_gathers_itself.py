@@ -15,8 +15,9 @@ from sherd.engine.run.seal import unit_of
 from sherd.errors import PlacementError
 from sherd.memory.sizes import sizes_of
 from sherd.schedule.moments import MemoryKind
-from tests.api.checks import assert_refuses, on_ranks, untouched
+from tests.api.checks import assert_refuses, untouched
 from tests.support.models.specimen import WIDTH
+from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
 
 
@@ -81,7 +82,7 @@ def assert_same_gradients(model, plain):
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-@on_ranks(2)
+@on_threads(2)
 def test_gradients_of_a_kind_without_memory_are_reduced_by_their_values(reshard):
     plain, model = made(), made(in_halves)
     sharded(model, reshard_after_forward=reshard)
@@ -107,7 +108,7 @@ def give_all_gather(shard, asked):
     shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_shard_may_be_given_its_all_gather_before_the_first_forward():
     plain, model, asked = made(), sharded(made()), []
     give_all_gather(local_tensor(model[2].weight), asked)
@@ -122,7 +123,7 @@ def test_a_shard_may_be_given_its_all_gather_before_the_first_forward():
             model(inputs(0))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_tensor_that_gathers_itself_is_freed_and_forecast_so_where_others_are_kept():
     model = fully_shard(made(in_halves), placements="zero2")
     model(inputs(dist.get_rank())).square().sum().backward()
@@ -133,7 +134,7 @@ def test_a_tensor_that_gathers_itself_is_freed_and_forecast_so_where_others_are_
     assert [(sizes.kept, sizes.unsharded > 0) for sizes in sizes_of(unit_of(model))] == [(0, True)] * 2
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_tensor_that_gathers_itself_is_not_cut_into_runs():
     model = made(in_halves)
     for placement in (Flat(), Blocks(1), Owned()):

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard
 
 from sherd import Blocks, Flat, Owned, RaggedDTensor, fully_shard
 from sherd.errors import PlacementError
-from tests.api.checks import on_ranks
 from tests.support.comparing import assert_same, whole
+from tests.support.ranks.bodies import on_threads
 from tests.support.suites import examples
 from tests.support.training import LR
 
@@ -126,7 +126,7 @@ def trained_by_an_optimizer_made_before(shard, ranks):
     return values(model)
 
 
-@on_ranks(3)
+@on_threads(3)
 def test_an_optimizer_made_before_sharding_trains_every_placement():
     """The optimizer holds the plain parameters, which are sharded then."""
     expected = trained_by_an_optimizer_made_before(lambda model: model, range(3))
@@ -142,7 +142,7 @@ def trained(placement):
     return model, optimizer
 
 
-@on_ranks(3)
+@on_threads(3)
 def test_an_optimizer_takes_the_state_of_another_layout_or_says_why_not():
     """`optimizer.load_state_dict` of every layout into every layout: the moments after the next step, or an error."""
     for placement, other in itertools.product(PLACEMENTS, PLACEMENTS):
@@ -160,7 +160,7 @@ def test_an_optimizer_takes_the_state_of_another_layout_or_says_why_not():
             torch.testing.assert_close(whole(optimizer.state[param]["exp_avg"]), 0.9 * before + 0.1 * grad)
 
 
-@on_ranks(3)
+@on_threads(3)
 def test_gradients_are_clipped_by_value_and_by_a_known_norm():
     for placement in PLACEMENTS:
         model = fully_shard(made(), placement=placement)
@@ -176,7 +176,7 @@ def test_gradients_are_clipped_by_value_and_by_a_known_norm():
         assert_same(grads(model), [grad * scale for grad in clipped], rtol=1e-5, atol=1e-6)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_list_of_modules_is_one_unit_of_one_placement():
     plain = made()
     step(plain, None, range(2))

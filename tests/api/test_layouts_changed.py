@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from sherd import Blocks, CPUOffloadPolicy, Flat, FSDPModule, MixedPrecisionPolicy, Owned, RaggedDTensor
-from tests.api.checks import assert_trains, on_ranks
+from tests.api.checks import assert_trains
 from tests.support.comparing import assert_named_close, assert_same, whole, whole_grads, whole_params
 from tests.support.meshes import mesh_of
 from tests.support.models import WIDTH, Block, chain, noise
+from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
 from tests.support.suites import part
 from tests.support.training import LR, made, mean_square, train_job
@@ -72,7 +73,7 @@ def test_half_of_a_unit_may_be_frozen_cast_trained_and_thawed(threads, num_ranks
     threads(num_ranks).run(frozen_and_thawed, cast)
 
 
-@on_ranks(3)
+@on_threads(3)
 def test_what_was_sharded_frozen_may_be_thawed():
     """Sharded while half was frozen, so in two plans; thawed, they have one dtype and still two."""
     for placement in PLACEMENTS.values():
@@ -87,7 +88,7 @@ def test_what_was_sharded_frozen_may_be_thawed():
 # Other dtypes and places
 
 
-@on_ranks(3)
+@on_threads(3)
 def test_pieces_stay_the_same_in_every_dtype():
     """Every way to change a dtype, and `.to("cpu")`; each piece stays where it was."""
     for name in PLACEMENTS:
@@ -114,7 +115,7 @@ def test_pieces_stay_the_same_in_every_dtype():
         optimizer.step()
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_parameters_may_be_deep_copied():
     """A copy is nobody's shard: stepping it moves nothing."""
     for name in PLACEMENTS:
@@ -237,14 +238,14 @@ def in_low_precision(name):
     return params
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_low_precision_gives_the_same_under_every_placement():
     expected = in_low_precision("chunks")
     for name in ("flat", "rows", "blocks", "whole"):
         assert_same(in_low_precision(name), expected, name)
 
 
-@on_ranks(3)
+@on_threads(3)
 def test_an_overflow_skips_the_step_under_every_placement():
     """Infinity in one rank's gradient skips the step everywhere, whoever holds the element."""
     for name in PLACEMENTS:

@@ -9,10 +9,11 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from sherd import Blocks, Flat, Owned, RaggedDTensor, fully_shard
-from tests.api.checks import assert_trains, on_ranks
+from tests.api.checks import assert_trains
 from tests.api.test_odd_use import Hollow, OnlyHollow
 from tests.support.comparing import assert_same, whole_params
 from tests.support.models import WIDTH, Block, build
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import units_of
 from tests.support.suites import part
 from tests.support.training import made
@@ -131,7 +132,7 @@ def test_odd_units_train_under_every_placement(threads, number, num_ranks):
 
 
 @pytest.mark.parametrize("make", [tiny, thin])
-@on_ranks(6)
+@on_threads(6)
 def test_odd_units_train_on_more_ranks_than_elements(make):
     assert_all_train((make, name) for name in PLACEMENTS)
 
@@ -139,7 +140,7 @@ def test_odd_units_train_on_more_ranks_than_elements(make):
 # Different placements side by side
 
 
-@on_ranks(3)
+@on_threads(3)
 def test_nested_units_may_have_different_placements():
     """Each nested unit has another placement; `first` says which one the innermost has."""
     for first in range(5):
@@ -150,7 +151,7 @@ def test_nested_units_may_have_different_placements():
         assert_trains(model, partial(build, "nested"))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_tied_weight_is_cut_as_its_first_unit_says():
     """The weight belongs to the first unit, whatever the others say."""
     for owner, user in ((Flat(), Owned()), (None, Flat()), (Owned(), None), (Blocks(3), Flat())):
@@ -171,7 +172,7 @@ def small():
 
 
 @pytest.mark.parametrize("how", ["load", "copy"])
-@on_ranks(3)
+@on_threads(3)
 def test_models_without_memory_are_given_it_and_train(how):
     for name in PLACEMENTS:
         with torch.device("meta"):
@@ -196,7 +197,7 @@ def resettable():
     return nn.Sequential(nn.Linear(WIDTH, 5), nn.LayerNorm(5), nn.Linear(5, WIDTH), nn.Embedding(7, 3))
 
 
-@on_ranks(2, "world")
+@on_processes(2)
 def test_layers_reset_themselves_to_what_one_process_would_draw():
     """Each rank draws the numbers of the whole tensor: what the same seed gives a plain model."""
     for name in ("flat", "rows", "whole"):

@@ -11,8 +11,9 @@ from sherd import fully_shard
 from sherd.engine.run.seal import unit_of
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError, StateError
 from sherd.memory.report import memory_report, track_memory
-from tests.api.checks import assert_refuses, local, on_ranks
+from tests.api.checks import assert_refuses, local
 from tests.support.models import build, shard
+from tests.support.ranks.bodies import on_processes, on_threads
 
 
 def step(model):
@@ -31,7 +32,7 @@ def peak_of_units(report):
     return sum(row.at_peak for row in report.rows if row.unit != "(all units)")
 
 
-@on_ranks(2, "world")
+@on_processes(2)
 def test_what_is_allocated_now_follows_the_model_through_its_life():
     """What is allocated as a model is built, stepped and cleared, beside what its tensors say."""
     # Buffers are padded, and a sum that is a gradient has flags behind it, so they are a little larger.
@@ -59,7 +60,7 @@ def test_what_is_allocated_now_follows_the_model_through_its_life():
 
 
 @pytest.mark.parametrize("name", ["mlp", "nested", "tied_across", "transformer", "branching"])
-@on_ranks(2, "world")
+@on_processes(2)
 def test_after_a_tracked_step_prediction_and_measurement_agree(name):
     model = shard(build(name))
     before = memory_report(model)
@@ -88,7 +89,7 @@ def whole_report(unsynced=0):
     return memory_report(model, optimizer, unsynced_batches=unsynced)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_rows_name_units_as_the_model_does_and_add_up_to_both_totals():
     report = whole_report()
     names = [name for name, _ in build("mlp").named_modules()]
@@ -101,7 +102,7 @@ def test_rows_name_units_as_the_model_does_and_add_up_to_both_totals():
     assert whole_report(2).predicted_peak > report.predicted_peak, "backwards without a reduction need more"
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_the_table_has_a_line_for_each_unit_and_a_column_for_each_kind():
     report = whole_report()
     now, peak = str(report).split("\n\n")
@@ -119,7 +120,7 @@ def test_the_table_has_a_line_for_each_unit_and_a_column_for_each_kind():
     assert len({len(line) for line in now.splitlines()[1:]}) == 1
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_model_on_the_meta_device_has_no_bytes_yet_and_the_same_prediction():
     model = shard(build("mlp", device="meta"))
     report = memory_report(model)
@@ -128,7 +129,7 @@ def test_a_model_on_the_meta_device_has_no_bytes_yet_and_the_same_prediction():
     assert peak_of_units(report) == peak_of_units(memory_report(model)) > 0
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_unit_below_the_root_can_be_reported_on_as_well():
     model = shard(build("mlp"))
     block = model.blocks[0]
@@ -144,7 +145,7 @@ def test_a_unit_below_the_root_can_be_reported_on_as_well():
     assert 0 < peak_of_units(alone) == peak_of_units(within) < peak_of_units(root)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_mistakes_are_named():
     model, plain = shard(build("mlp")), nn.Linear(2, 2)
     assert_refuses(lambda: memory_report(plain), ModuleError, "got a Linear; pass the root")

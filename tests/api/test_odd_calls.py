@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from sherd import FSDPModule
-from tests.api.checks import assert_trains, explode_in, on_ranks
+from tests.api.checks import assert_trains, explode_in
 from tests.support.comparing import assert_named_close, whole_params
 from tests.support.models import WIDTH, Block, build, chain, noise
 from tests.support.ranks import RanksFailed
+from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
 from tests.support.training import LR, made, mean_square, train_job_plain
 
@@ -178,7 +179,7 @@ ODD_CALLS = {
 
 @pytest.mark.parametrize("reshard", [None, False], ids=["reshard", "keep"])
 @pytest.mark.parametrize("name", ODD_CALLS)
-@on_ranks(2)
+@on_threads(2)
 def test_odd_inputs_and_outputs_train(name, reshard):
     make, job = ODD_CALLS[name]
     assert_trains(sharded(made(make), reshard_after_forward=reshard), make, job)
@@ -195,7 +196,7 @@ def two_job(model, rank, step):
     return mean_square(model, rank, step + 50)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_two_models_may_be_interleaved():
     """Two models step by step in turns, forwards and backwards crossed; then one feeds the other."""
     one, two = sharded(chain()), sharded(chain(), reshard_after_forward=False)
@@ -216,7 +217,7 @@ def middle_block():
 
 
 @pytest.mark.parametrize("used", [True, False], ids=["after_a_step", "fresh"])
-@on_ranks(2)
+@on_threads(2)
 def test_a_block_may_outlive_its_root(used):
     model = sharded(build("mlp"))
     if used:
@@ -251,7 +252,7 @@ def unit_alone_before_later_roots(model, rank, step):
 
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("job", [unit_alone_before_the_root, unit_alone_after_the_root, unit_alone_before_later_roots])
-@on_ranks(2)
+@on_threads(2)
 def test_a_unit_may_run_alone_beside_its_root_in_one_backward(job, reshard):
     assert_trains(sharded(stack(), reshard_after_forward=reshard), stack, job)
 

@@ -5,9 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.api.checks import assert_trains, on_ranks
+from tests.api.checks import assert_trains
 from tests.support.comparing import assert_named_close, form, whole_params
 from tests.support.models import WIDTH, Block, chain, noise
+from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
 from tests.support.training import LR, made, mean_square, train_job_plain
 
@@ -83,7 +84,7 @@ def test_units_without_elements_parameters_or_gradients_train(threads, make, num
     threads(num_ranks).run(train_odd, make, reshard)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_frozen_model_passes_gradients_to_its_input():
     """Only the input is trained, through frozen units; and once more with nothing to train at all."""
     model, plain, rank = sharded(chain(3).requires_grad_(False)), chain(3).requires_grad_(False), dist.get_rank()
@@ -99,7 +100,7 @@ def test_a_frozen_model_passes_gradients_to_its_input():
 # Before, between and after steps
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_model_may_be_evaluated_before_its_first_step():
     for reshard in (None, True, False):
         model = sharded(chain(3), reshard_after_forward=reshard)
@@ -130,7 +131,7 @@ def outputs_of_a_training(model, ranks, evaluate):
 
 @pytest.mark.parametrize("evaluate", [True, False])
 @pytest.mark.parametrize("keep", ["forward", "backward", "forward_and_backward"])
-@on_ranks(2)
+@on_threads(2)
 def test_kept_parameters_are_fresh_after_the_optimizer_has_stepped(keep, evaluate):
     """Unsharded parameters stay shown while the optimizer writes the shards."""
     model = sharded(chain(3))
@@ -142,7 +143,7 @@ def test_kept_parameters_are_fresh_after_the_optimizer_has_stepped(keep, evaluat
     torch.testing.assert_close(found, outputs_of_a_training(chain(3), range(2), evaluate))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_shards_may_be_written_by_hand_after_reshard():
     """No optimizer: the user updates the shards himself while unsharded parameters are kept."""
     model = sharded(chain(3))

@@ -16,9 +16,10 @@ import sherd
 from sherd.engine.state.parameter import plain_name
 from sherd.errors import ModuleError
 from sherd.interop import torch_fsdp_identity
-from tests.api.checks import assert_trains, on_ranks
+from tests.api.checks import assert_trains
 from tests.support.comparing import assert_named_close, whole_params
 from tests.support.models import Block, chain
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.training import made, mean_square, train_job, train_job_plain
 
 CPU = torch.device("cpu")
@@ -42,7 +43,7 @@ def inside_of(model):
 # From the outside in
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_units_made_from_the_outside_in_are_refused_with_the_name_of_the_outer_one():
     for way, shard in FRONT_ENDS.items():
         for inner in (0, [0, 1]):
@@ -63,7 +64,7 @@ def each_block(module, recurse, **_):
     return recurse or isinstance(module, Block)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_policy_that_comes_later_is_refused_too():
     model = sherd.fully_shard(chain())
     with pytest.raises(ModuleError, match="Block cannot become a unit: unit Sequential"):
@@ -86,7 +87,7 @@ class Shared(nn.Module):
         return self.head(self.shard_buffer(self.right(self.left(self.stem(x)))))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_units_whose_parameters_others_have_or_that_have_none_train_as_before():
     model = made(Shared)
     for module in (model.stem, model.left, model.right, model.head, model.shard_buffer, model):
@@ -98,7 +99,7 @@ def apart():
     return nn.Sequential(Block(), nn.ReLU(), Block())
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_what_an_outer_unit_ignored_may_become_a_unit_later():
     model = made(apart)
     sherd.fully_shard(model, ignored_params=set(model[0].parameters()))
@@ -113,7 +114,7 @@ def test_what_an_outer_unit_ignored_may_become_a_unit_later():
 EACH_PAIR = [(way, ours, theirs) for way, ours in FRONT_ENDS.items() for theirs in TORCHS.values()]
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_torchs_fsdp_within_a_unit_is_refused_before_anything_is_touched():
     for way, ours, theirs in EACH_PAIR:
         model = chain()
@@ -130,7 +131,7 @@ def test_torchs_fsdp_within_a_unit_is_refused_before_anything_is_touched():
     assert not any(isinstance(each, sherd.FSDPModule) for each in model.modules())
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_part_of_what_torchs_fsdp_has_is_refused():
     for _, ours, theirs in EACH_PAIR:
         model = theirs(chain())
@@ -138,7 +139,7 @@ def test_a_part_of_what_torchs_fsdp_has_is_refused():
             ours(inside_of(model)[0])
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_what_torchs_fsdp_has_and_is_put_in_later_is_named_by_the_first_forward():
     for way, ours, theirs in EACH_PAIR:
         model = ours(chain())
@@ -148,7 +149,7 @@ def test_what_torchs_fsdp_has_and_is_put_in_later_is_named_by_the_first_forward(
             model(torch.ones(2, 8))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_around_a_unit_torchs_fsdp_raises_by_itself():
     for _, ours, theirs in EACH_PAIR:
         model = chain()
@@ -210,18 +211,18 @@ def train_within(way, kind, identity=False):
 
 @pytest.mark.parametrize("identity", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-@on_ranks(2, "world")
+@on_processes(2)
 def test_torchs_replicate_leaves_units_alone_and_they_train_as_torchs_do_there(way, identity):
     train_within(way, "replicate", identity)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@on_ranks(2, "world")
+@on_processes(2)
 def test_ddp_that_was_told_to_ignore_the_shards_trains_beside_them(way):
     train_within(way, "DDP")
 
 
-@on_ranks(1)
+@on_threads(1)
 def test_torchs_replicate_refuses_a_unit_itself_as_it_refuses_torchs():
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
         replicate(sherd.fully_shard(chain()))

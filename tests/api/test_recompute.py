@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import sherd
 from sherd.api.recompute import KeptResults
-from tests.api.checks import assert_trains, on_ranks
+from tests.api.checks import assert_trains
 from tests.support.models import noise
+from tests.support.ranks.bodies import on_processes
 
 WIDTH, LENGTH = 16, 8
 
@@ -65,7 +66,7 @@ def attend(model, rank, step):
 
 
 @pytest.mark.parametrize("unit_inside", [False, True])
-@on_ranks(2, "world")
+@on_processes(2)
 def test_a_sharded_model_trains_as_a_plain_one(unit_inside):
     model = made(sherd.selective_contexts)
     for block in model.blocks:

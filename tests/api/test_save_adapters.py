@@ -15,8 +15,9 @@ from torch import nn
 import sherd
 from sherd.checkpoint.full_tensors import FullTensors
 from sherd.errors import CheckpointError, UnsupportedError
-from tests.api.checks import named_mesh, on_ranks
+from tests.api.checks import named_mesh
 from tests.api.test_save_pretrained import WAYS, built, bytes_in, layers_of, logits_of
+from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import sharded as sharded_in
 
 peft = pytest.importorskip("peft")
@@ -121,7 +122,7 @@ def test_other_adapters_are_in_folders_of_their_names(kind, way, world, tmp_path
     world(2).run(saved_and_loaded, kind, way, str(tmp_path / "out"), ("second", "third"))
 
 
-@on_ranks(2, "world")
+@on_processes(2)
 def test_only_adapters_are_gathered_and_one_rank_writes(tmp_path):
     """Which tensors are gathered, and by which rank files are written."""
     model, folder, gathered = sharded(adapted("lora")), str(tmp_path / "out"), []
@@ -146,7 +147,7 @@ def test_only_adapters_are_gathered_and_one_rank_writes(tmp_path):
     assert sorted(os.listdir(folder)) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
-@on_ranks(2, "world")
+@on_processes(2)
 def test_an_older_export_is_replaced_or_stays(tmp_path):
     """An older export gives way, and stays where the first rank cannot write."""
     if dist.get_rank() == 0:
@@ -172,7 +173,7 @@ def test_an_older_export_is_replaced_or_stays(tmp_path):
     assert json.loads(Path(tmp_path, "adapter_config.json").read_text())["peft_type"] == "LORA"
 
 
-@on_ranks(2, "world")
+@on_processes(2)
 def test_prompts_are_refused_and_the_remedy_works(tmp_path):
     config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     model = sherd.fully_shard(peft.get_peft_model(base_of("lora"), config))
@@ -187,7 +188,7 @@ def test_prompts_are_refused_and_the_remedy_works(tmp_path):
 @pytest.mark.values
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["lora", "head"])
-@on_ranks(2, "world")
+@on_processes(2)
 def test_a_merged_model_is_saved_whole(kind, way, tmp_path):
     folder = str(tmp_path / "out")
     model, plain = sharded(adapted(kind), way), adapted(kind)
@@ -200,7 +201,7 @@ def test_a_merged_model_is_saved_whole(kind, way, tmp_path):
     assert torch.equal(logits_of(loaded), logits_of(plain.merge_and_unload()))
 
 
-@on_ranks(2, "world")
+@on_processes(2)
 def test_what_was_trained_is_saved(tmp_path):
     """The bits of the shards, not those of the start, also through `torch.compile`."""
     folder, model = str(tmp_path / "out"), sharded(adapted("lora"), mesh=named_mesh((1, 2), "replicate", "shard"))

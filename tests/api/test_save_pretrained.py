@@ -14,7 +14,7 @@ from torch import nn
 
 import sherd
 from sherd.errors import CheckpointError, ModuleError, PolicyError
-from tests.api.checks import on_ranks
+from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import sharded as sharded_in
 
 transformers = pytest.importorskip("transformers")
@@ -100,7 +100,7 @@ def test_experts_have_the_names_of_the_hub(way, world, tmp_path):
     world(2).run(saved_and_loaded, "mixtral", way, str(tmp_path / "out"), 20_000)
 
 
-@on_ranks(2, "world")
+@on_processes(2)
 def test_an_older_export_is_replaced_in_another_dtype(tmp_path):
     model, folder = sharded("llama"), str(tmp_path / "out")
     sherd.save_pretrained(model, folder, max_shard_bytes=4000)
@@ -111,7 +111,7 @@ def test_an_older_export_is_replaced_in_another_dtype(tmp_path):
     assert sorted(os.listdir(folder)) == ["config.json", "generation_config.json", "model.safetensors"]
 
 
-@on_ranks(2, "world")
+@on_processes(2)
 def test_bad_input_is_refused_on_all_ranks(tmp_path):
     model = sharded("llama")
     Path(tmp_path, "file").touch()
@@ -127,7 +127,7 @@ def bytes_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-@on_ranks(2, "world")
+@on_processes(2)
 def test_a_rank_that_cannot_write_stops_all_and_leaves_the_older_export(tmp_path):
     model = sharded("llama")
     sherd.save_pretrained(model, tmp_path)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sherd import fully_shard, replicate
-from tests.api.checks import on_ranks
+from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import sharded
 from tests.support.training import made
 
@@ -61,7 +61,7 @@ def shard_kept(module):
 
 @pytest.mark.parametrize("shard", [fully_shard, shard_kept, replicate])
 @pytest.mark.parametrize("loss_of", [derivative, tangent_only, batched])
-@on_ranks(2, "world")
+@on_processes(2)
 def test_what_comes_out_of_a_transform_trains_as_in_one_process(loss_of, shard):
     plain, model = made(Flow), made(Flow)
     for module in (model.rise, model.fall, model):
@@ -82,7 +82,7 @@ def test_what_comes_out_of_a_transform_trains_as_in_one_process(loss_of, shard):
             optimizer.zero_grad()
 
 
-@on_ranks(2, "world")
+@on_processes(2)
 def test_a_gradient_is_taken_inside_a_transform():
     """Forward and backward are both inside; nobody asks for the parameters' gradients."""
     plain, model = made(Flow), sharded(made(Flow))

@@ -16,9 +16,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sherd
 from sherd.errors import PolicyError, PolicyTypeError, StateError
-from tests.api.checks import named_mesh, on_ranks
+from tests.api.checks import named_mesh
 from tests.checkpoint.layouts import LAYOUTS, PLACEMENTS, built, loss_of, model_in, optimizer_of, train
 from tests.support.ranks import RanksFailed
+from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import sharded
 from tests.support.suites import examples
 
@@ -72,14 +73,14 @@ def test_every_transport_moves_them(transport, layout, world):
 @pytest.mark.parametrize("placements", ["hsdp", "hfsdp"])
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
-@on_ranks(4, "world")
+@on_processes(4)
 def test_replicas_read_alike(transport, layout, placements):
     mesh, policy = named_mesh((2, 2), "replicate", "shard"), sherd.CommPolicy(transport=transport)
     for bucket_bytes in (1, 1 << 20):
         read_in(layout, bucket_bytes, mesh=mesh, placements=placements, comm_policy=policy)
 
 
-@on_ranks(2, "world")
+@on_processes(2)
 def test_strategies_that_keep_parameters_unsharded_or_on_the_host():
     for strategy in ("zero1", "zero2", "zero3"):
         read_in("rows", 300, placements=strategy)
@@ -103,7 +104,7 @@ class Uniform(nn.Module):
 
 
 @pytest.mark.parametrize("front", ["wrapper", "flat wrapper"])
-@on_ranks(2, "world")
+@on_processes(2)
 def test_the_wrapper_and_its_flat_parameters(front):
     model = sharded(Uniform(), front)
     for bucket_bytes in BUCKETS:
@@ -114,7 +115,7 @@ def test_the_wrapper_and_its_flat_parameters(front):
 
 
 @pytest.mark.parametrize("placement", [None, sherd.Flat()])
-@on_ranks(4, "world")
+@on_processes(4)
 def test_tensor_parallel_parameters_are_put_together(placement):
     mesh, model = named_mesh((2, 2), "dp", "tp"), Uniform()
     for block in model.blocks:
@@ -124,7 +125,7 @@ def test_tensor_parallel_parameters_are_put_together(placement):
         assert_same(list(sherd.iter_full_parameters(model, bucket_bytes)), plain(Uniform()))
 
 
-@on_ranks(4, "world")
+@on_processes(4)
 def test_units_on_meshes_of_their_own():
     model = Uniform()
     sherd.fully_shard(model.blocks[0], mesh=named_mesh((2, 2), "replicate", "expert")["expert"])
@@ -133,7 +134,7 @@ def test_units_on_meshes_of_their_own():
     assert_same(list(sherd.iter_full_parameters(model, 200)), plain(Uniform()))
 
 
-@on_ranks(2, "world")
+@on_processes(2)
 def test_parameters_that_are_not_sharded_come_too():
     model, mesh = Uniform(), named_mesh((2,))
     model.blocks[1][0].weight = nn.Parameter(distribute_tensor(model.blocks[1][0].weight.detach(), mesh, [Replicate()]))
@@ -150,7 +151,7 @@ class Around(nn.Module):
         self._orig_mod = module
 
 
-@on_ranks(2, "world")
+@on_processes(2)
 def test_names_are_without_wrappers():
     model = model_in("rows")
     model.blocks[0].up = Around(model.blocks[0].up)
@@ -158,7 +159,7 @@ def test_names_are_without_wrappers():
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns", "flat", "whole"])
-@on_ranks(2, "world")
+@on_processes(2)
 def test_the_values_of_every_step_are_read(layout):
     model = model_in(layout)
     optimizer = optimizer_of(model)
@@ -199,13 +200,13 @@ def test_a_tensor_is_the_callers_own(world):
         world(num_ranks).run(held_and_changed)
 
 
-@on_ranks(3, "world")
+@on_processes(3)
 def test_rank_0_alone():
     found = list(sherd.iter_full_parameters(model_in("flat"), 100, rank0_only=True))
     assert len(found) == (0 if dist.get_rank() else len(plain(built())))
 
 
-@on_ranks(2, "world")
+@on_processes(2)
 def test_the_loop_may_end_early():
     model = model_in("rows")
     for number, _ in enumerate(sherd.iter_full_parameters(model, 64)):
@@ -215,7 +216,7 @@ def test_the_loop_may_end_early():
     assert len(list(sherd.iter_full_parameters(model, 64))) == len(plain(built()))
 
 
-@on_ranks(2, "world")
+@on_processes(2)
 def test_a_model_in_use_is_refused():
     model = model_in("rows")
     optimizer = optimizer_of(model)

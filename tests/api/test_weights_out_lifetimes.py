@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import sherd
 from bench.peak import live_bytes
 from sherd.errors import CommError, StateError
-from tests.api.checks import on_ranks
 from tests.api.test_weights_out import assert_same, plain
+from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import sharded
 
 BUCKET = 11 << 20
@@ -68,7 +68,7 @@ def test_all_may_be_kept(num_ranks, placement, transport, world):
 
 @every_transport
 @every_placement
-@on_ranks(2, "world")
+@on_processes(2)
 def test_a_trained_model_is_read(placement, transport):
     """Shards lie in one buffer once a model has run, and are sent from there."""
     model = cut(transport, placement)
@@ -88,7 +88,7 @@ def memories(values: Iterator[tuple[str, torch.Tensor]]) -> set[int]:
 
 
 @pytest.mark.parametrize(("transport", "most"), [("auto", 2), ("gloo", 3), ("torch", 3)])
-@on_ranks(2, "world")
+@on_processes(2)
 def test_buffers_of_a_reader_that_keeps_nothing_are_used_again(transport, most):
     model = cut(transport)
     found = memories(sherd.iter_full_parameters(model, BUCKET))
@@ -104,7 +104,7 @@ def read_and_raise(model: nn.Module, at: int) -> None:
 
 
 @every_transport
-@on_ranks(2, "world")
+@on_processes(2)
 def test_all_ranks_may_stop_or_raise_behind_any_tensor(transport):
     model = cut(transport)
     for at in (0, 1, 5, 9):
@@ -119,7 +119,7 @@ def test_all_ranks_may_stop_or_raise_behind_any_tensor(transport):
 
 
 @every_transport
-@on_ranks(2, "world")
+@on_processes(2)
 def test_two_models_are_read_at_once(transport):
     first, second = cut(transport), cut(transport, sherd.Flat(), seed=1)
     both = zip(sherd.iter_full_parameters(first, BUCKET), sherd.iter_full_parameters(second, BUCKET // 2), strict=True)
@@ -130,7 +130,7 @@ def test_two_models_are_read_at_once(transport):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
-@on_ranks(2, "world")
+@on_processes(2)
 def test_a_rank_that_stops_alone_is_waited_for_no_longer_than_the_timeout(transport):
     mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
     reading = sherd.iter_full_parameters(cut(transport, mesh=mesh), BUCKET // 2)
@@ -144,7 +144,7 @@ def test_a_rank_that_stops_alone_is_waited_for_no_longer_than_the_timeout(transp
 
 
 @every_transport
-@on_ranks(2, "world")
+@on_processes(2)
 def test_no_bucket_is_shown_that_an_optimizer_may_have_written(transport):
     model = cut(transport)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -11,16 +11,17 @@ from torch.distributed.tensor import DTensor
 from sherd import UnshardHandle, fully_shard, register_fsdp_forward_method
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.errors import StateError
-from tests.api.checks import assert_refuses, assert_trains, explode_in, on_ranks
+from tests.api.checks import assert_refuses, assert_trains, explode_in
 from tests.support.comparing import assert_named_close, form, whole_grads
 from tests.support.models import VOCABULARY, WIDTH, Block, build, chain, noise, tokens
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import sharded
 from tests.support.training import made, mean_square
 
 # unshard, reshard, the handle
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_unshard_and_reshard_swap_the_same_two_objects_of_one_unit_only():
     model = sharded(chain())
     block, other = model
@@ -41,7 +42,7 @@ def test_unshard_and_reshard_swap_the_same_two_objects_of_one_unit_only():
     block.reshard()
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_unshard_of_the_root_leaves_the_units_below_alone():
     model = sharded(build("mlp"))
     model.unshard()
@@ -51,7 +52,7 @@ def test_unshard_of_the_root_leaves_the_units_below_alone():
     assert form(model.first) == "shard"
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_forward_waits_for_a_handle_that_nobody_waited_for():
     model, x = sharded(chain(3)), noise(0, dist.get_rank())
     handles = [block.unshard(async_op=True) for block in model]
@@ -64,7 +65,7 @@ def test_forward_waits_for_a_handle_that_nobody_waited_for():
     torch.testing.assert_close(output, chain(3)(x))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_handle_that_is_never_waited_for_disturbs_no_training():
     model = sharded(chain(3))
     handle = model[1].unshard(async_op=True)
@@ -76,7 +77,7 @@ def test_a_handle_that_is_never_waited_for_disturbs_no_training():
     assert_trains(model, lambda: chain(3))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_handle_waited_for_after_reshard_shows_nothing_freed():
     model = sharded(chain(3))
     handle = model[0].unshard(async_op=True)
@@ -115,7 +116,7 @@ AFTER = [
 ]
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_setting_says_which_form_is_shown_after_forward_and_after_backward():
     for setting, value, recurse, after_forward, after_backward in AFTER:
         model = sharded(build("mlp"))
@@ -124,12 +125,12 @@ def test_a_setting_says_which_form_is_shown_after_forward_and_after_backward():
         assert forms_through_a_step(model) == (after_forward, after_backward), (setting, value, recurse)
 
 
-@on_ranks(4)
+@on_threads(4)
 def test_a_kept_part_shows_shards_between_forward_and_backward():
     assert forms_through_a_step(sharded(build("mlp"), reshard_after_forward=2)) == (SHARDS, SHARDS)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_evaluation_leaves_the_form_that_the_user_asked_for():
     for mode in (torch.no_grad, torch.inference_mode):
         for reshard, shown in ((None, "shard"), (True, "shard"), (False, "whole")):
@@ -143,7 +144,7 @@ def test_evaluation_leaves_the_form_that_the_user_asked_for():
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@on_ranks(2)
+@on_threads(2)
 def test_the_root_alone_gives_up_what_failed_and_training_goes_on(where):
     model, rank = sharded(build("mlp")), dist.get_rank()
     model.reset_iter_state()  # nothing to give up
@@ -164,7 +165,7 @@ def test_the_root_alone_gives_up_what_failed_and_training_goes_on(where):
 # set_is_last_backward
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_reductions_stay_in_flight_until_the_last_backward():
     """Two micro-batches; reductions of the first may stay in flight."""
     streams, plain, in_flight = RecordingStreams(), build("mlp"), []
@@ -194,7 +195,7 @@ def read_tokens(model, rank, step):
 
 
 @pytest.mark.parametrize(("unshard", "gathers"), [(True, 4), (False, 3)])
-@on_ranks(2)
+@on_threads(2)
 def test_an_embedding_need_not_be_gathered_in_backward(unshard, gathers):
     streams = RecordingStreams()
     with use_streams(streams):
@@ -246,7 +247,7 @@ def speak(model, rank, step):
 
 
 @pytest.mark.parametrize("reshard", [True, False, None])
-@on_ranks(2, "world")
+@on_processes(2)
 def test_registered_methods_may_call_forward_and_each_other(reshard):
     model = sharded(made(Spoken), reshard_after_forward=reshard)
     for name in METHODS:
@@ -267,7 +268,7 @@ def test_registering_a_method_of_a_plain_module_does_nothing():
     assert "no_such_method" not in vars(model)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_unit_below_a_root_may_run_its_registered_method_first():
     """A registered method of a child unit, called outside its parent's forward."""
     model, x = made(lambda: nn.Sequential(Spoken(), Block())), noise(0, dist.get_rank())
