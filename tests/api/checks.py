@@ -1,4 +1,4 @@
-"""What the tests of the API share: tests that every rank runs, refusals, and the training that is still plain after."""
+"""What the tests of the API share: refusals, and the training that is still plain after."""
 
 from __future__ import annotations
 

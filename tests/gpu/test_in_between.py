@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sherd
-from tests.support.ranks.bodies import 
 from tests.api.test_gathers_itself import Halves
 from tests.gpu.devices import here
 from tests.gpu.setting_model import Block, made, shrink

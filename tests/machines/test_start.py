@@ -13,7 +13,6 @@ from sherd.train.machines import apart, lost_touch, take_the_way_to_the_others
 from sherd.train.ranks import together
 from sherd.train.saved import newest
 from sherd.train.words import configure, parse
-from tests.support.ranks.bodies import 
 from tests.train.test_checkpoint import break_it, put
 
 # The same command, started again and again

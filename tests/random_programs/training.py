@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import sherd
-from tests.support.ranks.bodies import 
 from tests.random_programs import sharding
 from tests.random_programs.containers import found_in
 from tests.random_programs.cores import DTYPE, NUM_TOKENS, Moment
