@@ -169,16 +169,6 @@ def test_bytes_agree_with_a_model_of_the_rules_at_every_step(seed):
         assert stat(f"{name}_bytes.all.peak") == peak
 
 
-def test_peaks_start_anew_when_reset(device):
-    x = bytes_of(3 * MIB)
-    assert torch.accelerator.max_memory_allocated() == 3 * MIB
-    del x
-    torch.accelerator.reset_peak_memory_stats()
-    x = bytes_of(700)
-    assert torch.accelerator.max_memory_allocated() == 1024
-    assert stat("requested_bytes.all.peak") == x.nbytes == 700
-
-
 def test_holders_at_the_peak_are_named_and_what_a_label_raises_comes_out_at_the_allocation(device):
     label = "weights"
     sim.label_allocations(lambda: label)

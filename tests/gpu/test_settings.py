@@ -122,11 +122,8 @@ CASES = {
 
 def calls_of(setting: Setting) -> tuple[str, ...]:
     """Which collectives carry it: on CUDA ranks share the first GPU, over gloo where gloo takes its tensors."""
-    if setting.own_collectives:
-        return "list_gather", "all_reduce"
-    if setting.is_wrapped or setting.placement in ("Shard(0)", "Shard(1)", "Flat"):
-        return "single_gather", "single_scatter", "all_reduce"
-    return "single_gather", "single_scatter", "list_gather", "all_reduce"
+    own = ("list_gather", "all_reduce")
+    return own if setting.own_collectives else (*own, "single_gather", "single_scatter")
 
 
 @pytest.mark.parametrize("name", CASES)
