@@ -49,6 +49,7 @@ def test_cases_are_measured_on_fake_ranks_and_one_that_cannot_be_is_a_row(tmp_pa
     assert "torch has no graphs for sim" in target.read_text()
 
 
+@pytest.mark.slow
 def test_two_devices_are_two_ranks_that_train_alike_and_show_what_communication_costs(tmp_path):
     if "sim" not in dist.Backend.default_device_backend_map:
         pytest.skip("the simulated device has no collectives")

@@ -98,6 +98,7 @@ def test_a_run_on_the_device_has_the_losses_of_the_cpu_and_the_peak_of_the_devic
     assert on_cpu[6]["peak_bytes"] > 100 * 2**20
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_also_from_one_saved_on_a_cpu(machine, trained):
     again = machine.folder / "again"
     shutil.copytree(machine.folder / "cpu", again)
@@ -107,12 +108,14 @@ def test_a_run_goes_on_from_a_checkpoint_also_from_one_saved_on_a_cpu(machine, t
     require_same(machine.records(again), trained[1])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("trained")
 def test_what_was_trained_writes_the_same_on_two_devices_and_on_the_cpu(machine):
     words = ("generate", "device", "--length", "8", "--temperature", "0", "--device")
     assert machine.sherd(*words, "sim", "--nproc", "2").stdout == machine.sherd_on_cpu(*words, "cpu")
 
 
+@pytest.mark.slow
 def test_parameters_that_rest_in_host_memory_have_the_same_losses(machine, trained):
     machine.sherd(*TRAIN, "--out", "offloaded", "run.device=sim", "shard.offload=true")
     require_same(machine.records("offloaded"), trained[1])
