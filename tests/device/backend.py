@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,8 +26,7 @@ def is_available() -> bool:
     return True
 
 
-def is_initialized() -> bool:
-    return True
+is_initialized = is_available
 
 
 def init() -> None:
@@ -138,36 +137,19 @@ def set_rng_state(state: torch.Tensor, device: Device = "sim") -> None:
 # Memory
 
 
-def memory_stats(device: Device = None) -> OrderedDict[str, Any]:
-    return torch.accelerator.memory_stats(index_of(device))
+def _of_accelerator(name: str) -> Callable[..., Any]:
+    """Returns `torch.accelerator`'s function of that name, asked for a device as torch.cuda's is."""
+    return lambda device=None: getattr(torch.accelerator, name)(index_of(device))
 
 
-def memory_allocated(device: Device = None) -> int:
-    return torch.accelerator.memory_allocated(index_of(device))
-
-
-def max_memory_allocated(device: Device = None) -> int:
-    return torch.accelerator.max_memory_allocated(index_of(device))
-
-
-def memory_reserved(device: Device = None) -> int:
-    return torch.accelerator.memory_reserved(index_of(device))
-
-
-def max_memory_reserved(device: Device = None) -> int:
-    return torch.accelerator.max_memory_reserved(index_of(device))
-
-
-def mem_get_info(device: Device = None) -> tuple[int, int]:
-    return torch.accelerator.get_memory_info(index_of(device))
-
-
-def reset_peak_memory_stats(device: Device = None) -> None:
-    torch.accelerator.reset_peak_memory_stats(index_of(device))
-
-
-def empty_cache() -> None:
-    torch.accelerator.empty_cache()
+memory_stats = _of_accelerator("memory_stats")
+memory_allocated = _of_accelerator("memory_allocated")
+max_memory_allocated = _of_accelerator("max_memory_allocated")
+memory_reserved = _of_accelerator("memory_reserved")
+max_memory_reserved = _of_accelerator("max_memory_reserved")
+mem_get_info = _of_accelerator("get_memory_info")
+reset_peak_memory_stats = _of_accelerator("reset_peak_memory_stats")
+empty_cache = torch.accelerator.empty_cache
 
 
 # Mixed precision

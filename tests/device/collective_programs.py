@@ -3,7 +3,7 @@ equal bit for bit in whatever order ranks are added up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -53,116 +53,98 @@ def numbers(
     return ((torch.arange(numel, device=device) * (rank + 2) + salt + rank) % 7 + 1).to(dtype)
 
 
-def all_reduce(ranks: Ranks) -> list[Tensor]:
-    found = []
+def all_reduce(ranks: Ranks) -> Iterator[Tensor]:
     for salt in range(ROUNDS):
         for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT):
             x = ranks.mine(salt=salt)
             ranks.wait(dist.all_reduce(x, op=op, async_op=ranks.is_async))
-            found.append(x * 2)
-    return found
+            yield x * 2
 
 
-def all_reduce_of_other_dtypes(ranks: Ranks) -> list[Tensor]:
-    found = []
+def all_reduce_of_other_dtypes(ranks: Ranks) -> Iterator[Tensor]:
     for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8):
         x = ranks.mine(dtype=dtype)
         ranks.wait(dist.all_reduce(x, async_op=ranks.is_async))
-        found.append(x)
-    return found
+        yield x
 
 
-def all_gather(ranks: Ranks) -> list[Tensor]:
-    found = []
+def all_gather(ranks: Ranks) -> Iterator[Tensor]:
     for salt in range(ROUNDS):
         parts = [ranks.empty() for _ in range(ranks.size)]
         ranks.wait(dist.all_gather(parts, ranks.mine(salt=salt), async_op=ranks.is_async))
-        found += [part + 1 for part in parts]
-    return found
+        yield from (part + 1 for part in parts)
 
 
-def all_gather_single(ranks: Ranks) -> list[Tensor]:
-    found = []
+def all_gather_single(ranks: Ranks) -> Iterator[Tensor]:
     for salt in range(ROUNDS):
         whole = ranks.empty(ranks.size * SIZE)
         ranks.wait(gather_single(whole, ranks.mine(salt=salt), async_op=ranks.is_async))
-        found.append(whole + 1)
-    return found
+        yield whole + 1
 
 
-def all_gather_in_place(ranks: Ranks) -> list[Tensor]:
+def all_gather_in_place(ranks: Ranks) -> Iterator[Tensor]:
     whole = ranks.empty(ranks.size * SIZE)
     own = whole[ranks.rank * SIZE : (ranks.rank + 1) * SIZE].copy_(ranks.mine())
     ranks.wait(gather_single(whole, own, async_op=ranks.is_async))
-    return [whole]
+    yield whole
 
 
-def reduce_scatter(ranks: Ranks) -> list[Tensor]:
-    found = []
+def reduce_scatter(ranks: Ranks) -> Iterator[Tensor]:
     for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT):
         parts = [ranks.mine(salt=salt) for salt in range(ranks.size)]
         out = ranks.empty()
         ranks.wait(dist.reduce_scatter(out, parts, op=op, async_op=ranks.is_async))
-        found.append(out + 1)
-    return found
+        yield out + 1
 
 
-def reduce_scatter_single(ranks: Ranks) -> list[Tensor]:
-    found = []
+def reduce_scatter_single(ranks: Ranks) -> Iterator[Tensor]:
     for salt in range(ROUNDS):
         out = ranks.empty()
         whole = ranks.mine(ranks.size * SIZE, salt)
         ranks.wait(scatter_single(out, whole, async_op=ranks.is_async))
-        found.append(out + 1)
-    return found
+        yield out + 1
 
 
-def broadcast_and_reduce(ranks: Ranks) -> list[Tensor]:
-    found = []
+def broadcast_and_reduce(ranks: Ranks) -> Iterator[Tensor]:
     for root in range(ranks.size):
         x, y = ranks.mine(salt=root), ranks.mine(salt=root + 1)
         ranks.wait(dist.broadcast(x, root, async_op=ranks.is_async))
         ranks.wait(dist.reduce(y, root, async_op=ranks.is_async))
-        found += [x, y] if ranks.rank == root else [x]
-    return found
+        yield from [x, y] if ranks.rank == root else [x]
 
 
-def gather_and_scatter(ranks: Ranks) -> list[Tensor]:
-    found = []
+def gather_and_scatter(ranks: Ranks) -> Iterator[Tensor]:
     for root in range(ranks.size):
         is_root = ranks.rank == root
         parts = [ranks.empty() for _ in range(ranks.size)] if is_root else None
         ranks.wait(dist.gather(ranks.mine(salt=root), parts, root, async_op=ranks.is_async))
         out, given = ranks.empty(), [ranks.mine(salt=salt) for salt in range(ranks.size)] if is_root else None
         ranks.wait(dist.scatter(out, given, root, async_op=ranks.is_async))
-        found += [*(parts or []), out]
-    return found
+        yield from [*(parts or []), out]
 
 
-def all_to_all_single(ranks: Ranks) -> list[Tensor]:
+def all_to_all_single(ranks: Ranks) -> Iterator[Tensor]:
     even = ranks.empty(ranks.size * 2)
     ranks.wait(dist.all_to_all_single(even, ranks.mine(ranks.size * 2), async_op=ranks.is_async))
     # Rank a sends a + b + 1 elements to rank b: nothing is equal but what two ranks exchange.
     splits = [ranks.rank + other + 1 for other in range(ranks.size)]
     uneven, given = ranks.empty(sum(splits)), ranks.mine(sum(splits))
     ranks.wait(dist.all_to_all_single(uneven, given, splits, splits, async_op=ranks.is_async))
-    return [even, uneven]
+    yield from (even, uneven)
 
 
-def messages_round_a_ring(ranks: Ranks) -> list[Tensor]:
+def messages_round_a_ring(ranks: Ranks) -> Iterator[Tensor]:
     after, before = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
-    found = []
     for salt in range(ROUNDS):
         x, y = ranks.mine(salt=salt), ranks.empty()
         sending = dist.isend(x, after)
         receiving = dist.irecv(y, before)
         sending.wait()
         receiving.wait()
-        found.append(y + x)
-    return found
+        yield y + x
 
 
-ON_GLOO_TOO: dict[str, Callable[[Ranks], list[Tensor]]] = {
+ON_GLOO_TOO: dict[str, Callable[[Ranks], Iterator[Tensor]]] = {
     each.__name__: each
     for each in (
         all_reduce,

@@ -1,4 +1,4 @@
-"""How does a test run a function on several ranks, each with a simulated device of its own?
+"""Functions of a test run on several ranks, each with a simulated device of its own.
 
     def sum_of_ranks():                                    # at module level: ranks import it by name
         total = torch.ones(1, device="sim")                # the current device is sim:<rank>

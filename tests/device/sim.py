@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.device.build import CannotBuild
 from tests.device.native import native
@@ -47,14 +49,19 @@ def load() -> torch.device:
             "the simulated device was loaded before this process was forked; load it in each child instead"
         )
     if not _is_registered:
-        from tests.device import backend, collectives
+        from tests.device import backend
 
         torch.utils.rename_privateuse1_backend("sim")
         torch._register_device_module("sim", backend)
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-        collectives.register()
+        dist.Backend.register_backend("simccl", _backend_of_a_group, extended_api=True, devices=["sim"])
         _is_registered = True
     return torch.device("sim", 0)
+
+
+def _backend_of_a_group(options: Any, _: object) -> Any:
+    ranks, name = list(options.global_ranks_in_group), str(options.group_id)
+    return native().Collectives(options.store, options.group_rank, options.group_size, options.timeout, name, ranks)
 
 
 def configure(

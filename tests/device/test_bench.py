@@ -1,4 +1,4 @@
-"""Does the bench's command for an accelerator go its whole way on a simulated one, from its ranks to its page?"""
+"""The bench's command for an accelerator goes its whole way on a simulated one, from its ranks to its page."""
 
 import os
 import subprocess
@@ -11,18 +11,9 @@ import torch.distributed as dist
 from bench.device import page
 from bench.device.cases import CASES
 from bench.device.lines import read
-from tests.device import sim
 
 ROOT = Path(__file__).parents[2]
 SYSTEMS = ["FSDP1", "FSDP2", "sherd", "Flat", "wrapper"]
-
-
-@pytest.fixture(scope="module")
-def built() -> None:
-    try:
-        sim.load()
-    except sim.CannotBuild as reason:
-        pytest.skip(f"the simulated device cannot be built: {reason}")
 
 
 def bench(folder: Path, *options: str) -> tuple[Path, Path]:
@@ -37,7 +28,7 @@ def bench(folder: Path, *options: str) -> tuple[Path, Path]:
     return lines, target
 
 
-def test_cases_are_measured_on_fake_ranks_and_one_that_cannot_be_is_a_row(built, tmp_path):
+def test_cases_are_measured_on_fake_ranks_and_one_that_cannot_be_is_a_row(tmp_path):
     chosen = ("accumulate", "graph")
     lines, target = bench(tmp_path, "--groups", "fake", "--cases", *chosen)
     results = read([lines])[1]
@@ -58,7 +49,8 @@ def test_cases_are_measured_on_fake_ranks_and_one_that_cannot_be_is_a_row(built,
     assert "torch has no graphs for sim" in target.read_text()
 
 
-def test_two_devices_are_two_ranks_that_train_alike_and_show_what_communication_costs(built, tmp_path):
+@pytest.mark.slow
+def test_two_devices_are_two_ranks_that_train_alike_and_show_what_communication_costs(tmp_path):
     if "sim" not in dist.Backend.default_device_backend_map:
         pytest.skip("the simulated device has no collectives")
     lines, target = bench(tmp_path, "--groups", "real", "--cases", "plain")

@@ -9,43 +9,28 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
 from tests.device import sim
-from tests.device.training import GPT, Setting, batch, loss_of, sharded
-
-
-def unshard(model: Any) -> None:
-    model.blocks[0].unshard()
-    model.blocks[0].reshard()
-
-
-def unshard_later(model: Any) -> None:
-    handle = model.blocks[0].unshard(async_op=True)
-    handle.wait()
-    model.blocks[0].reshard()
+from tests.gpu.setting_model import batch
+from tests.gpu.setting_runs import mesh_of, sharded
+from tests.gpu.settings import Setting
+from tests.support.models import next_token_loss
 
 
 def forward(model: Any) -> None:
     with torch.no_grad():
-        loss_of(model, batch(0, 0, 0).to("sim"))
+        next_token_loss(model, batch(0, 0, 0).to("sim"))
 
 
-def forward_behind_unshard(model: Any) -> None:
-    model.unshard(async_op=True)
-    forward(model)
-    model.reshard()
+def double(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
 
 
 def unsharded(model: Any) -> None:
     with sherd.unsharded(model):
-        for parameter in model.parameters():
-            parameter.data.mul_(2)
-
-
-def state_of_one_rank(model: Any) -> None:
-    get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        double(model)
 
 
 def state_loaded(model: Any) -> None:
@@ -55,7 +40,7 @@ def state_loaded(model: Any) -> None:
 
 
 def norm_of_gradients(model: Any) -> None:
-    loss_of(model, batch(0, 0, 0).to("sim")).backward()
+    next_token_loss(model, batch(0, 0, 0).to("sim")).backward()
     sherd.clip_grad_norm_(model.parameters(), 1.0)
 
 
@@ -75,32 +60,27 @@ def weights_out_to_the_host(model: Any) -> None:
 
 def summon(model: Any) -> None:
     with sherd.FullyShardedDataParallel.summon_full_params(model):
-        for parameter in model.parameters():
-            parameter.data.mul_(2)
+        double(model)
 
 
-MOVES: dict[str, Callable[[Any], None]] = {
-    each.__name__: each
-    for each in (
-        unshard,
-        unshard_later,
-        forward,
-        forward_behind_unshard,
-        unsharded,
-        state_of_one_rank,
-        state_loaded,
-        norm_of_gradients,
-        weights_out,
-        weights_out_in_low_precision,
-        weights_out_to_the_host,
-    )
+WHOLE = StateDictOptions(full_state_dict=True)
+MOVES: dict[str, Callable[[Any], Any]] = {
+    "unshard": lambda model: (model.blocks[0].unshard(), model.blocks[0].reshard()),
+    "unshard and wait later": lambda model: (model.blocks[0].unshard(async_op=True).wait(), model.blocks[0].reshard()),
+    "forward": forward,
+    "forward behind unshard": lambda model: (model.unshard(async_op=True), forward(model), model.reshard()),
+    "unsharded": unsharded,
+    "state of one rank": lambda model: get_model_state_dict(model, options=WHOLE),
+    "state loaded": state_loaded,
+    "norm of gradients": norm_of_gradients,
+    "weights out": weights_out,
+    "weights out in low precision": weights_out_in_low_precision,
+    "weights out to the host": weights_out_to_the_host,
 }
 
 
 def written_and_then(move: str, setting: Setting) -> None:
-    torch.manual_seed(0)
-    model = sharded(GPT(False, False).to("sim"), setting, init_device_mesh("sim", (2,), mesh_dim_names=("shard",)))
-    act = summon if setting.system == "wrapper" else MOVES[move]
+    model, act = sharded(setting, mesh_of(setting.mesh)), summon if setting.is_wrapped else MOVES[move]
     act(model)
     for _ in range(2):
         sim.sleep(2000)
@@ -111,11 +91,12 @@ def written_and_then(move: str, setting: Setting) -> None:
 
 
 @pytest.mark.parametrize("placement", ["Shard(0)", "Flat", "Owned"])
-@pytest.mark.parametrize("move", MOVES)
-def test_shards_are_read_after_they_were_written(move, placement, sim_world):
-    sim_world(2, seed=1).run(written_and_then, move, Setting(placement=placement))
+def test_shards_are_read_after_they_were_written(placement, sim_world):
+    for move in MOVES:
+        found = sim_world(2, seed=1).observe(written_and_then, move, Setting(placement=placement))
+        assert not found.all_races, move
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_summoned_parameters_are_read_after_they_were_written(use_orig_params, sim_world):
-    sim_world(2, seed=1).run(written_and_then, "", Setting(system="wrapper", use_orig_params=use_orig_params))
+@pytest.mark.parametrize("front", ["wrapper", "flat wrapper"])
+def test_summoned_parameters_are_read_after_they_were_written(front, sim_world):
+    sim_world(2, seed=1).run(written_and_then, "", Setting(front=front))

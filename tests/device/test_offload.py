@@ -1,5 +1,5 @@
-"""CPU offload on a device: wherever a model was built, its shards rest in host memory and train. Parameters stay the
-objects that an optimizer holds."""
+"""CPU offload on a device: shards rest in host memory and train, also where a model is moved, a tensor gathers itself,
+or units are stepped within backward. Parameters stay the objects that an optimizer holds."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
 from sherd.errors import UnsupportedError
 from tests.device import sim
+from tests.device.small import WIDTH, built, loss_of, sharded, step
 from tests.support.ranks import RanksFailed
 
-WIDTH = 24
+OFFLOADED = "shard, offloaded"
 
 
 class Doubled(torch.Tensor):
@@ -43,41 +43,8 @@ class Doubled(torch.Tensor):
         return whole, (whole,)
 
 
-def block() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-
-
-def built(where: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(block(), block(), nn.Linear(WIDTH, 5))
-    return model.to(where)
-
-
-def options(**more: Any) -> dict[str, Any]:
-    return {"mesh": init_device_mesh("sim", (2,)), "offload_policy": sherd.CPUOffloadPolicy(), **more}
-
-
-def sharded(model: Any, **more: Any) -> Any:
-    for each in model[:2]:
-        sherd.fully_shard(each, **options(**more))
-    return sherd.fully_shard(model, **options(**more))
-
-
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def loss_of(model: nn.Module, number: int, device: str = "sim") -> Tensor:
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number))
-    return model(x.to(device)).square().mean()
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, device: str = "sim") -> float:
-    loss = loss_of(model, number, device)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 def trained(model: nn.Module, device: str = "sim") -> list[float]:
@@ -91,66 +58,16 @@ def assert_trains(losses: list[float]) -> None:
     assert losses == pytest.approx(trained(built("cpu"), "cpu"), rel=1e-5)
 
 
-def assert_trains_in_host_memory(ranks: Any) -> None:
-    """Each rank says its losses, and whether its shards lie in host memory."""
-    for losses, rests in ranks.values:
-        assert rests
-        assert_trains(losses)
-
-
 def rest_in_host_memory(model: nn.Module) -> bool:
     return all(each.device.type == each.to_local().device.type == "cpu" for each in model.parameters())
 
 
-# Where models are built, and moved
+# Models that are moved
 
 
-def train_offloaded(where: str, how: str) -> tuple[list[float], bool]:
-    model = built(where)
-    if how == "wrapper":
-        model = sherd.FullyShardedDataParallel(
-            model,
-            device_mesh=init_device_mesh("sim", (2,)),
-            cpu_offload=sherd.CPUOffload(offload_params=True),
-            device_id=torch.accelerator.current_device_index(),
-        )
-    else:
-        sharded(model, placement=sherd.Flat() if how == "Flat" else None)
-    return trained(model), rest_in_host_memory(model)
-
-
-@pytest.mark.parametrize("how", ["Shard(0)", "Flat", "wrapper"])
-@pytest.mark.parametrize("where", ["cpu", "sim"])
-def test_a_model_trains_wherever_it_was_built(where, how, sim_world):
-    assert_trains_in_host_memory(sim_world(2, pause_us=300).run(train_offloaded, where, how))
-
-
-def built_on_the_host() -> list[float]:
-    model = built("cpu")
-    sharded(model, offload_policy=sherd.OffloadPolicy())
-    assert all(each.device == each.to_local().device for each in model.parameters())
-    assert {each.device.type for each in model.parameters()} == {"sim"}
-    return trained(model)
-
-
-def test_a_model_of_the_host_is_moved_to_the_meshs_device(sim_world):
-    for losses in sim_world(2).run(built_on_the_host).values:
-        assert_trains(losses)
-
-
-def moved_there_and_back(how: str) -> tuple[list[float], bool, bool]:
+def moved_there_and_back(front: str) -> tuple[list[float], bool, bool]:
     """The model is moved to the device, where shards do not rest, after the optimizer was built."""
-    model = built("cpu")
-    if how == "flat parameter":
-        model = sherd.FullyShardedDataParallel(
-            model,
-            device_mesh=init_device_mesh("sim", (2,)),
-            cpu_offload=sherd.CPUOffload(offload_params=True),
-            device_id=torch.accelerator.current_device_index(),
-            use_orig_params=False,
-        )
-    else:
-        sharded(model)
+    model = sharded(built("cpu"), f"{front}, offloaded")
     before = list(model.parameters())
     optimizer = adam(model)
     model.to("sim")
@@ -158,16 +75,16 @@ def moved_there_and_back(how: str) -> tuple[list[float], bool, bool]:
     return losses, rest_in_host_memory(model), all(a is b for a, b in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("how", ["shards", "flat parameter"])
-def test_shards_that_were_moved_come_back_as_the_same_objects(how, sim_world):
-    for losses, rests, same in sim_world(2).run(moved_there_and_back, how).values:
+@pytest.mark.parametrize("front", ["shard", "flat wrapper"])
+def test_shards_that_were_moved_come_back_as_the_same_objects(front, sim_world):
+    for losses, rests, same in sim_world(2).run(moved_there_and_back, front).values:
         assert rests
         assert same
         assert_trains(losses)
 
 
 def moved_with_gradients() -> None:
-    model = sharded(built("sim"))
+    model = sharded(built("sim"), OFFLOADED)
     model(torch.ones(3, WIDTH, device="sim")).sum().backward()
     model.to("sim")
     model(torch.ones(3, WIDTH, device="sim"))
@@ -179,40 +96,25 @@ def test_a_model_with_gradients_is_not_moved(sim_world):
     assert failed.value.errors[0][0] == UnsupportedError.__name__
 
 
-def from_the_meta_device(where: str) -> tuple[list[float], bool]:
-    with torch.device("meta"):
-        model: Any = nn.Sequential(block(), block(), nn.Linear(WIDTH, 5))
-    sharded(model)
-    model.to_empty(device=where)
-    with sherd.unsharded(model):
-        for target, source in zip(model.parameters(), built("cpu").parameters(), strict=True):
-            target.data.copy_(source)
-    return trained(model), rest_in_host_memory(model)
-
-
-@pytest.mark.parametrize("where", ["cpu", "sim"])
-def test_a_model_without_memory_gets_it_in_the_host(where, sim_world):
-    assert_trains_in_host_memory(sim_world(2).run(from_the_meta_device, where))
-
-
 def gathers_itself(where: str) -> tuple[list[float], bool]:
     model: Any = built(where)
-    model[0][0].weight = nn.Parameter(Doubled(model[0][0].weight.detach()))
-    sharded(model)
+    model[0].up.weight = nn.Parameter(Doubled(model[0].up.weight.detach()))
+    sharded(model, OFFLOADED)
     return trained(model), rest_in_host_memory(model)
 
 
-@pytest.mark.parametrize("where", ["cpu", "sim"])
-def test_a_tensor_that_gathers_itself_rests_in_the_host_too(where, sim_world):
-    assert_trains_in_host_memory(sim_world(2).run(gathers_itself, where))
+def test_a_tensor_that_gathers_itself_rests_in_the_host_too(sim_world):
+    for where in ("cpu", "sim"):
+        for losses, rests in sim_world(2).run(gathers_itself, where).values:
+            assert rests, where
+            assert_trains(losses)
 
 
 # Steps within backward
 
 
 def stepped_in_backward(offloads: bool) -> tuple[list[float], int]:
-    policy = sherd.CPUOffloadPolicy() if offloads else sherd.OffloadPolicy()
-    model = sharded(built("sim"), offload_policy=policy)
+    model = sharded(built("sim"), OFFLOADED if offloads else "shard")
     optimizer = adam(model)
     sherd.step_in_backward(model, optimizer)
     losses, left = [], 0
@@ -237,7 +139,7 @@ def test_units_stepped_within_backward_train_as_after_it(offloads, sim_world):
 
 def copies_of_a_step() -> list[str]:
     """The host's waits in a settled backward on a busy stream, and where backward was when they came."""
-    model = sharded(built("sim"))
+    model = sharded(built("sim"), OFFLOADED)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(2):
         step(model, optimizer, number)

@@ -1,21 +1,21 @@
-"""How much memory does a step take on a device, as its allocator counts the bytes asked for? Beside torch's FSDP2, and
-beside what `memory_report` predicts."""
+"""The memory that a step takes on a device, as its allocator counts the bytes asked for, beside what torch's FSDP2
+takes, and beside what `memory_report` predicts."""
 
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as fsdp2
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
+from tests.gpu.setting_runs import mesh_of, shard_units
+from tests.gpu.settings import Setting
 
 WIDTH, NUM_BLOCKS, VOCABULARY, TOKENS = 256, 8, 512, 16
 PART_BYTES = 512 << 10
@@ -54,34 +54,9 @@ class GPT(nn.Module):
         return self.head(self.norm(x)).float()
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What is chosen beside the system. `accumulates`: a backward that is not reduced goes before each step's last."""
-
-    dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    accumulates: bool = False
-    offload: bool = False
-    placement: str = "Shard(0)"
-    transport: str = "auto"
-    part_bytes: int | None = PART_BYTES
-
-
-def sharded(system: str, choice: Choice) -> Any:
-    package: Any = fsdp2 if system == "FSDP2" else sherd
-    options: dict[str, Any] = {
-        "mesh": init_device_mesh("sim", (dist.get_world_size(),)),
-        "mp_policy": package.MixedPrecisionPolicy(param_dtype=choice.dtype, reduce_dtype=choice.reduce_dtype),
-        "offload_policy": package.CPUOffloadPolicy() if choice.offload else package.OffloadPolicy(),
-    }
-    if package is sherd:
-        options["placement"] = sherd.Flat() if choice.placement == "Flat" else None
-        options["comm_policy"] = sherd.CommPolicy(choice.transport, part_bytes=choice.part_bytes)
+def sharded(setting: Setting) -> Any:
     torch.manual_seed(0)
-    model = GPT().to("sim")
-    for block in model.blocks:
-        package.fully_shard(block, **options)
-    return package.fully_shard(model, **options)
+    return shard_units(setting, GPT().to("sim"), mesh_of((dist.get_world_size(),)))
 
 
 def held_before() -> int:
@@ -99,18 +74,18 @@ def requested() -> int:
     return int(peak)
 
 
-def peaks_of_a_step(system: str, choice: Choice) -> dict[str, int]:
+def peaks_of_a_step(setting: Setting) -> dict[str, int]:
     """The most bytes asked for in each phase of a settled step with AdamW."""
     before = held_before()
-    model = sharded(system, choice)
+    model = sharded(setting)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     tokens = torch.zeros(2, TOKENS, dtype=torch.long, device="sim")
     gc.collect()
     for _ in range(3):
         found = dict.fromkeys(PHASES, 0)
         requested()
-        for is_last in (False, True) if choice.accumulates else (True,):
-            model.set_requires_gradient_sync(is_last)
+        for micro in range(setting.micro_batches):
+            model.set_requires_gradient_sync(micro + 1 == setting.micro_batches)
             loss = model(tokens).logsumexp(-1).mean()
             found["forward"] = max(found["forward"], requested())
             loss.backward()
@@ -122,15 +97,17 @@ def peaks_of_a_step(system: str, choice: Choice) -> dict[str, int]:
     return {phase: peak - before for phase, peak in found.items()}
 
 
-CHOICES = {
-    "float32": Choice(),
-    "float32, in one part": Choice(part_bytes=None),
-    "bfloat16": Choice(dtype=torch.bfloat16),
-    "bfloat16, summed in float32": Choice(dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    "accumulated": Choice(accumulates=True),
-    "bfloat16, accumulated": Choice(dtype=torch.bfloat16, accumulates=True),
-    "offload": Choice(offload=True),
-    "bfloat16, offload": Choice(dtype=torch.bfloat16, offload=True),
+IN_PARTS = Setting(part_bytes=PART_BYTES)
+BF16, TWICE = {"param_dtype": "bfloat16"}, {"micro_batches": 2}
+SETTINGS = {
+    "float32": IN_PARTS,
+    "float32, in one part": Setting(),
+    "bfloat16": replace(IN_PARTS, **BF16),
+    "bfloat16, summed in float32": replace(IN_PARTS, **BF16, reduce_dtype="float32"),
+    "accumulated": replace(IN_PARTS, **TWICE),
+    "bfloat16, accumulated": replace(IN_PARTS, **BF16, **TWICE),
+    "offload": replace(IN_PARTS, offload="pinned"),
+    "bfloat16, offload": replace(IN_PARTS, **BF16, offload="pinned"),
 }
 MOST = {
     ("float32", 2): (0.945, 0.92),
@@ -155,11 +132,11 @@ MOST = {
 
 @pytest.mark.values
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_no_phase_of_a_step_takes_more_than_fsdp2(name, num_ranks, sim_world):
     world = sim_world(num_ranks, spoil="no", races="off")
-    theirs = world.run(peaks_of_a_step, "FSDP2", CHOICES[name]).values[0]
-    ours = world.run(peaks_of_a_step, "sherd", CHOICES[name]).values[0]
+    theirs = world.run(peaks_of_a_step, replace(SETTINGS[name], front="FSDP2")).values[0]
+    ours = world.run(peaks_of_a_step, SETTINGS[name]).values[0]
     for phase, most in zip(PHASES, (*MOST[name, num_ranks], 1), strict=True):
         print(f"{name}, {num_ranks} ranks, {phase}: {ours[phase]:,} of {theirs[phase]:,} bytes")
         assert ours[phase] <= most * theirs[phase] + SCALARS + FLAGS, phase
@@ -168,16 +145,16 @@ def test_no_phase_of_a_step_takes_more_than_fsdp2(name, num_ranks, sim_world):
 # What is predicted
 
 
-def predicted_and_taken(choice: Choice) -> tuple[int, int]:
+def predicted_and_taken(setting: Setting) -> tuple[int, int]:
     """The peak of a step, said beforehand and asked for, less what the device held before. There are no activations:
     the batch has no rows."""
     before = held_before()
-    model = sharded("sherd", choice)
+    model = sharded(setting)
     tokens = torch.zeros(0, TOKENS, dtype=torch.long, device="sim")
 
     def step() -> None:
-        for is_last in (False, True) if choice.accumulates else (True,):
-            model.set_requires_gradient_sync(is_last)
+        for micro in range(setting.micro_batches):
+            model.set_requires_gradient_sync(micro + 1 == setting.micro_batches)
             model(tokens).sum().backward()
 
     step()
@@ -185,7 +162,7 @@ def predicted_and_taken(choice: Choice) -> tuple[int, int]:
     with sherd.track_memory(model):
         step()
     model.zero_grad()
-    said = sherd.memory_report(model, unsynced_batches=int(choice.accumulates)).predicted_peak
+    said = sherd.memory_report(model, unsynced_batches=setting.micro_batches - 1).predicted_peak
     gc.collect()
     requested()
     step()
@@ -194,10 +171,10 @@ def predicted_and_taken(choice: Choice) -> tuple[int, int]:
 
 @pytest.mark.values
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", [*CHOICES, "Flat", "coalesced"])
+@pytest.mark.parametrize("name", [*SETTINGS, "Flat", "coalesced"])
 def test_a_step_takes_what_was_predicted_to_the_byte(name, num_ranks, sim_world):
-    others = {"Flat": Choice(placement="Flat"), "coalesced": Choice(transport="coalesced")}
-    choice = CHOICES.get(name) or others[name]
-    for said, taken in sim_world(num_ranks, spoil="no", races="off").run(predicted_and_taken, choice).values:
+    others = {"Flat": replace(IN_PARTS, placement="Flat"), "coalesced": replace(IN_PARTS, transport="coalesced")}
+    setting = (SETTINGS | others)[name]
+    for said, taken in sim_world(num_ranks, spoil="no", races="off").run(predicted_and_taken, setting).values:
         # Autograd makes the gradients of a norm's weight and bias together: the second is there when the first arrives.
         assert 0 <= taken - said <= SCALARS + 2 * WIDTH

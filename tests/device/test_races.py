@@ -30,47 +30,35 @@ def the_race():
     return next(iter(found))
 
 
-def test_a_read_that_does_not_wait_for_a_write(device, side):
-    x = numbers(device)
-    x.fill_(1)
-    with side:
-        x * 2
-    text = f"fill_.Scalar on sim:0 stream 0, and unordered with it mul.out on sim:0 stream {side.stream_id}"
-    assert the_race() == f"write-read: {text}"
+def test_two_uses_that_nothing_orders_are_named(device, side):
+    for kind, first, second, names in (
+        ("write-read", lambda x: x.fill_(1), lambda x: x * 2, ("fill_.Scalar", "mul.out")),
+        ("read-write", lambda x: x * 2, lambda x: x.fill_(1), ("mul.out", "fill_.Scalar")),
+        ("write-write", lambda x: x.fill_(1), lambda x: x.fill_(2), ("fill_.Scalar", "fill_.Scalar")),
+    ):
+        x = numbers(device)
+        kept = [first(x)]
+        with side:
+            kept.append(second(x))
+        text = f"{names[0]} on sim:0 stream 0, and unordered with it {names[1]} on sim:0 stream {side.stream_id}"
+        assert the_race() == f"{kind}: {text}"
+        del kept
 
 
-def test_a_write_that_does_not_wait_for_a_read(device, side):
-    x = numbers(device)
-    y = x * 2
-    with side:
-        x.fill_(1)
-    assert the_race().startswith("read-write: mul.out on sim:0 stream 0, and unordered with it fill_.Scalar")
-    del y
-
-
-def test_two_writes(device, side):
-    x = numbers(device)
-    x.fill_(1)
-    with side:
-        x.fill_(2)
-    assert the_race().startswith("write-write: fill_.Scalar on sim:0 stream 0")
-
-
-def test_two_reads_are_no_race(device, side):
+def test_two_reads_and_different_bytes_are_no_race(device, side):
     x = numbers(device)
     y = x * 2
     with side:
         z = x * 2
-    del y, z
-
-
-def test_different_bytes_are_no_race(device, side):
+    assert not sim.races()
     x = numbers(device)
     x[:500].fill_(1)
     with side:
         x[500:].fill_(2)
+        assert not sim.races(reset=False)
         x[499:].fill_(2)
     assert "write-write" in the_race()
+    del y, z
 
 
 def test_memory_freed_while_another_stream_reads_it(device, side):
@@ -99,16 +87,16 @@ ORDERED = {
 }
 
 
-@pytest.mark.parametrize("how", ORDERED)
-def test_what_orders_two_streams_leaves_no_race(device, side, how):
-    x = numbers(device)
-    x.fill_(1)
-    ORDERED[how](side)
-    with side:
-        x.fill_(2)
-    default().wait_stream(side)
-    assert x[0].item() == 2
-    assert not sim.races()
+def test_what_orders_two_streams_leaves_no_race(device, side):
+    for how, order in ORDERED.items():
+        x = numbers(device)
+        x.fill_(1)
+        order(side)
+        with side:
+            x.fill_(2)
+        default().wait_stream(side)
+        assert x[0].item() == 2, how
+        assert not sim.races(), how
 
 
 def test_an_event_orders_what_came_before_it_and_nothing_after(device, side):
@@ -159,23 +147,23 @@ def test_a_block_that_other_streams_have_passed_orders_no_other_memory(device, s
     del y, passed, read
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_races_do_not_depend_on_timing(device, side, seed):
-    sim.configure(pause_us=2000, pause_percent=50, seed=seed)
-    x, y = numbers(device), numbers(device)
-    for _ in range(3):
-        x.add_(1)
-        side.wait_stream(default())
-        with side:
-            y.add_(x)
+def test_races_do_not_depend_on_timing(device, side):
+    for seed in range(20):
+        sim.configure(pause_us=2000, pause_percent=50, seed=seed)
+        x, y = numbers(device), numbers(device)
+        for _ in range(3):
+            x.add_(1)
+            side.wait_stream(default())
+            with side:
+                y.add_(x)
+            if seed % 2:
+                default().wait_stream(side)
+            x.mul_(2)
+        torch.accelerator.synchronize()
+        kinds = {text.partition(":")[0] for text in sim.races()}
+        assert kinds == (set() if seed % 2 else {"read-write"}), seed
         if seed % 2:
-            default().wait_stream(side)
-        x.mul_(2)
-    torch.accelerator.synchronize()
-    kinds = {text.partition(":")[0] for text in sim.races()}
-    assert kinds == (set() if seed % 2 else {"read-write"})
-    if seed % 2:
-        assert y[0].item() == 1 + 3 + 7
+            assert y[0].item() == 1 + 3 + 7, seed
 
 
 def test_a_missing_wait_gives_wrong_values(device, side):
@@ -188,16 +176,13 @@ def test_a_missing_wait_gives_wrong_values(device, side):
     assert sim.races()
 
 
-def test_races_that_raise_do_so_at_the_call(device, side):
-    sim.configure(races="raise")
+def test_races_raise_at_the_call_or_are_not_looked_for_when_asked(device, side):
     x = numbers(device)
+    sim.configure(races="raise")
     x.fill_(1)
     with side, pytest.raises(RuntimeError, match=r"sim: write-write: fill_\.Scalar .* unordered with it zero_"):
         x.zero_()
     assert sim.races()
-
-
-def test_races_can_be_off(device, side):
     sim.configure(races="off")
     x = numbers(device)
     x.fill_(1)

@@ -1,4 +1,4 @@
-"""Do ranks with simulated devices tell of races and waits, each run for itself?"""
+"""Ranks with simulated devices tell of races and waits, each run for itself."""
 
 from __future__ import annotations
 
@@ -30,15 +30,12 @@ def poisoned() -> bool:
     return bool(torch.empty(4, device="sim").isnan().all())
 
 
-def test_race_on_one_rank_fails_the_run(sim_world):
+def test_race_on_one_rank_fails_the_run_and_the_next_one_begins_with_nothing_noted(sim_world):
     with pytest.raises(AssertionError, match=r"zero.* on sim:1 stream 0, and unordered with it add"):
         sim_world(2).run(race, 1)
-    assert sim_world(2).observe(race, 1).races[0] == {}
-    assert sim_world(2).observe(race, 1).races[1]
-
-
-def test_run_begins_with_nothing_noted(sim_world):
-    sim_world(2).observe(race, 3)
+    seen = sim_world(2).observe(race, 1).races
+    assert seen[0] == {}
+    assert seen[1]
     found = sim_world(2).run(race, 0)
     assert found.races == [{}, {}]
     assert found.host_waits == [{}, {}]
@@ -51,13 +48,11 @@ def test_rank_has_its_own_device_and_counts_its_waits(sim_world):
     assert all(sum(waits.values()) == 1 for waits in found.host_waits)
 
 
-def test_settings_hold_for_one_run(sim_world):
+def test_settings_hold_for_one_run_and_ranks_are_kept(sim_world):
+    pids = sim_world(2).run(os.getpid).values
     assert sim_world(2).run(poisoned).values == [True, True]
     sim_world(2, spoil="no", pause_us=5, races="off").run(race, 2)
     assert sim_world(2).observe(race, 1).races[1]
     assert sim_world(2).run(poisoned).values == [True, True]
-
-
-def test_ranks_are_kept_between_runs(sim_world):
-    assert sim_world(2, seed=1).run(os.getpid).values == sim_world(2).run(os.getpid).values
+    assert sim_world(2, seed=1).run(os.getpid).values == pids
     assert sim.races(reset=False) == {}

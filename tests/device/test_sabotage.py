@@ -6,19 +6,21 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from sherd.comm import streams
-from sherd.engine.state import group
-from tests.device.test_order import num_ranks
-from tests.device.training import GPT, Setting, difference, sharded, train
+from tests.gpu.devices import here
+from tests.gpu.setting_model import Outcome, plain
+from tests.gpu.setting_runs import mesh_of, sharded, trained, wrong_numbers
+from tests.gpu.settings import Setting
+
+TakeAway = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
@@ -35,114 +37,85 @@ def without(owner: type, method: str, within: str = "") -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def lanes_run_at_once() -> Iterator[None]:
+LANE, HANDOFF, STREAMS = streams._StreamLane, streams._Recorded, streams.DeviceStreams
+RUN = LANE.run
+
+
+def at_once(lane: Any, start: streams.Run, after: Any = None) -> streams.Handoff:
     """A lane does not run behind the handoff that it is given."""
-    original = streams._StreamLane.run
-
-    def run(self: Any, start: streams.Run, after: Any = None) -> streams.Handoff:
-        return original(self, start)
-
-    with mock.patch.object(streams._StreamLane, "run", run):
-        yield
+    return RUN(lane, start)
 
 
-@contextlib.contextmanager
-def events_are_early() -> Iterator[None]:
+def with_an_early_event(lane: Any, start: streams.Run, after: Any = None) -> streams.Handoff:
     """A handoff's event is recorded before the collective, not behind it."""
-
-    def run(self: Any, start: streams.Run, after: Any = None) -> streams.Handoff:
-        if after is not None:
-            self._stream.wait_event(after.event)
-        with self._stream:
-            handoff = streams._Recorded(self._device, self._stream.record_event())
-            start(False)
-            return handoff
-
-    with mock.patch.object(streams._StreamLane, "run", run):
-        yield
+    if after is not None:
+        lane._stream.wait_event(after.event)
+    with lane._stream:
+        handoff = streams._Recorded(lane._device, lane._stream.record_event())
+        start(False)
+        return handoff
 
 
-@contextlib.contextmanager
-def hooks_run_at_once() -> Iterator[None]:
+def beside_compute(queues: Any, stream: torch.Stream, work: Callable[[], None]) -> None:
     """A hook on the user's stream is not ordered after compute."""
-
-    def run_beside(self: Any, stream: torch.Stream, work: Callable[[], None]) -> None:
-        with stream:
-            work()
-        torch.accelerator.current_stream().wait_stream(stream)
-
-    with mock.patch.object(streams.DeviceStreams, "run_beside", run_beside):
-        yield
+    with stream:
+        work()
+    torch.accelerator.current_stream().wait_stream(stream)
 
 
-@contextlib.contextmanager
-def compute_does_not_wait_for_hooks() -> Iterator[None]:
-    def run_beside(self: Any, stream: torch.Stream, work: Callable[[], None]) -> None:
-        stream.wait_stream(torch.accelerator.current_stream())
-        with stream:
-            work()
-
-    with mock.patch.object(streams.DeviceStreams, "run_beside", run_beside):
-        yield
+def without_compute_waiting(queues: Any, stream: torch.Stream, work: Callable[[], None]) -> None:
+    """Compute does not wait for a hook on the user's stream."""
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream:
+        work()
 
 
-@contextlib.contextmanager
-def rows_are_taken_at_once() -> Iterator[None]:
+def for_nobody(lane: Any, allocate: Callable[[], None]) -> None:
     """Compute writes to memory of a lane, which it does not wait for."""
-
-    def lend(self: Any, allocate: Callable[[], None]) -> None:
-        with self._stream:
-            allocate()
-
-    with mock.patch.object(LANE, "lend", lend):
-        yield
+    with lane._stream:
+        allocate()
 
 
-@contextlib.contextmanager
-def shards_are_fetched_on_any_stream() -> Iterator[None]:
+def on_any_stream(target: torch.Tensor, shard: torch.Tensor) -> None:
     """Shards come from host memory on a stream for which nobody waits."""
-
-    def fetch_into(target: torch.Tensor, shard: torch.Tensor) -> None:
-        with torch.Stream(target.device):
-            target.copy_(shard, non_blocking=True)
-
-    with mock.patch.object(group, "fetch_into", fetch_into):
-        yield
+    with torch.Stream(target.device):
+        target.copy_(shard, non_blocking=True)
 
 
-def gather_for_nobody(setting: Setting, take_away: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+def gather_for_nobody(setting: Setting, take_away: TakeAway) -> Outcome:
     """A gather is started and given up, and the shards are written."""
-    model: Any = sharded(GPT(False, False).to("sim"), setting, init_device_mesh("sim", (2,)))
+    model: Any = sharded(setting, mesh_of(setting.mesh))
     with take_away(), torch.no_grad():
         for block in model.blocks:
             block.unshard(async_op=True)
             block.reshard()
         for parameter in model.parameters():
             parameter.to_local().zero_()
+    return Outcome(races=here().races())
 
 
 @dataclass(frozen=True)
 class Sabotage:
     """An order that is taken away, where it matters, and what the two sides of the race are called."""
 
-    take_away: Callable[[], contextlib.AbstractContextManager[None]]
+    take_away: TakeAway
     setting: Setting
     first: str
     second: str
-    program: Callable[..., Any] = train
+    program: Callable[..., Outcome] = trained
     shows: bool = True  # numbers are wrong under some pauses, which they are not where the race spoils what is dropped
 
 
-LANE, HANDOFF, STREAMS = streams._StreamLane, streams._Recorded, streams.DeviceStreams
-SHARD, FLAT, HSDP, HOOK = Setting(), Setting(placement="Flat"), Setting(replicas=2), Setting(hook=True)
-SUMMED_ONCE = Setting(replicas=2, micro_batches=3, sums_replicas_once=True)
-OFFLOAD = Setting(offload=True, built_on="cpu")
+# Their streams pause as the ranks say.
+SHARD = Setting(num_blocks=3, pauses=0)
+FLAT, HSDP = replace(SHARD, placement="Flat"), replace(SHARD, mesh=(2, 2), strategy="hsdp")
+HOOK, OFFLOAD = replace(SHARD, hook=True), replace(SHARD, offload="pinned", built="cpu")
+SUMMED_ONCE = replace(HSDP, micro_batches=3, accumulation="replicas once")
 
 SABOTAGES = {
     "gathers behind the optimizer": Sabotage(partial(without, STREAMS, "begin_step"), SHARD, "add", "all_gather"),
     "gathers behind the optimizer's event": Sabotage(
-        partial(without, LANE, "follow_event"), Setting(follows_event=True), "add", "all_gather"
+        partial(without, LANE, "follow_event"), replace(SHARD, follows_event=True), "add", "all_gather"
     ),
     "gathered rows behind their copy": Sabotage(
         partial(without, LANE, "follow_compute", "Weights._land"), SHARD, "copy", "malloc"
@@ -159,7 +132,7 @@ SABOTAGES = {
     ),
     "gathers of a kept part behind compute": Sabotage(
         partial(without, LANE, "follow_compute", "Weights._gather_into_buffers"),
-        Setting(reshard=2),
+        replace(SHARD, mesh=(4,), reshard=2),
         "copy",
         "all_gather",
     ),
@@ -174,18 +147,30 @@ SABOTAGES = {
     ),
     "dropped gradients behind their reductions": Sabotage(
         partial(without, HANDOFF, "wait", "Gradients.discard"),
-        Setting(interrupted=True, reduce_buffers=2),
+        replace(SHARD, interrupted=True, reduce_buffers=2),
         "reduce_scatter",
         "malloc",
         shows=False,
     ),
-    "rows of gradients behind the reduction before": Sabotage(rows_are_taken_at_once, SHARD, "malloc", "mul"),
-    "sums over replicas behind reductions": Sabotage(lanes_run_at_once, HSDP, "reduce_scatter", "all_reduce"),
-    "events behind collectives": Sabotage(events_are_early, SHARD, "all_gather", "copy"),
-    "hooks behind reductions": Sabotage(hooks_run_at_once, HOOK, "reduce_scatter", "mul"),
-    "optimizer behind hooks": Sabotage(compute_does_not_wait_for_hooks, HOOK, "div", "add"),
+    "rows of gradients behind the reduction before": Sabotage(
+        partial(mock.patch.object, LANE, "lend", for_nobody), SHARD, "malloc", "mul"
+    ),
+    "sums over replicas behind reductions": Sabotage(
+        partial(mock.patch.object, LANE, "run", at_once), HSDP, "reduce_scatter", "all_reduce"
+    ),
+    "events behind collectives": Sabotage(
+        partial(mock.patch.object, LANE, "run", with_an_early_event), SHARD, "all_gather", "copy"
+    ),
+    "hooks behind reductions": Sabotage(
+        partial(mock.patch.object, STREAMS, "run_beside", beside_compute), HOOK, "reduce_scatter", "mul"
+    ),
+    "optimizer behind hooks": Sabotage(
+        partial(mock.patch.object, STREAMS, "run_beside", without_compute_waiting), HOOK, "div", "add"
+    ),
     "host behind gradients": Sabotage(partial(without, HANDOFF, "wait_on_host"), OFFLOAD, "copy", "read"),
-    "gathers behind shards from the host": Sabotage(shards_are_fetched_on_any_stream, OFFLOAD, "copy", "all_gather"),
+    "gathers behind shards from the host": Sabotage(
+        partial(mock.patch, "sherd.engine.state.group.fetch_into", on_any_stream), OFFLOAD, "copy", "all_gather"
+    ),
 }
 
 
@@ -194,11 +179,11 @@ def test_missing_order_is_named_and_makes_numbers_wrong(name, sim_world):
     sabotage = SABOTAGES[name]
     setting = sabotage.setting
     for seed in range(1, 9):
-        world = sim_world(num_ranks(setting), pause_us=1500, seed=seed)
-        found = world.observe(sabotage.program, setting, sabotage.take_away)
-        for races in found.races:
-            sides = [race.split(", and unordered with it ") for race in races]
-            assert any(sabotage.first in one and sabotage.second in other for one, other in sides), races
-        if not sabotage.shows or difference(found.values, setting):
+        world = sim_world(setting.num_ranks, pause_us=1500, seed=seed)
+        found = world.observe(sabotage.program, setting, sabotage.take_away).values
+        for outcome in found:
+            sides = [race.split(", and unordered with it ") for race in outcome.races]
+            assert any(sabotage.first in one and sabotage.second in other for one, other in sides), outcome.races
+        if not sabotage.shows or any(map(wrong_numbers, [setting] * len(found), found, plain(setting))):
             return
     pytest.fail("numbers are right under all pauses")

@@ -1,4 +1,4 @@
-"""Does `sherd train` run on a device that a package outside torch brings, and compute there what it does on a CPU?
+"""`sherd train` runs on a device that a package outside torch brings, and computes there what it does on a CPU.
 
 The commands know nothing of the simulated device: torch loads it in each of their processes, by the entry point
 `torch.backends` of an installed package.
@@ -13,17 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.device import sim
 from tests.support.ranks.forked import sherd as forked
 from tests.support.ranks.forked import start
 
 ROOT = Path(__file__).parent.parent.parent
 LOAD = """
-from tests.device import collectives, sim
+from tests.device import sim
 
 def load():
     sim.load()
-    collectives.register()
     sim.configure(pause_us=50, races="raise")
 """
 MODEL = ("model.layers=2", "model.width=32", "model.heads=2", "model.kv_heads=1", "model.hidden=64", "data.context=32")
@@ -47,18 +45,14 @@ class Machine:
         self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "OMP_NUM_THREADS": "1"}
         (folder / "text.txt").write_text("some words, and some more of them. " * 3000)
 
-    def sherd(self, *words):
-        """What `sherd` with these words says to stdout; it ends well."""
-        done = self.end_of(*words)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout
-
-    def end_of(self, *words):
+    def sherd(self, *words, code=0):
         """The process of `sherd` with these words, ended."""
         command = [sys.executable, "-m", "sherd", *map(str, words)]
-        return subprocess.run(
+        done = subprocess.run(
             command, cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=300, check=False
         )
+        assert done.returncode == code, done.stderr[-4000:]
+        return done
 
     def sherd_on_cpu(self, *words):
         """The same of `sherd` where no device is wanted: a fork of the server that has torch imported."""
@@ -68,20 +62,15 @@ class Machine:
         assert process.exitcode == 0, said.with_suffix(".err").read_text()[-4000:]
         return said.read_text()
 
-    def steps(self, out):
-        """The records of the steps of a run, by their number."""
+    def records(self, out, event="step"):
+        """What a run has written of these events, by the step."""
         lines = (self.folder / out / "metrics.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
-        return {record["step"]: record for record in records if record["event"] == "step"}
+        return {each["step"]: each for each in map(json.loads, lines) if each["event"] == event}
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory):
-    """Built before the commands need it: they are not to wait for one another."""
-    try:
-        sim.load()
-    except sim.CannotBuild as error:
-        pytest.skip(str(error))
+def machine(loaded, tmp_path_factory):
+    """The device is built before the commands need it: they are not to wait for one another."""
     return Machine(tmp_path_factory.mktemp("machine"))
 
 
@@ -90,7 +79,7 @@ def trained(machine):
     """The same run on the device, which is taken unasked with a rank for each, and on the CPU."""
     machine.sherd(*TRAIN, "--out", "device")
     machine.sherd_on_cpu(*TRAIN, "--out", "cpu", "--nproc", "2", "run.device=cpu")
-    return machine.steps("device"), machine.steps("cpu")
+    return machine.records("device"), machine.records("cpu")
 
 
 def require_same(these, those):
@@ -100,49 +89,44 @@ def require_same(these, those):
             assert step[name] == pytest.approx(those[number][name], rel=1e-4), (number, name)
 
 
-def test_a_run_on_the_device_has_the_losses_of_the_run_on_the_cpu(trained):
+def test_a_run_on_the_device_has_the_losses_of_the_cpu_and_the_peak_of_the_devices_memory(trained):
     on_device, on_cpu = trained
     assert list(on_device) == [1, 2, 3, 4, 5, 6]
     require_same(on_device, on_cpu)
-
-
-def test_the_peak_is_of_the_devices_memory_and_not_of_the_process(trained):
-    on_device, on_cpu = trained
     # At least the two sharded states of AdamW, the shards and their gradients; a process is at 300 MiB.
     assert 2 * PARAMETERS < on_device[6]["peak_bytes"] < 2**22
     assert on_cpu[6]["peak_bytes"] > 100 * 2**20
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_also_from_one_saved_on_a_cpu(machine, trained):
     again = machine.folder / "again"
     shutil.copytree(machine.folder / "cpu", again)
     shutil.rmtree(again / "checkpoints" / "step-00000006")
     machine.sherd("train", "--quiet", "--resume", "--out", again, "run.device=sim")
-    records = [json.loads(line) for line in (again / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if record["event"] == "start"] == [0, 3]
-    require_same(machine.steps(again), trained[1])
+    assert list(machine.records(again, "start")) == [0, 3]
+    require_same(machine.records(again), trained[1])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("trained")
 def test_what_was_trained_writes_the_same_on_two_devices_and_on_the_cpu(machine):
     words = ("generate", "device", "--length", "8", "--temperature", "0", "--device")
-    assert machine.sherd(*words, "sim", "--nproc", "2") == machine.sherd_on_cpu(*words, "cpu")
+    assert machine.sherd(*words, "sim", "--nproc", "2").stdout == machine.sherd_on_cpu(*words, "cpu")
 
 
+@pytest.mark.slow
 def test_parameters_that_rest_in_host_memory_have_the_same_losses(machine, trained):
     machine.sherd(*TRAIN, "--out", "offloaded", "run.device=sim", "shard.offload=true")
-    require_same(machine.steps("offloaded"), trained[1])
+    require_same(machine.records("offloaded"), trained[1])
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_what_this_machine_has_no_device_for_is_refused_in_a_line(machine):
+    for words, said in (
         ((*TRAIN, "run.device=cuda"), "run.device = 'cuda', but torch sees no cuda here; available: cpu, sim"),
         ((*TRAIN, "--nproc", "4"), "4 ranks on a machine of 2 sim devices; start one per device"),
-    ],
-)
-def test_what_this_machine_has_no_device_for_is_refused_in_a_line(machine, words, said):
-    done = machine.end_of(*words)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = [line for line in done.stderr.splitlines() if "Warning: No backend of type" not in line]  # torch's own
-    assert said in line
+    ):
+        done = machine.sherd(*words, code=2)
+        assert done.stdout == "", words
+        (line,) = [line for line in done.stderr.splitlines() if "Warning: No backend of type" not in line]  # torch's
+        assert said in line

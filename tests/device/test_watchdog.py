@@ -1,4 +1,4 @@
-"""The device waits for a rank that does not come, and the host goes on: who is named, when, and how does a process end?
+"""The device waits for a rank that does not come, and the host goes on: that rank is named soon, and processes end.
 
 The ranks are processes of their own: those of `sim_world` are killed together as soon as one has died. The collectives
 of the simulated device would give up later than any test here, as a backend without a timeout.
@@ -107,24 +107,34 @@ def on_device(make: Make, **more: Any) -> Any:
     return make(**({"device_mesh": mesh} if make is wrapped else {"mesh": mesh}), **more)
 
 
+def trained(make: Make = sharded, **more: Any) -> Any:
+    """Returns a model on the device after three steps."""
+    model = on_device(make, **more)
+    for _ in range(3):
+        step(model)
+    torch.accelerator.synchronize()
+    return model
+
+
+def step_and_wait(model: Any) -> None:
+    step(model)
+    torch.accelerator.synchronize()
+
+
 def wait_for_the_reader() -> None:
     """Returns late."""
     time.sleep(60)
 
 
 def one_does_not_come(how: str, make: Make, more: dict[str, Any]) -> None:
-    model = on_device(make, **more)
-    for _ in range(3):
-        step(model)
-    torch.accelerator.synchronize()
+    model = trained(make, **more)
     dist.barrier()
     if dist.get_rank() == 1:
         if how == "is killed":
             (Path(os.environ[FOLDER]) / "killed").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
         wait_for_the_reader()
-    step(model)
-    torch.accelerator.synchronize()
+    step_and_wait(model)
 
 
 WAYS: list[tuple[Make, dict[str, Any]]] = [
@@ -152,6 +162,7 @@ def test_a_rank_that_is_killed_is_named_in_seconds_by_all_others(tmp_path, make,
     assert [name for name, _ in faults(tmp_path)] == ["rank 1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "more"), WAYS[:3], ids=lambda each: getattr(each, "__name__", str(each)))
 def test_a_rank_that_is_stuck_is_named_with_its_line_within_the_timeout(tmp_path, make, more):
     found = ends(tmp_path, 3, 4, one_does_not_come, "is stuck", make, more)
@@ -172,10 +183,7 @@ def test_a_rank_that_is_stuck_is_named_with_its_line_within_the_timeout(tmp_path
 
 def goes_on(how: str) -> str:
     """Ranks are slow, and all come in time."""
-    model, rank = on_device(sharded), dist.get_rank()
-    for _ in range(3):
-        step(model)
-    torch.accelerator.synchronize()
+    model, rank = trained(), dist.get_rank()
     if how == "long compute on all ranks":
         sim.sleep(6_000_000)
     if how == "long compute on one" and rank == 1:
@@ -184,11 +192,11 @@ def goes_on(how: str) -> str:
         time.sleep(1.8)
     if how == "one blocks its interpreter" and rank == 1:
         ctypes.PyDLL(None).sleep(6)
-    step(model)
-    torch.accelerator.synchronize()
+    step_and_wait(model)
     return "done"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "timeout_s"),
     [
@@ -206,10 +214,7 @@ def test_ranks_that_are_slow_are_left_alone(tmp_path, how, timeout_s):
 
 def left_by_rank_1() -> Any:
     """Returns a model that all ranks have trained before rank 1 has died."""
-    model = on_device(sharded)
-    for _ in range(3):
-        step(model)
-    torch.accelerator.synchronize()
+    model = trained()
     dist.barrier()
     if dist.get_rank() == 1:
         os._exit(3)
@@ -222,6 +227,7 @@ def does_not_come_out() -> None:
     ctypes.CDLL(None).sleep(60)
 
 
+@pytest.mark.slow
 def test_a_process_whose_main_thread_does_not_come_out_ends(tmp_path):
     found = ends(tmp_path, 3, 120, does_not_come_out)
     for each in (found[0], found[2]):
@@ -239,16 +245,12 @@ def looks_on() -> str:
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_the_process_is_left_alone_if_the_user_wants_it(tmp_path):
     (end, _) = ends(tmp_path, 2, 120, looks_on)
     assert end.code == 0
     assert "rank 1 has died" in end.said
     assert "it went on" in end.said
-
-
-def step_and_wait(model: Any) -> None:
-    step(model)
-    torch.accelerator.synchronize()
 
 
 def cleans_up() -> str:
@@ -266,6 +268,7 @@ def cleans_up() -> str:
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_a_program_may_catch_the_error_and_clean_up_for_as_long_as_it_takes(tmp_path):
     (end, _) = ends(tmp_path, 2, 120, cleans_up)
     assert (end.code, end.value) == (0, "cleaned up"), end.said
@@ -273,10 +276,7 @@ def test_a_program_may_catch_the_error_and_clean_up_for_as_long_as_it_takes(tmp_
 
 def what_is_left(divergence: str) -> tuple[int, int, int]:
     """Watching threads before and after the group is destroyed, and events that are known after."""
-    model = on_device(sharded, divergence=divergence)
-    for _ in range(3):
-        step(model)
-    torch.accelerator.synchronize()
+    model = trained(divergence=divergence)
     time.sleep(0.5)
     before = watchers()
     dist.barrier()
@@ -285,6 +285,7 @@ def what_is_left(divergence: str) -> tuple[int, int, int]:
     while watchers() and time.monotonic() < deadline:
         time.sleep(0.02)
     events = sum(len(lane) for each in gc.get_objects() if type(each) is Queued for lane in each._by_lane.values())
+    del model
     return before, watchers(), events
 
 
@@ -312,10 +313,7 @@ def the_store_dies_with_its_process() -> None:
             time.sleep(0.02)
         store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), is_master=False)
     dist.init_process_group("cpu:gloo,sim:simccl", store=store, rank=rank, world_size=num_ranks)
-    model = on_device(sharded)
-    for _ in range(3):
-        step(model)
-    torch.accelerator.synchronize()
+    model = trained()
     time.sleep(1)  # the threads look
     dist.barrier()
     if rank == 0:
@@ -324,6 +322,7 @@ def the_store_dies_with_its_process() -> None:
     step_and_wait(model)
 
 
+@pytest.mark.slow
 def test_the_rank_that_has_the_store_is_named_like_any_other(tmp_path):
     found = ends(tmp_path, 3, 120, the_store_dies_with_its_process)
     assert found[0].code == -signal.SIGKILL

@@ -196,44 +196,26 @@ class Probe:
         if kind in ROUTES:
             return x  # of which `route` takes care
         self._note()
-        if kind is Kind.NAN:
-            return x * float("nan")
-        return _ACTS[kind](self, x)
-
-
-def _raise(error: BaseException) -> Any:
-    raise error
-
-
-def _send(number: int) -> None:
-    os.kill(os.getpid(), number)
-
-
-def _sleep(seconds: float, x: Any) -> Any:
-    time.sleep(seconds)
-    return x
-
-
-def _signalled(number: int, x: Any) -> Any:
-    _send(number)
-    return x
-
-
-_ACTS: dict[Kind, Callable[[Probe, Any], Any]] = {
-    Kind.RAISE: lambda probe, x: _raise(Injected(str(probe.fault))),
-    Kind.CATCH: lambda probe, x: _raise(Injected(str(probe.fault))),
-    Kind.OOM: lambda probe, x: _raise(torch.OutOfMemoryError(str(probe.fault))),
-    Kind.CATCH_OOM: lambda probe, x: _raise(torch.OutOfMemoryError(str(probe.fault))),
-    Kind.LEAVE: lambda probe, x: sys.exit(EXIT_CODE),
-    Kind.EXIT: lambda probe, x: os._exit(EXIT_CODE),
-    Kind.KILL: lambda probe, x: _signalled(signal.SIGKILL, x),
-    Kind.STOP: lambda probe, x: _signalled(signal.SIGSTOP, x),
-    Kind.PAUSE: lambda probe, x: _signalled(signal.SIGSTOP, x),
-    Kind.SLOW: lambda probe, x: _sleep(MOMENT_S, x),
-    Kind.LATE: lambda probe, x: _sleep(probe.late_s, x),
-    Kind.CUT: lambda probe, x: x,
-    Kind.BREAK: lambda probe, x: x,
-}
+        match kind:
+            case Kind.NAN:
+                return x * float("nan")
+            case Kind.RAISE | Kind.CATCH:
+                raise Injected(str(self.fault))
+            case Kind.OOM | Kind.CATCH_OOM:
+                raise torch.OutOfMemoryError(str(self.fault))
+            case Kind.LEAVE:
+                sys.exit(EXIT_CODE)
+            case Kind.EXIT:
+                os._exit(EXIT_CODE)
+            case Kind.KILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case Kind.STOP | Kind.PAUSE:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case Kind.SLOW:
+                time.sleep(MOMENT_S)
+            case Kind.LATE:
+                time.sleep(self.late_s)
+        return x
 
 
 def is_caught(fault: Fault | None, error: BaseException) -> bool:

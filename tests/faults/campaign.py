@@ -22,16 +22,15 @@ from tests.faults.builder import CAUGHT, FATAL, HARMLESS, LINK, ROUTES, SILENT, 
 from tests.faults.crews import Case, Crew, End, Ends
 from tests.faults.program import (
     DIVERGENCES,
-    FRONT_ENDS,
     NUM_BLOCKS,
     NUM_STEPS,
-    PLACEMENTS,
     TRANSPORTS,
     Setting,
     leaves_out_a_step,
     reference,
 )
 from tests.machines.hosts import NotAllowed
+from tests.support.sharding import PLACEMENTS, WRAPPERS
 
 TOGETHER = 4
 """Cases that run at a time. Most of a case's time is a wait."""
@@ -87,13 +86,12 @@ def drawn(seed: int) -> Case:
     num_ranks = draw.choice((2, 2, 3, 4))
     phase = draw.choice(phases_of(kind))
     fault = Fault(draw.randrange(num_ranks), draw.randrange(NUM_STEPS - 1), phase, kind, draw.randrange(NUM_BLOCKS))
+    # One in three is of `fully_shard`, of whichever placement.
+    front = draw.choice(("", *WRAPPERS))
+    transport, divergence = draw.choice(TRANSPORTS), draw.choice(DIVERGENCES)
+    placement = draw.choice(list(PLACEMENTS))
     setting = Setting(
-        num_ranks,
-        draw.choice(FRONT_ENDS),
-        draw.choice(TRANSPORTS),
-        draw.choice(DIVERGENCES),
-        draw.choice(list(PLACEMENTS)),
-        num_ranks == 4 and draw.random() < 0.5,
+        num_ranks, front or placement, transport, divergence, is_hybrid=num_ranks == 4 and draw.random() < 0.5
     )
     if leaves_out_a_step(fault, setting) or Outcome.ALIKE in may_become(Case(setting, fault)):
         setting = replace(setting, is_hybrid=False)  # else the replicas of one shard differ from then on
@@ -154,7 +152,7 @@ def judged(case: Case, ends: Ends) -> Verdict:
     if Outcome.RIGHT in may_become(case):
         outcome, words = ended_right(case, ends)
     elif Outcome.ALIKE in may_become(case) and all(end.values is not None for end in ends.of_rank):
-        outcome, words = ended_alike(ends)
+        outcome, words = with_values(Outcome.ALIKE, ends, ends.of_rank[0].values)
     else:
         outcome, words = ended_by_name(case, ends)
     return verdict(outcome, words=f"{words}\n{all_of(ends)}" if words else "")
@@ -179,18 +177,15 @@ def ended_right(case: Case, ends: Ends) -> tuple[Outcome, str]:
         if name.startswith("owner of ")
     }
     expected = reference(case.setting, case.fault, owned)
+    return with_values(Outcome.RIGHT, ends, expected)
+
+
+def with_values(outcome: Outcome, ends: Ends, expected: dict[str, Tensor]) -> tuple[Outcome, str]:
+    """Returns `outcome` where all ranks have these values."""
     for rank, end in enumerate(ends.of_rank):
         if words := difference(end.values, expected):
             return Outcome.WRONG, f"rank {rank}: {words}"
-    return Outcome.RIGHT, ""
-
-
-def ended_alike(ends: Ends) -> tuple[Outcome, str]:
-    first = ends.of_rank[0].values
-    for rank, end in enumerate(ends.of_rank):
-        if words := difference(end.values, first):
-            return Outcome.WRONG, f"rank {rank}: {words}"
-    return Outcome.ALIKE, ""
+    return outcome, ""
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:

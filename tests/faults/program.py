@@ -6,7 +6,6 @@ import contextlib
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,22 +18,18 @@ from torch.distributed.tensor import DTensor
 
 import sherd
 from tests.faults.builder import CAUGHT, Fault, Kind, Phase, Probe, is_caught
+from tests.support import sharding
+from tests.support.comparing import plain_name
+from tests.support.models import noise
+from tests.support.sharding import WRAPPERS
 
 _BUILDING = threading.Lock()
 
 WIDTH, NUM_BLOCKS, NUM_STEPS = 8, 3, 4
 ALL = tuple(range(NUM_BLOCKS))
 LR = 0.05
-FULLY_SHARD, WRAPPER, FLAT_PARAMETERS = "fully_shard", "wrapper", "flat parameters"
-FRONT_ENDS = (FULLY_SHARD, WRAPPER, FLAT_PARAMETERS)
 TRANSPORTS = ("auto", "gloo", "torch")
 DIVERGENCES = ("error", "join")
-PLACEMENTS: dict[str, Callable[[], Any]] = {
-    "Shard(0)": lambda: None,
-    "Flat": sherd.Flat,
-    "Blocks": lambda: sherd.Blocks(2),
-    "Owned": sherd.Owned,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +37,15 @@ class Setting:
     """How a training is sharded."""
 
     num_ranks: int = 2
-    front_end: str = FULLY_SHARD
+    front: str = "shard"
     transport: str = "auto"
     divergence: str = "error"
-    placement: str = "Shard(0)"
-    """Of `fully_shard`."""
     is_hybrid: bool = False
     """Two replicas of two shards each."""
 
     def __str__(self) -> str:
-        layout = f" {self.placement}" if self.front_end == FULLY_SHARD else ""
         mesh = "2x2" if self.is_hybrid else f"{self.num_ranks}"
-        return f"{mesh} ranks, {self.front_end}{layout}, {self.transport}, divergence={self.divergence}"
+        return f"{mesh} ranks, {self.front}, {self.transport}, divergence={self.divergence}"
 
 
 class Block(nn.Module):
@@ -86,32 +78,26 @@ class Chain(nn.Module):
 
 def sharded(setting: Setting, model: Any) -> Any:
     """Returns `model` with a unit a block."""
-    policy = sherd.CommPolicy(transport=setting.transport, divergence=setting.divergence)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")) if setting.is_hybrid else None
-    if setting.front_end == FULLY_SHARD:
-        options: dict[str, Any] = {"mesh": mesh, "comm_policy": policy}
-        if (placement := PLACEMENTS[setting.placement]()) is not None:
-            options["placement"] = placement
-        for block in model.blocks:
-            sherd.fully_shard(block, **options)
-        return sherd.fully_shard(model, **options)
-    options = {"use_orig_params": setting.front_end == WRAPPER, "comm_policy": policy, "device_mesh": mesh}
+    options: dict[str, Any] = {
+        "comm_policy": sherd.CommPolicy(transport=setting.transport, divergence=setting.divergence)
+    }
     if setting.is_hybrid:
-        options["sharding_strategy"] = sherd.ShardingStrategy.HYBRID_SHARD
-    for number, block in enumerate(model.blocks):
-        model.blocks[number] = sherd.FullyShardedDataParallel(block, **options)
-    return sherd.FullyShardedDataParallel(model, **options)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        if setting.front in WRAPPERS:
+            options |= {"device_mesh": mesh, "sharding_strategy": sherd.ShardingStrategy.HYBRID_SHARD}
+        else:
+            options["mesh"] = mesh
+    return sharding.sharded(model, setting.front, [*model.blocks, model], **options)
 
 
 def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step))
+    return noise(step, rank, 2, WIDTH)
 
 
 def whole(model: Any) -> dict[str, Tensor]:
     """Returns the parameters, unsharded."""
     with sherd.unsharded(model):
-        named = {name.replace("_fsdp_wrapped_module.", ""): each for name, each in model.named_parameters()}
-        return {name: each.detach().clone() for name, each in named.items()}
+        return {plain_name(name): each.detach().clone() for name, each in model.named_parameters()}
 
 
 def owners(model: Any) -> dict[str, Tensor]:
@@ -124,15 +110,6 @@ def owners(model: Any) -> dict[str, Tensor]:
     for each, value in zip(shards, values, strict=True):
         each.copy_(value)
     return owned
-
-
-@contextlib.contextmanager
-def joined(setting: Setting, model: Any, optimizer: Any) -> Iterator[None]:
-    if setting.divergence == "join":
-        with sherd.join(model, optimizer):
-            yield
-    else:
-        yield
 
 
 def save(probe: Probe, model: Any, folder: Path) -> None:
@@ -184,7 +161,8 @@ def trained(setting: Setting, probe: Probe, folder: Path) -> dict[str, Tensor]:
     owned = owners(model) if leaves_out_a_step(probe.fault, setting) else {}
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     optimizer.register_step_pre_hook(lambda *_: probe.at(Phase.STEP))
-    with joined(setting, model, optimizer):
+    joins = setting.divergence == "join"
+    with sherd.join(model, optimizer) if joins else contextlib.nullcontext():
         for step in range(NUM_STEPS):
             probe.step = step
             try:

@@ -27,14 +27,7 @@ from tests.support.ranks import RanksFailed
 HERE = Path(__file__).parent
 
 
-@functools.cache
-def _chosen(option: str | None) -> Accelerator | str:
-    return devices.chosen(option)
-
-
-def _option(config: pytest.Config) -> str | None:
-    option: str | None = config.getoption("--device", None)
-    return option
+_chosen = functools.cache(devices.chosen)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if HERE not in item.path.parents or getattr(getattr(item, "module", None), "RUNS_ON_CPU", False):
             continue
-        chosen = _chosen(_option(config))
+        chosen = _chosen(config.getoption("--device"))
         if isinstance(chosen, str):
             item.add_marker(pytest.mark.skip(reason=chosen))
         # What a driver, NCCL or an older torch warns of is none of ours: shown, but no error.
@@ -52,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def accelerator(pytestconfig: pytest.Config) -> Accelerator:
     """The device, made current and ready."""
-    chosen = _chosen(_option(pytestconfig))
+    chosen = _chosen(pytestconfig.getoption("--device"))
     assert isinstance(chosen, Accelerator), "without one, tests are skipped"
     return chosen
 

@@ -7,11 +7,9 @@ often the host waited, to name accesses that nothing orders. All else they ask `
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,54 +21,55 @@ SMALL = 1 << 20
 """CUDA's allocator serves requests up to this many bytes from segments of their own."""
 
 
-class Accelerator(ABC):
-    """One device, made current and ready.
+class Accelerator:
+    """One device, made current and ready. As it is here, the CPU, where the order of the program is the order of the
+    work: for the tests of these tests.
 
     `collectives` is the backend of its process groups, `fake_group` the one of a group whose other ranks do not exist.
     `late_us` is how long a stream has to be busy for the host to be ahead of it by a whole step. Where several ranks
     share a GPU, gloo carries their tensors through host memory, so `counts_waits_of_ranks` is false there.
     """
 
-    collectives: str
-    fake_group: str
-    late_us: int
-    has_profiler: bool
-    names_races: bool = False
-    counts_waits_of_ranks: bool = False
-    device: torch.device
+    collectives = "gloo"
+    fake_group = "fake"
+    late_us = 0
+    has_profiler = False
+    names_races = False
+    counts_waits_of_ranks = False
+    device = torch.device("cpu")
 
     @property
     def kind(self) -> str:
         """Returns the device's type, as `init_device_mesh` takes it."""
         return self.device.type
 
-    @abstractmethod
     def sleep(self, microseconds: int) -> None:
         """Keep the current stream busy."""
 
-    @abstractmethod
     def pause(self, seed: int) -> None:
-        """Have streams pause now and then, at places that `seed` draws; 0: nowhere."""
+        """Have streams pause now and then, at places that `seed` draws; 0: nowhere. A GPU's pause by themselves."""
 
-    @abstractmethod
     def spoil_free_blocks(self) -> int:
         """Fill the current stream's free memory with NaN. Returns how many bytes were found spoilt, or were spoilt."""
+        return 0
 
-    @abstractmethod
     def races(self) -> dict[str, int]:
         """Returns the pairs of accesses since the last call that nothing orders, by text; none where nobody counts."""
+        return {}
 
-    def host_reads(self, tensors: Iterable[Tensor]) -> None:
-        """Say that the host reads `tensors` now, of its own memory, for `races` to know: it sees no operator there."""
-        return None
+    def host_steps(self, parameters: Iterable[Tensor]) -> None:
+        """Say that the host reads the gradients of `parameters` now, and writes these, in its own memory: `races` sees
+        no operator there."""
 
-    @abstractmethod
-    def host_waits(self) -> Any:
-        """Returns a context that yields a Counter: on leaving it holds how often the host waited inside, by cause."""
+    @contextmanager
+    def host_waits(self) -> Iterator[Counter[str]]:
+        """Inside, the Counter is empty: on leaving it holds how often the host waited inside, by cause."""
+        yield Counter()
 
     def synchronize(self) -> None:
         """Wait for all streams."""
-        torch.accelerator.synchronize(self.device)
+        if self.kind != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def allocated(self) -> int:
         """Returns the bytes of all tensors that are alive."""
@@ -81,42 +80,10 @@ class Accelerator(ABC):
         return torch.accelerator.memory_reserved(self.device)
 
 
-class Host(Accelerator):
-    """The CPU, where the order of the program is the order of the work. For the tests of these tests."""
-
-    collectives = "gloo"
-    fake_group = "fake"
-    late_us = 0
-    has_profiler = False
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-
-    def sleep(self, microseconds: int) -> None:
-        """There is no stream to keep busy."""
-
-    def pause(self, seed: int) -> None:
-        """There is no stream that could pause."""
-
-    def spoil_free_blocks(self) -> int:
-        return 0
-
-    def races(self) -> dict[str, int]:
-        return {}
-
-    @contextmanager
-    def host_waits(self) -> Iterator[Counter[str]]:
-        yield Counter()
-
-    def synchronize(self) -> None:
-        """All work is done."""
-
-
 class Cuda(Accelerator):
     """The first GPU. Ranks of one host share it."""
 
     collectives = "nccl"
-    fake_group = "fake"
     late_us = 16_000
     has_profiler = True
     CYCLES_PER_MICROSECOND = 1_900
@@ -130,9 +97,6 @@ class Cuda(Accelerator):
     def sleep(self, microseconds: int) -> None:
         if microseconds:
             torch.cuda._sleep(microseconds * self.CYCLES_PER_MICROSECOND)
-
-    def pause(self, seed: int) -> None:
-        """A GPU's streams have pauses of their own."""
 
     @torch.no_grad()
     def spoil_free_blocks(self) -> int:
@@ -150,9 +114,6 @@ class Cuda(Accelerator):
         for block in blocks:
             block.fill_(255)
         return sum(sizes)
-
-    def races(self) -> dict[str, int]:
-        return {}
 
     @contextmanager
     def host_waits(self) -> Iterator[Counter[str]]:
@@ -181,17 +142,15 @@ class Simulated(Accelerator):
     collectives = "cpu:gloo,sim:simccl"
     fake_group = "cpu:fake,sim:fake"
     late_us = 2_000
-    has_profiler = False
     names_races = True
     counts_waits_of_ranks = True
     PAUSE_US = 300
 
     def __init__(self) -> None:
-        from tests.device import collectives, sim
+        from tests.device import sim
 
         self._sim = sim
         sim.load()
-        collectives.register()
         self.device = torch.device("sim", torch.accelerator.current_device_index())
         handed_out = torch.empty(64, device=self.device)
         self._spoilt = handed_out.nbytes if handed_out.isnan().all() else 0
@@ -207,11 +166,12 @@ class Simulated(Accelerator):
         # The device spoils all memory that it hands out, on the stream that the memory is for.
         return self._spoilt
 
-    def host_reads(self, tensors: Iterable[Tensor]) -> None:
-        for each in tensors:
-            local = local_tensor(each) if isinstance(each, DTensor) else each
-            if local.is_pinned():
-                self._sim.host_reads(local)
+    def host_steps(self, parameters: Iterable[Tensor]) -> None:
+        for each in parameters:
+            for tensor, tell in ((each.grad, self._sim.host_reads), (each.detach(), self._sim.host_writes)):
+                local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+                if local is not None and local.device.type == "cpu" and local.numel():
+                    tell(local)
 
     def races(self) -> dict[str, int]:
         self.synchronize()

@@ -1,4 +1,4 @@
-"""How is the order of streams put under load? Compute and lanes that are late, and memory spoilt as soon as it is free.
+"""The order of streams under load: compute and lanes that are late, and memory spoilt as soon as it is free.
 
 The ranks are made up (`Tiled`), so that one process trains on real values. What must come out is what comes out in host
 order, on one stream: `in_host_order()`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -19,12 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import sherd
-from sherd import MixedPrecisionPolicy, PrefetchPolicy, fully_shard
 from sherd.comm import streams, transports
 from sherd.comm.buffers import Buffer
 from sherd.comm.streams import DeviceStreams, Handoff, HostStreams, Streams, use_streams
 from sherd.comm.transport import Pending, Transport, parts
 from tests.gpu.devices import Accelerator
+from tests.gpu.setting_runs import of_micro_batch, shard_units
+from tests.gpu.settings import Setting
+from tests.support.models import noise
 
 WIDTH, BATCH, NUM_BLOCKS, NUM_STEPS = 64, 16, 3, 4
 
@@ -111,8 +113,9 @@ class Tiled(Transport):
         return None
 
 
-class TiledGather(sherd.AllGather):
-    """The same as a user's collective: it brings its own memory, so that no unsharded buffer is filled in place."""
+class TiledByUser:
+    """The same as collectives of a user's: they bring memory of their own, so that no unsharded buffer is filled in
+    place."""
 
     def __init__(self, accelerator: Accelerator, microseconds: int) -> None:
         self._accelerator = accelerator
@@ -121,21 +124,14 @@ class TiledGather(sherd.AllGather):
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
+
+class TiledGather(TiledByUser, sherd.AllGather):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         self._accelerator.sleep(self._microseconds)
         output_tensor.view(-1, input_tensor.numel()).copy_(input_tensor)
 
 
-class TiledReduce(sherd.ReduceScatter):
-    """The same for gradients."""
-
-    def __init__(self, accelerator: Accelerator, microseconds: int) -> None:
-        self._accelerator = accelerator
-        self._microseconds = microseconds
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
+class TiledReduce(TiledByUser, sherd.ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
@@ -208,22 +204,9 @@ def spoil(tensor: Tensor) -> int:
 class Case:
     """What is chosen for a model, and who is late: `reader` is compute, `lane` the lanes; in microseconds."""
 
-    placement: Any = None
-    prefetch: PrefetchPolicy = field(default_factory=PrefetchPolicy)
-    reshard: bool | int | None = None
-    replicas: int = 1
-    dtype: torch.dtype | None = None
-    offload: bool = False
-    own_collectives: bool = False
-    unsynced: bool = False
-    reduce_buffers: int | None = None
+    setting: Setting
     reader: int = 0
     lane: int = 0
-
-    @property
-    def unhurried(self) -> Case:
-        """The same without anybody late."""
-        return replace(self, reader=0, lane=0)
 
 
 def train(case: Case, mesh: DeviceMesh, accelerator: Accelerator, queues: Streams | None = None) -> list[Tensor]:
@@ -231,22 +214,21 @@ def train(case: Case, mesh: DeviceMesh, accelerator: Accelerator, queues: Stream
 
     Nothing is read before the last step is launched, so that the host runs as far ahead as it may.
     """
-    device = accelerator.device
+    device, setting = accelerator.device, case.setting
     queues = queues if queues is not None else streams.streams_for(device)
     with tiled_ranks(accelerator, case.lane):
         with use_streams(queues):
             model = _sharded(case, mesh, accelerator)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
         losses = []
-        batches = [_noise(seed).to(device) for seed in range(2 * NUM_STEPS)]
+        batches = [noise(seed, 0, BATCH, WIDTH).to(device) for seed in range(2 * NUM_STEPS)]
         for step in range(NUM_STEPS):
-            if case.unsynced:
-                switch = model.set_requires_all_reduce if case.replicas > 1 else model.set_requires_gradient_sync
-                switch(False)
-                model(batches[NUM_STEPS + step]).square().mean().backward()
-                switch(True)
-            loss = (model(batches[step]) - 0.5).square().mean()
-            loss.backward()
+            if setting.accumulation:
+                with of_micro_batch(setting, model, False):
+                    model(batches[NUM_STEPS + step]).square().mean().backward()
+            with of_micro_batch(setting, model, True):
+                loss = (model(batches[step]) - 0.5).square().mean()
+                loss.backward()
             accelerator.sleep(case.reader)  # gradients are read late, and parameters written
             optimizer.step()
             optimizer.zero_grad()
@@ -257,34 +239,18 @@ def train(case: Case, mesh: DeviceMesh, accelerator: Accelerator, queues: Stream
 def _sharded(case: Case, mesh: DeviceMesh, accelerator: Accelerator) -> Any:
     torch.manual_seed(0)
     model: Any = LateNet(accelerator, case.reader).to(accelerator.device)
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "placement": case.placement,
-        "prefetch_policy": case.prefetch,
-        "reshard_after_forward": case.reshard,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=case.dtype),
-        "offload_policy": sherd.CPUOffloadPolicy() if case.offload else sherd.OffloadPolicy(),
-    }
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    if case.own_collectives:
+    shard_units(replace(case.setting, own_collectives=False), model, mesh)
+    if case.setting.own_collectives:
         for unit in (*model.blocks, model):
             unit.set_custom_all_gather(TiledGather(accelerator, case.lane))
             unit.set_custom_reduce_scatter(TiledReduce(accelerator, case.lane))
-    if case.reduce_buffers is not None:
-        model.set_reduce_scatter_max_input_buffers(case.reduce_buffers)
     return model
-
-
-def _noise(seed: int) -> Tensor:
-    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
 def in_host_order(case: Case, mesh: DeviceMesh, accelerator: Accelerator) -> list[Tensor]:
     """What must come out: the same on one stream, with nobody late and nothing spoilt."""
     with mock.patch.object(streams._Started, "wait_on_host", _wait_for_the_device):
-        return train(case.unhurried, mesh, accelerator, HostStreams())
+        return train(Case(case.setting), mesh, accelerator, HostStreams())
 
 
 def _wait_for_the_device(_: Handoff) -> None:
@@ -318,41 +284,39 @@ def differs(found: Sequence[Tensor], expected: Sequence[Tensor], rtol: float, at
 
 def tolerance(case: Case) -> dict[str, float]:
     """The order of additions differs between the two, and in bfloat16 that is seen."""
-    return {"rtol": 1e-4, "atol": 1e-5} if case.dtype is None else {"rtol": 2e-2, "atol": 2e-2}
+    return {"rtol": 1e-4, "atol": 1e-5} if not case.setting.param_dtype else {"rtol": 2e-2, "atol": 2e-2}
 
 
 # The cases
-
-FLAT = sherd.Flat()
 
 
 def cases() -> dict[str, Case]:
     """By name: every placement with every way to run ahead, and what else takes memory across lanes."""
     ahead = {
-        "not ahead": PrefetchPolicy(0, 0),
-        "one ahead": PrefetchPolicy(1, 1),
-        "two ahead": PrefetchPolicy(2, 2),
-        "after backward": PrefetchPolicy(1, 1, after_backward=True),
+        "not ahead": {"forward_depth": 0, "backward_depth": 0},
+        "one ahead": {},
+        "two ahead": {"forward_depth": 2, "backward_depth": 2},
+        "after backward": {"after_backward": True},
     }
     kept = {"freed": True, "kept": False, "kept in part": 2}
-    placements = {"Shard(0)": None, "Flat": FLAT}
-    found = {
-        f"{placement}, {prefetch}, {reshard}": Case(placements[placement], ahead[prefetch], kept[reshard])
-        for placement in placements
-        for prefetch in ahead
-        for reshard in kept
+    replicated = {"mesh": (2, 2), "strategy": "hsdp"}
+    others = {
+        "replicated": replicated,
+        "replicated, unsynced": replicated | {"accumulation": "replicas once"},
+        "bfloat16": {"param_dtype": "bfloat16"},
+        "offloaded": {"offload": "pinned"},
+        "unsynced": {"accumulation": "no_sync"},
+        "two reductions": {"reduce_buffers": 2},
+        "own collectives": {"own_collectives": True},
     }
-    for name, placement in placements.items():
-        found |= {
-            f"{name}, replicated": Case(placement, replicas=2),
-            f"{name}, replicated, unsynced": Case(placement, replicas=2, unsynced=True),
-            f"{name}, bfloat16": Case(placement, dtype=torch.bfloat16),
-            f"{name}, offloaded": Case(placement, offload=True),
-            f"{name}, unsynced": Case(placement, unsynced=True),
-            f"{name}, two reductions": Case(placement, reduce_buffers=2),
-            f"{name}, own collectives": Case(placement, own_collectives=True),
-        }
-    return found
+    chosen = {
+        f"{prefetch}, {reshard}": ahead[prefetch] | {"reshard": kept[reshard]} for prefetch in ahead for reshard in kept
+    }
+    return {
+        f"{placement}, {name}": Case(Setting(**({"mesh": (4,)} | choices), placement=placement))
+        for placement in ("Shard(0)", "Flat")
+        for name, choices in (chosen | others).items()
+    }
 
 
 CASES = cases()

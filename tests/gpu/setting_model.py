@@ -1,9 +1,12 @@
-"""The model that a `Setting` describes, its batches, its loss, and what comes out of it in one process on the CPU."""
+"""The model that a `Setting` describes, its batches, and what comes out of it in one process on the CPU.
+
+The plain model computes in another dtype by a cast of its parameters (`functional_call`), so that gradients come back
+through the same casts, and both must agree to rounding.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +16,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.gpu.settings import Setting
+from tests.support import models
+from tests.support.models import next_token_loss, tokens
 
-VOCABULARY, ROWS, TOKENS, NUM_STEPS = 24, 2, 5, 3
+NUM_STEPS = 3
 ASIDE = 50
 """The number of the batch that nothing is learnt from."""
 INFINITE_STEP = 1
@@ -42,30 +47,17 @@ class Block(nn.Module):
         return x + (y if self.gain is None else y * self.gain)
 
 
-class Net(nn.Module):
+class Net(models.Net):
     """Token numbers in, logits out."""
 
     def __init__(self, setting: Setting) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, setting.width)
-        self.blocks = nn.ModuleList(Block(setting) for _ in range(setting.num_blocks))
-        self.norm = nn.LayerNorm(setting.width)
-        self.head = nn.Linear(setting.width, VOCABULARY, bias=False)
-        if setting.tied:
-            self.head.weight = self.embed.weight
-        if setting.ignored:
-            self.norm.requires_grad_(False)
+        super().__init__(0, tied=setting.tied, frozen=setting.ignored, width=setting.width)
+        self.blocks.extend(Block(setting) for _ in range(setting.num_blocks))
         if setting.frozen == "block":
             self.blocks[0].requires_grad_(False)
         elif setting.frozen == "norms":
             for block in self.blocks:
                 block.norm.requires_grad_(False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 def made(setting: Setting, device: torch.device | str = "cpu") -> Net:
@@ -78,12 +70,7 @@ def made(setting: Setting, device: torch.device | str = "cpu") -> Net:
 
 
 def batch(step: int, micro: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10_000 * rank + 100 * micro + step)
-    return torch.randint(VOCABULARY, (ROWS, TOKENS + 1), generator=generator)
-
-
-def loss_of(compute: Any, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(compute(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+    return tokens(100 * micro + step, rank)
 
 
 def optimizer_of(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
@@ -96,7 +83,8 @@ def optimizer_of(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass
 class Outcome:
-    """Of one rank: the losses of its batches in order, the norm of each step, and all parameters at the end.
+    """Of one rank: the losses of its batches in order, of each step the norm and the loss scale, and all parameters at
+    the end.
 
     `races` are accesses that nothing orders, `waits` the host's waits in the last step. `error` is what
     it raised instead.
@@ -104,6 +92,7 @@ class Outcome:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
     params: dict[str, Tensor] = field(default_factory=dict)
     races: dict[str, int] = field(default_factory=dict)
@@ -136,22 +125,19 @@ def _plain(setting: Setting) -> list[Outcome]:
     for step in range(NUM_STEPS):
         for micro in range(setting.micro_batches):
             for rank, outcome in enumerate(outcomes):
-                loss = loss_of(compute, batch(step, micro, rank)) / setting.micro_batches
+                loss = next_token_loss(compute, batch(step, micro, rank)) / setting.micro_batches
                 outcome.losses.append(loss.item())
                 scaler.scale(share_of(setting, loss, step) / setting.num_ranks).backward()
         finish(setting, scaler, optimizer, lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm), outcomes[0])
         if setting.between == "written":
             shrink(model)
         for rank, outcome in enumerate(outcomes):
-            if setting.between in ("unsharded", "written"):
-                outcome.between.append(total(model.parameters()))
-            if setting.between == "state dict":
-                outcome.between.append(total(model.state_dict().values()))
-            if setting.between == "eval":
-                outcome.between.append(evaluated(model, compute, batch(step, ASIDE, rank)))
+            if setting.between:
+                outcome.between.append(seen_between(setting, model, compute, batch(step, ASIDE, rank)))
     for outcome in outcomes:
         outcome.params = {name: each.detach().clone() for name, each in model.named_parameters()}
         outcome.norms = [float(each) for each in outcomes[0].norms]
+        outcome.scales = outcomes[0].scales
     return outcomes
 
 
@@ -168,6 +154,7 @@ def finish(setting: Setting, scaler: Any, optimizer: torch.optim.Optimizer, clip
         outcome.norms.append(clip(setting.max_norm).detach())
     scaler.step(optimizer)
     scaler.update()
+    outcome.scales.append(scaler.get_scale())
     optimizer.zero_grad()
 
 
@@ -178,15 +165,14 @@ def shrink(model: nn.Module) -> None:
             each.mul_(0.99)
 
 
-def total(tensors: Iterable[Tensor]) -> float:
-    """Returns one number of all values."""
-    return float(sum(each.detach().double().abs().sum().cpu() for each in tensors))
-
-
-@torch.no_grad()
-def evaluated(model: nn.Module, compute: Any, tokens: Tensor) -> float:
-    """Returns the loss of `model` in eval mode."""
-    model.eval()
-    loss = loss_of(compute, tokens).item()
-    model.train()
-    return loss
+def seen_between(setting: Setting, model: nn.Module, compute: Any, tokens: Tensor) -> float:
+    """Returns one number of what is seen between two steps: the loss in eval mode, or all values."""
+    if setting.between == "eval":
+        with torch.no_grad():
+            model.eval()
+            loss = next_token_loss(compute, tokens).item()
+            model.train()
+            return loss
+    tensors = model.state_dict().values() if setting.between == "state dict" else model.parameters()
+    found = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in tensors]
+    return float(sum(each.detach().double().abs().sum().cpu() for each in found))

@@ -5,10 +5,11 @@ Named cases and random ones are both `Setting`s; tests/gpu/setting_runs.py train
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+import math
+from dataclasses import asdict, dataclass, replace
 
 FRONTS = ("fully_shard", "wrapper", "flat wrapper")
+"""A setting may also have "FSDP2" for one: torch's own, the control of the simulated device."""
 PLACEMENTS = ("Shard(0)", "Shard(1)", "Flat", "Blocks", "Owned", "mixed")
 STRATEGIES = {
     1: ("zero3", "zero2", "zero1", "ddp"),
@@ -59,48 +60,47 @@ class Setting:
     backward_depth: int = 1
     after_backward: bool = False
     transport: str = "auto"
-    parts: bool = False
-    """Every unit is cut into parts, as a large one is by default."""
+    part_bytes: int | None = None
+    """Units are cut into parts of so many bytes, as large ones are by default; 1: each parameter is one."""
     own_collectives: bool = False
+    group_memory: bool = False
+    """What collectives read and write is memory of the process group."""
+    reduce_buffers: int | None = None
+    """So many reductions at a time."""
+    hook: bool = False
+    """An all-reduce hook on a stream of its own."""
 
     # How it is trained.
     optimizer: str = "sgd"
     micro_batches: int = 1
     accumulation: str = ""
-    """How micro-batches are added up: every one reduced (""), "no_sync", or inside `sherd.accumulate`."""
+    """How micro-batches are added up: every one reduced (""), "no_sync", inside `sherd.accumulate`, or "replicas once":
+    all reduced over the shard axis, and only the last one over the replicas."""
     max_norm: float | None = None
     scaled: bool = False
     between: str = ""
     """Between two steps: "unsharded", "written", "eval" or "state dict"."""
+    follows_event: bool = False
+    """Gathers wait for the optimizer's event, not for all of compute."""
+    interrupted: bool = False
+    """A backward raises half-way, before the first step."""
     pauses: int = 1
-    """Seeds the pauses of streams."""
+    """Seeds the pauses of streams; 0: they are left as they are."""
 
     @property
     def num_ranks(self) -> int:
         """Returns the size of the mesh."""
-        product = 1
-        for size in self.mesh:
-            product *= size
-        return product
+        return math.prod(self.mesh)
 
     @property
     def is_wrapped(self) -> bool:
         """Returns whether `FullyShardedDataParallel` shards it."""
-        return self.front != "fully_shard"
+        return self.front in ("wrapper", "flat wrapper")
 
     @property
     def keeps_parameters(self) -> bool:
         """Returns whether parameters are never freed."""
         return self.strategy in ("ddp", "zero1", "zero2", "hsdp_zero2", "zero1_across_zero2_within")
-
-    @property
-    def lets_host_wait(self) -> str:
-        """Returns why the host waits for the device in a settled step, or "" if it must not."""
-        if self.offload:
-            return "the optimizer runs on the host, and reads gradients that come from the device"
-        if self.scaled:
-            return "the scaler's step is left out or not by what the host reads"
-        return ""
 
 
 def shown(setting: Setting) -> str:
@@ -108,15 +108,6 @@ def shown(setting: Setting) -> str:
     default = Setting()
     given = {name: value for name, value in asdict(setting).items() if value != getattr(default, name)}
     return f"Setting({', '.join(f'{name}={value!r}' for name, value in given.items())})"
-
-
-def simpler(setting: Setting) -> Iterator[Setting]:
-    """Yields what `setting` is with one choice fewer."""
-    default = Setting()
-    for each in fields(Setting):
-        candidate = legal(replace(setting, **{each.name: getattr(default, each.name)}))
-        if candidate != setting:
-            yield candidate
 
 
 def legal(setting: Setting) -> Setting:
@@ -146,7 +137,7 @@ def _strategy(setting: Setting) -> str:
 def _of_the_wrapper(setting: Setting) -> dict[str, object]:
     """The wrapper has one placement, and says the rest by its strategy."""
     changes: dict[str, object] = {"placement": "Flat", "own_collectives": False, "reshard": None, "transport": "auto"}
-    changes["parts"] = False
+    changes["part_bytes"] = None
     changes |= {"forward_depth": min(setting.forward_depth, 1), "backward_depth": min(setting.backward_depth, 1)}
     if setting.front == "flat wrapper" and setting.frozen == "norms":
         changes["frozen"] = "block"  # a flat parameter is frozen as a whole

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import sherd
 from tests.gpu.devices import here
-from tests.gpu.setting_model import NUM_STEPS, batch, loss_of, optimizer_of, plain
-from tests.gpu.setting_runs import mesh_of, sharded
+from tests.gpu.setting_model import NUM_STEPS, batch, optimizer_of, plain
+from tests.gpu.setting_runs import mesh_of, sharded, whole_on_host
 from tests.gpu.settings import Setting
+from tests.support.comparing import assert_same
+from tests.support.models import next_token_loss
 
 
 class Training:
@@ -27,7 +28,7 @@ class Training:
     def backward(self, compute: Any = None) -> None:
         """The forward and the backward of the next step."""
         tokens = batch(self.taken, 0, dist.get_rank()).to(here().device)
-        loss_of(compute or self.model, tokens).backward()
+        next_token_loss(compute or self.model, tokens).backward()
 
     def finish(self) -> None:
         """Update the parameters, and drop the gradients."""
@@ -48,12 +49,4 @@ class Training:
 
 def assert_parameters(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
     """Compare unsharded parameters on the host; all ranks call it."""
-    with sherd.unsharded(model, writeback=False):
-        found = {
-            name.replace("_fsdp_wrapped_module.", ""): each.detach().cpu() for name, each in model.named_parameters()
-        }
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(
-            found[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda said, name=name: f"{name}: {said}"
-        )
+    assert_same(whole_on_host(model), expected, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Does `sherd doctor --bandwidth` measure an accelerator, with times between events, and write a cluster that reads?"""
+"""`sherd doctor --bandwidth` measures an accelerator, with times between events, and writes a cluster that reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does what a user does between and inside steps keep its order on the device, and its values? On two ranks.
+"""What a user does between and inside steps keeps its order on the device, and its values. On two ranks.
 
 Checkpoints, unsharded parameters, gathers by hand, streams of the user's own, tensors that gather themselves.
 """
@@ -25,7 +25,7 @@ import sherd
 from tests.api.test_gathers_itself import Halves
 from tests.gpu.devices import here
 from tests.gpu.setting_model import Block, made, shrink
-from tests.gpu.setting_runs import mesh_of
+from tests.gpu.setting_runs import mesh_of, whole_on_host
 from tests.gpu.settings import Setting
 from tests.gpu.steps import Training, assert_parameters
 from tests.tensor_parallel import training as tensor_parallel
@@ -67,50 +67,40 @@ def run(ranks_with):
 # Checkpoints
 
 
+def state_of(training: Training) -> dict[str, Any]:
+    model, optimizer, wrapper = training.model, training.optimizer, sherd.FullyShardedDataParallel
+    if not training.setting.is_wrapped:
+        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    with wrapper.state_dict_type(model, sherd.StateDictType.SHARDED_STATE_DICT):
+        return {"model": model.state_dict(), "optimizer": wrapper.optim_state_dict(model, optimizer)}
+
+
+def set_state(training: Training, state: dict[str, Any]) -> None:
+    model, optimizer, wrapper = training.model, training.optimizer, sherd.FullyShardedDataParallel
+    if not training.setting.is_wrapped:
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        return
+    with wrapper.state_dict_type(model, sherd.StateDictType.SHARDED_STATE_DICT):
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(wrapper.optim_state_dict_to_load(model, optimizer, state["optimizer"]))
+
+
 def save_and_load(setting: Setting, folder: str) -> None:
     first, second = Training(setting), Training(setting)
     first.steps(2)
     second.steps(1)  # so that it has something to overwrite, momentum too
     shrink(second.model)
-    model, optimizer = get_state_dict(first.model, first.optimizer)
-    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-    model, optimizer = get_state_dict(second.model, second.optimizer)
-    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-    set_state_dict(second.model, second.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    dcp.save(state_of(first), checkpoint_id=folder)
+    state = state_of(second)
+    dcp.load(state, checkpoint_id=folder)
+    set_state(second, state)
     second.taken = first.taken
     second.assert_trained_plainly()
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", [*SHARDED, *WRAPPED])
 def test_training_goes_on_from_a_checkpoint(name, run, tmp_path):
-    run(save_and_load, SHARDED[name], str(tmp_path))
-
-
-def save_and_load_wrapper(setting: Setting, folder: str) -> None:
-    wrapper = sherd.FullyShardedDataParallel
-    first, second = Training(setting), Training(setting)
-    first.steps(2)
-    second.steps(1)
-    shrink(second.model)
-    with wrapper.state_dict_type(first.model, sherd.StateDictType.SHARDED_STATE_DICT):
-        saved = {"model": first.model.state_dict(), "optimizer": wrapper.optim_state_dict(first.model, first.optimizer)}
-        dcp.save(saved, checkpoint_id=folder)
-    with wrapper.state_dict_type(second.model, sherd.StateDictType.SHARDED_STATE_DICT):
-        state = {
-            "model": second.model.state_dict(),
-            "optimizer": wrapper.optim_state_dict(second.model, second.optimizer),
-        }
-        dcp.load(state, checkpoint_id=folder)
-        second.model.load_state_dict(state["model"])
-        loaded = wrapper.optim_state_dict_to_load(second.model, second.optimizer, state["optimizer"])
-        second.optimizer.load_state_dict(loaded)
-    second.taken = first.taken
-    second.assert_trained_plainly()
-
-
-@pytest.mark.parametrize("name", WRAPPED)
-def test_a_wrapper_goes_on_from_a_checkpoint(name, run, tmp_path):
-    run(save_and_load_wrapper, WRAPPED[name], str(tmp_path))
+    run(save_and_load, (SHARDED | WRAPPED)[name], str(tmp_path))
 
 
 def copy_by_whole_state(setting: Setting) -> None:
@@ -120,9 +110,7 @@ def copy_by_whole_state(setting: Setting) -> None:
     whole = get_model_state_dict(first.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(second.model, whole if dist.get_rank() == 0 else {}, options=options)
-    with sherd.unsharded(first.model, writeback=False):
-        expected = {name: each.detach().cpu().clone() for name, each in first.model.named_parameters()}
-    assert_parameters(second.model, expected)
+    assert_parameters(second.model, whole_on_host(first.model))
 
 
 @pytest.mark.parametrize("name", SHARDED)
@@ -226,17 +214,13 @@ def method_as_forward(setting: Setting) -> None:
     training.assert_trained_plainly()
 
 
-BY_HAND = [gather_by_hand, compute_beside, step_beside, method_as_forward]
+BY_HAND = [gather_by_hand, compute_beside, step_beside, hook_beside, method_as_forward]
 
 
 @pytest.mark.parametrize("placement", ["Shard(0)", "Flat"])
 @pytest.mark.parametrize("do", BY_HAND, ids=lambda do: do.__name__)
 def test_what_is_done_by_hand_keeps_its_order(do, placement, run):
     run(do, Setting(placement=placement))
-
-
-def test_a_hook_on_a_stream_of_its_own_keeps_its_order(run):
-    run(hook_beside, Setting())
 
 
 # Other kinds of parameters

@@ -1,4 +1,4 @@
-"""Does a step take what `memory_report` says, and at most what FSDP2 takes? As the device's allocator counts it."""
+"""A step takes what `memory_report` says, and at most what FSDP2 takes, as the device's allocator counts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do gathers and reductions run beside compute on the device? Counted from a trace of torch's profiler."""
+"""Gathers and reductions run beside compute on the device, counted from a trace of torch's profiler."""
 
 from __future__ import annotations
 

@@ -1,105 +1,87 @@
-"""Does training on the device give plain PyTorch's numbers? One rank, streams real, the device's own collectives."""
+"""Training on the device gives plain PyTorch's numbers, on one rank: streams are real, collectives the device's own.
+
+tests/gpu/test_settings.py has several ranks.
+"""
 
 from __future__ import annotations
 
-import functools
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard
 
 import sherd
 from sherd.comm import transports
 from sherd.comm.transport import SingleCalls
-from tests.gpu.training import RECIPES, Recipe, Run, assert_same, train_plain, train_sharded, train_wrapped
+from tests.gpu.setting_model import plain
+from tests.gpu.setting_runs import differences, report, trained
+from tests.gpu.settings import Setting, legal
 
-PLACEMENTS = {
+# What a training does beside forward, backward and a step.
+RECIPES = {
+    "float32": {},
+    "bfloat16": {"param_dtype": "bfloat16"},
+    "float16, scaled": {"param_dtype": "float16", "scaled": True},
+    "float32, scaled": {"scaled": True},
+    "recomputed": {"recompute": "kept graph"},
+    "recomputed by reentering": {"recompute": "reentrant"},
+    "unsynced": {"micro_batches": 3, "accumulation": "no_sync"},
+    "clipped": {"max_norm": 0.1},
+    "bfloat16, clipped": {"param_dtype": "bfloat16", "max_norm": 0.1},
+}
+WAYS = {
     "Shard(0)": {},
-    "Shard(-1)": {"shard_placement_fn": lambda parameter: Shard(parameter.dim() - 1)},
-    "Flat": {"placement": sherd.Flat()},
-    "Blocks": {"placement": sherd.Blocks(4)},
-    "Whole": {"placement": sherd.Owned()},
+    "Shard(1)": {"placement": "Shard(1)"},
+    "Flat": {"placement": "Flat"},
+    "Blocks": {"placement": "Blocks"},
+    "Owned": {"placement": "Owned"},
+    "wrapper": {"front": "wrapper"},
+    "flat wrapper": {"front": "flat wrapper"},
+    "wrapper, gradients sharded": {"front": "wrapper", "strategy": "zero2"},
+    "flat wrapper, gradients sharded": {"front": "flat wrapper", "strategy": "zero2"},
+    "wrapper, not sharded": {"front": "wrapper", "strategy": "ddp"},
+    "flat wrapper, not sharded": {"front": "flat wrapper", "strategy": "ddp"},
+    "memory of the group": {"group_memory": True},
+    "memory of the group, kept": {"group_memory": True, "reshard": False},
+    "memory of the group, Flat": {"group_memory": True, "placement": "Flat"},
+    "memory of the group, Flat, kept": {"group_memory": True, "placement": "Flat", "reshard": False},
+}
+OFFLOADING = {
+    "Shard(0)": {"offload": "pinned"},
+    "Flat": {"offload": "pinned", "placement": "Flat"},
+    "wrapper": {"offload": "pinned", "front": "wrapper"},
+    "flat wrapper": {"offload": "pinned", "front": "flat wrapper"},
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def devices_own_collectives(alone):
-    """A group of one rank is served by copies; here the device's collectives are asked."""
+@pytest.fixture
+def on_one_rank(alone, accelerator):
+    """`on_one_rank(...)` trains a setting in this process. A group of one rank is served by copies; here the device's
+    collectives are asked."""
+
+    def train(**choices):
+        setting = legal(Setting(mesh=(1,), **choices))
+        found = trained(setting)
+        said = differences(setting, 0, found, plain(setting)[0], accelerator.counts_waits_of_ranks)
+        assert not said, report({setting: "\n".join(said)})
+
     with mock.patch.object(transports, "_ONE_RANK", SingleCalls(dist.group.WORLD)):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def every_access_is_ordered(accelerator):
-    accelerator.races()
-    yield
-    assert not accelerator.races()
-
-
-@functools.cache
-def plain(name: str, device: torch.device) -> Run:
-    """On the device too: its kernels round as they please."""
-    return train_plain(RECIPES[name], device)
+        yield train
 
 
 @pytest.mark.values
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_placement_trains_as_the_plain_model(placement, recipe, alone, accelerator):
-    found = train_sharded(RECIPES[recipe], alone, accelerator.device, **PLACEMENTS[placement])
-    assert_same(found, plain(recipe, accelerator.device), RECIPES[recipe])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_shard_trains_as_the_plain_model(way, recipe, on_one_rank):
+    on_one_rank(**WAYS[way], **RECIPES[recipe])
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("recipe", ["float32", "bfloat16", "recomputed", "unsynced", "clipped"])
-@pytest.mark.parametrize("placement", ["Shard(0)", "Flat"])
-def test_shards_that_rest_in_pinned_host_memory_train_as_the_plain_model(placement, recipe, alone, accelerator):
-    found = train_sharded(RECIPES[recipe], alone, accelerator.device, offload=True, **PLACEMENTS[placement])
-    assert_same(found, plain(recipe, accelerator.device), RECIPES[recipe])
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("placement", ["Shard(0)", "Flat"])
-def test_memory_of_the_process_group_carries_the_same_numbers(placement, reshard, alone, accelerator):
-    found = train_sharded(
-        Recipe(),
-        alone,
-        accelerator.device,
-        after=lambda unit: unit.set_allocate_memory_from_process_group_for_comm(True),
-        reshard_after_forward=reshard,
-        **PLACEMENTS[placement],
-    )
-    assert_same(found, plain("float32", accelerator.device), Recipe())
-
-
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-
-
-@pytest.mark.values
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["original", "flat"])
-def test_the_wrapper_trains_as_the_plain_model(use_orig_params, recipe, alone, accelerator):
-    found = train_wrapped(RECIPES[recipe], accelerator.device, device_mesh=alone, use_orig_params=use_orig_params)
-    assert_same(found, plain(recipe, accelerator.device), RECIPES[recipe])
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["original", "flat"])
-def test_every_strategy_of_the_wrapper_trains_as_the_plain_model(strategy, use_orig_params, alone, accelerator):
-    strategy = sherd.ShardingStrategy[strategy]
-    found = train_wrapped(
-        Recipe(), accelerator.device, device_mesh=alone, sharding_strategy=strategy, use_orig_params=use_orig_params
-    )
-    assert_same(found, plain("float32", accelerator.device), Recipe())
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["original", "flat"])
-def test_an_offloading_wrapper_trains_as_the_plain_model(use_orig_params, alone, accelerator):
-    found = train_wrapped(
-        RECIPES["clipped"], accelerator.device, device_mesh=alone, use_orig_params=use_orig_params, offload=True
-    )
-    assert_same(found, plain("clipped", accelerator.device), RECIPES["clipped"])
+@pytest.mark.parametrize("way", OFFLOADING)
+def test_shards_that_rest_in_pinned_host_memory_train_as_the_plain_model(way, recipe, on_one_rank):
+    on_one_rank(**OFFLOADING[way], **RECIPES[recipe])
 
 
 def test_offloaded_shards_and_gradients_lie_in_host_memory_and_the_shards_are_pinned(alone, accelerator):

@@ -1,1 +1,1 @@
-"""Do ranks on several machines train together, and what do they see when the link between them goes?"""
+"""Ranks on several machines train together, and see by name when the link between them goes."""

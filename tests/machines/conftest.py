@@ -1,4 +1,4 @@
-"""What do these tests find ready? `hosts`: two machines with a link between them."""
+"""What these tests find ready: `hosts`, two machines with a link between them."""
 
 from collections.abc import Iterator
 

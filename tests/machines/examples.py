@@ -1,4 +1,4 @@
-"""What would a cluster start, given our examples? Their own commands, with stubs for the parts of a cluster."""
+"""What a cluster would start, given our examples: their own commands, with stubs for the parts of a cluster."""
 
 import json
 import os

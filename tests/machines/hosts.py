@@ -1,4 +1,4 @@
-"""How does a test get two machines? Two network namespaces and a cable: nothing but the network is apart.
+"""Two machines for a test: two network namespaces and a cable, so that nothing but the network is apart.
 
     host 0 | lo, eth0 10.77.0.1 |======== veth ========| eth0 10.77.0.2, lo | host 1
 
@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from typing import Any
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "eth0"
 _PR_SET_PDEATHSIG = 1
+PATIENCE_S = 120
+"""For what processes do, on a machine whose cores have other work too."""
 
 
 class NotAllowed(Exception):
@@ -140,3 +143,12 @@ def _enter(namespace: str) -> None:
     if libc.setns(file, 0):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), namespace)
     os.close(file)
+
+
+def waited_for(condition: Callable[[], Any], what: str) -> Any:
+    """The first thing that is true of what `condition` returns."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"still not there after {PATIENCE_S} s: {what}"
+        time.sleep(0.01)
+    return found

@@ -1,4 +1,4 @@
-"""Does a run across two machines train as on one, end by name when the link is cut, and go on from its checkpoint?"""
+"""A run across two machines trains as on one, ends by name when the link is cut, and goes on from its checkpoint."""
 
 import json
 import os
@@ -18,8 +18,7 @@ from sherd.errors import CommError
 from sherd.train.config import Config
 from sherd.train.machines import interface_to
 from tests.machines.examples import kubernetes, slurm
-from tests.machines.hosts import ADDRESSES, INTERFACE
-from tests.machines.waiting import PATIENCE_S, waited_for
+from tests.machines.hosts import ADDRESSES, INTERFACE, PATIENCE_S, waited_for
 from tests.support.ranks.forked import torchrun
 from tests.train.test_loop import TREE, plain_losses
 
@@ -53,6 +52,7 @@ def losses(out):
     return {record["step"]: record["loss"] for record in records(out, "step")}
 
 
+@pytest.mark.slow
 def test_a_run_whose_link_is_cut_ends_by_name_and_the_same_command_goes_on_from_the_checkpoint(hosts, tmp_path):
     """Started as Slurm's example does, and again as that of Kubernetes does."""
     (tmp_path / "text.txt").write_text("the quick brown foxes jump over the lazy dog. " * 100)

@@ -1,8 +1,6 @@
-"""Do the examples for clusters start on each machine what they say, and what a run needs to go on by itself?"""
+"""The examples for clusters start on each machine what they say, and what a run needs to go on by itself."""
 
 import re
-
-import pytest
 
 from sherd.train.words import MANY_MACHINES
 from tests.machines.examples import KUBERNETES, SLURM, kubernetes, kubernetes_documents, slurm
@@ -23,12 +21,12 @@ def test_slurm_starts_one_torchrun_a_machine_which_meet_at_the_first(tmp_path):
     assert calls == [torchrun(number, "node7", "20041", "/shared/runs/41") for number in (0, 1)]
 
 
-@pytest.mark.parametrize(("restarts", "starts_again"), [(0, True), (9, True), (10, False)])
-def test_a_slurm_job_that_failed_starts_itself_again_ten_times(tmp_path, restarts, starts_again):
-    code, calls = slurm(tmp_path / "stubs", code=1, restarts=restarts)
-    assert code == 1
-    assert (calls[2:] == [["scontrol.py", "requeue", "41"]]) is starts_again
-    assert len(calls) == 2 + starts_again
+def test_a_slurm_job_that_failed_starts_itself_again_ten_times(tmp_path):
+    for restarts, starts_again in ((0, True), (9, True), (10, False)):
+        code, calls = slurm(tmp_path / f"stubs{restarts}", code=1, restarts=restarts)
+        assert code == 1
+        assert (calls[2:] == [["scontrol.py", "requeue", "41"]]) is starts_again, restarts
+        assert len(calls) == 2 + starts_again, restarts
 
 
 def test_kubernetes_starts_the_same_in_each_pod(tmp_path):
@@ -57,8 +55,8 @@ def test_the_help_shows_the_same_command():
     assert words[words.index("-m") : words.index("-m") + 3] == TRAIN[:3]
 
 
-@pytest.mark.parametrize("path", [SLURM, KUBERNETES], ids=lambda path: path.name)
-def test_an_example_says_how_it_is_started_and_is_short(path):
-    text = path.read_text()
-    assert re.search(rf"^#     (sbatch|kubectl apply -f) examples/{path.name}$", text, re.MULTILINE)
-    assert len(text.splitlines()) < 90
+def test_an_example_says_how_it_is_started_and_is_short():
+    for path in (SLURM, KUBERNETES):
+        text = path.read_text()
+        assert re.search(rf"^#     (sbatch|kubectl apply -f) examples/{path.name}$", text, re.MULTILINE), path.name
+        assert len(text.splitlines()) < 90, path.name

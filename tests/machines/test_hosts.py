@@ -1,4 +1,4 @@
-"""Is what stands for two machines apart, and gone afterwards; and is a machine that does not allow it told why?"""
+"""What stands for two machines is apart, and gone afterwards; and a machine that does not allow it says why."""
 
 import multiprocessing
 import os
@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from sherd.train.machines import interface_to
-from tests.machines.hosts import ADDRESSES, INTERFACE, Hosts, NotAllowed
-from tests.machines.waiting import PATIENCE_S, waited_for
+from tests.machines.hosts import ADDRESSES, INTERFACE, PATIENCE_S, Hosts, NotAllowed, waited_for
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -42,13 +41,10 @@ def sent(hosts, host, function):
     return ours.recv()
 
 
-def test_hosts_share_nothing_of_the_network_and_find_the_way_to_one_another(hosts):
+def test_hosts_share_nothing_but_their_link_and_leave_nothing_not_even_what_a_killed_process_had_started(hosts):
     ways = [sent(hosts, host, told) for host in (0, 1)]
     assert [way[:2] for way in ways] == [(INTERFACE, None)] * 2
     assert len({ways[0][2], ways[1][2], os.readlink("/proc/self/ns/net")}) == 3
-
-
-def test_nothing_is_left_of_hosts_not_even_what_a_killed_process_had_started(hosts):
     child = sent(hosts, 0, asleep)
     assert Path(f"/proc/{child}").exists()
     holders = hosts.pids
@@ -70,23 +66,19 @@ def test_hosts_end_with_the_process_that_made_them_even_if_it_is_killed(hosts):
     waited_for(lambda: all(has_ended(pid) for pid in holders), "the end of both hosts")
 
 
-REFUSED = "echo 'unshare failed: Operation not permitted' >&2; exit 1"
-
-
-@pytest.mark.parametrize(
-    ("instead", "reason"),
-    [
+def test_where_there_can_be_no_hosts_the_reason_is_told(monkeypatch):
+    popen = subprocess.Popen
+    refused = "echo 'unshare failed: Operation not permitted' >&2; exit 1"
+    for instead, reason in (
         (["/absent-program"], "/absent-program: No such file or directory"),
-        (["sh", "-c", REFUSED], "unshare failed: Operation not permitted"),
-    ],
-    ids=["absent", "refused"],
-)
-def test_where_there_can_be_no_hosts_the_reason_is_told(monkeypatch, instead, reason):
-    made, popen = Hosts(), subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda words, **pipes: popen([*instead, *words[1:]], **pipes))
-    try:
-        with pytest.raises(NotAllowed) as told:
-            made.build()
-        assert str(told.value) == reason
-    finally:
-        made.close()
+        (["sh", "-c", refused], "unshare failed: Operation not permitted"),
+    ):
+        made = Hosts()
+        monkeypatch.setattr(
+            subprocess, "Popen", lambda words, instead=instead, **pipes: popen([*instead, *words[1:]], **pipes)
+        )
+        try:
+            with pytest.raises(NotAllowed, match=f"^{reason}$"):
+                made.build()
+        finally:
+            made.close()

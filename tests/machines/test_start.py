@@ -1,4 +1,4 @@
-"""What does `sherd train` check and choose before ranks on several machines begin?"""
+"""What `sherd train` checks and chooses before ranks on several machines begin."""
 
 import os
 
@@ -24,7 +24,10 @@ def begun(*words):
     return resumed and resumed.step
 
 
-def test_resume_or_start_starts_where_nothing_whole_was_saved_and_else_goes_on(tmp_path):
+def test_resume_or_start_needs_a_folder_starts_where_nothing_whole_was_saved_and_else_goes_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="--resume-or-start needs the --out"):
+        begun("--resume-or-start")
     out = tmp_path / "run"
     words = ("--out", str(out), "--resume-or-start")
     assert begun(*words) is None
@@ -37,12 +40,6 @@ def test_resume_or_start_starts_where_nothing_whole_was_saved_and_else_goes_on(t
     assert begun(*words) == 2
     put(out, 5)
     assert begun(*words) == 5
-
-
-def test_resume_or_start_needs_a_folder_to_look_in(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="--resume-or-start needs the --out"):
-        begun("--resume-or-start")
 
 
 # One folder for all
@@ -81,21 +78,17 @@ def test_a_folder_that_machines_do_not_share_is_refused_by_all_ranks(world, tmp_
 # The way, and when it is lost
 
 
-@pytest.mark.parametrize(
-    ("environment", "chosen"),
-    [
+def test_the_interface_is_chosen_only_where_there_is_something_to_choose(monkeypatch):
+    for environment, chosen in (
         ({"GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "192.0.2.1"}, None),
         ({"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, None),
         ({"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "no such name"}, None),
         ({"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1", "GLOO_SOCKET_IFNAME": "mine"}, "mine"),
         ({}, None),
-    ],
-    ids=["one machine", "loopback", "unknown", "the user's", "no torchrun"],
-)
-def test_the_interface_is_chosen_only_where_there_is_something_to_choose(monkeypatch, environment, chosen):
-    monkeypatch.setattr(os, "environ", environment.copy())
-    take_the_way_to_the_others()
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen
+    ):
+        monkeypatch.setattr(os, "environ", environment.copy())
+        take_the_way_to_the_others()
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen, environment
 
 
 def test_ranks_that_cannot_meet_are_told_which_way_they_tried(monkeypatch):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,16 +38,12 @@ class Holder:
 
 def packed(how: str, result: Tensor) -> Any:
     """`result` in a container."""
-    return _PACK.get(how, lambda tensor: tensor)(result)
+    return CONTAINERS[how][0](result) if how in CONTAINERS else result
 
 
 def found_in(how: str, output: Any) -> Tensor:
     """The tensor that `packed` was given."""
-    return _FIND.get(how, lambda output: output)(output)
-
-
-def _closure(tensor: Tensor) -> Any:
-    return lambda: tensor
+    return CONTAINERS[how][1](output) if how in CONTAINERS else output
 
 
 def _deep(tensor: Tensor) -> Any:
@@ -67,42 +65,32 @@ def _array(tensor: Tensor) -> Any:
     return array
 
 
-_PACK: dict[str, Any] = {
-    "tuple": lambda tensor: (tensor, 1),
-    "list": lambda tensor: [tensor],
-    "dict": lambda tensor: {"result": tensor},
-    "named": lambda tensor: Named(tensor, "beside"),
-    "dataclass": Record,
-    "nested": lambda tensor: {"outer": ([Record(tensor)], None)},
-    "object": Holder,
-    "extra_none": lambda tensor: (None, tensor),
-    "deque": lambda tensor: deque([tensor]),
-    "partial": lambda tensor: functools.partial(torch.add, tensor, 0.0),
-    "closure": _closure,
-    "deep": _deep,
-    "values": lambda tensor: {"result": tensor}.values(),
-    "iterator": lambda tensor: iter([tensor]),
-    "generator": lambda tensor: (each for each in [tensor]),
-    "ndarray": _array,
-    "distribution": lambda tensor: torch.distributions.Normal(tensor, 1.0, validate_args=False),
-}
+def _call(output: Any) -> Tensor:
+    return output()
 
-_FIND: dict[str, Any] = {
-    "tuple": lambda output: output[0],
-    "list": lambda output: output[0],
-    "dict": lambda output: output["result"],
-    "named": lambda output: output.result,
-    "dataclass": lambda output: output.result,
-    "nested": lambda output: output["outer"][0][0].result,
-    "object": lambda output: output.result,
-    "extra_none": lambda output: output[1],
-    "deque": lambda output: output[0],
-    "partial": lambda output: output(),
-    "closure": lambda output: output(),
-    "deep": _found_deep,
-    "values": lambda output: next(iter(output)),
-    "iterator": next,
-    "generator": next,
-    "ndarray": lambda output: output[0],
-    "distribution": lambda output: output.loc,
+
+first, result = operator.itemgetter(0), operator.attrgetter("result")
+
+CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "tuple": (lambda tensor: (tensor, 1), first),
+    "list": (lambda tensor: [tensor], first),
+    "dict": (lambda tensor: {"result": tensor}, operator.itemgetter("result")),
+    "named": (lambda tensor: Named(tensor, "beside"), result),
+    "dataclass": (Record, result),
+    "nested": (lambda tensor: {"outer": ([Record(tensor)], None)}, lambda output: output["outer"][0][0].result),
+    "object": (Holder, result),
+    "extra_none": (lambda tensor: (None, tensor), operator.itemgetter(1)),
+    "deque": (lambda tensor: deque([tensor]), first),
+    "partial": (lambda tensor: functools.partial(torch.add, tensor, 0.0), _call),
+    "closure": (lambda tensor: lambda: tensor, _call),
+    "deep": (_deep, _found_deep),
+    "values": (lambda tensor: {"result": tensor}.values(), lambda output: next(iter(output))),
+    "iterator": (lambda tensor: iter([tensor]), next),
+    "generator": (lambda tensor: (each for each in [tensor]), next),
+    "ndarray": (_array, first),
+    "distribution": (
+        lambda tensor: torch.distributions.Normal(tensor, 1.0, validate_args=False),
+        operator.attrgetter("loc"),
+    ),
 }
+"""By name: how a result is put in, and how it is found."""

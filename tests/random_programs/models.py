@@ -28,7 +28,7 @@ class Made(nn.Module):
         self.result: Tensor | None = None
 
     def forward(self, x: Tensor) -> Any:
-        kept = torch.autograd.graph.saved_tensors_hooks(_copied, _as_it_is)
+        kept = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
         with kept if self.layer.packed else contextlib.nullcontext():
             return self._run(x)
 
@@ -186,21 +186,9 @@ class Making:
         for each in self.all:
             for parameter in each.core.parameters(recurse=False) if each.layer.hook else ():
                 if parameter.requires_grad:
-                    parameter.register_hook(_halved)
+                    parameter.register_hook(lambda gradient: gradient * 0.5)
             if each.layer.module_hook:
                 each.register_full_backward_hook(_looked_at)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.clone()
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _halved(gradient: Tensor) -> Tensor:
-    return gradient * 0.5
 
 
 def _looked_at(module: nn.Module, inputs: Any, outputs: Any) -> None:

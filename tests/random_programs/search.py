@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tests.random_programs.programs import Program, simpler
 from tests.random_programs.training import judged
 from tests.support.ranks import Processes, RanksFailed
+from tests.support.ranks.each import each_on
 
 World = Callable[[int], Processes]
 
@@ -22,27 +23,16 @@ class Failing:
     said: str
 
 
-def failing(world: World, programs: Sequence[Program], timeout: float = 20.0) -> Iterator[Failing]:
+def failing(world: World, programs: Sequence[Program], timeout: float = 60.0) -> Iterator[Failing]:
     """Those of `programs`, all on equally many ranks, that fail; all together first, for speed."""
-    if not programs:
-        return
-    try:
-        verdicts = world(programs[0].num_ranks).run(judged, tuple(programs), timeout=timeout)
-    except RanksFailed as error:
-        if len(programs) == 1:
-            yield Failing(programs[0], _kind_of(error), str(error))
-            return
-        half = len(programs) // 2
-        yield from failing(world, programs[:half], timeout)
-        yield from failing(world, programs[half:], timeout)
-        return
-    for program, of_ranks in zip(programs, zip(*verdicts, strict=True), strict=True):
-        invalid = next((each.invalid for each in of_ranks if each.invalid), "")
-        wrong = [said for each in of_ranks for said in each.wrong]
-        if invalid:
-            yield Failing(program, "invalid", invalid)
-        elif wrong:
-            yield Failing(program, "wrong", "\n".join(wrong[:6]))
+    for program, found in each_on(world(programs[0].num_ranks), programs, judged, timeout):
+        if isinstance(found, RanksFailed):
+            yield Failing(program, _kind_of(found), str(found))
+            continue
+        invalid = next((each.invalid for each in found if each.invalid), "")
+        wrong = [said for each in found for said in each.wrong]
+        if invalid or wrong:
+            yield Failing(program, "invalid" if invalid else "wrong", invalid or "\n".join(wrong[:6]))
 
 
 def _kind_of(error: RanksFailed) -> str:

@@ -16,6 +16,7 @@ from sherd.wrap import CustomPolicy
 from tests.random_programs.models import Made, Root
 from tests.random_programs.programs import Layer, Program
 from tests.support.meshes import mesh_of
+from tests.support.sharding import replace
 
 Group = list[nn.Module]
 
@@ -119,15 +120,18 @@ def _last_dim(parameter: nn.Parameter) -> Shard:
     return Shard(max(parameter.dim() - 1, 0)) if parameter.dim() else None  # type: ignore[return-value]
 
 
+_OF_THE_ROOT = {
+    "reshard_after_backward": False,
+    "separate_reduce_scatter_group": True,
+    "reduce_scatter_max_input_buffers": 3,
+    "reduce_scatter_unused_params": True,
+}
+
+
 def _set(program: Program, model: Any) -> None:
-    if "reshard_after_backward" in program.setters:
-        model.set_reshard_after_backward(False)
-    if "separate_reduce_scatter_group" in program.setters:
-        model.set_separate_reduce_scatter_group(True)
-    if "reduce_buffers" in program.setters:
-        model.set_reduce_scatter_max_input_buffers(3)
-    if "reduce_unused" in program.setters:
-        model.set_reduce_scatter_unused_params(True)
+    for name, value in _OF_THE_ROOT.items():
+        if name in program.setters:
+            getattr(model, f"set_{name}")(value)
     units = [each for each in model.modules() if isinstance(each, sherd.FSDPModule)]
     if "divide_factor" in program.setters:
         for each in units:
@@ -150,11 +154,7 @@ def _wrapped(program: Program, model: Root) -> Any:
         policy = CustomPolicy(lambda module: id(module) in chosen)
         return sherd.FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)
     for (module,), _ in _in_some_order(program, groups):
-        wrapper = sherd.FullyShardedDataParallel(module, **options)
-        for parent in list(model.modules()):
-            for name, child in list(parent._modules.items()):
-                if child is module and parent is not wrapper:
-                    parent._modules[name] = wrapper
+        replace(model, module, sherd.FullyShardedDataParallel(module, **options))
     return sherd.FullyShardedDataParallel(model, **options)
 
 
@@ -168,7 +168,7 @@ def _wrapper_options(program: Program) -> dict[str, Any]:
         ],
         "cpu_offload": sherd.CPUOffload(program.offload),
     }
-    strategies = sherd.ShardingStrategy
+    strategies, keeps = sherd.ShardingStrategy, program.root_reshard is False
     if program.strategy:
         cut = _CUTS[program.placement]
         preset = sherd.Placements.preset(program.strategy, cut)
@@ -176,10 +176,8 @@ def _wrapper_options(program: Program) -> dict[str, Any]:
             preset = sherd.Placements(*(kind * 2 for kind in (preset.parameter, preset.gradient, preset.optimizer)))
         options["sharding_strategy"] = preset
     elif program.mesh == "2d":
-        keeps = program.root_reshard is False
         options["sharding_strategy"] = strategies._HYBRID_SHARD_ZERO2 if keeps else strategies.HYBRID_SHARD
     else:
-        keeps = program.root_reshard is False
         options["sharding_strategy"] = strategies.SHARD_GRAD_OP if keeps else strategies.FULL_SHARD
     return options
 

@@ -18,12 +18,11 @@ from tests.random_programs.containers import found_in
 from tests.random_programs.cores import DTYPE, NUM_TOKENS, Moment
 from tests.random_programs.models import Root, bare, called
 from tests.random_programs.programs import Program
+from tests.support.comparing import Named, plain_name
 from tests.support.gathered import gathered
 
 ROWS = 3
 NUM_MICRO = 3
-
-Named = dict[str, Tensor | None]
 
 
 class InvalidProgram(Exception):
@@ -48,13 +47,12 @@ class Way:
     ranks: list[int]
     share: float
     optimizer: torch.optim.Optimizer | None
-    micro: Callable[[int, bool], AbstractContextManager[Any]]
-    step: Callable[[], AbstractContextManager[Any]]
+    micro: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()
+    step: Callable[[], AbstractContextManager[Any]] = nullcontext
     in_backward: Named | None = None
-    leaves: dict[str, Tensor] = field(default_factory=dict)
-    """What the optimizer has, by name. A model may show unsharded parameters after a step."""
 
     def __post_init__(self) -> None:
+        # What the optimizer has, by name. A model may show unsharded parameters after a step.
         self.optimizer_params = _named(self.model)
 
 
@@ -62,15 +60,8 @@ def plain(program: Program) -> Outcome:
     """Every rank's batch in turn, in one process."""
     moment = Moment()
     model = Root(program, moment)
-    way = Way(
-        model,
-        moment,
-        list(range(program.num_ranks)),
-        1 / program.num_ranks,
-        sharding.optimizer_of(model),
-        lambda micro, is_last: nullcontext(),
-        nullcontext,
-    )
+    ranks = list(range(program.num_ranks))
+    way = Way(model, moment, ranks, 1 / program.num_ranks, sharding.optimizer_of(model))
     outcome = Outcome()
     try:
         train(program, way, outcome)
@@ -87,18 +78,18 @@ def on_ranks(program: Program, rank: int) -> Outcome:
     early = sharding.optimizer_of(root) if program.optimizer == "before" else None
     model = sharding.sharded(program, root)
     moment.leaves_garbage = program.garbage
-    way = Way(model, moment, [rank], 1.0, early, lambda micro, is_last: nullcontext(), nullcontext)
+    way = Way(model, moment, [rank], 1.0, early)
     if program.optimizer == "in_backward":
         way.in_backward = {}
         _step_in_backward(model, way.in_backward)
     elif early is None:
         way.optimizer = sharding.optimizer_of(model)
     if program.backwards == "no_sync":
-        way.micro = lambda micro, is_last: sharding.without_sync(program, model, is_last)
+        way.micro = lambda is_last: sharding.without_sync(program, model, is_last)
     elif program.backwards == "accumulate":
         way.step = lambda: sherd.accumulate(model, NUM_MICRO)
     elif program.backwards == "micro" and "is_last_backward" in program.setters:
-        way.micro = lambda micro, is_last: _last_backward(model, is_last, moment)
+        way.micro = lambda is_last: _last_backward(model, is_last, moment)
     outcome = Outcome()
     train(program, way, outcome)
     outcome.gradients = _gathered(program, outcome.gradients)
@@ -176,7 +167,7 @@ def _backwards(program: Program, way: Way, seen: list[tuple[str, Tensor]]) -> No
     """The forwards and backwards of one rank in one step."""
     if program.backwards in ("micro", "no_sync", "accumulate"):
         for micro in range(NUM_MICRO):
-            with way.micro(micro, micro == NUM_MICRO - 1):
+            with way.micro(micro == NUM_MICRO - 1):
                 _, loss, x = _forward(program, way, micro, seen)
                 _backward(way, loss / NUM_MICRO)
                 _see_input(x, way, seen)
@@ -258,14 +249,10 @@ def _aside(program: Program, way: Way, what: str, seen: list[tuple[str, Tensor]]
         way.model.eval()
         with torch.inference_mode() if what == "inference" else torch.no_grad():
             x = _input(program, way, 60)
-            value = _inner(way, x) if what == "inner" else _evaluated(program, way, x)
+            value = _inner(way, x) if what == "inner" else found_in(program.root_output, way.model(x))
         way.model.train()
         value = torch.tensor(value.tolist(), dtype=DTYPE)
     seen.append((f"after step {way.moment.step}: {what}", value))
-
-
-def _evaluated(program: Program, way: Way, x: Tensor) -> Tensor:
-    return found_in(program.root_output, way.model(x))
 
 
 def _inner(way: Way, x: Tensor) -> Tensor:
@@ -290,7 +277,7 @@ def _sum(model: nn.Module) -> Tensor:
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
-    return {name.replace("_fsdp_wrapped_module.", ""): each for name, each in model.named_parameters()}
+    return {plain_name(name): each for name, each in model.named_parameters()}
 
 
 def _clones(tensors: dict[str, Any]) -> Named:
@@ -328,7 +315,7 @@ def differences(program: Program, found: Outcome, expected: Outcome, rank: int) 
 
 
 def _compared(what: str, found: Tensor | None, wanted: Tensor | None, program: Program) -> list[str]:
-    zeros_for_none = program.front == "wrapper_flat" or "reduce_unused" in program.setters
+    zeros_for_none = program.front == "wrapper_flat" or "reduce_scatter_unused_params" in program.setters
     if zeros_for_none and (found is None) != (wanted is None):
         there = found if found is not None else wanted
         assert there is not None, "one of them is"
