@@ -1,4 +1,4 @@
-"""Are the numbers those of torch's own FSDP2, wherever it can run the model?"""
+"""The numbers are those of torch's own FSDP2, wherever it can run the model."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import sherd
 from tests.support.models import MODELS
 from tests.support.training import Recipe, assert_same_run, train_sharded
 
-# What torch's FSDP2 refuses, warns about or gets wrong; `test_every_model` holds these to plain training.
+# What torch's FSDP2 refuses, warns about or gets wrong; `test_layouts` holds these to plain training.
 BEYOND_TORCH = {
     "changed_in_place",
     "dataclasses",
