@@ -1,4 +1,4 @@
-"""Is memory given back: unsharded parameters after use, everything with the model, nothing kept per step?"""
+"""Memory is given back: unsharded parameters after use, everything with the model, and nothing is kept per step."""
 
 import gc
 import weakref
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from sherd import CPUOffloadPolicy, FSDPModule
 from tests.support.meshes import mesh_of
 from tests.support.models import build, shard
+from tests.support.suites import part
 from tests.support.training import make_optimizer
 
 
@@ -40,18 +41,14 @@ def what_outlives_the_model(name, num_steps, **options):
     return [what for what, ref in watched.items() if ref() is not None]
 
 
-@pytest.mark.values
-@pytest.mark.parametrize("num_steps", [0, 1, 3])
-@pytest.mark.parametrize("name", ["mlp", "tied_across", "nested", "transformer", "checkpoint_outside"])
-def test_nothing_outlives_the_model(world, name, num_steps):
-    assert world(2).run(what_outlives_the_model, name, num_steps) == [[], []]
-
-
-@pytest.mark.parametrize("reshard", [True, False], ids="reshard_{}".format)
-def test_nothing_outlives_a_replicated_or_an_offloaded_model(world, reshard):
+def test_nothing_outlives_the_model(world):
+    for turn, name in enumerate(("mlp", "tied_across", "nested", "transformer", "checkpoint_outside")):
+        for num_steps in part((0, 1, 3), turn, 3):
+            assert world(2).run(what_outlives_the_model, name, num_steps) == [[], []], (name, num_steps)
     offload = CPUOffloadPolicy(pin_memory=False)
-    found = world(2).run(what_outlives_the_model, "mlp", 2, offload_policy=offload, reshard_after_forward=reshard)
-    assert found == [[], []]
+    for reshard in (True, False):
+        found = world(2).run(what_outlives_the_model, "mlp", 2, offload_policy=offload, reshard_after_forward=reshard)
+        assert found == [[], []], f"offloaded, {reshard}"
 
 
 def what_a_failed_step_keeps(name):
