@@ -1,4 +1,4 @@
-"""What do the lanes and compute do in one step of a small model, in order?"""
+"""What the lanes and compute do in one step of a small model, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is every lane ordered after what it reads and before what reads it, and does it run ahead where it may?"""
+"""Every lane is ordered after what it reads and before what reads it, and runs ahead where it may."""
 
 import ast
 from pathlib import Path
@@ -16,7 +16,8 @@ GATHER = ("gather", "run")
 @pytest.fixture(scope="module")
 def learnt(world):
     """The third step of three blocks on two ranks, when the order is known."""
-    first, *_ = world(2).run(steps, 3)
+    first, other = world(2).run(steps, 3)
+    assert first == other, "all ranks order their lanes alike"
     return first[2]
 
 
@@ -75,34 +76,15 @@ def test_whole_buffers_return_to_the_gather_lane_after_compute_has_read_them(lea
     assert learnt_flat.count(RELEASED) == 1 + 6  # the step's begin; three blocks, forward and backward
 
 
-def test_each_gather_is_started_before_the_compute_that_it_runs_beside(learnt):
-    forward = learnt[: learnt.index(block(2)) + 1]
-    starts = [place for place, entry in enumerate(forward) if entry == GATHER]
-    waits = [place for place, entry in enumerate(forward) if entry == COMPUTE_WAITS]
-    for number in (1, 2):
-        assert starts[number] < forward.index(block(number - 1)) < waits[number]
-
-
-def test_each_gather_of_backward_is_started_before_the_compute_that_it_runs_beside(learnt):
+def test_in_backward_gathers_start_before_the_compute_beside_them_and_reductions_after_it_has_written(learnt):
     backward = learnt[learnt.index(block(2)) + 1 :]
     starts = [place for place, entry in enumerate(backward) if entry == GATHER]
     assert len(starts) == 3
     assert starts[1] < backward.index(block(2, True))
     assert starts[2] < backward.index(block(1, True))
-
-
-def test_rows_return_to_the_gather_lane_after_compute_has_read_them(learnt):
     for place, entry in enumerate(learnt):
         if entry == COMPUTE_WAITS:
-            assert learnt[place + 1] == RELEASED
-
-
-def test_the_first_gather_of_a_step_waits_for_the_optimizer_that_wrote_the_shards(learnt):
-    assert learnt[0] == ("gather", "follow compute")
-    assert learnt.index(GATHER) > 0
-
-
-def test_the_reduce_lane_waits_for_compute_to_have_written_the_rows_before_each_reduction(learnt):
+            assert learnt[place + 1] == RELEASED, "rows return to the gather lane after compute has read them"
     runs = [place for place, entry in enumerate(learnt) if entry == ("reduce", "run")]
     assert len(runs) == 3
     assert all(learnt[place - 1] == ("reduce", "follow compute") for place in runs)
@@ -117,11 +99,10 @@ def test_compute_waits_for_a_reduction_only_when_the_next_one_needs_its_buffer_o
     assert first_run < learnt.index(block(1, True)) < first_settle
 
 
-@pytest.mark.parametrize("buffers", [2, 3])
-def test_with_more_buffers_as_many_reductions_are_in_flight_before_compute_waits_for_one(world, buffers):
-    log = world(2).run(steps, 2, 5, reduce_buffers=buffers)[0][1]
-    until = log[: log.index(("compute", "follow reduce"))]
-    assert until.count(("reduce", "run")) == buffers
+def test_with_more_buffers_as_many_reductions_are_in_flight_before_compute_waits_for_one(world):
+    for buffers in (2, 3):
+        log = world(2).run(steps, 2, 5, reduce_buffers=buffers)[0][1]
+        assert log[: log.index(("compute", "follow reduce"))].count(("reduce", "run")) == buffers
 
 
 def test_the_all_reduce_lane_waits_for_the_reduce_scatter_and_compute_for_the_all_reduce_alone(world):
@@ -150,11 +131,6 @@ def test_a_kept_part_is_compute_memory_so_its_gather_waits_for_compute(world):
 
 def test_a_gather_that_a_user_starts_follows_the_optimizer_too(world):
     assert world(2).run(unsharded_by_hand) == [[RELEASED, GATHER]] * 2
-
-
-def test_all_ranks_order_their_lanes_alike(world):
-    one, other = world(2).run(steps, 2)
-    assert one == other
 
 
 def test_nothing_in_a_step_reads_a_tensor_on_the_host_which_would_wait_for_the_device(world):
