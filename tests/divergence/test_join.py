@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -65,12 +65,19 @@ def reference(of_ranks: list[list[Way]], make: Any = torch.optim.SGD, **options:
     return reference_of(len(of_ranks), steps, make, **options)
 
 
-def steps_joined(model: Any, of_ranks: list[list[Way]], make: Any = torch.optim.SGD, rank: int | None = None) -> Any:
+def steps_joined(
+    model: Any,
+    of_ranks: list[list[Way]],
+    make: Any = torch.optim.SGD,
+    rank: int | None = None,
+    before: Callable[[int], object] = lambda step: None,
+) -> dict[str, Tensor]:
     """The parameters after this rank's ways, one a step; with `join` if ranks have different numbers."""
     rank = dist.get_rank() if rank is None else rank
     optimizer = make(model.parameters(), lr=0.1)
     with sherd.join(model, optimizer):
         for step, way in enumerate(of_ranks[rank]):
+            before(step)
             model(batch(rank, step), way).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -272,15 +279,13 @@ def test_each_epoch_may_have_its_own_numbers_of_batches(world):
 
 def evaluated_alone() -> dict[str, Tensor]:
     model = joined()
-    rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(4):
-        if rank == 1 and step % 2:
+
+    def evaluate(step: int) -> None:
+        if dist.get_rank() == 1 and step % 2:
             with torch.no_grad():
-                model(batch(rank, step), (0, 2))
-        model(batch(rank, step)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole_params(model)
+                model(batch(1, step), (0, 2))
+
+    return steps_joined(model, [[ALL] * 4] * 2, before=evaluate)
 
 
 def test_a_rank_may_evaluate_alone(world):

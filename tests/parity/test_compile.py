@@ -10,7 +10,7 @@ from tests.support.comparing import plain_name
 from tests.support.models import build, noise, shard
 from tests.support.sharding import sharded
 from tests.support.training import Recipe, assert_all_same, made, steps_sharded
-from tests.wrapper.training import assert_all_trained_plainly, steps_wrapped, wrap_units
+from tests.wrapper.training import assert_all_trained_plainly, steps_wrapped
 
 # Dynamo looks at `.grad` of every graph input, a block's hidden states too, and is warned for it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -74,53 +74,35 @@ def test_steps_do_not_compile_again(world, options):
     assert all(1 <= count <= 3 for count in few)
 
 
-def train_whole_compiled(recipe, backend, in_place, **options):
+def train_whole_compiled(recipe, front, backend, in_place):
     """The root compiled too, with graph breaks at the units."""
-    model = shard(build(recipe.model), **options)
+    steps = steps_wrapped if "wrapper" in front else steps_sharded
+    model = sharded(build(recipe.model), front)
     if in_place:
         model.compile(backend=backend)
-        return steps_sharded(model, recipe, dist.get_rank())
-    return steps_sharded(torch.compile(model, backend=backend), recipe, dist.get_rank())
-
-
-@pytest.mark.parametrize(
-    ("in_place", "backend", "options"),
-    [
-        (True, "eager", {}),
-        (False, "aot_eager", {"placement": Flat()}),
-        (True, "aot_eager", {"placement": Blocks(2)}),
-        (False, "eager", {"placement": Owned()}),
-    ],
-)
-def test_the_whole_model_may_be_compiled_with_breaks(world, in_place, backend, options):
-    assert torch._dynamo.config.suppress_errors is False, "a failed compilation would pass unseen"
-    recipe = Recipe("mlp")
-    runs = world(2).run(train_whole_compiled, recipe, backend, in_place, **options)
-    assert_all_same([under_plain_names(run) for run in runs], recipe)
-
-
-def under_plain_names(run):
-    """Of a model that `torch.compile` has wrapped."""
+    run = steps(model if in_place else torch.compile(model, backend=backend), recipe, dist.get_rank())
     run.grads = [{plain_name(name): each for name, each in grads.items()} for grads in run.grads]
     run.params = {plain_name(name): each for name, each in run.params.items()}
     return run
 
 
-def train_wrapper_compiled(recipe, in_place, use_orig_params):
-    model = wrap_units(build(recipe.model), use_orig_params=use_orig_params)
-    compiled = model
-    if in_place:
-        model.compile(backend="eager")
-    else:
-        compiled = torch.compile(model, backend="eager")
-    return steps_wrapped(compiled, recipe, dist.get_rank())
-
-
-@pytest.mark.parametrize(("in_place", "use_orig_params"), [(True, True), (False, False)])
-def test_a_wrapper_may_be_compiled(world, in_place, use_orig_params):
+@pytest.mark.parametrize(
+    ("front", "backend", "in_place"),
+    [
+        ("shard", "eager", True),
+        ("flat", "aot_eager", False),
+        ("blocks", "aot_eager", True),
+        ("owned", "eager", False),
+        ("wrapper", "eager", True),
+        ("flat wrapper", "eager", False),
+    ],
+)
+def test_the_whole_model_may_be_compiled_with_breaks(world, front, backend, in_place):
+    assert torch._dynamo.config.suppress_errors is False, "a failed compilation would pass unseen"
     recipe = Recipe("mlp")
-    runs = world(2).run(train_wrapper_compiled, recipe, in_place, use_orig_params)
-    assert_all_trained_plainly([under_plain_names(run) for run in runs], recipe)
+    runs = world(2).run(train_whole_compiled, recipe, front, backend, in_place)
+    compare = assert_all_trained_plainly if "wrapper" in front else assert_all_same
+    compare(runs, recipe)
 
 
 class TwoWays(nn.Module):

@@ -43,40 +43,22 @@ def prefetch_nothing(model):
         unit.set_modules_to_backward_prefetch([])
 
 
-def keep_after_forward(model):
-    model.set_reshard_after_forward(False)
-
-
 def keep_the_root_only(model):
     model.set_reshard_after_forward(True)
     model.set_reshard_after_forward(False, recurse=False)
 
 
-def sum_first(model):
-    model.set_force_sum_reduction_for_comms(True)
-
-
-def reduce_absent_gradients(model):
-    model.set_reduce_scatter_unused_params(True)
-
-
-def few_reduction_buffers(model):
-    model.set_reduce_scatter_max_input_buffers(1)
-
-
-SETTINGS = [
-    prefetch_in_order,
-    prefetch_two_ahead,
-    prefetch_what_is_not_next,
-    prefetch_nothing,
-    keep_after_forward,
-    keep_the_root_only,
-    sum_first,
-    reduce_absent_gradients,
-    few_reduction_buffers,
-]
-
-
+SETTINGS = {
+    "prefetch in order": prefetch_in_order,
+    "prefetch two ahead": prefetch_two_ahead,
+    "prefetch what is not next": prefetch_what_is_not_next,
+    "prefetch nothing": prefetch_nothing,
+    "keep after forward": lambda model: model.set_reshard_after_forward(False),
+    "keep the root only": keep_the_root_only,
+    "sum first": lambda model: model.set_force_sum_reduction_for_comms(True),
+    "reduce absent gradients": lambda model: model.set_reduce_scatter_unused_params(True),
+    "few reduction buffers": lambda model: model.set_reduce_scatter_max_input_buffers(1),
+}
 SET_MODELS = ["mlp", "checkpoint_outside", "uneven"]
 
 
@@ -84,8 +66,8 @@ SET_MODELS = ["mlp", "checkpoint_outside", "uneven"]
 @pytest.mark.parametrize("turn", range(len(SET_MODELS)))
 def test_a_setting_changes_no_number(threads, turn):
     cases = {
-        setting.__name__: (Recipe(SET_MODELS[(at + turn) % len(SET_MODELS)]), {"prepare": setting})
-        for at, setting in enumerate(SETTINGS)
+        name: (Recipe(SET_MODELS[(at + turn) % len(SET_MODELS)]), {"prepare": setting})
+        for at, (name, setting) in enumerate(SETTINGS.items())
     }
     assert_each_trains(threads(2), cases)
 
@@ -193,10 +175,6 @@ def test_a_parameter_used_on_one_rank_only_can_be_reduced_on_all(threads):
         torch.testing.assert_close(grad, model.block.spare.grad / 2)
 
 
-def reshard_to_pairs(model):
-    model.set_reshard_after_forward(2)
-
-
 def pairs_then_nothing_then_pairs(model):
     """The choice may change while the model is at rest."""
     for choice in (2, False, 2):
@@ -205,7 +183,7 @@ def pairs_then_nothing_then_pairs(model):
         model.zero_grad()
 
 
-@pytest.mark.parametrize("setting", [reshard_to_pairs, pairs_then_nothing_then_pairs])
-def test_a_number_of_ranks_to_reshard_to_may_be_set_later(threads, setting):
-    options = {"prepare": setting, "reshard_after_forward": False}
-    assert_each_trains(threads(4), {model: (Recipe(model), options) for model in SET_MODELS})
+def test_a_number_of_ranks_to_reshard_to_may_be_set_later(threads):
+    for setting in (lambda model: model.set_reshard_after_forward(2), pairs_then_nothing_then_pairs):
+        options = {"prepare": setting, "reshard_after_forward": False}
+        assert_each_trains(threads(4), {model: (Recipe(model), options) for model in SET_MODELS})

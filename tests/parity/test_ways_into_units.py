@@ -70,18 +70,27 @@ class Carrying(nn.Module):
         return CARRIERS[self.carrier][0](self.block(x))
 
 
-class Carried(nn.Module):
-    """Units that return what nobody looks into."""
+class Units(nn.Module):
+    """Units, and what a forward does with them: `run(units, x)`."""
 
-    def __init__(self, carrier: str) -> None:
+    def __init__(self, run: Any, *units: nn.Module) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Carrying(carrier) for _ in range(3))
-        self.head = nn.Linear(WIDTH, WIDTH)
+        self.blocks, self.run = nn.ModuleList(units), run
 
     def forward(self, x: Tensor) -> Tensor:
-        for unit in self.blocks:
-            x = CARRIERS[unit.carrier][1](unit(x))
-        return self.head(x)
+        return self.run(self.blocks, x)
+
+
+def carried(carrier: str) -> nn.Module:
+    """Units that return what nobody looks into."""
+
+    def run(units: Any, x: Tensor) -> Tensor:
+        *inner, head = units
+        for unit in inner:
+            x = CARRIERS[carrier][1](unit(x))
+        return head(x)
+
+    return Units(run, *(Carrying(carrier) for _ in range(3)), nn.Linear(WIDTH, WIDTH))
 
 
 class Auxiliary(nn.Module):
@@ -99,15 +108,13 @@ class Auxiliary(nn.Module):
         return y
 
 
-class LateLosses(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Auxiliary() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for unit in self.blocks:
+def late_losses(kind: type[Auxiliary]) -> nn.Module:
+    def run(units: Any, x: Tensor) -> Tensor:
+        for unit in units:
             x = unit(x)
-        return x.square().mean() + sum(unit.aux for unit in self.blocks)
+        return x.square().mean() + sum(unit.aux for unit in units)
+
+    return Units(run, *(kind() for _ in range(3)))
 
 
 class Attributes(torch.autograd.Function):
@@ -136,12 +143,6 @@ class KeptApart(Auxiliary):
         return y
 
 
-class LateLossesKeptApart(LateLosses):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(KeptApart() for _ in range(3))
-
-
 class Positions(nn.Module):
     """A unit that returns its own parameter, whole or a part of it."""
 
@@ -154,14 +155,12 @@ class Positions(nn.Module):
         return self.table[self.part] if self.part != slice(None) else self.table
 
 
-class Positioned(nn.Module):
-    def __init__(self, part: slice) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList((Positions(part), Block()))
+def positioned(part: slice) -> nn.Module:
+    def run(units: Any, x: Tensor) -> Tensor:
+        positions, block = units
+        return block(x[: 6 if part == slice(None) else 4] * positions()[: len(x)])
 
-    def forward(self, x: Tensor) -> Tensor:
-        positions, block = self.blocks
-        return block(x[: 6 if positions.part == slice(None) else 4] * positions()[: len(x)])
+    return Units(run, Positions(part), Block())
 
 
 class Writing(nn.Module):
@@ -175,17 +174,15 @@ class Writing(nn.Module):
         out.mul_(0.5).add_(self.block(x))
 
 
-class Written(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Writing() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for unit in self.blocks:
+def written() -> nn.Module:
+    def run(units: Any, x: Tensor) -> Tensor:
+        for unit in units:
             out = x * 1.0
             unit(x, out)
             x = out
         return x
+
+    return Units(run, Writing(), Writing())
 
 
 class Forces(nn.Module):
@@ -214,29 +211,24 @@ class RecomputedInside(Block):
         return iter([0.5 * x + checkpoint(super().forward, x, use_reentrant=False)])
 
 
-class OfRecomputedInside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(RecomputedInside() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for unit in self.blocks:
+def recomputed_inside() -> nn.Module:
+    def run(units: Any, x: Tensor) -> Tensor:
+        for unit in units:
             (x,) = unit(x)
         return x
 
+    return Units(run, *(RecomputedInside() for _ in range(3)))
 
-class Recomputed(nn.Module):
+
+def recomputed(reentrant: bool) -> nn.Module:
     """Blocks recomputed in backward, outside and inside of units, whose outputs are hidden."""
 
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Carrying("deque") for _ in range(3))
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        for unit in self.blocks:
-            x = checkpoint(lambda x, unit=unit: unit(x)[0], x, use_reentrant=self.reentrant)
+    def run(units: Any, x: Tensor) -> Tensor:
+        for unit in units:
+            x = checkpoint(lambda x, unit=unit: unit(x)[0], x, use_reentrant=reentrant)
         return x
+
+    return Units(run, *(Carrying("deque") for _ in range(3)))
 
 
 class RecomputedByTheRoot(nn.Module):
@@ -317,38 +309,36 @@ class Surrounded(Bare):
         return torch.tanh(super().forward(torch.tanh(x)))
 
 
-class Transformed(nn.Module):
+def transformed() -> nn.Module:
     """Its forward takes a gradient by `torch.func`, which refuses to run inside of hooks on saved tensors."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList((Block(), nn.Linear(WIDTH, WIDTH)))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(units: Any, x: Tensor) -> Tensor:
         slope = torch.func.grad(lambda y: (y @ y.T).exp().mean())(x)
         slopes = torch.vmap(torch.func.grad(lambda y: y.square().sum().sin()))(x)
-        y = self.blocks[0](x + slope.clamp(-1, 1) + slopes)
-        return self.blocks[1](y + torch.func.jacrev(torch.sin)(y[0]).sum(0))
+        y = units[0](x + slope.clamp(-1, 1) + slopes)
+        return units[1](y + torch.func.jacrev(torch.sin)(y[0]).sum(0))
+
+    return Units(run, Block(), nn.Linear(WIDTH, WIDTH))
 
 
 WAYS = {
-    **{f"in a {name}": (functools.partial(Carried, name), mean_square) for name in CARRIERS},
-    "losses from the second step on": (LateLosses, with_late_losses),
-    "losses kept apart": (LateLossesKeptApart, with_late_losses),
-    "a parameter": (functools.partial(Positioned, slice(None)), mean_square),
-    "a part of a parameter": (functools.partial(Positioned, slice(0, 4)), mean_square),
-    "an argument": (Written, mean_square),
+    **{f"in a {name}": (functools.partial(carried, name), mean_square) for name in CARRIERS},
+    "losses from the second step on": (functools.partial(late_losses, Auxiliary), with_late_losses),
+    "losses kept apart": (functools.partial(late_losses, KeptApart), with_late_losses),
+    "a parameter": (functools.partial(positioned, slice(None)), mean_square),
+    "a part of a parameter": (functools.partial(positioned, slice(0, 4)), mean_square),
+    "an argument": (written, mean_square),
     "a gradient penalty": (normed, gradient_penalty),
     "a gradient penalty on what is kept apart": (lambda: nn.Sequential(Surrounded(), Surrounded()), gradient_penalty),
     "forces": (Forces, mean_square),
     "forces in evaluation": (Forces, evaluated_between),
-    "recomputed": (functools.partial(Recomputed, False), mean_square),
-    "recomputed by a backward inside": (functools.partial(Recomputed, True), input_is_a_leaf),
+    "recomputed": (functools.partial(recomputed, False), mean_square),
+    "recomputed by a backward inside": (functools.partial(recomputed, True), input_is_a_leaf),
     "recomputed by the root": (RecomputedByTheRoot, of_two_forwards),
-    "recomputed inside": (OfRecomputedInside, mean_square),
-    "saved on the CPU": (functools.partial(Carried, "deque"), of_saved_on_cpu),
-    "transforms of torch.func": (Transformed, mean_square),
-    "other hooks": (functools.partial(Carried, "closure"), seen_by_other_hooks),
+    "recomputed inside": (recomputed_inside, mean_square),
+    "saved on the CPU": (functools.partial(carried, "deque"), of_saved_on_cpu),
+    "transforms of torch.func": (transformed, mean_square),
+    "other hooks": (functools.partial(carried, "closure"), seen_by_other_hooks),
 }
 
 
@@ -477,25 +467,20 @@ class Hidden(Positions):
         return deque([super().forward()])
 
 
-class OfHidden(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList((Hidden(slice(0, 4)), Block()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks[1](x[:4] * self.blocks[0]()[0])
+def of_hidden() -> nn.Module:
+    return Units(lambda units, x: units[1](x[:4] * units[0]()[0]), Hidden(slice(0, 4)), Block())
 
 
 def with_a_hidden_view() -> tuple[Any, str]:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        params = train_job(sharded(doubled(OfHidden)), mean_square)
+        params = train_job(sharded(doubled(of_hidden)), mean_square)
     return params, str(told[0].message)
 
 
 def test_a_view_of_a_parameter_in_what_nobody_looks_into_keeps_its_unit_and_is_named(world):
     for params, told in world(2).run(with_a_hidden_view):
-        assert_trained(params, OfHidden)
+        assert_trained(params, of_hidden)
         assert "a view of a parameter of unit blocks.0 is still there after its forward" in told
 
 

@@ -1,5 +1,5 @@
-"""Do tensor-parallel shards that are runs become torch's own, and do they and their optimizer state go through torch's
-checkpointing, in whichever order a user's mesh has its axes?"""
+"""Tensor-parallel shards that are runs become torch's own, and they and their optimizer state go through torch's
+checkpointing, in whichever order a user's mesh has its axes."""
 
 import pytest
 import torch
@@ -23,10 +23,9 @@ from tests.tensor_parallel.training import (
     mesh_of,
     optimizer_of,
     sharded,
+    step,
     tensor_parallel,
-    tokens,
     whole,
-    whole_loss_of,
     wholes,
 )
 
@@ -41,13 +40,6 @@ def made(names, placement):
     return net, optimizer_of(net), mesh.get_local_rank("dp")
 
 
-def step(net, optimizer, ranks, parts):
-    for rank in ranks:
-        (whole_loss_of(net, tokens(ODD, 0, rank)) / parts).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def moments(net, optimizer):
     names = {id(each): name for name, each in net.named_parameters()}
     return {
@@ -60,7 +52,7 @@ def moments(net, optimizer):
 def of_one_process():
     net = built(ODD)
     optimizer = optimizer_of(net)
-    step(net, optimizer, (0, 1), 2)
+    step(net, optimizer, ODD, (0, 0), (0, 1))
     return wholes(net), moments(net, optimizer)
 
 
@@ -94,7 +86,7 @@ def test_runs_of_tensor_parallel_parts_become_shards_of_torchs_own(world, names)
 def saved(names, placement, folder):
     """What was kept after a step: whole, whole from rank 0 alone, and by file; each into a new model."""
     net, optimizer, rank = made(names, placement)
-    step(net, optimizer, [rank], 1)
+    step(net, optimizer, ODD, (0, rank))
     params, state = wholes(net), moments(net, optimizer)
     ways = {
         "whole": StateDictOptions(full_state_dict=True),
