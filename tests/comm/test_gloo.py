@@ -7,9 +7,8 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from random import Random
 from typing import Any
 
 import pytest
@@ -19,46 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sherd.comm.host.gloo import Gloo
 from sherd.errors import CommError
+from tests.comm.numbers import GATHERED, added_up, bits, numbers, splits
 from tests.comm.test_shared_memory_deaths import ends
 
-SUMMED = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.uint8,
-    torch.complex64,
-]
-GATHERED = [*SUMMED, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
 # Above two of the smallest pieces (256 KiB), so a part takes several rounds of the slots.
 MANY_PIECES = 300_000
-
-
-def numbers(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """The same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    if dtype.is_complex:
-        return torch.randn(count, dtype=dtype, generator=generator)
-    if dtype.is_floating_point:
-        return torch.randn(count, generator=generator).to(dtype)
-    return torch.randint(0, 2 if dtype == torch.bool else 50, (count,), generator=generator).to(dtype)
-
-
-def splits(size: int) -> Iterator[list[int]]:
-    """How long each rank's part is: even, one element, one rank's only, none at all, and at random."""
-    yield [5] * size
-    yield [1] * size
-    yield [0] * size
-    yield [1] + [0] * (size - 1)
-    yield [0] * (size - 1) + [7]
-    random = Random(size)
-    for _ in range(6):
-        yield [random.choice([0, 1, random.randrange(100), random.randrange(5000)]) for _ in range(size)]
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)
 
 
 def finish(pending: object, async_op: bool) -> None:
@@ -66,26 +30,6 @@ def finish(pending: object, async_op: bool) -> None:
     if pending is not None:
         pending.wait()
         pending.wait()
-
-
-def gathers_every_split(async_op: bool) -> int:
-    gloo, rank, size = Gloo(dist.group.WORLD), dist.get_rank(), dist.get_world_size()
-    compared = 0
-    for dtype in GATHERED:
-        for sizes in splits(size):
-            given = [numbers(each, numel, dtype) for each, numel in enumerate(sizes)]
-            rows = torch.zeros(sum(sizes), dtype=dtype)
-            finish(gloo.all_gather(rows, given[rank], sizes, async_op), async_op)
-            assert torch.equal(bits(rows), bits(torch.cat(given))), (dtype, sizes)
-            compared += 1
-    return compared
-
-
-@pytest.mark.values
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("async_op", [False, True])
-def test_every_rank_gathers_every_part_bit_by_bit(world, size, async_op):
-    assert world(size).run(gathers_every_split, async_op) == [110] * size
 
 
 def gathers_several(async_op: bool, ahead: int) -> int:
@@ -127,13 +71,7 @@ def test_a_part_that_lies_in_its_place_is_gathered_from_there(world):
 
 def summed(dtype: torch.dtype, sizes: list[int], rank: int) -> torch.Tensor:
     """The plain sum in rank order of what the ranks give for `rank`'s part."""
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    start, stop = sum(sizes[:rank]), sum(sizes[: rank + 1])
-    given = [numbers(each, sum(sizes), dtype)[start:stop].to(wide) for each in range(len(sizes))]
-    total = given[0].clone()
-    for part in given[1:]:
-        total += part
-    return total
+    return added_up([numbers(each, sum(sizes), dtype).split(sizes)[rank] for each in range(len(sizes))])
 
 
 def reduces(gloo: Gloo, dtype: torch.dtype, sizes: list[int], async_op: bool) -> None:
@@ -145,22 +83,6 @@ def reduces(gloo: Gloo, dtype: torch.dtype, sizes: list[int], async_op: bool) ->
     finish(gloo.reduce_scatter(rest, rows, sizes, async_op), async_op)
     assert torch.equal(rest, summed(dtype, sizes, rank)), (dtype, sizes)
     assert torch.equal(rows, before), (dtype, sizes)
-
-
-def reduces_every_split(async_op: bool) -> int:
-    gloo = Gloo(dist.group.WORLD)
-    compared = 0
-    for dtype in SUMMED:
-        for sizes in splits(dist.get_world_size()):
-            reduces(gloo, dtype, sizes, async_op)
-            compared += 1
-    return compared
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("async_op", [False, True])
-def test_every_rank_gets_the_plain_sum_of_its_part(world, size, async_op):
-    assert world(size).run(reduces_every_split, async_op) == [77] * size
 
 
 def reduces_many_pieces(dtype: torch.dtype) -> None:
@@ -175,13 +97,6 @@ def reduces_many_pieces(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_parts_larger_than_the_memory_for_them_arrive_in_pieces(world, size, dtype):
     world(size).run(reduces_many_pieces, dtype)
-
-
-def test_halves_are_added_up_in_float32():
-    gloo = Gloo.__new__(Gloo)
-    widened = {dtype: gloo.sum_dtype(dtype) for dtype in SUMMED}
-    assert {dtype for dtype in SUMMED if widened[dtype] != dtype} == {torch.bfloat16, torch.float16}
-    assert widened[torch.bfloat16] == widened[torch.float16] == torch.float32
 
 
 class InFlight:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from sherd.comm.host import neighbours, shared_memory
 from sherd.comm.host.shared_memory import SharedMemory
 from sherd.errors import CommError
+from tests.comm.numbers import SUMMED, added_up, numbers
 
 KIB = 1 << 10
 
@@ -33,26 +34,11 @@ def small_chunks() -> Any:
     return mock.patch.object(shared_memory, "_CHUNK", 4 * KIB)
 
 
-def values(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    drawn = torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 50
-    return drawn.to(dtype)
-
-
-def sum_by_rank(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    half = tensors[0].dtype in (torch.bfloat16, torch.float16)
-    total = tensors[0].to(torch.float32 if half else tensors[0].dtype)
-    for each in tensors[1:]:
-        total = total + each
-    return total
-
-
 class Drawn:
     """A random collective: the same on all ranks, with what this one must get."""
 
-    DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.complex64)
-
     def __init__(self, draw: random.Random, rank: int, num_ranks: int, most: int) -> None:
-        self.dtype = draw.choice(self.DTYPES)
+        self.dtype = draw.choice(SUMMED)
         self.sizes = [draw.randint(0, most)] * num_ranks
         if draw.random() < 0.6:
             self.sizes = [draw.choice((0, draw.randint(0, most), draw.randint(0, 9))) for _ in range(num_ranks)]
@@ -65,11 +51,11 @@ class Drawn:
 
     @functools.cached_property
     def of_ranks(self) -> list[torch.Tensor]:
-        return [values(self.seed + each, size, self.dtype) for each, size in enumerate(self.sizes)]
+        return [numbers(self.seed + each, size, self.dtype) for each, size in enumerate(self.sizes)]
 
     @functools.cached_property
     def rows_of_ranks(self) -> list[torch.Tensor]:
-        return [values(self.seed + each, self.total, self.dtype) for each in range(len(self.sizes))]
+        return [numbers(self.seed + each, self.total, self.dtype) for each in range(len(self.sizes))]
 
     @property
     def own(self) -> slice:
@@ -106,7 +92,7 @@ class Drawn:
 
     def scatter(self, transport):
         rows = self.rows_of_ranks[self.rank].clone()
-        expected = sum_by_rank(self.rows_of_ranks)[self.own]
+        expected = added_up(self.rows_of_ranks)[self.own]
         rest = torch.zeros_like(expected)
         if self.in_place and expected.dtype == self.dtype:
             rest = rows[self.own]
@@ -114,7 +100,7 @@ class Drawn:
 
     def reduce(self, transport):
         tensor = self.rows_of_ranks[self.rank].clone()
-        return transport.all_reduce(tensor, self.is_async), tensor, sum_by_rank(self.rows_of_ranks).to(self.dtype)
+        return transport.all_reduce(tensor, self.is_async), tensor, added_up(self.rows_of_ranks).to(self.dtype)
 
 
 def random_sequences(seeds: Sequence[int], most: int, limit: int) -> int:
@@ -141,22 +127,6 @@ def random_sequences(seeds: Sequence[int], most: int, limit: int) -> int:
 @pytest.mark.parametrize(("most", "limit"), [(50, 64 * KIB), (5000, 64 * KIB), (5000, 1024 * KIB)])
 def test_any_sequence_gives_what_arithmetic_gives_in_any_order_of_waits(world, num_ranks, most, limit):
     world(num_ranks).run(random_sequences, range(4), most, limit)
-
-
-def gathered(dtype: torch.dtype) -> bool:
-    size = torch.empty((), dtype=dtype).element_size()
-    bits = [torch.arange(8 * size, dtype=torch.uint8) + rank for rank in range(dist.get_world_size())]
-    if dtype == torch.bool:
-        bits = [each % 2 for each in bits]
-    rest = bits[dist.get_rank()].view(dtype)
-    rows = torch.empty(rest.numel() * len(bits), dtype=dtype)
-    met().all_gather(rows, rest, [rest.numel()] * len(bits), False)
-    return torch.equal(rows.view(torch.uint8), torch.cat(bits))
-
-
-def test_every_dtype_is_gathered_bit_by_bit(world):
-    for name in ("float8_e4m3fn", "float8_e5m2", "bool", "int8", "uint64", "complex128"):
-        assert world(2).run(gathered, getattr(torch, name)) == [True, True], name
 
 
 def half_sums() -> tuple[Any, ...]:
@@ -289,7 +259,7 @@ def sum_in_subgroups() -> dict[str, float]:
         group = dist.new_group(ranks)
         if rank in ranks:
             transports[str(ranks)] = met(group), torch.tensor([float(rank)])
-    calls = [transport.all_reduce(tensor, True) for transport, tensor in transports.values()]
+    calls = [transport.all_reduce(tensor, True) for transport, tensor in transports.numbers()]
     for call in reversed(calls):
         call.wait()
     for name, (_, tensor) in transports.items():

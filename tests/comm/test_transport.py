@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from sherd.comm.host.shared_memory import SharedMemory
 from sherd.comm.transport import CoalescedCalls, OneRank, SingleCalls, Transport, are_even, parts
 from sherd.comm.transports import transport_of
 from sherd.policy import TRANSPORTS, CommPolicy
+from tests.comm.numbers import GATHERED, SUMMED, added_up, bits, numbers, splits
 
 CPU = torch.device("cpu")
 
@@ -93,13 +94,44 @@ def test_one_rank_alone_copies_at_once(async_op):
     assert alone.all_reduce(torch.ones(2), async_op) is None
 
 
-def numbers(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    drawn = torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 50
-    return drawn.to(dtype)
-
-
 HOSTS = [Gloo, SharedMemory.meet]
 """The transports of CPU ranks."""
+
+
+def finish(pending: Any) -> None:
+    """As often as one likes."""
+    if pending is not None:
+        pending.wait()
+        pending.wait()
+
+
+def gathers_and_reduces_every_split(of: Callable[[Any], Transport], async_op: bool) -> int:
+    """How many were compared, bit by bit; what was given stays as it was."""
+    transport, rank, size = of(dist.group.WORLD), dist.get_rank(), dist.get_world_size()
+    compared = 0
+    for sizes, dtype in itertools.product(splits(size), GATHERED):
+        parts_of = [numbers(each, numel, dtype) for each, numel in enumerate(sizes)]
+        rows = torch.zeros(sum(sizes), dtype=dtype)
+        finish(transport.all_gather(rows, parts_of[rank], sizes, async_op))
+        assert torch.equal(bits(rows), bits(torch.cat(parts_of))), (dtype, sizes)
+        compared += 1
+        if dtype in SUMMED:
+            given = [numbers(each, sum(sizes), dtype) for each in range(size)]
+            rest = torch.empty(sizes[rank], dtype=transport.sum_dtype(dtype))
+            finish(transport.reduce_scatter(rest, given[rank], sizes, async_op))
+            assert torch.equal(rest, added_up(given).split(sizes)[rank]), (dtype, sizes)
+            assert torch.equal(given[rank], numbers(rank, sum(sizes), dtype)), (dtype, sizes)
+            compared += 1
+    return compared
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("of", HOSTS)
+def test_every_rank_gets_every_part_and_the_plain_sum_of_its_own_bit_by_bit(world, of, size, async_op):
+    num_compared = 11 * (len(GATHERED) + len(SUMMED))
+    assert world(size).run(gathers_and_reduces_every_split, of, async_op) == [num_compared] * size
 
 
 def torchs_and_ours(of: Callable[[Any], Transport], dtype: torch.dtype, numel: int) -> Any:
@@ -117,7 +149,7 @@ def torchs_and_ours(of: Callable[[Any], Transport], dtype: torch.dtype, numel: i
     return theirs, ours
 
 
-@pytest.mark.values
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64], ids=str)
 @pytest.mark.parametrize(("size", "numel"), [(2, 1), (3, 100), (4, 1000), (2, 2_200_000)])
 @pytest.mark.parametrize("of", HOSTS)
@@ -138,14 +170,13 @@ def all_reduced(of: Callable[[Any], Transport], dtype: torch.dtype, numel: int, 
     return total
 
 
-@pytest.mark.values
+@pytest.mark.pairs
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 @pytest.mark.parametrize("numel", [1, 1001, 300_001])
 @pytest.mark.parametrize("of", HOSTS)
 def test_an_all_reduce_gives_every_rank_the_sum_in_rank_order(world, of, size, dtype, numel):
-    wide = [numbers(rank, numel, dtype).to(torch.float32 if dtype == torch.bfloat16 else dtype) for rank in range(size)]
-    total = functools.reduce(torch.add, wide).to(dtype)
+    total = added_up([numbers(rank, numel, dtype) for rank in range(size)]).to(dtype)
     for found in world(size).run(all_reduced, of, dtype, numel, async_op=numel == 1001):
         assert torch.equal(found, total)
 

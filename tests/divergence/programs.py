@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
+from sherd.engine.run.coordinator import Coordinator
 from tests.support import sharding
 from tests.support.ranks import Processes, RanksFailed
 
@@ -75,3 +78,17 @@ def comm_errors(ranks: Processes, program: Any, *args: Any, **kwargs: Any) -> li
     errors = failed.value.errors
     assert {errors[rank][0] for rank in range(ranks.num_ranks)} == {"CommError"}, str(failed.value)
     return [errors[rank][1] for rank in range(ranks.num_ranks)]
+
+
+def num_votes(step: Callable[[int], object], num_steps: int) -> list[int]:
+    """On a rank that may go its own way: how many votes each of these steps takes."""
+    counts, vote = [0] * num_steps, Coordinator._vote
+
+    def counted(self: Coordinator, wish: Any) -> Any:
+        counts[number] += 1
+        return vote(self, wish)
+
+    with mock.patch.object(Coordinator, "_vote", counted):
+        for number in range(num_steps):
+            step(number)
+    return counts

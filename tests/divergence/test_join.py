@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,9 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import sherd
 from sherd._torch import imagined_ranks
-from sherd.engine.run.coordinator import Coordinator
 from sherd.errors import CommError, ModuleError, PolicyError, SherdError
-from tests.divergence.programs import NUM_BLOCKS, WIDTH, Chain, comm_errors, hybrid, joined, sharded
+from tests.divergence.programs import NUM_BLOCKS, WIDTH, Chain, comm_errors, hybrid, joined, num_votes, sharded
 from tests.support.comparing import assert_same, whole, whole_params
 from tests.support.ranks import RanksFailed
 from tests.support.sharding import FRONTS
@@ -327,21 +325,15 @@ def test_a_rank_may_skip_a_whole_model(world):
 
 
 def votes_of_each_step() -> list[int]:
-    counts, vote = [0], Coordinator._vote
+    model = joined()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def counted(self: Coordinator, wish: Any) -> Any:
-        counts[-1] += 1
-        return vote(self, wish)
+    def one(step: int) -> None:
+        model(batch(dist.get_rank(), step), (0, 2) if dist.get_rank() else (1, 2)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-    with mock.patch.object(Coordinator, "_vote", counted):
-        model = joined()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(5):
-            model(batch(dist.get_rank(), step), (0, 2) if dist.get_rank() else (1, 2)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            counts.append(0)
-    return counts[:-1]
+    return num_votes(one, 5)
 
 
 def test_a_settled_step_votes_where_it_begins_where_backward_ends_and_before_the_optimizer(world):

@@ -21,9 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import sherd
 from sherd.engine.moves.gradients import Gradients
 from sherd.engine.moves.weights import Weights
-from sherd.engine.run.coordinator import Coordinator
 from sherd.errors import CommError, GradientError, ModuleError, PolicyError, PolicyTypeError, StateError
-from tests.divergence.programs import WIDTH, hybrid, joined
+from tests.divergence.programs import WIDTH, hybrid, joined, num_votes
 from tests.support.comparing import assert_same
 from tests.support.ranks import RanksFailed
 from tests.support.sharding import FRONTS
@@ -436,16 +435,15 @@ def interrupted_after(out: Tensor) -> None:
     raise KeyboardInterrupt
 
 
-def is_interrupted() -> str:
+def is_interrupted() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if dist.get_rank() == 1:
         with pytest.raises(KeyboardInterrupt), sherd.step(model, optimizer):
             interrupted_after(model(batch(0, 0)))
         os._exit(3)
-    with pytest.raises(CommError) as raised, sherd.step(model, optimizer):
+    with pytest.raises(CommError), sherd.step(model, optimizer):
         body(model, optimizer, 0, None)
-    return str(raised.value)
 
 
 def test_a_rank_that_is_interrupted_leaves_and_the_others_raise(world):
@@ -542,41 +540,26 @@ def test_a_rank_fails_in_the_middle_of_an_accumulation(world, maker):
     assert_as_without(found, ranks.run(accumulated, maker, {}, [0, 2]), [False, True, False])
 
 
-def with_fewer_batches(fails: bool) -> tuple[dict[str, Any], list[bool]]:
+def with_fewer_batches(steps: list[int], fails: Fails) -> Any:
+    """Of the first step alone on rank 1."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    seed()
-    said = []
     with sherd.join(model, optimizer):
-        for step in range(3 if dist.get_rank() == 0 else 1):
-            if not fails and step == 1:
-                continue
-            with sherd.step(model, optimizer) as attempt:
-                body(model, optimizer, step, "before backward" if fails and step == 1 else None)
-            optimizer.zero_grad()
-            said.append(attempt.skipped)
-    return state_of(model, optimizer), said
+        return made_steps(model, optimizer, steps[:1] if dist.get_rank() else steps, fails)
 
 
 def test_a_rank_without_batches_skips_with_the_others(world):
-    found, expected = world(2).run(with_fewer_batches, True), world(2).run(with_fewer_batches, False)
-    assert [said for _, said in found] == [[False, True, False], [False]]
-    for (state, _), (its, _) in zip(found, expected, strict=True):
+    found = world(2).run(with_fewer_batches, [0, 1, 2], {1: {0: "before backward"}})
+    assert [[skipped for skipped, *_ in said] for _, said in found] == [[False, True, False], [False]]
+    for (state, _), (its, _) in zip(found, world(2).run(with_fewer_batches, [0, 2], {}), strict=True):
         assert_same(state, its)
 
 
 def alone() -> list[bool]:
-    before, said = {}, []
     model = net(mesh=init_device_mesh("cpu", (1,)))
     optimizer = Adam(model.parameters())
-    for where in (None, "forward", "backward", "nan", None):
-        before = state_of(model, optimizer)
-        with sherd.step(model, optimizer) as attempt:
-            body(model, optimizer, 0, where)
-        if attempt.skipped:
-            assert_same(state_of(model, optimizer), before)
-        optimizer.zero_grad()
-        said.append(attempt.skipped)
+    fails = {1: {0: "forward"}, 2: {0: "backward"}, 3: {0: "nan"}}
+    _, said = made_steps(model, optimizer, range(5), fails)
     with pytest.raises(Trouble), sherd.step(model, optimizer, max_skips=0):
         raises()
     with pytest.raises(GradientError), sherd.step(model, optimizer, max_skips=0):
@@ -584,7 +567,7 @@ def alone() -> list[bool]:
     with sherd.step(model, optimizer) as attempt:
         sherd.step(model, optimizer).__enter__()
     assert "sherd.step within sherd.step of the same model, FSDPNet" in (attempt.reason or "")
-    return said
+    return [skipped for skipped, *_ in said]
 
 
 def test_one_process_skips_by_itself(world):
@@ -594,53 +577,42 @@ def test_one_process_skips_by_itself(world):
 # Wrong use
 
 
-def refused() -> list[str]:
-    model, said = net(), []
+def used_wrongly() -> None:
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-    def note(kind: type[Exception], of: Any, **options: Any) -> None:
-        with pytest.raises(kind) as raised, sherd.step(of, optimizer, **options):
+    def refused(kind: type[Exception], words: str, of: Any, **options: Any) -> None:
+        with pytest.raises(kind, match=words), sherd.step(of, optimizer, **options):
             pass
-        said.append(str(raised.value))
 
-    note(ModuleError, nn.Linear(2, 2))
-    note(PolicyError, sherd.fully_shard(nn.Linear(2, 2)))
-    note(PolicyError, model, nonfinite="raise")
-    note(PolicyError, model, max_skips=-1)
+    refused(ModuleError, "step: nothing below Linear is sharded", nn.Linear(2, 2))
+    refused(PolicyError, r'comm_policy=CommPolicy\(divergence="join"\)', sherd.fully_shard(nn.Linear(2, 2)))
+    refused(PolicyError, "expected 'skip' or 'ignore'", model, nonfinite="raise")
+    refused(PolicyError, "expected 0 or more", model, max_skips=-1)
     with pytest.raises(PolicyTypeError):
         sherd.step(model, [model])
     loss = model(batch(0, 0)).sum()
     model.set_requires_gradient_sync(False)
     loss.backward()
-    note(StateError, model)
+    refused(StateError, "around all of its micro-batches", model)
     optimizer.zero_grad()
     model.zero_grad()
     for unit in (*model.blocks, model):
         unit.zero_grad()
     model.set_requires_gradient_sync(True)
-    with sherd.step(model, optimizer) as attempt:
-        sherd.step(model, optimizer).__enter__()
-    said.append(attempt.reason or "")
     second = net()
-    with sherd.step(model, optimizer) as attempt:
-        sherd.step(second, torch.optim.SGD(second.parameters(), lr=0.01)).__enter__()
-    said.append(attempt.reason or "")
+    for inner in (model, second):
+        with sherd.step(model, optimizer) as attempt:
+            sherd.step(inner, torch.optim.SGD(inner.parameters(), lr=0.01)).__enter__()
+        assert "sherd.step within sherd.step of models on the same ranks" in (attempt.reason or "")
     with sherd.step(second, optimizer):
         second(batch(0, 0))
     with pytest.raises(StateError, match=r"outside of its sherd\.step"):
         attempt.agree()
-    return said
 
 
 def test_wrong_use_is_named(world):
-    plain, error, choice, limit, unreduced, nested, other = world(2).run(refused)[0]
-    assert "step: nothing below Linear is sharded" in plain
-    assert 'comm_policy=CommPolicy(divergence="join")' in error
-    assert "expected 'skip' or 'ignore'" in choice
-    assert "expected 0 or more" in limit
-    assert "around all of its micro-batches" in unreduced
-    assert "sherd.step within sherd.step of models on the same ranks" in nested
-    assert "sherd.step within sherd.step of models on the same ranks" in other
+    world(2).run(used_wrongly)
 
 
 # Again and again, and elsewhere
@@ -698,21 +670,15 @@ def test_the_second_of_two_models_fails_when_the_first_has_stepped(world):
 
 
 def votes_of_each_step() -> list[int]:
-    counts, vote = [0], Coordinator._vote
-
-    def counted(self: Coordinator, wish: Any) -> Any:
-        counts[-1] += 1
-        return vote(self, wish)
-
     model = net()
     optimizer = Adam(model.parameters())
-    with mock.patch.object(Coordinator, "_vote", counted):
-        for step in range(6):
-            with sherd.step(model, optimizer):
-                body(model, optimizer, step, "backward" if step == 3 and dist.get_rank() == 1 else None)
-            optimizer.zero_grad()
-            counts.append(0)
-    return counts[:-1]
+
+    def one(step: int) -> None:
+        with sherd.step(model, optimizer):
+            body(model, optimizer, step, "backward" if step == 3 and dist.get_rank() == 1 else None)
+        optimizer.zero_grad()
+
+    return num_votes(one, 6)
 
 
 def test_a_settled_step_has_one_vote_more_also_after_a_skip(world):
@@ -736,8 +702,5 @@ def evaluates_before(steps: list[int], fails: Fails) -> Any:
 
 
 def test_a_rank_that_fails_waits_for_one_that_has_not_begun_the_step(world):
-    found, without = (
-        world(2).run(evaluates_before, [0, 1, 2], {1: {0: "first"}}),
-        world(2).run(evaluates_before, [0, 2], {}),
-    )
-    assert_as_without(found, without, [False, True, False])
+    found = world(2).run(evaluates_before, [0, 1, 2], {1: {0: "first"}})
+    assert_as_without(found, world(2).run(evaluates_before, [0, 2], {}), [False, True, False])

@@ -36,14 +36,10 @@ def test_a_model_trains_as_under_torch(world, model):
         assert_same_run(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-def train_each_with_both(models, **options):
-    return [train_with_both(Recipe(model), **options) for model in models]
-
-
-def test_replicas_train_as_under_torch(world):
-    for runs in world(4).run(train_each_with_both, ["mlp", "nested", "transformer", "frozen"], mesh_shape=(2, 2)):
-        for ours, theirs in runs:
-            assert_same_run(ours, theirs, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("model", ["mlp", "nested", "transformer", "frozen"])
+def test_replicas_train_as_under_torch(world, model):
+    for ours, theirs in world(4).run(train_with_both, Recipe(model), mesh_shape=(2, 2)):
+        assert_same_run(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 POLICIES = {

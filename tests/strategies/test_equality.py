@@ -49,8 +49,9 @@ def pair(at):
     return Case(recipe_of(at), PAIRS[at], cut, **(by_wrapper if at % 4 == 3 and cut not in ("rows", "columns") else {}))
 
 
-def test_all_pairs_of_levels_train_as_one_process_under_every_cut(world):
-    assert_each_trains(world(4), {levels: pair(at) for at, levels in enumerate(PAIRS)})
+@pytest.mark.parametrize("turn", range(4))
+def test_all_pairs_of_levels_train_as_one_process_under_every_cut(world, turn):
+    assert_each_trains(world(4), {levels: pair(at) for at, levels in enumerate(PAIRS) if at % 4 == turn})
 
 
 SHAPES = ((1, 4), (4, 1), (1, 1), (3,))
@@ -90,20 +91,18 @@ CHOICES = {
 }
 
 
-def test_transports_offload_recomputation_and_resharding_go_with_every_strategy(world):
-    cases = {}
-    for at, (name, (model, levels, options)) in enumerate(CHOICES.items()):
-        cut = ("flat", "rows", "whole")[at % 3]
-        cases[name] = Case(plain_step(model, max_norm=0.1), levels, cut, options=options)
-    assert_each_trains(world(4), cases)
+@pytest.mark.parametrize("choice", CHOICES)
+def test_transports_offload_recomputation_and_resharding_go_with_every_strategy(world, choice):
+    model, levels, options = CHOICES[choice]
+    cut = ("flat", "rows", "whole")[list(CHOICES).index(choice) % 3]
+    assert_each_trains(world(4), {choice: Case(plain_step(model, max_norm=0.1), levels, cut, options=options)})
 
 
-def test_flat_parameters_and_flat_steps_train_as_one_process(world):
-    recipe, cases = Recipe("mlp", max_norm=0.1), {}
-    for preset in ("ddp", "zero1", "hfsdp"):
-        cases[preset, "flat"] = Case(recipe, preset, by=wrapped)
-        cases[preset, "stepped"] = Case(recipe, preset, how={"flatten": True})
-    assert_each_trains(world(4), cases)
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "hfsdp"])
+def test_flat_parameters_and_flat_steps_train_as_one_process(world, preset):
+    recipe = Recipe("mlp", max_norm=0.1)
+    flat, stepped = Case(recipe, preset, by=wrapped), Case(recipe, preset, how={"flatten": True})
+    assert_each_trains(world(4), {"flat": flat, "stepped": stepped})
 
 
 def from_the_meta_device(_, levels, cut, mesh):
@@ -122,11 +121,19 @@ def replicated(model, levels, cut, mesh):
     return model
 
 
-def test_models_without_data_and_replicated_ones_train_as_one_process(world):
-    strategies = ((OPTIMIZER,), (COPIES,), HFSDP)
-    cases = {levels: Case(plain_step("uneven"), levels, "rows", by=from_the_meta_device) for levels in strategies}
-    cases["replicate"] = Case(Recipe("mlp", max_norm=0.1), (COPIES, COPIES), by=replicated)
-    assert_each_trains(world(4), cases)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(
+            Case(plain_step("uneven"), each, "rows", by=from_the_meta_device)
+            for each in ((OPTIMIZER,), (COPIES,), HFSDP)
+        ),
+        Case(Recipe("mlp", max_norm=0.1), (COPIES, COPIES), by=replicated),
+    ],
+    ids=["ZeRO-1", "copies", "HFSDP", "replicate"],
+)
+def test_models_without_data_and_replicated_ones_train_as_one_process(world, case):
+    assert_each_trains(world(4), {case.by.__name__: case})
 
 
 def low_precision(reduce_dtype):

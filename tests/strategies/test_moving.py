@@ -120,6 +120,7 @@ def setups(draw):
     return Setup(shape, tp, levels, cut, "wrapper" if wraps else "fully_shard")
 
 
+@pytest.mark.slow
 @settings(
     max_examples=examples(4),
     database=None,

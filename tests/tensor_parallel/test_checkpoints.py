@@ -1,5 +1,6 @@
 """A checkpoint of a tensor-parallel model that is sharded too loads into any other mesh, and back."""
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -62,6 +63,7 @@ def plain_steps(num_steps):
     return [*params, wholes(net)]
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_mesh_to_mesh_to_one_process_and_back(world, tmp_path):
     shapes = [(2, 2), (4, 1), (1, 4), None, (2, 2)]
     expected = plain_steps(len(shapes))

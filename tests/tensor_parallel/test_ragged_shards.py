@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sherd import Blocks, Flat, Owned
-from tests.support.suites import part
 from tests.tensor_parallel.training import (
     ODD,
     built,
@@ -78,9 +77,9 @@ def redistributed(names, placement):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("names", ORDERS)
-def test_runs_of_tensor_parallel_parts_become_shards_of_torchs_own(world, names):
-    for placement in PLACEMENTS:
-        world(4).run(redistributed, names, placement)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_runs_of_tensor_parallel_parts_become_shards_of_torchs_own(world, names, placement):
+    world(4).run(redistributed, names, placement)
 
 
 def saved(names, placement, folder):
@@ -114,10 +113,11 @@ def saved(names, placement, folder):
     return params, state
 
 
+@pytest.mark.values  # each placement on a mesh in one order or in the other
 @pytest.mark.parametrize("names", ORDERS)
-def test_runs_and_their_optimizer_state_go_through_torchs_checkpointing(world, tmp_path, names):
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_runs_and_their_optimizer_state_go_through_torchs_checkpointing(world, tmp_path, names, placement):
     params, state = of_one_process()
-    for placement in part(PLACEMENTS, names.index("tp"), 2):  # each on a mesh in one order or in the other
-        for its_params, its_state in world(4).run(saved, names, placement, tmp_path / str(placement)):
-            close(its_params, params)
-            close(its_state, state)
+    for its_params, its_state in world(4).run(saved, names, placement, tmp_path):
+        close(its_params, params)
+        close(its_state, state)
