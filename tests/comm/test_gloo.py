@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sherd.comm.host.gloo import Gloo
 from sherd.errors import CommError
-from tests.comm.numbers import GATHERED, added_up, bits, numbers, splits
+from tests.comm.numbers import GATHERED, bits, numbers, splits
 from tests.comm.test_shared_memory_deaths import ends
 
 # Above two of the smallest pieces (256 KiB), so a part takes several rounds of the slots.
@@ -52,115 +52,6 @@ def gathers_several(async_op: bool, ahead: int) -> int:
 @pytest.mark.parametrize("ahead", [0, 8 << 20])
 def test_several_gathers_at_once_small_and_large(world, size, async_op, ahead):
     assert world(size).run(gathers_several, async_op, ahead) == [11] * size
-
-
-def gathers_in_place(numel: int) -> bool:
-    gloo, rank, size = Gloo(dist.group.WORLD), dist.get_rank(), dist.get_world_size()
-    sizes = [numel + each for each in range(size)]
-    whole = torch.cat([numbers(each, length, torch.float32) for each, length in enumerate(sizes)])
-    rows = torch.zeros_like(whole)
-    own = rows.split(sizes)[rank].copy_(whole.split(sizes)[rank])
-    gloo.all_gather(rows, own, sizes, False)
-    return torch.equal(rows, whole)
-
-
-def test_a_part_that_lies_in_its_place_is_gathered_from_there(world):
-    for numel in (0, 3, MANY_PIECES):
-        assert all(world(3).run(gathers_in_place, numel)), numel
-
-
-def summed(dtype: torch.dtype, sizes: list[int], rank: int) -> torch.Tensor:
-    """The plain sum in rank order of what the ranks give for `rank`'s part."""
-    return added_up([numbers(each, sum(sizes), dtype).split(sizes)[rank] for each in range(len(sizes))])
-
-
-def reduces(gloo: Gloo, dtype: torch.dtype, sizes: list[int], async_op: bool) -> None:
-    """One reduce-scatter, compared bit by bit; `rows` stay as they were."""
-    rank = dist.get_rank()
-    rows = numbers(rank, sum(sizes), dtype)
-    before = rows.clone()
-    rest = torch.empty(sizes[rank], dtype=gloo.sum_dtype(dtype))
-    finish(gloo.reduce_scatter(rest, rows, sizes, async_op), async_op)
-    assert torch.equal(rest, summed(dtype, sizes, rank)), (dtype, sizes)
-    assert torch.equal(rows, before), (dtype, sizes)
-
-
-def reduces_many_pieces(dtype: torch.dtype) -> None:
-    gloo, size = Gloo(dist.group.WORLD, ahead=1), dist.get_world_size()
-    reduces(gloo, dtype, [MANY_PIECES] * size, True)
-    reduces(gloo, dtype, [MANY_PIECES, 0, 1, MANY_PIECES // 2][:size], True)
-    reduces(gloo, dtype, [1, 2 * MANY_PIECES + 7, 0, 3][:size], False)
-
-
-@pytest.mark.values
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_parts_larger_than_the_memory_for_them_arrive_in_pieces(world, size, dtype):
-    world(size).run(reduces_many_pieces, dtype)
-
-
-class InFlight:
-    """Gathers and reduce-scatters under way at the same time, the larger ones in pieces."""
-
-    def __init__(self) -> None:
-        self.gloo = Gloo(dist.group.WORLD, ahead=1)
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.pending = []
-        self.results = []
-
-    def issue(self, number: int) -> None:
-        """The next one, of uneven parts; every third one is a gather."""
-        sizes = [(MANY_PIECES if number % 2 else 10) + number + each for each in range(self.size)]
-        if number % 3 == 0:
-            result = torch.empty(sum(sizes))
-            given = [numbers(10 * number + each, length, torch.float32) for each, length in enumerate(sizes)]
-            right = torch.cat(given)
-            pending = self.gloo.all_gather(result, given[self.rank], sizes, True)
-        else:
-            result = torch.empty(sizes[self.rank])
-            right = summed(torch.float32, sizes, self.rank)
-            pending = self.gloo.reduce_scatter(result, numbers(self.rank, sum(sizes), torch.float32), sizes, True)
-        self.pending.append(pending)
-        self.results.append((result, right))
-
-    def wait(self, number: int) -> None:
-        self.pending[number].wait()
-        result, right = self.results[number]
-        assert torch.equal(result, right), f"call {number}"
-
-
-def waits_in_order(orders: list[list[int]]) -> None:
-    calls = InFlight()
-    for number in range(6):
-        calls.issue(number)
-    for number in orders[calls.rank]:
-        calls.wait(number)
-
-
-FORWARD = list(range(6))
-BACKWARD = FORWARD[::-1]
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_calls_in_flight_may_be_waited_for_in_reverse_and_in_different_orders(world, size):
-    world(size).run(waits_in_order, [BACKWARD] * size)
-    world(size).run(waits_in_order, [BACKWARD, FORWARD, [3, 1, 5, 0, 2, 4], FORWARD][:size], timeout=30)
-
-
-def one_rank_waits_before_it_goes_on() -> None:
-    calls = InFlight()
-    calls.issue(0)
-    calls.issue(1)
-    if calls.rank == 0:
-        calls.wait(1)
-    calls.issue(2)
-    calls.issue(3)
-    for number in BACKWARD[2:]:
-        calls.wait(number)
-
-
-def test_a_rank_may_wait_for_a_call_before_it_makes_the_next_one_and_another_rank_later(world):
-    world(2).run(one_rank_waits_before_it_goes_on, timeout=30)
 
 
 def beside_the_users_own_messages() -> list[float]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import random
 import warnings
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +15,6 @@ import torch.distributed as dist
 from sherd.comm.host import neighbours, shared_memory
 from sherd.comm.host.shared_memory import SharedMemory
 from sherd.errors import CommError
-from tests.comm.numbers import SUMMED, added_up, numbers
 
 KIB = 1 << 10
 
@@ -27,106 +23,6 @@ def met(group: dist.ProcessGroup | None = None, **options: Any) -> SharedMemory:
     transport = SharedMemory.meet(group or dist.group.WORLD, **options)
     assert transport is not None
     return transport
-
-
-def small_chunks() -> Any:
-    """Collectives of a few thousand elements take many rounds."""
-    return mock.patch.object(shared_memory, "_CHUNK", 4 * KIB)
-
-
-class Drawn:
-    """A random collective: the same on all ranks, with what this one must get."""
-
-    def __init__(self, draw: random.Random, rank: int, num_ranks: int, most: int) -> None:
-        self.dtype = draw.choice(SUMMED)
-        self.sizes = [draw.randint(0, most)] * num_ranks
-        if draw.random() < 0.6:
-            self.sizes = [draw.choice((0, draw.randint(0, most), draw.randint(0, 9))) for _ in range(num_ranks)]
-        self.kind = draw.choice(("gather", "onto", "scatter", "reduce"))
-        self.is_async = draw.random() < 0.7
-        self.in_place = draw.random() < 0.3
-        self.seed = draw.randint(0, 1 << 30)
-        self.rank, self.total = rank, sum(self.sizes)
-        self.start = sum(self.sizes[:rank])
-
-    @functools.cached_property
-    def of_ranks(self) -> list[torch.Tensor]:
-        return [numbers(self.seed + each, size, self.dtype) for each, size in enumerate(self.sizes)]
-
-    @functools.cached_property
-    def rows_of_ranks(self) -> list[torch.Tensor]:
-        return [numbers(self.seed + each, self.total, self.dtype) for each in range(len(self.sizes))]
-
-    @property
-    def own(self) -> slice:
-        return slice(self.start, self.start + self.sizes[self.rank])
-
-    def begin(self, transport: SharedMemory) -> Callable[[], None]:
-        """Call it; what remains is to wait and compare."""
-        work, result, expected = getattr(self, self.kind)(transport)
-        assert (work is not None) <= self.is_async
-
-        def end() -> None:
-            if work is not None:
-                work.wait()
-                work.wait()  # as often as one likes
-            torch.testing.assert_close(result, expected, rtol=0, atol=0)
-
-        return end
-
-    def gather(self, transport):
-        rest = self.of_ranks[self.rank].clone()
-        rows = torch.zeros(self.total, dtype=self.dtype)
-        if self.in_place:
-            rows[self.own] = rest
-            rest = rows[self.own]
-        return transport.all_gather(rows, rest, self.sizes, self.is_async), rows, torch.cat(self.of_ranks)
-
-    def onto(self, transport):
-        rest = self.of_ranks[self.rank].clone()
-        rows = torch.zeros(self.total, dtype=self.dtype)
-        into = rows.split(self.sizes)
-        work = transport.all_gather_onto(lambda rank, part: into[rank].copy_(part), rest, self.sizes, self.is_async)
-        rest.zero_()  # it may be written again at once
-        return work, rows, torch.cat(self.of_ranks)
-
-    def scatter(self, transport):
-        rows = self.rows_of_ranks[self.rank].clone()
-        expected = added_up(self.rows_of_ranks)[self.own]
-        rest = torch.zeros_like(expected)
-        if self.in_place and expected.dtype == self.dtype:
-            rest = rows[self.own]
-        return transport.reduce_scatter(rest, rows, self.sizes, self.is_async), rest, expected
-
-    def reduce(self, transport):
-        tensor = self.rows_of_ranks[self.rank].clone()
-        return transport.all_reduce(tensor, self.is_async), tensor, added_up(self.rows_of_ranks).to(self.dtype)
-
-
-def random_sequences(seeds: Sequence[int], most: int, limit: int) -> int:
-    """Many collectives in flight, waited for in an order of this rank's own; how many there were."""
-    rank, num_ranks, done = dist.get_rank(), dist.get_world_size(), 0
-    with small_chunks():
-        for seed in seeds:
-            transport = met(limit=limit)
-            draw, own_draw = random.Random(seed), random.Random(f"{seed} {rank}")
-            under_way: list[Callable[[], None]] = []
-            for _ in range(30):
-                under_way.append(Drawn(draw, rank, num_ranks, most).begin(transport))
-                while under_way and own_draw.random() < 0.4:
-                    under_way.pop(own_draw.randrange(len(under_way)))()
-                    done += 1
-            for end in reversed(under_way):
-                end()
-            transport.close()
-    return done
-
-
-@pytest.mark.values
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize(("most", "limit"), [(50, 64 * KIB), (5000, 64 * KIB), (5000, 1024 * KIB)])
-def test_any_sequence_gives_what_arithmetic_gives_in_any_order_of_waits(world, num_ranks, most, limit):
-    world(num_ranks).run(random_sequences, range(4), most, limit)
 
 
 def half_sums() -> tuple[Any, ...]:
@@ -259,7 +155,7 @@ def sum_in_subgroups() -> dict[str, float]:
         group = dist.new_group(ranks)
         if rank in ranks:
             transports[str(ranks)] = met(group), torch.tensor([float(rank)])
-    calls = [transport.all_reduce(tensor, True) for transport, tensor in transports.numbers()]
+    calls = [transport.all_reduce(tensor, True) for transport, tensor in transports.values()]
     for call in reversed(calls):
         call.wait()
     for name, (_, tensor) in transports.items():

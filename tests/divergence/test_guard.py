@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -30,20 +31,16 @@ def texts_of(ranks: Any, program: Callable[..., None], *arguments: Any) -> list[
     return texts
 
 
-def goes_on(model: Any, *order: int) -> None:
-    """Two steps, so that a rank which leaves at the end of the first one is noticed in the second."""
-    for _ in range(2):
-        step(model, *order)
-
-
 # Another way through the units
 
 
-def other_units(transport: str, order: tuple[int, ...], steps_before: int) -> None:
-    model = sharded(transport)
+def go_other_ways(odd: dict[int, tuple[int, ...]], make: Callable[[], Any], steps_before: int) -> None:
+    """Two steps, so that a rank which leaves at the end of the first one is noticed in the second."""
+    model = make()
     for _ in range(steps_before):
         step(model)
-    goes_on(model, *(order if dist.get_rank() == 1 else ()))
+    for _ in range(2):
+        step(model, *odd.get(dist.get_rank(), ()))
 
 
 @pytest.mark.parametrize(
@@ -60,18 +57,11 @@ def other_units(transport: str, order: tuple[int, ...], steps_before: int) -> No
     ids=str,
 )
 def test_a_rank_that_runs_other_units_is_named_on_all_ranks(world, transport, order, steps_before):
-    first, second = texts_of(world(2), other_units, transport, order, steps_before)
+    first, second = texts_of(world(2), go_other_ways, {1: order}, partial(sharded, transport), steps_before)
     assert first == second
     assert "rank 0 " in first
     assert "rank 1 " in first
     assert "programs.py:" in first
-
-
-def some_of_four(odd: dict[int, tuple[int, ...]], make: Callable[[], Any]) -> None:
-    model = make()
-    for _ in range(3):
-        step(model)
-    goes_on(model, *odd.get(dist.get_rank(), ()))
 
 
 @pytest.mark.values
@@ -80,7 +70,7 @@ def some_of_four(odd: dict[int, tuple[int, ...]], make: Callable[[], Any]) -> No
     "odd", [{2: (0, 2)}, {1: (0, 2), 3: (0, 2)}, {0: (0, 2), 1: (0, 1), 3: (1,)}], ids=["one", "two alike", "three"]
 )
 def test_ranks_of_four_that_go_other_ways_are_named_on_all(world, odd, make):
-    for text in texts_of(world(4), some_of_four, odd, make):
+    for text in texts_of(world(4), go_other_ways, odd, make, 3):
         assert any(f"rank {rank} " in text or f"{rank}, " in text or f" {rank} " in text for rank in odd)
 
 

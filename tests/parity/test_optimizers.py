@@ -49,16 +49,9 @@ def test_clipping_takes_unusual_parameters_and_counts_each_replica_once(threads)
 
 def train_with_an_earlier_optimizer(recipe):
     """The optimizer is made from the plain parameters, then they are sharded."""
-    model, run = build(recipe.model), Run()
+    model = build(recipe.model)
     optimizer = make_optimizer(recipe.optimizer, model)
-    shard(model)
-    for step in range(recipe.steps):
-        loss = model.loss(model(*model.make_inputs(step, dist.get_rank())))
-        loss.backward()
-        run.losses.append(loss.item())
-        finish_step(model, optimizer, recipe, run)
-    run.params = whole_params(model)
-    return run
+    return steps_sharded(shard(model), recipe, dist.get_rank(), optimizer=optimizer)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw_foreach", "adamw_fused"])

@@ -3,18 +3,16 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.parity.cases import assert_each_trains
+from tests.support import checkpoints
 from tests.support.comparing import assert_named_close, whole_params, whole_values
 from tests.support.models import build, shard
 from tests.support.training import Recipe, make_optimizer, steps_sharded, train_plain
@@ -90,8 +88,7 @@ def train_and_save(recipe, folder):
     optimizer = make_optimizer(recipe.optimizer, model)
     for step in range(2):
         one_step(model, optimizer, step)
-    state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    checkpoints.save(model, optimizer, folder)
     return whole_params(model), whole_moments(model, optimizer, 2)
 
 
@@ -108,19 +105,11 @@ def whole_moments(model, optimizer, num_steps):
     return whole_values({name: entry["exp_avg"] for name, entry in states.items()})
 
 
-def load_elsewhere(recipe, folder):
-    """Into a differently initialised model and optimizer."""
+def what_is_loaded(recipe, folder):
+    """Parameters and moments of a model that was initialised otherwise, and the parameters after the third step."""
     model = shard(build(recipe.model, seed=1))
     optimizer = make_optimizer(recipe.optimizer, model)
-    state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
-    return model, optimizer
-
-
-def what_is_loaded(recipe, folder):
-    """Parameters and moments, and the parameters after the third step."""
-    model, optimizer = load_elsewhere(recipe, folder)
+    checkpoints.load(model, optimizer, folder)
     loaded = whole_params(model), whole_moments(model, optimizer, 2)
     one_step(model, optimizer, 2)
     whole_moments(model, optimizer, 3)

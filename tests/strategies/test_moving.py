@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -20,6 +19,7 @@ from sherd.policy import Level
 from tests.strategies.cases import CUTS, sharded, wrapped
 from tests.strategies.routed import Routed, built, loss_of
 from tests.strategies.test_experts import sharded as sharded_experts
+from tests.support import checkpoints
 from tests.support.comparing import whole
 from tests.support.models import build
 from tests.support.suites import examples
@@ -76,10 +76,11 @@ def saved(placed, folder, full=False):
     """Train a step and save, by shards to `folder` or as whole states; the loss of the next step, and the states."""
     model, optimizer = placed(0)
     steps(model, optimizer, (0,))
-    states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=full))
-    kept = whole(states) if full else None
-    if not full:
-        dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+    kept = None
+    if full:
+        kept = whole(get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True)))
+    else:
+        checkpoints.save(model, optimizer, folder)
     return steps(model, optimizer, (1, 2)), kept
 
 
@@ -87,12 +88,11 @@ def loaded(placed, folder, states=None):
     """Of other weights and after a step of its own; the loss of the same next steps."""
     model, optimizer = placed(1)
     steps(model, optimizer, (5,))
-    options = StateDictOptions(full_state_dict=states is not None)
     if states is None:
-        values, state = get_state_dict(model, optimizer)
-        dcp.load({"model": values, "optimizer": state}, checkpoint_id=folder)
-        states = values, state
-    set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
+        checkpoints.load(model, optimizer, folder)
+    else:
+        options = StateDictOptions(full_state_dict=True)
+        set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
     return steps(model, optimizer, (1, 2))
 
 

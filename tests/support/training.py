@@ -91,9 +91,16 @@ def finish_step(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Reci
     optimizer.zero_grad()
 
 
-def steps_sharded(model: Specimen, recipe: Recipe, rank: int, *, announce: Announce | None = None) -> Run:
+def steps_sharded(
+    model: Specimen,
+    recipe: Recipe,
+    rank: int,
+    *,
+    announce: Announce | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Run:
     """Train `model`, sharded already, on this rank's batches, each of which `announce` is told before."""
-    optimizer, run = make_optimizer(recipe.optimizer, model), Run()
+    optimizer, run = optimizer or make_optimizer(recipe.optimizer, model), Run()
     for step in range(recipe.steps):
         losses = []
         for micro in range(recipe.micro_batches):

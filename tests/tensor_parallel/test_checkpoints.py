@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Shard
 
 import sherd
+from tests.support import checkpoints
 from tests.tensor_parallel.training import (
     ODD,
     built,
@@ -44,13 +43,10 @@ def continued(shape, folder, number):
     if number == 0:
         net.load_state_dict(built(ODD).state_dict())
     else:
-        state = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
-        dcp.load(state, checkpoint_id=f"{folder}/{number}")
-        set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        checkpoints.load(net, optimizer, f"{folder}/{number}")
     loaded = wholes(net)
     step(net, optimizer, ODD, *((number, rank) for rank in ranks))
-    model_state, optimizer_state = get_state_dict(net, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=f"{folder}/{number + 1}")
+    checkpoints.save(net, optimizer, f"{folder}/{number + 1}")
     return loaded, wholes(net)
 
 
