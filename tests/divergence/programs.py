@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
-from sherd.engine.run.coordinator import Coordinator
 from tests.support import sharding
 from tests.support.ranks import Processes, RanksFailed
 
@@ -80,15 +79,15 @@ def comm_errors(ranks: Processes, program: Any, *args: Any, **kwargs: Any) -> li
     return [errors[rank][1] for rank in range(ranks.num_ranks)]
 
 
-def num_votes(step: Callable[[int], object], num_steps: int) -> list[int]:
-    """On a rank that may go its own way: how many votes each of these steps takes."""
-    counts, vote = [0] * num_steps, Coordinator._vote
+def num_calls(owner: Any, name: str, step: Callable[[int], object], num_steps: int) -> list[int]:
+    """On a rank: how often each of these steps calls the function of this name."""
+    counts, plain = [0] * num_steps, getattr(owner, name)
 
-    def counted(self: Coordinator, wish: Any) -> Any:
+    def counted(*arguments: Any) -> Any:
         counts[number] += 1
-        return vote(self, wish)
+        return plain(*arguments)
 
-    with mock.patch.object(Coordinator, "_vote", counted):
+    with mock.patch.object(owner, name, counted):
         for number in range(num_steps):
             step(number)
     return counts

@@ -18,7 +18,7 @@ from sherd.engine.run import divergence, guard
 from sherd.engine.run.carry_out import DO
 from sherd.engine.run.seal import runtime_of, unit_of
 from sherd.errors import CommError, PolicyError
-from tests.divergence.programs import batch, comm_errors, hybrid, sharded, step, wrapped
+from tests.divergence.programs import batch, comm_errors, hybrid, num_calls, sharded, step, wrapped
 from tests.support.comparing import assert_same, whole
 
 
@@ -164,31 +164,23 @@ def test_ranks_that_change_alike_train_as_they_do_unchecked(world):
     assert_same(world(2).run(layers_dropped_alike, "error"), world(2).run(layers_dropped_alike, "trust"))
 
 
-def comparisons(make: Callable[[], Any], num_settled: int) -> tuple[int, int]:
-    """How many there are in the first steps, and in settled ones."""
-    counts = [0, 0]
-    with pytest.MonkeyPatch.context() as patch:
-        compare = guard.agree
+def comparisons(make: Callable[[], Any]) -> list[int]:
+    """How many there are in each of some steps."""
+    models: list[Any] = []
 
-        def counting(*arguments: Any) -> None:
-            counts[-1] += 1
-            compare(*arguments)
+    def one(number: int) -> None:
+        if number == 0:
+            models.append(make())
+        step(models[0])
 
-        patch.setattr(guard, "agree", counting)
-        model = make()
-        for _ in range(3):
-            step(model)
-        counts = [counts[-1], 0]
-        for _ in range(num_settled):
-            step(model)
-    return counts[0], counts[1]
+    return num_calls(guard, "agree", one, 8)
 
 
 @pytest.mark.parametrize("make", [sharded, wrapped])
 def test_settled_steps_compare_nothing(world, make):
-    for first, settled in world(2).run(comparisons, make, 5):
-        assert first > 0
-        assert settled == 0
+    for counts in world(2).run(comparisons, make):
+        assert sum(counts[:3]) > 0
+        assert sum(counts[3:]) == 0
 
 
 def two_models_in_turn() -> None:

@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import sherd
 from sherd._torch import imagined_ranks
+from sherd.engine.run.coordinator import Coordinator
 from sherd.errors import CommError, ModuleError, PolicyError, SherdError
-from tests.divergence.programs import NUM_BLOCKS, WIDTH, Chain, comm_errors, hybrid, joined, num_votes, sharded
+from tests.divergence.programs import NUM_BLOCKS, WIDTH, Chain, comm_errors, hybrid, joined, num_calls, sharded
 from tests.support.comparing import assert_same, whole, whole_params
 from tests.support.ranks import RanksFailed
 from tests.support.sharding import FRONTS
@@ -332,7 +333,7 @@ def votes_of_each_step() -> list[int]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return num_votes(one, 5)
+    return num_calls(Coordinator, "_vote", one, 5)
 
 
 def test_a_settled_step_votes_where_it_begins_where_backward_ends_and_before_the_optimizer(world):

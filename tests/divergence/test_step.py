@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import sherd
 from sherd.engine.moves.gradients import Gradients
 from sherd.engine.moves.weights import Weights
+from sherd.engine.run.coordinator import Coordinator
 from sherd.errors import CommError, GradientError, ModuleError, PolicyError, PolicyTypeError, StateError
-from tests.divergence.programs import WIDTH, hybrid, joined, num_votes
+from tests.divergence.programs import WIDTH, hybrid, joined, num_calls
 from tests.support.comparing import assert_same
 from tests.support.ranks import RanksFailed
 from tests.support.sharding import FRONTS
@@ -317,12 +318,12 @@ class Scaled(Net):
 def short_of_memory(kind: str, fails_at: int | None) -> Any:
     """On rank 1 the memory for the message of the group `fails_at` is missing in the step in the middle."""
     patched, name = {"gather": (Weights, "_gather_shards"), "reduce": (Gradients, "reduce")}[kind]
-    plain, num_calls = getattr(patched, name), 0
+    plain, calls = getattr(patched, name), 0
 
     def short(self: Any, *args: Any) -> None:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == fails_at + 1:
+        nonlocal calls
+        calls += 1
+        if calls == fails_at + 1:
             runs_out()
         plain(self, *args)
 
@@ -678,7 +679,7 @@ def votes_of_each_step() -> list[int]:
             body(model, optimizer, step, "backward" if step == 3 and dist.get_rank() == 1 else None)
         optimizer.zero_grad()
 
-    return num_votes(one, 6)
+    return num_calls(Coordinator, "_vote", one, 6)
 
 
 def test_a_settled_step_has_one_vote_more_also_after_a_skip(world):
