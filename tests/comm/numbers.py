@@ -39,6 +39,16 @@ def added_up(tensors: Sequence[Tensor]) -> Tensor:
     return total
 
 
+EXACT = {"rtol": 0.0, "atol": 0.0}
+
+
+def rounding(dtype: torch.dtype) -> dict[str, float]:
+    """How far a sum in another order may be from `added_up`; torch rounds each of its partial sums of halves."""
+    if dtype in (torch.bfloat16, torch.float16):
+        return {"rtol": 0.02, "atol": 2.0}
+    return {"rtol": 1e-5, "atol": 1e-3} if dtype.is_floating_point or dtype.is_complex else EXACT
+
+
 def splits(size: int) -> Iterator[list[int]]:
     """How long each rank's part is: even, one element, one rank's only, none at all, and at random."""
     yield [5] * size
