@@ -164,12 +164,15 @@ def test_in_backward_gathers_start_before_the_compute_beside_them_and_reductions
     assert len(starts) == 3
     assert starts[1] < backward.index(block(2, True))
     assert starts[2] < backward.index(block(1, True))
-    for place, entry in enumerate(learnt):
-        if entry == COMPUTE_WAITS:
-            assert learnt[place + 1] == RELEASED, "rows return to the gather lane after compute has read them"
     runs = [place for place, entry in enumerate(learnt) if entry == ("reduce", "run")]
     assert len(runs) == 3
     assert all(learnt[place - 1] == ("reduce", "follow compute") for place in runs)
+
+
+def test_rows_return_to_the_gather_lane_after_compute_has_read_them(learnt):
+    for place, entry in enumerate(learnt):
+        if entry == COMPUTE_WAITS:
+            assert learnt[place + 1] == RELEASED
 
 
 def test_compute_waits_for_a_reduction_only_when_the_next_one_needs_its_buffer_or_backward_is_over(learnt):

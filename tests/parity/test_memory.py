@@ -44,7 +44,7 @@ def what_outlives_the_model(name, num_steps, fails=False, **options):
     return [what for what, ref in watched.items() if ref() is not None]
 
 
-def test_nothing_outlives_the_model_also_if_a_step_has_failed(world):
+def test_nothing_outlives_the_model(world):
     for turn, name in enumerate(("mlp", "tied_across", "nested", "transformer", "checkpoint_outside")):
         for num_steps in part((0, 1, 3), turn, 3):
             assert world(2).run(what_outlives_the_model, name, num_steps) == [[], []], (name, num_steps)

@@ -409,11 +409,6 @@ class Changing(Block):
         return y * 2
 
 
-def penalized_while_bare(front: str) -> None:
-    # Right where the unit has saved something else on the way: among WAYS. Here nothing tells of the second backward.
-    gradient_penalty(sharded(nn.Sequential(Bare(), Bare()).double(), front), 0, 0).backward()
-
-
 def changed_in_place() -> None:
     mean_square(shard_children(nn.Sequential(Changing(), nn.Linear(WIDTH, WIDTH)).double()), 0, 0).backward()
 
@@ -442,7 +437,6 @@ def not_unsharded_in_backward() -> None:
 
 
 REFUSED: dict[Any, str] = {
-    **{functools.partial(penalized_while_bare, front): "modified (by an )?inplace" for front in FRONTS},
     changed_in_place: "modified by an inplace operation",
     cast_before_backward: "was deleted, moved or cast since its forward",
     read_outside_of_backward: "outside of backward",
@@ -458,6 +452,18 @@ def refuse_each() -> None:
 
 def test_what_would_be_a_wrong_number_is_an_error_that_says_why(world):
     world(2).run(refuse_each)
+
+
+def penalized_while_bare() -> None:
+    for front in FRONTS:
+        penalty = gradient_penalty(sharded(nn.Sequential(Bare(), Bare()).double(), front), 0, 0)
+        with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+            penalty.backward()
+
+
+def test_a_weight_kept_as_an_attribute_is_right_or_raises_in_a_gradient_of_a_gradient(world):
+    # Right where the unit has saved something else on the way: among WAYS. Here nothing tells of the second backward.
+    world(2).run(penalized_while_bare)
 
 
 class Hidden(Positions):
