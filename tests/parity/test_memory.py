@@ -26,14 +26,14 @@ def what_outlives_the_model(name, num_steps, fails=False, **options):
     for step in range(num_steps):
         model.loss(model(*model.make_inputs(step, dist.get_rank()))).backward()
         optimizer.step()
+    shards = {name: param.to_local() for name, param in model.named_parameters()}
+    grads = {f"gradient of {n}": p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None}
     if fails:
         with contextlib.suppress(ZeroDivisionError):
             output = model(*model.make_inputs(0, dist.get_rank()))
             output.register_hook(lambda _: 1 / 0)
             output.sum().backward()
         del output
-    shards = {name: param.to_local() for name, param in model.named_parameters()}
-    grads = {f"gradient of {n}": p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None}
     whole = {f"whole {i}": p for i, p in enumerate(seen.values()) if not isinstance(p, DTensor)}
     watched = {what: weakref.ref(t.untyped_storage()) for what, t in (shards | grads | whole).items()}
     watched |= {type(m).__name__: weakref.ref(m) for m in model.modules() if isinstance(m, FSDPModule)}

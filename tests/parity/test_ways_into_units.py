@@ -457,7 +457,7 @@ def test_what_would_be_a_wrong_number_is_an_error_that_says_why(world):
 def penalized_while_bare() -> None:
     for front in FRONTS:
         penalty = gradient_penalty(sharded(nn.Sequential(Bare(), Bare()).double(), front), 0, 0)
-        with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+        with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
             penalty.backward()
 
 
