@@ -221,7 +221,11 @@ def clipping_adam(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.
     parameters = list(parameters)
     optimizer = torch.optim.Adam(parameters, lr=lr)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    optimizer.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(parameters, 0.1))
+
+    def clip(*_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+
+    optimizer.register_step_pre_hook(clip)
     optimizer.register_step_post_hook(lambda *_: schedule.step())
     return optimizer
 
