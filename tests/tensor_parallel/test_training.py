@@ -48,24 +48,18 @@ def trained(ways):
     return runs
 
 
-def test_even_sizes_cut_on_any_dim_train_as_one_process_and_bit_for_bit_as_torchs(world):
-    ways = [(EVEN, library, {"shard_placement_fn": fn}) for fn in (None, on_dim_1) for library in LIBRARIES]
+@pytest.mark.parametrize("placement_fn", [None, on_dim_1])
+def test_even_sizes_cut_on_any_dim_train_as_one_process_and_bit_for_bit_as_torchs(world, placement_fn):
+    ways = [(EVEN, library, {"shard_placement_fn": placement_fn}) for library in LIBRARIES]
     runs = world(4).run(trained, ways)
-    for rows, torchs_rows, columns, torchs_columns in runs:
-        assert_bit_equal(rows, torchs_rows)
-        assert_bit_equal(columns, torchs_columns)
-    for ranks in zip(*runs, strict=True):
-        assert_same(list(ranks), plain(EVEN, 2))
+    for ours, torchs in runs:
+        assert_bit_equal(ours, torchs)
+    assert_same([ours for ours, _ in runs], plain(EVEN, 2))
 
 
-def test_odd_sizes_cut_on_any_dim_or_flat_train_as_one_process(world):
-    ways = [
-        (ODD, "sherd", {}),
-        (ODD, "sherd", {"shard_placement_fn": on_dim_1}),
-        (ODD, "sherd", {"placement": sherd.Flat()}),
-    ]
-    for ranks in zip(*world(4).run(trained, ways), strict=True):
-        assert_same(list(ranks), plain(ODD, 2))
+@pytest.mark.parametrize("options", [{}, {"shard_placement_fn": on_dim_1}, {"placement": sherd.Flat()}])
+def test_odd_sizes_cut_on_any_dim_or_flat_train_as_one_process(world, options):
+    assert_same([run for (run,) in world(4).run(trained, [(ODD, "sherd", options)])], plain(ODD, 2))
 
 
 # Three axes
