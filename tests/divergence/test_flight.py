@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -177,7 +178,7 @@ def texts(folder: Path, transport: str, how: str, divergence: str) -> list[str]:
     return [found[0].said, found[2].said]
 
 
-CASES = [("shared_memory", "error"), ("gloo", "join"), ("torch", "error"), ("torch", "join")]
+CASES = list(itertools.product(("shared_memory", "gloo", "torch"), ("error", "join")))
 
 
 @pytest.mark.slow

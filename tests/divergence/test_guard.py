@@ -43,15 +43,16 @@ def go_other_ways(odd: dict[int, tuple[int, ...]], make: Callable[[], Any], step
         step(model, *odd.get(dist.get_rank(), ()))
 
 
+ORDERS = [(0, 2), (1, 2), (0, 1), (1, 0, 2), (0, 1, 2, 0), (2, 1, 0)]
+
+
+@pytest.mark.values
 @pytest.mark.parametrize(
     ("transport", "order", "steps_before"),
     [
-        ("shared_memory", (0, 2), 4),
-        ("shared_memory", (1, 2), 4),
-        ("shared_memory", (1, 0, 2), 4),
-        ("gloo", (0, 1), 4),
-        ("gloo", (0, 1, 2, 0), 4),
-        ("torch", (2, 1, 0), 4),
+        *(("shared_memory", order, 4) for order in ORDERS),
+        *(("gloo", order, 4) for order in ORDERS),
+        *(("torch", order, 4) for order in ORDERS[::2]),
         *(("auto", (0, 2), steps_before) for steps_before in (0, 1, 2)),
     ],
     ids=str,

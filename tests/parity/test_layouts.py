@@ -46,12 +46,13 @@ def train_and_look(recipe, **options):
     return run, before, whole_values(after), kinds
 
 
-def assert_every_model_trains(ranks, turn, **options):
-    """Each model under one placement, the next model under the next one; in a thorough run under all of them."""
+def assert_every_model_trains(ranks, turn, always=(), **options):
+    """Each model under one placement, the next model under the next one, and those of `always`; in a thorough run under
+    all of them."""
     cases = {
         (model, placement): case(model, placement, **options)
         for at, model in enumerate(MODELS)
-        for placement in part(PLACEMENTS, at + turn, len(PLACEMENTS))
+        for placement in dict.fromkeys([*part(PLACEMENTS, at + turn, len(PLACEMENTS)), *always])
     }
     found = ranks.run(each, train_and_look, cases)
     for name, (recipe, _) in cases.items():
@@ -76,7 +77,8 @@ def test_every_model_trains_and_shows_its_state_as_in_one_process(threads, num_r
 @pytest.mark.parametrize(("num_ranks", "transport", "reshard"), [(2, "shared_memory", False), (3, "gloo", True)])
 def test_every_model_trains_on_processes_as_in_one_process(world, num_ranks, transport, reshard):
     ranks, policy = world(num_ranks), CommPolicy(transport)
-    assert_every_model_trains(ranks, num_ranks + 3, comm_policy=policy, reshard_after_forward=reshard)
+    options = {"comm_policy": policy, "reshard_after_forward": reshard}
+    assert_every_model_trains(ranks, num_ranks + 3, always=["default"], **options)
 
 
 # Threads that make groups do not live on, so many models train on the same.
@@ -92,8 +94,9 @@ def test_four_processes_may_reshard_to_pairs(world):
     assert_each_same(world(4).run(train_each, recipes, reshard_after_forward=2))
 
 
-def test_eight_ranks_may_reshard_to_fours(threads):
-    recipes = [Recipe(model) for model in ("uneven", "shared_and_reentrant")]
+@pytest.mark.parametrize("models", [("mlp", "uneven"), ("tied_across", "shared_and_reentrant")])
+def test_eight_ranks_may_reshard_to_fours(threads, models):
+    recipes = [Recipe(model) for model in models]
     assert_each_same(threads(8).run(train_each, recipes, reshard_after_forward=4))
 
 
@@ -130,10 +133,13 @@ def test_placements_may_be_chosen_per_parameter(threads, kind):
     assert_each_trains(threads(3), {model: (Recipe(model), options) for model in models})
 
 
+REPLICATED = ("mlp", "nested", "transformer")
+
+
 @pytest.mark.parametrize("placement", [placement for placement in PLACEMENTS if placement != "default"])
 def test_replicas_train_under_every_placement(world, placement):
     options = {"mesh_shape": (2, 2), "reshard_after_forward": True}
-    assert_each_trains(world(4), {model: case(model, placement, **options) for model in ("mlp", "transformer")})
+    assert_each_trains(world(4), {model: case(model, placement, **options) for model in REPLICATED})
 
 
 KEPT = (True, False, 2)
