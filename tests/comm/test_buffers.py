@@ -1,7 +1,6 @@
-"""Do views of a buffer survive its memory going and coming back?"""
+"""Views of a buffer survive its memory going and coming back."""
 
-import json
-import subprocess
+import resource
 import sys
 
 import pytest
@@ -9,35 +8,30 @@ import torch
 
 from sherd._torch import storage_uses
 from sherd.comm.buffers import Buffer
+from tests.support.ranks.forked import answer_of
 
 CPU = torch.device("cpu")
 
 
-def test_views_stay_the_same_objects_and_see_what_is_written_after_a_refill():
+def test_freeing_gives_the_memory_back_and_views_see_what_is_written_after_a_refill():
     buffer = Buffer(8, torch.float32, CPU)
     view = buffer.tensor[2:4].view(2, 1)
+    assert buffer.tensor.untyped_storage().nbytes() == buffer.nbytes == 32
     buffer.free()
+    buffer.free()  # as once
+    assert buffer.tensor.untyped_storage().nbytes() == 0
+    assert (buffer.tensor.shape, buffer.nbytes) == ((8,), 32)
     buffer.allocate()
     buffer.tensor.copy_(torch.arange(8.0))
+    buffer.allocate()  # keeps what was written
     assert view.tolist() == [[2.0], [3.0]]
 
 
-def test_freeing_gives_the_memory_back_and_keeps_the_shape():
-    buffer = Buffer(8, torch.bfloat16, CPU)
-    assert buffer.tensor.untyped_storage().nbytes() == buffer.nbytes == 16
+def test_an_empty_buffer_comes_and_goes_like_any_other():
+    buffer = Buffer(0, torch.float32, CPU)
     buffer.free()
-    assert buffer.tensor.untyped_storage().nbytes() == 0
-    assert (buffer.tensor.shape, buffer.nbytes) == ((8,), 16)
-
-
-def test_freeing_and_allocating_twice_is_as_once_and_keeps_what_was_written():
-    buffer = Buffer(2, torch.float32, CPU)
-    buffer.tensor.fill_(7)
     buffer.allocate()
-    assert buffer.tensor.tolist() == [7, 7]
-    buffer.free()
-    buffer.free()
-    assert buffer.tensor.untyped_storage().nbytes() == 0
+    assert buffer.tensor.numel() == buffer.nbytes == 0
 
 
 def test_refilling_moves_no_version_counter_that_autograd_checks():
@@ -78,19 +72,7 @@ def test_uses_counts_the_views_that_somebody_keeps():
     assert storage_uses(buffer.address) == before
 
 
-def test_an_empty_buffer_comes_and_goes_like_any_other():
-    buffer = Buffer(0, torch.float32, CPU)
-    buffer.free()
-    buffer.allocate()
-    assert buffer.tensor.numel() == buffer.nbytes == 0
-
-
-ROUNDS = """
-import json, resource, torch
-from sherd._torch import storage_uses
-from sherd.comm.buffers import Buffer
-
-def round_of(buffers):
+def faults_of_a_round(buffers):
     for buffer in buffers:
         buffer.allocate()
         buffer.tensor.fill_(1)
@@ -98,25 +80,22 @@ def round_of(buffers):
         buffer.free()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-def settled(*mebibytes):
-    buffers = [Buffer(each << 20, torch.uint8, torch.device("cpu")) for each in mebibytes]
+
+def settled_faults(*mebibytes):
+    """Page faults of a later round."""
+    buffers = [Buffer(each << 20, torch.uint8, CPU) for each in mebibytes]
     for buffer in buffers:
         buffer.free()
     # The heap of a small process settles after some rounds: small blocks come to lie between the large ones.
-    counts = [round_of(buffers) for _ in range(12)]
+    counts = [faults_of_a_round(buffers) for _ in range(12)]
     return counts[-1] - counts[-2]
-
-print(json.dumps([settled(12, 12, 12), settled(64)]))
-"""
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc is what is taught")
 def test_buffers_that_come_and_go_together_cost_no_page_faults():
-    answer = subprocess.run([sys.executable, "-c", ROUNDS], capture_output=True, text=True, check=True).stdout
-    together, larger_than_malloc_keeps = json.loads(answer)
-    assert together < 100, "three times 3,072 pages"
+    assert answer_of(settled_faults, 12, 12, 12) < 100, "three times 3,072 pages"
     if _has_large_pages():
-        assert larger_than_malloc_keeps < 2048, "of 16,384 pages"
+        assert answer_of(settled_faults, 64) < 2048, "of 16,384 pages: larger than malloc keeps"
 
 
 def _has_large_pages():

@@ -1,4 +1,4 @@
-"""Does the recorder write when it is asked, and never stand in the way?"""
+"""The recorder writes when it is asked, and never stands in the way."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from sherd.comm import flight
 from sherd.comm.bounded_store import BoundedStore
 from sherd.comm.flight import FOLDER, SIGNAL, Recorder
 from tests.comm.test_shared_memory_deaths import ends
@@ -50,19 +51,26 @@ def recorders(timeout_s: float = 60) -> tuple[Recorder, Recorder, Any]:
     return one, other, store
 
 
-def test_all_ranks_of_a_job_have_one_name_for_it():
+def why(folder: Path, recorder: Recorder, rank: int = 0) -> str:
+    """What the record of a rank says."""
+    return json.loads((folder / f"sherd-flight-{recorder.job}-rank{rank}.json").read_text())["why"]
+
+
+@pytest.fixture
+def nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nobody is waited for long."""
+    monkeypatch.setattr(flight, "LOOK_EVERY_S", 0.01)
+
+
+def test_all_ranks_of_a_job_have_one_name_for_it_and_the_last_words_are_said_once(folder):
     one, other, _ = recorders()
     assert one.job == other.job
-
-
-def test_the_last_words_are_said_once(folder):
-    one, _, _ = recorders()
     source = Standing()
     one.join(source)
     text = one.failed(source, "it failed", absent=False)
     assert text.startswith("it failed. What each rank has done is in")
     assert one.failed(source, text, absent=False) == text
-    assert json.loads((folder / f"sherd-flight-{one.job}-rank0.json").read_text())["why"] == "it failed"
+    assert why(folder, one) == "it failed"
 
 
 def test_a_rank_that_is_asked_writes_and_one_that_has_failed_keeps_what_it_wrote(folder):
@@ -72,14 +80,13 @@ def test_a_rank_that_is_asked_writes_and_one_that_has_failed_keeps_what_it_wrote
     other.join(sources[1])
     one.failed(sources[0], "it failed", absent=False)
     other.look()
-    files = {rank: folder / f"sherd-flight-{one.job}-rank{rank}.json" for rank in range(2)}
-    assert "has asked for it" in json.loads(files[1].read_text())["why"]
+    assert "has asked for it" in why(folder, one, 1)
     store.add("asked", 1)
     one.look()
-    assert json.loads(files[0].read_text())["why"] == "it failed"
+    assert why(folder, one) == "it failed"
 
 
-def test_a_rank_that_went_on_after_a_failure_writes_the_next_one(folder):
+def test_a_rank_that_went_on_after_a_failure_writes_the_next_one(folder, nobody_answers):
     one, other, store = recorders()
     sources = Standing(), Standing()
     one.join(sources[0])
@@ -88,14 +95,14 @@ def test_a_rank_that_went_on_after_a_failure_writes_the_next_one(folder):
     other.failed(sources[1], "first", absent=False)
     other._next_look = 1e9  # its thread is held up
     assert "Rank 1 has not answered" in one.failed(sources[0], "second", absent=True)
-    assert json.loads((folder / f"sherd-flight-{one.job}-rank0.json").read_text())["why"] == "second"
+    assert why(folder, one) == "second"
     sources[0].newest = 5
     store.add("asked", 1)
     one.look()
-    assert "has asked for it" in json.loads((folder / f"sherd-flight-{one.job}-rank0.json").read_text())["why"]
+    assert "has asked for it" in why(folder, one)
 
 
-def test_a_wait_that_has_become_long_is_told_before_the_timeout(folder, capfd):
+def test_a_wait_that_has_become_long_is_told_before_the_timeout(folder, capfd, nobody_answers):
     one, _, _ = recorders(timeout_s=10)
     source = Standing(waits_s=4.9)
     one.join(source)
@@ -148,7 +155,7 @@ def test_a_fault_of_the_recorder_hides_no_error(folder):
 # Signals
 
 
-def test_a_signal_that_is_handled_is_left_alone(monkeypatch):
+def test_a_signal_that_is_handled_is_left_alone_and_a_word_that_is_none_is_told(monkeypatch):
     monkeypatch.setenv(SIGNAL, "SIGUSR2")
     before = signal.signal(signal.SIGUSR2, lambda number, frame: None)
     try:
@@ -158,9 +165,6 @@ def test_a_signal_that_is_handled_is_left_alone(monkeypatch):
         assert signal.getsignal(signal.SIGUSR2) is mine
     finally:
         signal.signal(signal.SIGUSR2, before)
-
-
-def test_a_word_that_is_no_signal_is_told(monkeypatch):
     monkeypatch.setenv(SIGNAL, "SIGNONE")
     with pytest.warns(UserWarning, match="SIGNONE"):
         recorders()

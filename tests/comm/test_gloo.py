@@ -1,16 +1,15 @@
-"""Does the gloo transport give every rank the right bytes and sums, however it waits, and an error if a rank dies?"""
+"""The gloo transport gives every rank the right bytes and sums, however it waits, and an error if a rank dies."""
 
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import signal
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -19,45 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sherd.comm.host.gloo import Gloo
 from sherd.errors import CommError
+from tests.comm.numbers import GATHERED, bits, numbers, splits
+from tests.comm.test_shared_memory_deaths import ends
 
-SUMMED = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.uint8,
-    torch.complex64,
-]
-GATHERED = [*SUMMED, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
 # Above two of the smallest pieces (256 KiB), so a part takes several rounds of the slots.
 MANY_PIECES = 300_000
-
-
-def numbers(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """The same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    if dtype.is_complex:
-        return torch.randn(count, dtype=dtype, generator=generator)
-    if dtype.is_floating_point:
-        return torch.randn(count, generator=generator).to(dtype)
-    return torch.randint(0, 2 if dtype == torch.bool else 50, (count,), generator=generator).to(dtype)
-
-
-def splits(size: int) -> Iterator[list[int]]:
-    """How long each rank's part is: even, one element, one rank's only, none at all, and at random."""
-    yield [5] * size
-    yield [1] * size
-    yield [0] * size
-    yield [1] + [0] * (size - 1)
-    yield [0] * (size - 1) + [7]
-    random = Random(size)
-    for _ in range(6):
-        yield [random.choice([0, 1, random.randrange(100), random.randrange(5000)]) for _ in range(size)]
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)
 
 
 def finish(pending: object, async_op: bool) -> None:
@@ -65,26 +30,6 @@ def finish(pending: object, async_op: bool) -> None:
     if pending is not None:
         pending.wait()
         pending.wait()
-
-
-def gathers_every_split(async_op: bool) -> int:
-    gloo, rank, size = Gloo(dist.group.WORLD), dist.get_rank(), dist.get_world_size()
-    compared = 0
-    for dtype in GATHERED:
-        for sizes in splits(size):
-            given = [numbers(each, numel, dtype) for each, numel in enumerate(sizes)]
-            rows = torch.zeros(sum(sizes), dtype=dtype)
-            finish(gloo.all_gather(rows, given[rank], sizes, async_op), async_op)
-            assert torch.equal(bits(rows), bits(torch.cat(given))), (dtype, sizes)
-            compared += 1
-    return compared
-
-
-@pytest.mark.values
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("async_op", [False, True])
-def test_every_rank_gathers_every_part_bit_by_bit(world, size, async_op):
-    assert world(size).run(gathers_every_split, async_op) == [110] * size
 
 
 def gathers_several(async_op: bool, ahead: int) -> int:
@@ -107,188 +52,6 @@ def gathers_several(async_op: bool, ahead: int) -> int:
 @pytest.mark.parametrize("ahead", [0, 8 << 20])
 def test_several_gathers_at_once_small_and_large(world, size, async_op, ahead):
     assert world(size).run(gathers_several, async_op, ahead) == [11] * size
-
-
-def gathers_in_place(numel: int) -> bool:
-    gloo, rank, size = Gloo(dist.group.WORLD), dist.get_rank(), dist.get_world_size()
-    sizes = [numel + each for each in range(size)]
-    whole = torch.cat([numbers(each, length, torch.float32) for each, length in enumerate(sizes)])
-    rows = torch.zeros_like(whole)
-    start = sum(sizes[:rank])
-    own = rows[start : start + sizes[rank]]
-    own.copy_(whole[start : start + sizes[rank]])
-    gloo.all_gather(rows, own, sizes, False)
-    return torch.equal(rows, whole)
-
-
-@pytest.mark.parametrize("numel", [0, 3, MANY_PIECES])
-def test_a_part_that_lies_in_its_place_is_gathered_from_there(world, numel):
-    assert all(world(3).run(gathers_in_place, numel))
-
-
-def summed(dtype: torch.dtype, sizes: list[int], rank: int) -> torch.Tensor:
-    """The plain sum in rank order of what the ranks give for `rank`'s part."""
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    start, stop = sum(sizes[:rank]), sum(sizes[: rank + 1])
-    given = [numbers(each, sum(sizes), dtype)[start:stop].to(wide) for each in range(len(sizes))]
-    total = given[0].clone()
-    for part in given[1:]:
-        total += part
-    return total
-
-
-def reduces(gloo: Gloo, dtype: torch.dtype, sizes: list[int], async_op: bool) -> None:
-    """One reduce-scatter, compared bit by bit; `rows` stay as they were."""
-    rank = dist.get_rank()
-    rows = numbers(rank, sum(sizes), dtype)
-    before = rows.clone()
-    rest = torch.empty(sizes[rank], dtype=gloo.sum_dtype(dtype))
-    finish(gloo.reduce_scatter(rest, rows, sizes, async_op), async_op)
-    assert torch.equal(rest, summed(dtype, sizes, rank)), (dtype, sizes)
-    assert torch.equal(rows, before), (dtype, sizes)
-
-
-def reduces_every_split(async_op: bool) -> int:
-    gloo = Gloo(dist.group.WORLD)
-    compared = 0
-    for dtype in SUMMED:
-        for sizes in splits(dist.get_world_size()):
-            reduces(gloo, dtype, sizes, async_op)
-            compared += 1
-    return compared
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("async_op", [False, True])
-def test_every_rank_gets_the_plain_sum_of_its_part(world, size, async_op):
-    assert world(size).run(reduces_every_split, async_op) == [77] * size
-
-
-def reduces_many_pieces(dtype: torch.dtype) -> None:
-    gloo, size = Gloo(dist.group.WORLD, ahead=1), dist.get_world_size()
-    reduces(gloo, dtype, [MANY_PIECES] * size, True)
-    reduces(gloo, dtype, [MANY_PIECES, 0, 1, MANY_PIECES // 2][:size], True)
-    reduces(gloo, dtype, [1, 2 * MANY_PIECES + 7, 0, 3][:size], False)
-
-
-@pytest.mark.values
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_parts_larger_than_the_memory_for_them_arrive_in_pieces(world, size, dtype):
-    world(size).run(reduces_many_pieces, dtype)
-
-
-def torchs_and_ours(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    gloo, rank, size = Gloo(dist.group.WORLD), dist.get_rank(), dist.get_world_size()
-    given, sizes = numbers(rank, 100 * size, dtype), [100] * size
-    torchs_rest, ours_rest = torch.empty(100, dtype=dtype), torch.empty(100, dtype=gloo.sum_dtype(dtype))
-    dist.reduce_scatter(torchs_rest, list(given.clone().chunk(size)), op=dist.ReduceOp.SUM)
-    gloo.reduce_scatter(ours_rest, given, sizes, False)
-    torchs_sum, ours_sum = given.clone(), given.clone()
-    dist.all_reduce(torchs_sum)
-    gloo.all_reduce(ours_sum, False)
-    return torchs_rest, ours_rest, torchs_sum, ours_sum
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64])
-def test_sums_are_those_of_torchs_own_collectives(world, dtype):
-    for torchs_rest, ours_rest, torchs_sum, ours_sum in world(3).run(torchs_and_ours, dtype):
-        # torch rounds each of its partial sums to bfloat16.
-        atol, rtol = (0.02, 0.02) if dtype == torch.bfloat16 else (1e-6, 1e-6)
-        torch.testing.assert_close(ours_rest.to(dtype), torchs_rest, rtol=rtol, atol=atol)
-        torch.testing.assert_close(ours_sum, torchs_sum, rtol=0, atol=0)
-
-
-def all_reduced(dtype: torch.dtype, numel: int, async_op: bool) -> torch.Tensor:
-    total = numbers(dist.get_rank(), numel, dtype)
-    finish(Gloo(dist.group.WORLD).all_reduce(total, async_op), async_op)
-    return total
-
-
-@pytest.mark.pairs
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("numel", [1, 1001, 50_000])
-def test_an_all_reduce_gives_every_rank_the_same_bits(world, size, dtype, numel):
-    first, *others = world(size).run(all_reduced, dtype, numel, async_op=numel == 1001)
-    assert all(torch.equal(bits(first), bits(other)) for other in others)
-    exact = sum(numbers(rank, numel, dtype).double() for rank in range(size))
-    torch.testing.assert_close(first.double(), exact, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=5e-2)
-
-
-def test_halves_are_added_up_in_float32():
-    gloo = Gloo.__new__(Gloo)
-    widened = {dtype: gloo.sum_dtype(dtype) for dtype in SUMMED}
-    assert {dtype for dtype in SUMMED if widened[dtype] != dtype} == {torch.bfloat16, torch.float16}
-    assert widened[torch.bfloat16] == widened[torch.float16] == torch.float32
-
-
-class InFlight:
-    """Gathers and reduce-scatters under way at the same time, the larger ones in pieces."""
-
-    def __init__(self) -> None:
-        self.gloo = Gloo(dist.group.WORLD, ahead=1)
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.pending = []
-        self.results = []
-
-    def issue(self, number: int) -> None:
-        """The next one, of uneven parts; every third one is a gather."""
-        sizes = [(MANY_PIECES if number % 2 else 10) + number + each for each in range(self.size)]
-        if number % 3 == 0:
-            result = torch.empty(sum(sizes))
-            given = [numbers(10 * number + each, length, torch.float32) for each, length in enumerate(sizes)]
-            right = torch.cat(given)
-            pending = self.gloo.all_gather(result, given[self.rank], sizes, True)
-        else:
-            result = torch.empty(sizes[self.rank])
-            right = summed(torch.float32, sizes, self.rank)
-            pending = self.gloo.reduce_scatter(result, numbers(self.rank, sum(sizes), torch.float32), sizes, True)
-        self.pending.append(pending)
-        self.results.append((result, right))
-
-    def wait(self, number: int) -> None:
-        self.pending[number].wait()
-        result, right = self.results[number]
-        assert torch.equal(result, right), f"call {number}"
-
-
-def waits_in_order(orders: list[list[int]]) -> None:
-    calls = InFlight()
-    for number in range(6):
-        calls.issue(number)
-    for number in orders[calls.rank]:
-        calls.wait(number)
-
-
-FORWARD = list(range(6))
-BACKWARD = FORWARD[::-1]
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_calls_in_flight_may_be_waited_for_in_reverse(world, size):
-    world(size).run(waits_in_order, [BACKWARD] * size)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_may_wait_in_different_orders(world, size):
-    world(size).run(waits_in_order, [BACKWARD, FORWARD, [3, 1, 5, 0, 2, 4]][:size], timeout=30)
-
-
-def one_rank_waits_before_it_goes_on() -> None:
-    calls = InFlight()
-    calls.issue(0)
-    calls.issue(1)
-    if calls.rank == 0:
-        calls.wait(1)
-    calls.issue(2)
-    calls.issue(3)
-    for number in BACKWARD[2:]:
-        calls.wait(number)
-
-
-def test_a_rank_may_wait_for_a_call_before_it_makes_the_next_one_and_another_rank_later(world):
-    world(2).run(one_rank_waits_before_it_goes_on, timeout=30)
 
 
 def beside_the_users_own_messages() -> list[float]:
@@ -407,17 +170,15 @@ def test_a_rank_that_never_comes_is_named_each_time_one_waits_for_it(world):
     assert nothing == []
 
 
-def live_until_rank_1_dies(rank: int, port: int, collective: str, pipe: Connection) -> None:
-    """A rank of three, of which one is killed in the middle of a collective; the others send what they are told."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-    gloo, numel = Gloo(dist.group.WORLD), 1 << 20
+def loses_rank_1(tell: Callable[[Any], None], collective: str) -> None:
+    """A rank of three, of which one is killed in the middle of a collective; the others raise what they are told."""
+    gloo, numel, store = Gloo(dist.group.WORLD), 1 << 20, dist.distributed_c10d._get_default_store()
     rows, rest, sizes = torch.ones(3 * numel), torch.ones(numel), [numel] * 3
     gloo.all_gather(rows, rest, sizes, False)
-    store.set(f"connected {rank}", "")
-    if rank == 1:
+    store.set(f"connected {dist.get_rank()}", "")
+    if dist.get_rank() == 1:
         store.wait(["connected 0", "connected 2"])  # the gather before is not what is to fail
+        tell("killed")
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         if collective == "all-gather":
@@ -427,33 +188,16 @@ def live_until_rank_1_dies(rank: int, port: int, collective: str, pipe: Connecti
         else:
             gloo.all_reduce(rows, True).wait()
     except CommError as error:
-        pipe.send(str(error))
-    # The others must not take our end for the first one.
-    pipe.recv()
+        tell(str(error))
+    time.sleep(60)  # the others must not take our end for the first one
 
 
 @pytest.mark.parametrize("collective", ["all-gather", "reduce-scatter", "all-reduce"])
 def test_a_killed_rank_ends_the_collective_of_the_others_with_an_error_that_names_it(collective):
-    context = multiprocessing.get_context("forkserver")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes = [context.Pipe() for _ in range(3)]
-    ranks = [
-        context.Process(target=live_until_rank_1_dies, args=(rank, store.port, collective, theirs), daemon=True)
-        for rank, (_, theirs) in enumerate(pipes)
-    ]
-    try:
-        for rank in ranks:
-            rank.start()
-        for rank in (0, 2):
-            ours, _ = pipes[rank]
-            assert ours.poll(30), "a rank was not told"
-            told = ours.recv()
-            assert f"{collective} of " in told
-            assert f"bytes over gloo among ranks [0, 1, 2] failed on rank {rank}" in told
-            assert "last checkpoint" in told
-            if collective == "reduce-scatter":
-                assert "with rank 1: " in told
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
+    told = ends(3, loses_rank_1, collective)
+    for rank in (0, 2):
+        assert f"{collective} of " in told[rank].said
+        assert f"bytes over gloo among ranks [0, 1, 2] failed on rank {rank}" in told[rank].said
+        assert "last checkpoint" in told[rank].said
+        if collective == "reduce-scatter":
+            assert "with rank 1: " in told[rank].said

@@ -1,4 +1,4 @@
-"""Are sherd's own groups made once, by their ranks alone, and whatever groups a program has made or given up before?"""
+"""Sherd's own groups are made once, by their ranks alone, whatever groups a program has made or given up before."""
 
 import gc
 import weakref
@@ -69,18 +69,13 @@ def test_a_rank_that_does_not_come_to_make_a_group_is_named(world):
     world(2).run(one_rank_stays_away)
 
 
-def trained_over(group):
-    model = FullyShardedDataParallel(nn.Linear(4, 4), process_group=group)
-    model(torch.ones(2, 4)).sum().backward()
-
-
-def groups_that_come_and_go():
-    """How many of three groups live when the fourth is in use."""
+def live_after(use, make):
+    """How many of three groups live when the fourth is in use: `use(group, number)` of what `make()` returns."""
     gone = []
-    for _ in range(4):
-        group = dist.new_group()
+    for number in range(4):
+        group = make()
         gone.append(weakref.ref(group))
-        trained_over(group)
+        use(group, number)
         dist.barrier()
         dist.destroy_process_group(group)
         del group
@@ -89,35 +84,33 @@ def groups_that_come_and_go():
     return sum(each() is not None for each in gone[:3])
 
 
+def groups_that_come_and_go():
+    def use(group, number):
+        FullyShardedDataParallel(nn.Linear(4, 4), process_group=group)(torch.ones(2, 4)).sum().backward()
+
+    return live_after(use, dist.new_group)
+
+
 def test_a_destroyed_group_of_a_wrapper_is_let_go_when_the_next_one_is_used(world):
     assert world(2).run(groups_that_come_and_go) == [0, 0]
 
 
 def replicate_groups_that_come_and_go():
-    """How many of three replicate groups live when the fourth is in use beside the same shard group."""
-    rank = dist.get_rank()
+    """Beside the same shard group."""
     shard, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
-    gone = []
-    for number in range(4):
-        replicate, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
-        gone.append(weakref.ref(replicate))
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4, bias=False)
+
+    def use(replicate, number):
         model = FullyShardedDataParallel(
-            model,
+            nn.Linear(4, 4, bias=False),
             process_group=(shard, replicate),
             sharding_strategy=ShardingStrategy.HYBRID_SHARD,
             use_orig_params=True,
         )
-        model(torch.full((1, 4), float(rank + number))).sum().backward()
+        model(torch.full((1, 4), float(dist.get_rank() + number))).sum().backward()
         for each in model.parameters():
             assert torch.equal(each.grad.full_tensor(), torch.full((4, 4), 1.5 + number))
-        dist.barrier()
-        dist.destroy_process_group(replicate)
-        del replicate, model, each
-    forget_meshes()
-    gc.collect()
-    return sum(each() is not None for each in gone[:3])
+
+    return live_after(use, lambda: dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0])
 
 
 def test_a_destroyed_replicate_group_is_let_go_and_a_later_one_is_not_taken_for_it(world):

@@ -1,12 +1,94 @@
-"""Is every lane ordered after what it reads and before what reads it, and does it run ahead where it may?"""
+"""Every lane is ordered after what it reads and before what reads it, and runs ahead where it may."""
+
+from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from sherd import CommPolicy, Flat
-from tests.comm.recorded import step_that_may_not_read_tensors, steps, unsharded_by_hand
+from sherd import CommPolicy, Flat, fully_shard
+from sherd.comm.streams import RecordingStreams, use_streams
+from tests.support.meshes import mesh_of
+from tests.support.sharding import shard_children
+
+Log = list[tuple[str, str]]
+
+
+class Block(nn.Module):
+    """A linear layer that notes in `log` when it computes, forward and backward."""
+
+    def __init__(self, name: str, log: Log) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+        self.name = name
+        self.log = log
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(("compute", self.name))
+        hidden = self.linear(x)
+        hidden.register_hook(self._in_backward)
+        return hidden.relu()
+
+    def _in_backward(self, gradient: Tensor) -> None:
+        self.log.append(("compute", f"{self.name} backward"))
+
+
+def steps(num_steps: int, num_blocks: int = 3, *, replicas: int = 1, **options: object) -> list[Log]:
+    """On a rank: each step's log. The root has no parameters of its own."""
+    streams = RecordingStreams()
+    size = torch.distributed.get_world_size()
+    mesh = mesh_of((replicas, size // replicas) if replicas > 1 else None)
+    model = nn.Sequential(*(Block(f"block {number}", streams.log) for number in range(num_blocks)))
+    buffers = options.pop("reduce_buffers", None)
+    # The calls of an accelerator; ranks that share memory have no lane to order.
+    options.setdefault("comm_policy", CommPolicy("torch"))
+    with use_streams(streams):
+        shard_children(model, mesh=mesh, **options)
+    if buffers is not None:
+        model.set_reduce_scatter_max_input_buffers(buffers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    logs: list[Log] = []
+    for _ in range(num_steps):
+        streams.log.clear()
+        model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        logs.append(list(streams.log))
+    return logs
+
+
+def unsharded_by_hand() -> Log:
+    """On a rank: what `unshard()` does outside of a forward."""
+    streams = RecordingStreams()
+    block = Block("block", streams.log)
+    with use_streams(streams):
+        fully_shard(block, comm_policy=CommPolicy("torch"))
+    streams.log.clear()
+    block.unshard(async_op=True)
+    return list(streams.log)
+
+
+def step_that_may_not_read_tensors() -> bool:
+    """On a rank: a learnt step in which every method that brings a tensor's values to the host raises."""
+
+    def refused(*_: Any) -> Any:
+        raise AssertionError("a tensor's values were read on the host in the middle of a step")
+
+    with use_streams(RecordingStreams()):
+        layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        model = shard_children(layers, comm_policy=CommPolicy("torch"))
+    model(torch.ones(2, 8)).sum().backward()
+    loss_gradient = torch.ones(2, 8)
+    methods = dict.fromkeys(("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "cpu"), refused)
+    with mock.patch.multiple(torch.Tensor, create=True, **methods):
+        model(torch.ones(2, 8)).backward(loss_gradient)
+    return model[0].weight.grad is not None
+
 
 COMPUTE_WAITS = ("compute", "follow gather")
 RELEASED = ("gather", "follow compute")
@@ -16,7 +98,8 @@ GATHER = ("gather", "run")
 @pytest.fixture(scope="module")
 def learnt(world):
     """The third step of three blocks on two ranks, when the order is known."""
-    first, *_ = world(2).run(steps, 3)
+    first, other = world(2).run(steps, 3)
+    assert first == other, "all ranks order their lanes alike"
     return first[2]
 
 
@@ -75,37 +158,21 @@ def test_whole_buffers_return_to_the_gather_lane_after_compute_has_read_them(lea
     assert learnt_flat.count(RELEASED) == 1 + 6  # the step's begin; three blocks, forward and backward
 
 
-def test_each_gather_is_started_before_the_compute_that_it_runs_beside(learnt):
-    forward = learnt[: learnt.index(block(2)) + 1]
-    starts = [place for place, entry in enumerate(forward) if entry == GATHER]
-    waits = [place for place, entry in enumerate(forward) if entry == COMPUTE_WAITS]
-    for number in (1, 2):
-        assert starts[number] < forward.index(block(number - 1)) < waits[number]
-
-
-def test_each_gather_of_backward_is_started_before_the_compute_that_it_runs_beside(learnt):
+def test_in_backward_gathers_start_before_the_compute_beside_them_and_reductions_after_it_has_written(learnt):
     backward = learnt[learnt.index(block(2)) + 1 :]
     starts = [place for place, entry in enumerate(backward) if entry == GATHER]
     assert len(starts) == 3
     assert starts[1] < backward.index(block(2, True))
     assert starts[2] < backward.index(block(1, True))
+    runs = [place for place, entry in enumerate(learnt) if entry == ("reduce", "run")]
+    assert len(runs) == 3
+    assert all(learnt[place - 1] == ("reduce", "follow compute") for place in runs)
 
 
 def test_rows_return_to_the_gather_lane_after_compute_has_read_them(learnt):
     for place, entry in enumerate(learnt):
         if entry == COMPUTE_WAITS:
             assert learnt[place + 1] == RELEASED
-
-
-def test_the_first_gather_of_a_step_waits_for_the_optimizer_that_wrote_the_shards(learnt):
-    assert learnt[0] == ("gather", "follow compute")
-    assert learnt.index(GATHER) > 0
-
-
-def test_the_reduce_lane_waits_for_compute_to_have_written_the_rows_before_each_reduction(learnt):
-    runs = [place for place, entry in enumerate(learnt) if entry == ("reduce", "run")]
-    assert len(runs) == 3
-    assert all(learnt[place - 1] == ("reduce", "follow compute") for place in runs)
 
 
 def test_compute_waits_for_a_reduction_only_when_the_next_one_needs_its_buffer_or_backward_is_over(learnt):
@@ -117,11 +184,10 @@ def test_compute_waits_for_a_reduction_only_when_the_next_one_needs_its_buffer_o
     assert first_run < learnt.index(block(1, True)) < first_settle
 
 
-@pytest.mark.parametrize("buffers", [2, 3])
-def test_with_more_buffers_as_many_reductions_are_in_flight_before_compute_waits_for_one(world, buffers):
-    log = world(2).run(steps, 2, 5, reduce_buffers=buffers)[0][1]
-    until = log[: log.index(("compute", "follow reduce"))]
-    assert until.count(("reduce", "run")) == buffers
+def test_with_more_buffers_as_many_reductions_are_in_flight_before_compute_waits_for_one(world):
+    for buffers in (2, 3):
+        log = world(2).run(steps, 2, 5, reduce_buffers=buffers)[0][1]
+        assert log[: log.index(("compute", "follow reduce"))].count(("reduce", "run")) == buffers
 
 
 def test_the_all_reduce_lane_waits_for_the_reduce_scatter_and_compute_for_the_all_reduce_alone(world):
@@ -150,11 +216,6 @@ def test_a_kept_part_is_compute_memory_so_its_gather_waits_for_compute(world):
 
 def test_a_gather_that_a_user_starts_follows_the_optimizer_too(world):
     assert world(2).run(unsharded_by_hand) == [[RELEASED, GATHER]] * 2
-
-
-def test_all_ranks_order_their_lanes_alike(world):
-    one, other = world(2).run(steps, 2)
-    assert one == other
 
 
 def test_nothing_in_a_step_reads_a_tensor_on_the_host_which_would_wait_for_the_device(world):

@@ -1,11 +1,10 @@
-"""What do ranks that share memory see when one of them dies, is stopped, or ends before the others?
+"""What ranks that share memory see when one of them dies, is stopped, or ends before the others.
 
 The ranks here are processes of their own: those of `world` are killed together as soon as one has died.
 """
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,6 +27,8 @@ from sherd.errors import CommError
 from tests.support.ranks import warm_up
 
 MIB = 1 << 20
+TIMEOUT_S, AT_ONCE_S = 30.0, 20.0
+"""Not after the timeout, on a machine however busy."""
 
 
 @dataclass
@@ -92,7 +94,7 @@ def nothing_is_left() -> Iterator[None]:
     assert not [name for name in os.listdir("/dev/shm") if "sherd" in name]
 
 
-def met(seconds: float = 30.0) -> SharedMemory:
+def met(seconds: float = TIMEOUT_S) -> SharedMemory:
     transport = SharedMemory.meet(dist.group.WORLD, timeout=timedelta(seconds=seconds))
     assert transport is not None
     return transport
@@ -144,7 +146,7 @@ def test_the_death_of_a_rank_is_told_to_all_others_at_once(num_ranks, op):
     for each in survivors:
         assert f"rank 1 (process {victim.pid}) has died" in each.said
         assert "restart all ranks from the last checkpoint" in each.said
-        assert each.when - victim.when < 5
+        assert each.when - victim.when < AT_ONCE_S
 
 
 def dies_with_a_child(tell: Callable[[Any], None]) -> str | None:
@@ -163,18 +165,11 @@ def dies_with_a_child(tell: Callable[[Any], None]) -> str | None:
 
 def test_a_child_that_holds_the_sockets_does_not_hide_the_death():
     survivor, victim, third = ends(3, dies_with_a_child)
-    assert alive(victim.said)
+    os.kill(victim.said, 0)  # it lives
     os.kill(victim.said, signal.SIGKILL)
     for each in (survivor, third):
         assert f"rank 1 (process {victim.pid}) has died" in each.said
-        assert each.when - victim.when < 5
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
-    return False
+        assert each.when - victim.when < AT_ONCE_S
 
 
 def is_stopped(tell: Callable[[Any], None]) -> str | None:
@@ -190,23 +185,34 @@ def test_a_stopped_rank_is_named_when_time_is_up():
     first, stopped, third = ends(3, is_stopped)
     for each in (first, third):
         assert f"waited 1 s for rank 1 (process {stopped.pid}) in the all-gather of 12.0 MiB" in each.said
-        assert 0.5 < each.when - stopped.when < 5
+        assert each.when - stopped.when > 0.5
 
 
 def ends_early(tell: Callable[[Any], None]) -> str | None:
     transport = met()
     rank, sizes = dist.get_rank(), [MIB, MIB]
     rows, rest = torch.empty(2 * MIB), torch.full((MIB,), float(rank))
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
     call = transport.all_gather(rows, rest, sizes, True)
     if rank == 0:
         call.wait()
         return "done"  # and the process ends
-    time.sleep(2)
+    while not has_ended(pids[0]):
+        time.sleep(0.01)
     call.wait()
     assert rows.view(2, -1).mean(1).tolist() == [0.0, 1.0]
     call = transport.all_gather(rows, rest, sizes, True)
     call.wait()
     return None
+
+
+def has_ended(pid: int) -> bool:
+    """Though the process that started it may not have looked yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+    except FileNotFoundError:
+        return True
 
 
 def test_a_rank_that_ends_early_stays_readable_and_is_then_missed():

@@ -1,13 +1,22 @@
-"""Do the transports move and sum the right elements, whatever their groups are made of?"""
+"""The transports move and sum the right elements, whatever their groups are made of."""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from sherd.comm.host.gloo import Gloo
+from sherd.comm.host.shared_memory import SharedMemory
 from sherd.comm.transport import CoalescedCalls, OneRank, SingleCalls, Transport, are_even, parts
+from sherd.comm.transports import transport_of
+from sherd.policy import TRANSPORTS, CommPolicy
+from tests.comm.numbers import EXACT, GATHERED, SUMMED, added_up, bits, numbers, rounding, splits
 
 CPU = torch.device("cpu")
 
@@ -42,35 +51,143 @@ def expected(size: int, rank: int) -> tuple[list[float], list[float], list[float
     return gathered.tolist(), scattered.tolist(), sum(numbers_of(each, 2) for each in ranks).tolist()
 
 
-def by_single_calls(async_op: bool) -> tuple[list[float], list[float], list[float]]:
-    return moved_by(SingleCalls(dist.group.WORLD), dist.get_world_size(), dist.get_rank(), async_op)
+TRANSPORTS_OF: dict[str, Callable[[Any], Transport]] = {
+    "single calls": SingleCalls,
+    "gloo": Gloo,
+    **{wanted: partial(transport_of, device=CPU, policy=CommPolicy(wanted)) for wanted in TRANSPORTS},
+}
 
 
-def by_gloo(async_op: bool) -> tuple[list[float], list[float], list[float]]:
-    return moved_by(Gloo(dist.group.WORLD), dist.get_world_size(), dist.get_rank(), async_op)
+def moved_by_each(names: list[str]) -> dict[Any, Any]:
+    """By transport, and whether the calls return at once."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    return {
+        (name, is_async): moved_by(TRANSPORTS_OF[name](dist.group.WORLD), size, rank, is_async)
+        for name in names
+        for is_async in (False, True)
+    }
+
+
+def assert_all_move(ranks: Any, names: list[str]) -> None:
+    for rank, found in enumerate(ranks.run(moved_by_each, names)):
+        for case, moved in found.items():
+            assert moved == expected(ranks.num_ranks, rank), case
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_processes_get_the_plain_gather_and_the_plain_sums(world, size):
+    assert_all_move(world(size), list(TRANSPORTS_OF))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+def test_threads_get_the_plain_gather_and_the_plain_sums(threads, size):
+    assert_all_move(threads(size), ["single calls", "auto"])
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_one_rank_alone_copies_at_once(async_op):
+    alone = transport_of(None, CPU, CommPolicy())
+    assert isinstance(alone, OneRank)
+    assert moved_by(alone, 1, 0, async_op) == expected(1, 0)
+    assert alone.all_gather(torch.empty(2), torch.ones(2), [2], async_op) is None
+    assert alone.reduce_scatter(torch.empty(2), torch.ones(2), [2], async_op) is None
+    assert alone.all_reduce(torch.ones(2), async_op) is None
+
+
+HOSTS = [Gloo, SharedMemory.meet]
+"""The transports of CPU ranks."""
+
+
+def finish(pending: Any) -> None:
+    """As often as one likes."""
+    if pending is not None:
+        pending.wait()
+        pending.wait()
+
+
+def gathers_and_reduces_every_split(of: Callable[[Any], Transport], async_op: bool) -> int:
+    """How many were compared, bit by bit; what was given stays as it was."""
+    transport, rank, size = of(dist.group.WORLD), dist.get_rank(), dist.get_world_size()
+    compared = 0
+    for sizes, dtype in itertools.product(splits(size), GATHERED):
+        parts_of = [numbers(each, numel, dtype) for each, numel in enumerate(sizes)]
+        rows = torch.zeros(sum(sizes), dtype=dtype)
+        finish(transport.all_gather(rows, parts_of[rank], sizes, async_op))
+        assert torch.equal(bits(rows), bits(torch.cat(parts_of))), (dtype, sizes)
+        compared += 1
+        if dtype in SUMMED:
+            given = [numbers(each, sum(sizes), dtype) for each in range(size)]
+            rest = torch.empty(sizes[rank], dtype=transport.sum_dtype(dtype))
+            finish(transport.reduce_scatter(rest, given[rank], sizes, async_op))
+            assert torch.equal(rest, added_up(given).split(sizes)[rank]), (dtype, sizes)
+            assert torch.equal(given[rank], numbers(rank, sum(sizes), dtype)), (dtype, sizes)
+            compared += 1
+    return compared
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("moved", [by_single_calls, by_gloo])
-def test_processes_get_the_plain_gather_and_the_plain_sums(world, size, async_op, moved):
-    assert world(size).run(moved, async_op) == [expected(size, rank) for rank in range(size)]
+@pytest.mark.parametrize("of", HOSTS)
+def test_every_rank_gets_every_part_and_the_plain_sum_of_its_own_bit_by_bit(world, of, size, async_op):
+    num_compared = 11 * (len(GATHERED) + len(SUMMED))
+    assert world(size).run(gathers_and_reduces_every_split, of, async_op) == [num_compared] * size
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 8])
-@pytest.mark.parametrize("async_op", [False, True])
-def test_threads_get_the_plain_gather_and_the_plain_sums(threads, size, async_op):
-    assert threads(size).run(by_single_calls, async_op) == [expected(size, rank) for rank in range(size)]
+def torchs_and_ours(of: Callable[[Any], Transport], dtype: torch.dtype, numel: int) -> Any:
+    """What is gathered, reduced and scattered, and summed; by torch and by us."""
+    transport, rank, size = of(dist.group.WORLD), dist.get_rank(), dist.get_world_size()
+    given, rest, sizes = numbers(rank, numel * size, dtype), numbers(rank, numel, dtype), [numel] * size
+    theirs = torch.empty(numel * size, dtype=dtype), torch.empty(numel, dtype=dtype), given.clone()
+    ours = torch.empty_like(theirs[0]), torch.empty(numel, dtype=transport.sum_dtype(dtype)), given.clone()
+    dist.all_gather(list(theirs[0].split(numel)), rest)
+    transport.all_gather(ours[0], rest, sizes, False)
+    dist.reduce_scatter(theirs[1], list(given.clone().split(numel)))
+    transport.reduce_scatter(ours[1], given, sizes, False)
+    dist.all_reduce(theirs[2])
+    transport.all_reduce(ours[2], False)
+    return theirs, ours
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-def test_one_rank_alone_copies_at_once(async_op):
-    alone = OneRank()
-    assert moved_by(alone, 1, 0, async_op) == expected(1, 0)
-    assert alone.all_gather(torch.empty(2), torch.ones(2), [2], async_op) is None
-    assert alone.reduce_scatter(torch.empty(2), torch.ones(2), [2], async_op) is None
-    assert alone.all_reduce(torch.ones(2), async_op) is None
+@pytest.mark.parametrize(
+    ("size", "numel", "dtype"),
+    [
+        (2, 1, torch.float32),
+        (3, 100, torch.bfloat16),
+        (4, 1000, torch.int64),
+        (4, 100, torch.complex64),
+        (3, 1000, torch.float64),
+        (2, 2_200_000, torch.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("of", HOSTS)
+def test_torchs_own_collectives_give_the_same(world, of, size, numel, dtype):
+    for theirs, ours in world(size).run(torchs_and_ours, of, dtype, numel):
+        assert torch.equal(ours[0], theirs[0])
+        torch.testing.assert_close(ours[1].to(dtype), theirs[1], **rounding(dtype))
+        # Gloo's sum is torch's own.
+        torch.testing.assert_close(ours[2], theirs[2], **(EXACT if of is Gloo else rounding(dtype)))
+
+
+def all_reduced(of: Callable[[Any], Transport], dtype: torch.dtype, numel: int, async_op: bool) -> torch.Tensor:
+    total = numbers(dist.get_rank(), numel, dtype)
+    pending = of(dist.group.WORLD).all_reduce(total, async_op)
+    if pending is not None:
+        pending.wait()
+    return total
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("numel", [1, 1001, 300_001])
+@pytest.mark.parametrize("of", HOSTS)
+def test_an_all_reduce_gives_every_rank_the_same_bits(world, of, size, dtype, numel):
+    first, *others = world(size).run(all_reduced, of, dtype, numel, async_op=numel == 1001)
+    assert all(torch.equal(first, other) for other in others)
+    total = added_up([numbers(rank, numel, dtype) for rank in range(size)]).to(dtype)
+    torch.testing.assert_close(first, total, **(rounding(dtype) if of is Gloo else EXACT))
 
 
 def test_one_rank_alone_may_gather_a_buffer_onto_itself():
@@ -92,29 +209,28 @@ def test_uneven_parts_go_through_the_transport_that_can_where_torchs_list_forms_
     assert world(2).run(uneven_through_another_one) == [([0, 1, 2], [100, 102, 104]), ([0, 1, 2], [])]
 
 
-def each_gathered(async_op: bool) -> list[list[float]]:
+def each_gathered() -> list[list[list[float]]]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    targets = [torch.full((size * count,), -1.0) for count in (3, 1)]
-    rests = [numbers_of(rank, count) for count in (3, 1)]
-    pending = CoalescedCalls(dist.group.WORLD).all_gather_each(targets, rests, async_op)
-    if pending is not None:
-        pending.wait()
-    return [target.tolist() for target in targets]
+    found = []
+    for async_op in (False, True):
+        targets = [torch.full((size * count,), -1.0) for count in (3, 1)]
+        rests = [numbers_of(rank, count) for count in (3, 1)]
+        pending = CoalescedCalls(dist.group.WORLD).all_gather_each(targets, rests, async_op)
+        if pending is not None:
+            pending.wait()
+        found.append([target.tolist() for target in targets])
+    return found
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-def test_several_tensors_are_gathered_as_one_each_to_its_place(world, async_op):
-    assert world(2).run(each_gathered, async_op) == [[[0, 1, 2, 100, 101, 102], [0, 100]]] * 2
+def test_several_tensors_are_gathered_as_one_each_to_its_place(world):
+    assert world(2).run(each_gathered) == [[[[0, 1, 2, 100, 101, 102], [0, 100]]] * 2] * 2
 
 
-def test_parts_are_views_side_by_side_and_may_be_empty():
+def test_parts_are_views_side_by_side_which_may_be_empty_and_are_even_if_equally_long():
     rows = torch.arange(5)
     assert [part.tolist() for part in parts(rows, [2, 0, 3])] == [[0, 1], [], [2, 3, 4]]
     parts(rows, [2, 0, 3])[2].zero_()
     assert rows.tolist() == [0, 1, 0, 0, 0]
-
-
-def test_even_is_when_all_parts_are_equally_long():
     assert are_even([2, 2, 2])
     assert are_even([0])
     assert not are_even([2, 2, 1])

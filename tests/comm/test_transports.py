@@ -1,4 +1,4 @@
-"""Which transport does a group get, and who is told that it cannot have the one it asked for?"""
+"""Which transport a group gets, and who is told that it cannot have the one it asked for."""
 
 import pytest
 import torch
@@ -11,43 +11,23 @@ from sherd.comm.transport import CoalescedCalls, OneRank, SingleCalls
 from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError, PolicyError
 from sherd.policy import CommPolicy
+from tests.support.comparing import error_of
 
 CPU = torch.device("cpu")
 
 
 def chosen(wanted: str) -> str:
-    return type(transport_of(dist.group.WORLD, CPU, CommPolicy(wanted))).__name__
+    transport = transport_of(dist.group.WORLD, CPU, CommPolicy(wanted))
+    assert transport is transport_of(dist.group.WORLD, CPU, CommPolicy(wanted)), "a group meets once"
+    return type(transport).__name__
 
 
-@pytest.mark.parametrize(
-    ("wanted", "expected"),
-    [
-        ("auto", SharedMemory),
-        ("shared_memory", SharedMemory),
-        ("gloo", Gloo),
-        ("torch", SingleCalls),
-        ("coalesced", CoalescedCalls),
-    ],
-)
-def test_gloo_ranks_of_one_host_get_what_they_ask_for(world, wanted, expected):
-    assert world(2).run(chosen, wanted) == [expected.__name__] * 2
-
-
-def test_one_rank_has_nobody_to_send_to(world):
+def test_ranks_get_what_they_ask_for_if_they_can(world, threads):
+    kinds = {"auto": SharedMemory, "shared_memory": SharedMemory, "gloo": Gloo, "torch": SingleCalls}
+    for wanted, expected in (kinds | {"coalesced": CoalescedCalls}).items():
+        assert world(2).run(chosen, wanted) == [expected.__name__] * 2, wanted
     assert world(1).run(chosen, "auto") == [OneRank.__name__]
-
-
-def test_threads_get_torchs_own_calls(threads):
     assert threads(2).run(chosen, "auto") == [SingleCalls.__name__] * 2
-
-
-def is_chosen_once() -> bool:
-    group = dist.group.WORLD
-    return transport_of(group, CPU, CommPolicy()) is transport_of(group, CPU, CommPolicy())
-
-
-def test_a_group_meets_once(world):
-    assert world(2).run(is_chosen_once) == [True, True]
 
 
 def refused() -> str:
@@ -62,21 +42,19 @@ def test_ranks_that_are_not_on_gloo_are_told_so_without_communication(threads):
         assert "leave the transport to 'auto'" in text
 
 
-@pytest.mark.parametrize(
-    ("backends", "device", "expected"),
-    [
+def test_a_group_is_on_gloo_by_what_it_has_for_the_cpu(monkeypatch):
+    for backends, device, expected in (
         ("cpu:gloo,cuda:nccl", "cpu", True),  # init_process_group() without a name
         ("cpu:gloo,cuda:gloo", "cpu", True),
         ("cpu:gloo,cuda:nccl", "cuda", False),
         ("cpu:fake", "cpu", False),
-    ],
-)
-def test_a_group_is_on_gloo_by_what_it_has_for_the_cpu(monkeypatch, backends, device, expected):
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
-    assert transports._is_on_gloo(None, torch.device(device)) is expected
+    ):
+        monkeypatch.setattr(dist, "get_backend_config", lambda group, backends=backends: backends)
+        assert transports._is_on_gloo(None, torch.device(device)) is expected, backends
 
 
-@pytest.mark.parametrize("wanted", ["nccl", "", 3, None])
-def test_a_transport_that_nobody_knows_is_refused(wanted):
-    with pytest.raises(PolicyError, match="expected one of auto, torch, coalesced, gloo, shared_memory"):
-        CommPolicy(wanted)
+def test_a_transport_that_nobody_knows_is_refused():
+    for wanted in ("nccl", "", 3, None):
+        error = error_of(CommPolicy, wanted)
+        assert isinstance(error, PolicyError), wanted
+        assert "expected one of auto, torch, coalesced, gloo, shared_memory" in str(error), wanted

@@ -1,4 +1,4 @@
-"""Does the watchdog blame what is to blame, and nothing else? Without a device: with sources and events of its own."""
+"""The watchdog blames what is to blame, and nothing else. Without a device: with sources and events of its own."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from sherd.comm import streams
 from sherd.comm import watchdog as module
 from sherd.comm.flight import FOLDER, Recorder
 from sherd.comm.streams import Queued
 from sherd.comm.watchdog import DOUBT_AFTER_S, TEAR_DOWN, Port, Watchdog
 from sherd.errors import CommError
-from tests.comm.test_flight import Standing
+from tests.comm.test_flight import Standing, nobody_answers  # noqa: F401  a fixture
 
 
 class Waiting(Standing):
@@ -44,6 +46,11 @@ def aborts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
+def look_again(watchdog: Watchdog, has_store: bool = True) -> None:
+    watchdog._next_look = 0.0
+    watchdog.look(has_store)
+
+
 def watchdogs(source: Standing, timeout_s: float = 60, num_ranks: int = 2) -> tuple[Watchdog, Recorder, Watchdog]:
     """That of rank 0 with its recorder, which knows `source`, and that of rank 1."""
     store: Any = dist.HashStore()
@@ -52,32 +59,32 @@ def watchdogs(source: Standing, timeout_s: float = 60, num_ranks: int = 2) -> tu
     return Watchdog(one, store, 0), one, Watchdog(other, store, 1)
 
 
+@pytest.mark.usefixtures("nobody_answers")
 def test_a_rank_whose_port_is_closed_and_that_is_silent_has_died(aborts, capfd):
     source = Waiting(DOUBT_AFTER_S + 0.1)
     watchdog, _, other = watchdogs(source)
     watchdog.look(has_store=True)
     assert aborts == []
     other.close()
-    watchdog._next_look = 0.0
-    watchdog.look(has_store=True)
+    look_again(watchdog)
     text, abort = aborts
     assert "rank 1 has died, or left the group" in text
     assert abort == "abort"
     assert source.lost == text
     assert f"sherd: CommError: {text}" in capfd.readouterr().err
-    watchdog._next_look = 0.0
-    watchdog.look(has_store=True)
+    look_again(watchdog)
     assert len(aborts) == 2
 
 
+@pytest.mark.usefixtures("nobody_answers")
 def test_a_rank_that_is_silent_and_has_its_port_is_named_after_the_timeout_alone(aborts):
     """Its interpreter is blocked."""
     source = Waiting(59)
     watchdog, _, _other = watchdogs(source)
     watchdog.look(has_store=True)
     assert aborts == []
-    source.device_waits_s, watchdog._next_look = 60.5, 0.0
-    watchdog.look(has_store=True)
+    source.device_waits_s = 60.5
+    look_again(watchdog)
     assert "the timeout of the default group is 60 s" in aborts[0]
     assert "Rank 1 has not answered" in aborts[0]
 
@@ -103,8 +110,7 @@ def test_a_rank_that_answers_has_not_died_whatever_becomes_of_its_port(aborts):
         thread.join()
     assert aborts == []
     asked = recorder._answered
-    watchdog._next_look = 0.0
-    watchdog.look(has_store=True)
+    look_again(watchdog)
     assert (aborts, recorder._answered) == ([], asked)
 
 
@@ -113,22 +119,23 @@ def test_without_the_store_a_closed_port_is_enough_if_its_number_was_read(aborts
     watchdog, _, other = watchdogs(source)
     watchdog.look(has_store=True)
     other.close()
-    watchdog._next_look = 0.0
-    watchdog.look(has_store=False)
+    look_again(watchdog, has_store=False)
     assert "rank 1 has died" in aborts[0]
 
 
+@pytest.mark.usefixtures("nobody_answers")
 def test_a_host_that_waits_gets_the_time_to_raise_by_itself(aborts):
     source = Waiting(0.0)
     source.waits_s = 61.0
     watchdog, _, _other = watchdogs(source)
     watchdog.look(has_store=True)
     assert aborts == []
-    source.waits_s, watchdog._next_look = 60 + module.GRACE_S + 0.1, 0.0
-    watchdog.look(has_store=True)
+    source.waits_s = 60 + module.GRACE_S + 0.1
+    look_again(watchdog)
     assert len(aborts) == 2
 
 
+@pytest.mark.usefixtures("nobody_answers")
 def test_nothing_ends_if_the_user_does_not_want_it(aborts, monkeypatch, capfd):
     monkeypatch.setenv(TEAR_DOWN, "0")
     source = Waiting(61)
@@ -252,32 +259,41 @@ def queued_between(queued: Queued, lane: object) -> tuple[Any, Any]:
     return begun, done
 
 
-def test_compute_before_a_collective_is_not_counted():
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`clock.now` in seconds, for what is queued."""
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(streams, "time", clock)
+    return clock
+
+
+def test_compute_before_a_collective_is_not_counted(clock):
     queued, lane = Queued(), object()
     assert not queued
     begun, done = queued_between(queued, lane)
     assert queued
     assert queued.waits_s() == 0
+    clock.now += 5
     begun.is_past = True
-    assert 0 < queued.waits_s() < 1
-    time.sleep(0.02)
-    assert queued.waits_s() > 0.01
+    assert 0 < queued.waits_s() < 0.1
+    clock.now += 1
+    assert queued.waits_s() == 1
     done.is_past = True
     assert queued.waits_s() == 0
 
 
-def test_the_lane_that_has_waited_longest_counts_and_each_collective_for_itself():
+def test_the_lane_that_has_waited_longest_counts_and_each_collective_for_itself(clock):
     queued, lanes = Queued(), (object(), object())
     first, second = queued_between(queued, lanes[0]), queued_between(queued, lanes[0])
     beside = queued_between(queued, lanes[1])
     first[0].is_past = beside[0].is_past = True
     queued.waits_s()
-    time.sleep(0.05)
-    assert queued.waits_s() > 0.04
+    clock.now += 3
+    assert queued.waits_s() == 3
     first[1].is_past = second[0].is_past = True
-    assert queued.waits_s() > 0.04
+    assert queued.waits_s() == 3
     beside[1].is_past = True
-    assert queued.waits_s() < 0.04
+    assert queued.waits_s() < 0.1
 
 
 def test_a_device_that_has_failed_waits_for_nobody():

@@ -1,8 +1,9 @@
-"""What do ranks leave behind when they part, die or wait for one that does not come; and who is named?"""
+"""What ranks leave behind when they part, die or wait for one that does not come; and who is named."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -17,16 +18,14 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from sherd._torch import set_timeout
+from sherd._torch import imagined_ranks, set_timeout
 from sherd.comm.board import board_of
 from sherd.comm.flight import FOLDER
 from sherd.doctor.flight import judged, read
 from sherd.engine.run.ledger import NUM_RECENT
 from sherd.engine.run.seal import runtime_of, unit_of
-from sherd.errors import CommError
-from tests.comm.test_shared_memory_deaths import End, ends
-from tests.divergence.programs import sharded, step, wrapped
-from tests.support.ranks import RanksFailed
+from tests.comm.test_shared_memory_deaths import ends
+from tests.divergence.programs import comm_errors, joined, sharded, step, wrapped
 
 TIMEOUT_S = 4.0
 
@@ -57,10 +56,6 @@ def ledger_of_steps(make: Callable[[], Any], num_steps: int) -> tuple[list[dict[
     return record["collectives"][:7], record
 
 
-def joined() -> Any:
-    return sharded(divergence="join")
-
-
 @pytest.mark.parametrize("make", [sharded, joined])
 def test_the_ledger_has_each_collective_with_unit_phase_bytes_and_state(world, make):
     for first, record in world(2).run(ledger_of_steps, make, 2):
@@ -87,13 +82,10 @@ def test_ranks_give_a_collective_one_number_and_remember_the_last_thousand(world
         assert [each[key] for each in one["collectives"]] == [each[key] for each in other["collectives"]]
 
 
-def ledger_under(divergence: str) -> int:
-    model = sharded(divergence=divergence)
-    return len(runtime_of(unit_of(model), model).overseers)
-
-
-def test_trust_keeps_no_ledger(world):
-    assert world(2).run(ledger_under, "trust") == [0, 0]
+def test_trust_keeps_no_ledger():
+    with imagined_ranks(2):
+        model = sharded(divergence="trust")
+        assert not runtime_of(unit_of(model), model).overseers
 
 
 # Ranks that part
@@ -120,9 +112,7 @@ def _write_into(folder: str) -> None:
 @pytest.mark.parametrize("make", [sharded, wrapped])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_that_part_write_what_they_did_and_the_doctor_names_the_one_that_left(world, tmp_path, make, num_ranks):
-    with pytest.raises(RanksFailed) as failed:
-        world(num_ranks).run(one_goes_elsewhere, str(tmp_path), make)
-    for _, text in failed.value.errors.values():
+    for text in comm_errors(world(num_ranks), one_goes_elsewhere, str(tmp_path), make):
         assert f"sherd doctor {tmp_path}" in text
         assert "has not come" not in text
         assert "has not answered" not in text
@@ -142,27 +132,17 @@ def differ_in_the_first_step(folder: str) -> None:
 
 
 def test_of_three_ranks_that_compare_the_one_that_differs_is_named(world, tmp_path):
-    with pytest.raises(RanksFailed):
-        world(3).run(differ_in_the_first_step, str(tmp_path))
+    comm_errors(world(3), differ_in_the_first_step, str(tmp_path))
     assert [name for name, _ in faults(tmp_path)] == ["rank 1"]
 
 
-def test_a_folder_that_cannot_be_written_hides_no_error(world, tmp_path):
+def test_no_folder_writes_nothing_and_one_that_cannot_be_written_hides_no_error(world, tmp_path):
+    for text in comm_errors(world(2), one_goes_elsewhere, "", sharded):
+        assert "sherd doctor" not in text
     (tmp_path / "file").write_text("")
-    with pytest.raises(RanksFailed) as failed:
-        world(2).run(one_goes_elsewhere, str(tmp_path / "file"), sharded)
-    for kind, text in failed.value.errors.values():
-        assert kind == "CommError"
+    for text in comm_errors(world(2), one_goes_elsewhere, str(tmp_path / "file"), sharded):
         assert "ranks are about to start different collectives" in text
         assert "could not be written" in text
-
-
-def test_no_folder_writes_nothing(world, tmp_path, monkeypatch):
-    with pytest.raises(RanksFailed) as failed:
-        world(2).run(one_goes_elsewhere, "", sharded)
-    for kind, text in failed.value.errors.values():
-        assert kind == "CommError"
-        assert "sherd doctor" not in text
 
 
 # Ranks that do not come
@@ -179,7 +159,6 @@ def does_not_come(tell: Callable[[Any], None], folder: str, transport: str, how:
     model = sharded(transport, divergence)
     for _ in range(4):
         step(model)
-    begun = time.monotonic()
     if dist.get_rank() == 1:
         tell(how)
         if how == "dies":
@@ -189,24 +168,23 @@ def does_not_come(tell: Callable[[Any], None], folder: str, transport: str, how:
         if how == "calls another collective":
             dist.barrier()
         wait_for_the_reader()
-    try:
-        step(model)
-    except CommError as error:
-        return f"{time.monotonic() - begun:.1f}|{error}"
+    step(model)
     return "it went on"
 
 
-def texts(found: list[End]) -> list[tuple[float, str]]:
-    """When and what ranks 0 and 2 said."""
-    said = [found[rank].said.split("|", 1) for rank in (0, 2)]
-    return [(float(after), text) for after, text in said]
+def texts(folder: Path, transport: str, how: str, divergence: str) -> list[str]:
+    """What ranks 0 and 2 say when rank 1 does not come."""
+    found = ends(3, does_not_come, str(folder), transport, how, divergence)
+    return [found[0].said, found[2].said]
 
 
-@pytest.mark.parametrize("divergence", ["error", "join"])
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
+CASES = list(itertools.product(("shared_memory", "gloo", "torch"), ("error", "join")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "divergence"), CASES)
 def test_a_rank_that_is_stuck_is_named_with_its_stack(tmp_path, transport, divergence):
-    for after, text in texts(ends(3, does_not_come, str(tmp_path), transport, "is stuck", divergence)):
-        assert after < 3 * TIMEOUT_S
+    for text in texts(tmp_path, transport, "is stuck", divergence):
         assert "Rank 1 has not come: it is at" in text
         assert "wait_for_the_reader()" in text
         assert "time.sleep(60)" in text
@@ -219,11 +197,11 @@ def test_a_rank_that_is_stuck_is_named_with_its_stack(tmp_path, transport, diver
     assert "time.sleep(60)" in why
 
 
-@pytest.mark.parametrize("divergence", ["error", "join"])
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "divergence"), CASES)
 def test_a_rank_that_died_is_named_at_once(tmp_path, transport, divergence):
-    for after, text in texts(ends(3, does_not_come, str(tmp_path), transport, "dies", divergence)):
-        assert after < 5
+    """Not after the timeout of ten minutes."""
+    for text in texts(tmp_path, transport, "dies", divergence):
         assert "Rank 1 has not answered" in text
         assert "Rank 0 has" not in text
         assert "Rank 2 has" not in text
@@ -233,15 +211,16 @@ def test_a_rank_that_died_is_named_at_once(tmp_path, transport, divergence):
     assert "it has left no record" in why
 
 
+@pytest.mark.slow
 def test_a_rank_whose_interpreter_is_blocked_is_named(tmp_path):
-    for _, text in texts(ends(3, does_not_come, str(tmp_path), "gloo", "blocks its interpreter", "error")):
+    for text in texts(tmp_path, "gloo", "blocks its interpreter", "error"):
         assert "Rank 1 has not answered" in text
     assert sorted(recorded_in(tmp_path)) == [0, 2]
 
 
+@pytest.mark.slow
 def test_a_rank_in_a_collective_of_the_users_own_is_named_with_that_line(tmp_path):
-    found = ends(3, does_not_come, str(tmp_path), "shared_memory", "calls another collective", "error")
-    for _, text in texts(found):
+    for text in texts(tmp_path, "shared_memory", "calls another collective", "error"):
         assert "Rank 1 has not come: it" in text
         assert "dist.barrier()" in text
 
@@ -251,21 +230,18 @@ def two_axes_stuck(tell: Callable[[Any], None], folder: str) -> str:
     os.environ[FOLDER] = folder
     set_timeout(timedelta(seconds=TIMEOUT_S))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    model = sharded(mesh=mesh)
-    other = sharded(mesh=mesh["shards"])
+    model, other = sharded(mesh=mesh), sharded(mesh=mesh["shards"])
     for _ in range(3):
         step(model)
         step(other)
     if dist.get_rank() == 3:
         tell("is stuck")
         wait_for_the_reader()
-    try:
-        step(model)
-    except CommError as error:
-        return f"0|{error}"
+    step(model)
     return "it went on"
 
 
+@pytest.mark.slow
 def test_over_two_axes_and_several_meshes_the_stuck_rank_alone_is_named(tmp_path):
     for text in [each.said for each in ends(4, two_axes_stuck, str(tmp_path))][:3]:
         assert "Rank 3 has not come" in text

@@ -3,57 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import sherd
 from sherd.engine.run import divergence, guard
 from sherd.engine.run.carry_out import DO
 from sherd.engine.run.seal import runtime_of, unit_of
 from sherd.errors import CommError, PolicyError
-from tests.divergence.programs import Chain, batch, sharded, step, wrapped
-from tests.support.ranks import RanksFailed
-
-SOON_S = 20
-"""Not the half hour after which gloo gives up, on a machine however busy."""
+from tests.divergence.programs import batch, comm_errors, hybrid, num_calls, sharded, step, wrapped
+from tests.support.comparing import assert_same, whole
 
 
-def assert_all_name_both(world: Any, num_ranks: int, program: Callable[..., None], *arguments: Any) -> list[str]:
-    """All ranks of `program` raise one text, which names the odd rank and another one. Returns the texts."""
-    begun = time.monotonic()
-    with pytest.raises(RanksFailed) as failed:
-        world(num_ranks).run(program, *arguments)
-    assert time.monotonic() - begun < SOON_S, str(failed.value)
-    errors = failed.value.errors
-    assert {errors[rank][0] for rank in range(num_ranks)} == {"CommError"}
-    texts = [errors[rank][1].partition("] ")[2] for rank in range(num_ranks)]
+def texts_of(ranks: Any, program: Callable[..., None], *arguments: Any) -> list[str]:
+    """All ranks raise one text, which names the odd rank and another one; long before gloo gives up."""
+    texts = [text.partition("] ")[2] for text in comm_errors(ranks, program, *arguments)]
     for text in texts:
         assert "ranks are about to start different collectives" in text
         assert "same order" in text
     return texts
 
 
-def goes_on(model: Any, *order: int) -> None:
-    """Two steps, so that a rank which leaves at the end of the first one is noticed in the second."""
-    for _ in range(2):
-        step(model, *order)
-
-
 # Another way through the units
 
 
-def other_units(transport: str, order: tuple[int, ...], steps_before: int) -> None:
-    model = sharded(transport)
+def go_other_ways(odd: dict[int, tuple[int, ...]], make: Callable[[], Any], steps_before: int) -> None:
+    """Two steps, so that a rank which leaves at the end of the first one is noticed in the second."""
+    model = make()
     for _ in range(steps_before):
         step(model)
-    goes_on(model, *(order if dist.get_rank() == 1 else ()))
+    for _ in range(2):
+        step(model, *odd.get(dist.get_rank(), ()))
 
 
 ORDERS = [(0, 2), (1, 2), (0, 1), (1, 0, 2), (0, 1, 2, 0), (2, 1, 0)]
@@ -71,22 +58,11 @@ ORDERS = [(0, 2), (1, 2), (0, 1), (1, 0, 2), (0, 1, 2, 0), (2, 1, 0)]
     ids=str,
 )
 def test_a_rank_that_runs_other_units_is_named_on_all_ranks(world, transport, order, steps_before):
-    first, second = assert_all_name_both(world, 2, other_units, transport, order, steps_before)
+    first, second = texts_of(world(2), go_other_ways, {1: order}, partial(sharded, transport), steps_before)
     assert first == second
     assert "rank 0 " in first
     assert "rank 1 " in first
     assert "programs.py:" in first
-
-
-def some_of_four(odd: dict[int, tuple[int, ...]], make: Callable[[], Any]) -> None:
-    model = make()
-    for _ in range(3):
-        step(model)
-    goes_on(model, *odd.get(dist.get_rank(), ()))
-
-
-def hybrid() -> Any:
-    return sharded(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
 
 
 @pytest.mark.values
@@ -95,7 +71,7 @@ def hybrid() -> Any:
     "odd", [{2: (0, 2)}, {1: (0, 2), 3: (0, 2)}, {0: (0, 2), 1: (0, 1), 3: (1,)}], ids=["one", "two alike", "three"]
 )
 def test_ranks_of_four_that_go_other_ways_are_named_on_all(world, odd, make):
-    for text in assert_all_name_both(world, 4, some_of_four, odd, make):
+    for text in texts_of(world(4), go_other_ways, odd, make, 3):
         assert any(f"rank {rank} " in text or f"{rank}, " in text or f" {rank} " in text for rank in odd)
 
 
@@ -162,7 +138,7 @@ def one_rank_leaves_out_a_backward() -> None:
 )
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_rank_whose_passes_are_others_is_named_on_all_ranks(world, program, num_ranks):
-    for text in assert_all_name_both(world, num_ranks, program):
+    for text in texts_of(world(num_ranks), program):
         assert "rank 1 " in text
 
 
@@ -182,44 +158,33 @@ def layers_dropped_alike(divergence: str) -> list[torch.Tensor]:
         if number % 3 == 2:
             with torch.no_grad():
                 model(batch())
-    return [each.full_tensor() for each in model.parameters()]
+    return whole(list(model.parameters()))
 
 
 def test_ranks_that_change_alike_train_as_they_do_unchecked(world):
-    for found, expected in zip(
-        world(2).run(layers_dropped_alike, "error"), world(2).run(layers_dropped_alike, "trust"), strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert_same(world(2).run(layers_dropped_alike, "error"), world(2).run(layers_dropped_alike, "trust"))
 
 
-def comparisons(make: Callable[[], Any], num_settled: int) -> tuple[int, int]:
-    """How many there are in the first steps, and in settled ones."""
-    counts = [0, 0]
-    with pytest.MonkeyPatch.context() as patch:
-        compare = guard.agree
+def comparisons(make: Callable[[], Any]) -> list[int]:
+    """How many there are in each of some steps."""
+    models: list[Any] = []
 
-        def counting(*arguments: Any) -> None:
-            counts[-1] += 1
-            compare(*arguments)
+    def one(number: int) -> None:
+        if number == 0:
+            models.append(make())
+        step(models[0])
 
-        patch.setattr(guard, "agree", counting)
-        model = make()
-        for _ in range(3):
-            step(model)
-        counts = [counts[-1], 0]
-        for _ in range(num_settled):
-            step(model)
-    return counts[0], counts[1]
+    return num_calls(guard, "agree", one, 8)
 
 
 @pytest.mark.parametrize("make", [sharded, wrapped])
 def test_settled_steps_compare_nothing(world, make):
-    for first, settled in world(2).run(comparisons, make, 5):
-        assert first > 0
-        assert settled == 0
+    for counts in world(2).run(comparisons, make):
+        assert sum(counts[:3]) > 0
+        assert sum(counts[3:]) == 0
 
 
-def two_models_in_turn() -> float:
+def two_models_in_turn() -> None:
     one, other = sharded(), wrapped()
     for number in range(6):
         step(one)
@@ -227,11 +192,10 @@ def two_models_in_turn() -> float:
             step(other)
             with torch.no_grad():
                 one(batch())
-    return 1.0
 
 
 def test_models_that_share_a_mesh_take_turns(world):
-    assert world(2).run(two_models_in_turn) == [1.0, 1.0]
+    world(2).run(two_models_in_turn)
 
 
 # Trust
@@ -242,18 +206,10 @@ def table_of(divergence: str) -> bool:
     return runtime_of(unit_of(model), model)._do is DO
 
 
-def test_trust_adds_nothing(world):
+def test_trust_adds_nothing_and_one_rank_has_nobody_to_compare_with(world):
     assert world(2).run(table_of, "trust") == [True, True]
     assert world(2).run(table_of, "error") == [False, False]
-
-
-def alone() -> bool:
-    model: Any = sherd.fully_shard(Chain(), mesh=init_device_mesh("cpu", (1,)))
-    return runtime_of(unit_of(model), model)._do is DO
-
-
-def test_one_rank_has_nobody_to_compare_with(world):
-    assert world(1).run(alone) == [True]
+    assert world(1).run(table_of, "error") == [True]
 
 
 def test_other_words_are_refused():
@@ -280,7 +236,7 @@ def one_rank_uses_a_large_tensor(first: int) -> None:
 
 @pytest.mark.parametrize("first", [0, 3])
 def test_a_rank_that_lacks_the_gradient_of_a_tensor_that_travels_alone_is_named(world, first):
-    for text in assert_all_name_both(world, 2, one_rank_uses_a_large_tensor, first):
+    for text in texts_of(world(2), one_rank_uses_a_large_tensor, first):
         assert "rank 0 reduces the gradients of unit WithALarge (" in text
         assert "rank 1 reduces the gradients of unit WithALarge without large.weight" in text
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,14 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import sherd
-from sherd.errors import CommError, ModuleError, PolicyError
-from tests.divergence.programs import NUM_BLOCKS, WIDTH, Chain
+from sherd._torch import imagined_ranks
+from sherd.engine.run.coordinator import Coordinator
+from sherd.errors import CommError, ModuleError, PolicyError, SherdError
+from tests.divergence.programs import NUM_BLOCKS, WIDTH, Chain, comm_errors, hybrid, joined, num_calls, sharded
+from tests.support.comparing import assert_same, whole, whole_params
 from tests.support.ranks import RanksFailed
+from tests.support.sharding import FRONTS
 from tests.support.suites import share
 
 JOIN = sherd.CommPolicy(divergence="join")
@@ -30,65 +36,56 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def reference(
-    of_ranks: list[list[Way]], make: Any = torch.optim.SGD, lr: float = 0.1, model: nn.Module | None = None
+def reference_of(
+    num_ranks: int,
+    steps: Iterable[list[tuple[Tensor, Way]]],
+    make: Any = torch.optim.SGD,
+    model: nn.Module | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
-    """The parameters of a plain model that each step gets the mean over ranks, of which a rank without a batch gives
-    zero. A parameter that no rank has used keeps no gradient."""
+    """The parameters of a plain model that in each step gets the sum of these batches of all ranks, divided by their
+    number: a rank without a batch gives zero. A parameter that no rank has used keeps no gradient."""
     model = Chain() if model is None else model
-    optimizer = make(model.parameters(), lr=lr)
-    for step in range(max(len(ways) for ways in of_ranks)):
-        for rank, ways in enumerate(of_ranks):
-            if step < len(ways):
-                (model(batch(rank, step), ways[step]).square().sum() / len(of_ranks)).backward()
+    optimizer = make(model.parameters(), **({"lr": 0.1} | options))
+    for batches in steps:
+        for x, way in batches:
+            (model(x, way).square().sum() / num_ranks).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: each.detach() for name, each in model.named_parameters()}
+    return whole_params(model)
 
 
-def sharded(placement: Any = None, mesh: Any = None, **more: Any) -> Any:
-    model: Any = Chain()
-    more |= {} if placement is None else {"placement": placement}
-    for block in model.blocks:
-        sherd.fully_shard(block, mesh=mesh, comm_policy=JOIN, **more)
-    return sherd.fully_shard(model, mesh=mesh, comm_policy=JOIN, **more)
+def reference(of_ranks: list[list[Way]], make: Any = torch.optim.SGD, **options: Any) -> dict[str, Tensor]:
+    """The same of each rank's ways, one a step."""
+    steps = (
+        [(batch(rank, step), ways[step]) for rank, ways in enumerate(of_ranks) if step < len(ways)]
+        for step in range(max(map(len, of_ranks)))
+    )
+    return reference_of(len(of_ranks), steps, make, **options)
 
 
-def wrapped(use_orig_params: bool = True) -> Any:
-    model: Any = Chain()
-    options: Any = {"use_orig_params": use_orig_params, "comm_policy": JOIN}
-    for number, block in enumerate(model.blocks):
-        model.blocks[number] = sherd.FullyShardedDataParallel(block, **options)
-    return sherd.FullyShardedDataParallel(model, **options)
-
-
-def whole(model: Any) -> dict[str, Tensor]:
-    with sherd.unsharded(model):
-        return {
-            name.replace("_fsdp_wrapped_module.", ""): each.detach().clone() for name, each in model.named_parameters()
-        }
-
-
-def trained(make: Any, of_ranks: list[list[Way]], optimizer_of: Any = torch.optim.SGD) -> dict[str, Tensor]:
+def steps_joined(
+    model: Any,
+    of_ranks: list[list[Way]],
+    make: Any = torch.optim.SGD,
+    rank: int | None = None,
+    before: Callable[[int], object] = lambda step: None,
+) -> dict[str, Tensor]:
     """The parameters after this rank's ways, one a step; with `join` if ranks have different numbers."""
-    model = make()
-    rank = dist.get_rank()
-    optimizer = optimizer_of(model.parameters(), lr=0.1)
+    rank = dist.get_rank() if rank is None else rank
+    optimizer = make(model.parameters(), lr=0.1)
     with sherd.join(model, optimizer):
         for step, way in enumerate(of_ranks[rank]):
+            before(step)
             model(batch(rank, step), way).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return whole(model)
+    return whole_params(model)
 
 
 def assert_as_reference(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
-    for of_rank in found:
-        assert of_rank.keys() == expected.keys()
-        for name, value in of_rank.items():
-            torch.testing.assert_close(
-                value, expected[name], rtol=1e-5, atol=1e-6, msg=lambda said, n=name: f"{n} {said}"
-            )
+    for rank, of_rank in enumerate(found):
+        assert_same(of_rank, expected, f"rank {rank}", rtol=1e-5, atol=1e-6)
 
 
 SKIPS = {
@@ -105,52 +102,40 @@ SKIPS = {
 }
 
 MAKERS: dict[str, Any] = {
-    "fully_shard": sharded,
-    "Flat": lambda: sharded(sherd.Flat()),
-    "Blocks": lambda: sharded(sherd.Blocks(2)),
-    "Owned": lambda: sharded(sherd.Owned()),
-    "kept": lambda: sharded(reshard_after_forward=False),
-    "ZeRO-1": lambda: sharded(placements="zero1"),
-    "wrapper": wrapped,
-    "flat parameters": lambda: wrapped(use_orig_params=False),
+    **{front: partial(joined, front) for front in FRONTS},
+    "kept": partial(joined, reshard_after_forward=False),
+    "ZeRO-1": partial(joined, placements="zero1"),
+    "HSDP": partial(hybrid, joined),
 }
 
 
-def made(maker: str, of_ranks: list[list[Way]], optimizer_of: Any = torch.optim.SGD) -> dict[str, Tensor]:
-    return trained(MAKERS[maker], of_ranks, optimizer_of)
+def made(maker: str, of_ranks: list[list[Way]], make: Any = torch.optim.SGD) -> dict[str, Tensor]:
+    return steps_joined(MAKERS[maker](), of_ranks, make)
 
 
 @pytest.mark.values
 @pytest.mark.parametrize("skips", SKIPS)
-@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("maker", [maker for maker in MAKERS if maker != "HSDP"])
 def test_a_rank_that_skips_counts_as_zero(world, maker, skips):
     assert_as_reference(world(2).run(made, maker, SKIPS[skips]), reference(SKIPS[skips]))
 
 
 def test_adam_steps_the_same_parts_on_all_ranks(world):
     skips = SKIPS["fewer and others"]
-    found = world(2).run(made, "fully_shard", skips, torch.optim.Adam)
-    for name, value in found[0].items():
-        torch.testing.assert_close(value, found[1][name])
+    found = world(2).run(made, "shard", skips, torch.optim.Adam)
+    assert_same(found[0], found[1], rtol=1.3e-6, atol=1e-5)
     assert_as_reference(found, reference(skips, torch.optim.Adam))
 
 
 # Everything else that a step may have
 
 
-def on_four(kind: str, of_ranks: list[list[Way]]) -> dict[str, Tensor]:
-    if kind == "HSDP":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-        return trained(lambda: sharded(mesh=mesh), of_ranks)
-    return trained(MAKERS[kind], of_ranks)
-
-
 FOUR = [[(0, 1), (0, 1), ALL], [(1, 2)], [(0,), (2,), (2, 0)], [ALL, (), (1,), (1, 0)]]
 
 
-@pytest.mark.parametrize("kind", ["fully_shard", "HSDP", "Flat", "flat parameters"])
-def test_four_ranks_that_all_go_their_own_ways_train_as_one(world, kind):
-    assert_as_reference(world(4).run(on_four, kind, FOUR), reference(FOUR))
+@pytest.mark.parametrize("maker", ["shard", "HSDP", "flat", "flat wrapper"])
+def test_four_ranks_that_all_go_their_own_ways_train_as_one(world, maker):
+    assert_as_reference(world(4).run(made, maker, FOUR), reference(FOUR))
 
 
 class Recomputed(Chain):
@@ -175,31 +160,29 @@ class Large(Chain):
         return x + self.large.mean() if 1 in order else x
 
 
-def of_kind(kind: str, transport: str, of_ranks: list[list[Way]]) -> dict[str, Tensor]:
-    model: Any = {"recomputed": Recomputed, "large": Large}[kind]()
-    policy = sherd.CommPolicy(transport=transport, divergence="join")
-    for block in model.blocks:
-        sherd.fully_shard(block, comm_policy=policy, prefetch_policy=sherd.PrefetchPolicy(forward_depth=2))
-    sherd.fully_shard(model, comm_policy=policy)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with sherd.join(model, optimizer):
-        for step, way in enumerate(of_ranks[dist.get_rank()]):
-            model(batch(dist.get_rank(), step), way).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return whole(model)
+def of_kind(kind: type[Chain], transport: str, of_ranks: list[list[Way]]) -> dict[str, Tensor]:
+    policy = sherd.PrefetchPolicy(forward_depth=2)
+    model = sharded(transport, "join", model=kind(), prefetch_policy=policy)
+    return steps_joined(model, of_ranks, partial(torch.optim.Adam, eps=1e-3))
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
-@pytest.mark.parametrize(("kind", "model"), [("recomputed", Recomputed), ("large", Large)], ids=["recomputed", "large"])
-def test_recomputation_ties_and_large_tensors_join_over_each_transport(world, kind, model, transport):
+@pytest.mark.parametrize("kind", [Recomputed, Large])
+def test_recomputation_ties_and_large_tensors_join_over_each_transport(world, kind, transport):
     ways = [[(0, 2), (0, 1), (2,), (0, 2)], [(0,), (1,), (0, 2), (2,)]]
-    assert_as_reference(world(2).run(of_kind, kind, transport, ways), reference(ways, torch.optim.Adam, 0.01, model()))
+    expected = reference(ways, torch.optim.Adam, model=kind(), eps=1e-3)
+    assert_as_reference(world(2).run(of_kind, kind, transport, ways), expected)
+
+
+def in_micro_batches(of_steps: list[list[list[Way]]]) -> Iterator[list[tuple[Tensor, Way]]]:
+    """The batches of each step, for `reference_of`, from the ways of each rank's micro-batches."""
+    for step, of_ranks in enumerate(of_steps):
+        yield [(batch(rank, 10 * step + at), way) for rank, ways in enumerate(of_ranks) for at, way in enumerate(ways)]
 
 
 def accumulated(of_ranks: list[list[Way]]) -> dict[str, Tensor]:
     """All ways of a rank are micro-batches of one step, the last of which reduces; two steps."""
-    model = sharded()
+    model = joined()
     rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         for number, way in enumerate(of_ranks[rank]):
@@ -207,26 +190,18 @@ def accumulated(of_ranks: list[list[Way]]) -> dict[str, Tensor]:
             model(batch(rank, 10 * step + number), way).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return whole(model)
+    return whole_params(model)
 
 
 def test_ranks_may_have_different_numbers_of_micro_batches(world):
     of_ranks: list[list[Way]] = [[ALL, (0,), (2,), ALL], [(0, 2), ALL], [(1,)]]
-    model = Chain()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        for rank, ways in enumerate(of_ranks):
-            for number, way in enumerate(ways):
-                (model(batch(rank, 10 * step + number), way).square().sum() / 3).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = {name: each.detach() for name, each in model.named_parameters()}
-    assert_as_reference(world(3).run(accumulated, of_ranks), expected)
+    steps = in_micro_batches([of_ranks, of_ranks])
+    assert_as_reference(world(3).run(accumulated, of_ranks), reference_of(3, steps))
 
 
 def clipped(numbers: list[int]) -> tuple[dict[str, Tensor], int]:
     """With everything in the loop that only the loop knows of: clipping, a schedule, a scaler."""
-    model = sharded()
+    model = joined()
     rank, optimizer = dist.get_rank(), torch.optim.Adam(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     num_seen = 0
@@ -238,29 +213,31 @@ def clipped(numbers: list[int]) -> tuple[dict[str, Tensor], int]:
             schedule.step()
             optimizer.zero_grad()
             num_seen += 1
-    return whole(model), num_seen
+    return whole_params(model), num_seen
+
+
+def clipping_adam(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """What the loop does around its steps, for a plain model."""
+    parameters = list(parameters)
+    optimizer = torch.optim.Adam(parameters, lr=lr)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def clip(*_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+
+    optimizer.register_step_pre_hook(clip)
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+    return optimizer
 
 
 def test_a_loop_that_clips_asks_for_its_batches(world):
     found = world(2).run(clipped, [4, 2])
     assert [num_seen for _, num_seen in found] == [4, 4]
-    model = Chain()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for step in range(4):
-        for rank, number in enumerate([4, 2]):
-            if step < number:
-                (model(batch(rank, step)).square().sum() / 2).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    expected = {name: each.detach() for name, each in model.named_parameters()}
-    assert_as_reference([values for values, _ in found], expected)
+    assert_as_reference([values for values, _ in found], reference([[ALL] * 4, [ALL] * 2], clipping_adam))
 
 
 def with_a_schedule() -> tuple[dict[str, Tensor], float]:
-    model = sharded()
+    model = joined()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     with sherd.join(model):
@@ -269,18 +246,17 @@ def with_a_schedule() -> tuple[dict[str, Tensor], float]:
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-    return whole(model), optimizer.param_groups[0]["lr"]
+    return whole_params(model), optimizer.param_groups[0]["lr"]
 
 
 def test_a_rank_without_batches_steps_with_the_others_learning_rate(world):
     (first, _), (second, rate) = world(2).run(with_a_schedule)
     assert rate == 0.25
-    for name, value in first.items():
-        torch.testing.assert_close(value, second[name])
+    assert_same(first, second, rtol=1.3e-6, atol=1e-5)
 
 
 def in_epochs(numbers: list[list[int]]) -> dict[str, Tensor]:
-    model = sharded()
+    model = joined()
     rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1)
     for epoch, of_ranks in enumerate(numbers):
         with sherd.join(model, optimizer):
@@ -290,35 +266,28 @@ def in_epochs(numbers: list[list[int]]) -> dict[str, Tensor]:
                 optimizer.zero_grad()
         with torch.no_grad():
             model(batch(rank, 0))
-    return whole(model)
+    return whole_params(model)
 
 
 def test_each_epoch_may_have_its_own_numbers_of_batches(world):
     numbers = [[3, 1], [1, 2], [0, 2], [2, 2]]
-    model = Chain()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for epoch, of_ranks in enumerate(numbers):
-        for step in range(max(of_ranks)):
-            for rank, number in enumerate(of_ranks):
-                if step < number:
-                    (model(batch(rank, 10 * epoch + step)).square().sum() / 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    expected = {name: each.detach() for name, each in model.named_parameters()}
-    assert_as_reference(world(2).run(in_epochs, numbers), expected)
+    steps = (
+        [(batch(rank, 10 * epoch + step), ALL) for rank, number in enumerate(of_ranks) if step < number]
+        for epoch, of_ranks in enumerate(numbers)
+        for step in range(max(of_ranks))
+    )
+    assert_as_reference(world(2).run(in_epochs, numbers), reference_of(2, steps))
 
 
 def evaluated_alone() -> dict[str, Tensor]:
-    model = sharded()
-    rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(4):
-        if rank == 1 and step % 2:
+    model = joined()
+
+    def evaluate(step: int) -> None:
+        if dist.get_rank() == 1 and step % 2:
             with torch.no_grad():
-                model(batch(rank, step), (0, 2))
-        model(batch(rank, step)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole(model)
+                model(batch(1, step), (0, 2))
+
+    return steps_joined(model, [[ALL] * 4] * 2, before=evaluate)
 
 
 def test_a_rank_may_evaluate_alone(world):
@@ -326,7 +295,7 @@ def test_a_rank_may_evaluate_alone(world):
 
 
 def gradients_that_nobody_has() -> list[str]:
-    model = sharded()
+    model = joined()
     for _ in range(3):
         model(batch(dist.get_rank(), 0), (0,) if dist.get_rank() else (0, 2)).square().sum().backward()
     return [name for name, each in model.named_parameters() if each.grad is None]
@@ -338,7 +307,7 @@ def test_what_no_rank_uses_has_no_gradient(world):
 
 def two_models() -> list[dict[str, Tensor]]:
     """Rank 1 does not train the second one in each step."""
-    models = [sharded(), sharded()]
+    models = [joined(), joined()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     for step in range(4):
         for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
@@ -346,46 +315,29 @@ def two_models() -> list[dict[str, Tensor]]:
                 model(batch(dist.get_rank(), step)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return [whole(model) for model in models]
+    return [whole_params(model) for model in models]
 
 
 def test_a_rank_may_skip_a_whole_model(world):
     found = world(2).run(two_models)
     assert_as_reference([models[0] for models in found], reference([[ALL] * 4] * 2))
-    second, optimizer = Chain(), torch.optim.SGD
-    steps = optimizer(second.parameters(), lr=0.1)
-    for step in range(4):
-        for rank in range(2 if step % 2 == 0 else 1):
-            (second(batch(rank, step)).square().sum() / 2).backward()
-        steps.step()
-        steps.zero_grad()
-    assert_as_reference([models[1] for models in found], {n: p.detach() for n, p in second.named_parameters()})
+    steps = ([(batch(rank, step), ALL) for rank in range(2 if step % 2 == 0 else 1)] for step in range(4))
+    assert_as_reference([models[1] for models in found], reference_of(2, steps))
 
 
 # A settled step
 
 
 def votes_of_each_step() -> list[int]:
-    from sherd.engine.run.coordinator import Coordinator
+    model = joined()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    counts, vote = [0], Coordinator._vote
+    def one(step: int) -> None:
+        model(batch(dist.get_rank(), step), (0, 2) if dist.get_rank() else (1, 2)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-    def counted(self: Coordinator, wish: Any) -> Any:
-        counts[-1] += 1
-        return vote(self, wish)
-
-    Coordinator._vote = counted  # type: ignore[method-assign]
-    try:
-        model = sharded()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(5):
-            model(batch(dist.get_rank(), step), (0, 2) if dist.get_rank() else (1, 2)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            counts.append(0)
-    finally:
-        Coordinator._vote = vote  # type: ignore[method-assign]
-    return counts[:-1]
+    return num_calls(Coordinator, "_vote", one, 5)
 
 
 def test_a_settled_step_votes_where_it_begins_where_backward_ends_and_before_the_optimizer(world):
@@ -397,7 +349,7 @@ def test_a_settled_step_votes_where_it_begins_where_backward_ends_and_before_the
 
 
 def steps_one_optimizer_less() -> None:
-    model = sharded()
+    model = joined()
     halves = [torch.optim.SGD(model.blocks.parameters(), lr=0.1), torch.optim.SGD(model.head.parameters(), lr=0.1)]
     for step in range(2):
         model(batch(dist.get_rank(), step)).square().sum().backward()
@@ -407,31 +359,31 @@ def steps_one_optimizer_less() -> None:
 
 
 def test_a_rank_that_does_not_step_is_named_on_all_ranks(world):
-    with pytest.raises(RanksFailed) as failed:
-        world(2).run(steps_one_optimizer_less)
-    for rank in range(2):
-        kind, text = failed.value.errors[rank]
-        assert kind == "CommError"
+    for text in comm_errors(world(2), steps_one_optimizer_less):
         assert "ranks [0] step an optimizer (SGD, " in text
         assert "that ranks [1] skip" in text
 
 
 def has_no_batch_and_does_not_know_the_optimizer() -> None:
-    model = sharded()
+    model = joined()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if dist.get_rank() == 1:
+        with pytest.raises(SherdError, match=r"pass it: sherd.join\(model, optimizer\)"), sherd.join(model):
+            pass
+        os._exit(3)  # the other one waits for it
     with sherd.join(model):
-        if dist.get_rank() == 0:
-            model(batch(0, 0)).square().sum().backward()
-            optimizer.step()
+        model(batch(0, 0)).square().sum().backward()
+        optimizer.step()
 
 
 def test_a_rank_without_any_batch_is_told_to_pass_its_optimizer(world):
-    with pytest.raises(RanksFailed, match=r"pass it: sherd.join\(model, optimizer\)"):
+    with pytest.raises(RanksFailed) as failed:
         world(2).run(has_no_batch_and_does_not_know_the_optimizer)
+    assert failed.value.errors[1][0] == "Died"
 
 
 def changes_its_gradients(how: str) -> None:
-    model = sharded()
+    model = joined()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     with sherd.join(model, optimizer):
         for step in range(1 if dist.get_rank() else 3):
@@ -449,44 +401,29 @@ def changes_its_gradients(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["in place", "anew", "clipped"])
 def test_gradients_that_a_rank_without_batches_cannot_change_likewise_are_an_error_on_all(world, how):
-    with pytest.raises(RanksFailed) as failed:
-        world(2).run(changes_its_gradients, how)
-    for rank in range(2):
-        kind, text = failed.value.errors[rank]
-        assert kind == "CommError"
+    for text in comm_errors(world(2), changes_its_gradients, how):
         assert "rank 0 has changed its gradients" in text
         assert "ranks.batches(loader)" in text
 
 
-def refused(kind: str) -> str:
-    model: Any = Chain()
-    if kind == "plain":
-        expected: type[Exception] = ModuleError
-    elif kind == "error":
-        sherd.fully_shard(model)
-        expected = PolicyError
-    else:
-        sherd.fully_shard(model.blocks[0])
-        sherd.fully_shard(model, comm_policy=JOIN)
-        expected = PolicyError
-    with pytest.raises(expected) as raised, sherd.join(model):
-        pass
-    if kind == "mixed":
+def test_join_is_refused_where_not_all_units_ask_for_it():
+    with imagined_ranks(2):
+        plain, error, mixed = Chain(), sherd.fully_shard(Chain()), Chain()
+        sherd.fully_shard(mixed.blocks[0])
+        sherd.fully_shard(mixed, comm_policy=JOIN)
+        for model, kind, words in (
+            (plain, ModuleError, "call fully_shard first"),
+            (error, PolicyError, "divergence='error'"),
+            (mixed, PolicyError, "divergence='error'"),
+        ):
+            with pytest.raises(kind, match=words), sherd.join(model):
+                pass
         with pytest.raises(PolicyError):
-            model(batch(0, 0))
-    return str(raised.value)
-
-
-def test_join_is_refused_where_not_all_units_ask_for_it(world):
-    assert "call fully_shard first" in world(2).run(refused, "plain")[0]
-    assert "divergence='error'" in world(2).run(refused, "error")[0]
-    assert "divergence='error'" in world(2).run(refused, "mixed")[0]
+            mixed(batch(0, 0))
 
 
 def dies_before_its_second_step() -> str:
-    import os
-
-    model = sharded()
+    model = joined()
     for step in range(4):
         if step == 2 and dist.get_rank() == 1:
             os._exit(3)
@@ -511,19 +448,9 @@ def beside_tensor_parallelism(of_ranks: list[list[Way]]) -> dict[str, Tensor]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model: Any = Chain()
     parallelize_module(model.blocks[1], mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
-    for block in model.blocks:
-        sherd.fully_shard(block, mesh=mesh["dp"], comm_policy=JOIN)
-    sherd.fully_shard(model, mesh=mesh["dp"], comm_policy=JOIN)
-    rank, optimizer = mesh["dp"].get_local_rank(), torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    with sherd.join(model, optimizer):
-        for step, way in enumerate(of_ranks[rank]):
-            model(batch(rank, step), way).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return {
-        name: each.full_tensor().detach() if isinstance(each, DTensor) else each.detach()
-        for name, each in model.named_parameters()
-    }
+    joined(model=model, mesh=mesh["dp"])
+    steps_joined(model, of_ranks, partial(torch.optim.SGD, foreach=False), mesh["dp"].get_local_rank())
+    return whole(dict(model.named_parameters()))
 
 
 def test_ranks_join_beside_tensor_parallelism(world):
@@ -531,21 +458,14 @@ def test_ranks_join_beside_tensor_parallelism(world):
     assert_as_reference(world(4).run(beside_tensor_parallelism, skips), reference(skips))
 
 
-def of_experts(of_ranks: list[list[Way]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def of_experts(of_ranks: list[list[Way]]) -> dict[str, Tensor]:
     """The middle block is sharded over pairs of ranks, as an expert of which each pair has one."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("within", "pair"))
     model: Any = Chain()
     sherd.fully_shard(model.blocks[1], mesh=mesh["within"], comm_policy=JOIN)
     sherd.fully_shard(model, mesh=mesh._flatten("all"), comm_policy=JOIN)
-    rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    with sherd.join(model, optimizer):
-        for step, way in enumerate(of_ranks[rank]):
-            model(batch(rank, step), way).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    found = {name: each.full_tensor().detach() for name, each in model.named_parameters()}
-    expert = {name: value for name, value in found.items() if "blocks.1." in name}
-    return {name: value for name, value in found.items() if name not in expert}, expert
+    steps_joined(model, of_ranks, partial(torch.optim.SGD, foreach=False))
+    return whole(dict(model.named_parameters()))
 
 
 def test_ranks_join_where_experts_have_meshes_of_their_own(world):
@@ -571,9 +491,8 @@ def test_ranks_join_where_experts_have_meshes_of_their_own(world):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for rank, (of_all, of_pair) in enumerate(found):
-        expected = {name: each.detach() for name, each in pairs[rank % 2].named_parameters()}
-        assert_as_reference([{**of_all, **of_pair}], expected)
+    for rank, of_rank in enumerate(found):
+        assert_as_reference([of_rank], whole_params(pairs[rank % 2]))
 
 
 # Any program
@@ -598,8 +517,7 @@ STEPPED_BY: dict[str, float] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
 def of_seed(seed: int) -> dict[str, Tensor]:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     draw = random.Random(seed)
-    make = MAKERS[draw.choice(list(MAKERS))]
-    model = make()
+    model = MAKERS[draw.choice([maker for maker in MAKERS if maker != "HSDP"])]()
     optimizer = torch.optim.SGD(model.parameters(), **STEPPED_BY)
     own = random.Random(f"{seed} {rank}")
     for step, of_ranks in enumerate(drawn(seed, num_ranks)):
@@ -613,29 +531,16 @@ def of_seed(seed: int) -> dict[str, Tensor]:
             model(batch(rank, 10 * step + number), way).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return whole(model)
+    return whole_params(model)
 
 
-def reference_of_seed(seed: int, num_ranks: int) -> dict[str, Tensor]:
-    model = Chain()
-    optimizer = torch.optim.SGD(model.parameters(), **STEPPED_BY)
-    for step, of_ranks in enumerate(drawn(seed, num_ranks)):
-        for rank, ways in enumerate(of_ranks):
-            for number, way in enumerate(ways):
-                (model(batch(rank, 10 * step + number), way).square().sum() / num_ranks).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: each.detach() for name, each in model.named_parameters()}
-
-
-NUM_SEEDS = int(os.environ.get("SHERD_JOIN_SEEDS", share(5, 12)))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_any_program_trains_as_the_plain_model(world, num_ranks):
-    for seed in range(NUM_SEEDS):
+    for seed in range(share(5, 12)):
+        expected = reference_of(num_ranks, in_micro_batches(drawn(seed, num_ranks)), **STEPPED_BY)
         try:
-            assert_as_reference(world(num_ranks).run(of_seed, seed), reference_of_seed(seed, num_ranks))
+            assert_as_reference(world(num_ranks).run(of_seed, seed), expected)
         except (RanksFailed, AssertionError) as error:
             raise AssertionError(f"seed {seed}") from error
 
@@ -656,7 +561,7 @@ class Fails(torch.autograd.Function):
 
 
 def gives_up_a_backward(ranks: tuple[int, ...], use: str) -> dict[str, Tensor]:
-    model = sharded()
+    model = joined()
     rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
         if step == 2 and rank in ranks:
@@ -669,27 +574,17 @@ def gives_up_a_backward(ranks: tuple[int, ...], use: str) -> dict[str, Tensor]:
             if use == "reset":
                 model.reset_iter_state()
         optimizer.zero_grad()
-    return whole(model)
+    return whole_params(model)
 
 
 @pytest.mark.parametrize("use", ["forward", "reset"])
 def test_a_rank_that_alone_gives_up_a_backward_and_goes_on_is_an_error_on_all(world, use):
-    with pytest.raises(RanksFailed) as failed:
-        world(2).run(gives_up_a_backward, (1,), use)
-    for rank in range(2):
-        kind, text = failed.value.errors[rank]
-        assert kind == "CommError"
+    for text in comm_errors(world(2), gives_up_a_backward, (1,), use):
         assert "ranks [1] gave up a backward in its middle" in text
         assert "sherd.step" in text
 
 
 def test_ranks_that_all_give_up_a_backward_go_on(world):
     found = world(2).run(gives_up_a_backward, (0, 1), "forward")
-    model = Chain()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in (0, 1, 3):
-        for rank in range(2):
-            (model(batch(rank, step)).square().sum() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_as_reference(found, {name: each.detach() for name, each in model.named_parameters()})
+    steps = ([(batch(rank, step), ALL) for rank in range(2)] for step in (0, 1, 3))
+    assert_as_reference(found, reference_of(2, steps))

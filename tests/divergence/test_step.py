@@ -6,7 +6,8 @@ import functools
 import logging
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,10 +23,12 @@ from sherd.engine.moves.gradients import Gradients
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.coordinator import Coordinator
 from sherd.errors import CommError, GradientError, ModuleError, PolicyError, PolicyTypeError, StateError
+from tests.divergence.programs import WIDTH, hybrid, joined, num_calls
+from tests.support.comparing import assert_same
 from tests.support.ranks import RanksFailed
+from tests.support.sharding import FRONTS
 
-JOIN = sherd.CommPolicy(divergence="join")
-WIDTH, NUM_STEPS, FAILS_IN = 8, 4, 2
+NUM_STEPS, FAILS_IN = 4, 2
 
 
 class Block(nn.Module):
@@ -50,52 +53,30 @@ class Net(nn.Module):
         for number, block in enumerate(self.blocks):
             if fail is not None and number == 1:
                 fail()
-            x = block(x)
+            x = self.call(block, x)
         return self.head(x)
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
 
 
 class Recomputed(Net):
-    def forward(self, x: Tensor, fail: Any = None) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            if fail is not None and number == 1:
-                fail()
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(x)
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False)
 
 
-def sharded(mesh: Any = None, make: Any = Net, **more: Any) -> Any:
-    model: Any = make()
-    for block in model.blocks:
-        sherd.fully_shard(block, mesh=mesh, comm_policy=JOIN, **more)
-    return sherd.fully_shard(model, mesh=mesh, comm_policy=JOIN, **more)
-
-
-def hybrid() -> Any:
-    size = (dist.get_world_size() // 2, 2)
-    return sharded(init_device_mesh("cpu", size, mesh_dim_names=("replicas", "shards")))
-
-
-def wrapped(use_orig_params: bool = True) -> Any:
-    model: Any = Net()
-    options: Any = {"use_orig_params": use_orig_params, "comm_policy": JOIN}
-    for number, block in enumerate(model.blocks):
-        model.blocks[number] = sherd.FullyShardedDataParallel(block, **options)
-    return sherd.FullyShardedDataParallel(model, **options)
+def net(front: str = "shard", make: Any = Net, **more: Any) -> Any:
+    return joined(front, make(), **more)
 
 
 MAKERS: dict[str, Any] = {
-    "fully_shard": sharded,
-    "Flat": lambda: sharded(placement=sherd.Flat()),
-    "Blocks": lambda: sharded(placement=sherd.Blocks(2)),
-    "Owned": lambda: sharded(placement=sherd.Owned()),
-    "kept": lambda: sharded(reshard_after_forward=False),
-    "DDP": lambda: sharded(placements="ddp"),
-    "ZeRO-1": lambda: sharded(placements="zero1"),
-    "HSDP": hybrid,
-    "recomputed": lambda: sharded(make=Recomputed),
-    "bfloat16": lambda: sharded(mp_policy=sherd.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
-    "wrapper": wrapped,
-    "flat parameters": lambda: wrapped(use_orig_params=False),
+    **{front: partial(net, front) for front in FRONTS},
+    "kept": partial(net, reshard_after_forward=False),
+    "DDP": partial(net, placements="ddp"),
+    "ZeRO-1": partial(net, placements="zero1"),
+    "HSDP": partial(hybrid, net),
+    "recomputed": partial(net, make=Recomputed),
+    "bfloat16": partial(net, mp_policy=sherd.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
 }
 
 
@@ -122,15 +103,6 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     for at, group in enumerate(optimizer.param_groups):
         found[f"group {at}"] = {key: value for key, value in group.items() if key != "params"}
     return found | {"cpu": torch.get_rng_state(), "python": random.getstate()}
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        if torch.is_tensor(value):
-            assert torch.equal(value, expected[name]), name
-        else:
-            assert value == expected[name], name
 
 
 class Trouble(Exception):
@@ -180,36 +152,58 @@ def body(model: Any, optimizer: torch.optim.Optimizer, step: int, where: str | N
         raises()
 
 
-def trained(
-    maker: str, steps: list[int], fails_in: dict[int, tuple[int, str]], accumulates: bool = False, **options: Any
+Adam = partial(torch.optim.Adam, lr=0.01)
+Fails = dict[int, dict[int, str]]
+"""`fails[step][rank]` is where that rank fails in that step."""
+
+
+def made_steps(
+    model: Any,
+    optimizer: Any,
+    steps: Iterable[int],
+    fails: Fails,
+    body: Callable[..., None] = body,
+    before: Callable[[int], None] = lambda step: None,
+    **options: Any,
 ) -> tuple[dict[str, Any], list[tuple[bool, int | None, str | None, int]]]:
-    """The state after these steps, in some of which a rank fails: `fails_in[step] == (rank, where)`. And what each
-    said."""
-    model = MAKERS[maker]()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    """The state after these steps, which is as before after each one that is skipped; and what each step said."""
     seed()
     said = []
     for step in steps:
-        if accumulates:
-            model(batch(step + 50, dist.get_rank())).square().sum().backward()
-        rank, where = fails_in.get(step, (-1, None))
-        before = state_of(model, optimizer)
+        before(step)
+        state = state_of(model, optimizer)
         with sherd.step(model, optimizer, **options) as attempt:
-            body(model, optimizer, step, where if rank == dist.get_rank() else None)
+            body(model, optimizer, step, fails.get(step, {}).get(dist.get_rank()))
         if attempt.skipped:
-            assert_same(state_of(model, optimizer), before)
+            assert_same(state_of(model, optimizer), state)
         optimizer.zero_grad()
         said.append((attempt.skipped, attempt.rank, attempt.reason, attempt.num_skipped))
     return state_of(model, optimizer), said
+
+
+def trained(maker: str, steps: list[int], fails: Fails, accumulates: bool = False, **options: Any) -> Any:
+    model = MAKERS[maker]()
+
+    def accumulate(step: int) -> None:
+        if accumulates:
+            model(batch(step + 50, dist.get_rank())).square().sum().backward()
+
+    return made_steps(model, Adam(model.parameters()), steps, fails, before=accumulate, **options)
+
+
+def assert_as_without(found: list[Any], without: list[Any], skipped: list[bool]) -> None:
+    """These steps were skipped, and the state is as if they had not been."""
+    for (state, said), (expected, *_) in zip(found, without, strict=True):
+        assert [each[0] if isinstance(each, tuple) else each for each in said] == skipped
+        assert_same(state, expected)
 
 
 WHERE = ["first", "forward", "out of memory", "before backward", "backward", "after backward", "nan"]
 
 
 def check_skips(found: list[Any], without: list[Any], where: str, rank: int, at: int) -> None:
-    for (state, said), (expected, _) in zip(found, without, strict=True):
-        assert_same(state, expected)
-        assert [skipped for skipped, *_ in said] == [step == at for step in range(NUM_STEPS)]
+    assert_as_without(found, without, [step == at for step in range(NUM_STEPS)])
+    for _, said in found:
         assert said[at] == said[at][:2] + found[0][1][at][2:]
         assert [total for *_, total in said] == [int(step >= at) for step in range(NUM_STEPS)]
         text = {"nan": "not finite", "out of memory": "OutOfMemoryError: tried to"}.get(where, "Trouble: of this rank")
@@ -232,33 +226,33 @@ def without(world: Any) -> Callable[..., list[Any]]:
 @pytest.mark.pairs
 @pytest.mark.parametrize("at", [0, FAILS_IN])
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("maker", ["fully_shard", "flat parameters"])
+@pytest.mark.parametrize("maker", ["shard", "flat wrapper"])
 def test_all_skip_a_step_that_one_cannot_finish_and_go_on_as_if_it_had_not_been(world, without, maker, where, at):
-    found = world(2).run(trained, maker, list(range(NUM_STEPS)), {at: (1, where)})
+    found = world(2).run(trained, maker, list(range(NUM_STEPS)), {at: {1: where}})
     check_skips(found, without(2, maker, at), where, 1, at)
 
 
 @pytest.mark.values
 @pytest.mark.parametrize("where", ["forward", "backward", "nan"])
-@pytest.mark.parametrize("maker", sorted(MAKERS.keys() - {"fully_shard", "flat parameters", "HSDP"}))
+@pytest.mark.parametrize("maker", sorted(MAKERS.keys() - {"shard", "flat wrapper", "HSDP"}))
 def test_under_each_placement_and_front_end(world, without, maker, where):
-    found = world(2).run(trained, maker, list(range(NUM_STEPS)), {FAILS_IN: (1, where)})
+    found = world(2).run(trained, maker, list(range(NUM_STEPS)), {FAILS_IN: {1: where}})
     check_skips(found, without(2, maker, FAILS_IN), where, 1, FAILS_IN)
 
 
 @pytest.mark.values
 @pytest.mark.parametrize("where", ["forward", "backward", "after backward", "nan"])
-@pytest.mark.parametrize("maker", ["fully_shard", "HSDP", "wrapper"])
+@pytest.mark.parametrize("maker", ["shard", "HSDP", "wrapper"])
 def test_on_four_ranks(world, without, maker, where):
-    found = world(4).run(trained, maker, list(range(NUM_STEPS)), {FAILS_IN: (2, where)})
+    found = world(4).run(trained, maker, list(range(NUM_STEPS)), {FAILS_IN: {2: where}})
     check_skips(found, without(4, maker, FAILS_IN), where, 2, FAILS_IN)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "nan"])
-@pytest.mark.parametrize("maker", ["fully_shard", "flat parameters"])
+@pytest.mark.parametrize("maker", ["shard", "flat wrapper"])
 def test_gradients_from_before_are_as_before(world, maker, where):
     """`trained` compares all that a step changes around the one that is skipped, gradients too."""
-    found = world(2).run(trained, maker, list(range(NUM_STEPS)), {FAILS_IN: (1, where)}, accumulates=True)
+    found = world(2).run(trained, maker, list(range(NUM_STEPS)), {FAILS_IN: {1: where}}, accumulates=True)
     assert [[skipped for skipped, *_ in said] for _, said in found] == [[False, False, True, False]] * 2
 
 
@@ -268,34 +262,28 @@ def test_gradients_from_before_are_as_before(world, maker, where):
 @pytest.mark.pairs
 @pytest.mark.parametrize("where", ["optimizer", "end"])
 @pytest.mark.parametrize("at", [0, FAILS_IN])
-@pytest.mark.parametrize("maker", ["fully_shard", "ZeRO-1", "flat parameters"])
+@pytest.mark.parametrize("maker", ["shard", "ZeRO-1", "flat wrapper"])
 def test_what_an_optimizer_has_changed_is_undone_if_copies_are_kept(world, without, maker, at, where):
-    found = world(2).run(trained, maker, list(range(NUM_STEPS)), {at: (1, where)}, undo_optimizer=True)
+    found = world(2).run(trained, maker, list(range(NUM_STEPS)), {at: {1: where}}, undo_optimizer=True)
     check_skips(found, without(2, maker, at, undo_optimizer=True), where, 1, at)
 
 
-def flattened(fails_in: dict[int, int], steps: list[int]) -> dict[str, Any]:
-    model = sharded()
-    optimizer = sherd.flatten_optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
-    seed()
-    for step in steps:
-        where = "end" if fails_in.get(step) == dist.get_rank() else None
-        with sherd.step(model, optimizer, undo_optimizer=True):
-            body(model, optimizer, step, where)
-        optimizer.zero_grad()
-    return state_of(model, optimizer)
+def flattened(fails: Fails, steps: list[int]) -> Any:
+    model = net()
+    optimizer = sherd.flatten_optimizer(Adam(model.parameters()))
+    return made_steps(model, optimizer, steps, fails, undo_optimizer=True)
 
 
 @pytest.mark.parametrize("at", [0, FAILS_IN])
 def test_the_spans_of_a_flattened_optimizer_are_undone(world, at):
-    found = world(2).run(flattened, {at: 1}, [0, 1, 2, 3])
-    for state, expected in zip(found, world(2).run(flattened, {}, [s for s in range(4) if s != at]), strict=True):
-        assert_same(state, expected)
+    without = world(2).run(flattened, {}, [step for step in range(4) if step != at])
+    found = world(2).run(flattened, {at: {1: "end"}}, [0, 1, 2, 3])
+    assert_as_without(found, without, [step == at for step in range(4)])
 
 
 def fails_for_good(where: str) -> str:
-    model = sharded()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model = net()
+    optimizer = Adam(model.parameters())
     with (
         pytest.raises(Trouble if dist.get_rank() == 1 else CommError) as raised,
         sherd.step(model, optimizer) as attempt,
@@ -327,54 +315,40 @@ class Scaled(Net):
             block.register_forward_hook(lambda block, args, out: out * block.scale.float())
 
 
-def short_of_memory(kind: str, fails_at: int | None) -> tuple[dict[str, Any], list[bool]]:
+def short_of_memory(kind: str, fails_at: int | None) -> Any:
     """On rank 1 the memory for the message of the group `fails_at` is missing in the step in the middle."""
     patched, name = {"gather": (Weights, "_gather_shards"), "reduce": (Gradients, "reduce")}[kind]
-    plain, num_calls = getattr(patched, name), 0
+    plain, calls = getattr(patched, name), 0
 
     def short(self: Any, *args: Any) -> None:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == fails_at + 1:
+        nonlocal calls
+        calls += 1
+        if calls == fails_at + 1:
             runs_out()
         plain(self, *args)
 
-    model: Any = Scaled()
-    for block in model.blocks:
-        sherd.fully_shard(block, comm_policy=JOIN)
-    sherd.fully_shard(model, comm_policy=JOIN)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    seed()
-    said = []
-    for step in range(3):
-        if fails_at is None and step == 1:
-            continue
-        fails = step == 1 and dist.get_rank() == 1
-        with (
-            mock.patch.object(patched, name, short if fails else plain),
-            sherd.step(model, optimizer) as attempt,
-        ):
+    def short_body(model: Any, optimizer: Any, step: int, where: str | None) -> None:
+        with mock.patch.object(patched, name, short if where else plain):
             body(model, optimizer, step, None)
-        optimizer.zero_grad()
-        said.append(attempt.skipped)
-    return state_of(model, optimizer), said
+
+    model = net(make=Scaled)
+    steps = (0, 2) if fails_at is None else (0, 1, 2)
+    return made_steps(model, Adam(model.parameters()), steps, {1: {1: kind}}, short_body)
 
 
 @pytest.mark.parametrize("kind", ["gather", "reduce"])
 @pytest.mark.parametrize("fails_at", [0, 3, 4])
 def test_a_collective_that_could_not_be_started_is_made_up_for(world, kind, fails_at):
-    found = world(2).run(short_of_memory, kind, fails_at)
-    for (state, said), (expected, _) in zip(found, world(2).run(short_of_memory, kind, None), strict=True):
-        assert said == [False, True, False]
-        assert_same(state, expected)
+    found, without = (world(2).run(short_of_memory, kind, at) for at in (fails_at, None))
+    assert_as_without(found, without, [False, True, False])
 
 
 # What users see
 
 
 def reported() -> tuple[list[Any], list[str]]:
-    model = sharded()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model = net()
+    optimizer = Adam(model.parameters())
     seen: list[Any] = []
     note = lambda attempt: seen.append((attempt.rank, attempt.reason, attempt.num_skipped_in_a_row))  # noqa: E731
     handler = mock.Mock(level=logging.WARNING)
@@ -412,8 +386,8 @@ def test_skips_are_counted_called_back_and_logged(world):
 
 
 def skips_too_often(where: str, max_skips: int) -> tuple[int, str, bool]:
-    model = sharded()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model = net()
+    optimizer = Adam(model.parameters())
     for step in range(max_skips + 1):
         before = state_of(model, optimizer)
         try:
@@ -446,7 +420,7 @@ def test_after_a_limit_gradients_that_are_not_finite_are_an_error(world):
 
 
 def ignores() -> bool:
-    model = sharded()
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with sherd.step(model, optimizer, nonfinite="ignore") as attempt:
         body(model, optimizer, 0, "nan")
@@ -462,16 +436,15 @@ def interrupted_after(out: Tensor) -> None:
     raise KeyboardInterrupt
 
 
-def is_interrupted() -> str:
-    model = sharded()
+def is_interrupted() -> None:
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if dist.get_rank() == 1:
         with pytest.raises(KeyboardInterrupt), sherd.step(model, optimizer):
             interrupted_after(model(batch(0, 0)))
         os._exit(3)
-    with pytest.raises(CommError) as raised, sherd.step(model, optimizer):
+    with pytest.raises(CommError), sherd.step(model, optimizer):
         body(model, optimizer, 0, None)
-    return str(raised.value)
 
 
 def test_a_rank_that_is_interrupted_leaves_and_the_others_raise(world):
@@ -480,34 +453,33 @@ def test_a_rank_that_is_interrupted_leaves_and_the_others_raise(world):
     assert failed.value.errors.keys() == {1}
 
 
-def swallows() -> tuple[dict[str, Any], bool]:
-    """Rank 0's body catches whatever comes, and goes on."""
-    model = sharded()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    seed()
-    before = state_of(model, optimizer)
-    with sherd.step(model, optimizer) as attempt:
-        if dist.get_rank() == 1:
-            raises()
-        for _ in range(2):
-            try:  # noqa: SIM105
-                body(model, optimizer, 0, None)
-            except BaseException:
-                pass
-    assert_same(state_of(model, optimizer), before)
-    return {}, attempt.skipped
+def swallowing_body(model: Any, optimizer: Any, step: int, where: str | None) -> None:
+    """Rank 0 catches whatever comes, and goes on."""
+    if where:
+        raises()
+    for _ in range(2):
+        try:  # noqa: SIM105
+            body(model, optimizer, step, None)
+        except BaseException:
+            pass
+
+
+def swallows() -> list[bool]:
+    model = net()
+    _, said = made_steps(model, Adam(model.parameters()), [0], {0: {1: "first"}}, swallowing_body)
+    return [skipped for skipped, *_ in said]
 
 
 def test_a_body_that_catches_everything_is_skipped_all_the_same(world):
-    assert [skipped for _, skipped in world(2).run(swallows)] == [True, True]
+    assert world(2).run(swallows) == [[True], [True]]
 
 
 # With other features
 
 
 def scaled(fails_in: dict[int, str], steps: list[int]) -> tuple[dict[str, Any], dict[str, Any], list[bool]]:
-    model = sharded()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model = net()
+    optimizer = Adam(model.parameters())
     scaler = sherd.ShardedGradScaler("cpu", init_scale=4.0, growth_interval=2)
     seed()
     said = []
@@ -540,73 +512,55 @@ def test_a_scalers_own_skip_is_a_step_that_was_made(world):
 
 @pytest.mark.parametrize("where", ["after backward", "after unscale"])
 def test_a_scaler_is_as_before(world, where):
-    found = world(2).run(scaled, {1: where}, [0, 1, 2])
-    for (state, scale, said), (expected, its, _) in zip(found, world(2).run(scaled, {}, [0, 2]), strict=True):
+    found, without = world(2).run(scaled, {1: where}, [0, 1, 2]), world(2).run(scaled, {}, [0, 2])
+    for (state, scale, said), (expected, its, _) in zip(found, without, strict=True):
         assert said == [False, True, False]
         assert scale == its
         assert_same(state, expected)
 
 
-def micro_batches(maker: str, fails_in: dict[int, int], steps: list[int]) -> dict[str, Any]:
+def micro_batches(model: Any, optimizer: Any, step: int, where: str | None) -> None:
+    with sherd.accumulate(model, 2):
+        for number in range(2):
+            if number and where:
+                raises()
+            model(batch(10 * step + number, dist.get_rank())).square().sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def accumulated(maker: str, fails: Fails, steps: list[int]) -> Any:
     model = MAKERS[maker]()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    seed()
-    for step in steps:
-        with sherd.step(model, optimizer):
-            with sherd.accumulate(model, 2):
-                for number in range(2):
-                    if number and fails_in.get(step) == dist.get_rank():
-                        raises()
-                    model(batch(10 * step + number, dist.get_rank())).square().sum().backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-        optimizer.zero_grad()
-    return state_of(model, optimizer)
+    return made_steps(model, Adam(model.parameters()), steps, fails, micro_batches)
 
 
-@pytest.mark.parametrize("maker", ["fully_shard", "ZeRO-1", "HSDP", "wrapper"])
+@pytest.mark.parametrize("maker", ["shard", "ZeRO-1", "HSDP", "wrapper"])
 def test_a_rank_fails_in_the_middle_of_an_accumulation(world, maker):
     ranks = world(4 if maker == "HSDP" else 2)
-    found, expected = ranks.run(micro_batches, maker, {1: 0}, [0, 1, 2]), ranks.run(micro_batches, maker, {}, [0, 2])
-    for state, its in zip(found, expected, strict=True):
-        assert_same(state, its)
+    found = ranks.run(accumulated, maker, {1: {0: "between"}}, [0, 1, 2])
+    assert_as_without(found, ranks.run(accumulated, maker, {}, [0, 2]), [False, True, False])
 
 
-def with_fewer_batches(fails: bool) -> tuple[dict[str, Any], list[bool]]:
-    model = sharded()
+def with_fewer_batches(steps: list[int], fails: Fails) -> Any:
+    """Of the first step alone on rank 1."""
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    seed()
-    said = []
     with sherd.join(model, optimizer):
-        for step in range(3 if dist.get_rank() == 0 else 1):
-            if not fails and step == 1:
-                continue
-            with sherd.step(model, optimizer) as attempt:
-                body(model, optimizer, step, "before backward" if fails and step == 1 else None)
-            optimizer.zero_grad()
-            said.append(attempt.skipped)
-    return state_of(model, optimizer), said
+        return made_steps(model, optimizer, steps[:1] if dist.get_rank() else steps, fails)
 
 
 def test_a_rank_without_batches_skips_with_the_others(world):
-    found, expected = world(2).run(with_fewer_batches, True), world(2).run(with_fewer_batches, False)
-    assert [said for _, said in found] == [[False, True, False], [False]]
-    for (state, _), (its, _) in zip(found, expected, strict=True):
+    found = world(2).run(with_fewer_batches, [0, 1, 2], {1: {0: "before backward"}})
+    assert [[skipped for skipped, *_ in said] for _, said in found] == [[False, True, False], [False]]
+    for (state, _), (its, _) in zip(found, world(2).run(with_fewer_batches, [0, 2], {}), strict=True):
         assert_same(state, its)
 
 
 def alone() -> list[bool]:
-    before, said = {}, []
-    model = sharded(init_device_mesh("cpu", (1,)))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for where in (None, "forward", "backward", "nan", None):
-        before = state_of(model, optimizer)
-        with sherd.step(model, optimizer) as attempt:
-            body(model, optimizer, 0, where)
-        if attempt.skipped:
-            assert_same(state_of(model, optimizer), before)
-        optimizer.zero_grad()
-        said.append(attempt.skipped)
+    model = net(mesh=init_device_mesh("cpu", (1,)))
+    optimizer = Adam(model.parameters())
+    fails = {1: {0: "forward"}, 2: {0: "backward"}, 3: {0: "nan"}}
+    _, said = made_steps(model, optimizer, range(5), fails)
     with pytest.raises(Trouble), sherd.step(model, optimizer, max_skips=0):
         raises()
     with pytest.raises(GradientError), sherd.step(model, optimizer, max_skips=0):
@@ -614,7 +568,7 @@ def alone() -> list[bool]:
     with sherd.step(model, optimizer) as attempt:
         sherd.step(model, optimizer).__enter__()
     assert "sherd.step within sherd.step of the same model, FSDPNet" in (attempt.reason or "")
-    return said
+    return [skipped for skipped, *_ in said]
 
 
 def test_one_process_skips_by_itself(world):
@@ -624,77 +578,54 @@ def test_one_process_skips_by_itself(world):
 # Wrong use
 
 
-def refused() -> list[str]:
-    model, said = sharded(), []
+def used_wrongly() -> None:
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-    def note(kind: type[Exception], of: Any, **options: Any) -> None:
-        with pytest.raises(kind) as raised, sherd.step(of, optimizer, **options):
+    def refused(kind: type[Exception], words: str, of: Any, **options: Any) -> None:
+        with pytest.raises(kind, match=words), sherd.step(of, optimizer, **options):
             pass
-        said.append(str(raised.value))
 
-    note(ModuleError, nn.Linear(2, 2))
-    note(PolicyError, sherd.fully_shard(nn.Linear(2, 2)))
-    note(PolicyError, model, nonfinite="raise")
-    note(PolicyError, model, max_skips=-1)
+    refused(ModuleError, "step: nothing below Linear is sharded", nn.Linear(2, 2))
+    refused(PolicyError, r'comm_policy=CommPolicy\(divergence="join"\)', sherd.fully_shard(nn.Linear(2, 2)))
+    refused(PolicyError, "expected 'skip' or 'ignore'", model, nonfinite="raise")
+    refused(PolicyError, "expected 0 or more", model, max_skips=-1)
     with pytest.raises(PolicyTypeError):
         sherd.step(model, [model])
     loss = model(batch(0, 0)).sum()
     model.set_requires_gradient_sync(False)
     loss.backward()
-    note(StateError, model)
+    refused(StateError, "around all of its micro-batches", model)
     optimizer.zero_grad()
     model.zero_grad()
     for unit in (*model.blocks, model):
         unit.zero_grad()
     model.set_requires_gradient_sync(True)
-    with sherd.step(model, optimizer) as attempt:
-        sherd.step(model, optimizer).__enter__()
-    said.append(attempt.reason or "")
-    second = sharded()
-    with sherd.step(model, optimizer) as attempt:
-        sherd.step(second, torch.optim.SGD(second.parameters(), lr=0.01)).__enter__()
-    said.append(attempt.reason or "")
+    second = net()
+    for inner in (model, second):
+        with sherd.step(model, optimizer) as attempt:
+            sherd.step(inner, torch.optim.SGD(inner.parameters(), lr=0.01)).__enter__()
+        assert "sherd.step within sherd.step of models on the same ranks" in (attempt.reason or "")
     with sherd.step(second, optimizer):
         second(batch(0, 0))
     with pytest.raises(StateError, match=r"outside of its sherd\.step"):
         attempt.agree()
-    return said
 
 
 def test_wrong_use_is_named(world):
-    plain, error, choice, limit, unreduced, nested, other = world(2).run(refused)[0]
-    assert "step: nothing below Linear is sharded" in plain
-    assert 'comm_policy=CommPolicy(divergence="join")' in error
-    assert "expected 'skip' or 'ignore'" in choice
-    assert "expected 0 or more" in limit
-    assert "around all of its micro-batches" in unreduced
-    assert "sherd.step within sherd.step of models on the same ranks" in nested
-    assert "sherd.step within sherd.step of models on the same ranks" in other
+    world(2).run(used_wrongly)
 
 
 # Again and again, and elsewhere
 
 
-def failing_often(maker: str, transport: str, steps: list[int], fails_in: dict[int, dict[int, str]]) -> Any:
-    """`fails_in[step][rank]` is where that rank fails."""
-    policy = sherd.CommPolicy(divergence="join", transport=transport)
-    model: Any = Net()
+def failing_often(maker: str, transport: str, steps: list[int], fails: Fails) -> Any:
     more: Any = {"placements": "zero1"} if maker == "ZeRO-1" else {}
-    for unit in (*model.blocks, model):
-        sherd.fully_shard(unit, comm_policy=policy, **more)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    seed()
-    said = []
-    for step in steps:
-        with sherd.step(model, optimizer, max_skips=9) as attempt:
-            body(model, optimizer, step, fails_in.get(step, {}).get(dist.get_rank()))
-        optimizer.zero_grad()
-        said.append(attempt.rank if attempt.skipped else None)
-    return state_of(model, optimizer), said
+    model = net(transport=transport, **more)
+    return made_steps(model, Adam(model.parameters()), steps, fails, max_skips=9)
 
 
-OFTEN: dict[int, dict[int, str]] = {
+OFTEN: Fails = {
     0: {1: "first"},
     1: {0: "backward", 1: "forward"},
     3: {1: "first"},
@@ -705,30 +636,28 @@ OFTEN: dict[int, dict[int, str]] = {
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
-@pytest.mark.parametrize("maker", ["fully_shard", "ZeRO-1"])
+@pytest.mark.parametrize("maker", ["shard", "ZeRO-1"])
 def test_steps_that_are_skipped_in_a_row_over_each_transport(world, maker, transport):
     found = world(2).run(failing_often, maker, transport, list(range(8)), OFTEN)
     without = world(2).run(failing_often, maker, transport, [2, 7], {})
-    for (state, said), (expected, _) in zip(found, without, strict=True):
-        assert said == [1, 1, None, 1, 1, 1, 0, None]
-        assert_same(state, expected)
+    assert_as_without(found, without, [step in OFTEN for step in range(8)])
+    for _, said in found:
+        assert [rank for skipped, rank, *_ in said if skipped] == [1, 1, 1, 1, 1, 0]
 
 
 def two_optimizers(undoes: bool) -> tuple[bool, str]:
     """Of a generator and a discriminator, as one module."""
-    pair: Any = nn.ModuleList([Net(), Net()])
-    for net in pair:
-        sherd.fully_shard(net, comm_policy=JOIN)
-    optimizers = [torch.optim.Adam(net.parameters(), lr=0.01) for net in pair]
-    before = [state_of(net, optimizer) for net, optimizer in zip(pair, optimizers, strict=True)]
+    pair: Any = nn.ModuleList([net(), net()])
+    optimizers = [Adam(each.parameters()) for each in pair]
+    before = [state_of(each, optimizer) for each, optimizer in zip(pair, optimizers, strict=True)]
     try:
         with sherd.step(pair, optimizers, undo_optimizer=undoes) as attempt:
             body(pair[0], optimizers[0], 0, None)
             body(pair[1], optimizers[1], 0, "backward" if dist.get_rank() == 1 else None)
     except (Trouble, CommError) as error:
         return False, str(error)
-    for net, optimizer, expected in zip(pair, optimizers, before, strict=True):
-        assert_same(state_of(net, optimizer), expected)
+    for each, optimizer, expected in zip(pair, optimizers, before, strict=True):
+        assert_same(state_of(each, optimizer), expected)
     return attempt.skipped, ""
 
 
@@ -742,21 +671,15 @@ def test_the_second_of_two_models_fails_when_the_first_has_stepped(world):
 
 
 def votes_of_each_step() -> list[int]:
-    counts, vote = [0], Coordinator._vote
+    model = net()
+    optimizer = Adam(model.parameters())
 
-    def counted(self: Coordinator, wish: Any) -> Any:
-        counts[-1] += 1
-        return vote(self, wish)
+    def one(step: int) -> None:
+        with sherd.step(model, optimizer):
+            body(model, optimizer, step, "backward" if step == 3 and dist.get_rank() == 1 else None)
+        optimizer.zero_grad()
 
-    model = sharded()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with mock.patch.object(Coordinator, "_vote", counted):
-        for step in range(6):
-            with sherd.step(model, optimizer):
-                body(model, optimizer, step, "backward" if step == 3 and dist.get_rank() == 1 else None)
-            optimizer.zero_grad()
-            counts.append(0)
-    return counts[:-1]
+    return num_calls(Coordinator, "_vote", one, 6)
 
 
 def test_a_settled_step_has_one_vote_more_also_after_a_skip(world):
@@ -764,27 +687,21 @@ def test_a_settled_step_has_one_vote_more_also_after_a_skip(world):
         assert counts[2:] == [4, 2, 4, 4]
 
 
-def evaluates_before(steps: list[int], fails: bool) -> tuple[dict[str, Any], list[bool]]:
+def evaluates_before(steps: list[int], fails: Fails) -> Any:
     """Rank 1 comes late to each step, since it evaluates; rank 0 fails in one before it has come."""
-    model = sharded()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    said = []
-    for step in steps:
+    model = net()
+
+    def evaluate(step: int) -> None:
         if dist.get_rank() == 1:
             model.eval()
             with torch.no_grad():
                 model(batch(0, 0))
             model.train()
         seed()
-        with sherd.step(model, optimizer) as attempt:
-            body(model, optimizer, step, "first" if fails and step == 1 and dist.get_rank() == 0 else None)
-        optimizer.zero_grad()
-        said.append(attempt.skipped)
-    return state_of(model, optimizer), said
+
+    return made_steps(model, Adam(model.parameters()), steps, fails, before=evaluate)
 
 
 def test_a_rank_that_fails_waits_for_one_that_has_not_begun_the_step(world):
-    found = world(2).run(evaluates_before, [0, 1, 2], True)
-    for (state, said), (expected, _) in zip(found, world(2).run(evaluates_before, [0, 2], False), strict=True):
-        assert said == [False, True, False]
-        assert_same(state, expected)
+    found = world(2).run(evaluates_before, [0, 1, 2], {1: {0: "first"}})
+    assert_as_without(found, world(2).run(evaluates_before, [0, 2], {}), [False, True, False])

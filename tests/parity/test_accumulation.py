@@ -1,109 +1,53 @@
-"""Do several micro-batches make one large batch's step, with and without a reduction after each?"""
+"""Several micro-batches make one large batch's step, with and without a reduction after each."""
+
+import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from sherd import fully_shard
-from tests.support.comparing import whole_params
 from tests.support.meshes import mesh_of
-from tests.support.models import build, shard
-from tests.support.training import (
-    Recipe,
-    Run,
-    assert_all_same,
-    assert_each_same,
-    finish_step,
-    make_optimizer,
-    steps_sharded,
-    train_sharded,
-)
+from tests.support.training import Recipe, assert_all_same, assert_each_same, train_each, train_sharded
 
 MODELS = ["mlp", "tied_inside", "frozen", "uneven", "reentrant_outside", "transformer"]
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_reducing_after_every_micro_batch_accumulates_shards(world, model):
-    recipe = Recipe(model, micro_batches=3)
-    assert_all_same(world(2).run(train_sharded, recipe), recipe)
+def reduce_each(model, number, is_last):
+    pass
 
 
-def train_without_sync(recipe, mesh_shape=None, **options):
-    model = shard(build(recipe.model), mesh=mesh_of(mesh_shape), **options)
-    return steps_sharded(model, recipe, dist.get_rank(), sync_each=False)
+def reduce_the_last(model, number, is_last):
+    model.set_requires_gradient_sync(is_last)
+
+
+def reduce_every_second(model, number, is_last):
+    """What was not reduced joins the next reduction."""
+    model.set_requires_gradient_sync(number % 2 == 1)
+
+
+def as_fsdp2_programs_do(model, number, is_last):
+    """Everything such a loop says: last backward, sync, and no reshard between micro-batches."""
+    model.set_is_last_backward(is_last)
+    model.set_requires_gradient_sync(is_last)
+    model.set_reshard_after_backward(is_last)
 
 
 @pytest.mark.parametrize("reshard", [True, False], ids="reshard_{}".format)
-@pytest.mark.parametrize("model", MODELS)
-def test_reducing_after_the_last_micro_batch_only_gives_the_same(world, model, reshard):
-    recipe = Recipe(model, micro_batches=3)
-    assert_all_same(world(2).run(train_without_sync, recipe, reshard_after_forward=reshard), recipe)
-
-
-def train_each_without_sync(recipes, mesh_shape):
-    return {recipe: train_without_sync(recipe, mesh_shape) for recipe in recipes}
+@pytest.mark.parametrize("announce", [reduce_each, reduce_the_last, reduce_every_second, as_fsdp2_programs_do])
+def test_micro_batches_make_the_step_of_one_large_batch(threads, announce, reshard):
+    recipes = [Recipe(model, micro_batches=4) for model in MODELS]
+    assert_each_same(threads(2).run(train_each, recipes, announce=announce, reshard_after_forward=reshard))
 
 
 def test_replicas_accumulate_without_sync_too(threads):
     recipes = [Recipe(model, micro_batches=2) for model in ("mlp", "uneven", "branching")]
-    assert_each_same(threads(4).run(train_each_without_sync, recipes, mesh_shape=(2, 2)))
+    assert_each_same(threads(4).run(train_each, recipes, mesh_shape=(2, 2), announce=reduce_the_last))
 
 
 def test_accumulating_in_float32_beside_clipping_gives_the_same_norms(world):
     recipe = Recipe("mlp", micro_batches=2, max_norm=0.1)
-    assert_all_same(world(2).run(train_without_sync, recipe), recipe)
-
-
-def train_as_fsdp2_programs_do(recipe):
-    """Everything such a loop says: last backward, sync, and no reshard between micro-batches."""
-    rank = dist.get_rank()
-    model = shard(build(recipe.model))
-    optimizer, run = make_optimizer(recipe.optimizer, model), Run()
-    for step in range(recipe.steps):
-        total = 0.0
-        for micro in range(recipe.micro_batches):
-            last = micro == recipe.micro_batches - 1
-            model.set_is_last_backward(last)
-            model.set_requires_gradient_sync(last)
-            model.set_reshard_after_backward(last)
-            loss = model.loss(model(*model.make_inputs(step + 100 * micro, rank))) / recipe.micro_batches
-            loss.backward()
-            total += loss.item()
-        run.losses.append(total)
-        finish_step(model, optimizer, recipe, run)
-    run.params = whole_params(model)
-    return run
-
-
-@pytest.mark.parametrize("model", ["mlp", "nested", "uneven"])
-def test_parameters_may_stay_whole_between_micro_batches(world, model):
-    recipe = Recipe(model, micro_batches=3)
-    assert_all_same(world(2).run(train_as_fsdp2_programs_do, recipe), recipe)
-
-
-def train_with_some_micro_batches_reduced(recipe):
-    """Of four micro-batches the second and the last reduce."""
-    rank = dist.get_rank()
-    model = shard(build(recipe.model))
-    optimizer, run = make_optimizer(recipe.optimizer, model), Run()
-    for step in range(recipe.steps):
-        total = 0.0
-        for micro in range(recipe.micro_batches):
-            model.set_requires_gradient_sync(micro % 2 == 1)
-            loss = model.loss(model(*model.make_inputs(step + 100 * micro, rank))) / recipe.micro_batches
-            loss.backward()
-            total += loss.item()
-        run.losses.append(total)
-        finish_step(model, optimizer, recipe, run)
-    run.params = whole_params(model)
-    return run
-
-
-def test_unreduced_gradients_join_the_next_reduction(world):
-    recipe = Recipe("mlp", micro_batches=4)
-    assert_all_same(world(2).run(train_with_some_micro_batches_reduced, recipe), recipe)
+    assert_all_same(world(2).run(train_sharded, recipe, announce=reduce_the_last), recipe)
 
 
 class Both(nn.Module):
@@ -118,7 +62,7 @@ class Both(nn.Module):
 
 def clear_the_first(placements, set_to_none):
     """Two modules of one unit, with gradients that are reduced, summed over the shards only, and not reduced at all."""
-    model, mesh = Both(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, mesh = Both(), mesh_of((2, 2))
     fully_shard([model.first, model.second], mesh=mesh, placements=placements)
     fully_shard(model, mesh=mesh, placements=placements)
 
@@ -135,9 +79,12 @@ def clear_the_first(placements, set_to_none):
     return [model.first.weight.grad.full_tensor(), model.second.weight.grad.full_tensor()]
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("placements", ["hsdp", "hfsdp"])
-def test_one_module_of_a_unit_is_cleared_alone(threads, placements, set_to_none):
-    for first, second in threads(4).run(clear_the_first, placements, set_to_none):
-        assert first.equal(torch.full((4, 3), 1.0))
-        assert second.equal(torch.full((4, 3), 15.0))
+def clear_in_each_way():
+    return {way: clear_the_first(*way) for way in itertools.product(("hsdp", "hfsdp"), (True, False))}
+
+
+def test_one_module_of_a_unit_is_cleared_alone(threads):
+    for found in threads(4).run(clear_in_each_way):
+        for way, (first, second) in found.items():
+            assert first.equal(torch.full((4, 3), 1.0)), way
+            assert second.equal(torch.full((4, 3), 15.0)), way

@@ -1,35 +1,40 @@
-"""Do unusual backwards, and programs that fail in the middle of one, leave the right gradients?"""
-
-import copy
+"""Unusual backwards, and programs that fail in the middle of one, leave the right gradients."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from sherd import fully_shard
+from tests.parity.cases import assert_each_trains
 from tests.support.comparing import assert_named_close, whole_grads
 from tests.support.models import build, noise, shard
-from tests.support.training import Recipe, assert_all_same, steps_sharded, train_plain
+from tests.support.training import Recipe, assert_all_same, made, steps_sharded, train_plain
 
 
-def check(found_by_rank, program, *args, num_ranks=2):
-    """Each rank's gradients are the mean of what `program(model, rank, *args)` makes on a plain model."""
-    sums = {}
-    for rank in range(num_ranks):
-        model = build(args[0])
-        program(model, rank)
-        for name, param in model.named_parameters():
-            share = None if param.grad is None else param.grad / num_ranks
-            sums[name] = share if sums.get(name) is None or share is None else sums[name] + share
-    for found in found_by_rank:
-        assert_named_close(found, sums, "gradient", 1e-5, 1e-6)
+def check(ranks, cases):
+    """The gradients of each case, a program of a model's by name, are the mean of what it makes on a plain model."""
+    found_by_rank = ranks.run(run_programs, cases)
+    for case, (program, name, _) in cases.items():
+        sums = {}
+        for rank in range(ranks.num_ranks):
+            model = build(name)
+            program(model, rank)
+            for param_name, param in model.named_parameters():
+                share = None if param.grad is None else param.grad / ranks.num_ranks
+                others = sums.get(param_name)
+                sums[param_name] = share if others is None or share is None else others + share
+        for found in found_by_rank:
+            assert_named_close(found[case], sums, f"{case}: gradient", 1e-5, 1e-6)
 
 
-def run_program(name, program, **options):
-    """On a rank: the gradients that `program` leaves on the sharded model."""
-    model = shard(build(name), **options)
-    program(model, dist.get_rank())
-    return whole_grads(model)
+def run_programs(cases):
+    """On a rank: the gradients that each program leaves on its sharded model."""
+    found = {}
+    for case, (program, name, options) in cases.items():
+        model = shard(build(name), **options)
+        program(model, dist.get_rank())
+        found[case] = whole_grads(model)
+    return found
 
 
 def two_backwards_of_one_graph(model, rank):
@@ -116,53 +121,50 @@ VARIED = ["mlp", "view_saving", "nested", "uneven"]
 
 
 # Each program meets each model, and both of them either choice.
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-@pytest.mark.parametrize("model", VARIED)
-def test_a_program_leaves_the_plain_gradients(threads, model, program):
-    reshard = (VARIED.index(model) + PROGRAMS.index(program)) % 2 == 0
-    found = threads(2).run(run_program, model, program, reshard_after_forward=reshard)
-    check(found, program, model)
+@pytest.mark.parametrize("turn", range(len(VARIED)))
+def test_a_program_leaves_the_plain_gradients(threads, turn):
+    cases = {}
+    for at, program in enumerate(PROGRAMS):
+        model = (at + turn) % len(VARIED)
+        cases[program.__name__] = program, VARIED[model], {"reshard_after_forward": (model + at) % 2 == 0}
+    check(threads(2), cases)
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("model", ["mlp", "view_saving"])
-def test_a_program_leaves_the_plain_gradients_on_processes_too(world, model, program):
-    check(world(2).run(run_program, model, program), program, model)
+def test_a_program_leaves_the_plain_gradients_on_processes_too(world, model):
+    programs = [*PROGRAMS, a_backward_with_part_of_the_parameters_asked_for] if model == "mlp" else PROGRAMS
+    check(world(2), {program.__name__: (program, model, {}) for program in programs})
 
 
 def test_the_whole_may_run_after_a_unit_ran_alone(threads):
-    program = a_unit_called_alone_then_the_whole
-    check(threads(2).run(run_program, "mlp", program), program, "mlp")
+    check(threads(2), {"alone": (a_unit_called_alone_then_the_whole, "mlp", {})})
 
 
-def test_gradients_of_inputs_alone_may_be_asked_for(world):
-    program = a_backward_with_part_of_the_parameters_asked_for
-    check(world(2).run(run_program, "mlp", program), program, "mlp")
-
-
-def gradient_of_the_input(name, reshard):
-    model = shard(build(name), reshard_after_forward=reshard)
-    x = noise(0, dist.get_rank()).requires_grad_()
-    model.loss(model(x)).backward()
-    return x.grad
+def gradients_of_inputs(models, reshard):
+    found = {}
+    for name in models:
+        model = shard(build(name), reshard_after_forward=reshard)
+        x = noise(0, dist.get_rank()).requires_grad_()
+        model.loss(model(x)).backward()
+        found[name] = x.grad
+    return found
 
 
 @pytest.mark.parametrize("reshard", [True, False], ids="reshard_{}".format)
-@pytest.mark.parametrize("model", ["mlp", "adapted", "checkpoint_outside", "reentrant_outside"])
-def test_the_inputs_gradient_is_the_plain_one(threads, model, reshard):
-    for rank, grad in enumerate(threads(2).run(gradient_of_the_input, model, reshard)):
-        plain, x = build(model), noise(0, rank).requires_grad_()
-        plain.loss(plain(x)).backward()
-        torch.testing.assert_close(grad, x.grad)
+def test_the_inputs_gradient_is_the_plain_one(threads, reshard):
+    models = ["mlp", "adapted", "checkpoint_outside", "reentrant_outside"]
+    for rank, found in enumerate(threads(2).run(gradients_of_inputs, models, reshard)):
+        for name, grad in found.items():
+            plain, x = build(name), noise(0, rank).requires_grad_()
+            plain.loss(plain(x)).backward()
+            torch.testing.assert_close(grad, x.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def train_after_a_mishap(recipe, where, rank_that_fails):
-    """A first step fails, then the recipe runs. `rank_that_fails` None: all do."""
-    rank = dist.get_rank()
+def train_after_a_mishap(recipe, where):
+    """A first step fails on all ranks, then the recipe runs."""
     model = shard(build(recipe.model))
-    if rank_that_fails in (None, rank):
-        fail_once(model, where, rank)
-    return steps_sharded(model, recipe, rank)
+    fail_once(model, where, dist.get_rank())
+    return steps_sharded(model, recipe, dist.get_rank())
 
 
 def fail_once(model, where, rank):
@@ -186,10 +188,10 @@ def fail_once(model, where, rank):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "start_of_backward"])
-@pytest.mark.parametrize("model", ["mlp", "checkpoint_outside", "reentrant_outside"])
-def test_after_an_exception_the_next_steps_are_right(world, model, where):
-    recipe = Recipe(model)
-    assert_all_same(world(2).run(train_after_a_mishap, recipe, where, None), recipe)
+def test_after_an_exception_the_next_steps_are_right(world, where):
+    models = ("mlp", "checkpoint_outside", "reentrant_outside")
+    cases = {model: (Recipe(model), {"where": where}) for model in models}
+    assert_each_trains(world(2), cases, train_after_a_mishap)
 
 
 def train_through_mishaps(recipe):
@@ -242,8 +244,7 @@ class Weighted(torch.nn.Module):
 
 
 def gradients_beside_a_leafs():
-    plain = Weighted()
-    sharded = fully_shard(copy.deepcopy(plain))
+    plain, sharded = made(Weighted), fully_shard(made(Weighted))
     found = []
     for model in (sharded, plain):
         x = torch.linspace(-1, 1, 3 * 64).view(3, 64).requires_grad_()

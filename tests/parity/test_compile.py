@@ -5,19 +5,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sherd import (
-    Blocks,
-    Flat,
-    FullyShardedDataParallel,
-    Owned,
-    flatten_optimizer,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from tests.support.models import build, shard
-from tests.support.ranks import RanksFailed
-from tests.support.training import Recipe, assert_all_same, steps_sharded
-from tests.wrapper.training import assert_all_trained_plainly, steps_wrapped, wrap_units
+from sherd import Blocks, Flat, Owned, flatten_optimizer, register_fsdp_forward_method
+from tests.support.comparing import plain_name
+from tests.support.models import build, noise, shard
+from tests.support.sharding import sharded
+from tests.support.training import Recipe, assert_all_same, made, steps_sharded
+from tests.wrapper.training import assert_all_trained_plainly, steps_wrapped
 
 # Dynamo looks at `.grad` of every graph input, a block's hidden states too, and is warned for it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -81,57 +74,35 @@ def test_steps_do_not_compile_again(world, options):
     assert all(1 <= count <= 3 for count in few)
 
 
-def train_whole_compiled(recipe, backend, in_place, **options):
+def train_whole_compiled(recipe, front, backend, in_place):
     """The root compiled too, with graph breaks at the units."""
-    model = shard(build(recipe.model), **options)
+    steps = steps_wrapped if "wrapper" in front else steps_sharded
+    model = sharded(build(recipe.model), front)
     if in_place:
         model.compile(backend=backend)
-        return steps_sharded(model, recipe, dist.get_rank())
-    return steps_sharded(torch.compile(model, backend=backend), recipe, dist.get_rank())
+    run = steps(model if in_place else torch.compile(model, backend=backend), recipe, dist.get_rank())
+    run.grads = [{plain_name(name): each for name, each in grads.items()} for grads in run.grads]
+    run.params = {plain_name(name): each for name, each in run.params.items()}
+    return run
 
 
 @pytest.mark.parametrize(
-    ("in_place", "backend", "options"),
+    ("front", "backend", "in_place"),
     [
-        (True, "eager", {}),
-        (False, "aot_eager", {"placement": Flat()}),
-        (True, "aot_eager", {"placement": Blocks(2)}),
-        (False, "eager", {"placement": Owned()}),
+        ("shard", "eager", True),
+        ("flat", "aot_eager", False),
+        ("blocks", "aot_eager", True),
+        ("owned", "eager", False),
+        ("wrapper", "eager", True),
+        ("flat wrapper", "eager", False),
     ],
 )
-def test_the_whole_model_may_be_compiled_with_breaks(world, in_place, backend, options):
+def test_the_whole_model_may_be_compiled_with_breaks(world, front, backend, in_place):
     assert torch._dynamo.config.suppress_errors is False, "a failed compilation would pass unseen"
     recipe = Recipe("mlp")
-    runs = world(2).run(train_whole_compiled, recipe, backend, in_place, **options)
-    for run in runs if not in_place else ():
-        run.grads = [{_plain(name): each for name, each in grads.items()} for grads in run.grads]
-        run.params = {_plain(name): each for name, each in run.params.items()}
-    assert_all_same(runs, recipe)
-
-
-def _plain(name):
-    """A name in a model that `torch.compile` has wrapped."""
-    return name.removeprefix("_orig_mod.")
-
-
-def train_wrapper_compiled(recipe, in_place, use_orig_params):
-    model = wrap_units(build(recipe.model), use_orig_params=use_orig_params)
-    compiled = model
-    if in_place:
-        model.compile(backend="eager")
-    else:
-        compiled = torch.compile(model, backend="eager")
-    return steps_wrapped(compiled, recipe, dist.get_rank())
-
-
-@pytest.mark.parametrize(("in_place", "use_orig_params"), [(True, True), (False, False)])
-def test_a_wrapper_may_be_compiled(world, in_place, use_orig_params):
-    recipe = Recipe("mlp")
-    runs = world(2).run(train_wrapper_compiled, recipe, in_place, use_orig_params)
-    for run in runs:
-        run.grads = [{_plain(name): each for name, each in grads.items()} for grads in run.grads]
-        run.params = {_plain(name): each for name, each in run.params.items()}
-    assert_all_trained_plainly(runs, recipe)
+    runs = world(2).run(train_whole_compiled, recipe, front, backend, in_place)
+    compare = assert_all_trained_plainly if "wrapper" in front else assert_all_same
+    compare(runs, recipe)
 
 
 class TwoWays(nn.Module):
@@ -148,22 +119,15 @@ class TwoWays(nn.Module):
         return self.second(self.encode(x))
 
 
-def two_ways(layout=None, use_orig_params=None):
-    """The same weights on all ranks; cut as `layout`, or wrapped, or plain."""
-    torch.manual_seed(0)
-    model = TwoWays()
-    if layout is not None:
-        for unit in (model.second, model):
-            fully_shard(unit, placement=layout)
-    if use_orig_params is not None:
-        model.second = FullyShardedDataParallel(model.second, use_orig_params=use_orig_params)
-        model = FullyShardedDataParallel(model, use_orig_params=use_orig_params)
-    return model
+def two_ways(front=None):
+    """The same weights on all ranks; plain without a front end or placement."""
+    model = made(TwoWays)
+    return model if front is None else sharded(model, front, [model.second, model])
 
 
-def train_with_compiled_step(options, flattened, whole_step):
+def train_with_compiled_step(front, flattened, whole_step):
     """Against the same steps uncompiled, on the same shards."""
-    models = [two_ways(**options), two_ways(**options)]
+    models = [two_ways(front), two_ways(front)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
     if flattened:
         optimizers[0] = flatten_optimizer(optimizers[0])
@@ -181,7 +145,7 @@ def train_with_compiled_step(options, flattened, whole_step):
 
     compiled = torch.compile(whole, backend="eager") if whole_step else step
     for number in range(2):
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+        x = noise(number, dist.get_rank(), 3, 4)
         found, expected = compiled(models[0], compiled_step, x), step(models[1], optimizers[1].step, x)
         torch.testing.assert_close(found, expected)
         for optimizer in optimizers:
@@ -191,25 +155,25 @@ def train_with_compiled_step(options, flattened, whole_step):
 
 
 @pytest.mark.parametrize(
-    ("options", "flattened", "whole_step"),
+    ("front", "flattened", "whole_step"),
     [
-        ({"layout": Flat()}, False, False),
-        ({"layout": Blocks(2)}, True, False),
-        ({"layout": Owned()}, False, True),
-        ({"use_orig_params": True}, False, True),
-        ({"use_orig_params": False}, False, False),
+        ("flat", False, False),
+        ("blocks", True, False),
+        ("owned", False, True),
+        ("wrapper", False, True),
+        ("flat wrapper", False, False),
     ],
 )
 # Torch imports Inductor for a compiled step.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-def test_an_optimizers_step_may_be_compiled(world, options, flattened, whole_step):
-    world(2).run(train_with_compiled_step, options, flattened, whole_step)
+def test_an_optimizers_step_may_be_compiled(world, front, flattened, whole_step):
+    world(2).run(train_with_compiled_step, front, flattened, whole_step)
 
 
 def train_method_compiled():
-    plain, model = two_ways(), two_ways(Flat())
+    plain, model = two_ways(), two_ways("flat")
     register_fsdp_forward_method(model, "encode")
-    x = torch.randn(3, 4)
+    x = noise(0, 0, 3, 4)
 
     def loss_of(module):
         return module.encode(x).sum() + module(x).square().sum()
@@ -229,10 +193,11 @@ def test_a_method_run_as_a_forward_may_be_compiled(world):
 
 
 def ask_for_one_graph():
-    model = two_ways(Flat())
-    torch.compile(lambda: sum(each.detach().sum() for each in model.parameters()), backend="eager", fullgraph=True)()
+    model = two_ways("flat")
+    total = torch.compile(lambda: sum(map(torch.sum, model.parameters())), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="sherd cuts into runs is not traced"):
+        total()
 
 
 def test_one_graph_over_ragged_tensors_is_refused_by_name(world):
-    with pytest.raises(RanksFailed, match="sherd cuts into runs is not traced"):
-        world(2).run(ask_for_one_graph)
+    world(2).run(ask_for_one_graph)

@@ -1,24 +1,19 @@
-"""Is what these tests gather at once what `full_tensor` gives, tensor by tensor, and does it hide nothing?"""
+"""What tests gather at once is what `full_tensor` gives, tensor by tensor, and hides nothing."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from sherd import Blocks, Flat, Owned
+from tests.parity.test_layouts import PLACEMENTS, case
 from tests.support.comparing import assert_named_close, whole_params
 from tests.support.meshes import mesh_of
 from tests.support.models import build, shard
-
-PLACEMENTS = {"default": {}} | {
-    name: {"placement": placement, "shard_placement_fn": None}
-    for name, placement in {"flat": Flat(), "blocks": Blocks(3), "whole": Owned()}.items()
-}
 
 
 def in_both_ways(models, placement):
     found = {}
     for name in models:
-        model = shard(build(name), **PLACEMENTS[placement])
+        model = shard(build(name), **case(name, placement)[1])
         found[name] = whole_params(model), {name: each.full_tensor() for name, each in model.named_parameters()}
     return found
 

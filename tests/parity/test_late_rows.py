@@ -1,13 +1,14 @@
-"""Are micro-batches added up rightly whose gradients wait as they are: for rows that come late, or for one another?"""
+"""Micro-batches add up rightly whose gradients wait as they are: for rows that come late, or for one another."""
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from sherd import CommPolicy, Flat, fully_shard
 from sherd.comm.streams import HostStreams, RecordingStreams, use_streams
+from tests.support.comparing import assert_same, whole_grads
+from tests.support.training import made
 
 
 class Branches(nn.Module):
@@ -19,28 +20,6 @@ class Branches(nn.Module):
 
     def forward(self, x, used):
         return sum(self.branches[index](x).square().sum() for index in used)
-
-
-# By micro-batch: which branches are used. The last one reduces.
-USED = {
-    "twice the same, others never": [(0, 1), (0, 1)],
-    "others in the last": [(0,), (0,), (0, 1, 2)],
-    "others in the first": [(0, 1, 2), (1,), (1,)],
-}
-
-
-def gradients(used_by_micro, **sharding):
-    """After all micro-batches, whole, of the model sharded like that, or not at all; None where there is none."""
-    torch.manual_seed(0)
-    model = Branches()
-    if sharding:
-        fully_shard(model, comm_policy=CommPolicy("torch"), **sharding)
-    for number, used in enumerate(used_by_micro):
-        if sharding:
-            model.set_requires_gradient_sync(number == len(used_by_micro) - 1)
-        model(torch.randn(2, 3), used).backward()
-    found = [each.grad for each in model.parameters()]
-    return [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
 
 
 class Recomputed(nn.Module):
@@ -59,39 +38,38 @@ class Recomputed(nn.Module):
         return x.square().sum()
 
 
-def recomputed(streams):
-    """Gradients sharded, with reductions and without before the last, and not sharded."""
-    found = []
-    for micro_batches, is_sharded in ((1, False), (1, True), (2, False), (2, True)):
-        torch.manual_seed(0)
-        model = Recomputed()
-        if is_sharded:
-            with use_streams(streams()):
-                fully_shard(model, comm_policy=CommPolicy("torch"))
-        for number in range(micro_batches):
-            if is_sharded:
-                model.set_requires_gradient_sync(number == micro_batches - 1)
-            model(torch.randn(2, 3)).backward()
-        grads = [each.grad for each in model.parameters()]
-        found.append([each.full_tensor() if is_sharded else each for each in grads])
-    return found
+def gradients(make, inputs, **sharding):
+    """After micro-batches with these further inputs, whole, of the model sharded like that, or not at all."""
+    model = made(make)
+    if sharding:
+        fully_shard(model, comm_policy=CommPolicy("torch"), **sharding)
+    for number, further in enumerate(inputs):
+        if sharding:
+            model.set_requires_gradient_sync(number == len(inputs) - 1)
+        model(torch.randn(2, 3), *further).backward()
+    return whole_grads(model)
 
 
-@pytest.mark.parametrize("streams", [HostStreams, RecordingStreams])
-def test_gradients_that_come_twice_while_others_are_awaited_add_up(world, streams):
-    for plain, sharded, plain_twice, sharded_twice in world(2).run(recomputed, streams):
-        torch.testing.assert_close(sharded, plain)
-        torch.testing.assert_close(sharded_twice, plain_twice)
+# By micro-batch: what else forward is given, as which branches are used. The last one reduces.
+PROGRAMS = {
+    "others never": (Branches, [[(0, 1)], [(0, 1)]]),
+    "others in the last": (Branches, [[(0,)], [(0,)], [(0, 1, 2)]]),
+    "others in the first": (Branches, [[(0, 1, 2)], [(1,)], [(1,)]]),
+    "recomputed once": (Recomputed, [[]]),
+    "recomputed twice": (Recomputed, [[], []]),
+}
 
 
-def with_each_layout(streams, used_by_micro):
+def with_each_layout(streams):
     with use_streams(streams()):
-        return [gradients(used_by_micro, placement=each) for each in (None, Flat())]
+        return {
+            name: [gradients(*program, placement=each) for each in (None, Flat())] for name, program in PROGRAMS.items()
+        }
 
 
 @pytest.mark.parametrize("streams", [HostStreams, RecordingStreams])
-@pytest.mark.parametrize("used_by_micro", USED.values(), ids=USED)
-def test_micro_batches_that_are_reduced_together_add_up_whatever_comes(world, used_by_micro, streams):
-    for layouts in world(2).run(with_each_layout, streams, used_by_micro):
-        for found in layouts:
-            torch.testing.assert_close(found, gradients(used_by_micro))
+def test_micro_batches_that_are_reduced_together_add_up_whatever_comes(world, streams):
+    for found in world(2).run(with_each_layout, streams):
+        for name, layouts in found.items():
+            for grads in layouts:
+                assert_same(grads, gradients(*PROGRAMS[name]), name, rtol=1.3e-6, atol=1e-5)

@@ -1,5 +1,6 @@
-"""Is memory given back: unsharded parameters after use, everything with the model, nothing kept per step?"""
+"""Memory is given back: unsharded parameters after use, everything with the model, and nothing is kept per step."""
 
+import contextlib
 import gc
 import weakref
 
@@ -11,14 +12,11 @@ from torch.distributed.tensor import DTensor
 from sherd import CPUOffloadPolicy, FSDPModule
 from tests.support.meshes import mesh_of
 from tests.support.models import build, shard
+from tests.support.suites import part
 from tests.support.training import make_optimizer
 
 
-def storages(tensors):
-    return [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
-
-
-def what_outlives_the_model(name, num_steps, **options):
+def what_outlives_the_model(name, num_steps, fails=False, **options):
     """Names of parameters, shards and gradients that live on after `del model`; and units."""
     model = shard(build(name), **options)
     optimizer = make_optimizer("adamw", model)
@@ -30,6 +28,12 @@ def what_outlives_the_model(name, num_steps, **options):
         optimizer.step()
     shards = {name: param.to_local() for name, param in model.named_parameters()}
     grads = {f"gradient of {n}": p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None}
+    if fails:
+        with contextlib.suppress(ZeroDivisionError):
+            output = model(*model.make_inputs(0, dist.get_rank()))
+            output.register_hook(lambda _: 1 / 0)
+            output.sum().backward()
+        del output
     whole = {f"whole {i}": p for i, p in enumerate(seen.values()) if not isinstance(p, DTensor)}
     watched = {what: weakref.ref(t.untyped_storage()) for what, t in (shards | grads | whole).items()}
     watched |= {type(m).__name__: weakref.ref(m) for m in model.modules() if isinstance(m, FSDPModule)}
@@ -40,41 +44,15 @@ def what_outlives_the_model(name, num_steps, **options):
     return [what for what, ref in watched.items() if ref() is not None]
 
 
-@pytest.mark.values
-@pytest.mark.parametrize("num_steps", [0, 1, 3])
-@pytest.mark.parametrize("name", ["mlp", "tied_across", "nested", "transformer", "checkpoint_outside"])
-def test_nothing_outlives_the_model(world, name, num_steps):
-    assert world(2).run(what_outlives_the_model, name, num_steps) == [[], []]
-
-
-@pytest.mark.parametrize("reshard", [True, False], ids="reshard_{}".format)
-def test_nothing_outlives_a_replicated_or_an_offloaded_model(world, reshard):
+def test_nothing_outlives_the_model(world):
+    for turn, name in enumerate(("mlp", "tied_across", "nested", "transformer", "checkpoint_outside")):
+        for num_steps in part((0, 1, 3), turn, 3):
+            assert world(2).run(what_outlives_the_model, name, num_steps) == [[], []], (name, num_steps)
+    assert world(2).run(what_outlives_the_model, "mlp", 0, fails=True) == [[], []]
     offload = CPUOffloadPolicy(pin_memory=False)
-    found = world(2).run(what_outlives_the_model, "mlp", 2, offload_policy=offload, reshard_after_forward=reshard)
-    assert found == [[], []]
-
-
-def what_a_failed_step_keeps(name):
-    """The model goes right after an exception in its backward."""
-    model = shard(build(name))
-    watched = storages(param.to_local() for param in model.parameters())
-
-    def explode(_):
-        raise ZeroDivisionError
-
-    try:
-        output = model(*model.make_inputs(0, dist.get_rank()))
-        output.register_hook(explode)
-        output.sum().backward()
-    except ZeroDivisionError:
-        pass
-    del model, output
-    gc.collect()
-    return sum(ref() is not None for ref in watched)
-
-
-def test_a_model_that_failed_is_freed_as_well(world):
-    assert world(2).run(what_a_failed_step_keeps, "mlp") == [0, 0]
+    for reshard in (True, False):
+        found = world(2).run(what_outlives_the_model, "mlp", 2, offload_policy=offload, reshard_after_forward=reshard)
+        assert found == [[], []], f"offloaded, {reshard}"
 
 
 def live_tensors():

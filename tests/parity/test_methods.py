@@ -1,4 +1,4 @@
-"""Do the methods of a sharded module change when and how things move, and nothing else?"""
+"""The methods of a sharded module change when and how things move, and nothing else."""
 
 from itertools import pairwise
 
@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
-from tests.support.comparing import assert_named_close, whole_grads, whole_params
+from sherd import UnshardHandle, fully_shard, register_fsdp_forward_method
+from tests.parity.cases import assert_each_trains
+from tests.support.comparing import assert_named_close, whole_grads
 from tests.support.meshes import mesh_of
-from tests.support.models import MODELS, build, noise, shard
-from tests.support.training import Recipe, assert_all_same, assert_each_same, steps_sharded, train_plain
+from tests.support.models import build, noise, shard
+from tests.support.training import Recipe, steps_sharded, train_plain
 
 
 def prefetch_in_order(model):
@@ -42,64 +43,38 @@ def prefetch_nothing(model):
         unit.set_modules_to_backward_prefetch([])
 
 
-def keep_after_forward(model):
-    model.set_reshard_after_forward(False)
-
-
 def keep_the_root_only(model):
     model.set_reshard_after_forward(True)
     model.set_reshard_after_forward(False, recurse=False)
 
 
-def keep_after_backward(model):
-    model.set_reshard_after_backward(False)
+SETTINGS = {
+    "prefetch in order": prefetch_in_order,
+    "prefetch two ahead": prefetch_two_ahead,
+    "prefetch what is not next": prefetch_what_is_not_next,
+    "prefetch nothing": prefetch_nothing,
+    "keep after forward": lambda model: model.set_reshard_after_forward(False),
+    "keep the root only": keep_the_root_only,
+    "sum first": lambda model: model.set_force_sum_reduction_for_comms(True),
+    "reduce absent gradients": lambda model: model.set_reduce_scatter_unused_params(True),
+    "few reduction buffers": lambda model: model.set_reduce_scatter_max_input_buffers(1),
+}
+SET_MODELS = ["mlp", "checkpoint_outside", "uneven"]
 
 
-def sum_first(model):
-    model.set_force_sum_reduction_for_comms(True)
-
-
-def reduce_absent_gradients(model):
-    model.set_reduce_scatter_unused_params(True)
-
-
-def few_reduction_buffers(model):
-    model.set_reduce_scatter_max_input_buffers(1)
-
-
-SETTINGS = [
-    prefetch_in_order,
-    prefetch_two_ahead,
-    prefetch_what_is_not_next,
-    prefetch_nothing,
-    keep_after_forward,
-    keep_the_root_only,
-    sum_first,
-    reduce_absent_gradients,
-    few_reduction_buffers,
-]
-
-
-def train_with_setting(recipe, setting, **options):
-    model = shard(build(recipe.model), **options)
-    setting(model)
-    return steps_sharded(model, recipe, dist.get_rank())
-
-
-def train_each_with_setting(recipes, setting, **options):
-    return {recipe: train_with_setting(recipe, setting, **options) for recipe in recipes}
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.__name__)
-@pytest.mark.parametrize("model", ["mlp", "checkpoint_outside", "uneven"])
-def test_a_setting_changes_no_number(world, model, setting):
-    recipe = Recipe(model)
-    assert_all_same(world(2).run(train_with_setting, recipe, setting), recipe)
+# Each setting meets each model at one of the turns.
+@pytest.mark.parametrize("turn", range(len(SET_MODELS)))
+def test_a_setting_changes_no_number(threads, turn):
+    cases = {
+        name: (Recipe(SET_MODELS[(at + turn) % len(SET_MODELS)]), {"prepare": setting})
+        for at, (name, setting) in enumerate(SETTINGS.items())
+    }
+    assert_each_trains(threads(2), cases)
 
 
 def unshard_by_hand(recipe, async_op):
     """Each block is gathered by hand before the step, and once more looked at and put back."""
-    model, rank = shard(build(recipe.model)), dist.get_rank()
+    model = shard(build(recipe.model))
     plain = {name: param.detach() for name, param in build(recipe.model).named_parameters()}
     for _ in range(2):
         for index, block in enumerate(model.blocks):
@@ -115,13 +90,12 @@ def unshard_by_hand(recipe, async_op):
             assert isinstance(block.up.weight, DTensor)
     for block in model.blocks:
         block.unshard(async_op=async_op)
-    return steps_sharded(model, recipe, rank)
+    return steps_sharded(model, recipe, dist.get_rank())
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["at_once", "async"])
-def test_units_may_be_gathered_and_freed_by_hand(world, async_op):
-    recipe = Recipe("mlp")
-    assert_all_same(world(2).run(unshard_by_hand, recipe, async_op), recipe)
+def test_units_may_be_gathered_and_freed_by_hand(world):
+    cases = {is_async: (Recipe("mlp"), {"async_op": is_async}) for is_async in (False, True)}
+    assert_each_trains(world(2), cases, unshard_by_hand)
 
 
 def grads_divided_by(factors, mesh_shape):
@@ -201,29 +175,6 @@ def test_a_parameter_used_on_one_rank_only_can_be_reduced_on_all(threads):
         torch.testing.assert_close(grad, model.block.spare.grad / 2)
 
 
-def params_after_sharding(name):
-    model = build(name)
-    before = [type(module) for module in model.modules()]
-    shard(model)
-    units = {id(m) for unit in model.units() for m in (unit if isinstance(unit, list) else [unit])}
-    for module, cls in zip(model.modules(), before, strict=True):
-        assert isinstance(module, cls)
-        assert isinstance(module, FSDPModule) == (id(module) in units)
-    assert all(isinstance(param, DTensor) and isinstance(param, nn.Parameter) for param in model.parameters())
-    return whole_params(model)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_sharding_changes_classes_and_no_value(threads, model):
-    plain = {name: param.detach() for name, param in build(model).named_parameters()}
-    for params in threads(3).run(params_after_sharding, model):
-        assert_named_close(params, plain, "parameter", 0, 0)
-
-
-def reshard_to_pairs(model):
-    model.set_reshard_after_forward(2)
-
-
 def pairs_then_nothing_then_pairs(model):
     """The choice may change while the model is at rest."""
     for choice in (2, False, 2):
@@ -232,7 +183,7 @@ def pairs_then_nothing_then_pairs(model):
         model.zero_grad()
 
 
-@pytest.mark.parametrize("setting", [reshard_to_pairs, pairs_then_nothing_then_pairs], ids=lambda s: s.__name__)
-def test_a_number_of_ranks_to_reshard_to_may_be_set_later(threads, setting):
-    recipes = [Recipe(model) for model in ("mlp", "uneven", "checkpoint_outside")]
-    assert_each_same(threads(4).run(train_each_with_setting, recipes, setting, reshard_after_forward=False))
+def test_a_number_of_ranks_to_reshard_to_may_be_set_later(threads):
+    for setting in (lambda model: model.set_reshard_after_forward(2), pairs_then_nothing_then_pairs):
+        options = {"prepare": setting, "reshard_after_forward": False}
+        assert_each_trains(threads(4), {model: (Recipe(model), options) for model in SET_MODELS})

@@ -1,4 +1,4 @@
-"""Are the numbers those of torch's own FSDP2, wherever it can run the model?"""
+"""The numbers are those of torch's own FSDP2, wherever it can run the model."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import sherd
 from tests.support.models import MODELS
 from tests.support.training import Recipe, assert_same_run, train_sharded
 
-# What torch's FSDP2 refuses, warns about or gets wrong; `test_every_model` holds these to plain training.
+# What torch's FSDP2 refuses, warns about or gets wrong; `test_layouts` holds these to plain training.
 BEYOND_TORCH = {
     "changed_in_place",
     "dataclasses",
@@ -36,14 +36,10 @@ def test_a_model_trains_as_under_torch(world, model):
         assert_same_run(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-def train_each_with_both(models, **options):
-    return [train_with_both(Recipe(model), **options) for model in models]
-
-
-def test_replicas_train_as_under_torch(world):
-    for runs in world(4).run(train_each_with_both, ["mlp", "nested", "transformer", "frozen"], mesh_shape=(2, 2)):
-        for ours, theirs in runs:
-            assert_same_run(ours, theirs, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("model", ["mlp", "nested", "transformer", "frozen"])
+def test_replicas_train_as_under_torch(world, model):
+    for ours, theirs in world(4).run(train_with_both, Recipe(model), mesh_shape=(2, 2)):
+        assert_same_run(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 POLICIES = {

@@ -1,23 +1,17 @@
-"""Do low precision, autocast, loss scaling and offload compute what their plain counterparts compute?"""
+"""Low precision, autocast, loss scaling and offload compute what their plain counterparts compute."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from sherd import CPUOffloadPolicy, MixedPrecisionPolicy
+from tests.parity.cases import assert_both_sides_agree, assert_each_trains, on_one_side
 from tests.support.comparing import assert_named_close, whole_grads, whole_params
 from tests.support.models import build, shard
-from tests.support.training import (
-    Recipe,
-    Run,
-    assert_all_same,
-    assert_same_run,
-    finish_step,
-    make_optimizer,
-    train_sharded,
-)
+from tests.support.training import Recipe, Run, assert_same_run, finish_step, make_optimizer, train_sharded
 
 
 def train_plain_bfloat16(recipe, num_ranks):
@@ -41,14 +35,20 @@ def train_plain_bfloat16(recipe, num_ranks):
     return [Run(losses[rank::num_ranks], run.grads, [], run.params) for rank in range(num_ranks)]
 
 
-@pytest.mark.parametrize("reshard", [True, False], ids="reshard_{}".format)
-@pytest.mark.parametrize("model", ["mlp", "whole_in_one_unit", "tied_inside"])
-def test_bfloat16_compute_with_float32_reduction_is_a_cast_model_with_float32_masters(world, model, reshard):
-    recipe = Recipe(model)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    runs = world(2).run(train_sharded, recipe, mp_policy=policy, reshard_after_forward=reshard)
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        *itertools.product(("mlp", "whole_in_one_unit", "tied_inside"), ({}, {"reshard_after_forward": False})),
+        ("mlp", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    ],
+)
+def test_bfloat16_compute_with_float32_reduction_is_a_cast_model_with_float32_masters(threads, model, options):
+    runs = threads(2).run(train_sharded, Recipe(model), mp_policy=LOW, **options)
     # Nothing is left to chance: casts happen at the same places, sums run in float32.
-    for run, plain in zip(runs, train_plain_bfloat16(recipe, 2), strict=True):
+    for run, plain in zip(runs, train_plain_bfloat16(Recipe(model), 2), strict=True):
         assert_same_run(run, plain)
 
 
@@ -74,12 +74,7 @@ def test_a_policy_says_which_dtype_each_tensor_has(threads):
         assert seen["output"] == torch.float32
 
 
-def train_under_autocast(recipe, num_ranks=None):
-    """Sharded, on this rank's batches; plain, over `num_ranks` ranks' batches, when that is given."""
-    model = build(recipe.model)
-    if num_ranks is None:
-        shard(model)
-    ranks = [dist.get_rank()] if num_ranks is None else range(num_ranks)
+def train_under_autocast(model, recipe, ranks):
     optimizer, run = make_optimizer(recipe.optimizer, model), Run()
     for step in range(recipe.steps):
         for rank in ranks:
@@ -87,26 +82,16 @@ def train_under_autocast(recipe, num_ranks=None):
                 loss = model.loss(model(*model.make_inputs(step, rank)))
             (loss / len(ranks)).backward()
         finish_step(model, optimizer, recipe, run)
-    run.params = whole_params(model)
-    return run
+    return run.grads, whole_params(model)
 
 
 @pytest.mark.parametrize("model", ["mlp", "reentrant_inside", "checkpoint_outside"])
 def test_autocast_computes_the_same_around_a_sharded_model(world, model):
-    recipe = Recipe(model)
-    plain = train_under_autocast(recipe, 2)
-    for run in world(2).run(train_under_autocast, recipe):
-        assert_named_close(run.params, plain.params, "parameter", 1e-5, 1e-6)
-        for found, expected in zip(run.grads, plain.grads, strict=True):
-            assert_named_close(found, expected, "gradient", 1e-5, 1e-6)
+    assert_both_sides_agree(world(2), train_under_autocast, Recipe(model))
 
 
-def train_with_an_overflow(recipe, num_ranks=None):
-    """Five scaled steps; in the third one rank's loss is infinite. Gradients, scales, parameters."""
-    model = build(recipe.model)
-    if num_ranks is None:
-        shard(model)
-    ranks = [dist.get_rank()] if num_ranks is None else range(num_ranks)
+def train_with_an_overflow(model, recipe, ranks):
+    """Five scaled steps; in the third one rank's loss is infinite. Scales, parameters."""
     optimizer = make_optimizer(recipe.optimizer, model)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
     scales = []
@@ -128,32 +113,16 @@ def train_with_an_overflow(recipe, num_ranks=None):
 @pytest.mark.parametrize("model", ["mlp", "uneven"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(world, model):
     recipe = Recipe(model, steps=5)
-    scales, params = train_with_an_overflow(recipe, 2)
+    scales, _ = on_one_side(train_with_an_overflow, recipe, 2)
     assert scales[2] < scales[1], "the plain run must have skipped its third step"
-    for found_scales, found in world(2).run(train_with_an_overflow, recipe):
-        assert found_scales == scales
-        assert_named_close(found, params, "parameter", 1e-5, 1e-6)
+    assert_both_sides_agree(world(2), train_with_an_overflow, recipe)
 
 
 @pytest.mark.parametrize("reshard", [True, False], ids="reshard_{}".format)
-@pytest.mark.parametrize("model", ["mlp", "uneven", "frozen", "tied_inside", "scalar_parameter"])
-def test_offloaded_shards_train_as_in_one_process(world, model, reshard):
-    recipe = Recipe(model, max_norm=1.0)
-    policy = CPUOffloadPolicy(pin_memory=False)
-    runs = world(2).run(train_sharded, recipe, offload_policy=policy, reshard_after_forward=reshard)
-    assert_all_same(runs, recipe)
-
-
-def test_offload_and_low_precision_go_together(world):
-    recipe = Recipe("mlp")
-    runs = world(2).run(
-        train_sharded,
-        recipe,
-        offload_policy=CPUOffloadPolicy(pin_memory=False),
-        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    )
-    for run, plain in zip(runs, train_plain_bfloat16(recipe, 2), strict=True):
-        assert_same_run(run, plain)
+def test_offloaded_shards_train_as_in_one_process(threads, reshard):
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False), "reshard_after_forward": reshard}
+    models = ("mlp", "uneven", "frozen", "tied_inside", "scalar_parameter")
+    assert_each_trains(threads(2), {model: (Recipe(model, max_norm=1.0), options) for model in models})
 
 
 def grads_in_other_dtypes():

@@ -1,130 +1,60 @@
-"""Does a sharded model's state go out and come back, whole and sharded, on other numbers of ranks?"""
+"""A sharded model's state goes out and comes back, whole and sharded, on other numbers of ranks."""
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tests.parity.cases import assert_each_trains
+from tests.support import checkpoints
 from tests.support.comparing import assert_named_close, whole_params, whole_values
-from tests.support.models import MODELS, build, shard
-from tests.support.training import (
-    Recipe,
-    Run,
-    assert_all_same,
-    assert_same_run,
-    finish_step,
-    make_optimizer,
-    steps_sharded,
-    train_plain,
-)
+from tests.support.models import build, shard
+from tests.support.training import Recipe, make_optimizer, steps_sharded, train_plain
 
 
-def one_step(model, optimizer, step=0):
-    model.loss(model(*model.make_inputs(step, dist.get_rank()))).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def state_before_and_after_a_step(name):
-    model = shard(build(name))
-    optimizer = make_optimizer("sgd", model)
-    before = whole_values(model.state_dict())
-    one_step(model, optimizer)
-    after = model.state_dict()
-    kinds = {key: isinstance(value, DTensor) for key, value in after.items()}
-    return before, whole_values(after), kinds
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_state_dict_holds_shards_under_the_plain_names(threads, model):
-    plain, names = build(model), {name for name, _ in build(model).named_buffers()}
-    expected = {key: value.clone() for key, value in plain.state_dict().items()}
-    trained = train_plain(Recipe(model, "sgd", steps=1), 3)[0].params
-    for before, after, kinds in threads(3).run(state_before_and_after_a_step, model):
-        assert_named_close(before, expected, "state", 0, 0)
-        assert kinds == {key: key not in names for key in expected}
-        close = 3e-2 if model == "mixed_bfloat" else 1e-5
-        for name, value in trained.items():
-            key = name.replace("_checkpoint_wrapped_module.", "")  # the wrapper hides itself in state dicts
-            torch.testing.assert_close(after[key], value, rtol=close, atol=close / 10)
-
-
-def train_from_sharded_state(recipe, assign, after_a_step):
-    """State goes from one sharded model to another, which then trains."""
-    rank = dist.get_rank()
-    source = shard(build(recipe.model)).state_dict()
+def train_from_a_state(recipe, source, assign, after_a_step):
+    """State goes from a sharded model, or from a plain one, to another sharded one, which then trains."""
+    state = build(recipe.model).state_dict() if source == "plain" else shard(build(recipe.model)).state_dict()
     model = shard(build(recipe.model, seed=1))
     if after_a_step:
-        model.loss(model(*model.make_inputs(0, rank))).backward()
+        model.loss(model(*model.make_inputs(0, dist.get_rank()))).backward()
         model.zero_grad()
-    result = model.load_state_dict(source, strict=True, assign=assign)
+    result = model.load_state_dict(state, strict=True, assign=assign)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    return steps_sharded(model, recipe, rank)
-
-
-@pytest.mark.pairs
-@pytest.mark.parametrize("after_a_step", [False, True], ids=["fresh", "after_a_step"])
-@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
-@pytest.mark.parametrize("model", ["mlp", "uneven", "tied_inside", "tied_across", "buffers"])
-def test_a_sharded_state_dict_loads(world, model, assign, after_a_step):
-    recipe = Recipe(model)
-    assert_all_same(world(2).run(train_from_sharded_state, recipe, assign, after_a_step), recipe)
-
-
-def train_from_whole_state(recipe, assign, after_a_step):
-    rank = dist.get_rank()
-    model = shard(build(recipe.model, seed=1))
-    if after_a_step:
-        model.loss(model(*model.make_inputs(0, rank))).backward()
-        model.zero_grad()
-    model.load_state_dict(build(recipe.model).state_dict(), assign=assign)
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    return steps_sharded(model, recipe, rank)
+    return steps_sharded(model, recipe, dist.get_rank())
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("after_a_step", [False, True], ids=["fresh", "after_a_step"])
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
-@pytest.mark.parametrize("model", ["mlp", "uneven", "tied_inside", "tied_across", "scalar_parameter"])
-def test_a_plain_models_state_dict_loads(world, model, assign, after_a_step):
-    recipe = Recipe(model)
-    assert_all_same(world(2).run(train_from_whole_state, recipe, assign, after_a_step), recipe)
+@pytest.mark.parametrize("source", ["sharded", "plain"])
+def test_a_state_dict_of_a_sharded_model_or_a_plain_one_loads(threads, source, assign, after_a_step):
+    options = {"source": source, "assign": assign, "after_a_step": after_a_step}
+    models = ("mlp", "uneven", "tied_inside", "tied_across", "buffers", "scalar_parameter")
+    assert_each_trains(threads(2), {model: (Recipe(model), options) for model in models}, train_from_a_state)
 
 
-def load_with_wrong_keys():
+def load_what_does_not_fit():
     model = shard(build("mlp"))
     state = model.state_dict()
     state["stranger"] = state.pop("last.weight")
     with pytest.raises(RuntimeError, match=r"last\.weight"):
         model.load_state_dict(state)
     result = model.load_state_dict(state, strict=False)
-    return result.missing_keys, result.unexpected_keys
-
-
-def test_a_strict_load_names_what_is_missing_and_a_lenient_one_returns_it(threads):
-    for missing, unexpected in threads(2).run(load_with_wrong_keys):
-        assert (missing, unexpected) == (["last.weight"], ["stranger"])
-
-
-def load_another_shape():
-    model = shard(build("mlp"))
-    state = build("mlp").state_dict()
-    state["last.weight"] = torch.zeros(8, 7)
+    assert (result.missing_keys, result.unexpected_keys) == (["last.weight"], ["stranger"])
+    state = build("mlp").state_dict() | {"last.weight": torch.zeros(8, 7)}
     with pytest.raises((RuntimeError, ValueError), match=r"last\.weight"):
         model.load_state_dict(state)
 
 
-def test_a_tensor_of_another_shape_is_refused_by_name(threads):
-    threads(2).run(load_another_shape)
+def test_a_load_names_what_is_missing_or_of_another_shape_and_a_lenient_one_returns_it(threads):
+    threads(2).run(load_what_does_not_fit)
 
 
 def train_from_rank_zero(recipe):
@@ -136,10 +66,8 @@ def train_from_rank_zero(recipe):
     return steps_sharded(model, recipe, dist.get_rank())
 
 
-@pytest.mark.parametrize("model", ["mlp", "uneven"])
-def test_rank_zero_alone_may_hold_the_whole_state(world, model):
-    recipe = Recipe(model)
-    assert_all_same(world(2).run(train_from_rank_zero, recipe), recipe)
+def test_rank_zero_alone_may_hold_the_whole_state(world):
+    assert_each_trains(world(2), {model: (Recipe(model), {}) for model in ("mlp", "uneven")}, train_from_rank_zero)
 
 
 def full_state_on_rank_zero(name):
@@ -156,16 +84,18 @@ def test_the_whole_state_may_be_gathered_to_rank_zero(world, model):
 
 def train_and_save(recipe, folder):
     """The first two steps, then a checkpoint."""
-    model, rank = shard(build(recipe.model)), dist.get_rank()
-    optimizer, run = make_optimizer(recipe.optimizer, model), Run()
+    model = shard(build(recipe.model))
+    optimizer = make_optimizer(recipe.optimizer, model)
     for step in range(2):
-        loss = model.loss(model(*model.make_inputs(step, rank)))
-        loss.backward()
-        run.losses.append(loss.item())
-        finish_step(model, optimizer, recipe, run)
-    state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        one_step(model, optimizer, step)
+    checkpoints.save(model, optimizer, folder)
     return whole_params(model), whole_moments(model, optimizer, 2)
+
+
+def one_step(model, optimizer, step):
+    model.loss(model(*model.make_inputs(step, dist.get_rank()))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def whole_moments(model, optimizer, num_steps):
@@ -175,51 +105,32 @@ def whole_moments(model, optimizer, num_steps):
     return whole_values({name: entry["exp_avg"] for name, entry in states.items()})
 
 
-def load_elsewhere(recipe, folder):
-    """Into a differently initialised model and optimizer."""
+def what_is_loaded(recipe, folder):
+    """Parameters and moments of a model that was initialised otherwise, and the parameters after the third step."""
     model = shard(build(recipe.model, seed=1))
     optimizer = make_optimizer(recipe.optimizer, model)
-    state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
-    return model, optimizer
-
-
-def what_is_loaded(recipe, folder):
-    model, optimizer = load_elsewhere(recipe, folder)
-    return whole_params(model), whole_moments(model, optimizer, 2)
-
-
-def go_on_elsewhere(recipe, folder):
-    model, optimizer = load_elsewhere(recipe, folder)
+    checkpoints.load(model, optimizer, folder)
+    loaded = whole_params(model), whole_moments(model, optimizer, 2)
     one_step(model, optimizer, 2)
     whole_moments(model, optimizer, 3)
-    return whole_params(model)
+    return *loaded, whole_params(model)
 
 
-@pytest.mark.parametrize("model", ["mlp", "uneven", "tied_inside", "tied_across", "scalar_parameter"])
-def test_a_checkpoint_of_two_ranks_loads_on_another_number(world, tmp_path, model):
-    recipe = Recipe(model, "adamw")
+@pytest.mark.parametrize("model", ["mlp", "uneven", "tied_inside", "tied_across", "scalar_parameter", "transformer"])
+def test_a_checkpoint_of_two_ranks_loads_on_another_number_and_training_goes_on(world, tmp_path, model):
+    recipe = Recipe(model, "adamw", steps=3)
     (params, moments), *_ = world(2).run(train_and_save, recipe, tmp_path)
     for num_ranks in (1, 2, 3):
-        for loaded_params, loaded_moments in world(num_ranks).run(what_is_loaded, recipe, tmp_path):
+        for loaded_params, loaded_moments, after in world(num_ranks).run(what_is_loaded, recipe, tmp_path):
             assert_named_close(loaded_params, params, f"{num_ranks} ranks: parameter", 0, 0)
             assert_named_close(loaded_moments, moments, f"{num_ranks} ranks: moment", 0, 0)
-
-
-def test_training_goes_on_from_a_checkpoint_as_if_never_stopped(world, tmp_path):
-    recipe = Recipe("transformer", "adamw", steps=3)
-    world(2).run(train_and_save, recipe, tmp_path)
-    plain = train_plain(recipe, 2)[0]
-    for params in world(2).run(go_on_elsewhere, recipe, tmp_path):
-        assert_named_close(params, plain.params, "parameter", 1e-5, 1e-6)
+            if num_ranks == 2:
+                assert_named_close(after, train_plain(recipe, 2)[0].params, "parameter, a step later", 1e-5, 1e-6)
 
 
 def train_from_meta(recipe, by_state_dict):
     """Built without memory, sharded, given memory, filled."""
-    plain, rank = build(recipe.model), dist.get_rank()
-    model = build(recipe.model, device="meta")
-    shard(model)
+    plain, model = build(recipe.model), shard(build(recipe.model, device="meta"))
     assert all(param.is_meta for param in model.parameters())
     model.to_empty(device="cpu")
     if by_state_dict:
@@ -230,14 +141,14 @@ def train_from_meta(recipe, by_state_dict):
             for name, param in model.named_parameters():
                 source = sources[name].detach()
                 param.copy_(distribute_tensor(source, param.device_mesh, param.placements))
-    return steps_sharded(model, recipe, rank)
+    return steps_sharded(model, recipe, dist.get_rank())
 
 
 @pytest.mark.parametrize("by_state_dict", [True, False], ids=["by_state_dict", "in_place"])
-@pytest.mark.parametrize("model", ["mlp", "uneven", "tied_inside"])
-def test_a_model_built_on_meta_trains_after_to_empty(world, model, by_state_dict):
-    recipe = Recipe(model)
-    assert_all_same(world(2).run(train_from_meta, recipe, by_state_dict), recipe)
+def test_a_model_built_on_meta_trains_after_to_empty(threads, by_state_dict):
+    options = {"by_state_dict": by_state_dict}
+    models = ("mlp", "uneven", "tied_inside")
+    assert_each_trains(threads(2), {model: (Recipe(model), options) for model in models}, train_from_meta)
 
 
 def reset_from_meta():
@@ -272,6 +183,4 @@ def train_in_double(recipe):
 
 
 def test_a_sharded_model_may_change_its_dtype_before_training(threads):
-    recipe = Recipe("mlp")
-    for run, plain in zip(threads(2).run(train_in_double, recipe), train_plain(recipe, 2), strict=True):
-        assert_same_run(run, plain)
+    assert_each_trains(threads(2), {"mlp": (Recipe("mlp"), {})}, train_in_double)

@@ -1,1 +1,1 @@
-"""Is every strategy, however it is spelt, plain training with its pieces elsewhere?"""
+"""Every strategy, however it is spelt, is plain training with its pieces elsewhere."""

@@ -1,21 +1,25 @@
-"""Which strategies, cuts and meshes do these tests combine, and how does a rank train one combination?"""
+"""Strategies, cuts and meshes, how a rank trains a combination of them, and its comparison with one process."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 import sherd
 from sherd import Blocks, Flat, FullyShardedDataParallel, Owned, Placements
+from sherd.api.placements import PRESETS
 from sherd.policy import Level
-from tests.support.comparing import whole_grads
+from tests.support.comparing import Named, assert_named_close, whole_grads
 from tests.support.meshes import mesh_of
-from tests.support.models import Specimen, shard
+from tests.support.models import Specimen, build, shard
 from tests.support.training import Recipe, Run, make_optimizer
 from tests.wrapper.training import assert_trained_as, plain, plain_runs, wrap_units
 
@@ -47,23 +51,31 @@ def of_parameter(cut: str) -> Any:
     return lambda parameter: (Shard(0) if parameter.dim() == 1 else chosen) if parameter.dim() else None
 
 
-def sharded(
-    model: Specimen, levels: tuple[Level, ...], cut: str, mesh: tuple[int, ...] | DeviceMesh, **options: Any
-) -> Specimen:
-    """`model` under a strategy over a mesh, or over one of this shape, by `fully_shard`."""
+Levels = tuple[Level, ...] | str
+"""What each axis shards, or a preset."""
+Mesh = DeviceMesh | tuple[int, ...] | None
+"""A mesh, or its shape; None: of 4 ranks, two by two if there are two levels."""
+
+
+def _resolved(levels: Levels, mesh: Mesh) -> tuple[tuple[Level, ...], DeviceMesh | None]:
+    levels = PRESETS[levels] if isinstance(levels, str) else levels
+    shape = ((2, 2) if len(levels) == 2 else (4,)) if mesh is None else mesh
+    return levels, shape if isinstance(shape, DeviceMesh) else mesh_of(shape)
+
+
+def sharded(model: Specimen, levels: Levels, cut: str, mesh: Mesh = None, **options: Any) -> Specimen:
+    """`model` under a strategy, by `fully_shard`."""
+    levels, mesh = _resolved(levels, mesh)
     if cut == "columns":
         options.setdefault("shard_placement_fn", of_parameter(cut))
     else:
         model.placement = None
-    mesh = mesh if isinstance(mesh, DeviceMesh) else mesh_of(mesh)
     return shard(model, mesh=mesh, placements=placements(levels, cut), **options)
 
 
-def wrapped(
-    model: Specimen, levels: tuple[Level, ...], cut: str, mesh: tuple[int, ...] | DeviceMesh, **options: Any
-) -> Any:
+def wrapped(model: Specimen, levels: Levels, cut: str, mesh: Mesh = None, **options: Any) -> Any:
     """The same by the wrapper."""
-    mesh = mesh if isinstance(mesh, DeviceMesh) else mesh_of(mesh)
+    levels, mesh = _resolved(levels, mesh)
     return wrap_units(model, device_mesh=mesh, sharding_strategy=placements(levels, cut), **options)
 
 
@@ -98,6 +110,38 @@ def _is_flat(model: Any) -> bool:
     return isinstance(model, FullyShardedDataParallel) and not model._sherd_state.choices.use_orig_params
 
 
+@dataclass(frozen=True)
+class Case:
+    """What is trained, under which strategy, by `sharded` or `wrapped` with `options`, and how: see `train`."""
+
+    recipe: Recipe
+    levels: Levels
+    cut: str = "flat"
+    mesh: tuple[int, ...] | None = None
+    by: Callable[..., Any] = sharded
+    options: dict[str, Any] = field(default_factory=dict)
+    how: dict[str, bool] = field(default_factory=dict)
+
+    def run(self) -> Run:
+        model = self.by(build(self.recipe.model), self.levels, self.cut, self.mesh, **self.options)
+        return train(model, self.recipe, **self.how)
+
+
+Cases = Mapping[Hashable, Case]
+
+
+def run_each(cases: Cases) -> dict[Hashable, Run]:
+    """On a rank."""
+    return {name: case.run() for name, case in cases.items()}
+
+
+def assert_each_trains(ranks: Any, cases: Cases) -> None:
+    """Each of `cases` trains on `ranks` as in one process."""
+    runs = ranks.run(run_each, cases, timeout=240)
+    for name, case in cases.items():
+        assert_plain([run[name] for run in runs], case.recipe, name)
+
+
 @functools.cache
 def plainly(recipe: Recipe, num_ranks: int) -> tuple[Run, ...]:
     """The same in this process, by rank; with the first step's gradients as they were clipped."""
@@ -118,3 +162,15 @@ def assert_plain(runs: list[Run], recipe: Recipe, case: Any, rtol: float = 1e-5,
             assert_trained_as(found, expected, rtol=rtol, atol=atol)
         except AssertionError as error:
             raise AssertionError(f"{case}, rank {rank}: {error}") from error
+
+
+def assert_mean_gradients(
+    runs: list[dict[Hashable, Named]], plain: nn.Module, loss_of: Callable[[Any, int], Tensor]
+) -> None:
+    """Every rank's gradients, by case, are the means of those of `loss_of(plain, rank)` over ranks."""
+    for rank in range(len(runs)):
+        (loss_of(plain, rank) / len(runs)).backward()
+    expected = whole_grads(plain)
+    for found in runs:
+        for case, grads in found.items():
+            assert_named_close(grads, expected, f"{case}: gradient", 1.3e-6, 1e-5)

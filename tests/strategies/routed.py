@@ -1,4 +1,4 @@
-"""Which block with routed experts do these tests train, on an expert axis and on one rank?"""
+"""A block with routed experts, on an expert axis and on one rank."""
 
 from __future__ import annotations
 

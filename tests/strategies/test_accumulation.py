@@ -1,4 +1,4 @@
-"""Does `sherd.accumulate` move what a step needs and no more, and add up to what plain accumulation does?"""
+"""`sherd.accumulate` moves what a step needs and no more, and adds up to what plain accumulation does."""
 
 from collections import Counter
 from unittest import mock
@@ -13,11 +13,12 @@ from sherd import CommPolicy, MixedPrecisionPolicy
 from sherd.api.placements import PRESETS
 from sherd.comm.transport import SingleCalls
 from sherd.errors import StateError
-from tests.strategies.cases import assert_plain, sharded, train, wrapped
+from tests.strategies.cases import Case, assert_each_trains, assert_mean_gradients, sharded, wrapped
 from tests.support.comparing import whole_grads
 from tests.support.meshes import mesh_of
 from tests.support.models import build, noise
-from tests.support.training import Recipe
+from tests.support.sharding import shard_children
+from tests.support.training import Recipe, made
 
 OUTER, INNER = "outer", "inner"
 TORCH = CommPolicy("torch")
@@ -56,15 +57,18 @@ class Calls(Counter):
         return found
 
 
-def backward_of(model, micro, rank=None):
-    rank = dist.get_rank() if rank is None else rank
-    model.loss(model(noise(micro, rank))).backward()
+def loss_of(model, micro, rank, *further):
+    return model.loss(model(noise(micro, rank), *further))
+
+
+def backward_of(model, micro):
+    loss_of(model, micro, dist.get_rank()).backward()
 
 
 def collectives_of_a_step(preset):
     """By backward of an accumulated step: which collectives ran in its forward and backward. One unit, one group."""
     mesh = mesh_of((2, 2))
-    model = sharded(build("whole_in_one_unit"), PRESETS[preset], "flat", mesh, comm_policy=TORCH)
+    model = sharded(build("whole_in_one_unit"), preset, "flat", mesh, comm_policy=TORCH)
     backward_of(model, 0)
     counts = []
     with Calls(mesh) as calls, sherd.accumulate(model, 3):
@@ -100,29 +104,17 @@ def test_each_backward_reduces_over_the_axes_that_gradients_are_sharded_over_and
         assert found == EXPECTED
 
 
-def accumulated(recipe, front_end, presets):
-    """Under each preset."""
-    found = {}
-    for preset in presets:
-        levels = PRESETS[preset]
-        shape = (2, 2) if len(levels) == 2 else (4,)
-        if front_end == "fully_shard":
-            model = sharded(build(recipe.model), levels, "flat", shape)
-        else:
-            model = wrapped(build(recipe.model), levels, "flat", shape, use_orig_params=front_end == "original")
-        found[preset] = train(model, recipe, accumulate=True)
-    return found
-
-
 @pytest.mark.parametrize("front_end", ["fully_shard", "original", "flat_parameter"])
 def test_accumulated_steps_are_those_of_one_process(world, front_end):
-    recipe = Recipe(
-        "tied_across" if front_end == "fully_shard" else "mlp", "momentum", 2, micro_batches=2, max_norm=0.1
-    )
-    presets = list(PRESETS) if front_end == "fully_shard" else ["zero1", "hfsdp"]
-    runs = world(4).run(accumulated, recipe, front_end, presets)
-    for preset in presets:
-        assert_plain([run[preset] for run in runs], recipe, preset)
+    words = {"micro_batches": 2, "max_norm": 0.1}
+    how = {"accumulate": True}
+    if front_end == "fully_shard":
+        cases = {preset: Case(Recipe("tied_across", **words), preset, how=how) for preset in PRESETS}
+    else:
+        options = {"use_orig_params": front_end == "original"}
+        presets = ("zero1", "hfsdp")
+        cases = {each: Case(Recipe("mlp", **words), each, by=wrapped, options=options, how=how) for each in presets}
+    assert_each_trains(world(4), cases)
 
 
 BRANCHES = (2, 0, 1)
@@ -132,24 +124,20 @@ def gradients_where_units_come_and_go():
     """Each micro-batch runs another unit, the last one among them; the sum of gradients, whole."""
     found = {}
     for preset in ("ddp", "zero1", "hsdp", "hfsdp"):
-        levels = PRESETS[preset]
-        model = sharded(build("branching"), levels, "rows", (2, 2) if len(levels) == 2 else (4,))
+        model = sharded(build("branching"), preset, "rows")
         with sherd.accumulate(model, 3):
             for branch in BRANCHES:
-                model.loss(model(noise(branch, dist.get_rank()), branch)).backward()
+                loss_of(model, branch, dist.get_rank(), branch).backward()
         found[preset] = whole_grads(model)
     return found
 
 
 def test_a_unit_that_only_an_early_backward_reached_has_its_gradient_after_the_last(world):
-    plain = build("branching")
-    for rank in range(4):
-        for branch in BRANCHES:
-            (plain.loss(plain(noise(branch, rank), branch)) / 4).backward()
-    for found in world(4).run(gradients_where_units_come_and_go):
-        for preset, grads in found.items():
-            for name, each in plain.named_parameters():
-                torch.testing.assert_close(grads[name], each.grad, msg=lambda said, at=(preset, name): f"{at}: {said}")
+    assert_mean_gradients(
+        world(4).run(gradients_where_units_come_and_go),
+        build("branching"),
+        lambda plain, rank: sum(loss_of(plain, branch, rank, branch) for branch in BRANCHES),
+    )
 
 
 class Dot(nn.Module):
@@ -163,20 +151,21 @@ class Dot(nn.Module):
         return (self.weight * x).sum()
 
 
-def sums_of_256_and_four_ones(preset):
-    """In bfloat16 256 + 1 is 256."""
-    model = Dot()
-    low = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-    sherd.fully_shard(model, mesh=mesh_of((2, 2)), placements=preset, mp_policy=low, comm_policy=TORCH)
-    with sherd.accumulate(model, 5):
-        for value in (256.0, 1.0, 1.0, 1.0, 1.0):
-            model(torch.full((6,), value)).backward()
-    return model.weight.grad.full_tensor().tolist()
+def sums_of_256_and_four_ones():
+    """By preset. In bfloat16 256 + 1 is 256."""
+    low, found = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), {}
+    for preset in PRESETS:
+        model = Dot()
+        sherd.fully_shard(model, mesh=mesh_of((2, 2)), placements=preset, mp_policy=low, comm_policy=TORCH)
+        with sherd.accumulate(model, 5):
+            for value in (256.0, 1.0, 1.0, 1.0, 1.0):
+                model(torch.full((6,), value)).backward()
+        found[preset] = model.weight.grad.full_tensor().tolist()
+    return found
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_micro_batches_add_up_in_float32_whatever_they_are_reduced_in(world, preset):
-    assert world(4).run(sums_of_256_and_four_ones, preset) == [[260.0] * 6] * 4
+def test_micro_batches_add_up_in_float32_whatever_they_are_reduced_in(world):
+    assert world(4).run(sums_of_256_and_four_ones) == [dict.fromkeys(PRESETS, [260.0] * 6)] * 4
 
 
 def own_gradients(model):
@@ -186,8 +175,7 @@ def own_gradients(model):
 
 def steps_that_went_wrong(preset):
     """What each said, and whether the step after it has its own gradients alone."""
-    levels = PRESETS[preset]
-    model = sharded(build("mlp"), levels, "flat", (2, 2) if len(levels) == 2 else (4,))
+    model = sharded(build("mlp"), preset, "flat")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward_of(model, 7)  # nothing goes wrong
     expected, said = own_gradients(model), []
@@ -247,58 +235,53 @@ def test_a_step_that_goes_wrong_says_so_and_leaves_nothing_to_the_next(world, pr
 
 def gradients_with_other_switches():
     """Announced micro-batches of which some are not to be reduced, by the switches of either front end."""
-    found = []
+    found = {}
     for preset in ("zero1", "hfsdp"):
-        levels = PRESETS[preset]
-        shape = (2, 2) if len(levels) == 2 else (4,)
-        composed = sharded(build("mlp"), levels, "flat", shape)
+        composed = sharded(build("mlp"), preset, "flat")
         with sherd.accumulate(composed, 2):
             composed.set_requires_gradient_sync(False)
             backward_of(composed, 0)
             composed.set_requires_gradient_sync(True)
             backward_of(composed, 1)
-        other = wrapped(build("mlp"), levels, "flat", shape, use_orig_params=True)
+        other = wrapped(build("mlp"), preset, "flat", use_orig_params=True)
         with sherd.accumulate(other, 2):
             with other.no_sync():
                 backward_of(other, 0)
             backward_of(other, 1)
-        found += [whole_grads(composed), whole_grads(other)]
+        found |= {preset: whole_grads(composed), f"{preset}, wrapped": whole_grads(other)}
     return found
 
 
 def test_switching_reductions_off_by_hand_inside_changes_no_value(world):
-    plain = build("mlp")
-    for rank in range(4):
-        for micro in range(2):
-            (plain.loss(plain(noise(micro, rank))) / 4).backward()
-    for found in world(4).run(gradients_with_other_switches):
-        for grads in found:
-            for name, each in plain.named_parameters():
-                torch.testing.assert_close(grads[name], each.grad)
+    assert_mean_gradients(
+        world(4).run(gradients_with_other_switches),
+        build("mlp"),
+        lambda plain, rank: loss_of(plain, 0, rank) + loss_of(plain, 1, rank),
+    )
 
 
-def penalties_within_accumulation() -> dict:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    for each in (model[0], model[2], model):
-        sherd.fully_shard(each)
+def three_layers():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def penalty(model, number):
+    x = (torch.ones(2, 4) * (number + 1)).requires_grad_()
+    loss = model(x).square().sum()
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + slope.square().sum()
+
+
+def penalties_within_accumulation():
+    model = shard_children(made(three_layers))
     with sherd.accumulate(model, 2):
-        for micro in range(2):
-            x = (torch.ones(2, 4) * (micro + 1)).requires_grad_()
-            loss = model(x).square().sum()
-            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-            (loss + slope.square().sum()).backward()
-    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+        for number in range(2):
+            penalty(model, number).backward()
+    return {"penalties": whole_grads(model)}
 
 
 def test_a_backward_for_other_tensors_is_none_of_those_announced(world):
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    for micro in range(2):
-        x = (torch.ones(2, 4) * (micro + 1)).requires_grad_()
-        loss = plain(x).square().sum()
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        (loss + slope.square().sum()).backward()
-    for found in world(2).run(penalties_within_accumulation):
-        for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(found[name], parameter.grad)
+    assert_mean_gradients(
+        world(2).run(penalties_within_accumulation),
+        made(three_layers),
+        lambda plain, rank: penalty(plain, 0) + penalty(plain, 1),
+    )

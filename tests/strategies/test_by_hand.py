@@ -1,5 +1,6 @@
-"""Do shards that somebody writes between steps count, under every strategy, and are whole values seen as they are?"""
+"""Shards that somebody writes between steps count, under every strategy, and whole values are seen as they are."""
 
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -9,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 import sherd
 from sherd import MixedPrecisionPolicy
-from sherd.api.placements import PRESETS
-from tests.strategies.cases import sharded
+from tests.strategies.cases import assert_mean_gradients, sharded
+from tests.support.comparing import assert_named_close, whole, whole_grads
 from tests.support.models import build, noise
 
 
@@ -38,8 +39,7 @@ WAYS = (in_place, by_foreach, by_data, by_local_data)
 
 def outputs_after_writing(preset, cut, precision):
     """The output after each way of writing, with and without gradients; then whole values in every form."""
-    levels = PRESETS[preset]
-    model = sharded(build("uneven"), levels, cut, (2, 2) if len(levels) == 2 else (4,), mp_policy=precision)
+    model = sharded(build("uneven"), preset, cut, mp_policy=precision)
     outputs = []
     for at, way in enumerate(WAYS):
         with torch.no_grad():
@@ -47,9 +47,8 @@ def outputs_after_writing(preset, cut, precision):
         with torch.set_grad_enabled(at % 2 == 0):
             outputs.append(model(noise(0, 0, 4, 7)).detach().float())
     with sherd.unsharded(model, writeback=False):
-        lent = {name: each.detach().clone() for name, each in model.named_parameters()}
-    full = {name: each.detach().full_tensor() for name, each in model.named_parameters()}
-    saved = {name: each.full_tensor() for name, each in model.state_dict().items()}
+        lent = whole(dict(model.named_parameters()))
+    full, saved = whole(dict(model.named_parameters())), whole(model.state_dict())
     model.layers[1].unshard()
     shown = model.layers[1].weight.detach().float().clone()
     model.layers[1].reshard()
@@ -83,8 +82,7 @@ def test_the_next_forward_computes_with_what_was_written_and_all_forms_show_it(w
                     output, wanted, rtol=0.02, atol=atol, msg=lambda said, at=preset: f"{at}: {said}"
                 )
             for form in forms:
-                for name, value in values.items():
-                    torch.testing.assert_close(form[name], value, msg=f"{preset}: {name}")
+                assert_named_close(form, values, f"{preset}: value", 1.3e-6, 1e-5)
             torch.testing.assert_close(shown, values["layers.1.weight"], rtol=0.01, atol=0.01)
 
 
@@ -92,31 +90,23 @@ def trained_where_one_rank_uses_less():
     """Rank 0 leaves the second block out of one unit; gradients, whole, by preset."""
     found = {}
     for preset in ("ddp", "zero1", "hfsdp"):
-        levels = PRESETS[preset]
-        model = build("mlp")
-        model.units = lambda model=model: [model]
-        sharded(model, levels, "rows", (2, 2) if len(levels) == 2 else (4,))
+        model = sharded(build("whole_in_one_unit"), preset, "rows")
         for micro in range(2):
             loss_without(model, dist.get_rank(), micro).backward()
-        found[preset] = {name: each.grad.full_tensor() for name, each in model.named_parameters()}
+        found[preset] = whole_grads(model)
     return found
 
 
 def loss_without(model, rank, micro):
     """In one of its backwards rank 0 has no use for the second block."""
-    block = model.blocks[1]
-    if rank == 0 and micro == 1:
-        with mock.patch.object(block, "forward", lambda x: x):
-            return model.loss(model(noise(micro, rank)))
-    return model.loss(model(noise(micro, rank)))
+    without = mock.patch.object(model.blocks[1], "forward", lambda x: x)
+    with without if rank == 0 and micro == 1 else nullcontext():
+        return model.loss(model(noise(micro, rank)))
 
 
 def test_a_parameter_that_one_rank_has_not_used_has_the_gradient_of_the_others(world):
-    plain = build("mlp")
-    for rank in range(4):
-        for micro in range(2):
-            (loss_without(plain, rank, micro) / 4).backward()
-    for found in world(4).run(trained_where_one_rank_uses_less):
-        for preset, grads in found.items():
-            for name, each in plain.named_parameters():
-                torch.testing.assert_close(grads[name], each.grad, msg=lambda said, at=(preset, name): f"{at}: {said}")
+    assert_mean_gradients(
+        world(4).run(trained_where_one_rank_uses_less),
+        build("whole_in_one_unit"),
+        lambda plain, rank: loss_without(plain, rank, 0) + loss_without(plain, rank, 1),
+    )

@@ -1,4 +1,4 @@
-"""Does the memory report know what each strategy keeps, and say each step's peak?"""
+"""The memory report knows what each strategy keeps, and says each step's peak."""
 
 import pytest
 import torch
@@ -25,8 +25,7 @@ FULL = MixedPrecisionPolicy()
 
 
 def step(model):
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     model.loss(model(*model.make_inputs(0, dist.get_rank()))).backward()
 
 
@@ -36,13 +35,11 @@ def peaks(cut, transport, precision):
     for levels in STRATEGIES:
         model = sharded(build("mlp"), levels, cut, (2, 2), comm_policy=CommPolicy(transport), mp_policy=precision)
         step(model)
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.zero_grad()
         before = memory_report(model).predicted_peak
         with track_memory(model):
             step(model)
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.zero_grad()
         after = memory_report(model)
         found.append((before, after.predicted_peak, after.measured_peak))
     return found
@@ -59,31 +56,32 @@ def test_the_peak_of_a_step_is_predicted_under_every_strategy(world, cut, transp
             assert measured <= before <= 1.02 * measured, levels
 
 
-def kept_between_steps(levels):
-    """Bytes of one block by kind, after steps: the shards' own and what is kept unsharded of them."""
-    model = sharded(build("mlp"), levels, "flat", (2, 2))
-    step(model)
-    by_kind = {}
-    for row in memory_report(model).rows:
-        if row.unit == "blocks.0" and row.now:
-            by_kind[row.kind] = row.now
-    return by_kind
+# Of a whole over (2, 2) ranks, in quarters: shards, what is kept unsharded, which holds the shards, and gradients.
+KEPT = {
+    (COPIES, COPIES): (4, 0, 4),
+    (COPIES, OPTIMIZER): (0, 4, 2),
+    (OPTIMIZER, OPTIMIZER): (0, 4, 1),
+    (COPIES, PARAMETERS): (2, 0, 2),
+    (OPTIMIZER, PARAMETERS): (2, 0, 1),
+    (PARAMETERS, PARAMETERS): (1, 0, 1),
+}
 
 
-@pytest.mark.parametrize(
-    ("levels", "shards", "whole", "gradients"),
-    [
-        ((COPIES, COPIES), 4, 0, 4),
-        ((COPIES, OPTIMIZER), 0, 4, 2),
-        ((OPTIMIZER, OPTIMIZER), 0, 4, 1),
-        ((COPIES, PARAMETERS), 2, 0, 2),
-        ((OPTIMIZER, PARAMETERS), 2, 0, 1),
-        ((PARAMETERS, PARAMETERS), 1, 0, 1),
-    ],
-)
-def test_each_strategy_keeps_its_quarters_of_a_unit(world, levels, shards, whole, gradients):
-    """Of a whole over (2, 2) ranks, in quarters; what is kept unsharded holds the shards."""
+def kept_between_steps():
+    """By strategy: bytes of one block by kind, after steps."""
+    found = {}
+    for levels in KEPT:
+        model = sharded(build("mlp"), levels, "flat", (2, 2))
+        step(model)
+        rows = memory_report(model).rows
+        found[levels] = {row.kind: row.now for row in rows if row.unit == "blocks.0" and row.now}
+    return found
+
+
+def test_each_strategy_keeps_its_quarters_of_a_unit(world):
     quarter = sum(each.nbytes for each in build("mlp").blocks[0].parameters()) / 4
-    for found in world(4).run(kept_between_steps, levels):
-        for kind, quarters in (("shards", shards), ("unsharded", whole), ("gradients", gradients)):
-            assert found.get(kind, 0) == pytest.approx(quarters * quarter, rel=0.25), (kind, found)
+    for found in world(4).run(kept_between_steps):
+        for levels, quarters in KEPT.items():
+            for kind, number in zip(("shards", "unsharded", "gradients"), quarters, strict=True):
+                kept = found[levels].get(kind, 0)
+                assert kept == pytest.approx(number * quarter, rel=0.25), (levels, kind)

@@ -1,11 +1,12 @@
-"""Does what was saved under one strategy, mesh, cut and front end load under any other, on any number of ranks?"""
+"""What was saved under one strategy, mesh, cut and front end loads under any other, on any number of ranks."""
 
+import itertools
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -16,8 +17,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from sherd import Flat, fully_shard
 from sherd.policy import Level
 from tests.strategies.cases import CUTS, sharded, wrapped
-from tests.strategies.routed import built, loss_of
+from tests.strategies.routed import Routed, built, loss_of
 from tests.strategies.test_experts import sharded as sharded_experts
+from tests.support import checkpoints
+from tests.support.comparing import whole
 from tests.support.models import build
 from tests.support.suites import examples
 
@@ -41,9 +44,7 @@ class Setup:
     def placed(self, seed):
         """A model of the weights of `seed`, and its optimizer."""
         model = build("mlp", seed)
-        if self.shape:
-            model = self._sharded(model)
-        return model, torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-2, fused=True)
+        return with_optimizer(self._sharded(model) if self.shape else model)
 
     def _sharded(self, model):
         _clear_sharding_prop_cache()
@@ -57,45 +58,53 @@ class Setup:
         return wrapped(model, self.levels, self.cut, data, use_orig_params=True)
 
 
+def with_optimizer(model):
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-2, fused=True)
+
+
 def steps(model, optimizer, which):
     """Every rank has the same batch, so that any number of them does the same. The last loss."""
     for step in which:
-        loss = model.loss(model(*model.make_inputs(step, 0)))
+        loss = loss_of(model, step, 0) if isinstance(model, Routed) else model.loss(model(*model.make_inputs(step, 0)))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return loss.item()
 
 
-def saved(setup, folder, full):
+def saved(placed, folder, full=False):
     """Train a step and save, by shards to `folder` or as whole states; the loss of the next step, and the states."""
-    model, optimizer = setup.placed(0)
+    model, optimizer = placed(0)
     steps(model, optimizer, (0,))
-    states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=full))
-    kept = _copied(states) if full else None
-    if not full:
-        dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+    kept = None
+    if full:
+        kept = whole(get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True)))
+    else:
+        checkpoints.save(model, optimizer, folder)
     return steps(model, optimizer, (1, 2)), kept
 
 
-def loaded(setup, folder, states):
+def loaded(placed, folder, states=None):
     """Of other weights and after a step of its own; the loss of the same next steps."""
-    model, optimizer = setup.placed(1)
+    model, optimizer = placed(1)
     steps(model, optimizer, (5,))
-    options = StateDictOptions(full_state_dict=states is not None)
     if states is None:
-        values, state = get_state_dict(model, optimizer)
-        dcp.load({"model": values, "optimizer": state}, checkpoint_id=folder)
-        states = values, state
-    set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
+        checkpoints.load(model, optimizer, folder)
+    else:
+        options = StateDictOptions(full_state_dict=True)
+        set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
     return steps(model, optimizer, (1, 2))
 
 
-def _copied(value):
-    if isinstance(value, (dict, tuple)):
-        items = {name: _copied(each) for name, each in value.items()} if isinstance(value, dict) else None
-        return items if items is not None else tuple(map(_copied, value))
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+def assert_moves(sources, placed, targets, placed_there, full=False):
+    """What the ranks `sources` have saved goes on with `targets` as with them."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = sources.run(saved, placed, folder, full)
+        expected, states = found[0]
+        assert [loss for loss, _ in found] == pytest.approx([expected] * len(found), rel=1e-5)
+        losses = targets.run(loaded, placed_there, folder, states)
+    assert losses == pytest.approx([expected] * len(losses), rel=1e-4)
+    return expected
 
 
 SHAPES = st.sampled_from(
@@ -111,85 +120,41 @@ def setups(draw):
     return Setup(shape, tp, levels, cut, "wrapper" if wraps else "fully_shard")
 
 
+@pytest.mark.slow
 @settings(
     max_examples=examples(4),
-    derandomize=True,
-    deadline=None,
     database=None,
     phases=[Phase.generate],  # to shrink what takes a second would take minutes
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(source=setups(), target=setups(), full=st.booleans())
 def test_training_goes_on_from_any_strategy_under_any_other(world, source, target, full):
-    with tempfile.TemporaryDirectory() as folder:
-        found = world(source.num_ranks).run(saved, source, folder, full)
-        expected, states = found[0]
-        assert [loss for loss, _ in found] == pytest.approx([expected] * source.num_ranks, rel=1e-5)
-        assert world(target.num_ranks).run(loaded, target, folder, states) == pytest.approx(
-            [expected] * target.num_ranks, rel=1e-4
-        )
+    assert_moves(world(source.num_ranks), source.placed, world(target.num_ranks), target.placed, full)
 
 
 def test_the_plain_model_is_one_of_them(world):
     plain, hfsdp = Setup(), Setup((2, 2), 1, (Level.OPTIMIZER, Level.PARAMETERS), "flat")
-    with tempfile.TemporaryDirectory() as folder:
-        ((expected, _),) = world(1).run(saved, plain, folder, False)
-        assert world(4).run(loaded, hfsdp, folder, None) == pytest.approx([expected] * 4, rel=1e-4)
-    with tempfile.TemporaryDirectory() as folder:
-        assert world(4).run(saved, hfsdp, folder, False)[0][0] == pytest.approx(expected, rel=1e-4)
-        assert world(1).run(loaded, replace(plain), folder, None) == pytest.approx([expected], rel=1e-4)
+    expected = assert_moves(world(1), plain.placed, world(4), hfsdp.placed)
+    assert assert_moves(world(4), hfsdp.placed, world(1), plain.placed) == pytest.approx(expected, rel=1e-4)
 
 
 # Experts
 
 
-def expert_steps(model, optimizer, which):
-    for step in which:
-        loss = loss_of(model, step, 0)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return loss.item()
-
-
-def routed(form):
+def routed(form, _):
     """Plain; or divided over `ep` and sharded over `edp` in two ways; or sharded with the rest, none divided."""
     if form == "plain":
-        model = built()
-    elif form == "together":
-        model = fully_shard(built(), placements="zero1", placement=Flat())
-    else:
-        model, _ = sharded_experts(True, Flat() if form == "flat" else None)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-2, fused=True)
-
-
-def experts_saved(form, folder):
-    model, optimizer = routed(form)
-    expert_steps(model, optimizer, (0,))
-    values, state = get_state_dict(model, optimizer)
-    dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
-    return expert_steps(model, optimizer, (1, 2))
-
-
-def experts_loaded(form, folder):
-    model, optimizer = routed(form)
-    expert_steps(model, optimizer, (5,))
-    values, state = get_state_dict(model, optimizer)
-    dcp.load({"model": values, "optimizer": state}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=state)
-    return expert_steps(model, optimizer, (1, 2))
+        return with_optimizer(built())
+    if form == "together":
+        return with_optimizer(fully_shard(built(), placements="zero1", placement=Flat()))
+    return with_optimizer(sharded_experts(True, Flat() if form == "flat" else None)[0])
 
 
 def test_experts_move_with_their_optimizer_state_between_meshes(world):
     ranks = {"plain": 1, "together": 2, "rows": 4, "flat": 4}
     for source, target in (
-        ("rows", "flat"),
-        ("flat", "plain"),
-        ("plain", "rows"),
-        ("flat", "together"),
-        ("together", "rows"),
+        *itertools.pairwise(("rows", "flat", "plain", "rows")),
+        *itertools.pairwise(("flat", "together", "rows")),
     ):
-        with tempfile.TemporaryDirectory() as folder:
-            expected = world(ranks[source]).run(experts_saved, source, folder)[0]
-            found = world(ranks[target]).run(experts_loaded, target, folder)
-            assert found == pytest.approx([expected] * ranks[target], rel=1e-4), (source, target)
+        places = partial(routed, source), partial(routed, target)
+        assert_moves(world(ranks[source]), places[0], world(ranks[target]), places[1])

@@ -1,44 +1,50 @@
-"""Is a strategy that means nothing, or does not fit the mesh, refused by name before anything is moved?"""
+"""A strategy that means nothing, or does not fit the mesh, is refused by name before anything is moved."""
+
+import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import sherd
 from sherd import DataParallelMeshDims, Flat, FullyShardedDataParallel, OnMesh, Placements, fully_shard
+from sherd._torch import imagined_ranks
 from sherd.api.placements import PRESETS
 from sherd.errors import MeshError, ModuleError, PlacementError, PolicyError, PolicyTypeError
 from sherd.policy import Level
 from tests.strategies.cases import PAIRS, placements
+from tests.support.comparing import error_of
 from tests.support.models import build
 
 COPY, ROWS = Replicate(), Shard(0)
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "said"),
-    [
-        ((ROWS, COPY, COPY), PlacementError, "axis 0.*ZeRO-1"),
-        ((COPY, ROWS, COPY), PlacementError, "axis 0"),
-        ((ROWS, ROWS, COPY), PlacementError, "axis 0"),
-        (([COPY, ROWS], [COPY, COPY], [COPY, ROWS]), PlacementError, "axis 1"),
-        ((COPY, Shard(1), ROWS), PlacementError, "different ways.*Shard"),
-        (([COPY, ROWS], [COPY, Flat()], [COPY, Flat()]), PlacementError, "different ways"),
-        ((ROWS, [ROWS, ROWS], ROWS), PolicyError, "1 placements for parameters, 2 for gradients"),
-        (([ROWS] * 3, [ROWS] * 3, [ROWS] * 3), PolicyError, "flatten further axes"),
-        (((), (), ()), PolicyError, "0 placements"),
-        (("rows", ROWS, ROWS), PolicyTypeError, "parameter=.*'rows'"),
-        ((ROWS, Flat, ROWS), PolicyTypeError, "gradient="),
-        ((ROWS, ROWS, Partial()), PolicyTypeError, "optimizer="),
-        ((None, None, None), PolicyTypeError, "None"),
-    ],
-)
-def test_placements_that_do_not_stand_together_are_refused(given, error, said):
-    with pytest.raises(error, match=said):
-        Placements(*given)
+REFUSED = [
+    ((ROWS, COPY, COPY), PlacementError, "axis 0.*ZeRO-1"),
+    ((COPY, ROWS, COPY), PlacementError, "axis 0"),
+    ((ROWS, ROWS, COPY), PlacementError, "axis 0"),
+    (([COPY, ROWS], [COPY, COPY], [COPY, ROWS]), PlacementError, "axis 1"),
+    ((COPY, Shard(1), ROWS), PlacementError, "different ways.*Shard"),
+    (([COPY, ROWS], [COPY, Flat()], [COPY, Flat()]), PlacementError, "different ways"),
+    ((ROWS, [ROWS, ROWS], ROWS), PolicyError, "1 placements for parameters, 2 for gradients"),
+    (([ROWS] * 3, [ROWS] * 3, [ROWS] * 3), PolicyError, "flatten further axes"),
+    (((), (), ()), PolicyError, "0 placements"),
+    (("rows", ROWS, ROWS), PolicyTypeError, "parameter=.*'rows'"),
+    ((ROWS, Flat, ROWS), PolicyTypeError, "gradient="),
+    ((ROWS, ROWS, Partial()), PolicyTypeError, "optimizer="),
+    ((None, None, None), PolicyTypeError, "None"),
+]
+
+
+def test_placements_that_do_not_stand_together_are_refused():
+    for given, error, said in REFUSED:
+        raised = error_of(Placements, *given)
+        assert isinstance(raised, error), (given, raised)
+        assert re.search(said, str(raised)), (given, raised)
+    for mesh in (3, None):
+        with pytest.raises(PolicyTypeError, match="mesh"):
+            OnMesh(mesh=mesh)
 
 
 def test_every_preset_is_spelt_out_and_reads_as_its_levels():
@@ -52,17 +58,7 @@ def test_every_preset_is_spelt_out_and_reads_as_its_levels():
         Placements.preset("zero4")
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [({"mesh": 3}, "mesh"), ({"mesh": None}, "mesh")],
-)
-def test_on_mesh_takes_a_mesh(fields, said):
-    with pytest.raises(PolicyTypeError, match=said):
-        OnMesh(**fields)
-
-
 def meshes():
-    _clear_sharding_prop_cache()
     return {
         "one": init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)),
         "two": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
@@ -96,62 +92,49 @@ def refusals(mesh):
     ]
 
 
-def found_when_refused():
-    """Refusals that came otherwise, or that left something changed."""
-    wrong, model = [], build("mlp")
-    block = model.blocks[0]
-    before = {name: (each, each.detach().clone()) for name, each in model.named_parameters()}
-    for asked, error, said in refusals(meshes()):
-        with pytest.raises(error, match=said):
-            fully_shard(block, **asked)
-        for name, each in model.named_parameters():
-            if each is not before[name][0] or not torch.equal(each, before[name][1]):
-                wrong.append((asked, name))
-        if isinstance(block, sherd.FSDPModule):
-            wrong.append((asked, type(block)))
-    dist.barrier()
-    fully_shard(block)  # nothing is left that is in its way
-    return wrong
+def test_what_does_not_fit_is_refused_and_the_model_left_as_it_was():
+    with imagined_ranks(4):
+        model = build("mlp")
+        block = model.blocks[0]
+        before = {name: (each, each.detach().clone()) for name, each in model.named_parameters()}
+        for asked, error, said in refusals(meshes()):
+            raised = error_of(fully_shard, block, **asked)
+            assert isinstance(raised, error), (asked, raised)
+            assert re.search(said, str(raised)), (asked, raised)
+            for name, each in model.named_parameters():
+                assert each is before[name][0], (asked, name)
+                assert torch.equal(each, before[name][1]), (asked, name)
+            assert not isinstance(block, sherd.FSDPModule), asked
+        fully_shard(block)  # nothing is left that is in its way
 
 
-def test_what_does_not_fit_is_refused_and_the_model_left_as_it_was(world):
-    assert world(4).run(found_when_refused) == [[]] * 4
+def test_the_wrapper_and_setters_refuse_what_strategies_exclude():
+    with imagined_ranks(4):
+        mesh, block = meshes(), build("mlp").blocks[0]
+        rows = placements((Level.OPTIMIZER, Level.PARAMETERS), "rows")
+        with pytest.raises(PolicyError, match="use_orig_params"):
+            FullyShardedDataParallel(block, device_mesh=mesh["two"], sharding_strategy=rows)
+        with pytest.raises(PolicyTypeError, match="sharding_strategy"):
+            FullyShardedDataParallel(block, device_mesh=mesh["two"], sharding_strategy="hfsdp")
+        with pytest.raises(MeshError):
+            FullyShardedDataParallel(block, device_mesh=mesh["one"], sharding_strategy=rows, use_orig_params=True)
+        with pytest.raises(PolicyError, match="twice"):
+            DataParallelMeshDims(shard=("a", "c"), replicate="c")
+        fully_shard(block, mesh=mesh["two"], placements="zero2")
+        with pytest.raises(PolicyError, match="keeps unsharded"):
+            block.set_reshard_after_forward(2)
+        flat = placements((Level.OPTIMIZER, Level.PARAMETERS), "flat")
+        alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
+        wrapped = FullyShardedDataParallel(build("mlp").first, device_mesh=alone, sharding_strategy=flat)
+        with pytest.raises(PolicyError, match="hybrid"):
+            wrapped.register_comm_hook(None, lambda state, gradient: None)
 
 
-def refused_by_the_wrapper_and_by_setters():
-    mesh, block = meshes(), build("mlp").blocks[0]
-    rows = placements((Level.OPTIMIZER, Level.PARAMETERS), "rows")
-    with pytest.raises(PolicyError, match="use_orig_params"):
-        FullyShardedDataParallel(block, device_mesh=mesh["two"], sharding_strategy=rows)
-    with pytest.raises(PolicyTypeError, match="sharding_strategy"):
-        FullyShardedDataParallel(block, device_mesh=mesh["two"], sharding_strategy="hfsdp")
-    with pytest.raises(MeshError):
-        FullyShardedDataParallel(block, device_mesh=mesh["one"], sharding_strategy=rows, use_orig_params=True)
-    with pytest.raises(PolicyError, match="twice"):
-        DataParallelMeshDims(shard=("a", "c"), replicate="c")
-    fully_shard(block, mesh=mesh["two"], placements="zero2")
-    with pytest.raises(PolicyError, match="keeps unsharded"):
-        block.set_reshard_after_forward(2)
-    flat = placements((Level.OPTIMIZER, Level.PARAMETERS), "flat")
-    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
-    wrapped = FullyShardedDataParallel(build("mlp").first, device_mesh=alone, sharding_strategy=flat)
-    with pytest.raises(PolicyError, match="hybrid"):
-        wrapped.register_comm_hook(None, lambda state, gradient: None)
-
-
-def test_the_wrapper_and_setters_refuse_what_strategies_exclude(world):
-    world(4).run(refused_by_the_wrapper_and_by_setters)
-
-
-def accumulating_wrongly():
-    plain = build("mlp")
-    with pytest.raises(ModuleError, match="nothing below Mlp"), sherd.accumulate(plain, 2):
+def test_only_a_whole_number_of_backwards_of_a_sharded_model_is_accumulated():
+    with pytest.raises(ModuleError, match="nothing below Mlp"), sherd.accumulate(build("mlp"), 2):
         pass
-    model = fully_shard(build("mlp"))
-    for number, error in ((0, PolicyError), (True, PolicyTypeError), (2.0, PolicyTypeError)):
-        with pytest.raises(error, match="num_backwards"), sherd.accumulate(model, number):
-            pass
-
-
-def test_only_a_whole_number_of_backwards_of_a_sharded_model_is_accumulated(world):
-    world(1).run(accumulating_wrongly)
+    with imagined_ranks(1):
+        model = fully_shard(build("mlp"))
+        for number, error in ((0, PolicyError), (True, PolicyTypeError), (2.0, PolicyTypeError)):
+            with pytest.raises(error, match="num_backwards"), sherd.accumulate(model, number):
+                pass

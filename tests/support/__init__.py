@@ -5,6 +5,7 @@ sharding.py     `sharded(model, "flat")`: each front end and placement, and what
 training.py     `Recipe` and `Run` for specimens; `train_job` and `assert_trained` for any model and job
 comparing.py    `whole(value)`, `whole_params(model)`, `assert_same(found, expected)`, `assert_refused(action, ...)`
 gathered.py     many sharded tensors whole at once
+checkpoints.py  `save` and `load` a model and its optimizer by torch's distributed checkpointing
 meshes.py       `mesh_of((2, 2))`
 ranks/          `world(n)`: processes; `threads(n)`: threads; `@on_threads(n)`, `@on_processes(n)`: a test's body;
                 `ranks.forked`: programs without an import of torch

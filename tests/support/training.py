@@ -48,6 +48,10 @@ class Recipe:
     clip_foreach: bool | None = None
 
 
+Announce = Callable[[Any, int, bool], object]
+"""`announce(model, number, is_last)` of a micro-batch."""
+
+
 @dataclass
 class Run:
     """What a training left: per step the loss and the norm, of the first and last the whole gradients; whole
@@ -87,15 +91,21 @@ def finish_step(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Reci
     optimizer.zero_grad()
 
 
-def steps_sharded(model: Specimen, recipe: Recipe, rank: int, *, sync_each: bool = True) -> Run:
-    """Train `model`, sharded already, on this rank's batches."""
-    optimizer, run = make_optimizer(recipe.optimizer, model), Run()
+def steps_sharded(
+    model: Specimen,
+    recipe: Recipe,
+    rank: int,
+    *,
+    announce: Announce | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Run:
+    """Train `model`, sharded already, on this rank's batches, each of which `announce` is told before."""
+    optimizer, run = optimizer or make_optimizer(recipe.optimizer, model), Run()
     for step in range(recipe.steps):
         losses = []
         for micro in range(recipe.micro_batches):
-            last = micro == recipe.micro_batches - 1
-            if not sync_each:
-                model.set_requires_gradient_sync(last)
+            if announce is not None:
+                announce(model, micro, micro == recipe.micro_batches - 1)
             loss = model.loss(model(*model.make_inputs(step + 100 * micro, rank))) / recipe.micro_batches
             loss.backward()
             losses.append(loss.item())
@@ -110,11 +120,15 @@ def train_sharded(
     *,
     mesh_shape: tuple[int, ...] | None = None,
     with_: Callable[..., Any] = fully_shard,
+    prepare: Callable[[Any], object] | None = None,
+    announce: Announce | None = None,
     **options: Any,
 ) -> Run:
-    """On a rank: build, shard with `options` of fully_shard, train."""
+    """On a rank: build, shard with `options` of fully_shard, `prepare` the model, train."""
     model = shard(build(recipe.model), with_=with_, mesh=mesh_of(mesh_shape), **options)
-    return steps_sharded(model, recipe, dist.get_rank())
+    if prepare is not None:
+        prepare(model)
+    return steps_sharded(model, recipe, dist.get_rank(), announce=announce)
 
 
 def train_each(recipes: Iterable[Recipe], **options: Any) -> dict[Recipe, Run]:

@@ -1,4 +1,4 @@
-"""What do these tests need of torch so that threads may stand for ranks?"""
+"""What these tests need of torch so that threads may stand for ranks."""
 
 import threading
 

@@ -1,11 +1,11 @@
-"""Does a checkpoint of a tensor-parallel model that is sharded too load into any other mesh, and back?"""
+"""A checkpoint of a tensor-parallel model that is sharded too loads into any other mesh, and back."""
 
+import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Shard
 
 import sherd
+from tests.support import checkpoints
 from tests.tensor_parallel.training import (
     ODD,
     built,
@@ -13,9 +13,9 @@ from tests.tensor_parallel.training import (
     mesh_of,
     optimizer_of,
     sharded,
+    step,
     tensor_parallel,
-    tokens,
-    whole_loss_of,
+    whole,
     wholes,
 )
 
@@ -36,13 +36,6 @@ def made(shape):
     return net, ranks
 
 
-def step(net, optimizer, ranks, number):
-    for rank in ranks:
-        (whole_loss_of(net, tokens(ODD, number, rank)) / len(ranks)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def continued(shape, folder, number):
     """Load what is in `folder`, check that all states are there, take a step, save; the parameters before and after."""
     net, ranks = made(shape)
@@ -50,13 +43,10 @@ def continued(shape, folder, number):
     if number == 0:
         net.load_state_dict(built(ODD).state_dict())
     else:
-        state = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
-        dcp.load(state, checkpoint_id=f"{folder}/{number}")
-        set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        checkpoints.load(net, optimizer, f"{folder}/{number}")
     loaded = wholes(net)
-    step(net, optimizer, ranks, number)
-    model_state, optimizer_state = get_state_dict(net, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=f"{folder}/{number + 1}")
+    step(net, optimizer, ODD, *((number, rank) for rank in ranks))
+    checkpoints.save(net, optimizer, f"{folder}/{number + 1}")
     return loaded, wholes(net)
 
 
@@ -65,10 +55,11 @@ def plain_steps(num_steps):
     optimizer, params = optimizer_of(net), []
     for number in range(num_steps):
         params.append(wholes(net))
-        step(net, optimizer, [0, 1], number)
+        step(net, optimizer, ODD, (number, 0), (number, 1))
     return [*params, wholes(net)]
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_mesh_to_mesh_to_one_process_and_back(world, tmp_path):
     shapes = [(2, 2), (4, 1), (1, 4), None, (2, 2)]
     expected = plain_steps(len(shapes))
@@ -89,7 +80,7 @@ def between_state_dicts():
         shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1),
     )
     shards = net.state_dict()
-    full = {name: each.full_tensor() for name, each in shards.items()}
+    full = whole(shards)
     found = []
     for state, assign in ((shards, False), (full, False), (full, True)):
         with torch.no_grad():

@@ -1,7 +1,6 @@
-"""Does every choice of sherd hold for tensor-parallel parameters too: precision, offload, accumulation, clipping,
-scaling, checkpointed activations, unsharded parameters on loan?"""
+"""Every choice of sherd holds for tensor-parallel parameters too: precision, offload, accumulation, clipping,
+scaling, checkpointed activations, unsharded parameters on loan."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +12,7 @@ from tests.tensor_parallel.training import (
     EVEN,
     assert_bit_equal,
     assert_same,
+    backward,
     built,
     close,
     mesh_of,
@@ -33,15 +33,9 @@ def net_on(mesh, with_=sherd.fully_shard, **options):
     return sharded(tensor_parallel(built(), mesh["tp"]), with_=with_, mesh=mesh["dp"], **options)
 
 
-def backward(net, *batches):
-    """The mean of these batches, each (step, rank)."""
-    for step, rank in batches:
-        (whole_loss_of(net, tokens(EVEN, step, rank)) / len(batches)).backward()
-
-
 def plain_gradients(*batches):
     net = built()
-    backward(net, *batches)
+    backward(net, EVEN, *batches)
     return net
 
 
@@ -99,17 +93,17 @@ def test_accumulated_gradients_and_recomputed_ones_are_those_of_one_process(worl
 def clipped(clip):
     mesh = mesh_of((2, 2), "dp", "tp")
     net = net_on(mesh)
-    backward(net, (0, mesh.get_local_rank("dp")))
+    backward(net, EVEN, (0, mesh.get_local_rank("dp")))
     return whole(clip(net.parameters(), 0.1)), whole_grads(net)
 
 
-@pytest.mark.parametrize("clip", [sherd.clip_grad_norm_, nn.utils.clip_grad_norm_], ids=["sherd", "torch"])
-def test_the_norm_is_that_of_all_parts_on_both_axes_each_counted_once(threads, clip):
-    one = plain_gradients((0, 0), (0, 1))
-    expected = nn.utils.clip_grad_norm_(one.parameters(), 0.1)
-    for norm, grads in threads(4).run(clipped, clip):
-        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
-        close(grads, whole_grads(one), ".grad")
+def test_the_norm_is_that_of_all_parts_on_both_axes_each_counted_once(threads):
+    for clip in (sherd.clip_grad_norm_, nn.utils.clip_grad_norm_):
+        one = plain_gradients((0, 0), (0, 1))
+        expected = nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+        for norm, grads in threads(4).run(clipped, clip):
+            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+            close(grads, whole_grads(one), f"{clip.__module__}: .grad")
 
 
 def scaled():
@@ -143,7 +137,7 @@ def lent():
     """Whole over the data-parallel axis, with gradients; still in parts over the other."""
     mesh = mesh_of((2, 2), "dp", "tp")
     net = net_on(mesh)
-    backward(net, (0, mesh.get_local_rank("dp")))
+    backward(net, EVEN, (0, mesh.get_local_rank("dp")))
     with sherd.unsharded(net, with_grads=True):
         seen = {
             name: (whole(each), whole(each.grad), each.device_mesh == mesh["tp"])

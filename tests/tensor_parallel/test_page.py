@@ -1,4 +1,4 @@
-"""Is the table of docs/tensor_parallel.md what `fully_shard` does?"""
+"""The table of docs/tensor_parallel.md is what `fully_shard` does."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Do tensor-parallel shards that are runs become torch's own, and do they and their optimizer state go through torch's
-checkpointing, in whichever order a user's mesh has its axes?"""
+"""Tensor-parallel shards that are runs become torch's own, and they and their optimizer state go through torch's
+checkpointing, in whichever order a user's mesh has its axes."""
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sherd import Blocks, Flat, Owned
-from tests.support.suites import part
 from tests.tensor_parallel.training import (
     ODD,
     built,
@@ -23,10 +22,9 @@ from tests.tensor_parallel.training import (
     mesh_of,
     optimizer_of,
     sharded,
+    step,
     tensor_parallel,
-    tokens,
     whole,
-    whole_loss_of,
     wholes,
 )
 
@@ -41,13 +39,6 @@ def made(names, placement):
     return net, optimizer_of(net), mesh.get_local_rank("dp")
 
 
-def step(net, optimizer, ranks, parts):
-    for rank in ranks:
-        (whole_loss_of(net, tokens(ODD, 0, rank)) / parts).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def moments(net, optimizer):
     names = {id(each): name for name, each in net.named_parameters()}
     return {
@@ -60,7 +51,7 @@ def moments(net, optimizer):
 def of_one_process():
     net = built(ODD)
     optimizer = optimizer_of(net)
-    step(net, optimizer, (0, 1), 2)
+    step(net, optimizer, ODD, (0, 0), (0, 1))
     return wholes(net), moments(net, optimizer)
 
 
@@ -86,15 +77,15 @@ def redistributed(names, placement):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("names", ORDERS)
-def test_runs_of_tensor_parallel_parts_become_shards_of_torchs_own(world, names):
-    for placement in PLACEMENTS:
-        world(4).run(redistributed, names, placement)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_runs_of_tensor_parallel_parts_become_shards_of_torchs_own(world, names, placement):
+    world(4).run(redistributed, names, placement)
 
 
 def saved(names, placement, folder):
     """What was kept after a step: whole, whole from rank 0 alone, and by file; each into a new model."""
     net, optimizer, rank = made(names, placement)
-    step(net, optimizer, [rank], 1)
+    step(net, optimizer, ODD, (0, rank))
     params, state = wholes(net), moments(net, optimizer)
     ways = {
         "whole": StateDictOptions(full_state_dict=True),
@@ -122,10 +113,11 @@ def saved(names, placement, folder):
     return params, state
 
 
+@pytest.mark.values  # each placement on a mesh in one order or in the other
 @pytest.mark.parametrize("names", ORDERS)
-def test_runs_and_their_optimizer_state_go_through_torchs_checkpointing(world, tmp_path, names):
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_runs_and_their_optimizer_state_go_through_torchs_checkpointing(world, tmp_path, names, placement):
     params, state = of_one_process()
-    for placement in part(PLACEMENTS, names.index("tp"), 2):  # each on a mesh in one order or in the other
-        for its_params, its_state in world(4).run(saved, names, placement, tmp_path / str(placement)):
-            close(its_params, params)
-            close(its_state, state)
+    for its_params, its_state in world(4).run(saved, names, placement, tmp_path):
+        close(its_params, params)
+        close(its_state, state)

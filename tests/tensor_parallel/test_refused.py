@@ -1,4 +1,4 @@
-"""Is what cannot be combined refused by name, with the model as it was?"""
+"""What cannot be combined is refused by name, with the model as it was."""
 
 import pytest
 import torch
@@ -9,8 +9,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import sherd
 from sherd import DataParallelMeshDims
-from sherd._torch import dtensor, local_tensor, spec_of
+from sherd._torch import dtensor, imagined_ranks, local_tensor, spec_of
 from sherd.errors import MeshError, OwnershipError, PlacementError, PolicyError
+from tests.support.comparing import assert_refused
 from tests.tensor_parallel.test_smaller_mesh import Exact
 from tests.tensor_parallel.training import EVEN, assert_same, built, mesh_of, plain, sharded, train
 
@@ -31,48 +32,36 @@ def linear(mesh, *placements, partial=False):
 
 def refused(error, layer, mesh, words, **options):
     before = layer.weight
-    with pytest.raises(error) as raised:
-        sherd.fully_shard(layer, mesh=mesh, **options)
-    for word in ("weight", *words):
-        assert word in str(raised.value), f"{word} is not in: {raised.value}"
+    assert_refused(lambda: sherd.fully_shard(layer, mesh=mesh, **options), error, Exception, "weight", *words)
     assert layer.weight is before
     assert type(layer) is nn.Linear
 
 
-def meshes_that_do_not_fit():
-    mesh = mesh_of((2, 2), "dp", "tp")
-    swapped = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "rest"))
-    flat = init_device_mesh("cpu", (4,))
-    other_order = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("a", "b"))
-    on_tp = linear(mesh["tp"], Shard(0))
-    refused(OwnershipError, on_tp, mesh["tp"], ("the very mesh", "another axis"))
-    refused(MeshError, on_tp, mesh, ("in common", "tp=2", "mesh['dp']", "dp_mesh_dims"))
-    refused(MeshError, on_tp, flat, ("in common", "mesh['dp']"))
-    refused(MeshError, on_tp, None, ("in common", "mesh['dp']"))
-    refused(MeshError, on_tp, swapped["tp"], ("'tp' would be named twice",))
-    refused(MeshError, on_tp, other_order["a"], ("one mesh",))
-    refused(MeshError, linear(mesh, Replicate(), Shard(0)), mesh["dp"], ("in common", "dp_mesh_dims"))
+def test_a_mesh_that_does_not_fit_the_parameters_is_refused_before_anything_is_moved():
+    with imagined_ranks(4):
+        mesh = mesh_of((2, 2), "dp", "tp")
+        swapped = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "rest"))
+        flat = init_device_mesh("cpu", (4,))
+        other_order = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("a", "b"))
+        on_tp = linear(mesh["tp"], Shard(0))
+        refused(OwnershipError, on_tp, mesh["tp"], ("the very mesh", "another axis"))
+        refused(MeshError, on_tp, mesh, ("in common", "tp=2", "mesh['dp']", "dp_mesh_dims"))
+        refused(MeshError, on_tp, flat, ("in common", "mesh['dp']"))
+        refused(MeshError, on_tp, None, ("in common", "mesh['dp']"))
+        refused(MeshError, on_tp, swapped["tp"], ("'tp' would be named twice",))
+        refused(MeshError, on_tp, other_order["a"], ("one mesh",))
+        refused(MeshError, linear(mesh, Replicate(), Shard(0)), mesh["dp"], ("in common", "dp_mesh_dims"))
 
 
-def test_a_mesh_that_does_not_fit_the_parameters_is_refused_before_anything_is_moved(world):
-    world(4).run(meshes_that_do_not_fit)
-
-
-def sums_and_wrong_axes():
-    mesh = mesh_of((2, 2), "dp", "tp")
-    dims = {"dp_mesh_dims": DataParallelMeshDims(shard="dp")}
-    words = ("'tp'", "P(sum)", "redistribute")
-    refused(PlacementError, linear(mesh["tp"], Partial(), partial=True), mesh["dp"], words)
-    refused(PlacementError, linear(mesh, Replicate(), Partial(), partial=True), mesh, words, **dims)
-    refused(PlacementError, linear(mesh, Shard(0), Replicate()), mesh, ("'dp'", "Replicate()"), **dims)
-    refused(PlacementError, linear(mesh["tp"], Shard(0)), mesh, ("not on the mesh",), **dims)
-
-
-def test_a_sum_that_was_not_made_and_a_data_axis_that_is_taken_are_refused(world):
-    world(4).run(sums_and_wrong_axes)
-
-
-def test_an_axis_may_be_named_once():
+def test_a_sum_that_was_not_made_a_data_axis_that_is_taken_and_one_named_twice_are_refused():
+    with imagined_ranks(4):
+        mesh = mesh_of((2, 2), "dp", "tp")
+        dims = {"dp_mesh_dims": DataParallelMeshDims(shard="dp")}
+        words = ("'tp'", "P(sum)", "redistribute")
+        refused(PlacementError, linear(mesh["tp"], Partial(), partial=True), mesh["dp"], words)
+        refused(PlacementError, linear(mesh, Replicate(), Partial(), partial=True), mesh, words, **dims)
+        refused(PlacementError, linear(mesh, Shard(0), Replicate()), mesh, ("'dp'", "Replicate()"), **dims)
+        refused(PlacementError, linear(mesh["tp"], Shard(0)), mesh, ("not on the mesh",), **dims)
     for dims in ({"shard": ("dp", "dp")}, {"shard": "dp", "replicate": "dp"}):
         with pytest.raises(PolicyError, match="twice"):
             DataParallelMeshDims(**dims)
@@ -87,41 +76,33 @@ def tensor_parallel_too_late():
     return train(net, EVEN, [mesh.get_local_rank("dp")])
 
 
-def test_parallelize_module_refuses_a_sharded_module(world):
-    assert_same(world(4).run(tensor_parallel_too_late), plain(EVEN, 2))
+def test_parallelize_module_refuses_a_sharded_module(threads):
+    assert_same(threads(4).run(tensor_parallel_too_late), plain(EVEN, 2))
 
 
-def replaced_after_sharding():
+def test_a_parameter_made_tensor_parallel_after_it_was_sharded_is_named_at_the_next_forward():
     """What a user does to get around torch's refusal."""
-    mesh = mesh_of((2, 2), "dp", "tp")
-    net = sharded(built(), mesh=mesh["dp"])
-    whole = net.head.weight.full_tensor().detach()
-    net.head.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))
-    with pytest.raises(OwnershipError, match=r"head\.weight.*tp=2.*parallelize_module"):
-        net(torch.zeros(1, 12, dtype=torch.int64))
+    with imagined_ranks(4):
+        mesh = mesh_of((2, 2), "dp", "tp")
+        net = sharded(built(), mesh=mesh["dp"])
+        whole = net.head.weight.full_tensor().detach()
+        net.head.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))
+        with pytest.raises(OwnershipError, match=r"head\.weight.*tp=2.*parallelize_module"):
+            net(torch.zeros(1, 12, dtype=torch.int64))
 
 
-def test_a_parameter_made_tensor_parallel_after_it_was_sharded_is_named_at_the_next_forward(world):
-    world(4).run(replaced_after_sharding)
+def test_a_tensor_that_gathers_itself_is_cut_on_dim_0_only():
+    with imagined_ranks(4):
+        mesh = mesh_of((2, 2), "dp", "tp")
+        layer = linear(mesh["tp"], Shard(0))
+        layer.weight = nn.Parameter(dtensor(Exact(local_tensor(layer.weight.detach())), spec_of(layer.weight)))
+        refused(PlacementError, layer, mesh["dp"], ("Exact", "dim 0 only"), placement=Shard(1))
 
 
-def gathers_itself_on_dim_1():
-    mesh = mesh_of((2, 2), "dp", "tp")
-    layer = linear(mesh["tp"], Shard(0))
-    layer.weight = nn.Parameter(dtensor(Exact(local_tensor(layer.weight.detach())), spec_of(layer.weight)))
-    refused(PlacementError, layer, mesh["dp"], ("Exact", "dim 0 only"), placement=Shard(1))
-
-
-def test_a_tensor_that_gathers_itself_is_cut_on_dim_0_only(world):
-    world(4).run(gathers_itself_on_dim_1)
-
-
-def folded_plain():
-    mesh = mesh_of((2, 2), "dp", "cp")
-    layer = nn.Linear(WIDTH, WIDTH)
-    sherd.fully_shard(layer, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "cp")))
-    return layer.weight.placements, layer.weight.device_mesh.mesh_dim_names
-
-
-def test_a_plain_parameter_is_cut_over_folded_axes_where_all_are_data_parallel(world):
-    assert world(4).run(folded_plain) == [((Shard(0),), ("dp_cp",))] * 4
+def test_a_plain_parameter_is_cut_over_folded_axes_where_all_are_data_parallel():
+    with imagined_ranks(4):
+        layer = nn.Linear(WIDTH, WIDTH)
+        dims = DataParallelMeshDims(shard=("dp", "cp"))
+        sherd.fully_shard(layer, mesh=mesh_of((2, 2), "dp", "cp"), dp_mesh_dims=dims)
+        assert layer.weight.placements == (Shard(0),)
+        assert layer.weight.device_mesh.mesh_dim_names == ("dp_cp",)

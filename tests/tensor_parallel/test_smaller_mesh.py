@@ -1,5 +1,5 @@
-"""Does `reshard_after_forward=k` keep a part of every kind of parameter: tensor parallel, cut on any dim, gathering
-itself? torch's FSDP refuses all of these."""
+"""`reshard_after_forward=k` keeps a part of every kind of parameter: tensor parallel, cut on any dim, gathering
+itself. torch's FSDP refuses all of these."""
 
 import pytest
 import torch
@@ -138,25 +138,26 @@ def values_of(parameter):
     return (local.values if isinstance(local, Exact) else local).clone()
 
 
-def losses_of(model, rank):
+def train(model, ranks):
+    """The losses, and what was kept in each step."""
     optimizer, losses, parts = torch.optim.SGD(model.parameters(), lr=0.1), [], []
     for step in range(STEPS):
-        loss = model(float(rank - step))
-        parts.append(kept(unit_of(model.springs)))
-        loss.backward()
-        losses.append(loss.item())
+        for rank in ranks:
+            loss = model(float(rank - step)) / len(ranks)
+            if isinstance(model, sherd.FSDPModule):
+                parts.append(kept(unit_of(model.springs)))
+            loss.backward()
+            losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
     return losses, parts
 
 
 def keeps_a_part(placement_fn):
-    mesh = mesh_of((4, 2), "dp", "tp")
-    rank = mesh.get_local_rank("dp")
-    runs = []
+    mesh, runs = mesh_of((4, 2), "dp", "tp"), []
     for keep in (True, 2):
         model = built(mesh, keep, placement_fn)
-        losses, parts = losses_of(model, rank)
+        losses, parts = train(model, [mesh.get_local_rank("dp")])
         runs.append((losses, {name: values_of(each) for name, each in model.named_parameters()}, parts))
     (losses, params, none), (same_losses, same_params, parts) = runs
     assert same_losses == losses
@@ -166,22 +167,13 @@ def keeps_a_part(placement_fn):
     return parts, {name: each.full_tensor() for name, each in model.named_parameters() if name.split(".")[1] in PLAIN}
 
 
-def plain_params(num_ranks):
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        for rank in range(num_ranks):
-            (model(float(rank - step)) / num_ranks).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return wholes(model)
-
-
 @pytest.mark.parametrize("placement_fn", [None, on_last_dim], ids=["rows", "last_dim"])
 def test_a_part_is_kept_of_every_kind_of_tensor_parallel_parameter_with_values_bit_for_bit_the_same(
     threads, placement_fn
 ):
-    expected = plain_params(4)
+    plain = Net()
+    train(plain, range(4))
+    expected = wholes(plain)
     for parts, params in threads(8).run(keeps_a_part, placement_fn):
         for step in parts:
             *shared, exact, odd_exact, in_place = step

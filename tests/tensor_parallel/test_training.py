@@ -1,4 +1,4 @@
-"""Does a tensor-parallel model that is sharded too train as the plain one, and bit for bit as torch's FSDP does?"""
+"""A tensor-parallel model that is sharded too trains as the plain one, and bit for bit as torch's FSDP does."""
 
 import math
 
@@ -17,6 +17,7 @@ from tests.tensor_parallel.training import (
     assert_bit_equal,
     assert_same,
     built,
+    close,
     mesh_of,
     plain,
     sharded,
@@ -47,24 +48,18 @@ def trained(ways):
     return runs
 
 
-def test_even_sizes_cut_on_any_dim_train_as_one_process_and_bit_for_bit_as_torchs(world):
-    ways = [(EVEN, library, {"shard_placement_fn": fn}) for fn in (None, on_dim_1) for library in LIBRARIES]
+@pytest.mark.parametrize("placement_fn", [None, on_dim_1])
+def test_even_sizes_cut_on_any_dim_train_as_one_process_and_bit_for_bit_as_torchs(world, placement_fn):
+    ways = [(EVEN, library, {"shard_placement_fn": placement_fn}) for library in LIBRARIES]
     runs = world(4).run(trained, ways)
-    for rows, torchs_rows, columns, torchs_columns in runs:
-        assert_bit_equal(rows, torchs_rows)
-        assert_bit_equal(columns, torchs_columns)
-    for ranks in zip(*runs, strict=True):
-        assert_same(list(ranks), plain(EVEN, 2))
+    for ours, torchs in runs:
+        assert_bit_equal(ours, torchs)
+    assert_same([ours for ours, _ in runs], plain(EVEN, 2))
 
 
-def test_odd_sizes_cut_on_any_dim_or_flat_train_as_one_process(world):
-    ways = [
-        (ODD, "sherd", {}),
-        (ODD, "sherd", {"shard_placement_fn": on_dim_1}),
-        (ODD, "sherd", {"placement": sherd.Flat()}),
-    ]
-    for ranks in zip(*world(4).run(trained, ways), strict=True):
-        assert_same(list(ranks), plain(ODD, 2))
+@pytest.mark.parametrize("options", [{}, {"shard_placement_fn": on_dim_1}, {"placement": sherd.Flat()}])
+def test_odd_sizes_cut_on_any_dim_or_flat_train_as_one_process(world, options):
+    assert_same([run for (run,) in world(4).run(trained, [(ODD, "sherd", options)])], plain(ODD, 2))
 
 
 # Three axes
@@ -129,14 +124,15 @@ def pulled(model, samples):
     return wholes(model)
 
 
-def pull_on_named_axes(names, dims, placement_fn, on_tp_alone=False):
+def pull_on_named_axes(names, dims, placement_fn, on_tp_alone):
     """`on_tp_alone`: the parameters are on that axis, and the mesh has the others."""
     mesh = mesh_of((2,) * len(names), *names)
     model = Springs().on(mesh["tp"] if on_tp_alone else mesh)
     data = mesh[tuple(each for each in names if each != "tp")] if on_tp_alone else mesh
     dims = DataParallelMeshDims(**dims)
     sherd.fully_shard(model, mesh=data, dp_mesh_dims=dims, shard_placement_fn=placement_fn)
-    shown = dict(zip(model.rows.device_mesh.mesh_dim_names, map(str, model.rows.placements), strict=True))
+    axes = zip(model.rows.device_mesh.mesh_dim_names, model.rows.placements, strict=True)
+    shown = " ".join(f"{axis}={placement}" for axis, placement in axes)
     sample = 0
     for axis in names:
         if axis != "tp":
@@ -145,34 +141,28 @@ def pull_on_named_axes(names, dims, placement_fn, on_tp_alone=False):
 
 
 @pytest.mark.parametrize(
-    ("names", "dims", "placement_fn", "shown"),
+    ("names", "dims", "placement_fn", "on_tp_alone", "shown"),
     [
         (
             ("replicate", "shard", "tp"),
             {"shard": "shard", "replicate": "replicate"},
             None,
-            {"replicate": "R", "shard": "_S(0, 2)", "tp": "S(0)"},
+            False,
+            "replicate=R shard=_S(0, 2) tp=S(0)",
         ),
-        (("dp", "cp", "tp"), {"shard": ("dp", "cp")}, None, {"dp_cp": "_S(0, 2)", "tp": "S(0)"}),
-        (("dp", "cp", "tp"), {"shard": "cp", "replicate": "dp"}, on_dim_1, {"dp": "R", "cp": "S(1)", "tp": "S(0)"}),
-        (("tp", "dp"), {"shard": "dp"}, None, {"tp": "S(0)", "dp": "S(0)"}),
-        (("dp", "tp"), {"replicate": "dp"}, None, {"dp": "R", "tp": "S(0)"}),
+        (("dp", "cp", "tp"), {"shard": ("dp", "cp")}, None, False, "dp_cp=_S(0, 2) tp=S(0)"),
+        (("dp", "cp", "tp"), {"shard": ("dp", "cp")}, None, True, "dp_cp=_S(0, 2) tp=S(0)"),
+        (("dp", "cp", "tp"), {"shard": "cp", "replicate": "dp"}, on_dim_1, False, "dp=R cp=S(1) tp=S(0)"),
+        (("tp", "dp"), {"shard": "dp"}, None, False, "tp=S(0) dp=S(0)"),
+        (("dp", "tp"), {"replicate": "dp"}, None, False, "dp=R tp=S(0)"),
     ],
-    ids=["replicas", "context_parallel", "on_dim_1", "tp_first", "only_replicas"],
+    ids=["replicas", "context_parallel", "context_parallel_apart", "on_dim_1", "tp_first", "only_replicas"],
 )
-def test_named_axes_of_one_mesh_shard_or_replicate_and_several_shard_as_one(threads, names, dims, placement_fn, shown):
-    runs = threads(2 ** len(names)).run(pull_on_named_axes, names, dims, placement_fn)
-    assert_pulled(runs, shown, num_samples=2 ** (len(names) - 1))
-
-
-def assert_pulled(runs, shown, num_samples):
-    expected = pulled(Springs(), list(range(num_samples)))
+def test_named_axes_of_one_mesh_shard_or_replicate_and_several_shard_as_one(
+    threads, names, dims, placement_fn, on_tp_alone, shown
+):
+    runs = threads(2 ** len(names)).run(pull_on_named_axes, names, dims, placement_fn, on_tp_alone)
+    expected = pulled(Springs(), list(range(2 ** (len(names) - 1))))
     for params, placements in runs:
         assert placements == shown
-        for name, tensor in expected.items():
-            torch.testing.assert_close(params[name], tensor, rtol=1e-4, atol=1e-5)
-
-
-def test_context_parallel_axes_are_folded_beside_a_tensor_parallel_one_too(threads):
-    runs = threads(8).run(pull_on_named_axes, ("dp", "cp", "tp"), {"shard": ("dp", "cp")}, None, on_tp_alone=True)
-    assert_pulled(runs, {"dp_cp": "_S(0, 2)", "tp": "S(0)"}, num_samples=4)
+        close(params, expected)

@@ -1,4 +1,4 @@
-"""Which tensor-parallel model do these tests train, how, and what is compared with one process?
+"""A tensor-parallel model, how it is trained, and its comparison with one process.
 
 Ranks of one data-parallel coordinate have the same batch. Parameters, gradients and losses are those of one process
 that runs the batches of all data-parallel coordinates in turn.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import sherd
+from tests.support import comparing
+from tests.support.comparing import whole
+from tests.support.training import make_optimizer
 
 SEQUENCE = 12
 BATCH = 2
@@ -121,11 +125,8 @@ def whole_loss_of(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """The same of whole logits: `loss_parallel` changes a table of the process, which threads share."""
     given, wanted = batch
     logits = net(given)
-    return F.cross_entropy(whole_of_grad(logits).flatten(0, 1), wanted.flatten())
-
-
-def whole_of_grad(logits: Tensor) -> Tensor:
-    return logits.full_tensor() if isinstance(logits, DTensor) else logits
+    logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
 
 
 def sharded(net: Net, with_: Callable[..., Any] = sherd.fully_shard, **options: Any) -> Net:
@@ -143,23 +144,27 @@ def tokens(sizes: Sizes, step: int, rank: int) -> tuple[Tensor, Tensor]:
     return both[0], both[1]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A plain copy, gathered if need be."""
-    tensor = tensor.detach()
-    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
-
-
 def wholes(net: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(each) for name, each in net.named_parameters()}
+    return whole(dict(net.named_parameters()))
 
 
 def whole_grads(net: nn.Module) -> dict[str, Tensor]:
     return {name: whole(each.grad) for name, each in net.named_parameters()}
 
 
-def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
-    # A large eps, so that Adam does not make whole steps of a tiny gradient's rounding error.
-    return torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3, fused=True)
+optimizer_of = partial(make_optimizer, "adamw_fused")
+
+
+def backward(net: nn.Module, sizes: Sizes, *batches: tuple[int, int]) -> None:
+    """The mean of these batches, each (step, rank)."""
+    for step, rank in batches:
+        (whole_loss_of(net, tokens(sizes, step, rank)) / len(batches)).backward()
+
+
+def step(net: nn.Module, optimizer: torch.optim.Optimizer, sizes: Sizes, *batches: tuple[int, int]) -> None:
+    backward(net, sizes, *batches)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @dataclass
@@ -214,11 +219,7 @@ def mesh_of(shape: tuple[int, ...], *names: str) -> DeviceMesh:
 
 def close(found: dict[str, Tensor], expected: dict[str, Tensor], what: str = "") -> None:
     """The same names, and values that are equal but for the order of sums."""
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(
-            found[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda said, name=name: f"{name}{what}: {said}"
-        )
+    comparing.assert_same(found, expected, what, rtol=1e-4, atol=1e-5)
 
 
 def assert_same(runs: list[Run], expected: Run) -> None:
@@ -231,7 +232,4 @@ def assert_same(runs: list[Run], expected: Run) -> None:
 
 
 def assert_bit_equal(run: Run, other: Run) -> None:
-    assert run.losses == other.losses
-    for name in other.params:
-        assert torch.equal(run.params[name], other.params[name]), name
-        assert torch.equal(run.grads[name], other.grads[name]), f"{name}.grad"
+    comparing.assert_same(vars(run), vars(other))
