@@ -72,4 +72,4 @@ def test_micro_batches_that_are_reduced_together_add_up_whatever_comes(world, st
     for found in world(2).run(with_each_layout, streams):
         for name, layouts in found.items():
             for grads in layouts:
-                assert_same(grads, gradients(*PROGRAMS[name]), name, rtol=1.3e-6, atol=1e-5)
+                assert_same(grads, gradients(*PROGRAMS[name]), name, rtol=None, atol=None)

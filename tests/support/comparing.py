@@ -63,9 +63,12 @@ def whole_grads(model: nn.Module) -> Named:
     return whole_values({name: param.grad for name, param in model.named_parameters()})
 
 
-def assert_same(found: Any, expected: Any, where: str = "", *, rtol: float = 0.0, atol: float = 0.0) -> None:
-    """The same values, by default to the bit: of tensors, of what else can be compared, and in dicts and lists of each
-    one, in any order of keys. `where` begins what is said of a difference."""
+def assert_same(
+    found: Any, expected: Any, where: str = "", *, rtol: float | None = 0.0, atol: float | None = 0.0
+) -> None:
+    """The same values, by default to the bit, with None as close as torch takes for the dtype: of tensors, of what else
+    can be compared, and in dicts and lists of each one, in any order of keys. `where` begins what is said of a
+    difference."""
     match expected:
         case dict():
             assert set(found) == set(expected), f"{where}: other keys"
@@ -79,7 +82,7 @@ def assert_same(found: Any, expected: Any, where: str = "", *, rtol: float = 0.0
             torch.testing.assert_close(
                 found, expected, rtol=rtol, atol=atol, equal_nan=True, msg=lambda text: f"{where}: {text}"
             )
-        case float() if rtol or atol:
+        case float() if rtol != 0 or atol != 0:
             assert found == pytest.approx(expected, rel=rtol, abs=atol), where
         case _:
             assert found == expected, where
