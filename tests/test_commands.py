@@ -111,6 +111,7 @@ def first_step(config):
     return trainer.step().loss
 
 
+@pytest.mark.front("`sherd train`")
 @pytest.mark.usefixtures("there")
 def test_a_command_of_the_readme_takes_a_step_on_four_ranks(world, tmp_path):
     words = ["train", "--nproc", "4", "optimizer.lr=0.001"]

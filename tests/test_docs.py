@@ -90,6 +90,7 @@ def readme_on_a_rank():
     return printed.getvalue(), last.tolist()
 
 
+@pytest.mark.front("A first program")
 def test_the_readmes_program_prints_its_loss_on_rank_0_as_shown_and_each_rank_has_data_of_its_own(world):
     (printed, batch), (silent, other_batch) = world(2).run(readme_on_a_rank)
     (shown,) = re.findall(r"^```text\n(.*?)^```$", read("README.md"), re.MULTILINE | re.DOTALL)
@@ -268,7 +269,7 @@ SECTIONS_TO_TRY = (
     "Checkpoints of others",
     "`sherd train`",
 )
-FRONT = re.compile(r'^@pytest\.mark\.front\("(.+)"\)\n(?:@.*\n)*def (test_\w+)', re.MULTILINE)
+FRONT = re.compile(r'^@pytest\.mark\.front\("(.+)"\)\n(?:(?!def ).*\n)*def (test_\w+)', re.MULTILINE)
 
 
 def test_every_capability_of_the_readme_has_one_marked_test_which_a_table_names():

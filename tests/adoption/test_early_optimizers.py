@@ -127,6 +127,7 @@ BUILT = {
 }
 
 
+@pytest.mark.front("Optimizers may come first")
 @pytest.mark.parametrize("front", BUILT)
 @on_threads(2)
 def test_an_optimizer_trains_what_its_parameters_became(front):

@@ -89,6 +89,7 @@ def whole_report(unsynced=0):
     return memory_report(model, optimizer, unsynced_batches=unsynced)
 
 
+@pytest.mark.front("A memory report")
 @on_threads(2)
 def test_rows_name_units_as_the_model_does_and_add_up_to_both_totals():
     report = whole_report()

@@ -132,6 +132,7 @@ def contents(folder: str) -> tuple[dict[str, Any], Any, Any]:
     return tensors, optimizer["state"], groups
 
 
+@pytest.mark.front("Checkpoints that survive")
 @pytest.mark.parametrize("turn", range(-(-NUM_MOVES // AT_A_TIME)))
 def test_what_moves_from_one_random_configuration_to_another_is_the_same(world, tmp_path_factory, turn):
     @seed(turn)

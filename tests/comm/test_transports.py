@@ -22,6 +22,7 @@ def chosen(wanted: str) -> str:
     return type(transport).__name__
 
 
+@pytest.mark.front("A CPU is enough to develop")
 def test_ranks_get_what_they_ask_for_if_they_can(world, threads):
     kinds = {"auto": SharedMemory, "shared_memory": SharedMemory, "gloo": Gloo, "torch": SingleCalls}
     for wanted, expected in (kinds | {"coalesced": CoalescedCalls}).items():

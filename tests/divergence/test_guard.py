@@ -46,6 +46,7 @@ def go_other_ways(odd: dict[int, tuple[int, ...]], make: Callable[[], Any], step
 ORDERS = [(0, 2), (1, 2), (0, 1), (1, 0, 2), (0, 1, 2, 0), (2, 1, 0)]
 
 
+@pytest.mark.front("Errors that say what to do")
 @pytest.mark.values
 @pytest.mark.parametrize(
     ("transport", "order", "steps_before"),

@@ -25,6 +25,7 @@ def run(capsys):
     return call
 
 
+@pytest.mark.front("Checkpoints of others")
 def test_convert_goes_by_the_end_of_the_name_and_back(tmp_path, run):
     everything(tmp_path / "a")
     for source, target, words in (

@@ -67,6 +67,7 @@ def assert_every_model_trains(ranks, turn, always=(), **options):
                 assert_same(after[plain_name(param)], value, f"{name}: state of {param}")
 
 
+@pytest.mark.front("More models run unchanged")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_every_model_trains_and_shows_its_state_as_in_one_process(threads, num_ranks):
     assert_every_model_trains(threads(num_ranks), num_ranks, comm_policy=CommPolicy("auto"))
@@ -146,6 +147,7 @@ KEPT = (True, False, 2)
 
 
 # Each pair of a model, a placement and what is kept: the third of each two is another from pair to pair.
+@pytest.mark.front("Fewer copies")
 @pytest.mark.parametrize("reshard", KEPT, ids="reshard_{}".format)
 def test_whole_parameters_may_be_kept_or_shrunk_under_every_placement(threads, reshard):
     models = ("mlp", "uneven", "reentrant_outside")

@@ -29,6 +29,7 @@ def train_with_both(recipe, **options):
     return train_sharded(recipe, **options), theirs
 
 
+@pytest.mark.front("Coming from FSDP2")
 @pytest.mark.parametrize("model", [name for name in MODELS if name not in BEYOND_TORCH])
 def test_a_model_trains_as_under_torch(world, model):
     recipe = Recipe(model, optimizer="adamw_foreach")

@@ -66,6 +66,7 @@ def chosen(files, capsys, *words):
     return out, Config.of(read_tree(str(wanted)))
 
 
+@pytest.mark.front("A plan before you pay")
 def test_a_config_is_planned_and_what_is_written_runs(files, capsys):
     page, record = files / "p.html", files / "t.json"
     out, config = chosen(files, capsys, "--ranks", 2, "--report", page, "--timeline", record)

@@ -104,6 +104,7 @@ def programs(draw: st.DrawFn) -> tuple[tuple[UnitSpec, ...], Limits, list[list[E
     return tuple(chosen), draw(limits), played
 
 
+@pytest.mark.front("A schedule that is tested by itself")
 @PROPERTY
 @given(programs())
 def test_units_are_whole_while_they_compute_and_then_sharded_but_what_is_to_stay_and_all_gradients_are_reduced(program):

@@ -58,6 +58,7 @@ def test_all_pairs_of_levels_train_as_one_process_under_every_cut(world, turn):
 SHAPES = ((1, 4), (4, 1), (1, 1), (3,))
 
 
+@pytest.mark.front("Strategies as values")
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
 def test_axes_of_one_rank_and_single_axes_train_as_one_process(world, num_ranks):
     cases = {}

@@ -73,6 +73,7 @@ def train_beside(shape, names):
     return train(net, EVEN, [dist.get_rank() // shape[-1]])
 
 
+@pytest.mark.front("Other parallelism")
 @pytest.mark.parametrize(
     ("shape", "names"), [((2, 2, 2), ("replicate", "shard", "tp")), ((2, 3), ("dp", "tp"))], ids=["hsdp", "by_three"]
 )

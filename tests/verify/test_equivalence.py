@@ -39,6 +39,7 @@ def same_everywhere(of_ranks):
 # What is right
 
 
+@pytest.mark.front("A check that it trains the same")
 @pytest.mark.parametrize("shard", SHARDED)
 def test_every_layout_of_both_front_ends_is_equivalent(threads, shard):
     report = same_everywhere(threads(2).run(verified, shard))

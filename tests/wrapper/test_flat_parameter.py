@@ -266,7 +266,7 @@ def test_a_gradient_dropped_for_one_parameter_starts_anew_and_the_others_add_up(
             model.block.up.weight.grad = plain.block.up.weight.grad = None
             model.module.scale.grad = torch.zeros_like(model.scale)
             plain.scale.grad = torch.zeros(1)
-    assert_same(whole_grads(model), whole_grads(plain), rtol=1.3e-6, atol=1e-5)
+    assert_same(whole_grads(model), whole_grads(plain), rtol=None, atol=None)
 
 
 @pytest.mark.parametrize("way", ["flat_param", "flat_kept", "orig_params", "orig_copied"])
@@ -298,7 +298,7 @@ def test_one_of_many_may_be_frozen_for_a_step():
             each.block.up.weight.requires_grad_(wanted)
         backwards(plain, model, seed)
         assert (model.block.up.weight.grad is None) != wanted
-    assert_same(whole_grads(model), whole_grads(plain), rtol=1.3e-6, atol=1e-5)
+    assert_same(whole_grads(model), whole_grads(plain), rtol=None, atol=None)
 
 
 class Branches(nn.Module):

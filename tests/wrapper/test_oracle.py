@@ -86,6 +86,7 @@ STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 PREFETCHES = ["BACKWARD_PRE", "BACKWARD_POST", None]
 
 
+@pytest.mark.front("Coming from FSDP1")
 @pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
 def test_float32_losses_are_the_same_bits(world, orig):
     setups = [

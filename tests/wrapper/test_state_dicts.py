@@ -406,6 +406,7 @@ def test_what_does_not_fit_is_named_as_in_the_users_model(use_orig):
     torch.testing.assert_close(model.net(x), plain(2)(x))  # the optimizer's memory is what is gathered
 
 
+@pytest.mark.front("One engine for both front ends")
 @on_threads(2, use_orig=BOTH)
 def test_either_front_end_and_the_plain_model_load_what_the_other_saves(use_orig):
     expected = plain().state_dict()

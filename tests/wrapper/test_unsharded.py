@@ -136,6 +136,7 @@ def test_shards_in_host_memory_and_narrow_compute_keep_full_precision():
 LEFT = (({}, "raising"), ({"offload_to_cpu": True}, "quietly"), ({"writeback": False}, "quietly"))
 
 
+@pytest.mark.front("Unsharded parameters when you need them")
 @on_threads(2, way=(*EACH, "flat", "orig_copied"), left=LEFT)
 def test_changes_are_kept_but_without_writeback_also_where_the_body_raises(way, left):
     options, how = left
