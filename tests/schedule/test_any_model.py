@@ -1,8 +1,8 @@
-"""Is the schedule right for any tree of units, any choices and any sequence of steps?"""
+"""The schedule is right for any tree of units, any choices and any sequence of steps."""
 
 from dataclasses import dataclass
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sherd.schedule.actions import (
@@ -19,9 +19,6 @@ from sherd.schedule.actions import (
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, Live, UnitSpec
 from tests.schedule.model import StrictEngine, forward, specs, step
-from tests.support.suites import examples
-
-PROPERTY = settings(max_examples=examples(100))
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,6 @@ def programs(draw: st.DrawFn) -> tuple[tuple[UnitSpec, ...], Limits, list[list[E
     return tuple(chosen), draw(limits), played
 
 
-@PROPERTY
 @given(programs())
 def test_units_are_whole_while_they_compute_and_then_sharded_but_what_is_to_stay_and_all_gradients_are_reduced(program):
     """By the end of a backward; and answers that are cached are those that fresh ones would be."""
@@ -121,7 +117,6 @@ def test_units_are_whole_while_they_compute_and_then_sharded_but_what_is_to_stay
                 assert engine.reducing == set()
 
 
-@PROPERTY
 @given(programs())
 def test_a_step_that_is_played_again_needs_no_new_states(program):
     units, bounds, (events, *_) = program
@@ -134,7 +129,6 @@ def test_a_step_that_is_played_again_needs_no_new_states(program):
     assert len(schedule._nodes) == known
 
 
-@PROPERTY
 @given(programs())
 def test_no_more_is_live_than_what_computes_what_is_kept_and_what_the_depth_runs_ahead(program):
     units, bounds, played = program

@@ -1,4 +1,4 @@
-"""Does a rank know by itself where it leaves the path on which all ranks have agreed, and what the others do there?"""
+"""A rank knows by itself where it leaves the path on which all ranks have agreed, and what the others do there."""
 
 from __future__ import annotations
 
