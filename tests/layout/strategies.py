@@ -1,15 +1,10 @@
 """The shapes, cuts and packings that the property tests draw."""
 
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from sherd.layout.placement import Cut, Replicate, Shape, Shard
 from sherd.layout.plan import Wanted
 from sherd.layout.runs import Blocks, Flat, Owned
-from tests.support.suites import examples
-
-# The same examples on every run: a red build is then about the change, and never about the clock.
-PROPERTY = settings(max_examples=examples(50))
 
 num_ranks = st.integers(1, 9)
 shapes = st.lists(st.sampled_from([0, 1, 1, 2, 3, 4, 5, 7, 8, 16]), min_size=0, max_size=3).map(tuple)
