@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from sherd.layout.boxes import Box, Grid, GridCut, boxes_of_run, cell, overlapping, spans, start_of_run, whole
 from sherd.layout.extent import Extent
+from tests.layout.strategies import elements
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -34,14 +35,6 @@ def parts(draw, shape):
     return Box(
         offsets, tuple(draw(st.integers(1, max(size - start, 1))) for size, start in zip(shape, offsets, strict=True))
     )
-
-
-def elements(shape, box):
-    """The places of a box's elements in the flattened tensor, in order."""
-    places = [0]
-    for size, offset, wide in zip(shape, box.offsets, box.sizes, strict=True):
-        places = [place * size + index for place in places for index in range(offset, offset + wide)]
-    return places
 
 
 @given(runs())
