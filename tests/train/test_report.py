@@ -1,4 +1,4 @@
-"""Does a run tell what it does, in terminals, in files, and without the packages that make it pretty?"""
+"""A run tells what it does, in terminals, in files, and without the packages that make it pretty."""
 
 import json
 import sys
@@ -43,44 +43,40 @@ def test_before_the_steps_are_counted_neither_their_number_nor_the_time_left_is_
     assert line.endswith("?:?? left\n")
 
 
-def test_a_terminal_gets_a_bar_with_the_same_figures(capsys):
-    pytest.importorskip("rich")
+def show_a_bar(said=None):
+    """Of a run of ten steps, of which the third is told."""
     display = RichDisplay()
     display.begin(0, 10)
     display.progress(3, RECORD)
-    display.say("a [line] of text")
+    if said:
+        display.say(said)
     display.close()
+
+
+def test_a_terminal_gets_a_bar_with_the_same_figures_which_knows_the_number_of_steps_before_the_first(capsys):
+    pytest.importorskip("rich")
+    show_a_bar("a [line] of text")
     said = capsys.readouterr().out
     assert "a [line] of text" in said
     assert "3/10" in said
-
-
-@pytest.mark.parametrize("columns", [40, 50, 80, 120])
-def test_a_bar_fits_its_terminal_and_drops_the_figures_that_matter_least(capsys, monkeypatch, columns):
-    pytest.importorskip("rich")
-    monkeypatch.setenv("TERM", "xterm")  # a dumb one has 80 columns, whatever it says
-    monkeypatch.setenv("COLUMNS", str(columns))
-    display = RichDisplay()
-    display.begin(0, 10)
-    display.progress(3, RECORD)
-    display.close()
-    last = capsys.readouterr().out.rstrip("\n").rpartition("\n")[2]
-    assert len(last.rstrip()) <= columns
-    assert "loss 1.733 nats" in last
-    assert last.rstrip().endswith("3/10 loss 1.733 nats  2.500 bits 1:15 left") == (columns == 50)
-    assert ("lr 2.0e-03" in last, "rank 0 holds 3 MiB" in last) == (columns >= 80, columns >= 120)
-
-
-def test_a_bar_knows_the_number_of_steps_before_the_first(capsys):
-    pytest.importorskip("rich")
     display = RichDisplay()
     display.begin(0, 30)
     display.close()
     assert " 0/30" in capsys.readouterr().out
 
 
-def test_a_line_longer_than_the_terminal_is_left_for_it_to_break_so_that_it_can_be_copied(capsys, monkeypatch):
+def test_a_bar_fits_its_terminal_and_drops_the_figures_that_matter_least(capsys, monkeypatch):
     pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")  # a dumb one has 80 columns, whatever it says
+    for columns in (40, 50, 80, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        show_a_bar()
+        last = capsys.readouterr().out.rstrip("\n").rpartition("\n")[2].rstrip()
+        assert len(last) <= columns
+        assert "loss 1.733 nats" in last, columns
+        assert last.endswith("3/10 loss 1.733 nats  2.500 bits 1:15 left") == (columns == 50)
+        assert ("lr 2.0e-03" in last, "rank 0 holds 3 MiB" in last) == (columns >= 80, columns >= 120)
+    # A line longer than the terminal is left for it to break, so that it can be copied.
     monkeypatch.setenv("COLUMNS", "50")
     RichDisplay().say("try " + "word " * 20)
     assert capsys.readouterr().out.count("\n") == 1
