@@ -1,4 +1,4 @@
-"""Does --dry-run say what a run then takes, for any number of ranks and models that fit nowhere, and start nothing?"""
+"""--dry-run says what a run then takes, for any number of ranks and models that fit nowhere, and starts nothing."""
 
 import pytest
 import torch
@@ -7,10 +7,8 @@ from torch.distributed.tensor import DTensor
 from sherd import memory_report, track_memory
 from sherd.train.cli import main
 from sherd.train.config import Config
-from sherd.train.loop import Trainer
 from sherd.train.plan import planned
-from sherd.train.text import read_corpus
-from tests.train.test_loop import grid, text  # noqa: F401  a fixture
+from tests.train.test_loop import trainer_of
 
 TREE = {
     "model": {"layers": 3, "width": 64, "heads": 4, "kv_heads": 2, "hidden": 96},
@@ -34,7 +32,7 @@ def held(configs):
     second; and what autograd kept of a micro-batch, parameters apart, counted by storages."""
     found = []
     for each in configs:
-        trainer = Trainer(each, read_corpus(each.data), grid(each))
+        trainer = trainer_of(each)
         activations = kept_by_autograd(trainer)
         gradients = []
         hook = trainer.optimizer.register_step_pre_hook(
@@ -78,7 +76,7 @@ def kept_by_autograd(trainer):
     return nbytes
 
 
-def test_what_is_planned_is_what_two_ranks_hold(world, text):  # noqa: F811
+def test_what_is_planned_is_what_two_ranks_hold(world, text):
     chosen = {name: Config.of(TREE, {"data": {"path": text}}, tree) for name, tree in RUNS.items()}
     plans = {name: planned(each, 2) for name, each in chosen.items()}
     held_by_rank = world(2).run(held, list(chosen.values()))

@@ -29,10 +29,8 @@ from sherd.train.using import generate, loaded, score
 from sherd.train.words import parse
 from tests.support.ranks.forked import answer_of
 from tests.train.test_checkpoint import DATA, break_it, put
-from tests.train.test_loop import TREE, text, write_report
+from tests.train.test_loop import TREE, write_report
 from tests.train.test_models import hf_config
-
-__all__ = ["text"]  # the fixture
 
 # Heads, layers and an own head, so that each axis can cut it.
 MODEL = {**TREE["model"], "kv_heads": 2, "tied": False}
