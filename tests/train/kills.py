@@ -1,4 +1,4 @@
-"""A run killed at random moments: is what it said it had saved there, and does the next start go on as if nothing was?
+"""A run killed at random moments: what it said it had saved is there, and the next start goes on as if nothing was.
 
     python -m tests.train.kills --moments 100 --seed 0
 
