@@ -1,4 +1,4 @@
-"""What was trained can be used: written with, judged and exported as the run itself would, and nothing is overwritten."""
+"""What was trained can be used: written with, judged and exported as the run itself would; nothing is overwritten."""
 
 import contextlib
 import io
