@@ -15,7 +15,7 @@ from sherd.interchange.contents import chunks_of as read_chunks
 from sherd.interchange.formats import open_source
 from sherd.interchange.mapping import rules_of
 from sherd.interchange.state_trees import in_memory
-from sherd.layout.boxes import Grid, GridCut, whole
+from sherd.layout.boxes import Box, Grid, GridCut, whole
 from sherd.layout.extent import chunks
 from sherd.storage.manifest import MANIFEST, Entry, Manifest, name_in_file
 from sherd.storage.places import Disk
@@ -56,6 +56,13 @@ def tensors(draw):
     return tensor, Grid(draw(st.integers(0, 3)))
 
 
+@st.composite
+def boxes_in(draw, shape):
+    """A part of a tensor, at times without elements."""
+    offsets = tuple(draw(st.integers(0, size)) for size in shape)
+    return Box(offsets, tuple(draw(st.integers(0, size - at)) for size, at in zip(shape, offsets, strict=True)))
+
+
 def put(folder, named, aliases=None, values=None, step=7, user=None):
     """A checkpoint of sherd in `folder`: {name: (tensor, layout)}, over 4 files."""
     entries = {name: Entry(dtype_name(t.dtype, name), tuple(t.shape), layout) for name, (t, layout) in named.items()}
@@ -91,7 +98,9 @@ def trained(seed=0):
 def assert_same_training(again, other, model, optimizer):
     """The model `again` and its optimizer `other` hold what `model` and `optimizer` do."""
     assert_same(again.state_dict(), dict(model.state_dict()))
-    assert_same(other.state_dict(), optimizer.state_dict())
+    assert_same(other.state_dict()["state"], optimizer.state_dict()["state"])
+    for found, group in zip(other.param_groups, optimizer.param_groups, strict=True):
+        assert (found["lr"], found["weight_decay"]) == (group["lr"], group["weight_decay"])
 
 
 def rules_in(folder, *rules, **options):
