@@ -8,12 +8,13 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from sherd.train.axes import axes_of
 from sherd.train.config import Config
+from sherd.train.trees import assigned
 from tests.train.test_loop import TREE, plain_losses, run, trainer_of
 
 MODELS = {
-    "dense": {"layers": 1, "heads": 4, "kv_heads": 2},
-    "untied": {"heads": 4, "kv_heads": 2, "tied": False},
-    "experts": {"layers": 1, "heads": 4, "kv_heads": 2, "experts": 4, "balance": 0.1},
+    "dense": "model.layers=1",
+    "untied": "model.tied=false",
+    "experts": "model.layers=1 model.experts=4 model.balance=0.1",
 }
 MESHES = {
     "dense": ["cp=2,tp=2"],
@@ -29,8 +30,9 @@ def num_ranks(mesh):
 
 
 def config(text, mesh, model, **run):
-    changed = {"model": MODELS[model], "optimizer": {"batch": 8, "micro_batch": 1}, "run": {"mesh": mesh, **run}}
-    chosen = Config.of(TREE, {"data": {"path": text}, "run": {"sample": 2}}, changed)
+    usual = "model.heads=4 model.kv_heads=2 optimizer.batch=8 optimizer.micro_batch=1 run.sample=2"
+    words = assigned([*usual.split(), *MODELS[model].split(), f"run.mesh={mesh}"])
+    chosen = Config.of(TREE, {"data": {"path": text}}, words, {"run": run})
     # Two micro-batches, by whatever samples are divided.
     size = 4 // axes_of(chosen, num_ranks(mesh)).num_data
     return replace(chosen, optimizer=replace(chosen.optimizer, micro_batch=size))

@@ -15,6 +15,7 @@ from sherd.train.config import Config, InputError
 from sherd.train.folder import is_free, sweep
 from sherd.train.loop import train
 from sherd.train.saved import CHECKPOINTS, newest, place_in, point
+from sherd.train.trees import assigned
 from sherd.train.uses import pick
 from sherd.train.words import configure, parse
 from tests.support.refusals import refusal
@@ -47,27 +48,23 @@ def once_and_again(configs, out):
     return found
 
 
-SHARDED = {
-    "async": {},
-    "waited for": {"run": {"async_save": False}},
-    "flat, flattened, bf16": {
-        "shard": {"placement": "flat"},
-        "optimizer": {"flatten": True},
-        "run": {"precision": "bf16"},
-    },
-    "zero1": {"shard": {"strategy": "zero1"}},
-}
+SHARDED = [
+    "",
+    "run.async_save=false",
+    "shard.placement=flat optimizer.flatten=true run.precision=bf16",
+    "shard.strategy=zero1",
+]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_run_of_ten_steps_stopped_at_five_repeats_them_to_the_last_bit(world, text, tmp_path, num_ranks):
     usual = {"steps": 10, "save_every": 2, "eval_every": 2, "keep": 1, "sample": 0}
-    sharded = {name: SHARDED[name] for name in part(SHARDED, num_ranks, 2)}
-    chosen = [Config.of(config(text, **usual).tree(), each) for each in sharded.values()]
+    sharded = part(SHARDED, num_ranks, 2)
+    chosen = [Config.of(config(text, **usual).tree(), assigned(words.split())) for words in sharded]
     for found in world(num_ranks).run(once_and_again, chosen, tmp_path):
-        for name, (whole, cut) in zip(sharded, found, strict=True):
+        for words, (whole, cut) in zip(sharded, found, strict=True):
             assert [step for step, *_ in cut[0]] == list(range(1, 11))
-            assert cut == whole, name
+            assert cut == whole, words
 
 
 def not_written(config, out):
