@@ -74,21 +74,16 @@ def test_a_spoiled_checkpoint_is_passed_over_and_the_reason_told(tmp_path):
         assert read_all(found.place) == tensors
 
 
-def test_a_second_save_of_a_step_replaces_the_first_and_removes_its_files(folder):
+def test_a_second_save_of_a_step_replaces_the_first_and_two_at_once_leave_a_whole_checkpoint(folder):
     save_into(folder, 5, seed=1, save_id="aa")
     tensors = save_into(folder, 5, seed=2, save_id="bb")
     assert names(folder, 5) == ["bb-00000.safetensors", "bb-00001.safetensors", "manifest.json"]
     assert read_all(folder.folder_of(5)) == tensors
-
-
-def test_two_jobs_that_save_one_step_at_once_leave_a_whole_checkpoint(folder):
-    one, other = tensors_of(SMALL, 1), tensors_of(SMALL, 2)
-    first = save(folder.folder_of(5), SMALL, one, 5, num_files=2, save_id="aa")
-    second = save(folder.folder_of(5), SMALL, other, 5, num_files=2, save_id="bb")
-    folder.finish(5, first)
-    assert read_all(folder.newest(verify=True)[0].place) == one
-    folder.finish(5, second)
-    assert read_all(folder.newest(verify=True)[0].place) == other
+    jobs = {name: tensors_of(SMALL, name) for name in ("aa", "bb")}
+    held = [save(folder.folder_of(6), SMALL, one, 6, num_files=2, save_id=name) for name, one in jobs.items()]
+    for one, manifest in zip(jobs.values(), held, strict=True):
+        folder.finish(6, manifest)
+        assert read_all(folder.newest(verify=True)[0].place) == one
 
 
 def test_pruning_keeps_the_last_whole_ones_those_of_the_rule_those_named_and_those_above_the_step_saved(folder):
@@ -107,7 +102,15 @@ def test_pruning_keeps_the_last_whole_ones_those_of_the_rule_those_named_and_tho
     assert folder.newest()[0].step == 90
 
 
-def test_nothing_is_removed_while_another_saves_or_loads(folder):
+def test_nothing_is_removed_while_another_saves_or_loads_and_the_lock_ends_with_an_exception(folder, tmp_path):
+    with folder.locked() as lock:
+        assert lock is Lock.NONE
+    assert not (tmp_path / "checkpoints").exists(), "made unasked"
+    with contextlib.suppress(KeyError), folder.locked(make=True) as lock:
+        assert lock is Lock.HELD
+        raise KeyError
+    with folder.locked(shared=False) as lock:
+        assert lock is Lock.HELD
     for step in (1, 2):
         save_into(folder, step)
     save(folder.folder_of(3), SMALL, tensors_of(SMALL), 3, num_files=2)
@@ -119,17 +122,6 @@ def test_nothing_is_removed_while_another_saves_or_loads(folder):
     assert folder.prune(1) == [1]
     assert len(folder.sweep()) == 2
     assert folder.steps() == [2]
-
-
-def test_the_lock_ends_with_an_exception_and_makes_no_folder_unless_asked(folder, tmp_path):
-    with folder.locked() as lock:
-        assert lock is Lock.NONE
-    assert not (tmp_path / "checkpoints").exists()
-    with contextlib.suppress(KeyError), folder.locked(make=True) as lock:
-        assert lock is Lock.HELD
-        raise KeyError
-    with folder.locked(shared=False) as lock:
-        assert lock is Lock.HELD
 
 
 def test_without_flock_checkpoints_are_pruned_and_nothing_is_swept(folder, monkeypatch):

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
@@ -159,18 +159,15 @@ def test_a_connection_that_stays_away_is_one_error_with_url_and_cause(store, cal
         assert len(calls.made) == 4
 
 
-def test_reading_is_tried_again(store, calls):
+def test_what_is_not_there_or_not_allowed_is_told_at_once_and_reading_is_tried_again(store, calls):
+    with pytest.raises(FileNotFoundError, match="s3://checkpoints/run/none"):
+        store.open("none")
+    assert "HeadObject" in calls.names
     store.write("short", chunks_of(b"abc"))
     calls.made.clear()
     calls.failing = (1, 3, 4)
     assert store.read("short") == b"abc"
     assert calls.names == ["HeadObject"] * 2 + ["GetObject"] * 3
-
-
-def test_what_is_not_there_or_not_allowed_is_told_at_once(store, calls):
-    with pytest.raises(FileNotFoundError, match="s3://checkpoints/run/none"):
-        store.open("none")
-    assert "HeadObject" in calls.names
     calls.made.clear()
     calls.failing, calls.error = (1,), PermissionError("Access Denied")
     with pytest.raises(PermissionError, match="Access Denied: 's3://checkpoints/run/short'"):
@@ -188,31 +185,25 @@ def test_a_server_that_is_not_there_is_named(store):
     assert found is None
 
 
-def test_names_are_those_that_are_there_now(store, server):
+def test_names_are_those_that_are_there_now_and_an_empty_folder_is_dropped_and_never_its_bucket(store, server):
     other = fsspec.filesystem("s3", endpoint_url=server, skip_instance_cache=True, use_listings_cache=False)
     assert store.names() == []
+    place_of(f"s3://{BUCKET}", **store._fs.storage_options).drop()
+    assert store._fs.exists(BUCKET)
     store.write("a", chunks_of(b"1"))
+    store.drop()
     assert store.names() == ["a"]
     other.pipe_file(f"{BUCKET}/run/b", b"2")
     other.pipe_file(f"{BUCKET}/run/step/c", b"3")
     assert sorted(store.names()) == ["a", "b", "step"]
     other.rm_file(f"{BUCKET}/run/a")
     assert sorted(store.names()) == ["b", "step"]
-    with pytest.raises(FileNotFoundError):
-        store.open("a")
-    with pytest.raises(FileNotFoundError):
-        store.open("step")
-    store.remove("b")
-    store.remove("b")
+    for gone in ("a", "step"):
+        with pytest.raises(FileNotFoundError):
+            store.open(gone)
+    for _ in range(2):
+        store.remove("b")
     assert store.names() == ["step"]
-
-
-def test_an_empty_folder_is_dropped_and_never_its_bucket(store):
-    place_of(f"s3://{BUCKET}", **store._fs.storage_options).drop()
-    assert store._fs.exists(BUCKET)
-    store.write("a", chunks_of(b"1"))
-    store.drop()
-    assert store.names() == ["a"]
 
 
 @pytest.fixture(params=["s3", "memory"])
@@ -262,19 +253,16 @@ def test_a_file_system_that_can_rename_shows_no_half_of_a_file():
 
 def test_threads_may_read_one_object(store):
     store.write("long", chunks_of(LONG))
-    file, found = store.open("long"), {}
+    file = store.open("long")
 
     def read(start):
         into = bytearray(1000)
         file.read_into(start, memoryview(into))
-        found[start] = bytes(into)
+        return bytes(into)
 
-    threads = [Thread(target=read, args=(start,)) for start in range(0, 8000, 1000)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {start: LONG[start : start + 1000] for start in range(0, 8000, 1000)}
+    starts = range(0, 8000, 1000)
+    with ThreadPoolExecutor(len(starts)) as threads:
+        assert list(threads.map(read, starts)) == [LONG[start : start + 1000] for start in starts]
 
 
 def test_a_url_of_a_disk_is_that_disk_and_takes_no_options(tmp_path):

@@ -31,16 +31,11 @@ def content(corpus):
     return corpus.train + corpus.held_out
 
 
-def test_a_folder_gives_every_text_in_it_each_after_a_nul(tmp_path):
-    path = write(tmp_path, a="first text", sub__b="second one")
-    corpus = read(path)
+def test_a_folder_gives_every_text_in_it_each_after_a_nul_and_no_hidden_empty_or_binary_file(tmp_path):
+    files = {".git__config": "hidden", ".hidden": "hidden", "empty": "", "picture": b"\x89PNG\0"}
+    corpus = read(write(tmp_path, a="first text", sub__b="second one", **files))
     assert corpus.num_documents == 2
     assert sorted(content(corpus).split(b"\0")) == [b"", b"first text", b"second one"]
-
-
-def test_hidden_empty_and_binary_files_are_no_text(tmp_path):
-    files = {".git__config": "hidden", ".hidden": "hidden", "empty": "", "picture": b"\x89PNG\0", "text": "x" * 40}
-    assert content(read(write(tmp_path, **files))) == b"\0" + b"x" * 40
 
 
 def test_neither_names_nor_folders_decide_the_split_and_other_text_has_another_digest(tmp_path):
@@ -107,15 +102,12 @@ def test_an_unreadable_file_in_a_folder_is_named_and_not_passed_over(tmp_path, m
         read(path)
 
 
-def test_a_target_is_the_byte_after_its_input():
+def test_a_target_is_the_byte_after_its_input_and_ranks_and_micro_batches_cut_the_same_global_batch():
     inputs, targets = batch(TEXT, context=8, seed=0, first=0, num=5)
     assert inputs.shape == targets.shape == (5, 8)
     assert inputs.dtype == torch.int64
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert torch.equal((inputs + 1) % 251, targets)
-
-
-def test_ranks_and_micro_batches_cut_the_same_global_batch():
     whole = batch(TEXT, 8, seed=3, first=40, num=12)
     parts = [batch(TEXT, 8, seed=3, first=40 + at, num=3) for at in range(0, 12, 3)]
     for side in (0, 1):

@@ -28,7 +28,7 @@ TERM, HUP, KILL = signal.SIGTERM, signal.SIGHUP, signal.SIGKILL
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The losses of a run never killed, and how long its start takes."""
-    with never_killed(tmp_path_factory.mktemp("whole") / "run", pythons=False) as found:
+    with never_killed(tmp_path_factory.mktemp("whole") / "run") as found:
         yield found
 
 
@@ -48,7 +48,7 @@ def whole(tmp_path_factory):
     ids=str,
 )
 def test_a_run_killed_at_any_moment_goes_on_as_if_nothing_was(whole, tmp_path, moment, codes):
-    assert tried(tmp_path / "run", moment, False, *whole) in codes
+    assert tried(tmp_path / "run", moment, *whole) in codes
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_a_start_that_is_told_to_stop_leaves_one_line_a_code_of_its_own_and_no_f
     for attempt in range(8):  # on a busy machine a signal may come when the start is over
         folder = tmp_path / f"run {attempt}"
         prepared(folder)
-        run = Run(folder, False, "said")
+        run = Run(folder, "said")
         run.until(lambda run=run: len(run.ranks()) == 2)
         with contextlib.suppress(ProcessLookupError):
             os.kill(run.process.pid, number)
