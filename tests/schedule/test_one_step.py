@@ -110,12 +110,14 @@ def test_a_list_of_the_users_own_be_it_empty_overrides_depth_budget_and_learnt_o
     assert schedule.on(BeforeBackward(0)) == (Gather(1),)
 
 
-def test_what_was_gathered_ahead_and_never_used_is_freed_when_forward_ends():
+def test_what_was_gathered_ahead_and_never_used_or_kept_for_no_backward_is_freed_when_forward_ends():
     schedule = learnt(specs(4))
-    events = [BeforeForward(0), BeforeForward(1), AfterForward(1), AfterForward(0)]
-    answers(schedule, events)
+    answers(schedule, [BeforeForward(0), BeforeForward(1), AfterForward(1), AfterForward(0)])
     assert schedule.state.live[2] is Live.GATHERING
     assert schedule.on(EndForward()) == (Free(2),)
+    schedule = Schedule(specs(2))
+    assert answers(schedule, forward([1], differentiable=False))[-1] == Free(0)
+    assert set(schedule.state.live) == {Live.SHARDED}
 
 
 # What is kept after forward
@@ -127,12 +129,6 @@ def test_a_kept_root_is_gathered_once_a_step_and_one_that_reshards_again_for_bac
     schedule = Schedule(specs(3, after_forward=Keep.NOTHING))
     assert answers(schedule, forward([1, 2]))[-1] == Free(0)
     assert schedule.on(BeforeBackward(0))[:2] == (Gather(0), Await(0))
-
-
-def test_a_root_kept_for_backward_is_freed_after_a_forward_that_none_will_follow():
-    schedule = Schedule(specs(2))
-    assert answers(schedule, forward([1], differentiable=False))[-1] == Free(0)
-    assert set(schedule.state.live) == {Live.SHARDED}
 
 
 def test_reshard_after_forward_false_keeps_a_block_whole_until_its_backward_is_over():

@@ -101,10 +101,11 @@ def test_a_unit_that_lost_a_group_is_freed_when_backward_ends_though_it_is_to_st
 # More, or less, than one call of each unit
 
 
-def test_a_unit_called_twice_in_one_forward_is_gathered_for_each_call():
-    schedule = Schedule(specs(2))
-    actions = answers(schedule, forward([1, 1]))
+def test_a_unit_is_gathered_for_each_call_and_costs_nothing_once_its_absence_is_learnt():
+    actions = answers(Schedule(specs(2)), forward([1, 1]))
     assert actions == [Gather(0), Await(0), *[Gather(1), Await(1), Free(1)] * 2]
+    events = [*forward([1, 3]), *backward([3, 1])]
+    assert all(action.unit != 2 for action in answers(Schedule(specs(4)), events * 2))
 
 
 def test_two_forwards_before_one_backward_leave_the_root_whole_in_between():
@@ -112,12 +113,6 @@ def test_two_forwards_before_one_backward_leave_the_root_whole_in_between():
     answers(schedule, forward([1]))
     assert schedule.on(BeforeForward(0))[:1] != (Gather(0),)
     assert schedule.state.live[0] is Live.UNSHARDED
-
-
-def test_a_unit_that_takes_no_part_costs_nothing_once_its_absence_is_learnt():
-    schedule = Schedule(specs(4))
-    events = [*forward([1, 3]), *backward([3, 1])]
-    assert all(action.unit != 2 for action in answers(schedule, events * 2))
 
 
 def test_an_evaluation_gathers_and_frees_everything_reduces_nothing_and_does_not_change_the_next_step():
@@ -130,21 +125,16 @@ def test_an_evaluation_gathers_and_frees_everything_reduces_nothing_and_does_not
     assert answers(schedule, step(3)) == steady
 
 
-def test_an_order_that_changes_costs_prefetching_for_one_pass_and_is_right_from_then_on():
+def test_an_order_that_changes_costs_prefetching_for_the_rest_of_the_pass_and_is_right_from_then_on():
     schedule = Schedule(specs(4))
     answers(schedule, step(4))
-    other = [*forward([3, 2, 1]), *backward([1, 2, 3])]
-    first = answers(schedule, other)
+    first = answers(schedule, [*forward([3, 2, 1]), *backward([1, 2, 3])])
     # Unit 1 was expected and not used at once; it is simply waited for later.
     assert first[:4] == [Gather(0), Await(0), Gather(1), Gather(3)]
     assert schedule.state.forward.learnt == (0, 3, 2, 1)
     assert schedule.on(BeforeForward(0)) == (Gather(0), Await(0), Gather(3))
-
-
-def test_after_a_surprise_nothing_is_gathered_ahead_until_the_pass_is_over():
     schedule = Schedule(specs(5), Limits(forward_depth=2))
-    answers(schedule, step(5))
-    answers(schedule, [BeforeForward(0), BeforeForward(4)])
+    answers(schedule, [*step(5), BeforeForward(0), BeforeForward(4)])
     assert schedule.state.forward.upcoming() == ()
     assert schedule.on(BeforeForward(3)) == (Gather(3), Await(3))
 

@@ -66,7 +66,7 @@ def test_a_device_and_a_backend_from_outside_torch_are_taken_alike(machine):
     assert refusal(InputError, device_type, on("cuda")) == sees
 
 
-def test_without_an_accelerator_that_collectives_reach_a_run_is_on_the_cpu(machine):
+def test_without_an_accelerator_that_collectives_reach_a_run_is_on_the_cpu_and_may_be_planned_for_others(machine):
     for seen in (
         (None, 0, ("gloo",)),  # torch's CPU build
         ("cuda", 0, ("gloo", "nccl")),  # its CUDA build where there is no GPU
@@ -78,6 +78,8 @@ def test_without_an_accelerator_that_collectives_reach_a_run_is_on_the_cpu(machi
         assert accelerator() is None, seen
         assert (device_type(on()), backend()) == ("cpu", "gloo"), seen
         assert default_ranks(on()) == ranks_to_plan(on()) == 2, seen
+    machine("xpu", 6)
+    assert [ranks_to_plan(on(device)) for device in ("auto", "xpu", "cuda", "cpu")] == [6, 6, 2, 2]
 
 
 def test_what_torch_says_of_mps_still_needs_the_second_question():
@@ -95,11 +97,6 @@ def test_a_device_that_is_not_here_or_that_no_collective_reaches_is_refused_with
     machine("mps", 1)
     has = "run.device = 'mps', but torch has no backend of process groups that reaches mps; available: cpu"
     assert refusal(InputError, device_type, on("mps")) == has
-
-
-def test_a_run_may_be_planned_for_a_device_that_is_not_here(machine):
-    machine("xpu", 6)
-    assert [ranks_to_plan(on(device)) for device in ("auto", "xpu", "cuda", "cpu")] == [6, 6, 2, 2]
 
 
 def test_ranks_have_a_device_each_and_no_transport_of_cpus(machine, monkeypatch):
@@ -137,7 +134,8 @@ def test_a_command_for_a_device_that_is_not_here_starts_nothing(machine, refused
     assert [path.name for path in elsewhere.iterdir()] == ["text.txt"]
 
 
-def test_peak_memory_on_an_accelerator_is_that_of_its_tensors(monkeypatch):
+def test_peak_memory_is_in_bytes_and_on_an_accelerator_that_of_its_tensors(monkeypatch):
+    assert 50 * 2**20 < peak_memory(torch.device("cpu")) < 2**40
     asked = []
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: asked.append(device) or 77)
     assert peak_memory(torch.device("xpu")) == 77

@@ -85,6 +85,7 @@ def told(tmp_path, monkeypatch):
     return told_of
 
 
+@pytest.mark.slow  # it waits
 def test_a_rank_that_is_stopped_is_named_and_a_second_ctrl_c_ends_all(capfd, monkeypatch, told):
     monkeypatch.setattr(launch, "STILL_S", 0.4)
     monkeypatch.setattr(launch, "LONGEST_STILL_S", 0.4)
@@ -102,6 +103,7 @@ def test_a_rank_that_is_stopped_is_named_and_a_second_ctrl_c_ends_all(capfd, mon
     assert lines[-1] == "sherd train: stopped without saving"
 
 
+@pytest.mark.slow  # it waits
 def test_ranks_told_to_leave_have_saved_nothing_and_are_given_up_after_the_time_for_saving(capfd, monkeypatch, told):
     assert start(2, "tests.train.ends", ["waits"], stop=told(signal.SIGHUP)) == 130
     assert capfd.readouterr().err == "sherd train: stopped without saving\n"
