@@ -86,10 +86,6 @@ def test_boxes_that_share_elements_are_found(data):
     assert (overlapping(boxes) is None) == (len(places) == len(set(places)))
 
 
-def test_a_part_within_another_is_its_index():
-    assert Box((3, 5), (2, 4)).within(Box((2, 5), (4, 6))) == (slice(1, 3), slice(0, 4))
-
-
 @given(st.data())
 def test_spans_hold_the_part_in_order_in_one_run_each_and_are_not_too_long(data):
     shape = data.draw(st.lists(st.integers(1, 6), max_size=4).map(tuple))
@@ -114,7 +110,8 @@ def test_spans_hold_the_part_in_order_in_one_run_each_and_are_not_too_long(data)
     assert wanted == elements(shape, part)
 
 
-def test_all_of_a_piece_is_one_span_and_rows_are_not_split_if_they_fit():
+def test_a_part_within_another_is_its_index_and_rows_of_a_span_are_not_split_if_they_fit():
+    assert Box((3, 5), (2, 4)).within(Box((2, 5), (4, 6))) == (slice(1, 3), slice(0, 4))
     piece = Box((2, 0), (4, 5))
     assert [(each.start, each.box) for each in spans(piece, piece, 20, 7)] == [(7, piece)]
     assert [each.start for each in spans(piece, piece, 19)] == [0, 15]

@@ -83,13 +83,6 @@ def test_one_large_even_tensor_is_gathered_direct_and_two_interleave_on_two_rank
     assert not pack([Shard(0).cut((16, 4), 2, "w")] * 2, 2).direct
 
 
-def test_padding_counts_the_share_of_places_that_hold_nothing():
-    assert pack([Shard(0).cut((64, 16), 4, "w")], 4).padding == 0.0
-    # 2 ranks, 3 rows of 16: slots of 2 rows, so one row of four is padding.
-    assert pack([Shard(0).cut((3, 16), 2, "w")], 2).padding == 0.25
-    assert pack([Shard(0).cut((0, 4), 2, "w")], 2).padding == 0.0
-
-
 def test_even_shards_of_a_real_models_block_cost_under_three_percent_and_short_ones_nothing():
     shapes = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)] + [(4096,)] * 2
     for ranks in (2, 8, 64, 256, 1024):
@@ -118,11 +111,6 @@ def with_slot(packing: Packing, number: int, **changes: object) -> dict[str, tup
     return {"slots": tuple(slots)}
 
 
-def test_the_hand_made_packing_is_right_and_so_are_its_numbers():
-    assert all(one.unsharded.stop <= other.unsharded.start for one, other in pairwise(RIGHT.slots))
-    assert RIGHT.padding == 0.0
-
-
 WRONG = {
     "shards overlap": (with_slot(RIGHT, 1, shard=Extent(7, 8)), "overlap in the shard buffer"),
     "unsharded overlap": (with_slot(RIGHT, 1, unsharded=Extent(15, 16)), "overlap in the unsharded buffer"),
@@ -147,10 +135,6 @@ def require_refused(packing: Packing, wrong: dict[str, tuple[dict[str, object], 
     """Each change of `packing` is refused with its words."""
     for name, (changes, words) in wrong.items():
         assert words in refusal(AssertionError, replace, packing, **changes), name
-
-
-def test_a_packing_that_is_wrong_cannot_be_made():
-    require_refused(RIGHT, WRONG)
 
 
 # Cut into runs
@@ -224,21 +208,22 @@ def test_runs_are_made_equal_where_that_takes_less_than_three_percent_or_no_more
     assert [even_share(numel, 4) for numel in (0, 1, 64, 65)] == [0, 16, 16, 32]
 
 
-def test_runs_are_not_made_equal_where_a_tensor_would_then_start_unaligned():
-    packing = pack([Runs((16,), 2, 0, (5, 16))], 2)
-    assert packing.shard_numels == (5, 11)
-    assert packing.slots[0].unsharded == Extent(0, 16)
-
-
-def test_a_tensor_is_moved_behind_a_gap_so_that_its_rank_ends_where_the_equal_run_does():
+def test_a_tensor_is_moved_behind_a_gap_for_equal_runs_but_never_to_where_it_starts_unaligned():
     cuts = [Runs((6, 1600), 2, 0, (4800, 9600), by_rows=True), Runs((80,), 2, 0, (80,)), Runs((96,), 2, 1, (96,))]
     packing = pack(cuts, 2)
     assert packing.shard_numels == (4896, 4896)
     assert [slot.unsharded.start for slot in packing.slots] == [96, 0, 9696]
     assert packing.gaps == (Extent(80, 16),)
+    packing = pack([Runs((16,), 2, 0, (5, 16))], 2)
+    assert packing.shard_numels == (5, 11)
+    assert packing.slots[0].unsharded == Extent(0, 16)
 
 
-def test_padding_and_imbalance_of_runs_are_shares_of_the_rows_and_of_the_mean():
+def test_padding_is_the_share_of_places_that_hold_nothing_and_imbalance_is_over_the_mean():
+    assert pack([Shard(0).cut((64, 16), 4, "w")], 4).padding == 0.0
+    # 2 ranks, 3 rows of 16: slots of 2 rows, so one row of four is padding.
+    assert pack([Shard(0).cut((3, 16), 2, "w")], 2).padding == 0.25
+    assert pack([Shard(0).cut((0, 4), 2, "w")], 2).padding == 0.0
     packing = pack([Runs((48,), 2, 0, (48,)), Runs((8,), 2, 1, (8,))], 2)
     assert packing.shard_numels == (48, 16)
     assert (packing.padding, packing.imbalance) == (8 / 64, 48 / 32 - 1)
@@ -265,5 +250,8 @@ WRONG_RUNS = {
 }
 
 
-def test_a_packing_of_runs_that_is_wrong_cannot_be_made():
+def test_a_packing_that_is_wrong_cannot_be_made_and_the_hand_made_ones_are_right():
+    assert all(one.unsharded.stop <= other.unsharded.start for one, other in pairwise(RIGHT.slots))
+    assert RIGHT.padding == 0.0
+    require_refused(RIGHT, WRONG)
     require_refused(RUNS, WRONG_RUNS)

@@ -35,17 +35,12 @@ def test_every_element_of_a_sharded_tensor_is_on_exactly_one_rank_in_the_piece_t
 
 
 @given(groups())
-def test_a_slot_holds_the_largest_piece_and_not_one_element_more(group):
+def test_a_slot_holds_the_largest_piece_and_padded_ones_side_by_side_begin_with_the_tensor_where_the_cut_says_so(group):
     ranks, cuts = group
     for cut in cuts:
         assert cut.slot == max(cut.local_numel(rank) for rank in range(ranks))
         outer, _, inner = cut.view
         assert outer * cut.rows[0].numel * inner == cut.slot
-
-
-@given(groups())
-def test_padded_pieces_side_by_side_begin_with_the_tensor_exactly_where_the_cut_says_so(group):
-    ranks, cuts = group
     for cut in cuts:
         side_by_side: list[int] = []
         for rank in range(ranks if cut.dim is not None else 1):

@@ -45,15 +45,6 @@ def test_cuts_come_in_the_order_of_the_tensors_with_their_shapes_and_none_falls_
         assert runs.by_rows == one.placement.by_rows(one.shape)
 
 
-@given(run_groups(rules=(consecutive,)))
-def test_in_the_line_of_the_ranks_matrices_come_before_vectors(group):
-    ranks, each = group
-    cuts = plan(each, ranks)
-    matrices = [runs.holders[-1] for runs in cuts if len(runs.shape) >= 2]
-    vectors = [runs.first for runs in cuts if len(runs.shape) < 2]
-    assert max(matrices, default=0) <= min(vectors, default=ranks)
-
-
 @given(run_groups(rules=(st.just(Flat()),)))
 @example((1024, wanted(Flat(), (3,))))
 @example((7, wanted(Flat(), (5, 3), (0,), (), (3, 0))))
@@ -74,19 +65,17 @@ def test_one_rank_holds_everything_whatever_the_placement(group):
 
 
 @given(run_groups(rules=(consecutive,)))
-def test_the_runs_that_a_plan_made_equal_come_out_equal_where_they_are_packed(group):
+def test_in_a_line_matrices_come_before_vectors_and_runs_are_equal_or_as_short_as_blocks_allow(group):
     ranks, each = group
+    cuts = plan(each, ranks)
+    matrices = [runs.holders[-1] for runs in cuts if len(runs.shape) >= 2]
+    vectors = [runs.first for runs in cuts if len(runs.shape) < 2]
+    assert max(matrices, default=0) <= min(vectors, default=ranks)
     line = line_of(each, ranks)
     if line.cut_evenly() is not None:
         packing = packed(each, ranks)
         assert packing.is_even
         assert packing.shard_numels[0] <= line.share * (1 + MOST_PADDING)
-
-
-@given(run_groups(rules=(consecutive,)))
-def test_runs_of_unequal_length_are_as_short_as_the_order_of_the_tensors_and_their_blocks_allow(group):
-    ranks, each = group
-    line = line_of(each, ranks)
     _, bounds = line.cut_unevenly()
     longest = max(after - before for before, after in pairwise([0, *bounds]))
     assert longest <= 1.001 * shortest_longest(line) + UNSHARDED_ALIGNMENT

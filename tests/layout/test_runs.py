@@ -14,14 +14,11 @@ from tests.support.refusals import refusal
 DRAWN = Runs((3, 5), 4, 1, (5, 15), by_rows=True)
 
 
-def test_the_drawing_of_runs_shows_what_each_rank_holds():
+def test_the_drawing_shows_what_each_rank_holds_and_those_before_the_first_and_behind_the_last_hold_nothing():
     for rank in range(4):
         piece = DRAWN.piece(rank)
         rows = [" ".join(map(str, range(row, row + 5))) for row in range(piece.start, piece.stop, 5)]
         assert "".join([f"        rank {rank} |", *(f" {row} |" for row in rows), "\n"]) in Runs.__doc__
-
-
-def test_ranks_before_the_first_and_behind_the_last_hold_nothing():
     assert [DRAWN.piece(rank) for rank in range(4)] == [Extent(0, 0), Extent(0, 5), Extent(5, 10), Extent(15, 0)]
     assert [DRAWN.local_shape(rank) for rank in range(4)] == [(0, 5), (1, 5), (2, 5), (0, 5)]
     assert list(DRAWN.holders) == [1, 2]

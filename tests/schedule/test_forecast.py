@@ -178,14 +178,11 @@ def test_what_backward_has_passed_is_gone_when_the_next_gradient_comes():
     assert (found.peak, found.moment) == (150 + 300 + 100, Arrival(0, 2, 0))
 
 
-def test_a_reduction_peaks_with_the_rows_the_sum_and_what_the_transport_takes():
+def test_a_reduction_peaks_with_the_rows_the_sum_also_before_it_was_cast_and_what_the_transport_takes():
     group = replace(GROUP, scratch=200)
     found = peak_of([ROOT], [group], leaf(0))
     assert (found.peak, found.moment) == (50 + 100 + 50 + 200, AfterBackward(0, unreduced=True))
     assert of_kind(found, MemoryKind.TRANSPORT) == {0: 200}
-
-
-def test_a_sum_in_another_dtype_is_there_until_it_was_cast():
     group = replace(GROUP, arriving=(10,), gradient_rows=10, unsharded=10, reduced=500, gradients=1000)
     found = peak_of([ROOT], [group], leaf(0, 1))
     assert found.peak == 50 + 500 + 1000

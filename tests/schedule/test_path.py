@@ -39,14 +39,11 @@ def settled(*of_passes: list[str], times: int = 4) -> Path[str]:
     return path
 
 
-def test_a_settled_loop_never_asks():
+def test_a_settled_loop_never_asks_passes_that_take_turns_neither_and_an_evaluation_now_and_then_little():
     path = Path()
     counts = [len(asked(path, TRAIN)) for _ in range(6)]
     assert counts[0] == len(TRAIN)
     assert counts[3:] == [0, 0, 0]
-
-
-def test_passes_that_take_turns_are_known_and_an_evaluation_now_and_then_costs_a_few_questions():
     path = settled(EVAL, TRAIN)
     assert asked(path, EVAL) == asked(path, TRAIN) == []
     path = settled(TRAIN, TRAIN, TRAIN, EVAL, times=3)

@@ -192,11 +192,13 @@ def test_after_a_backward_that_is_not_the_last_parameters_are_freed_and_reductio
 # Tied weights
 
 
-def test_a_borrower_brings_its_companion_and_both_gathers_start_before_the_first_wait():
+def test_a_borrower_brings_its_companion_and_one_around_its_owner_keeps_it_until_its_own_backward_is_over():
     units = (UnitSpec(10, Keep.FOR_BACKWARD), UnitSpec(10), UnitSpec(10, companions=(1,)))
     schedule = Schedule(units)
     schedule.on(BeforeForward(0))
     assert schedule.on(BeforeForward(2)) == (Gather(2), Gather(1), Await(2), Await(1))
+    units = (UnitSpec(10, Keep.FOR_BACKWARD, companions=(1,)), UnitSpec(10))
+    StrictEngine(units).run(step(2))
 
 
 def test_a_tied_parameters_owner_stays_whole_from_its_own_forward_to_the_borrowers():
@@ -205,12 +207,6 @@ def test_a_tied_parameters_owner_stays_whole_from_its_own_forward_to_the_borrowe
     actions = answers(schedule, forward([1, 2, 3]))
     assert actions.count(Gather(1)) == 1
     assert actions[-1] == Free(1)
-
-
-def test_an_owner_that_runs_inside_its_borrower_stays_whole_until_the_borrowers_backward_is_over():
-    # The root uses a block's weight before it calls the block, so it needs it after the block's backward.
-    units = (UnitSpec(10, Keep.FOR_BACKWARD, companions=(1,)), UnitSpec(10))
-    StrictEngine(units).run(step(2))
 
 
 # Moves of the user's own, and values that grow old

@@ -90,13 +90,10 @@ def test_it_finds_a_bit_that_flipped(tmp_path):
             independent_reader.read(place.path)
 
 
-def test_it_is_short_and_needs_the_standard_library_alone():
+def test_the_reader_is_short_and_needs_the_standard_library_alone_and_the_pages_example_is_a_manifest():
     path = Path(independent_reader.__file__)
     assert len(path.read_text().splitlines()) <= 100
     subprocess.run([sys.executable, "-S", "-I", "-c", path.read_text().split("if __name__")[0]], check=True)
-
-
-def test_the_example_on_the_page_is_a_manifest():
     (text,) = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
     manifest = parsed(text.encode(), "the page")
     assert manifest.to_bytes() == text.encode()

@@ -28,20 +28,17 @@ def opened(tmp_path):
         checkpoint.close()
 
 
-def test_only_the_pieces_that_a_part_needs_are_opened(opened, tmp_path):
+def test_an_alias_is_its_tensor_and_only_the_pieces_that_a_part_needs_are_opened(opened, tmp_path):
+    checkpoint = opened(aliases={"tied": "w"})
+    assert list(checkpoint.pieces("tied")) == list(checkpoint.pieces("w"))
+    with pytest.raises(CheckpointError, match="has no tensor none"):
+        checkpoint.entry("none")
     checkpoint = opened()
     (tmp_path / "ab-00001.safetensors").unlink()
     ((_, stored, box),) = checkpoint.pieces("w", Box((1, 0), (2, 3)))
     assert (stored.shape, box) == ((4, 3), Box((0, 0), (4, 3)))
     with pytest.raises(CheckpointError, match=r"ab-00001\.safetensors cannot be read: No such file"):
         list(checkpoint.pieces("w"))
-
-
-def test_an_alias_is_its_tensor_and_other_names_are_none(opened):
-    checkpoint = opened(aliases={"tied": "w"})
-    assert list(checkpoint.pieces("tied")) == list(checkpoint.pieces("w"))
-    with pytest.raises(CheckpointError, match="has no tensor none"):
-        checkpoint.entry("none")
 
 
 def test_a_file_that_holds_something_else_is_told(opened):

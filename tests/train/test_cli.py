@@ -125,14 +125,11 @@ def test_fields_and_options_stand_in_any_order_and_go_before_the_config_file(tmp
     assert (config.run.steps, config.run.seed, config.run.keep, config.data.path) == (7, 6, 3, "text.txt")
 
 
-def test_a_config_that_is_printed_is_read_again(capsys, tmp_path):
+def test_a_config_that_is_printed_is_read_again_and_help_names_the_fields(capsys, tmp_path):
     assert cli.main(["train", "--print-config", "model.layers=7", "run.out=somewhere"]) == 0
     (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
     config, _ = configure(parse(["train", "--config", "printed.toml"]))
     assert config == Config.of({"model": {"layers": 7}})
-
-
-def test_help_names_the_fields(capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(["train", "--help"])
     assert left.value.code == 0

@@ -30,10 +30,16 @@ def test_later_trees_change_what_earlier_ones_and_the_defaults_said_and_leave_th
     assert Config.of(json.loads(json.dumps(config.tree()))) == config
 
 
-def test_toml_and_json_give_the_same_tree(tmp_path):
+def test_toml_and_json_give_the_same_tree_and_a_config_that_is_kept_gives_itself_but_for_its_folder(tmp_path):
     (tmp_path / "a.toml").write_text('[model]\ntied = false\n[data]\npath = "x"\n[optimizer]\nlr = 1\n')
     (tmp_path / "a.json").write_text('{"model": {"tied": false}, "data": {"path": "x"}, "optimizer": {"lr": 1}}')
     assert read_tree(str(tmp_path / "a.toml")) == read_tree(str(tmp_path / "a.json"))
+    config = Config.of(ODD, {"model": {"tied": False}})
+    write_config(config, tmp_path)
+    read = Config.of(read_tree(str(tmp_path / "config.toml")))
+    assert replace(read, run=replace(read.run, out="runs/9")) == config
+    assert read.run.out == ""
+    assert "cannot write to" in refused(write_config, Config(), tmp_path / "absent")
 
 
 WRONG = [
@@ -162,15 +168,6 @@ def test_choices_are_those_of_the_engine():
 
 
 ODD = {"run": {"prompt": 'a "b" \\ \n\t é \x7f \x01 😀', "out": "runs/9", "minutes": 1e-9}, "optimizer": {"lr": 1e16}}
-
-
-def test_a_config_is_kept_as_toml_that_gives_the_same_but_for_its_folder(tmp_path):
-    config = Config.of(ODD, {"model": {"tied": False}})
-    write_config(config, tmp_path)
-    read = Config.of(read_tree(str(tmp_path / "config.toml")))
-    assert replace(read, run=replace(read.run, out="runs/9")) == config
-    assert read.run.out == ""
-    assert "cannot write to" in refused(write_config, Config(), tmp_path / "absent")
 
 
 def test_the_page_and_the_help_tell_of_every_field_and_the_example_config_is_one(request):

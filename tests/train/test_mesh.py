@@ -17,7 +17,7 @@ def config(mesh, **model):
     return Config.of(TREE, {"model": model, "run": {"mesh": mesh}})
 
 
-def test_words_give_the_axes_and_a_dp_not_named_gets_the_ranks_that_are_left():
+def test_words_give_the_axes_and_a_dp_not_named_gets_the_ranks_that_are_left_of_those_started():
     for mesh, num_ranks, axes in (
         ("", 3, Axes(dp=3)),
         ("dp=2,tp=2", 4, Axes(dp=2, tp=2)),
@@ -29,6 +29,8 @@ def test_words_give_the_axes_and_a_dp_not_named_gets_the_ranks_that_are_left():
     ):
         assert axes_of(config(mesh, tied=False), num_ranks) == axes, mesh
         assert axes.num_ranks == num_ranks, mesh
+    assert [usual_ranks(config(mesh), 2) for mesh in ("", "dp=1", "dp=2,tp=2", "tp=2", "tp=4")] == [2, 1, 4, 2, 4]
+    assert [usual_ranks(config(mesh), 8) for mesh in ("tp=2", "tp=3", "dp=2")] == [8, 9, 2]
 
 
 def refused(config, num_ranks):
@@ -70,11 +72,6 @@ def test_a_mesh_that_does_not_fit_the_model_the_context_the_strategy_or_the_rank
     ):
         assert said in refused(Config.of(TREE, {"run": {"mesh": mesh}, "shard": {"strategy": strategy}}), 4), mesh
     assert "run.ranks = 4, but there are 2 ranks" in refused(Config.of({"run": {"ranks": 4}}), 2)
-
-
-def test_a_mesh_says_how_many_ranks_to_start_and_without_a_dp_at_least_how_many():
-    assert [usual_ranks(config(mesh), 2) for mesh in ("", "dp=1", "dp=2,tp=2", "tp=2", "tp=4")] == [2, 1, 4, 2, 4]
-    assert [usual_ranks(config(mesh), 8) for mesh in ("tp=2", "tp=3", "dp=2")] == [8, 9, 2]
 
 
 def places(mesh):

@@ -31,17 +31,14 @@ def test_every_rank_gets_the_words_and_success_is_zero(capfd):
     assert said.err == ""
 
 
-def test_ranks_that_have_said_why_they_left_are_not_reported_again(capfd):
-    for code in (2, 74, 143):
-        assert start(2, "tests.train.ends", [str(code)]) == code
-        assert capfd.readouterr().err == ""
-
-
-def test_a_crash_shows_the_ranks_traceback_and_its_number(capfd):
+def test_a_crash_shows_the_ranks_traceback_and_its_number_and_what_ranks_have_said_is_not_reported_again(capfd):
     assert start(2, "tests.train.ends", ["crash"]) == 1
     said = capfd.readouterr().err
     assert "ZeroDivisionError: on purpose" in said
     assert said.endswith("sherd train: rank 1 ended, with exit code 1\n")
+    for code in (2, 74, 143):
+        assert start(2, "tests.train.ends", [str(code)]) == code
+        assert capfd.readouterr().err == ""
 
 
 KILLED = "rank 1 ended, killed by SIGKILL"
@@ -121,15 +118,12 @@ def refuse_on_rank_1():
     return refusal(InputError, together, action)
 
 
-def test_what_one_rank_refuses_all_refuse_with_its_words(threads):
-    assert threads(3).run(refuse_on_rank_1) == ["rank 1 cannot"] * 3
-
-
 def own_ranks():
     return together(dist.get_rank), on_rank_0(dist.get_rank)
 
 
-def test_together_gives_each_its_own_and_on_rank_0_gives_all_the_first_ones(threads):
+def test_together_gives_each_its_own_on_rank_0_all_the_first_ones_and_what_one_refuses_all_refuse(threads):
+    assert threads(3).run(refuse_on_rank_1) == ["rank 1 cannot"] * 3
     assert threads(2).run(own_ranks) == [(0, 0), (1, 0)]
 
 
