@@ -208,9 +208,7 @@ def damaged(out, flip):
 
 
 @pytest.mark.parametrize("flip", [MANIFEST, "-00000.safetensors"])
-def test_a_single_bit_changed_since_it_was_written_is_found_and_the_older_one_taken_while_it_is_whole(
-    world, tmp_path, flip
-):
+def test_a_single_bit_changed_is_found_and_the_older_one_taken_while_it_is_whole(world, tmp_path, flip):
     for step, notes, is_first, said in world(2).run(damaged, tmp_path, flip):
         assert step == 1
         (note,) = notes
@@ -245,7 +243,7 @@ def save_twice(saver, config):
 
 @pytest.mark.parametrize("run", [{"async_save": True}, {"async_save": False}], ids=["async", "sync"])
 @pytest.mark.parametrize(("number", "what"), [(0, ".safetensors"), (1, ".safetensors"), (0, MANIFEST)])
-def test_a_disk_that_is_full_for_one_rank_is_told_by_all_in_one_line_and_gets_its_space_back(
+def test_a_disk_full_for_one_rank_is_told_by_all_in_one_line_and_gets_its_space_back(
     world, tmp_path, number, what, run
 ):
     for said in world(2).run(refused_on, number, what, run, tmp_path):

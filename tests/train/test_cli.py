@@ -151,9 +151,7 @@ def test_rank_alone_which_some_schedulers_set_for_a_whole_pod_makes_no_rank_of_a
     assert "[optimizer]" in capsys.readouterr().out
 
 
-def test_two_processes_and_a_new_numbered_folder_are_the_default_and_said_unless_it_is_to_be_quiet(
-    started, capsys, tmp_path
-):
+def test_two_processes_and_a_new_numbered_folder_are_the_default_and_said_if_not_quiet(started, capsys, tmp_path):
     for number, quiet, said in (("1", [], "starting 2 ranks ...\n"), ("2", ["--quiet"], "")):
         words = ["train", *TEXT, "run.device=cpu", *quiet]
         assert cli.main(words) == 0

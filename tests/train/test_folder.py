@@ -169,9 +169,7 @@ def test_resuming_takes_the_newest_run_that_has_a_checkpoint_and_where_none_has_
 # What is swept
 
 
-def test_checkpoints_never_finished_and_marks_are_swept_and_damaged_ones_once_a_whole_one_of_their_step_is_there(
-    tmp_path,
-):
+def test_what_was_never_finished_is_swept_and_what_is_damaged_once_a_whole_one_of_its_step_is_there(tmp_path):
     start_left(tmp_path)
     put(tmp_path, 1)
     part = f"{tmp_path}/checkpoints/step-00000002/{DATA}.1b.part"

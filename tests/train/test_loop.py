@@ -150,9 +150,7 @@ def stop_on_rank_1(config, out):
     return finished, trainer.done, refusal(InputError, wider.resume, newest(out))
 
 
-def test_one_rank_that_is_told_to_stop_stops_all_after_the_same_step_and_others_shapes_do_not_load_it(
-    world, text, tmp_path
-):
+def test_one_rank_told_to_stop_stops_all_after_the_same_step_and_other_shapes_do_not_load_it(world, text, tmp_path):
     for finished, done, said in world(2).run(stop_on_rank_1, config(text), tmp_path):
         assert (finished, done) == (False, 2)
         assert "is a checkpoint of another model: its parameters have other names or shapes" in said

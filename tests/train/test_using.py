@@ -272,9 +272,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(refused, trained, tmp_path):
         assert told in refused(*[word.replace("RUN", str(trained[0])) for word in words]), words
 
 
-def test_a_run_without_a_whole_checkpoint_a_text_that_has_changed_and_experts_for_transformers_are_refused(
-    refused, tmp_path
-):
+def test_a_damaged_run_a_changed_text_and_experts_for_transformers_are_refused(refused, tmp_path):
     path = put(tmp_path / "run", 3, config=Config.of({"data": {"path": "text.txt"}}).tree())
     assert "no longer holds the text that run/checkpoints/step-00000003 was trained on" in refused("eval", "run")
     break_it(path, "short file")
@@ -326,9 +324,7 @@ def test_a_hugging_face_model_writes_is_judged_as_the_run_did_and_needs_no_optim
     assert sizes[0] < 0.4 * sizes[1]
 
 
-def test_transformers_reads_what_a_hugging_face_model_is_exported_to_in_one_file_or_several(
-    byte_lm, monkeypatch, tmp_path
-):
+def test_transformers_reads_what_its_model_is_exported_to_in_one_file_or_several(byte_lm, monkeypatch, tmp_path):
     transformers = pytest.importorskip("transformers")
     safetensors = pytest.importorskip("safetensors.torch")
     folder, path, _ = byte_lm
