@@ -249,9 +249,15 @@ def test_a_run_stopped_by_sigterm_is_saved_and_goes_on_with_the_losses_of_one_ne
     assert list(never_stopped) == list(range(1, upto + 1))
 
 
+def command(words):
+    """`sherd` with these words. The ranks that it starts are new Pythons."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    sys.exit(cli.main(words))
+
+
 def ended(folder, words):
-    """The exit code of the command `sherd` with these words, and what it said to stderr."""
-    process = start(forked.sherd, words, {}, folder=folder, output=folder / "said")
+    """The exit code of `command` with these words, and what it said to stderr."""
+    process = start(command, words, folder=folder, output=folder / "said")
     process.join()
     return process.exitcode, (folder / "said.err").read_text()
 
