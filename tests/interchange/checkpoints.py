@@ -1,18 +1,27 @@
 """Checkpoints for the tests of sherd/interchange/, and what they hold."""
 
+import contextlib
+import json
 import math
+import random
 
 import torch
 from hypothesis import strategies as st
 
 from sherd.checkpoint.tensor_bytes import DTYPES, chunks_of, dtype_name
+from sherd.errors import CheckpointError
 from sherd.interchange.contents import Named
 from sherd.interchange.contents import chunks_of as read_chunks
+from sherd.interchange.formats import open_source
+from sherd.interchange.mapping import rules_of
+from sherd.interchange.state_trees import in_memory
 from sherd.layout.boxes import Box, Grid, GridCut, whole
 from sherd.layout.extent import chunks
 from sherd.storage.manifest import MANIFEST, Entry, Manifest, name_in_file
 from sherd.storage.places import Disk
 from sherd.storage.writing import Content, write_file
+from tests.support.comparing import assert_same
+from tests.support.suites import examples
 
 CLASSES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.uint16, torch.complex64]
 
@@ -47,6 +56,13 @@ def tensors(draw):
     return tensor, Grid(draw(st.integers(0, 3)))
 
 
+@st.composite
+def boxes_in(draw, shape):
+    """A part of a tensor, at times without elements."""
+    offsets = tuple(draw(st.integers(0, size)) for size in shape)
+    return Box(offsets, tuple(draw(st.integers(0, size - at)) for size, at in zip(shape, offsets, strict=True)))
+
+
 def put(folder, named, aliases=None, values=None, step=7, user=None):
     """A checkpoint of sherd in `folder`: {name: (tensor, layout)}, over 4 files."""
     entries = {name: Entry(dtype_name(t.dtype, name), tuple(t.shape), layout) for name, (t, layout) in named.items()}
@@ -79,6 +95,43 @@ def trained(seed=0):
     return model, optimizer
 
 
+def assert_same_training(again, other, model, optimizer):
+    """The model `again` and its optimizer `other` hold what `model` and `optimizer` do."""
+    assert_same(again.state_dict(), dict(model.state_dict()))
+    assert_same(other.state_dict()["state"], optimizer.state_dict()["state"])
+    for found, group in zip(other.param_groups, optimizer.param_groups, strict=True):
+        assert (found["lr"], found["weight_decay"]) == (group["lr"], group["weight_decay"])
+
+
+def rules_in(folder, *rules, **options):
+    """The rules of a file in `folder` that holds these."""
+    path = folder / "rules.json"
+    path.write_text(json.dumps({"rules": rules}))
+    return rules_of(str(path), {}, **options)
+
+
+def model_tensor(source, name):
+    """A tensor of the item "model" of `source`."""
+    return in_memory(Named(source, f"model/{name}"))
+
+
+def require_read_or_refused(path, files, turns):
+    """With any byte of `files` changed, or one of them cut off, `path` is read or is an error of ours."""
+    dice = random.Random(3)
+    for file in files:
+        whole = file.read_bytes()
+        for turn in range(examples(turns)):
+            broken, at = bytearray(whole), dice.randrange(len(whole))
+            if turn % 5 == 0:
+                del broken[at:]
+            else:
+                broken[at] = dice.randrange(256)
+            file.write_bytes(broken)
+            with contextlib.suppress(CheckpointError), contextlib.closing(open_source(path)) as source:
+                bytes_of(source, 1 << 20)
+        file.write_bytes(whole)
+
+
 class Tied(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -89,10 +142,6 @@ class Tied(torch.nn.Module):
 
     def forward(self, x):
         return self.out(self.norm(self.inner(x)))
-
-
-def part_of(box: Box, tensor):
-    return tensor[box.within(whole(tuple(tensor.shape)))]
 
 
 assert set(CLASSES) <= set(DTYPES.values())

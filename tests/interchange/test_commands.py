@@ -1,4 +1,4 @@
-"""Do the commands do what they say, with exit codes, one line for what cannot be, and JSON?"""
+"""The commands do what they say, with exit codes, one line for what cannot be, and JSON."""
 
 import json
 
@@ -7,6 +7,8 @@ import torch
 
 from sherd.interchange.formats import open_source
 from sherd.layout.boxes import Grid, GridCut
+from sherd.storage import places
+from sherd.storage.manifest import MANIFEST, signed
 from sherd.train.cli import main
 from tests.interchange.checkpoints import bytes_of, put
 from tests.interchange.test_round_trips import everything
@@ -23,6 +25,13 @@ def run(capsys):
         return code, said.out, said.err
 
     return call
+
+
+def two_files(folder, a, b):
+    """The words of two files of torch that hold these."""
+    for name, state in (("a.pt", a), ("b.pt", b)):
+        torch.save(state, folder / name)
+    return folder / "a.pt", folder / "b.pt"
 
 
 @pytest.mark.front("Checkpoints of others")
@@ -42,7 +51,7 @@ def test_convert_goes_by_the_end_of_the_name_and_back(tmp_path, run):
     assert run("diff", tmp_path / "a", tmp_path / "e.safetensors", "--model-only")[0] == 0
 
 
-def test_convert_copies_what_lies_beside_the_weights_of_hf(tmp_path, run):
+def test_convert_copies_what_lies_beside_the_weights_of_hf_and_gives_a_step_to_what_has_none(tmp_path, run):
     everything(tmp_path / "a")
     run("convert", tmp_path / "a", tmp_path / "hf", "--to", "hf")
     (tmp_path / "hf" / "config.json").write_text('{"num_attention_heads": 4}')
@@ -50,22 +59,15 @@ def test_convert_copies_what_lies_beside_the_weights_of_hf(tmp_path, run):
     (tmp_path / "hf" / "pytorch_model.bin").write_text("no")
     code, out, _ = run("convert", tmp_path / "hf", tmp_path / "other", "--to", "hf", "--json", "--shard-bytes", "24")
     assert (code, json.loads(out)["copied"]) == (0, ["config.json", "tokenizer.json"])
-    assert sorted(each.name for each in (tmp_path / "other").iterdir()) == [
-        "config.json",
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.json",
-    ]
-
-
-def test_convert_gives_a_step_to_what_has_none(tmp_path, run):
+    weights = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    expected = ["config.json", *weights, "model.safetensors.index.json", "tokenizer.json"]
+    assert sorted(each.name for each in (tmp_path / "other").iterdir()) == expected
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
     assert run("convert", tmp_path / "x.pt", tmp_path / "out", "--step", "30")[0] == 0
     assert [each.name for each in sorted((tmp_path / "out").iterdir())] == ["latest", "step-00000030"]
 
 
-def test_inspect_shows_tensors_pieces_and_values(tmp_path, run):
+def test_inspect_shows_tensors_pieces_values_and_an_optimizers_groups(tmp_path, run):
     w = torch.arange(8.0).view(4, 2)
     put(tmp_path / "a", {"model/w": (w, Grid(0, (GridCut(0, 4, 1),)))}, {"model/tied": "model/w"}, user={"run": 1})
     code, out, _ = run("inspect", tmp_path / "a")
@@ -79,17 +81,14 @@ def test_inspect_shows_tensors_pieces_and_values(tmp_path, run):
     found = json.loads(out)
     assert found["tensors"] == {"model/w": {"dtype": "F32", "shape": [4, 2], "bytes": 32, "pieces": 4}}
     assert (found["step"], found["aliases"], found["user"]) == (7, {"model/tied": "model/w"}, {"run": 1})
-
-
-def test_inspect_shows_an_optimizers_groups(tmp_path, run):
-    everything(tmp_path / "a")
-    _, out, _ = run("inspect", tmp_path / "a")
+    everything(tmp_path / "all")
+    _, out, _ = run("inspect", tmp_path / "all")
     assert '  group 0: 2 parameters, {"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}, "fused": null}' in out
     assert '  state of 2 parameters: {"step": {"$scalar": ["F32", 3.0]}}' in out
 
 
-def test_verify_names_each_file_that_was_changed_or_cut_off(tmp_path, run):
-    tensors = {f"model/{at}": (torch.randn(64), Grid(at)) for at in range(4)}
+def test_verify_names_each_file_that_was_changed_or_cut_off_and_says_where_there_are_no_checksums(tmp_path, run):
+    tensors = {f"model/{at}": (torch.ones(64), Grid(at)) for at in range(4)}
     path = put(tmp_path / "a", tensors)
     assert run("verify", tmp_path / "a") == (0, f"{tmp_path / 'a'} is whole\n", "")
     changed, cut, missing = (path / f"abc-0000{at}.safetensors" for at in (1, 2, 3))
@@ -106,10 +105,13 @@ def test_verify_names_each_file_that_was_changed_or_cut_off(tmp_path, run):
     assert lines[-1] == f"{tmp_path / 'a'} is damaged"
     code, out, _ = run("verify", tmp_path / "a", "--json")
     assert (code, len(json.loads(out)["damages"])) == (1, 3)
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    said = f"{tmp_path / 'x.pt'} is whole; the format torch has no checksums, so changed bytes are not noticed\n"
+    assert run("verify", tmp_path / "x.pt") == (0, said, "")
 
 
-def test_verify_reads_every_byte(tmp_path, run):
-    path = put(tmp_path / "a", {"model/w": (torch.randn(50), Grid(0))})
+def test_verify_reads_every_byte_and_a_header_that_the_manifest_contradicts(tmp_path, run):
+    path = put(tmp_path / "a", {"model/w": (torch.ones(50), Grid(0))})
     file = path / "abc-00000.safetensors"
     whole = file.read_bytes()
     for at in range(0, len(whole), 7):
@@ -117,13 +119,7 @@ def test_verify_reads_every_byte(tmp_path, run):
         assert run("verify", tmp_path / "a")[0] == 1, at
     file.write_bytes(whole)
     assert run("verify", tmp_path / "a")[0] == 0
-
-
-def test_verify_finds_a_header_that_the_manifest_contradicts(tmp_path, run):
-    """The file is as it was written, but another tensor is in it than the manifest says."""
-    path = put(tmp_path / "a", {"model/w": (torch.randn(50), Grid(0))})
-    from sherd.storage.manifest import MANIFEST, signed
-
+    # The file is as it was written, but another tensor is in it than the manifest says.
     raw = (path / MANIFEST).read_bytes()
     body = raw[: raw.rindex(b',\n"sha256"')].replace(b'"model/w": {', b'"model/v": {')
     (path / MANIFEST).write_bytes(signed(body))
@@ -133,29 +129,11 @@ def test_verify_finds_a_header_that_the_manifest_contradicts(tmp_path, run):
     assert "has model/w, which manifest.json does not name" in out
 
 
-def test_verify_says_where_a_format_has_no_checksums(tmp_path, run):
-    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
-    code, out, _ = run("verify", tmp_path / "x.pt")
-    assert code == 0
-    assert out == f"{tmp_path / 'x.pt'} is whole; the format torch has no checksums, so changed bytes are not noticed\n"
-
-
 def test_diff_says_what_differs_and_by_how_much(tmp_path, run):
-    a = {
-        "w": torch.tensor([1.0, 2.0, 4.0]),
-        "only": torch.ones(1),
-        "other": torch.ones(2),
-        "n": torch.tensor([1 << 60]),
-    }
-    b = {
-        "w": torch.tensor([1.0, 2.5, 4.0]),
-        "more": torch.ones(1),
-        "other": torch.ones(3),
-        "n": torch.tensor([1 + (1 << 60)]),
-    }
-    torch.save(a, tmp_path / "a.pt")
-    torch.save(b, tmp_path / "b.pt")
-    code, out, _ = run("diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    a = {"w": torch.tensor([1.0, 2.0, 4.0]), "only": torch.ones(1), "other": torch.ones(2)}
+    b = {"w": torch.tensor([1.0, 2.5, 4.0]), "more": torch.ones(1), "other": torch.ones(3)}
+    two = two_files(tmp_path, {**a, "n": torch.tensor([1 << 60])}, {**b, "n": torch.tensor([1 + (1 << 60)])})
+    code, out, _ = run("diff", *two)
     assert code == 1
     assert out.splitlines() == [
         "model/w: 1 of 3 elements differ, at most by 0.5 (relative 0.2)",
@@ -165,34 +143,20 @@ def test_diff_says_what_differs_and_by_how_much(tmp_path, run):
         "model/more: is missing in A",
         "5 differences",
     ]
-    code, out, _ = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--json")
-    assert json.loads(out)["differences"][0] == {
-        "name": "model/w",
-        "what": "1 of 3 elements differ",
-        "max_abs": 0.5,
-        "max_rel": 0.2,
-        "num": 1,
-    }
+    first = {"name": "model/w", "what": "1 of 3 elements differ", "max_abs": 0.5, "max_rel": 0.2, "num": 1}
+    assert json.loads(run("diff", *two, "--json")[1])["differences"][0] == first
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [([], 1), (["--atol", "0.5"], 0), (["--rtol", "0.2"], 0), (["--rtol", "0.1", "--atol", "0.1"], 1)],
-)
-def test_diff_allows_what_it_is_told_to(tmp_path, run, words, code):
-    torch.save({"w": torch.tensor([float("nan"), 2.0, float("inf")])}, tmp_path / "a.pt")
-    torch.save({"w": torch.tensor([float("nan"), 2.5, float("inf")])}, tmp_path / "b.pt")
-    assert run("diff", tmp_path / "a.pt", tmp_path / "b.pt", *words)[0] == code
-
-
-def test_diff_sees_what_is_not_finite(tmp_path, run):
-    torch.save({"w": torch.tensor([float("nan"), float("inf"), 1.0])}, tmp_path / "a.pt")
-    torch.save({"w": torch.tensor([1.0, -float("inf"), 1.0])}, tmp_path / "b.pt")
-    code, out, _ = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--rtol", "9", "--atol", "9")
+def test_diff_allows_what_it_is_told_to_and_sees_what_is_not_finite(tmp_path, run):
+    nan, inf = float("nan"), float("inf")
+    two = two_files(tmp_path, {"w": torch.tensor([nan, 2.0, inf])}, {"w": torch.tensor([nan, 2.5, inf])})
+    allowed = ([], 1), (["--atol", "0.5"], 0), (["--rtol", "0.2"], 0), (["--rtol", "0.1", "--atol", "0.1"], 1)
+    for words, code in allowed:
+        assert run("diff", *two, *words)[0] == code, words
+    two = two_files(tmp_path, {"w": torch.tensor([nan, inf, 1.0])}, {"w": torch.tensor([1.0, -inf, 1.0])})
+    code, out, _ = run("diff", *two, "--rtol", "9", "--atol", "9")
     assert (code, out.splitlines()[0]) == (1, "model/w: 2 of 3 elements differ, at most by inf (relative inf)")
-    assert (
-        json.loads(run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--json")[1])["differences"][0]["max_abs"] == "inf"
-    )
+    assert json.loads(run("diff", *two, "--json")[1])["differences"][0]["max_abs"] == "inf"
 
 
 def test_diff_compares_an_optimizers_settings(tmp_path, run):
@@ -205,64 +169,61 @@ def test_diff_compares_an_optimizers_settings(tmp_path, run):
     assert (code, out.splitlines()[0]) == (1, "optimizer/param_groups/0/lr: is 0.1 in A, 0.5 in B")
 
 
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
-        (["inspect", "nothing"], "nothing is not there"),
-        (["inspect", "."], "is no checkpoint of a known format"),
-        (["inspect", "x.txt"], "is no checkpoint of a known format"),
-        (["inspect", "x.txt", "--from", "torch"], "is no file of torch.save"),
-        (["inspect", "x.txt", "--from", "hf"], "is no safetensors file"),
-        (["inspect", "x.txt", "--from", "dcp"], "cannot be read"),
-        (["inspect", ".", "--from", "sherd"], "holds no checkpoint of sherd"),
-        (["inspect", ".", "--from", "deepspeed"], "holds no checkpoint of DeepSpeed"),
-        (["inspect", ".", "--from", "universal"], "holds no universal checkpoint"),
-        (["verify", "nothing"], "nothing is not there"),
-        (["diff", "x.pt", "nothing"], "nothing is not there"),
-        (["diff", "x.pt", "x.pt", "--rtol", "-1"], "numbers from 0 on"),
-        (["convert", "x.pt", "x.txt"], "is there already"),
-        (["convert", "x.pt", "no/where"], "is no folder"),
-        (["convert", "x.pt", "y", "--mapping", "nothing.json"], "is none of the presets"),
-        (["convert", "x.pt", "y", "--reverse"], "--reverse is about"),
-        (["convert", "x.pt", "y", "--mapping", "llama", "--set", "heads"], "is no KEY=N"),
-        (["convert", "x.pt", "y", "--memory", "lots"], "is no number of bytes"),
-        (["convert", "x.pt", "y", "--to", "deepspeed"], "invalid choice"),
-        (["convert", "x.pt"], "required: DST"),
-        (["inspect", "x.pt", "--fomr", "hf"], "did you mean --from?"),
-    ],
-)
-def test_what_cannot_be_is_told_in_one_line(tmp_path, monkeypatch, run, words, match):
+REFUSED = [
+    (["inspect", "nothing"], "nothing is not there"),
+    (["inspect", "."], "is no checkpoint of a known format"),
+    (["inspect", "x.txt"], "is no checkpoint of a known format"),
+    (["inspect", "x.txt", "--from", "torch"], "is no file of torch.save"),
+    (["inspect", "x.txt", "--from", "hf"], "is no safetensors file"),
+    (["inspect", "x.txt", "--from", "dcp"], "cannot be read"),
+    (["inspect", ".", "--from", "sherd"], "holds no checkpoint of sherd"),
+    (["inspect", ".", "--from", "deepspeed"], "holds no checkpoint of DeepSpeed"),
+    (["inspect", ".", "--from", "universal"], "holds no universal checkpoint"),
+    (["verify", "nothing"], "nothing is not there"),
+    (["diff", "x.pt", "nothing"], "nothing is not there"),
+    (["diff", "x.pt", "x.pt", "--rtol", "-1"], "numbers from 0 on"),
+    (["convert", "x.pt", "x.txt"], "is there already"),
+    (["convert", "x.pt", "no/where"], "is no folder"),
+    (["convert", "x.pt", "y", "--mapping", "nothing.json"], "is none of the presets"),
+    (["convert", "x.pt", "y", "--reverse"], "--reverse is about"),
+    (["convert", "x.pt", "y", "--mapping", "llama", "--set", "heads"], "is no KEY=N"),
+    (["convert", "x.pt", "y", "--memory", "lots"], "is no number of bytes"),
+    (["convert", "x.pt", "y", "--to", "deepspeed"], "invalid choice"),
+    (["convert", "x.pt"], "required: DST"),
+    (["inspect", "x.pt", "--fomr", "hf"], "did you mean --from?"),
+]
+
+
+def test_what_cannot_be_is_told_in_one_line(tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.txt").write_text("no checkpoint at all")
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
-    code, out, err = run(*words)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"sherd {words[0]}: ")
-    assert err.count("\n") == 1
-    assert match in err
+    for words, told in REFUSED:
+        code, out, err = run(*words)
+        assert (code, out) == (2, ""), words
+        assert err.startswith(f"sherd {words[0]}: "), words
+        assert err.count("\n") == 1, words
+        assert told in err, words
     assert sorted(each.name for each in tmp_path.iterdir()) == ["x.pt", "x.txt"]
 
 
 def test_a_disk_that_cannot_be_written_to_has_its_own_code(tmp_path, run, monkeypatch):
-    from sherd.storage import places
-
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(places.os, "fsync", full)
-    everything_path = tmp_path / "x.pt"
-    torch.save({"w": torch.ones(2)}, everything_path)
-    code, _, err = run("convert", everything_path, tmp_path / "y")
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    code, _, err = run("convert", tmp_path / "x.pt", tmp_path / "y")
     assert (code, err) == (74, "sherd convert: a file: No space left on device\n")
     assert [each.name for each in tmp_path.iterdir()] == ["x.pt"]
 
 
-@pytest.mark.parametrize("command", ["convert", "inspect", "verify", "diff"])
-def test_help_says_what_a_command_does_and_its_exit_codes(command, capsys):
-    with pytest.raises(SystemExit) as left:
-        main([command, "--help"])
-    assert left.value.code == 0
-    assert "exit code: 0, " in capsys.readouterr().out
+def test_help_says_what_a_command_does_and_its_exit_codes(capsys):
+    for command in ("convert", "inspect", "verify", "diff"):
+        with pytest.raises(SystemExit) as left:
+            main([command, "--help"])
+        assert left.value.code == 0
+        assert "exit code: 0, " in capsys.readouterr().out, command
 
 
 def test_prune_keeps_the_last_and_every_so_many(tmp_path, run):

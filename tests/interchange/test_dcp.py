@@ -1,13 +1,13 @@
-"""Are folders that torch's own FSDP and DDP save read by name, and does torch read those that are written here?"""
+"""Folders that torch's own FSDP and DDP save are read by name, and torch reads those that are written here."""
 
 import argparse
-import json
 import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -18,8 +18,9 @@ from sherd.interchange.contents import Named
 from sherd.interchange.converting import convert
 from sherd.interchange.formats import open_source
 from sherd.interchange.mapped import Mapped
-from sherd.interchange.mapping import rules_of
 from sherd.interchange.state_trees import in_memory
+from tests.interchange.checkpoints import model_tensor, rules_in
+from tests.support.comparing import assert_same, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -33,8 +34,7 @@ def make(kind):
         model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     if kind == "ddp":
         model = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return model, optimizer
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def step(model, optimizer):
@@ -42,6 +42,9 @@ def step(model, optimizer):
     model(torch.randn(8, 6)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def save(kind, folder, flat, nested):
@@ -53,13 +56,13 @@ def save(kind, folder, flat, nested):
     if kind == "fsdp1":  # torch crashes where it makes whole states of it on a CPU
         model, optimizer = make("plain")
         step(model, optimizer)
-    whole = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    whole = get_state_dict(model, optimizer, options=WHOLE)
     return whole if dist.get_rank() == 0 else None
 
 
 def require_same(source, values, states):
     for name, tensor in values.items():
-        torch.testing.assert_close(in_memory(Named(source, f"model/{name}")), tensor)
+        torch.testing.assert_close(model_tensor(source, name), tensor)
     held = source.contents.values["optimizer"]
     for name, state in states["state"].items():
         for key, tensor in state.items():
@@ -93,7 +96,7 @@ def load(kind, folder):
     state = {"model": values, "optimizer": states}
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    whole = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    whole = get_state_dict(model, optimizer, options=WHOLE)
     return whole if dist.get_rank() == 0 else None
 
 
@@ -103,21 +106,16 @@ def test_what_is_written_loads_with_torch_into_fsdp2(world, tmp_path, num_ranks)
     convert(open_source(tmp_path / "a"), tmp_path / "sherd", "sherd")
     convert(open_source(tmp_path / "sherd"), tmp_path / "b", "dcp")
     found, found_states = world(num_ranks).run(load, "fsdp2", tmp_path / "b")[0]
-    assert all(torch.equal(found[name], tensor) for name, tensor in values.items())
-    for name, state in states["state"].items():
-        assert all(torch.equal(found_states["state"][name][key], tensor) for key, tensor in state.items())
+    assert_same(found, dict(values))
+    assert_same(found_states["state"], states["state"])
 
 
 def test_what_is_written_is_read_by_torchs_own_conversion_to_a_file(tmp_path):
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
     state = {"model": {"w": torch.arange(6.0)}, "optimizer": {"state": {"w": {"step": 3}}, "param_groups": [{"lr": 1}]}}
     torch.save(state, tmp_path / "x.pt")
     convert(open_source(tmp_path / "x.pt"), tmp_path / "dcp", "dcp")
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "y.pt")
-    back = torch.load(tmp_path / "y.pt")
-    assert torch.equal(back["model"]["w"], state["model"]["w"])
-    assert back["optimizer"] == state["optimizer"]
+    assert_same(torch.load(tmp_path / "y.pt"), state)
 
 
 def test_values_of_classes_that_are_not_known_are_left_out_and_named(tmp_path):
@@ -133,26 +131,23 @@ def test_values_of_classes_that_are_not_known_are_left_out_and_named(tmp_path):
 def test_numbers_are_of_the_order_of_the_state_dict_whatever_the_metadata_begins_with(tmp_path):
     """Ranks save parts of it, and `.metadata` lists what rank 0 has saved first. All shapes are the same here."""
     model = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(4)))
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path / "untrained", no_dist=True)
+    untrained = open_source(tmp_path / "untrained").contents.values["optimizer"]
+    names = [f"{i}.weight" for i in range(4)]
+    assert untrained["state"] == {}
+    assert [(group["params"], group["lr"]) for group in untrained["param_groups"]] == [(names, 0.1)]
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({**state, "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     metadata.state_dict_metadata = dict(reversed(metadata.state_dict_metadata.items()))
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     source = open_source(tmp_path)
-    assert source.contents.values["optimizer"]["param_groups"][0]["params"] == [f"{i}.weight" for i in range(4)]
+    assert source.contents.values["optimizer"]["param_groups"][0]["params"] == names
     for name, parameter in model.named_parameters():
         assert torch.equal(in_memory(Named(source, f"optimizer/{name}/exp_avg")), optimizer.state[parameter]["exp_avg"])
-
-
-def test_an_optimizer_without_a_state_is_read(tmp_path):
-    model = torch.nn.Linear(2, 3)
-    state = {"model": model.state_dict(), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1).state_dict()}
-    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    optimizer = open_source(tmp_path).contents.values["optimizer"]
-    assert optimizer["state"] == {}
-    assert [(group["params"], group["lr"]) for group in optimizer["param_groups"]] == [(["weight", "bias"], 0.1)]
 
 
 def test_megatron_fsdp_has_settings_by_parameter_and_wrappers_in_names(tmp_path):
@@ -169,13 +164,12 @@ def test_megatron_fsdp_has_settings_by_parameter_and_wrappers_in_names(tmp_path)
         "iteration": 25,
     }
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    rules = tmp_path / "rules.json"
-    rules.write_text(json.dumps({"rules": [{"rename": "module.module.{*rest}", "to": "{*rest}"}]}))
-    source = Mapped(open_source(tmp_path / "dcp"), rules_of(str(rules), {}))
+    rules = rules_in(tmp_path, {"rename": "module.module.{*rest}", "to": "{*rest}"})
+    source = Mapped(open_source(tmp_path / "dcp"), rules)
     short = [name.removeprefix("module.module.") for name in names]
     assert source.contents.step == 25
     for i, name in enumerate(short):
-        assert in_memory(Named(source, f"model/{name}")).tolist() == [i, i]
+        assert model_tensor(source, name).tolist() == [i, i]
         assert in_memory(Named(source, f"optimizer/{name}/exp_avg")).tolist() == [i + 10, i + 10]
     assert source.contents.values["optimizer"]["param_groups"] == [
         {"lr": 0.1, "weight_decay": 0.1, "params": [short[0], short[2]]},
@@ -186,7 +180,7 @@ def test_megatron_fsdp_has_settings_by_parameter_and_wrappers_in_names(tmp_path)
 def save_safetensors(folder):
     model, _ = make("fsdp2")
     dcp.save(model.state_dict(), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
-    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
+    return whole(dict(model.state_dict()))
 
 
 def test_pieces_in_safetensors_files_of_ranks_are_joined(world, tmp_path):
@@ -195,8 +189,7 @@ def test_pieces_in_safetensors_files_of_ranks_are_joined(world, tmp_path):
     assert source.format == "hf"
     assert source.pieces()["model/0.weight"] == 2
     assert set(source.contents.tensors) == {f"model/{name}" for name in expected}
-    for name, tensor in expected.items():
-        assert torch.equal(in_memory(Named(source, f"model/{name}")), tensor)
+    assert_same({name: model_tensor(source, name) for name in expected}, expected)
     next(iter((tmp_path / "hf").glob("shard-00001*"))).unlink()
     with pytest.raises(CheckpointError, match=r"elements of"):
         open_source(tmp_path / "hf")

@@ -1,6 +1,4 @@
-"""Do rules rename and reshape models and optimizers' states, and does following them backwards undo that?"""
-
-import json
+"""Rules rename and reshape models and optimizers' states, and following them backwards undoes that."""
 
 import pytest
 import torch
@@ -29,7 +27,9 @@ from sherd.interchange.state_trees import in_memory
 from sherd.layout.boxes import Box, Grid
 from sherd.train.config import Model
 from sherd.train.models import Decoder
-from tests.interchange.checkpoints import bytes_of, put
+from tests.interchange.checkpoints import bytes_of, model_tensor, put, rules_in
+from tests.support.comparing import assert_same
+from tests.support.refusals import refusal
 
 SIZES = {
     "hidden_size": 8,
@@ -66,10 +66,6 @@ def test_a_preset_and_its_reverse_give_back_the_model(tmp_path, name):
     assert bytes_of(open_source(tmp_path / "back")) == bytes_of(source)
 
 
-def of(source, name):
-    return in_memory(Named(source, f"model/{name}"))
-
-
 @pytest.mark.parametrize(("name", "experts"), [("llama", 0), ("mixtral", 12)])
 def test_a_model_of_sherd_train_gets_the_weights_of_hugging_faces(tmp_path, name, experts):
     torch.manual_seed(0)
@@ -82,8 +78,8 @@ def test_a_model_of_sherd_train_gets_the_weights_of_hugging_faces(tmp_path, name
     }
     if experts:
         return  # its router weighs experts in another way
-    model.load_state_dict({each: of(source, each) for each, _ in model.named_parameters()})
-    tokens = torch.randint(256, (1, 7))
+    model.load_state_dict({each: model_tensor(source, each) for each, _ in model.named_parameters()})
+    tokens = torch.arange(7).view(1, 7)
     torch.testing.assert_close(model(tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
 
 
@@ -91,9 +87,7 @@ def test_torchtitans_rotary_order_turns_neighbours(tmp_path):
     """Element 2i and 2i + 1 of a head there are i and i + half of a head here."""
     w = torch.arange(16.0).view(8, 2)
     put(tmp_path / "in", {"model/q": (w, Grid(0))})
-    path = tmp_path / "rules.json"
-    path.write_text(json.dumps({"rules": [{"permute": "q", "heads": 2}]}))
-    found = of(Mapped(open_source(tmp_path / "in"), rules_of(str(path), {})), "q")
+    found = model_tensor(Mapped(open_source(tmp_path / "in"), rules_in(tmp_path, {"permute": "q", "heads": 2})), "q")
     assert [int(row[0]) // 2 for row in found] == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
@@ -124,16 +118,12 @@ def mapped(tmp_path, optimizer=False):
     if optimizer:
         named |= {f"optimizer/{name}/exp_avg": (tensor * 2, Grid(0)) for name, tensor in tensors.items()}
         state = {name: {"step": 4.0, "exp_avg": {"$tensor": f"optimizer/{name}/exp_avg"}} for name in tensors}
-        values["optimizer"] = {
-            "kind": "optimizer",
-            "param_groups": [{"lr": 1, "params": list(tensors)}],
-            "state": state,
-        }
+        groups = [{"lr": 1, "params": list(tensors)}]
+        values["optimizer"] = {"kind": "optimizer", "param_groups": groups, "state": state}
     put(tmp_path / "in", named, values=values)
-    path = tmp_path / "rules.json"
-    path.write_text(json.dumps({"rules": RULES}))
     source = open_source(tmp_path / "in")
-    return tensors, source, Mapped(source, rules_of(str(path), {})), rules_of(str(path), {}, reverse=True)
+    after = Mapped(source, rules_in(tmp_path, *RULES))
+    return tensors, source, after, rules_in(tmp_path, *RULES, reverse=True)
 
 
 def test_each_rule_does_what_torch_does(tmp_path):
@@ -148,11 +138,10 @@ def test_each_rule_does_what_torch_does(tmp_path):
             "up": one["gate_up"][:, 3:],
             "experts": torch.stack([one[f"experts.{e}.w"] for e in range(12)]),
         }
-        for name, tensor in expected.items():
-            assert torch.equal(of(after, f"blocks.{i}.{name}"), tensor), name
-    assert all(torch.equal(of(after, f"one.{row}"), tensors["all"][row]) for row in range(3))
+        assert_same({name: model_tensor(after, f"blocks.{i}.{name}") for name in expected}, expected)
+    assert_same([model_tensor(after, f"one.{row}") for row in range(3)], list(tensors["all"]))
     assert after.contents.aliases == {"model/head": "model/embed"}
-    assert torch.equal(of(after, "head"), tensors["embed"])
+    assert_same(model_tensor(after, "head"), tensors["embed"])
     assert not any("/h." in name for name in after.contents.tensors)
 
 
@@ -194,59 +183,43 @@ def test_parameters_of_two_groups_are_not_joined(tmp_path):
     groups = [{"lr": 1, "params": ["a"]}, {"lr": 2, "params": ["b"]}]
     optimizer = {"kind": "optimizer", "param_groups": groups, "state": {}}
     put(tmp_path / "in", two, values={"model": {"kind": "module"}, "optimizer": optimizer})
-    path = tmp_path / "rules.json"
-    path.write_text(json.dumps({"rules": [{"merge": ["a", "b"], "to": "c"}]}))
+    rules = rules_in(tmp_path, {"merge": ["a", "b"], "to": "c"})
     with pytest.raises(CheckpointError, match="c would be one of several parameters whose settings or steps differ"):
-        Mapped(open_source(tmp_path / "in"), rules_of(str(path), {}))
+        Mapped(open_source(tmp_path / "in"), rules)
 
 
-@pytest.mark.parametrize(
-    ("rule", "match"),
-    [
-        ({"rename": "a.{i}", "to": "b"}, "different holes"),
-        ({"rename": "a", "to": "b", "extra": 1}, "other entries"),
-        ({"rename": "a", "drop": "b"}, "should have one of"),
-        ({"rename": ["a", "b"], "to": "c"}, "has 2 names for rename"),
-        ({"merge": ["w", "v"], "to": "c"}, "needs ratio"),
-        ({"merge": ["w", "u"], "to": "c"}, "is to be joined with u, which is not there"),
-        ({"merge": ["w", "x"], "to": "c"}, "cannot be joined along dim 0"),
-        ({"split": "w", "to": ["a", "b", "c"]}, "does not divide"),
-        ({"split": "w", "to": ["a", "b"], "dim": 4}, "has no dim 4"),
-        ({"split": "w", "to": ["a", "b"], "ratio": [1, 2, 3]}, "ratio has 3 numbers for 2 parts"),
-        ({"transpose": "x"}, "is no matrix"),
-        ({"permute": "w", "heads": 3}, "no even number of rows"),
-        ({"permute": "w", "heads": "$heads"}, "--set heads=N"),
-        ({"permute": "w"}, "needs heads"),
-        ({"stack": "w", "to": "y"}, "should have the hole"),
-        ({"rename": "w", "to": "x"}, "would be the name of two tensors"),
-        ({"tie": "w", "to": "x"}, "is a tensor of its own"),
-        ({"rename": "(", "to": "x", "regex": True}, "no regular expression"),
-        (3, "other entries"),
-    ],
-)
-def test_a_rule_that_means_nothing_says_so(tmp_path, rule, match):
+NO_RULES = [
+    ({"rename": "a.{i}", "to": "b"}, "different holes"),
+    ({"rename": "a", "to": "b", "extra": 1}, "other entries"),
+    ({"rename": "a", "drop": "b"}, "should have one of"),
+    ({"rename": ["a", "b"], "to": "c"}, "has 2 names for rename"),
+    ({"merge": ["w", "v"], "to": "c"}, "needs ratio"),
+    ({"merge": ["w", "u"], "to": "c"}, "is to be joined with u, which is not there"),
+    ({"merge": ["w", "x"], "to": "c"}, "cannot be joined along dim 0"),
+    ({"split": "w", "to": ["a", "b", "c"]}, "does not divide"),
+    ({"split": "w", "to": ["a", "b"], "dim": 4}, "has no dim 4"),
+    ({"split": "w", "to": ["a", "b"], "ratio": [1, 2, 3]}, "ratio has 3 numbers for 2 parts"),
+    ({"transpose": "x"}, "is no matrix"),
+    ({"permute": "w", "heads": 3}, "no even number of rows"),
+    ({"permute": "w", "heads": "$heads"}, "--set heads=N"),
+    ({"permute": "w"}, "needs heads"),
+    ({"stack": "w", "to": "y"}, "should have the hole"),
+    ({"rename": "w", "to": "x"}, "would be the name of two tensors"),
+    ({"tie": "w", "to": "x"}, "is a tensor of its own"),
+    ({"rename": "(", "to": "x", "regex": True}, "no regular expression"),
+    (3, "other entries"),
+]
+
+
+def test_a_rule_that_means_nothing_says_so_and_so_does_a_file_without_rules(tmp_path):
     named = {"w": torch.ones(4, 4), "v": torch.ones(2, 4), "x": torch.ones(3)}
     put(tmp_path / "in", {f"model/{name}": (tensor, Grid(0)) for name, tensor in named.items()})
-    path = tmp_path / "rules.json"
-    path.write_text(json.dumps({"rules": [rule]}))
-    with pytest.raises(CheckpointError, match=match):
-        Mapped(open_source(tmp_path / "in"), rules_of(str(path), {}))
-
-
-def test_a_regular_expression_without_back_cannot_be_followed_backwards(tmp_path):
-    path = tmp_path / "rules.json"
-    path.write_text(json.dumps({"rules": [{"rename": "^a", "to": "b", "regex": True}]}))
-    with pytest.raises(CheckpointError, match='needs "back"'):
-        rules_of(str(path), {}, reverse=True)
-
-
-def test_a_file_without_rules_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="is none of the presets"):
-        rules_of(str(tmp_path / "no"), {})
+    source = open_source(tmp_path / "in")
+    for rule, said in NO_RULES:
+        assert said in refusal(CheckpointError, lambda rule=rule: Mapped(source, rules_in(tmp_path, rule))), rule
+    one_way = {"rename": "^a", "to": "b", "regex": True}
+    assert 'needs "back"' in refusal(CheckpointError, rules_in, tmp_path, one_way, reverse=True)
+    assert "is none of the presets" in refusal(CheckpointError, rules_of, str(tmp_path / "no"), {})
     (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(CheckpointError, match='no list called "rules"'):
-        rules_of(str(tmp_path / "x.json"), {})
-
-
-def test_the_words_name_all_presets():
+    assert 'no list called "rules"' in refusal(CheckpointError, rules_of, str(tmp_path / "x.json"), {})
     assert set(words.PRESETS) == set(PRESETS)

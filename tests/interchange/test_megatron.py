@@ -1,4 +1,4 @@
-"""Is what Megatron-FSDP 0.6.1 saved on two ranks read by name, and loaded into a plain model? fixtures/make_megatron.py
+"""What Megatron-FSDP 0.6.1 saved on two ranks is read by name, and loaded into a plain model. fixtures/make_megatron.py
 has saved it, and says what of it is Megatron's own code. That Megatron-FSDP loads what is written here is shown by
 fixtures/load_megatron.py."""
 
@@ -12,8 +12,9 @@ from sherd.interchange.contents import Named
 from sherd.interchange.converting import convert
 from sherd.interchange.formats import open_source
 from sherd.interchange.mapped import Mapped
-from sherd.interchange.mapping import rules_of
 from sherd.interchange.state_trees import in_memory
+from tests.interchange.checkpoints import rules_in
+from tests.support.comparing import assert_same
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FORMS = ("numbered", "named", "core")
@@ -40,7 +41,7 @@ def opened(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_parameters_and_states_are_those_of_a_plain_run(form):
+def test_parameters_states_groups_and_steps_are_those_of_a_plain_run_by_name(form):
     source = opened(form)
     values, states = truth(form)
     assert (source.format, source.contents.step) == ("dcp", 2)
@@ -48,30 +49,24 @@ def test_parameters_and_states_are_those_of_a_plain_run(form):
     expected = {f"model/{WRAPPER}{name}": value for name, value in values.items()}
     for name, state in states.items():
         expected |= {f"optimizer/{WRAPPER}{name}/{key}": state[key] for key in ("exp_avg", "exp_avg_sq")}
-    assert set(source.contents.tensors) == set(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(in_memory(Named(source, name)), value, rtol=1e-5, atol=1e-8)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_groups_and_steps_are_by_name(form):
-    optimizer = opened(form).contents.values["optimizer"]
-    found = [
+    found = {name: in_memory(Named(source, name)) for name in source.contents.tensors}
+    assert_same(found, expected, rtol=1e-5, atol=1e-8)
+    optimizer = source.contents.values["optimizer"]
+    groups = [
         ([each.removeprefix(WRAPPER) for each in g["params"]], g["weight_decay"]) for g in optimizer["param_groups"]
     ]
     if form == "numbered":
-        assert found == [(["a.weight", "a.bias", "b.weight", "last.weight", "last.bias"], 0.01)]
+        assert groups == [(["a.weight", "a.bias", "b.weight", "last.weight", "last.bias"], 0.01)]
     else:
-        assert found == [(["a.weight", "b.weight"], 0.1), (["a.bias"], 0.0)]
+        assert groups == [(["a.weight", "b.weight"], 0.1), (["a.bias"], 0.0)]
     assert all(state["step"] == {"$scalar": ["F32", 3.0]} for state in optimizer["state"].values())
     assert {group["lr"] for group in optimizer["param_groups"]} == {0.01}
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_plain_model_loads_it(form, tmp_path):
-    rules = tmp_path / "rules.json"
-    rules.write_text('{"rules": [{"rename": "module.{*rest}", "to": "{*rest}"}]}')
-    convert(Mapped(opened(form), rules_of(str(rules), {})), tmp_path / "out", "sherd")
+    rules = rules_in(tmp_path, {"rename": "module.{*rest}", "to": "{*rest}"})
+    convert(Mapped(opened(form), rules), tmp_path / "out", "sherd")
     model = Net(form)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     weights, biases = ([p for name, p in trained.items() if name.endswith(end)] for end in ("weight", "bias"))
@@ -79,9 +74,9 @@ def test_a_plain_model_loads_it(form, tmp_path):
     optimizer = torch.optim.AdamW(groups, lr=0.5)
     assert sherd.load(tmp_path / "out", {"model": model, "optimizer": optimizer}).step == 2
     values, states = truth(form)
-    for name, value in values.items():
-        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-8)
+    found = model.state_dict()
+    assert_same({name: found[name] for name in values}, values, rtol=1e-5, atol=1e-8)
     for name, parameter in trained.items():
-        for key, value in states[name].items():
-            torch.testing.assert_close(optimizer.state[parameter][key], value, rtol=1e-5, atol=1e-8)
+        found = {key: optimizer.state[parameter][key] for key in states[name]}
+        assert_same(found, states[name], name, rtol=1e-5, atol=1e-8)
     assert [group["lr"] for group in optimizer.param_groups] == [0.01] * len(groups)

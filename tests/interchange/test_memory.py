@@ -1,4 +1,4 @@
-"""Does a conversion take the same memory, whatever the size of the model and of its largest tensor?"""
+"""A conversion takes the same memory, whatever the size of the model and of its largest tensor."""
 
 import json
 import os
@@ -67,6 +67,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is asked of Linux")
 @pytest.mark.parametrize("mib", [64, 256])
 def test_memory_does_not_grow_with_the_model(tmp_path, mib):

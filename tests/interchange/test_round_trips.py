@@ -1,19 +1,20 @@
-"""Does each format give back what was written into it, from a checkpoint of sherd of any layout?"""
+"""Each format gives back what was written into it, from a checkpoint of sherd of any layout."""
 
 import json
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from sherd.errors import CheckpointError
 from sherd.interchange import words
 from sherd.interchange.contents import Named, whole
 from sherd.interchange.converting import convert
 from sherd.interchange.formats import FORMATS, format_at, open_source
-from sherd.layout.boxes import Box, Grid
-from tests.interchange.checkpoints import bytes_of, put, tensors
+from sherd.layout.boxes import Grid
+from tests.interchange.checkpoints import boxes_in, bytes_of, put, tensors
+from tests.support.refusals import refusal
 from tests.support.suites import examples
 
 SETTINGS = settings(max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow])
@@ -55,10 +56,8 @@ def test_any_part_of_a_tensor_is_read(tmp_path_factory, each, data, to):
     put(folder / "in", {"model/w": each})
     target = folder / "out.pt" if to == "torch" else folder / "out"
     convert(open_source(folder / "in"), target, to)
-    offsets = [data.draw(st.integers(0, size)) for size in tensor.shape]
-    sizes = [data.draw(st.integers(0, size - at)) for size, at in zip(tensor.shape, offsets, strict=True)]
-    box = Box(tuple(offsets), tuple(sizes))
-    read = torch.empty(sizes, dtype=tensor.dtype)
+    box = data.draw(boxes_in(tensor.shape))
+    read = torch.empty(box.sizes, dtype=tensor.dtype)
     Named(open_source(target), "model/w").read_into(box, read, 16)
     expected = tensor[box.within(whole(tuple(tensor.shape)))].contiguous()
     assert _memory(read) == _memory(expected)
@@ -93,37 +92,30 @@ def everything(folder):
     return put(folder, {name: (tensor, Grid(0)) for name, tensor in named.items()}, values=VALUES)
 
 
-@pytest.mark.parametrize("to", ["sherd", "dcp", "torch"])
-def test_optimizers_values_and_other_items_come_back(tmp_path, to):
+def test_optimizers_values_and_other_items_come_back(tmp_path):
     source = open_source(everything(tmp_path / "in"))
-    target = tmp_path / ("out.pt" if to == "torch" else "out")
-    assert convert(source, target, to) == []
-    back = open_source(target)
-    assert bytes_of(back) == bytes_of(source)
-    assert (back.contents.values, back.contents.step) == (VALUES, 7)
+    for to in ("sherd", "dcp", "torch"):
+        target = tmp_path / f"{to}.pt"
+        assert convert(source, target, to) == []
+        back = open_source(target)
+        assert bytes_of(back) == bytes_of(source), to
+        assert (back.contents.values, back.contents.step) == (VALUES, 7), to
 
 
-def test_hf_holds_a_model_alone_and_says_what_it_leaves_out(tmp_path):
+def test_hf_holds_a_model_alone_says_what_it_leaves_out_and_is_cut_into_files_which_safetensors_reads(tmp_path):
     source = open_source(everything(tmp_path / "in"))
-    left_out = convert(source, tmp_path / "out", "hf")
+    left_out = convert(source, tmp_path / "out", "hf", shard_bytes=24)
     assert [note.split()[0] for note in left_out] == ["optimizer", "loader"]
-    assert set(open_source(tmp_path / "out").contents.tensors) == {"model/w", "model/b"}
-
-
-def test_hf_is_cut_into_files_of_a_size_which_safetensors_reads(tmp_path):
-    from safetensors.torch import load_file
-
-    source = open_source(everything(tmp_path / "in"))
-    convert(source, tmp_path / "out", "hf", shard_bytes=24)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 36}
-    assert index["weight_map"] == {
-        "b": "model-00002-of-00002.safetensors",
-        "w": "model-00001-of-00002.safetensors",
-    }
-    assert load_file(tmp_path / "out" / "model-00001-of-00002.safetensors")["w"].shape == (3, 2)
+    first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    assert index["weight_map"] == {"b": second, "w": first}
+    assert load_file(tmp_path / "out" / first)["w"].shape == (3, 2)
     assert bytes_of(open_source(tmp_path / "out")).items() <= bytes_of(source).items()
-    assert bytes_of(open_source(tmp_path / "out" / "model.safetensors.index.json")).keys() == {"model/w", "model/b"}
+    for path in (tmp_path / "out", tmp_path / "out" / "model.safetensors.index.json"):
+        assert bytes_of(open_source(path)).keys() == {"model/w", "model/b"}
+    assert set(words.FORMATS) == set(FORMATS)
+    assert {name for name, each in FORMATS.items() if each.write} == set(words.WRITTEN)
 
 
 def test_the_latest_of_several_checkpoints_is_meant(tmp_path):
@@ -133,25 +125,16 @@ def test_the_latest_of_several_checkpoints_is_meant(tmp_path):
     assert open_source(tmp_path / "step-00000005").contents.step == 5
 
 
-@pytest.mark.parametrize("to", ["sherd", "hf", "dcp", "universal", "torch"])
-def test_what_fails_leaves_nothing_behind(tmp_path, to):
+def test_what_fails_leaves_nothing_behind_and_no_target_is_overwritten(tmp_path):
     path = everything(tmp_path / "in")
+    source = open_source(path)
+    for name, said in (("in", "is there already"), ("no/out", "is no folder")):
+        assert said in refusal(CheckpointError, convert, source, tmp_path / name, "sherd"), name
     file = path / "abc-00000.safetensors"
     raw = bytearray(file.read_bytes())
     raw[8 + int.from_bytes(raw[:8], "little")] ^= 1  # the first byte of the first tensor
     file.write_bytes(raw)
-    with pytest.raises(CheckpointError, match=r"abc-00000\.safetensors is not what was written"):
-        convert(open_source(path), tmp_path / "out", to, model_only=to == "hf")
-    assert [each.name for each in tmp_path.iterdir()] == ["in"]
-
-
-@pytest.mark.parametrize(("name", "match"), [("in", "is there already"), ("no/out", "is no folder")])
-def test_a_target_is_never_overwritten(tmp_path, name, match):
-    source = open_source(everything(tmp_path / "in"))
-    with pytest.raises(CheckpointError, match=match):
-        convert(source, tmp_path / name, "sherd")
-
-
-def test_every_format_that_the_words_name_is_one():
-    assert set(words.FORMATS) == set(FORMATS)
-    assert {name for name, each in FORMATS.items() if each.write} == set(words.WRITTEN)
+    for to in ("sherd", "hf", "dcp", "universal", "torch"):
+        said = refusal(CheckpointError, convert, open_source(path), tmp_path / "out", to, model_only=to == "hf")
+        assert "abc-00000.safetensors is not what was written" in said, to
+        assert [each.name for each in tmp_path.iterdir()] == ["in"], to

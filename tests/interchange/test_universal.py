@@ -1,12 +1,9 @@
-"""Does a universal checkpoint that sherd has written hold what it was made of, and is what it cannot hold refused?
+"""A universal checkpoint that sherd has written holds what it was made of, and what it cannot hold is refused.
 
 That DeepSpeed loads it and trains on is shown by fixtures/load_universal.py.
 """
 
-import contextlib
-import json
 import os
-import random
 import shutil
 from pathlib import Path
 
@@ -18,12 +15,19 @@ from sherd.errors import CheckpointError
 from sherd.interchange import of_universal
 from sherd.interchange.converting import convert
 from sherd.interchange.formats import open_source
-from sherd.interchange.mapping import rules_of
 from sherd.interchange.state_trees import tree_of
 from sherd.layout.boxes import Grid
 from sherd.train import cli
-from tests.interchange.checkpoints import bytes_of, put, trained
+from tests.interchange.checkpoints import (
+    assert_same_training,
+    bytes_of,
+    put,
+    require_read_or_refused,
+    rules_in,
+    trained,
+)
 from tests.interchange.test_deepspeed import FIXTURES
+from tests.support.refusals import refusal
 
 ZERO3 = "under ZeRO-3 DeepSpeed takes the settings of the first group for all: docs/interchange.md"
 
@@ -64,12 +68,12 @@ def test_what_two_ranks_have_saved_comes_back_with_the_same_bits(world, tmp_path
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "universal2", "universal3"])
-@pytest.mark.parametrize("most", [12, 1 << 20])
-def test_what_deepspeed_has_saved_comes_back_with_the_same_bits(tmp_path, name, most):
+def test_what_deepspeed_has_saved_comes_back_with_the_same_bits(tmp_path, name):
     source = open_source(FIXTURES / name)
-    back, notes = written(source, tmp_path / "out", most_bytes=most)
-    assert bytes_of(back) == bytes_of(source)
-    assert (back.contents.values, back.contents.step, notes) == (source.contents.values, 3, [ZERO3])
+    for most in (12, 1 << 20):
+        back, notes = written(source, tmp_path / str(most), most_bytes=most)
+        assert bytes_of(back) == bytes_of(source)
+        assert (back.contents.values, back.contents.step, notes) == (source.contents.values, 3, [ZERO3])
 
 
 def test_files_are_those_that_deepspeed_writes_and_torch_loads(tmp_path):
@@ -101,11 +105,7 @@ def test_the_command_writes_it_and_reads_it(tmp_path):
         assert cli.main(["convert", str(source), str(tmp_path / target), "--to", to]) == 0
     again, other = trained(seed=9)
     assert sherd.load(tmp_path / "back", {"model": again, "optimizer": other}).step == 2
-    for name, value in model.state_dict().items():  # a tied weight and buffers, too
-        assert torch.equal(again.state_dict()[name], value)
-    for a, b in zip(model.parameters(), again.parameters(), strict=True):
-        assert all(torch.equal(optimizer.state[a][key], other.state[b][key]) for key in optimizer.state[a])
-    assert [group["weight_decay"] for group in other.param_groups] == [0.1, 0.0]
+    assert_same_training(again, other, model, optimizer)
 
 
 def checkpoint(folder, states, dtype=torch.float32, settings=None, item="optimizer", shape=(3, 2)):
@@ -130,81 +130,63 @@ def adam(dtype=torch.float32, step=3.0, **others):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("most", [2, 8, 1 << 20])
-def test_narrower_tensors_are_widened_without_loss(tmp_path, dtype, most):
+def test_narrower_tensors_are_widened_without_loss(tmp_path, dtype):
     source = checkpoint(tmp_path / "in", {"w": adam(dtype), "b": adam(dtype)}, dtype)
-    back, notes = written(source, tmp_path / "out", most_bytes=most)
-    assert notes == []
-    found, expected = bytes_of(back), bytes_of(source)
-    assert found.keys() == expected.keys()
-    for name, (_, shape, raw) in expected.items():
-        widened = torch.frombuffer(bytearray(raw), dtype=dtype).float()
-        assert found[name] == ("F32", shape, bytes(widened.view(torch.uint8).tolist())), name
+    expected = bytes_of(source)
+    for most in (2, 8, 1 << 20):
+        back, notes = written(source, tmp_path / str(most), most_bytes=most)
+        assert notes == []
+        found = bytes_of(back)
+        assert found.keys() == expected.keys()
+        for name, (_, shape, raw) in expected.items():
+            widened = torch.frombuffer(bytearray(raw), dtype=dtype).float()
+            assert found[name] == ("F32", shape, bytes(widened.view(torch.uint8).tolist())), (name, most)
 
 
 INFINITE = {"$float": "inf"}
+
+
+def both(**others):
+    """The states of two parameters of Adam, each with these others."""
+    return {"w": adam(**others), "b": adam(**others)}
+
+
 REFUSED = {
-    "rows": (
-        {"w": adam(exp_avg_row=torch.rand(3)), "b": adam(exp_avg_row=torch.rand(3))},
-        "exp_avg_row of w has",
-    ),
-    "dtype": ({"w": adam(torch.float64), "b": adam(torch.float64)}, "exp_avg of w is of F64"),
-    "number": ({"w": adam(ema=0.5), "b": adam(ema=0.5)}, "ema of w is 0.5"),
-    "list": ({"w": adam(history=[1, 2]), "b": adam(history=[1, 2])}, r"history of w is \[1, 2\]"),
-    "keys": (
-        {"w": adam(), "b": adam(max_exp_avg_sq=torch.rand(3, 2))},
-        "keeps exp_avg, exp_avg_sq, max_exp",
-    ),
+    "rows": (both(exp_avg_row=torch.rand(3)), "exp_avg_row of w has"),
+    "dtype": (both(dtype=torch.float64), "exp_avg of w is of F64"),
+    "number": (both(ema=0.5), "ema of w is 0.5"),
+    "list": (both(history=[1, 2]), "history of w is [1, 2]"),
+    "keys": ({"w": adam(), "b": adam(max_exp_avg_sq=torch.rand(3, 2))}, "keeps exp_avg, exp_avg_sq, max_exp"),
     "steps": ({"w": adam(), "b": adam(step=1.0)}, "made 3 steps of w, and 1 of b"),
-    "infinite": ({"w": adam(step=INFINITE), "b": adam(step=INFINITE)}, "step of w is no number"),
+    "infinite": (both(step=INFINITE), "step of w is no number"),
     "fp32": ({"w": adam(fp32=torch.rand(3, 2)), "b": adam()}, "has a state fp32 of w"),
     "no state": ({}, "has no state of any parameter"),
-    "unknown": ({"w": adam(), "b": adam(), "c": adam()}, "in none of its groups: c"),
+    "unknown": ({**both(), "c": adam()}, "in none of its groups: c"),
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_state_that_it_cannot_hold_is_refused_by_name(tmp_path, what):
-    states, message = REFUSED[what]
-    source = checkpoint(tmp_path / "in", states)
-    with pytest.raises(CheckpointError, match=message):
-        convert(source, tmp_path / "out", "universal")
-    assert [each.name for each in tmp_path.iterdir()] == ["in"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
-def test_parameters_that_fp32_cannot_hold_are_refused_by_name(tmp_path, dtype):
-    with pytest.raises(CheckpointError, match=r"fp32 of w is of [FI]64"):
-        convert(checkpoint(tmp_path / "in", {"w": adam(), "b": adam()}, dtype), tmp_path / "out", "universal")
+def test_state_that_it_cannot_hold_is_refused_by_name(tmp_path):
+    for what, (states, said) in REFUSED.items():
+        source = checkpoint(tmp_path / what, states)
+        assert said in refusal(CheckpointError, convert, source, tmp_path / "out", "universal"), what
+    for dtype, said in ((torch.float64, "fp32 of w is of F64"), (torch.int64, "fp32 of w is of I64")):
+        source = checkpoint(tmp_path / said, both(), dtype)
+        assert said in refusal(CheckpointError, convert, source, tmp_path / "out", "universal")
+    source = checkpoint(tmp_path / "alone", both())
+    said = refusal(CheckpointError, convert, source, tmp_path / "out", "universal", model_only=True)
+    assert "here are 1 and 0: " in said
+    assert " write a model alone as hf or torch" in said
+    for name in ("../../w", "..", "a\0b"):
+        rules = rules_in(tmp_path, {"rename": "w", "to": name})
+        said = refusal(CheckpointError, convert, source, tmp_path / "out", "universal", rules)
+        assert "is the name of a folder or file here" in said, name
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["universal2", "universal3"])
 def test_a_broken_file_is_an_error_of_ours(tmp_path, name):
     shutil.copytree(FIXTURES / name, tmp_path / "x")
-    random.seed(1)
-    for file in sorted((tmp_path / "x").rglob("*.pt")):
-        whole = file.read_bytes()
-        for _ in range(30):
-            broken = bytearray(whole)
-            broken[random.randrange(len(whole))] = random.randrange(256)
-            file.write_bytes(broken)
-            with contextlib.suppress(CheckpointError):
-                bytes_of(open_source(tmp_path / "x"))
-        file.write_bytes(whole)
-
-
-def test_a_model_alone_is_refused(tmp_path):
-    source = checkpoint(tmp_path / "in", {"w": adam(), "b": adam()})
-    with pytest.raises(CheckpointError, match=r"here are 1 and 0: .* write a model alone as hf or torch"):
-        convert(source, tmp_path / "out", "universal", model_only=True)
-
-
-@pytest.mark.parametrize("name", ["../../w", "..", "a\0b"])
-def test_no_name_leads_out_of_the_folder(tmp_path, name):
-    source = checkpoint(tmp_path / "in", {"w": adam(), "b": adam()})
-    (tmp_path / "rules.json").write_text(json.dumps({"rules": [{"rename": "w", "to": name}]}))
-    with pytest.raises(CheckpointError, match="is the name of a folder or file here"):
-        convert(source, tmp_path / "out", "universal", rules_of(str(tmp_path / "rules.json"), {}))
+    require_read_or_refused(tmp_path / "x", sorted((tmp_path / "x").rglob("*.pt")), 30)
 
 
 def test_states_of_other_optimizers_are_for_zero_1_and_2(tmp_path):
@@ -225,13 +207,13 @@ def test_a_parameter_without_state_is_written_as_one_that_is_not_trained(tmp_pat
     assert back.contents.values["optimizer"]["param_groups"] == [{"lr": 0.1, "params": ["w"]}]
 
 
-@pytest.mark.parametrize("step", [None, 8])
-def test_steps_that_groups_count_and_the_step_of_the_checkpoint_are_kept(tmp_path, step):
+def test_steps_that_groups_count_and_the_step_of_the_checkpoint_are_kept(tmp_path):
     states = {name: {key: each for key, each in adam().items() if key != "step"} for name in ("w", "b")}
     source = checkpoint(tmp_path / "in", states, settings={"step": 5})
-    back, notes = written(source, tmp_path / "out", step=step)
-    assert (notes, back.contents.step) == ([], step or 7)
-    assert {kept["step"] for kept in back.contents.values["optimizer"]["state"].values()} == {5}
+    for step in (None, 8):
+        back, notes = written(source, tmp_path / str(step), step=step)
+        assert (notes, back.contents.step) == ([], step or 7)
+        assert {kept["step"] for kept in back.contents.values["optimizer"]["state"].values()} == {5}
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux lists open files")
@@ -244,9 +226,9 @@ def test_a_file_is_open_only_while_it_is_read(tmp_path):
     source.close()
 
 
-@pytest.mark.parametrize("named", ["", "..", "a/b", "gone"])
-def test_a_name_in_latest_that_leads_elsewhere_is_no_checkpoint(tmp_path, named):
-    (tmp_path / "latest_universal").write_text(named)
-    assert not of_universal.is_at(tmp_path)
-    with pytest.raises(CheckpointError, match="holds no universal checkpoint"):
-        open_source(tmp_path, "universal")
+def test_a_name_in_latest_that_leads_elsewhere_is_no_checkpoint(tmp_path):
+    for named in ("", "..", "a/b", "gone"):
+        (tmp_path / "latest_universal").write_text(named)
+        assert not of_universal.is_at(tmp_path), named
+        said = refusal(CheckpointError, open_source, tmp_path, "universal")
+        assert "holds no universal checkpoint" in said, named

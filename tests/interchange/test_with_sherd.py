@@ -1,4 +1,4 @@
-"""Does sherd.load take what was converted, and is what sherd.save has written converted?"""
+"""sherd.load takes what was converted, and what sherd.save has written is converted."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 import sherd
 from sherd.interchange.converting import convert
 from sherd.interchange.formats import open_source
-from tests.interchange.checkpoints import trained
+from tests.interchange.checkpoints import assert_same_training, trained
 from tests.interchange.test_torch_files import save
 
 
@@ -21,13 +21,7 @@ def test_sherd_loads_what_was_converted(tmp_path, way):
     again, other = trained(seed=9)
     restored = sherd.load(tmp_path / "sherd", {"model": again, "optimizer": other})
     assert restored.step == 2
-    for name, value in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value)
-    for a, b in zip(model.parameters(), again.parameters(), strict=True):
-        assert all(
-            torch.equal(optimizer.state[a][key], other.state[b][key]) for key in ("exp_avg", "exp_avg_sq", "step")
-        )
-    assert [group["weight_decay"] for group in other.param_groups] == [0.1, 0.0]
+    assert_same_training(again, other, model, optimizer)
 
 
 def test_torch_loads_what_sherd_has_saved(tmp_path):
@@ -40,6 +34,4 @@ def test_torch_loads_what_sherd_has_saved(tmp_path):
     again.load_state_dict(state["model"])
     other.load_state_dict(state["optimizer"])
     assert state["step"] == 4
-    for a, b in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(optimizer.state[a]["exp_avg"], other.state[b]["exp_avg"])
+    assert_same_training(again, other, model, optimizer)

@@ -1,1 +1,1 @@
-"""Is every element where the packing says, exactly once?"""
+"""Every element is where the packing says, exactly once."""

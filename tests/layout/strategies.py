@@ -1,15 +1,11 @@
-"""The shapes, cuts and packings that the property tests draw."""
+"""The shapes, cuts and packings that the property tests draw, and the elements of a box."""
 
-from hypothesis import settings
 from hypothesis import strategies as st
 
+from sherd.layout.boxes import Box
 from sherd.layout.placement import Cut, Replicate, Shape, Shard
 from sherd.layout.plan import Wanted
 from sherd.layout.runs import Blocks, Flat, Owned
-from tests.support.suites import examples
-
-# The same examples on every run: a red build is then about the change, and never about the clock.
-PROPERTY = settings(max_examples=examples(50))
 
 num_ranks = st.integers(1, 9)
 shapes = st.lists(st.sampled_from([0, 1, 1, 2, 3, 4, 5, 7, 8, 16]), min_size=0, max_size=3).map(tuple)
@@ -47,3 +43,11 @@ def run_groups(
     rule = draw(st.sampled_from(rules))
     wanted = st.builds(Wanted, matrices_and_vectors, rule, st.just("weight"))
     return ranks, draw(st.lists(wanted, min_size=1, max_size=8))
+
+
+def elements(shape: Shape, box: Box) -> list[int]:
+    """The places of a box's elements in the flattened tensor, in order."""
+    places = [0]
+    for size, offset, wide in zip(shape, box.offsets, box.sizes, strict=True):
+        places = [place * size + index for place in places for index in range(offset, offset + wide)]
+    return places

@@ -1,4 +1,4 @@
-"""Do boxes of a run, and grids, hold each element once, in order, and is what is asked of them found?"""
+"""Boxes of a run, and grids, hold each element once, in order, and what is asked of them is found."""
 
 from math import prod
 
@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from sherd.layout.boxes import Box, Grid, GridCut, boxes_of_run, cell, overlapping, spans, start_of_run, whole
 from sherd.layout.extent import Extent
+from tests.layout.strategies import elements
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -36,23 +37,8 @@ def parts(draw, shape):
     )
 
 
-def elements(shape, box):
-    """The places of a box's elements in the flattened tensor, in order."""
-    places = [0]
-    for size, offset, wide in zip(shape, box.offsets, box.sizes, strict=True):
-        places = [place * size + index for place in places for index in range(offset, offset + wide)]
-    return places
-
-
 @given(runs())
-def test_the_boxes_are_the_run_in_order(case):
-    shape, run = case
-    found = boxes_of_run(shape, run)
-    assert [place for each in found for place in elements(shape, each)] == list(range(run.start, run.stop))
-
-
-@given(runs())
-def test_each_box_is_one_run_and_there_are_few(case):
+def test_the_boxes_are_the_run_in_order_each_is_one_run_and_there_are_few(case):
     shape, run = case
     found = boxes_of_run(shape, run)
     start = run.start
@@ -60,18 +46,12 @@ def test_each_box_is_one_run_and_there_are_few(case):
         assert elements(shape, each) == list(range(start, start + each.numel))
         assert each.numel > 0
         start += each.numel
+    assert start == run.stop
     assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
-def test_the_drawing_in_the_docstring():
-    assert boxes_of_run((4, 5), Extent(3, 15)) == (
-        Box((0, 3), (1, 2)),
-        Box((1, 0), (2, 5)),
-        Box((3, 0), (1, 3)),
-    )
-
-
-def test_a_scalar_is_one_box_without_dims():
+def test_the_drawing_in_the_docstring_and_a_scalar_which_is_one_box_without_dims():
+    assert boxes_of_run((4, 5), Extent(3, 15)) == (Box((0, 3), (1, 2)), Box((1, 0), (2, 5)), Box((3, 0), (1, 3)))
     assert boxes_of_run((), Extent(0, 1)) == (Box((), ()),)
     assert boxes_of_run((), Extent(0, 0)) == ()
 
@@ -106,10 +86,6 @@ def test_boxes_that_share_elements_are_found(data):
     assert (overlapping(boxes) is None) == (len(places) == len(set(places)))
 
 
-def test_a_part_within_another_is_its_index():
-    assert Box((3, 5), (2, 4)).within(Box((2, 5), (4, 6))) == (slice(1, 3), slice(0, 4))
-
-
 @given(st.data())
 def test_spans_hold_the_part_in_order_in_one_run_each_and_are_not_too_long(data):
     shape = data.draw(st.lists(st.integers(1, 6), max_size=4).map(tuple))
@@ -134,7 +110,8 @@ def test_spans_hold_the_part_in_order_in_one_run_each_and_are_not_too_long(data)
     assert wanted == elements(shape, part)
 
 
-def test_all_of_a_piece_is_one_span_and_rows_are_not_split_if_they_fit():
+def test_a_part_within_another_is_its_index_and_rows_of_a_span_are_not_split_if_they_fit():
+    assert Box((3, 5), (2, 4)).within(Box((2, 5), (4, 6))) == (slice(1, 3), slice(0, 4))
     piece = Box((2, 0), (4, 5))
     assert [(each.start, each.box) for each in spans(piece, piece, 20, 7)] == [(7, piece)]
     assert [each.start for each in spans(piece, piece, 19)] == [0, 15]

@@ -1,12 +1,11 @@
 """Extents are cut, moved and intersected as lines of numbers are."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sherd.layout.extent import Extent, aligned, chunks
-from tests.layout.strategies import PROPERTY
+from tests.support.refusals import refusal
 
 extents = st.builds(Extent, st.integers(0, 20), st.integers(0, 20))
 
@@ -15,38 +14,23 @@ def elements(extent: Extent) -> set[int]:
     return set(range(extent.start, extent.stop))
 
 
-@PROPERTY
 @given(st.integers(0, 60), st.integers(1, 12))
-def test_chunks_cut_where_torch_cuts_and_the_ranks_that_torch_leaves_out_hold_nothing(size, parts):
-    expected = [tuple(piece.tolist()) for piece in torch.arange(size).chunk(parts)]
-    found = [tuple(range(extent.start, extent.stop)) for extent in chunks(size, parts)]
-    assert found == expected + [()] * (parts - len(expected))
-
-
-@PROPERTY
-@given(st.integers(0, 60), st.integers(1, 12))
-def test_chunks_follow_one_another_without_gap_or_overlap(size, parts):
+def test_chunks_follow_one_another_where_torch_cuts_and_the_ranks_that_torch_leaves_out_hold_nothing(size, parts):
     pieces = chunks(size, parts)
-    assert len(pieces) == parts
+    expected = [tuple(piece.tolist()) for piece in torch.arange(size).chunk(parts)]
+    assert [tuple(range(piece.start, piece.stop)) for piece in pieces] == expected + [()] * (parts - len(expected))
     assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
     assert pieces[-1].stop == size
 
 
-@PROPERTY
-@given(extents, extents)
-def test_an_intersection_holds_what_both_hold_and_lies_inside_the_first(one, other):
+@given(extents, extents, st.integers(0, 9))
+def test_an_intersection_holds_what_both_hold_inside_the_first_and_a_shifted_extent_starts_later(one, other, by):
     common = one.intersect(other)
     assert elements(common) == elements(one) & elements(other)
     assert one.start <= common.start <= common.stop <= one.stop
+    assert elements(one.shifted(by)) == {element + by for element in elements(one)}
 
 
-@PROPERTY
-@given(extents, st.integers(0, 9))
-def test_a_shifted_extent_is_as_long_and_starts_later(extent, by):
-    assert elements(extent.shifted(by)) == {element + by for element in elements(extent)}
-
-
-@PROPERTY
 @given(st.integers(0, 1000), st.integers(1, 64))
 def test_alignment_goes_up_to_the_next_multiple_and_no_further(numel, to):
     result = aligned(numel, to)
@@ -54,7 +38,6 @@ def test_alignment_goes_up_to_the_next_multiple_and_no_further(numel, to):
     assert numel <= result < numel + to
 
 
-@pytest.mark.parametrize(("start", "numel"), [(-1, 2), (0, -1)])
-def test_an_extent_that_begins_or_counts_below_zero_is_refused(start, numel):
-    with pytest.raises(AssertionError, match="cannot be negative"):
-        Extent(start, numel)
+def test_an_extent_that_begins_or_counts_below_zero_is_refused():
+    for start, numel in ((-1, 2), (0, -1)):
+        assert "cannot be negative" in refusal(AssertionError, Extent, start, numel), (start, numel)

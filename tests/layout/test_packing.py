@@ -12,7 +12,8 @@ from sherd.layout.packing import SHARD_ALIGNMENT, SHORT, UNSHARDED_ALIGNMENT, Pa
 from sherd.layout.placement import Shard
 from sherd.layout.plan import plan
 from sherd.layout.runs import Runs
-from tests.layout.strategies import PROPERTY, groups, run_groups
+from tests.layout.strategies import groups, run_groups
+from tests.support.refusals import refusal
 
 
 def disjoint(extents: list[Extent], size: int) -> bool:
@@ -21,39 +22,24 @@ def disjoint(extents: list[Extent], size: int) -> bool:
     return len(set(taken)) == len(taken) and all(0 <= element < size for element in taken)
 
 
-@PROPERTY
 @given(groups())
-def test_slots_keep_their_tensors_order_and_never_overlap(group):
+def test_slots_keep_their_tensors_order_never_overlap_and_start_aligned_unless_they_are_short(group):
     ranks, cuts = group
     packing = pack(cuts, ranks)
     assert [slot.cut for slot in packing.slots] == cuts
     assert disjoint([slot.shard for slot in packing.slots], packing.shard_numels[0])
     assert disjoint([slot.unsharded for slot in packing.slots], packing.unsharded_numel)
-
-
-@PROPERTY
-@given(groups())
-def test_whole_tensors_start_aligned_and_so_do_shards_that_are_not_short(group):
-    ranks, cuts = group
-    packing = pack(cuts, ranks)
     assert all(slot.unsharded.start % UNSHARDED_ALIGNMENT == 0 for slot in packing.slots)
     assert all(slot.shard.start % SHARD_ALIGNMENT == 0 for slot in packing.slots if slot.cut.slot >= SHORT)
 
 
-@PROPERTY
 @given(groups())
-def test_the_whole_buffer_divides_by_the_ranks_and_holds_every_tensor_whole(group):
+def test_the_whole_buffer_divides_by_the_ranks_and_slots_hold_every_tensor_whole_and_what_a_rank_has_of_it(group):
     ranks, cuts = group
     packing = pack(cuts, ranks)
     assert packing.unsharded_numel % ranks == 0
-    assert all(slot.unsharded.numel >= slot.cut.numel for slot in packing.slots)
-
-
-@PROPERTY
-@given(groups())
-def test_what_a_rank_holds_lies_inside_its_slot(group):
-    ranks, cuts = group
-    for slot in pack(cuts, ranks).slots:
+    for slot in packing.slots:
+        assert slot.unsharded.numel >= slot.cut.numel
         for rank in range(ranks):
             held = slot.held(rank)
             assert held.numel == slot.cut.local_numel(rank)
@@ -76,7 +62,6 @@ def gathered(packing: Packing) -> list[tuple[int, int] | None]:
     return rows
 
 
-@PROPERTY
 @given(groups())
 @example((1, [Shard(0).cut((20,), 1, "a"), Shard(0).cut((20,), 1, "b")]))
 @example((2, [Shard(0).cut((3, 1), 2, "a")]))
@@ -93,32 +78,18 @@ def test_rows_gathered_straight_into_the_whole_buffer_are_right_wherever_the_pac
         assert found == [(number, index) for index in range(slot.cut.numel)]
 
 
-def test_one_large_even_tensor_is_gathered_direct_for_that_saves_a_copy():
+def test_one_large_even_tensor_is_gathered_direct_and_two_interleave_on_two_ranks_so_they_are_not():
     assert pack([Shard(0).cut((64, 16), 4, "w")], 4).direct
+    assert not pack([Shard(0).cut((16, 4), 2, "w")] * 2, 2).direct
 
 
-def test_two_tensors_on_two_ranks_interleave_so_they_are_not_direct():
-    cut = Shard(0).cut((16, 4), 2, "w")
-    assert not pack([cut, cut], 2).direct
-
-
-def test_padding_counts_the_share_of_places_that_hold_nothing():
-    assert pack([Shard(0).cut((64, 16), 4, "w")], 4).padding == 0.0
-    # 2 ranks, 3 rows of 16: slots of 2 rows, so one row of four is padding.
-    assert pack([Shard(0).cut((3, 16), 2, "w")], 2).padding == 0.25
-    assert pack([Shard(0).cut((0, 4), 2, "w")], 2).padding == 0.0
-
-
-def test_even_shards_of_a_real_models_block_cost_under_three_percent_on_up_to_1024_ranks():
+def test_even_shards_of_a_real_models_block_cost_under_three_percent_and_short_ones_nothing():
     shapes = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)] + [(4096,)] * 2
     for ranks in (2, 8, 64, 256, 1024):
         cuts = [Shard(0).cut(shape, ranks, "w") for shape in shapes]
         assert pack(cuts, ranks).padding < 0.03, ranks
-
-
-def test_thousands_of_ranks_with_short_shards_are_not_padded_to_the_alignment():
-    cuts = [Shard(0).cut((4096,), 4096, "norm")] * 10
-    assert pack(cuts, 4096).shard_numels == (10,) * 4096
+    short = [Shard(0).cut((4096,), 4096, "norm")] * 10
+    assert pack(short, 4096).shard_numels == (10,) * 4096
 
 
 # Wrong on purpose
@@ -133,45 +104,37 @@ RIGHT = Packing(
 )
 
 
-def with_second(**changes: object) -> tuple[Slot, Slot]:
-    return RIGHT.slots[0], replace(RIGHT.slots[1], **changes)
+def with_slot(packing: Packing, number: int, **changes: object) -> dict[str, tuple[Slot, ...]]:
+    """The change of `packing` that changes its slot of that number."""
+    slots = list(packing.slots)
+    slots[number] = replace(slots[number], **changes)
+    return {"slots": tuple(slots)}
 
 
-def test_the_hand_made_packing_is_right_and_so_are_its_numbers():
-    assert all(one.unsharded.stop <= other.unsharded.start for one, other in pairwise(RIGHT.slots))
-    assert RIGHT.padding == 0.0
+WRONG = {
+    "shards overlap": (with_slot(RIGHT, 1, shard=Extent(7, 8)), "overlap in the shard buffer"),
+    "unsharded overlap": (with_slot(RIGHT, 1, unsharded=Extent(15, 16)), "overlap in the unsharded buffer"),
+    "shard too far": (with_slot(RIGHT, 1, shard=Extent(9, 8)), "ends after the shard buffer"),
+    "unsharded too far": (with_slot(RIGHT, 1, unsharded=Extent(17, 16)), "ends after the unsharded buffer"),
+    "shard buffer too short": ({"shard_numels": (15, 15)}, "ends after the shard buffer"),
+    "shard buffer longer on one rank": ({"shard_numels": (16, 17)}, "same room on every rank"),
+    "a rank without shard buffer": ({"shard_numels": (16,)}, "every rank has a shard buffer"),
+    "unsharded does not divide": ({"unsharded_numel": 33}, "must divide by the ranks"),
+    "shard extent shorter than a piece": (
+        with_slot(RIGHT, 1, shard=Extent(8, 4)),
+        "the shard of a tensor",
+    ),
+    "unsharded extent shorter than the tensor": (
+        with_slot(RIGHT, 1, unsharded=Extent(16, 8)),
+        "the unsharded extent of",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"slots": with_second(shard=Extent(7, 8))}, "overlap in the shard buffer"),
-        ({"slots": with_second(unsharded=Extent(15, 16))}, "overlap in the unsharded buffer"),
-        ({"slots": with_second(shard=Extent(9, 8))}, "ends after the shard buffer"),
-        ({"slots": with_second(unsharded=Extent(17, 16))}, "ends after the unsharded buffer"),
-        ({"shard_numels": (15, 15)}, "ends after the shard buffer"),
-        ({"shard_numels": (16, 17)}, "same room on every rank"),
-        ({"shard_numels": (16,)}, "every rank has a shard buffer"),
-        ({"unsharded_numel": 33}, "must divide by the ranks"),
-        ({"slots": with_second(shard=Extent(8, 4))}, None),
-        ({"slots": with_second(unsharded=Extent(16, 8))}, None),
-    ],
-    ids=[
-        "shards overlap",
-        "unsharded overlap",
-        "shard too far",
-        "unsharded too far",
-        "shard buffer too short",
-        "shard buffer longer on one rank",
-        "a rank without shard buffer",
-        "unsharded does not divide",
-        "shard extent shorter than a piece",
-        "unsharded extent shorter than the tensor",
-    ],
-)
-def test_a_packing_that_is_wrong_cannot_be_made(changes, said):
-    with pytest.raises(AssertionError, match=said):
-        replace(RIGHT, **changes)
+def require_refused(packing: Packing, wrong: dict[str, tuple[dict[str, object], str]]) -> None:
+    """Each change of `packing` is refused with its words."""
+    for name, (changes, words) in wrong.items():
+        assert words in refusal(AssertionError, replace, packing, **changes), name
 
 
 # Cut into runs
@@ -182,40 +145,35 @@ def run_extents(slot: Slot, packing: Packing) -> list[Extent]:
     return [slot.held(rank).shifted(packing.starts[rank]) for rank in range(packing.num_ranks) if slot.held(rank).numel]
 
 
-@PROPERTY
 @given(run_groups())
-def test_runs_lie_in_the_order_of_the_ranks_and_each_rank_holds_its_pieces_inside_its_own(group):
+def test_runs_lie_in_the_order_of_the_ranks_which_hold_their_pieces_inside_their_own_matrices_before_vectors(group):
     ranks, wanted = group
     packing = pack(plan(wanted, ranks), ranks)
     assert packing.starts == tuple(sum(packing.shard_numels[:rank]) for rank in range(ranks))
-    for slot in packing.slots:
-        for rank in range(ranks):
+    for rank in range(ranks):
+        vectors, matrices = [], []
+        for slot in packing.slots:
             held = slot.held(rank)
             assert held.numel == slot.cut.local_numel(rank)
             assert held.stop <= packing.shard_numels[rank]
+            if held.numel:
+                (vectors if len(slot.cut.shape) < 2 else matrices).append(held)
+        if vectors and matrices:
+            assert max(extent.stop for extent in matrices) <= min(extent.start for extent in vectors)
 
 
-@PROPERTY
 @given(run_groups())
-def test_the_ranks_pieces_of_a_tensor_follow_each_other_as_one_run_which_is_its_slot(group):
+def test_the_ranks_pieces_of_a_tensor_follow_each_other_as_its_slot_and_with_the_gaps_slots_are_the_rows(group):
     ranks, wanted = group
     packing = pack(plan(wanted, ranks), ranks)
     for slot in packing.slots:
         places = [place for piece in run_extents(slot, packing) for place in range(piece.start, piece.stop)]
         assert places == list(range(slot.unsharded.start, slot.unsharded.stop))
-
-
-@PROPERTY
-@given(run_groups())
-def test_gaps_and_tensors_together_are_the_rows_and_nothing_is_in_both(group):
-    ranks, wanted = group
-    packing = pack(plan(wanted, ranks), ranks)
     parts = [*packing.gaps, *(slot.unsharded for slot in packing.slots)]
     assert disjoint(parts, packing.gathered_numel)
     assert sum(part.numel for part in parts) == packing.gathered_numel
 
 
-@PROPERTY
 @given(run_groups())
 def test_whole_tensors_cut_into_runs_start_aligned_in_a_buffer_that_divides_by_the_ranks(group):
     ranks, wanted = group
@@ -223,23 +181,10 @@ def test_whole_tensors_cut_into_runs_start_aligned_in_a_buffer_that_divides_by_t
     assert all(slot.unsharded.start % UNSHARDED_ALIGNMENT == 0 for slot in packing.slots)
     assert packing.unsharded_numel % ranks == 0
     assert packing.gathered_numel <= packing.unsharded_numel < packing.gathered_numel + ranks
+    if not packing.is_even:
+        assert all(gap.numel < UNSHARDED_ALIGNMENT for gap in packing.gaps), "padding that aligns no tensor"
 
 
-@PROPERTY
-@given(run_groups())
-def test_of_each_kind_of_placement_matrices_lie_before_vectors_on_every_rank(group):
-    ranks, wanted = group
-    packing = pack(plan(wanted, ranks), ranks)
-    for rank in range(ranks):
-        held = {1: [], 2: []}
-        for slot in packing.slots:
-            if slot.held(rank).numel:
-                held[1 if len(slot.cut.shape) < 2 else 2].append(slot.held(rank))
-        if held[1] and held[2]:
-            assert max(extent.stop for extent in held[2]) <= min(extent.start for extent in held[1])
-
-
-@PROPERTY
 @given(run_groups(), st.data())
 def test_any_part_of_a_plans_cuts_can_be_packed_on_its_own(group, data):
     ranks, wanted = group
@@ -251,47 +196,39 @@ def test_any_part_of_a_plans_cuts_can_be_packed_on_its_own(group, data):
         assert sum(extent.numel for extent in run_extents(slot, packing)) == slot.cut.numel
 
 
-@PROPERTY
-@given(run_groups())
-def test_runs_of_unequal_length_have_no_padding_but_what_aligns_the_next_tensor(group):
-    ranks, wanted = group
-    packing = pack(plan(wanted, ranks), ranks)
-    if not packing.is_even:
-        assert all(gap.numel < UNSHARDED_ALIGNMENT for gap in packing.gaps)
+def numels_packed(*runs: Runs) -> tuple[int, ...]:
+    """How many elements each rank holds of these runs, packed."""
+    return pack(runs, runs[0].num_ranks).shard_numels
 
 
-def test_runs_are_made_equal_where_that_takes_less_than_three_percent():
-    nearly = [Runs((numel,), 2, rank, (numel,)) for rank, numel in enumerate((1600, 1568))]
-    assert pack(nearly, 2).shard_numels == (1600, 1600)
-    apart = [Runs((numel,), 2, rank, (numel,)) for rank, numel in enumerate((1600, 1488))]
-    assert pack(apart, 2).shard_numels == (1600, 1488)
+def test_runs_are_made_equal_where_that_takes_less_than_three_percent_or_no_more_than_the_least_equal_ones():
+    for second, numels in ((1568, (1600, 1600)), (1488, (1600, 1488))):
+        assert numels_packed(Runs((1600,), 2, 0, (1600,)), Runs((second,), 2, 1, (second,))) == numels
+    assert numels_packed(Runs((3,), 64, 0, (3,))) == (16,) * 64
+    assert [even_share(numel, 4) for numel in (0, 1, 64, 65)] == [0, 16, 16, 32]
 
 
-def test_runs_are_made_equal_where_the_least_equal_ones_hold_them_however_much_of_that_is_padding():
-    assert pack([Runs((3,), 64, 0, (3,))], 64).shard_numels == (16,) * 64
-
-
-def test_runs_are_not_made_equal_where_a_tensor_would_then_start_unaligned():
-    packing = pack([Runs((16,), 2, 0, (5, 16))], 2)
-    assert packing.shard_numels == (5, 11)
-    assert packing.slots[0].unsharded == Extent(0, 16)
-
-
-def test_a_tensor_is_moved_behind_a_gap_so_that_its_rank_ends_where_the_equal_run_does():
+def test_a_tensor_is_moved_behind_a_gap_for_equal_runs_but_never_to_where_it_starts_unaligned():
     cuts = [Runs((6, 1600), 2, 0, (4800, 9600), by_rows=True), Runs((80,), 2, 0, (80,)), Runs((96,), 2, 1, (96,))]
     packing = pack(cuts, 2)
     assert packing.shard_numels == (4896, 4896)
     assert [slot.unsharded.start for slot in packing.slots] == [96, 0, 9696]
     assert packing.gaps == (Extent(80, 16),)
+    packing = pack([Runs((16,), 2, 0, (5, 16))], 2)
+    assert packing.shard_numels == (5, 11)
+    assert packing.slots[0].unsharded == Extent(0, 16)
 
 
-def test_padding_and_imbalance_of_runs_are_shares_of_the_rows_and_of_the_mean():
+def test_padding_is_the_share_of_places_that_hold_nothing_and_imbalance_is_over_the_mean():
+    assert pack([Shard(0).cut((64, 16), 4, "w")], 4).padding == 0.0
+    # 2 ranks, 3 rows of 16: slots of 2 rows, so one row of four is padding.
+    assert pack([Shard(0).cut((3, 16), 2, "w")], 2).padding == 0.25
+    assert pack([Shard(0).cut((0, 4), 2, "w")], 2).padding == 0.0
     packing = pack([Runs((48,), 2, 0, (48,)), Runs((8,), 2, 1, (8,))], 2)
     assert packing.shard_numels == (48, 16)
-    assert packing.padding == 8 / 64
-    assert packing.imbalance == 48 / 32 - 1
-    assert pack([Runs((0,), 2, 0, (0,))], 2).padding == 0.0
-    assert pack([Runs((0,), 2, 0, (0,))], 2).imbalance == 0.0
+    assert (packing.padding, packing.imbalance) == (8 / 64, 48 / 32 - 1)
+    empty = pack([Runs((0,), 2, 0, (0,))], 2)
+    assert (empty.padding, empty.imbalance) == (0.0, 0.0)
 
 
 def test_a_packing_of_runs_is_direct_and_tensors_cut_otherwise_do_not_mix_with_it():
@@ -301,28 +238,20 @@ def test_a_packing_of_runs_is_direct_and_tensors_cut_otherwise_do_not_mix_with_i
         pack([runs, Shard(0).cut((4,), 2, "w")], 2)
 
 
-def test_the_least_equal_share_holds_all_and_is_aligned():
-    assert [even_share(numel, 4) for numel in (0, 1, 64, 65)] == [0, 16, 16, 32]
-
-
 RUNS = pack([Runs((96,), 2, 0, (64, 96)), Runs((32,), 2, 1, (32,))], 2)
 
 
-def with_first_run(**changes: object) -> tuple[Slot, Slot]:
-    return replace(RUNS.slots[0], **changes), RUNS.slots[1]
+WRONG_RUNS = {
+    "overlap": (with_slot(RUNS, 0, unsharded=Extent(16, 96)), "overlap in the unsharded buffer"),
+    "too short": (with_slot(RUNS, 0, unsharded=Extent(0, 80)), "lies there as it is"),
+    "said to lie elsewhere": (with_slot(RUNS, 0, shard=Extent(16, 64)), "outside its run"),
+    "outside its rank's run": (with_slot(RUNS, 0, cut=Runs((96,), 2, 0, (80, 96))), "outside its run"),
+    "rows longer than whole": ({"shard_numels": (64, 80)}, "the unsharded buffer"),
+}
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"slots": with_first_run(unsharded=Extent(16, 96))}, "overlap in the unsharded buffer"),
-        ({"slots": with_first_run(unsharded=Extent(0, 80))}, "lies there as it is"),
-        ({"slots": with_first_run(shard=Extent(16, 64))}, "outside its run"),
-        ({"slots": with_first_run(cut=Runs((96,), 2, 0, (80, 96)))}, "outside its run"),
-        ({"shard_numels": (64, 80)}, "the unsharded buffer"),
-    ],
-    ids=["overlap", "too short", "said to lie elsewhere", "outside its rank's run", "rows longer than whole"],
-)
-def test_a_packing_of_runs_that_is_wrong_cannot_be_made(changes, said):
-    with pytest.raises(AssertionError, match=said):
-        replace(RUNS, **changes)
+def test_a_packing_that_is_wrong_cannot_be_made_and_the_hand_made_ones_are_right():
+    assert all(one.unsharded.stop <= other.unsharded.start for one, other in pairwise(RIGHT.slots))
+    assert RIGHT.padding == 0.0
+    require_refused(RIGHT, WRONG)
+    require_refused(RUNS, WRONG_RUNS)

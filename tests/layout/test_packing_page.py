@@ -7,16 +7,14 @@ import pytest
 from bench import padding
 
 
-@pytest.mark.parametrize("marker", ["padding", "imbalance", "longest"])
-def test_the_page_shows_what_the_planner_does(marker):
-    (shown,) = re.findall(rf"<!-- {marker} -->\n(.*?)\n<!-- /{marker} -->", padding.PAGE.read_text(), re.DOTALL)
-    assert shown == padding.sections()[marker], "python -m bench.padding --write"
-
-
-def test_writing_the_page_changes_its_tables_only():
-    page = "before\n<!-- padding -->\nold\n<!-- /padding -->\nbehind\n"
-    written = padding.written(page)
-    assert written == f"before\n<!-- padding -->\n{padding.sections()['padding']}\n<!-- /padding -->\nbehind\n"
+@pytest.mark.slow  # it computes the whole page; test_plan.py checks the same figures of a case at a time
+def test_the_page_shows_what_the_planner_does():
+    sections, page = padding.sections(), padding.PAGE.read_text()
+    for marker in ("padding", "imbalance", "longest"):
+        (shown,) = re.findall(rf"<!-- {marker} -->\n(.*?)\n<!-- /{marker} -->", page, re.DOTALL)
+        assert shown == sections[marker], "python -m bench.padding --write"
+    page = "before\n<!-- padding -->\n{}\n<!-- /padding -->\nbehind\n"
+    assert padding.written(page.format("old")) == page.format(sections["padding"]), "more than its tables"
 
 
 def test_the_times_that_the_page_shows_are_under_its_aim():

@@ -7,10 +7,10 @@ from hypothesis.strategies import integers
 from sherd.engine.moves.buffer_views import RowViews, copy_out, row_views, sources_for, tensor_views
 from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Cut
-from sherd.layout.plan import plan
+from sherd.layout.plan import Wanted, plan
 from sherd.layout.runs import Runs
 from sherd.tensor.gather import shard_of
-from tests.layout.strategies import PROPERTY, groups, run_groups
+from tests.layout.strategies import groups, run_groups
 
 
 def tensors_of(cuts: list[Cut] | list[Runs]) -> list[torch.Tensor]:
@@ -37,62 +37,54 @@ def sharded(tensors: list[torch.Tensor], packing: Packing) -> torch.Tensor:
     return rows
 
 
-@PROPERTY
-@given(groups())
-def test_gathered_shards_copied_out_are_the_whole_tensors(group):
-    ranks, cuts = group
-    packing, tensors = pack(cuts, ranks), tensors_of(cuts)
-    whole = torch.full((packing.unsharded_numel,), -2)
-    copy_out(packing, whole)(sharded(tensors, packing).view(-1))
+def assert_whole(found: torch.Tensor, tensors: list[torch.Tensor], packing: Packing) -> None:
+    """The unsharded buffer `found` has each tensor where its slot is."""
     for tensor, slot in zip(tensors, packing.slots, strict=True):
-        found = whole[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(slot.cut.shape)
-        assert torch.equal(found, tensor)
+        place = found[slot.unsharded.start : slot.unsharded.start + slot.cut.numel]
+        assert torch.equal(place.view(tensor.shape), tensor)
 
 
-@PROPERTY
+def transposed_in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, not contiguous, if it has several dims."""
+    return tensor.movedim(0, -1).contiguous().movedim(-1, 0) if tensor.dim() > 1 else tensor
+
+
 @given(groups())
-def test_shards_landed_rank_by_rank_are_the_whole_tensors(group):
+def test_gathered_shards_copied_out_or_landed_rank_by_rank_are_the_whole_tensors(group):
     ranks, cuts = group
     packing, tensors = pack(cuts, ranks), tensors_of(cuts)
-    whole = torch.full((packing.unsharded_numel,), -2)
-    landing = copy_out(packing, whole)
-    for rank, row in enumerate(sharded(tensors, packing)):
+    rows = sharded(tensors, packing)
+    at_once, landed = (torch.full((packing.unsharded_numel,), -2) for _ in range(2))
+    copy_out(packing, at_once)(rows.view(-1))
+    landing = copy_out(packing, landed)
+    for rank, row in enumerate(rows):
         landing.copy_into_place(rank, row)
-    for tensor, slot in zip(tensors, packing.slots, strict=True):
-        assert torch.equal(
-            whole[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(slot.cut.shape), tensor
-        )
+    assert_whole(at_once, tensors, packing)
+    assert_whole(landed, tensors, packing)
 
 
-@PROPERTY
 @given(groups())
-def test_whole_gradients_copied_into_rows_lie_where_each_ranks_shard_will_be(group):
+def test_whole_gradients_copied_into_rows_lie_where_each_ranks_shard_will_be_contiguous_or_not(group):
     ranks, cuts = group
     packing, tensors = pack(cuts, ranks), tensors_of(cuts)
-    rows = torch.full((ranks, packing.shard_numels[0]), -1)
-    for tensor, slot in zip(tensors, packing.slots, strict=True):
-        targets, sources = row_views(rows, slot), tensor_views(tensor, slot.cut)
-        assert [target.shape for target in targets] == [source.shape for source in sources]
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-    assert torch.equal(rows, sharded(tensors, packing))
-
-
-@PROPERTY
-@given(groups())
-def test_a_tensor_that_is_not_contiguous_goes_to_the_same_rows(group):
-    ranks, cuts = group
-    packing, tensors = pack(cuts, ranks), tensors_of(cuts)
-    rows = torch.full((ranks, packing.shard_numels[0]), -1)
-    for tensor, slot in zip(tensors, packing.slots, strict=True):
-        # The same values, transposed in memory.
-        strided = tensor.movedim(0, -1).contiguous().movedim(-1, 0) if tensor.dim() > 1 else tensor
-        for target, source in zip(row_views(rows, slot), tensor_views(strided, slot.cut), strict=True):
-            target.copy_(source)
-    assert torch.equal(rows, sharded(tensors, packing))
+    for values in (tensors, list(map(transposed_in_memory, tensors))):
+        rows = torch.full((ranks, packing.shard_numels[0]), -1)
+        for tensor, slot in zip(values, packing.slots, strict=True):
+            targets, sources = row_views(rows, slot), tensor_views(tensor, slot.cut)
+            assert [target.shape for target in targets] == [source.shape for source in sources]
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+        assert torch.equal(rows, sharded(tensors, packing))
 
 
 # Cut into runs: nothing is copied, so this needs no code but the numbers
+
+
+def packed(group: tuple[int, list[Wanted]]) -> tuple[Packing, list[torch.Tensor]]:
+    """The packing of tensors cut into runs, and the tensors."""
+    ranks, wanted = group
+    packing = pack(plan(wanted, ranks), ranks)
+    return packing, tensors_of([slot.cut for slot in packing.slots])
 
 
 def rest_buffers(tensors: list[torch.Tensor], packing: Packing) -> list[torch.Tensor]:
@@ -105,43 +97,28 @@ def rest_buffers(tensors: list[torch.Tensor], packing: Packing) -> list[torch.Te
     return rests
 
 
-@PROPERTY
 @given(run_groups())
-def test_whole_tensors_are_views_of_the_ranks_runs_side_by_side(group):
-    ranks, wanted = group
-    packing = pack(plan(wanted, ranks), ranks)
-    tensors = tensors_of([slot.cut for slot in packing.slots])
-    rows = torch.cat(rest_buffers(tensors, packing))
-    for tensor, slot in zip(tensors, packing.slots, strict=True):
-        assert torch.equal(rows[slot.unsharded.start : slot.unsharded.stop].view(tensor.shape), tensor)
+def test_whole_tensors_are_views_of_the_ranks_runs_side_by_side_also_where_they_land_rank_by_rank(group):
+    packing, tensors = packed(group)
+    rests = rest_buffers(tensors, packing)
+    rows = torch.cat(rests)
+    assert_whole(rows, tensors, packing)
     assert all((rows[gap.start : gap.stop] == -1).all() for gap in packing.gaps)
-
-
-@PROPERTY
-@given(run_groups())
-def test_runs_landed_rank_by_rank_are_the_whole_tensors(group):
-    ranks, wanted = group
-    packing = pack(plan(wanted, ranks), ranks)
-    tensors = tensors_of([slot.cut for slot in packing.slots])
-    whole = torch.full((packing.unsharded_numel,), -2)
-    landing = copy_out(packing, whole)
-    for rank, rest in enumerate(rest_buffers(tensors, packing)):
+    landed = torch.full((packing.unsharded_numel,), -2)
+    landing = copy_out(packing, landed)
+    for rank, rest in enumerate(rests):
         landing.copy_into_place(rank, rest)
-    for tensor, slot in zip(tensors, packing.slots, strict=True):
-        assert torch.equal(whole[slot.unsharded.start : slot.unsharded.stop].view(tensor.shape), tensor)
+    assert_whole(landed, tensors, packing)
 
 
-@PROPERTY
 @given(run_groups(), integers(0, 3))
 def test_whole_gradients_copied_into_the_ranks_parts_leave_room_for_flags(group, num_flags):
-    ranks, wanted = group
-    packing = pack(plan(wanted, ranks), ranks)
-    tensors = tensors_of([slot.cut for slot in packing.slots])
-    rows = torch.full((packing.gathered_numel + ranks * num_flags,), -1)
+    packing, tensors = packed(group)
+    rows = torch.full((packing.gathered_numel + packing.num_ranks * num_flags,), -1)
     views = RowViews(packing, rows, num_flags)
     for targets, tensor, slot in zip(views.tensors, tensors, packing.slots, strict=True):
-        strided = tensor.movedim(0, -1).contiguous().movedim(-1, 0) if tensor.dim() > 1 else tensor
-        for target, source in zip(targets, sources_for(targets, strided, slot.cut), strict=True):
+        sources = sources_for(targets, transposed_in_memory(tensor), slot.cut)
+        for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
     for flags in views.flags:
         flags.fill_(-3)
@@ -149,12 +126,10 @@ def test_whole_gradients_copied_into_the_ranks_parts_leave_room_for_flags(group,
     assert torch.equal(rows, torch.cat(expected))
 
 
-@PROPERTY
 @given(run_groups())
 def test_what_a_rank_holds_of_a_tensor_has_the_shape_it_has_there(group):
-    ranks, wanted = group
-    packing = pack(plan(wanted, ranks), ranks)
-    for tensor, slot in zip(tensors_of([slot.cut for slot in packing.slots]), packing.slots, strict=True):
-        pieces = [shard_of(tensor, slot.cut, rank) for rank in range(ranks)]
-        assert [tuple(piece.shape) for piece in pieces] == [slot.cut.local_shape(rank) for rank in range(ranks)]
+    packing, tensors = packed(group)
+    for tensor, slot in zip(tensors, packing.slots, strict=True):
+        pieces = [shard_of(tensor, slot.cut, rank) for rank in range(packing.num_ranks)]
+        assert [tuple(piece.shape) for piece in pieces] == list(map(slot.cut.local_shape, range(packing.num_ranks)))
         assert torch.equal(torch.cat([piece.flatten() for piece in pieces]), tensor.flatten())

@@ -1,4 +1,4 @@
-"""What does a model do to its schedule, and may the schedule answer so? Events of steps, and a strict engine."""
+"""What a model does to its schedule, and what the schedule may answer: events of steps, and a strict engine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Do ranks that want different collectives issue the same ones, in one order, until each has had what it wants?"""
+"""Ranks that want different collectives issue the same ones, in one order, until each has had what it wants."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,24 +53,39 @@ class Ranks:
         self.issued: list[Step] = []
         self.num_votes = 0
 
+    def issue(self, wishes: Sequence[Wish]) -> Step:
+        """Have all ranks take the same next step, by a vote if the order does not say it."""
+        (step,) = {order.expected() for order in self.orders}
+        if step is None:
+            self.num_votes += 1
+            step = agreed.choose(wishes)
+        for order in self.orders:
+            order.take(step)
+        self.issued.append(step)
+        return step
+
     def run(self, wanted: Sequence[Iterator[Wish]]) -> list[list[Step]]:
         """Let each rank have what it wants, then leave. Returns what each got, in its order."""
         wishing = [to_the_end(wishes) for wishes in wanted]
         wishes, got = [next(each) for each in wishing], [list[Step]() for _ in wanted]
         while True:
-            (step,) = {order.expected() for order in self.orders}
-            if step is None:
-                self.num_votes += 1
-                step = agreed.choose(wishes)
-            for order in self.orders:
-                order.take(step)
-            self.issued.append(step)
+            step = self.issue(wishes)
             for rank, wish in enumerate(wishes):
                 if wish.step == step:
                     got[rank].append(step)
                     wishes[rank] = next(wishing[rank], wish)
             if step == LEAVE:
                 return got
+
+    def train(self, *of_ranks: Sequence[int]) -> None:
+        """A step of each rank, through the units of its way."""
+        self.run([a_step([(TRAIN, way)]) for way in of_ranks])
+
+    def since(self, action: Callable[[], object]) -> tuple[list[str], int]:
+        """Returns the collectives that `action` issues, and how many votes it takes."""
+        begin, before = len(self.issued), self.num_votes
+        action()
+        return collectives(self.issued[begin:]), self.num_votes - before
 
 
 def collectives(issued: Sequence[Step]) -> list[str]:
@@ -89,37 +104,30 @@ def test_each_rank_has_what_it_wants_in_its_order_and_all_issue_the_same(of_rank
 def test_what_repeats_itself_is_settled_in_its_third_step(of_ranks, num_steps):
     ranks = Ranks(len(of_ranks))
     for number in range(num_steps):
-        before = ranks.num_votes
-        ranks.run([a_step([(TRAIN, way)]) for way in of_ranks])
+        _, num_votes = ranks.since(lambda: ranks.train(*of_ranks))
         if number >= 2:
-            assert ranks.num_votes - before == 4  # it begins, its backward ends, the optimizer steps, all leave
+            assert num_votes == 4  # it begins, its backward ends, the optimizer steps, all leave
 
 
-def test_a_skipped_unit_costs_nothing_but_its_own_collectives():
+OF_THREE_UNITS = ["g0", "g1", "g2", "g2", "r2", "g1", "r1", "g0", "r0"]
+
+
+def test_a_skipped_unit_costs_nothing_but_its_own_collectives_and_is_known_the_next_time():
     ranks = Ranks(2)
-    ranks.run([a_pass([0, 1, 2]), a_pass([0, 2])])
-    assert collectives(ranks.issued) == ["g0", "g1", "g2", "g2", "r2", "g1", "r1", "g0", "r0"]
-
-
-def test_a_unit_that_nobody_has_run_before_finds_its_place_the_next_time():
+    assert ranks.since(lambda: ranks.run([a_pass([0, 1, 2]), a_pass([0, 2])]))[0] == OF_THREE_UNITS
     ranks = Ranks(2)
     for _ in range(2):
-        ranks.run([a_step([(TRAIN, [0, 2])]), a_step([(TRAIN, [0, 2])])])
-    for way in ([0, 1, 2], [0, 1, 2], [0, 2], [0, 1, 2]):
-        ranks.issued.clear()
-        before = ranks.num_votes
-        ranks.run([a_step([(TRAIN, [0, 2])]), a_step([(TRAIN, way)])])
-    assert collectives(ranks.issued) == ["g0", "g1", "g2", "g2", "r2", "g1", "r1", "g0", "r0"]
-    assert ranks.num_votes - before == 4
+        ranks.train([0, 2], [0, 2])
+    for way in ([0, 1, 2], [0, 1, 2], [0, 2]):
+        ranks.train([0, 2], way)
+    assert ranks.since(lambda: ranks.train([0, 2], [0, 1, 2])) == (OF_THREE_UNITS, 4)
 
 
 def test_an_evaluation_is_not_taken_for_a_step():
     ranks = Ranks(2)
     for _ in range(3):
-        ranks.run([a_step([(TRAIN, [0, 1])]), a_step([(TRAIN, [0, 1])])])
-    ranks.issued.clear()
-    ranks.run([a_pass([0, 1], EVAL), a_pass([0, 1], EVAL)])
-    assert collectives(ranks.issued) == ["g0", "g1"]
+        ranks.train([0, 1], [0, 1])
+    assert ranks.since(lambda: ranks.run([a_pass([0, 1], EVAL), a_pass([0, 1], EVAL)]))[0] == ["g0", "g1"]
 
 
 def test_a_rank_with_fewer_batches_steps_when_the_others_do():
@@ -134,9 +142,8 @@ def test_a_rank_with_fewer_batches_steps_when_the_others_do():
 def test_orders_that_never_repeat_do_not_make_steps_ever_longer(of_steps):
     ranks = Ranks(2)
     for way in of_steps:
-        ranks.issued.clear()
-        ranks.run([a_step([(TRAIN, range(5))]), a_step([(TRAIN, way)])])
-        assert len(collectives(ranks.issued)) <= 100
+        issued, _ = ranks.since(lambda way=way: ranks.train(range(5), way))
+        assert len(issued) <= 100
 
 
 def test_what_is_known_has_a_bound(monkeypatch):
@@ -162,13 +169,7 @@ def guarded(ranks: Ranks, steps_of: Sequence[Sequence[Sequence[Wish]]]) -> list[
         if not going:
             return got
         wishes = dict(going)
-        (step,) = {order.expected() for order in ranks.orders}
-        if step is None:
-            ranks.num_votes += 1
-            step = agreed.choose([wishes.get(rank, Wish(LEAVE)) for rank in range(len(at))])
-        for order in ranks.orders:
-            order.take(step)
-        ranks.issued.append(step)
+        step = ranks.issue([wishes.get(rank, Wish(LEAVE)) for rank in range(len(at))])
         for rank, wish in going:
             number, place = at[rank]
             if step == FAIL or step == wish.step == DONE:
@@ -203,13 +204,11 @@ def test_all_give_up_the_same_steps_which_are_those_that_one_fails_in(of_ranks, 
 
 
 def test_a_step_that_was_given_up_teaches_nothing_and_the_next_one_is_as_settled_as_ever():
-    ranks = Ranks(2)
+    ranks, made = Ranks(2), []
     way = [wish._replace(in_attempt=True) for wish in (*a_step([(TRAIN, [0, 1, 2])]), Wish(DONE))]
     for _ in range(3):
         guarded(ranks, [[way], [way]])
     assert guarded(ranks, [[way], [[*way[:2], Wish(FAIL, in_attempt=True)]]]) == [[False], [False]]
-    ranks.issued.clear()
-    before = ranks.num_votes
-    assert guarded(ranks, [[way], [way]]) == [[True], [True]]
-    assert ranks.num_votes - before == 4  # it begins, its backward ends, the optimizer steps, it is done
-    assert collectives(ranks.issued) == ["g0", "g1", "g2", "g2", "r2", "g1", "r1", "g0", "r0"]
+    # It votes four times: it begins, its backward ends, the optimizer steps, it is done.
+    assert ranks.since(lambda: made.extend(guarded(ranks, [[way], [way]]))) == (OF_THREE_UNITS, 4)
+    assert made == [[True], [True]]

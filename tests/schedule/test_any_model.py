@@ -1,9 +1,9 @@
-"""Is the schedule right for any tree of units, any choices and any sequence of steps?"""
+"""The schedule is right for any tree of units, any choices and any sequence of steps."""
 
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sherd.schedule.actions import (
@@ -20,9 +20,6 @@ from sherd.schedule.actions import (
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, Live, UnitSpec
 from tests.schedule.model import StrictEngine, forward, specs, step
-from tests.support.suites import examples
-
-PROPERTY = settings(max_examples=examples(100))
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,6 @@ def programs(draw: st.DrawFn) -> tuple[tuple[UnitSpec, ...], Limits, list[list[E
 
 
 @pytest.mark.front("A schedule that is tested by itself")
-@PROPERTY
 @given(programs())
 def test_units_are_whole_while_they_compute_and_then_sharded_but_what_is_to_stay_and_all_gradients_are_reduced(program):
     """By the end of a backward; and answers that are cached are those that fresh ones would be."""
@@ -123,7 +119,6 @@ def test_units_are_whole_while_they_compute_and_then_sharded_but_what_is_to_stay
                 assert engine.reducing == set()
 
 
-@PROPERTY
 @given(programs())
 def test_a_step_that_is_played_again_needs_no_new_states(program):
     units, bounds, (events, *_) = program
@@ -136,7 +131,6 @@ def test_a_step_that_is_played_again_needs_no_new_states(program):
     assert len(schedule._nodes) == known
 
 
-@PROPERTY
 @given(programs())
 def test_no_more_is_live_than_what_computes_what_is_kept_and_what_the_depth_runs_ahead(program):
     units, bounds, played = program

@@ -1,4 +1,4 @@
-"""Does a rank know by itself where it leaves the path on which all ranks have agreed, and what the others do there?"""
+"""A rank knows by itself where it leaves the path on which all ranks have agreed, and what the others do there."""
 
 from __future__ import annotations
 
@@ -30,26 +30,23 @@ def asked(path: Path[str], of_pass: list[str]) -> list[int]:
     return found
 
 
-def test_a_settled_loop_never_asks():
+def settled(*of_passes: list[str], times: int = 4) -> Path[str]:
+    """A path that has gone through these passes so many times."""
+    path = Path()
+    for _ in range(times):
+        for each in of_passes:
+            asked(path, each)
+    return path
+
+
+def test_a_settled_loop_never_asks_passes_that_take_turns_neither_and_an_evaluation_now_and_then_little():
     path = Path()
     counts = [len(asked(path, TRAIN)) for _ in range(6)]
     assert counts[0] == len(TRAIN)
     assert counts[3:] == [0, 0, 0]
-
-
-def test_passes_that_take_turns_are_known_after_their_first_time():
-    path = Path()
-    for _ in range(4):
-        asked(path, EVAL)
-        asked(path, TRAIN)
+    path = settled(EVAL, TRAIN)
     assert asked(path, EVAL) == asked(path, TRAIN) == []
-
-
-def test_an_evaluation_now_and_then_costs_a_few_questions():
-    path = Path()
-    for _ in range(3):
-        for each in (TRAIN, TRAIN, TRAIN, EVAL):
-            asked(path, each)
+    path = settled(TRAIN, TRAIN, TRAIN, EVAL, times=3)
     assert sum(len(asked(path, each)) for each in (TRAIN, TRAIN, TRAIN, EVAL)) <= 2
 
 
@@ -62,10 +59,7 @@ def test_ranks_that_take_the_same_way_ask_at_the_same_places(program):
 
 @given(loops, st.data())
 def test_a_rank_that_leaves_a_settled_path_is_unsure_at_once_and_knows_what_the_others_do(loop, data):
-    path = Path()
-    for _ in range(6):
-        for of_pass in loop:
-            asked(path, of_pass)
+    path = settled(*loop, times=6)
     for of_pass in loop[:-1]:
         assert asked(path, of_pass) == []
     path.begin()
@@ -91,9 +85,7 @@ def test_a_rank_that_leaves_a_settled_path_is_unsure_at_once_and_knows_what_the_
 
 
 def test_a_pass_that_begins_early_is_noticed_at_its_first_step():
-    path = Path()
-    for _ in range(4):
-        asked(path, TRAIN)
+    path = settled(TRAIN)
     path.begin()
     path.take("ga")
     path.begin()

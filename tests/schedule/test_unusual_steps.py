@@ -1,8 +1,6 @@
-"""What does the schedule ask for when a step is not one forward and one backward through all units?"""
+"""What the schedule asks for when a step is not one forward and one backward through all units."""
 
 from dataclasses import replace
-
-import pytest
 
 from sherd.schedule.actions import (
     AfterBackward,
@@ -55,34 +53,35 @@ def test_recomputation_teaches_the_order_of_backward_and_leaves_that_of_forward_
 # Groups that backward passes before the rest of their unit
 
 
-def in_backward_of_the_last(units: tuple[UnitSpec, ...]) -> Schedule:
-    schedule = Schedule(units, Limits(backward_depth=0))
+def in_backward_of_the_last(units: tuple[UnitSpec, ...] = specs(2), **limits: int) -> Schedule:
+    """A schedule whose last unit backward has just entered; nothing is gathered ahead in backward."""
+    schedule = Schedule(units, Limits(backward_depth=0, **limits))
     last = len(units) - 1
     answers(schedule, [*forward([*range(1, last + 1)]), BeforeBackward(0), BeforeBackward(last)])
     return schedule
 
 
-def test_groups_go_one_by_one_and_the_rest_with_the_unit():
-    schedule = in_backward_of_the_last(specs(2))
+def test_groups_go_one_by_one_and_the_rest_with_the_unit_and_who_reads_it_again_gets_them_back():
+    schedule = in_backward_of_the_last()
     assert schedule.on(GroupPassed(1, 2)) == (FreeGroup(1, 2),)
     assert schedule.on(GroupPassed(1, 0)) == (FreeGroup(1, 0),)
     assert schedule.on(BeforeBackward(1)) == (), "another output of it leads to what is still whole"
     assert answers(schedule, [GradientsReady(1), AfterBackward(1)]) == [Reduce(1), Free(1)]
     assert not schedule.state.passed
+    for event in (BeforeForward(1, recomputing=True), Unshard(1)):
+        schedule = in_backward_of_the_last()
+        schedule.on(GroupPassed(1, 0))
+        assert schedule.on(event) == (Gather(1), Await(1)), event
+        assert not schedule.state.passed, event
 
 
-@pytest.mark.parametrize(
-    "units",
-    [
-        (*specs(1), UnitSpec(100, reshard_after_backward=False)),
-        (*specs(1), UnitSpec(100), UnitSpec(100, companions=(1,))),
-    ],
-    ids=["stays whole after backward", "is borrowed from"],
-)
-def test_no_group_goes_alone_of_a_unit_that(units):
-    schedule = in_backward_of_the_last(units)
-    assert schedule.state.live[1] is Live.UNSHARDED
-    assert schedule.on(GroupPassed(1, 0)) == ()
+def test_no_group_goes_alone_of_a_unit_that_stays_whole_after_backward_or_is_borrowed_from():
+    stays = (*specs(1), UnitSpec(100, reshard_after_backward=False))
+    borrowed_from = (*specs(2), UnitSpec(100, companions=(1,)))
+    for units in (stays, borrowed_from):
+        schedule = in_backward_of_the_last(units)
+        assert schedule.state.live[1] is Live.UNSHARDED, units
+        assert schedule.on(GroupPassed(1, 0)) == (), units
 
 
 def test_no_group_goes_alone_of_a_unit_that_was_called_twice_and_may_be_recomputed_once_more():
@@ -91,16 +90,8 @@ def test_no_group_goes_alone_of_a_unit_that_was_called_twice_and_may_be_recomput
     assert schedule.on(GroupPassed(1, 0)) == ()
 
 
-@pytest.mark.parametrize("event", [BeforeForward(1, recomputing=True), Unshard(1)])
-def test_who_reads_a_unit_again_gets_the_groups_back_that_were_freed(event):
-    schedule = in_backward_of_the_last(specs(2))
-    schedule.on(GroupPassed(1, 0))
-    assert schedule.on(event) == (Gather(1), Await(1))
-    assert not schedule.state.passed
-
-
 def test_a_unit_that_lost_a_group_is_freed_when_backward_ends_though_it_is_to_stay_whole_by_now():
-    schedule = in_backward_of_the_last(specs(2))
+    schedule = in_backward_of_the_last()
     schedule.on(GroupPassed(1, 0))
     stays = tuple(replace(spec, reshard_after_backward=False) for spec in schedule.state.specs)
     schedule.move_to(replace(schedule.state, specs=stays))
@@ -110,10 +101,11 @@ def test_a_unit_that_lost_a_group_is_freed_when_backward_ends_though_it_is_to_st
 # More, or less, than one call of each unit
 
 
-def test_a_unit_called_twice_in_one_forward_is_gathered_for_each_call():
-    schedule = Schedule(specs(2))
-    actions = answers(schedule, forward([1, 1]))
+def test_a_unit_is_gathered_for_each_call_and_costs_nothing_once_its_absence_is_learnt():
+    actions = answers(Schedule(specs(2)), forward([1, 1]))
     assert actions == [Gather(0), Await(0), *[Gather(1), Await(1), Free(1)] * 2]
+    events = [*forward([1, 3]), *backward([3, 1])]
+    assert all(action.unit != 2 for action in answers(Schedule(specs(4)), events * 2))
 
 
 def test_two_forwards_before_one_backward_leave_the_root_whole_in_between():
@@ -123,43 +115,26 @@ def test_two_forwards_before_one_backward_leave_the_root_whole_in_between():
     assert schedule.state.live[0] is Live.UNSHARDED
 
 
-def test_a_unit_that_takes_no_part_costs_nothing_once_its_absence_is_learnt():
-    schedule = Schedule(specs(4))
-    events = [*forward([1, 3]), *backward([3, 1])]
-    assert all(action.unit != 2 for action in answers(schedule, events * 2))
-
-
-def test_an_evaluation_gathers_and_frees_everything_and_reduces_nothing():
-    schedule = Schedule(specs(3))
-    answers(schedule, step(3))
-    actions = answers(schedule, forward([1, 2], differentiable=False))
-    assert not any(isinstance(action, (Reduce, FinishReduce)) for action in actions)
-    assert set(schedule.state.live) == {Live.SHARDED}
-
-
-def test_an_evaluation_between_two_steps_does_not_change_the_second_one():
+def test_an_evaluation_gathers_and_frees_everything_reduces_nothing_and_does_not_change_the_next_step():
     schedule = Schedule(specs(3))
     answers(schedule, step(3) * 2)
     steady = answers(schedule, step(3))
-    answers(schedule, forward([1, 2], differentiable=False) * 2)
+    actions = answers(schedule, forward([1, 2], differentiable=False) * 2)
+    assert not any(isinstance(action, (Reduce, FinishReduce)) for action in actions)
+    assert set(schedule.state.live) == {Live.SHARDED}
     assert answers(schedule, step(3)) == steady
 
 
-def test_an_order_that_changes_costs_prefetching_for_one_pass_and_is_right_from_then_on():
+def test_an_order_that_changes_costs_prefetching_for_the_rest_of_the_pass_and_is_right_from_then_on():
     schedule = Schedule(specs(4))
     answers(schedule, step(4))
-    other = [*forward([3, 2, 1]), *backward([1, 2, 3])]
-    first = answers(schedule, other)
+    first = answers(schedule, [*forward([3, 2, 1]), *backward([1, 2, 3])])
     # Unit 1 was expected and not used at once; it is simply waited for later.
     assert first[:4] == [Gather(0), Await(0), Gather(1), Gather(3)]
     assert schedule.state.forward.learnt == (0, 3, 2, 1)
     assert schedule.on(BeforeForward(0)) == (Gather(0), Await(0), Gather(3))
-
-
-def test_after_a_surprise_nothing_is_gathered_ahead_until_the_pass_is_over():
     schedule = Schedule(specs(5), Limits(forward_depth=2))
-    answers(schedule, step(5))
-    answers(schedule, [BeforeForward(0), BeforeForward(4)])
+    answers(schedule, [*step(5), BeforeForward(0), BeforeForward(4)])
     assert schedule.state.forward.upcoming() == ()
     assert schedule.on(BeforeForward(3)) == (Gather(3), Await(3))
 
@@ -167,86 +142,63 @@ def test_after_a_surprise_nothing_is_gathered_ahead_until_the_pass_is_over():
 # Gradients
 
 
-def test_accumulation_without_sync_reduces_nothing_and_still_frees_everything():
-    units = tuple(replace(spec, reduces=False) for spec in specs(3))
-    schedule = Schedule(units)
-    actions = answers(schedule, step(3))
-    assert not any(isinstance(action, (Reduce, FinishReduce)) for action in actions)
-    assert set(schedule.state.live) == {Live.SHARDED}
-
-
-def test_accumulation_reduces_on_the_pass_that_syncs_and_keeps_what_the_earlier_one_taught():
+def test_accumulation_reduces_on_the_pass_that_syncs_alone_and_keeps_what_the_earlier_one_taught():
     syncing = specs(3)
-    waiting = tuple(replace(spec, reduces=False) for spec in syncing)
-    schedule = Schedule(waiting)
-    answers(schedule, step(3))
+    schedule = Schedule(tuple(replace(spec, reduces=False) for spec in syncing))
+    waiting = answers(schedule, step(3))
+    assert not any(isinstance(action, (Reduce, FinishReduce)) for action in waiting)
+    assert set(schedule.state.live) == {Live.SHARDED}
     schedule.move_to(replace(schedule.state, specs=syncing))
     actions = answers(schedule, step(3))
     assert [action.unit for action in actions if isinstance(action, Reduce)] == [2, 1, 0]
     assert actions[:3] == [Gather(0), Await(0), Gather(1)]
 
 
-@pytest.mark.parametrize("buffers", [1, 2, 3])
-def test_no_more_reductions_are_in_flight_than_there_are_buffers_and_the_oldest_is_settled_first(buffers):
-    engine = StrictEngine(specs(6), Limits(reduce_buffers=buffers))
-    engine.run(step(6))
-    assert engine.reduced == [5, 4, 3, 2, 1, 0]
-    schedule = Schedule(specs(6), Limits(reduce_buffers=buffers))
-    actions = answers(schedule, step(6))
-    first = actions.index(FinishReduce(5))
-    assert sum(isinstance(action, Reduce) for action in actions[:first]) == buffers
-
-
-def test_without_buffers_to_spare_each_reduction_is_settled_as_soon_as_it_was_started():
-    schedule = Schedule(specs(2), Limits(reduce_buffers=0))
-    answers(schedule, [*forward([1]), BeforeBackward(0), BeforeBackward(1)])
-    assert schedule.on(GradientsReady(1)) == (Reduce(1), FinishReduce(1))
-    assert schedule.state.reducing == ()
-
-
-def test_gradients_that_came_without_all_the_others_are_reduced_when_backward_has_passed_the_unit():
-    schedule = Schedule(specs(2))
-    answers(schedule, [*forward([1]), BeforeBackward(0), BeforeBackward(1)])
-    assert schedule.on(AfterBackward(1, unreduced=True)) == (Free(1), Reduce(1))
+def test_no_more_reductions_are_in_flight_than_there_are_buffers_and_the_oldest_is_settled_first():
+    for buffers in (1, 2, 3):
+        engine = StrictEngine(specs(6), Limits(reduce_buffers=buffers))
+        engine.run(step(6))
+        assert engine.reduced == [5, 4, 3, 2, 1, 0], buffers
+        actions = answers(Schedule(specs(6), Limits(reduce_buffers=buffers)), step(6))
+        first = actions.index(FinishReduce(5))
+        assert sum(isinstance(action, Reduce) for action in actions[:first]) == buffers
+    none = in_backward_of_the_last(reduce_buffers=0)
+    assert none.on(GradientsReady(1)) == (Reduce(1), FinishReduce(1))
+    assert none.state.reducing == ()
 
 
 def test_a_unit_is_freed_before_its_reduction_starts_so_that_the_two_never_add_up():
-    schedule = Schedule(specs(2))
-    answers(schedule, [*forward([1]), BeforeBackward(0), BeforeBackward(1)])
-    free, reduce = schedule.on(AfterBackward(1, unreduced=True))
-    assert (type(free), type(reduce)) == (Free, Reduce)
+    """Gradients that came without all the others are reduced when backward has passed the unit."""
+    assert in_backward_of_the_last().on(AfterBackward(1, unreduced=True)) == (Free(1), Reduce(1))
 
 
 def test_a_unit_whose_gradients_come_twice_in_one_backward_settles_the_first_reduction_before_the_second():
-    schedule = Schedule(specs(2), Limits(reduce_buffers=4))
-    answers(schedule, [*forward([1]), BeforeBackward(0), BeforeBackward(1), GradientsReady(1)])
+    schedule = in_backward_of_the_last(reduce_buffers=4)
+    schedule.on(GradientsReady(1))
     assert schedule.on(GradientsReady(1)) == (FinishReduce(1), Reduce(1))
 
 
-def test_reductions_stay_in_flight_after_a_backward_that_is_not_the_last():
+def test_after_a_backward_that_is_not_the_last_parameters_are_freed_and_reductions_stay_in_flight():
     schedule = Schedule(specs(2))
     actions = answers(schedule, [*forward([1]), *backward([1], last=False)])
     assert actions[-1] == Free(0)
+    assert set(schedule.state.live) == {Live.SHARDED}
     assert schedule.state.reducing == (0,)
     later = answers(schedule, [*forward([1]), *backward([1])])
     assert later.count(FinishReduce(0)) == 2
     assert schedule.state.reducing == ()
 
 
-def test_parameters_are_freed_after_a_backward_that_is_not_the_last_as_well():
-    schedule = Schedule(specs(3))
-    answers(schedule, [*forward([1, 2]), *backward([2, 1], last=False)])
-    assert set(schedule.state.live) == {Live.SHARDED}
-
-
 # Tied weights
 
 
-def test_a_borrower_brings_its_companion_and_both_gathers_start_before_the_first_wait():
+def test_a_borrower_brings_its_companion_and_one_around_its_owner_keeps_it_until_its_own_backward_is_over():
     units = (UnitSpec(10, Keep.FOR_BACKWARD), UnitSpec(10), UnitSpec(10, companions=(1,)))
     schedule = Schedule(units)
     schedule.on(BeforeForward(0))
     assert schedule.on(BeforeForward(2)) == (Gather(2), Gather(1), Await(2), Await(1))
+    units = (UnitSpec(10, Keep.FOR_BACKWARD, companions=(1,)), UnitSpec(10))
+    StrictEngine(units).run(step(2))
 
 
 def test_a_tied_parameters_owner_stays_whole_from_its_own_forward_to_the_borrowers():
@@ -255,12 +207,6 @@ def test_a_tied_parameters_owner_stays_whole_from_its_own_forward_to_the_borrowe
     actions = answers(schedule, forward([1, 2, 3]))
     assert actions.count(Gather(1)) == 1
     assert actions[-1] == Free(1)
-
-
-def test_an_owner_that_runs_inside_its_borrower_stays_whole_until_the_borrowers_backward_is_over():
-    # The root uses a block's weight before it calls the block, so it needs it after the block's backward.
-    units = (UnitSpec(10, Keep.FOR_BACKWARD, companions=(1,)), UnitSpec(10))
-    StrictEngine(units).run(step(2))
 
 
 # Moves of the user's own, and values that grow old
@@ -273,61 +219,45 @@ def test_unshard_by_hand_waits_or_only_starts_as_asked_and_reshard_gives_it_back
     assert schedule.on(Unshard(1)) == ()
     assert schedule.on(Reshard(1)) == (Free(1),)
     assert schedule.on(Reshard(1)) == ()
-
-
-def test_a_unit_gathered_by_hand_is_not_gathered_again_by_its_forward():
-    schedule = Schedule(specs(2))
     answers(schedule, [Unshard(1, wait=False), BeforeForward(0)])
-    assert schedule.on(BeforeForward(1)) == (Await(1),)
+    assert schedule.on(BeforeForward(1)) == (Await(1),), "a forward gathers it again"
 
 
-def test_whole_parameters_older_than_their_shards_are_gathered_anew_by_the_next_forward():
-    units = tuple(UnitSpec(10, Keep.ALWAYS, reshard_after_backward=False) for _ in range(2))
-    schedule = Schedule(units)
+def test_whole_parameters_older_than_their_shards_are_gathered_anew_by_the_next_forward_or_unshard():
+    stays = UnitSpec(10, Keep.ALWAYS, reshard_after_backward=False)
+    schedule = Schedule((stays, stays))
     answers(schedule, [*step(2), ShardsChanged(0), ShardsChanged(1)])
     assert schedule.on(BeforeForward(0)) == (Free(0), Gather(0), Await(0))
     assert schedule.on(BeforeForward(1)) == (Free(1), Gather(1), Await(1))
     assert schedule.state.stale == frozenset()
-
-
-def test_an_old_companion_is_gathered_anew_with_its_borrower():
-    units = (UnitSpec(10), UnitSpec(10, Keep.ALWAYS, reshard_after_backward=False), UnitSpec(10, companions=(1,)))
-    schedule = Schedule(units)
+    schedule = Schedule((UnitSpec(10), stays, UnitSpec(10, companions=(1,))))
     answers(schedule, [Unshard(1), ShardsChanged(1), BeforeForward(0)])
-    assert schedule.on(BeforeForward(2)) == (Free(1), Gather(2), Gather(1), Await(2), Await(1))
-
-
-def test_old_whole_parameters_stay_until_then_because_a_backward_may_still_read_them():
-    units = (UnitSpec(10, Keep.ALWAYS), UnitSpec(10, Keep.ALWAYS))
-    schedule = Schedule(units)
-    answers(schedule, [*forward([1]), BeforeBackward(0), BeforeBackward(1)])
-    assert schedule.on(ShardsChanged(1)) == ()
-    assert schedule.state.live[1] is Live.UNSHARDED
-
-
-def test_unshard_by_hand_shows_the_new_values_and_not_old_whole_parameters():
+    assert schedule.on(BeforeForward(2)) == (Free(1), Gather(2), Gather(1), Await(2), Await(1)), "of a companion"
     schedule = Schedule(specs(2))
+    assert schedule.on(ShardsChanged(1)) == ()
+    assert schedule.state.stale == frozenset(), "there is nothing whole"
     answers(schedule, [Unshard(1), ShardsChanged(1)])
     assert schedule.on(Unshard(1)) == (Free(1), Gather(1), Await(1))
 
 
-def test_shards_that_change_while_there_is_nothing_whole_make_nothing_stale():
-    schedule = Schedule(specs(2))
+def test_old_whole_parameters_stay_until_then_because_a_backward_may_still_read_them():
+    schedule = in_backward_of_the_last((UnitSpec(10, Keep.ALWAYS),) * 2)
     assert schedule.on(ShardsChanged(1)) == ()
-    assert schedule.state.stale == frozenset()
+    assert schedule.state.live[1] is Live.UNSHARDED
 
 
 # When things go wrong
 
 
-def test_reset_in_the_middle_of_backward_frees_forgets_and_stands_where_a_step_begins():
+def test_reset_in_the_middle_of_a_pass_frees_forgets_and_stands_where_a_step_begins():
     schedule = Schedule(specs(3))
     answers(schedule, step(3) * 2)
-    rest = schedule.state
+    rest, steady = schedule.state, answers(schedule, step(3))
     answers(schedule, [*forward([1, 2]), BeforeBackward(0), BeforeBackward(2), GradientsReady(2), AfterBackward(2)])
-    actions = schedule.on(Reset())
-    assert actions == (Free(0), Discard(0), Free(1), Discard(1), Discard(2))
+    assert schedule.on(Reset()) == (Free(0), Discard(0), Free(1), Discard(1), Discard(2))
     assert schedule.state == rest
+    answers(schedule, [BeforeForward(0), BeforeForward(1), Reset()])
+    assert answers(schedule, step(3)) == steady
 
 
 def test_reset_that_keeps_gradients_leaves_reductions_in_flight():
@@ -335,14 +265,6 @@ def test_reset_that_keeps_gradients_leaves_reductions_in_flight():
     answers(schedule, [*forward([1]), *backward([1], last=False), BeforeForward(0)])
     assert schedule.on(Reset(gradients=False)) == (Free(0), Free(1))
     assert schedule.state.reducing == (0,)
-
-
-def test_the_step_after_a_reset_prefetches_as_if_nothing_had_happened():
-    schedule = Schedule(specs(3))
-    answers(schedule, step(3) * 2)
-    steady = answers(schedule, step(3))
-    answers(schedule, [BeforeForward(0), BeforeForward(1), Reset()])
-    assert answers(schedule, step(3)) == steady
 
 
 def test_a_forward_that_raised_in_a_block_leaves_nothing_whole_but_what_is_kept():
@@ -369,24 +291,17 @@ def test_what_backward_does_not_read_of_a_kept_unit_goes_after_forward_and_is_no
     assert Free(0) in schedule.on(AfterBackward(0))
 
 
-@pytest.mark.parametrize(
-    ("root", "in_use", "others"),
-    [
-        ({"after_forward": Keep.ALWAYS}, False, []),
-        ({"after_forward": Keep.NOTHING}, False, [Free(0)]),
-        ({"reshard_after_backward": False}, False, []),
-        ({}, True, []),
-    ],
-    ids=["kept always", "freed whole", "kept for the next forward", "in use"],
-)
-def test_a_unit_that_is_kept_for_more_than_backward_loses_no_group(root, in_use, others):
-    assert steps_until_backward(root=root, in_use=in_use)[1] == others
+def test_a_unit_that_is_kept_for_more_than_backward_loses_no_group():
+    assert steps_until_backward(root={"after_forward": Keep.ALWAYS})[1] == []
+    assert steps_until_backward(root={"after_forward": Keep.NOTHING})[1] == [Free(0)]
+    assert steps_until_backward(root={"reshard_after_backward": False})[1] == []
+    assert steps_until_backward(root={}, in_use=True)[1] == []
 
 
-@pytest.mark.parametrize("event", [BeforeForward(0), BeforeForward(0, recomputing=True), Unshard(0)])
-def test_groups_that_were_needed_again_all_the_same_are_kept_from_then_on(event):
-    schedule, _ = steps_until_backward(root={})
-    assert schedule.on(event)[:2] == (Gather(0), Await(0))
-    answers(schedule, [AfterForward(0), EndForward(), BeforeBackward(0), AfterBackward(0), EndBackward()])
-    answers(schedule, [ShardsChanged(0), BeforeForward(0)])
-    assert schedule.on(AfterForward(0, unread=(1, 2))) == ()
+def test_groups_that_were_needed_again_all_the_same_are_kept_from_then_on():
+    for event in (BeforeForward(0), BeforeForward(0, recomputing=True), Unshard(0)):
+        schedule, _ = steps_until_backward(root={})
+        assert schedule.on(event)[:2] == (Gather(0), Await(0)), event
+        answers(schedule, [AfterForward(0), EndForward(), BeforeBackward(0), AfterBackward(0), EndBackward()])
+        answers(schedule, [ShardsChanged(0), BeforeForward(0)])
+        assert schedule.on(AfterForward(0, unread=(1, 2))) == (), event

@@ -1,6 +1,7 @@
-"""Are blocks cut and summed as the bytes lie, and is any byte that changed found?"""
+"""Blocks are cut and summed as the bytes lie, and any byte that changed is found."""
 
 import zlib
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,6 @@ from hypothesis import strategies as st
 from sherd.errors import CheckpointError
 from sherd.storage.blocks import Checked, Checksums, in_blocks
 from sherd.storage.places import Readable
-from tests.storage.writing import PROPERTY
 
 sizes = st.lists(st.one_of(st.integers(0, 50), st.integers(60_000, 140_000)), max_size=8)
 block_sizes = st.one_of(st.integers(1, 64), st.integers(50_000, 200_000))
@@ -33,34 +33,27 @@ def cut(raw, block_bytes):
     return [raw[start : start + block_bytes] for start in range(0, len(raw), block_bytes)]
 
 
-def chunks_of(sizes):
-    raw = bytes(n * 7 % 251 for n in range(sum(sizes)))
-    ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
-    return raw, [memoryview(raw)[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-
-
-@PROPERTY
-@given(sizes, st.one_of(st.integers(50, 64), st.integers(50_000, 200_000)))
-def test_chunks_end_where_blocks_do_and_are_the_same_bytes(sizes, block_bytes):
+@st.composite
+def chunked(draw):
+    """Bytes, the same bytes in chunks, and a size of blocks; small blocks are for few bytes."""
+    numels, block_bytes = draw(sizes), draw(block_sizes)
     if block_bytes < 100:
-        sizes = [min(size, 300) for size in sizes]
-    raw, chunks = chunks_of(sizes)
-    start = 0
-    found = []
+        numels = [min(size, 300) for size in numels]
+    raw = bytes(n * 7 % 251 for n in range(sum(numels)))
+    ends = accumulate(numels)
+    return raw, [memoryview(raw)[end - size : end] for size, end in zip(numels, ends, strict=True)], block_bytes
+
+
+@given(chunked())
+def test_chunks_end_where_blocks_do_are_the_same_bytes_and_few_and_sums_are_those_of_the_blocks(case):
+    raw, chunks, block_bytes = case
+    start, found = 0, []
     for chunk in in_blocks(chunks, block_bytes):
         assert start // block_bytes == (start + len(chunk) - 1) // block_bytes
         start += len(chunk)
         found.append(bytes(chunk))
     assert b"".join(found) == raw
-    assert len(found) <= len(sizes) * 2 + 2 * (len(raw) // block_bytes) + 1
-
-
-@PROPERTY
-@given(sizes, block_sizes)
-def test_the_checksums_are_those_of_the_blocks(sizes, block_bytes):
-    if block_bytes < 100:
-        sizes = [min(size, 300) for size in sizes]
-    raw, chunks = chunks_of(sizes)
+    assert len(found) <= len(chunks) * 2 + 2 * (len(raw) // block_bytes) + 1
     sums = Checksums(block_bytes)
     for _ in range(2):  # a write that is repeated sums anew
         assert b"".join(map(bytes, sums.passing(chunks))) == raw
@@ -71,7 +64,6 @@ def checked(raw, was, block_bytes):
     return Checked(Bytes(raw), len(was), [zlib.crc32(block) for block in cut(was, block_bytes)], block_bytes)
 
 
-@PROPERTY
 @given(st.data())
 def test_any_part_is_read_as_it_was_written(data):
     raw = data.draw(st.binary(min_size=1, max_size=100))
@@ -83,7 +75,6 @@ def test_any_part_is_read_as_it_was_written(data):
         assert into == raw[start : start + len(into)]
 
 
-@PROPERTY
 @given(st.data())
 def test_a_bit_that_flipped_in_any_byte_is_found_and_other_blocks_are_read(data):
     raw = data.draw(st.binary(min_size=1, max_size=100))
@@ -102,7 +93,6 @@ def test_a_bit_that_flipped_in_any_byte_is_found_and_other_blocks_are_read(data)
             assert bytes(into) == raw[start : start + 1]
 
 
-@PROPERTY
 @given(st.binary(max_size=100), st.binary(max_size=100))
 def test_a_file_of_another_length_is_refused(raw, was):
     if len(raw) != len(was):

@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder are whole, which is chosen, and is nothing removed that somebody needs?"""
+"""Which checkpoints of a folder are whole, which one is chosen, and that nothing is removed that somebody needs."""
 
 import contextlib
 import errno
@@ -30,112 +30,87 @@ def flip(path, at):
     path.write_bytes(raw)
 
 
-def test_the_newest_is_the_one_that_was_saved_last_and_reads_back(folder):
+def test_the_newest_is_the_one_that_was_saved_last_and_reads_back_whatever_latest_says(folder, tmp_path):
+    assert folder.newest() == (None, [])
     save_into(folder, 1, seed=1)
     tensors = save_into(folder, 20, seed=2)
     found, passed_over = folder.newest(verify=True)
     assert (found.step, passed_over) == (20, [])
     assert read_all(found.place) == tensors
     assert folder.steps() == [each.step for each in folder.whole()] == [20, 1]
-
-
-def test_latest_says_what_was_saved_last_and_is_not_trusted(folder, tmp_path):
-    save_into(folder, 3)
     latest = tmp_path / "checkpoints" / "latest"
-    assert json.loads(latest.read_text()) == {"format": "sherd/1", "folder": "step-00000003", "step": 3}
+    assert json.loads(latest.read_text()) == {"format": "sherd/1", "folder": "step-00000020", "step": 20}
     latest.write_text('{"step": 99}')
-    assert folder.newest()[0].step == 3
+    assert folder.newest()[0].step == 20
     latest.unlink()
-    assert folder.newest()[0].step == 3
+    assert folder.newest()[0].step == 20
+    (tmp_path / "empty").mkdir()
+    assert Folder(Disk(tmp_path / "empty")).newest() == (None, [])
 
 
-def test_an_empty_or_missing_folder_has_none(folder, tmp_path):
-    assert folder.newest() == (None, [])
-    (tmp_path / "checkpoints").mkdir()
-    assert folder.newest() == (None, [])
+SPOILS = [
+    (lambda at: (at / "manifest.json").unlink(), "manifest.json is missing"),
+    (lambda at: (at / "manifest.json").write_bytes((at / "manifest.json").read_bytes()[:-9]), "torn"),
+    (lambda at: flip(at / "manifest.json", 40), "not what was written"),
+    (lambda at: next(at.glob("*-00001.*")).unlink(), "00001.safetensors cannot be read"),
+    (lambda at: os.truncate(next(at.glob("*-00001.*")), 50), "has 50 of"),
+    (lambda at: os.truncate(next(at.glob("*-00001.*")), 5000), "has 5000 of"),
+    (lambda at: flip(next(at.glob("*-00001.*")), -1), "the checksum of bytes"),
+    (lambda at: at.rename(at.with_name("step-00000007")), "a manifest of step 2"),
+]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "why", "needs_verify"),
-    [
-        (lambda at: (at / "manifest.json").unlink(), "manifest.json is missing", False),
-        (lambda at: (at / "manifest.json").write_bytes((at / "manifest.json").read_bytes()[:-9]), "torn", False),
-        (lambda at: flip(at / "manifest.json", 40), "not what was written", False),
-        (lambda at: next(at.glob("*-00001.*")).unlink(), "00001.safetensors cannot be read", False),
-        (lambda at: os.truncate(next(at.glob("*-00001.*")), 50), "has 50 of", False),
-        (lambda at: os.truncate(next(at.glob("*-00001.*")), 5000), "has 5000 of", False),
-        (lambda at: flip(next(at.glob("*-00001.*")), -1), "the checksum of bytes", True),
-    ],
-)
-def test_a_spoiled_checkpoint_is_passed_over_and_the_reason_told(folder, spoil, why, needs_verify):
-    tensors = save_into(folder, 1, seed=1)
-    save_into(folder, 2, seed=2)
-    spoil(folder.folder_of(2).path)
-    if needs_verify:
-        assert folder.newest()[0].step == 2
-    found, (passed,) = folder.newest(verify=needs_verify)
-    assert (found.step, passed.step) == (1, 2)
-    assert why in passed.why
-    assert read_all(found.place) == tensors
+def test_a_spoiled_checkpoint_is_passed_over_and_the_reason_told(tmp_path):
+    for number, (spoil, why) in enumerate(SPOILS):
+        folder = Folder(Disk(tmp_path / str(number)))
+        tensors = save_into(folder, 1, seed=1)
+        save_into(folder, 2, seed=2)
+        spoil(folder.folder_of(2).path)
+        needs_verify = why == "the checksum of bytes"
+        assert (folder.newest()[0].step == 2) == needs_verify, why
+        found, (passed,) = folder.newest(verify=needs_verify)
+        assert (found.step, passed.step) == (1, 7 if why.endswith("of step 2") else 2)
+        assert why in passed.why
+        assert read_all(found.place) == tensors
 
 
-def test_a_folder_that_was_renamed_to_another_step_is_not_that_step(folder):
-    save_into(folder, 1)
-    folder.folder_of(1).path.rename(folder.folder_of(7).path)
-    found, (passed,) = folder.newest()
-    assert found is None
-    assert "a manifest of step 1" in passed.why
-
-
-def test_a_second_save_of_a_step_replaces_the_first_and_removes_its_files(folder):
+def test_a_second_save_of_a_step_replaces_the_first_and_two_at_once_leave_a_whole_checkpoint(folder):
     save_into(folder, 5, seed=1, save_id="aa")
     tensors = save_into(folder, 5, seed=2, save_id="bb")
     assert names(folder, 5) == ["bb-00000.safetensors", "bb-00001.safetensors", "manifest.json"]
     assert read_all(folder.folder_of(5)) == tensors
+    jobs = {name: tensors_of(SMALL, name) for name in ("aa", "bb")}
+    held = [save(folder.folder_of(6), SMALL, one, 6, num_files=2, save_id=name) for name, one in jobs.items()]
+    for one, manifest in zip(jobs.values(), held, strict=True):
+        folder.finish(6, manifest)
+        assert read_all(folder.newest(verify=True)[0].place) == one
 
 
-def test_two_jobs_that_save_one_step_at_once_leave_a_whole_checkpoint(folder):
-    one, other = tensors_of(SMALL, 1), tensors_of(SMALL, 2)
-    first = save(folder.folder_of(5), SMALL, one, 5, num_files=2, save_id="aa")
-    second = save(folder.folder_of(5), SMALL, other, 5, num_files=2, save_id="bb")
-    folder.finish(5, first)
-    assert read_all(folder.newest(verify=True)[0].place) == one
-    folder.finish(5, second)
-    assert read_all(folder.newest(verify=True)[0].place) == other
-
-
-def test_pruning_keeps_the_last_those_of_the_rule_and_those_named(folder):
+def test_pruning_keeps_the_last_whole_ones_those_of_the_rule_those_named_and_those_above_the_step_saved(folder):
     for step in range(10, 110, 10):
         save_into(folder, step)
     assert folder.prune(2, 30, keep=[40]) == [80, 70, 50, 20, 10]
-    assert folder.steps() == [100, 90, 60, 40, 30]
-    assert [each.step for each in folder.whole()] == folder.steps()
+    assert [each.step for each in folder.whole()] == folder.steps() == [100, 90, 60, 40, 30]
+    assert folder.prune(1, upto=60) == [40, 30]
+    assert folder.steps() == [100, 90, 60]
+    (folder.folder_of(100).path / "manifest.json").unlink()
+    assert folder.prune(1) == [60]
+    assert folder.newest()[0].step == 90
+    for everything in ({"keep_last": 0}, {"keep_last": -1}, {"keep_last": 1, "keep_every": 0}):
+        with pytest.raises(PolicyError, match="at least 1"):
+            folder.prune(**everything)
+    assert folder.newest()[0].step == 90
 
 
-def test_pruning_leaves_what_is_above_the_step_that_was_saved(folder):
-    for step in (10, 20, 30, 100, 110):
-        save_into(folder, step)
-    assert folder.prune(1, upto=30) == [20, 10]
-    assert folder.steps() == [110, 100, 30]
-
-
-def test_pruning_counts_whole_ones_alone(folder):
-    for step in (10, 20, 30):
-        save_into(folder, step)
-    (folder.folder_of(30).path / "manifest.json").unlink()
-    assert folder.prune(1) == [10]
-    assert folder.newest()[0].step == 20
-
-
-@pytest.mark.parametrize("wrong", [{"keep_last": 0}, {"keep_last": -1}, {"keep_last": 1, "keep_every": 0}])
-def test_pruning_everything_is_refused(folder, wrong):
-    save_into(folder, 1)
-    with pytest.raises(PolicyError, match="at least 1"):
-        folder.prune(**wrong)
-    assert folder.steps() == [1]
-
-
-def test_nothing_is_removed_while_another_saves_or_loads(folder):
+def test_nothing_is_removed_while_another_saves_or_loads_and_the_lock_ends_with_an_exception(folder, tmp_path):
+    with folder.locked() as lock:
+        assert lock is Lock.NONE
+    assert not (tmp_path / "checkpoints").exists(), "made unasked"
+    with contextlib.suppress(KeyError), folder.locked(make=True) as lock:
+        assert lock is Lock.HELD
+        raise KeyError
+    with folder.locked(shared=False) as lock:
+        assert lock is Lock.HELD
     for step in (1, 2):
         save_into(folder, step)
     save(folder.folder_of(3), SMALL, tensors_of(SMALL), 3, num_files=2)
@@ -147,17 +122,6 @@ def test_nothing_is_removed_while_another_saves_or_loads(folder):
     assert folder.prune(1) == [1]
     assert len(folder.sweep()) == 2
     assert folder.steps() == [2]
-
-
-def test_the_lock_ends_with_an_exception_and_makes_no_folder_unless_asked(folder, tmp_path):
-    with folder.locked() as lock:
-        assert lock is Lock.NONE
-    assert not (tmp_path / "checkpoints").exists()
-    with contextlib.suppress(KeyError), folder.locked(make=True) as lock:
-        assert lock is Lock.HELD
-        raise KeyError
-    with folder.locked(shared=False) as lock:
-        assert lock is Lock.HELD
 
 
 def test_without_flock_checkpoints_are_pruned_and_nothing_is_swept(folder, monkeypatch):
@@ -228,33 +192,25 @@ def test_a_linked_checkpoint_is_neither_chosen_nor_removed(folder, tmp_path):
     assert read_all(Disk(tmp_path / "step-00000009"))
 
 
-def test_a_damaged_checkpoint_is_left_for_a_person(folder):
-    save_into(folder, 1)
-    save_into(folder, 2)
+def test_a_damaged_checkpoint_and_what_is_not_named_as_ours_are_left_for_a_person(folder):
+    for step in (1, 2, 3):
+        save_into(folder, step)
     flip(folder.folder_of(1).path / "manifest.json", 40)
-    before = names(folder, 1)
-    assert folder.prune(1) == folder.sweep() == []
-    assert names(folder, 1) == before
-
-
-def test_files_that_a_manifest_names_are_removed_if_they_are_named_as_ours(folder):
-    save_into(folder, 1)
-    notes = folder.folder_of(1).path / "notes.txt"
+    notes = folder.folder_of(2).path / "notes.txt"
     notes.write_text("mine")
-    save_into(folder, 2)
-    assert folder.prune(1) == [1]
-    assert names(folder, 1) == ["notes.txt"]
+    before = names(folder, 1)
+    assert folder.prune(1) == [2]
+    assert folder.sweep() == []
+    assert names(folder, 1) == before
+    assert names(folder, 2) == ["notes.txt"]
     assert notes.read_text() == "mine"
 
 
-def test_a_step_of_more_than_eight_digits_has_its_place(folder):
+def test_a_step_of_more_than_eight_digits_has_its_place_and_files_of_ranks_are_numbered(folder):
     save_into(folder, 123456789)
     save_into(folder, 99999999)
     assert folder.steps() == [123456789, 99999999]
     assert folder.folder_of(123456789).path.name == "step-123456789"
-
-
-def test_the_files_of_ranks_are_numbered():
     assert file_name("5f3a9c21", 7) == "5f3a9c21-00007.safetensors"
 
 

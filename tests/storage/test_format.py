@@ -1,4 +1,4 @@
-"""Can someone who has read docs/checkpoint_format.md alone read what sherd writes?"""
+"""Someone who has read docs/checkpoint_format.md alone can read what sherd writes."""
 
 import re
 import subprocess
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sherd.layout.boxes import Box, Grid, GridCut, boxes_of_run
@@ -16,7 +16,8 @@ from sherd.storage.manifest import Entry, parsed
 from sherd.storage.places import Disk
 from sherd.storage.safetensors import BITS
 from tests.storage import independent_reader
-from tests.storage.writing import PROPERTY, read_all, save, tensors_of
+from tests.storage.writing import read_all, save, tensors_of
+from tests.support.suites import examples
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "checkpoint_format.md"
 NUM_FILES = 8
@@ -50,16 +51,17 @@ def written(path, entries, **fields):
     return folder.folder_of(3), tensors
 
 
-@pytest.mark.parametrize("block_bytes", [1, 64, 4 << 20])
-def test_the_reader_that_knows_only_the_page_reads_what_sherd_reads(tmp_path, block_bytes):
-    place, tensors = written(tmp_path, ENTRIES, aliases=ALIASES, user={"a": 1}, block_bytes=block_bytes)
-    tensors |= {alias: tensors[name] for alias, name in ALIASES.items()}
-    assert read_all(place) == tensors
-    found = independent_reader.read(place.path)
-    assert {name: raw for name, (_, _, raw) in found.items()} == tensors
-    assert {name: (dtype, shape) for name, (dtype, shape, _) in found.items()} == {
-        name: (ENTRIES[ALIASES.get(name, name)].dtype, ENTRIES[ALIASES.get(name, name)].shape) for name in tensors
-    }
+def test_the_reader_that_knows_only_the_page_reads_what_sherd_reads(tmp_path):
+    expected = {name: (entry.dtype, entry.shape) for name, entry in ENTRIES.items()}
+    for block_bytes in (1, 64, 4 << 20):
+        place, tensors = written(
+            tmp_path / str(block_bytes), ENTRIES, aliases=ALIASES, user={"a": 1}, block_bytes=block_bytes
+        )
+        tensors |= {alias: tensors[name] for alias, name in ALIASES.items()}
+        assert read_all(place) == tensors
+        assert independent_reader.read(place.path) == {
+            name: (*expected[ALIASES.get(name, name)], raw) for name, raw in tensors.items()
+        }
 
 
 @st.composite
@@ -70,7 +72,7 @@ def grids(draw):
     return Entry(draw(st.sampled_from(sorted(BITS))), shape, Grid(0, cuts))
 
 
-@PROPERTY
+@settings(max_examples=examples(50))  # each writes eight files
 @given(grids())
 def test_any_grid_is_read_alike(tmp_path_factory, entry):
     place, tensors = written(tmp_path_factory.mktemp("grid"), {"w": entry})
@@ -78,23 +80,20 @@ def test_any_grid_is_read_alike(tmp_path_factory, entry):
     assert read_all(place) == tensors
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "ab-00001.safetensors"])
-def test_it_finds_a_bit_that_flipped(tmp_path, name):
-    place, _ = written(tmp_path, ENTRIES, save_id="ab")
-    raw = bytearray((place.path / name).read_bytes())
-    raw[len(raw) // 2] ^= 4
-    (place.path / name).write_bytes(raw)
-    with pytest.raises(ValueError, match="damaged"):
-        independent_reader.read(place.path)
+def test_it_finds_a_bit_that_flipped(tmp_path):
+    for name in ("manifest.json", "ab-00001.safetensors"):
+        place, _ = written(tmp_path / name, ENTRIES, save_id="ab")
+        raw = bytearray((place.path / name).read_bytes())
+        raw[len(raw) // 2] ^= 4
+        (place.path / name).write_bytes(raw)
+        with pytest.raises(ValueError, match="damaged"):
+            independent_reader.read(place.path)
 
 
-def test_it_is_short_and_needs_the_standard_library_alone():
+def test_the_reader_is_short_and_needs_the_standard_library_alone_and_the_pages_example_is_a_manifest():
     path = Path(independent_reader.__file__)
     assert len(path.read_text().splitlines()) <= 100
     subprocess.run([sys.executable, "-S", "-I", "-c", path.read_text().split("if __name__")[0]], check=True)
-
-
-def test_the_example_on_the_page_is_a_manifest():
     (text,) = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
     manifest = parsed(text.encode(), "the page")
     assert manifest.to_bytes() == text.encode()

@@ -1,4 +1,4 @@
-"""Is a checkpoint that was reported done still there, whichever call to the system was the last of a process?"""
+"""A checkpoint that was reported done is still there, whichever call to the system was the last of a process."""
 
 import contextlib
 import errno
@@ -10,6 +10,7 @@ import pytest
 from sherd.storage.folder import Folder
 from sherd.storage.places import Disk
 from tests.storage.writing import SMALL, read_all, save, save_into, tensors_of
+from tests.support.suites import examples
 
 
 class Killed(BaseException):
@@ -122,7 +123,7 @@ ERRORS = [Killed(), OSError(errno.ENOSPC, "No space left on device"), OSError(er
 def test_whichever_call_is_the_last_what_was_reported_done_is_there(tmp_path, error, disk_at_once):
     total = number_of_calls(tmp_path / "counted")
     assert total > 100
-    for last in range(1, total + 1, 1 if isinstance(error, Killed) else 3):
+    for last in range(1, total + 1, total // examples(total if isinstance(error, Killed) else total // 3)):
         folder, done = Folder(Disk(tmp_path / str(last))), []
         with contextlib.suppress(Killed, OSError), calls_end_at(last, error):
             a_life(folder, done)

@@ -1,4 +1,4 @@
-"""Is a manifest read as it was written, and one that contradicts itself refused, whoever has signed it?"""
+"""A manifest is read as it was written, and one that contradicts itself is refused, whoever has signed it."""
 
 import contextlib
 import copy
@@ -20,7 +20,8 @@ from sherd.storage.manifest import Entry, File, Manifest, name_in_file, parsed, 
 from sherd.storage.opened import Opened, read_manifest
 from sherd.storage.places import Disk
 from sherd.storage.safetensors import BITS
-from tests.storage.writing import PROPERTY, read_all, save, save_into, tensors_of
+from tests.storage.writing import read_all, save, save_into, tensors_of
+from tests.support.refusals import refusal
 from tests.support.suites import examples
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -76,7 +77,6 @@ def manifests(draw):
     )
 
 
-@PROPERTY
 @given(manifests())
 def test_a_manifest_is_read_as_it_was_written(manifest):
     raw = manifest.to_bytes()
@@ -85,7 +85,6 @@ def test_a_manifest_is_read_as_it_was_written(manifest):
     assert parsed(raw, "x").to_bytes() == raw
 
 
-@PROPERTY
 @given(manifests(), st.data())
 def test_any_byte_that_changed_any_cut_and_anything_added_is_found(manifest, data):
     raw = bytearray(manifest.to_bytes())
@@ -176,41 +175,32 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "value"), WRONG, ids=[f"{path}-{n}" for n, (path, _) in enumerate(WRONG)])
-def test_a_signed_manifest_that_contradicts_itself_is_refused(path, value):
-    with pytest.raises(CheckpointError, match=r"^x") as told:
-        parsed(changed(path, value), "x")
-    assert len(str(told.value)) < 1000
-
-
 def test_the_seed_of_these_is_right_and_fields_of_later_versions_are_passed_over():
     assert parsed(SEED.to_bytes(), "x") == SEED
     assert parsed(changed("later", {"a": 1}), "x") == SEED
     assert parsed(changed("tensors/w/later", 1), "x") == SEED
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_what_contradicts_itself_or_is_no_json_is_refused_however_well_signed():
+    for path, value in WRONG:
+        said = refusal(CheckpointError, parsed, changed(path, value), "x")
+        assert said.startswith("x"), f"{path} = {str(value)[:99]}"
+        assert len(said) < 1000, path
+    for text in (
         '"values": {"a": 1, "a": 2}',
         '"values": ' + "[" * 200_000,
         '"values": {"a": NaN}',
         '"values": {"a": 1e',
         "",
         "\xff",
-    ],
-)
-def test_what_is_no_json_is_refused(text):
-    with pytest.raises(CheckpointError, match=r"^x"):
-        parsed(signed(b'{"format": "sherd/1",' + text.encode("latin-1")), "x")
+    ):
+        raw = signed(b'{"format": "sherd/1",' + text.encode("latin-1"))
+        assert refusal(CheckpointError, parsed, raw, "x").startswith("x"), text[:99]
 
 
-@pytest.mark.parametrize("key", ["values", "later", "files"])
 @pytest.mark.parametrize("depth", [100, 900, 960, 980, 1000, 5000])
-def test_a_deep_value_is_refused_or_read_however_deep_the_stack_is(key, depth):
+def test_a_deep_value_is_refused_or_read_however_deep_the_stack_is(depth):
     nested = "[" * depth + "]" * depth
-    body = SEED.to_bytes()[:-81].decode().replace(f'"{key}": ', f'"{key}": {nested}, "was": ')
-    raw = signed((body if nested in body else f'{body}, "{key}": {nested}').encode())
 
     def below(frames):
         if frames:
@@ -219,8 +209,11 @@ def test_a_deep_value_is_refused_or_read_however_deep_the_stack_is(key, depth):
         with contextlib.suppress(CheckpointError):
             parsed(raw, "x")
 
-    for frames in range(0, 60, 3):
-        below(frames)
+    for key in ("values", "later", "files"):
+        body = SEED.to_bytes()[:-81].decode().replace(f'"{key}": ', f'"{key}": {nested}, "was": ')
+        raw = signed((body if nested in body else f'{body}, "{key}": {nested}').encode())
+        for frames in range(0, 60, 3):
+            below(frames)
 
 
 def nodes(tree):
@@ -234,7 +227,7 @@ strange = st.one_of(
 )
 
 
-@settings(PROPERTY, max_examples=examples(400))
+@settings(max_examples=examples(400))
 @given(st.data())
 def test_a_mutated_manifest_is_refused_or_means_something_small(data):
     fields = json.loads(SEED.to_bytes())
@@ -263,7 +256,7 @@ def test_a_mutated_manifest_is_refused_or_means_something_small(data):
     assert all(manifest.entry(name) for name in manifest.aliases)
 
 
-@settings(PROPERTY, max_examples=examples(200))
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_mutated_bytes_of_a_signed_manifest_are_refused_or_read(data):
     body = bytearray(SEED.to_bytes()[:-81])
@@ -274,7 +267,7 @@ def test_mutated_bytes_of_a_signed_manifest_are_refused_or_read(data):
         parsed(signed(bytes(body)), "x")
 
 
-@settings(PROPERTY, max_examples=examples(200))
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_mutated_files_under_matching_checksums_are_refused_or_read(tmp_path_factory, data):
     """Whoever can sign a manifest can sum a file, too: what is read then lies within it."""
@@ -309,15 +302,15 @@ def peak_of(action):
 
 
 def test_refusing_takes_memory_in_proportion_to_the_text_and_no_long_computation():
-    bits = range(1 << 13)  # side by side in each of 13 dims with half of the others: no dim tells them apart
-    many = [[0, [n >> dim & 1 for dim in range(13)], [1] * 13] for n in bits]
+    bits = range(1 << 9)  # side by side in each of 9 dims with half of the others: no dim tells them apart
+    many = [[0, [n >> dim & 1 for dim in range(9)], [1] * 9] for n in bits]
     for path, value in [
-        ("tensors/w", {"dtype": "U8", "shape": [2] * 13, "pieces": many}),
+        ("tensors/w", {"dtype": "U8", "shape": [2] * 9, "pieces": many}),
         ("tensors/w/shape", [1 << 62] * 64),
-        ("tensors/w/shape", [1 << 62] * 100_000),
+        ("tensors/w/shape", [1 << 62] * 20_000),
         ("tensors/w/cuts", [[0, 1 << 62, 0]] * 64),
-        ("files", [{"name": "a", "bytes": 0, "crc32": []}] * 30_000),
-        ("aliases", {f"a{n}": f"a{n + 1}" for n in range(30_000)}),
+        ("files", [{"name": "a", "bytes": 0, "crc32": []}] * 9_000),
+        ("aliases", {f"a{n}": f"a{n + 1}" for n in range(9_000)}),
     ]:
         raw = changed(path, value)
         assert peak_of(lambda raw=raw: parsed(raw, "x")) < 100 * len(raw) + (1 << 20)
@@ -350,16 +343,18 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
         read_manifest(Disk(tmp_path))
 
 
+UNDER_O = """
+from sherd.storage.safetensors import parsed
+from sherd.errors import CheckpointError
+for entry in ('[]', '{}', '{"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}'):
+    header = ('{"w": ' + entry + '}').encode()
+    try:
+        parsed(header, 100 + len(header), 'x')
+    except CheckpointError:
+        print('refused')
+"""
+
+
 def test_nothing_is_checked_by_assert_which_minus_o_leaves_out():
-    program = (
-        "from sherd.storage.safetensors import parsed\n"
-        "from sherd.errors import CheckpointError\n"
-        'for entry in (\'[]\', \'{}\', \'{"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}\'):\n'
-        "    header = ('{\"w\": ' + entry + '}').encode()\n"
-        "    try:\n"
-        "        parsed(header, 100 + len(header), 'x')\n"
-        "    except CheckpointError:\n"
-        "        print('refused')\n"
-    )
-    done = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-O", "-c", UNDER_O], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["refused"] * 3

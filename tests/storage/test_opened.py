@@ -1,4 +1,4 @@
-"""Is a piece read from where the manifest says, and a file that holds something else told?"""
+"""A piece is read from where the manifest says, and a file that holds something else is told."""
 
 import pytest
 
@@ -8,6 +8,7 @@ from sherd.storage.manifest import Entry
 from sherd.storage.opened import Opened
 from sherd.storage.places import Disk
 from tests.storage.writing import SMALL, save, tensors_of
+from tests.support.refusals import refusal
 
 
 @pytest.fixture
@@ -27,7 +28,11 @@ def opened(tmp_path):
         checkpoint.close()
 
 
-def test_only_the_pieces_that_a_part_needs_are_opened(opened, tmp_path):
+def test_an_alias_is_its_tensor_and_only_the_pieces_that_a_part_needs_are_opened(opened, tmp_path):
+    checkpoint = opened(aliases={"tied": "w"})
+    assert list(checkpoint.pieces("tied")) == list(checkpoint.pieces("w"))
+    with pytest.raises(CheckpointError, match="has no tensor none"):
+        checkpoint.entry("none")
     checkpoint = opened()
     (tmp_path / "ab-00001.safetensors").unlink()
     ((_, stored, box),) = checkpoint.pieces("w", Box((1, 0), (2, 3)))
@@ -36,22 +41,11 @@ def test_only_the_pieces_that_a_part_needs_are_opened(opened, tmp_path):
         list(checkpoint.pieces("w"))
 
 
-def test_an_alias_is_its_tensor_and_other_names_are_none(opened):
-    checkpoint = opened(aliases={"tied": "w"})
-    assert list(checkpoint.pieces("tied")) == list(checkpoint.pieces("w"))
-    with pytest.raises(CheckpointError, match="has no tensor none"):
-        checkpoint.entry("none")
-
-
-@pytest.mark.parametrize(
-    ("entry", "why"),
-    [
+def test_a_file_that_holds_something_else_is_told(opened):
+    for entry, why in (
         (Entry("BF16", (5,), Grid(0)), "ab-00000.safetensors lacks b"),
-        (Entry("F16", (5,), Grid(1)), r"has BF16 \(5,\) as b, F16 \(5,\)"),
-        (Entry("BF16", (4,), Grid(1)), r"has BF16 \(5,\) as b, BF16 \(4,\)"),
-    ],
-)
-def test_a_file_that_holds_something_else_is_told(opened, entry, why):
-    checkpoint = opened({"b": entry})
-    with pytest.raises(CheckpointError, match=why):
-        list(checkpoint.pieces("b"))
+        (Entry("F16", (5,), Grid(1)), "has BF16 (5,) as b, F16 (5,)"),
+        (Entry("BF16", (4,), Grid(1)), "has BF16 (5,) as b, BF16 (4,)"),
+    ):
+        checkpoint = opened({"b": entry})
+        assert why in refusal(CheckpointError, lambda c=checkpoint: list(c.pieces("b"))), entry

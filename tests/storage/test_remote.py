@@ -1,8 +1,8 @@
-"""Does an object store hold what was written, whole or not at all, also over a bad connection?"""
+"""An object store holds what was written, whole or not at all, also over a bad connection."""
 
 import os
 import sys
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
@@ -35,12 +35,9 @@ def server():
 @pytest.fixture
 def store(server, monkeypatch):
     """A folder of a new bucket, and fsspec's file system for it."""
-    for name, value in {
-        "ACCESS_KEY_ID": "testing",
-        "SECRET_ACCESS_KEY": "testing",
-        "DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(f"AWS_{name}", "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setattr(remote, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(remote, "PART_BYTES", PART)
     place = place_of(f"s3://{BUCKET}/run/", endpoint_url=server)
@@ -88,16 +85,14 @@ def uploads(place):
     return place._fs.list_multipart_uploads(BUCKET)
 
 
-def test_a_long_object_is_uploaded_in_parts_and_reads_back(store, calls):
+def test_a_long_object_is_uploaded_in_parts_a_short_one_in_one_request_and_both_read_back(store, calls):
     sums = Checksums(4 << 20)
     store.write("long", lambda: sums.passing(chunks_of(LONG)()))
     assert calls.names == ["CreateMultipartUpload", *["UploadPart"] * 3, "CompleteMultipartUpload"]
     assert all(kwargs["Body"].seek(0, 2) >= PART for _, kwargs in calls.made[1:3])
     assert store.read("long") == LONG
     assert sums.nbytes == len(LONG)
-
-
-def test_a_short_object_is_one_request(store, calls):
+    calls.made.clear()
     store.write("short", chunks_of(b"abc"))
     store.write("empty", lambda: ())
     assert calls.names == ["PutObject", "PutObject"]
@@ -119,26 +114,18 @@ def test_reading_is_one_request_for_the_bytes_asked_for(store, calls):
     file.read_into(len(LONG), memoryview(b""))
 
 
-@pytest.mark.parametrize("after", [0, 1, 4])
-def test_an_upload_whose_source_fails_leaves_nothing(store, after):
-    def chunks():
-        yield from list(chunks_of(LONG)())[:after]
-        raise ZeroDivisionError("the source")
+def test_an_upload_whose_source_fails_leaves_nothing_or_the_object_that_was_there(store):
+    def chunks(num, error):
+        yield from list(chunks_of(LONG)())[:num]
+        raise error
 
-    with pytest.raises(ZeroDivisionError, match="the source"):
-        store.write("long", chunks)
-    assert (uploads(store), store.names()) == ([], [])
-
-
-def test_an_upload_that_is_interrupted_leaves_the_object_that_was_there(store):
+    for num, error in ((0, ZeroDivisionError), (1, ZeroDivisionError), (4, ZeroDivisionError), (4, KeyboardInterrupt)):
+        with pytest.raises(error):
+            store.write("long", lambda num=num, error=error: chunks(num, error))
+        assert (uploads(store), store.names()) == ([], []), (num, error)
     store.write("long", chunks_of(b"before"))
-
-    def chunks():
-        yield from list(chunks_of(LONG)())[:4]
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        store.write("long", chunks)
+        store.write("long", lambda: chunks(4, KeyboardInterrupt))
     assert uploads(store) == []
     assert store.read("long") == b"before"
 
@@ -172,18 +159,15 @@ def test_a_connection_that_stays_away_is_one_error_with_url_and_cause(store, cal
         assert len(calls.made) == 4
 
 
-def test_reading_is_tried_again(store, calls):
+def test_what_is_not_there_or_not_allowed_is_told_at_once_and_reading_is_tried_again(store, calls):
+    with pytest.raises(FileNotFoundError, match="s3://checkpoints/run/none"):
+        store.open("none")
+    assert "HeadObject" in calls.names
     store.write("short", chunks_of(b"abc"))
     calls.made.clear()
     calls.failing = (1, 3, 4)
     assert store.read("short") == b"abc"
     assert calls.names == ["HeadObject"] * 2 + ["GetObject"] * 3
-
-
-def test_what_is_not_there_or_not_allowed_is_told_at_once(store, calls):
-    with pytest.raises(FileNotFoundError, match="s3://checkpoints/run/none"):
-        store.open("none")
-    assert "HeadObject" in calls.names
     calls.made.clear()
     calls.failing, calls.error = (1,), PermissionError("Access Denied")
     with pytest.raises(PermissionError, match="Access Denied: 's3://checkpoints/run/short'"):
@@ -201,31 +185,25 @@ def test_a_server_that_is_not_there_is_named(store):
     assert found is None
 
 
-def test_names_are_those_that_are_there_now(store, server):
+def test_names_are_those_that_are_there_now_and_an_empty_folder_is_dropped_and_never_its_bucket(store, server):
     other = fsspec.filesystem("s3", endpoint_url=server, skip_instance_cache=True, use_listings_cache=False)
     assert store.names() == []
+    place_of(f"s3://{BUCKET}", **store._fs.storage_options).drop()
+    assert store._fs.exists(BUCKET)
     store.write("a", chunks_of(b"1"))
+    store.drop()
     assert store.names() == ["a"]
     other.pipe_file(f"{BUCKET}/run/b", b"2")
     other.pipe_file(f"{BUCKET}/run/step/c", b"3")
     assert sorted(store.names()) == ["a", "b", "step"]
     other.rm_file(f"{BUCKET}/run/a")
     assert sorted(store.names()) == ["b", "step"]
-    with pytest.raises(FileNotFoundError):
-        store.open("a")
-    with pytest.raises(FileNotFoundError):
-        store.open("step")
-    store.remove("b")
-    store.remove("b")
+    for gone in ("a", "step"):
+        with pytest.raises(FileNotFoundError):
+            store.open(gone)
+    for _ in range(2):
+        store.remove("b")
     assert store.names() == ["step"]
-
-
-def test_an_empty_folder_is_dropped_and_never_its_bucket(store):
-    place_of(f"s3://{BUCKET}", **store._fs.storage_options).drop()
-    assert store._fs.exists(BUCKET)
-    store.write("a", chunks_of(b"1"))
-    store.drop()
-    assert store.names() == ["a"]
 
 
 @pytest.fixture(params=["s3", "memory"])
@@ -275,19 +253,16 @@ def test_a_file_system_that_can_rename_shows_no_half_of_a_file():
 
 def test_threads_may_read_one_object(store):
     store.write("long", chunks_of(LONG))
-    file, found = store.open("long"), {}
+    file = store.open("long")
 
     def read(start):
         into = bytearray(1000)
         file.read_into(start, memoryview(into))
-        found[start] = bytes(into)
+        return bytes(into)
 
-    threads = [Thread(target=read, args=(start,)) for start in range(0, 8000, 1000)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {start: LONG[start : start + 1000] for start in range(0, 8000, 1000)}
+    starts = range(0, 8000, 1000)
+    with ThreadPoolExecutor(len(starts)) as threads:
+        assert list(threads.map(read, starts)) == [LONG[start : start + 1000] for start in starts]
 
 
 def test_a_url_of_a_disk_is_that_disk_and_takes_no_options(tmp_path):
@@ -297,21 +272,16 @@ def test_a_url_of_a_disk_is_that_disk_and_takes_no_options(tmp_path):
         place_of(tmp_path, endpoint_url="http://x")
 
 
-@pytest.mark.parametrize(
-    ("missing", "url", "told"),
-    [
+def test_a_missing_package_is_named_with_what_installs_it_and_so_is_an_unknown_kind_of_url(monkeypatch):
+    for missing, url, told in (
         ("fsspec", "s3://b/x", "pip install fsspec s3fs"),
         ("s3fs", "s3://b/x", "pip install fsspec s3fs"),
         ("gcsfs", "gs://b/x", "pip install fsspec gcsfs"),
-    ],
-)
-def test_a_missing_package_is_named_with_what_installs_it(missing, url, told, monkeypatch):
-    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, url.partition("://")[0], raising=False)
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(CheckpointError, match=told):
-        place_of(url)
-
-
-def test_an_unknown_kind_of_url_is_named():
+    ):
+        with monkeypatch.context() as patch:
+            patch.delitem(sys.modules["fsspec.registry"]._registry, url.partition("://")[0], raising=False)
+            patch.setitem(sys.modules, missing, None)
+            with pytest.raises(CheckpointError, match=told):
+                place_of(url)
     with pytest.raises(CheckpointError, match=r"nosuch://b/x cannot be opened.*nosuch"):
         place_of("nosuch://b/x")

@@ -3,16 +3,14 @@
 import random
 from itertools import count
 
-from hypothesis import settings
-
 from sherd.layout.boxes import Grid, GridCut
 from sherd.storage.blocks import Checksums
 from sherd.storage.folder import Folder, file_name
 from sherd.storage.manifest import Entry, File, Manifest, name_in_file
 from sherd.storage.opened import Opened
 from sherd.storage.safetensors import BITS, header_of, nbytes_of
+from tests.layout.strategies import elements
 
-PROPERTY = settings(deadline=None, derandomize=True)
 SMALL = {"w": Entry("F32", (7, 3), Grid(0, (GridCut(0, 2, 1),))), "b": Entry("BF16", (5,), Grid(1))}
 SAVE_IDS = (f"{number:08x}" for number in count(0xABC0))
 
@@ -25,10 +23,7 @@ def tensors_of(entries, seed=0):
 def part_of(raw, dtype, shape, box):
     """The bytes of `box` in a tensor that is `raw`, element by element."""
     width = BITS[dtype] // 8
-    places = [0]
-    for size, offset, wide in zip(shape, box.offsets, box.sizes, strict=True):
-        places = [place * size + index for place in places for index in range(offset, offset + wide)]
-    return b"".join(raw[place * width : (place + 1) * width] for place in places)
+    return b"".join(raw[place * width : (place + 1) * width] for place in elements(shape, box))
 
 
 def save(place, entries, tensors, step, *, num_files=1, save_id=None, block_bytes=64, **fields):
@@ -68,10 +63,7 @@ def read_all(place):
                 piece = bytearray(stored.stop - stored.start)
                 file.bytes.read_into(stored.start, memoryview(piece))
                 assert len(piece) == nbytes_of(entry.dtype, box.sizes)
-                places = [0]
-                for size, offset, wide in zip(entry.shape, box.offsets, box.sizes, strict=True):
-                    places = [place * size + index for place in places for index in range(offset, offset + wide)]
-                for at, place_of_it in enumerate(places):
-                    raw[place_of_it * width : (place_of_it + 1) * width] = piece[at * width : (at + 1) * width]
+                for at, element in enumerate(elements(entry.shape, box)):
+                    raw[element * width : (element + 1) * width] = piece[at * width : (at + 1) * width]
             found[name] = bytes(raw)
         return found

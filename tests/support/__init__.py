@@ -4,6 +4,7 @@ models/         tiny models: `build("tied_across")` is one difficulty with its i
 sharding.py     `sharded(model, "flat")`: each front end and placement, and what the units are
 training.py     `Recipe` and `Run` for specimens; `train_job` and `assert_trained` for any model and job
 comparing.py    `whole(value)`, `whole_params(model)`, `assert_same(found, expected)`, `assert_refused(action, ...)`
+refusals.py     `assert words in refusal(InputError, action, ...), row`
 gathered.py     many sharded tensors whole at once
 checkpoints.py  `save` and `load` a model and its optimizer by torch's distributed checkpointing
 meshes.py       `mesh_of((2, 2))`

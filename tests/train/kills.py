@@ -1,10 +1,10 @@
-"""A run killed at random moments: is what it said it had saved there, and does the next start go on as if nothing was?
+"""A run killed at random moments: what it said it had saved is there, and the next start goes on as if nothing was.
 
     python -m tests.train.kills --moments 100 --seed 0
 
 In each moment SIGTERM, SIGHUP or SIGKILL comes to the launcher, to one rank, or to all at once: in the start, in a
 step, in a save, in the sample, or at the end. Then the same command is started again, to the end. What must hold is
-in `require`. `--pythons` starts new Pythons, as a user does, instead of forks of one that has torch imported.
+in `require`.
 """
 
 import argparse
@@ -17,11 +17,10 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from sherd.storage.folder import Folder
 from sherd.storage.places import Disk
 from sherd.train.codes import NOT_SAVED, STOPPED
 from sherd.train.folder import LOCK
+from sherd.train.report import records as read_records
 from tests.support.ranks.forked import sherd, start
 from tests.train.test_loop import TREE
 
@@ -64,25 +64,16 @@ def drawn(seed: int) -> Moment:
 
 
 class Run:
-    """A command `sherd train` in a process of its own."""
+    """A command `sherd train` in a process of its own, forked from one that has torch imported."""
 
-    def __init__(self, folder: Path, pythons: bool, name: str) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         self.out, self.said = folder / "run", folder / name
         words = ["train", "--config", str(folder / "run.json"), "--out", str(self.out), "--resume-or-start"]
         self.begun = time.monotonic()
-        if pythons:
-            environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-            with open(self.said, "w") as out, open(self.said.with_suffix(".err"), "w") as err:
-                self.process: Any = subprocess.Popen(
-                    [sys.executable, "-m", "sherd", *words], env=environment, stdout=out, stderr=err
-                )
-        else:
-            self.process = start(sherd, words, ENVIRONMENT, folder=folder, output=self.said)
+        self.process: Any = start(sherd, words, ENVIRONMENT, folder=folder, output=self.said)
 
     @property
     def code(self) -> int | None:
-        if isinstance(self.process, subprocess.Popen):
-            return self.process.poll()
         return self.process.exitcode
 
     def ranks(self) -> list[int]:
@@ -96,24 +87,20 @@ class Run:
         return sorted(found)
 
     def records(self, event: str) -> list[dict[str, Any]]:
-        """What metrics.jsonl has of that event."""
+        """What metrics.jsonl has of that event; a line cut off by a kill is passed over."""
         metrics = self.out / "metrics.jsonl"
         lines = metrics.read_text().splitlines() if metrics.exists() else []
-        read = []
-        for line in lines:
-            with contextlib.suppress(ValueError):  # cut off by a kill
-                read.append(json.loads(line))
-        return [record for record in read if record["event"] == event]
+        return [record for record in read_records(lines) if record["event"] == event]
 
     def words(self, suffix: str = "") -> str:
         """What it printed; with `.err`, to stderr. Nothing, if it was killed before it could."""
         path = self.said.with_suffix(suffix)
         return path.read_text() if path.exists() else ""
 
-    def until(self, condition: Any) -> None:
+    def until(self, condition: Callable[[], Any], *, alive: bool = True) -> None:
         """Wait for it, or for the end of the run."""
         deadline = time.monotonic() + PATIENCE_S
-        while self.code is None and not condition():
+        while (self.code is None or not alive) and not condition():
             assert time.monotonic() < deadline, f"{self.said}: nothing happens"
             time.sleep(0.002)
 
@@ -131,10 +118,7 @@ class Run:
     def end(self) -> int:
         """Its exit code, once all processes are gone."""
         self.until(lambda: False)
-        deadline = time.monotonic() + PATIENCE_S
-        while not self.gone():
-            assert time.monotonic() < deadline, f"{self.said}: a process is left"
-            time.sleep(0.01)
+        self.until(self.gone, alive=False)
         assert self.code is not None
         return self.code
 
@@ -200,10 +184,10 @@ def prepared(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def never_killed(folder: Path, pythons: bool) -> Iterator[tuple[dict[int, float], float]]:
+def never_killed(folder: Path) -> Iterator[tuple[dict[int, float], float]]:
     """The losses of a run that nobody kills, and how long its start takes."""
     prepared(folder)
-    run = Run(folder, pythons, "said")
+    run = Run(folder, "said")
     run.until(lambda: run.records("step"))
     usual = time.monotonic() - run.begun
     assert run.end() == 0, run.words(".err")
@@ -213,14 +197,14 @@ def never_killed(folder: Path, pythons: bool) -> Iterator[tuple[dict[int, float]
     shutil.rmtree(folder)
 
 
-def tried(folder: Path, moment: Moment, pythons: bool, losses: dict[int, float], usual: float) -> int:
+def tried(folder: Path, moment: Moment, losses: dict[int, float], usual: float) -> int:
     """The exit code of a run killed in that moment. Raises AssertionError where something does not hold."""
     prepared(folder)
-    first = Run(folder, pythons, "first")
+    first = Run(folder, "first")
     kill(first, moment, usual)
     code = first.end()
     saved = max((record["step"] for record in first.records("checkpoint")), default=0)
-    second = Run(folder, pythons, "second")
+    second = Run(folder, "second")
     assert second.end() == 0, (first.words(".err"), second.words(".err"))
     require(first, code, saved, second, losses)
     shutil.rmtree(folder)
@@ -232,15 +216,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--moments", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the first moment; the others follow")
-    parser.add_argument("--pythons", action="store_true")
     args = parser.parse_args()
     table: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
     failed = 0
-    with tempfile.TemporaryDirectory() as place, never_killed(Path(place) / "whole", args.pythons) as (losses, usual):
+    with tempfile.TemporaryDirectory() as place, never_killed(Path(place) / "whole") as (losses, usual):
         for seed in range(args.seed, args.seed + args.moments):
             moment = drawn(seed)
             try:
-                outcome = f"exit {tried(Path(place) / str(seed), moment, args.pythons, losses, usual)}"
+                outcome = f"exit {tried(Path(place) / str(seed), moment, losses, usual)}"
             except AssertionError as error:
                 outcome, failed = "FAILED", failed + 1
                 print(f"seed {seed}: {moment}: {error}", flush=True)

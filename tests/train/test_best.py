@@ -1,4 +1,4 @@
-"""Is a run's best checkpoint kept and found again, whatever crashes, and never mistaken for another?"""
+"""A run's best checkpoint is kept and found again, whatever crashes, and never mistaken for another."""
 
 import errno
 import json
@@ -15,9 +15,7 @@ from sherd.train.judging import Score
 from sherd.train.saved import newest, place_in
 from sherd.train.uses import pick
 from tests.train.test_checkpoint import break_it, finish, names, put
-from tests.train.test_loop import config, run, text
-
-__all__ = ["text"]  # the fixture
+from tests.train.test_loop import TREE, config, run
 
 
 def best(step, bits=2.0, judged="a"):
@@ -50,17 +48,13 @@ def test_one_that_is_gone_half_written_or_judged_by_other_text_is_beaten_by_any(
     assert best(4, 2.1).beats(best(2), place_in(tmp_path))
 
 
-@pytest.mark.parametrize("damaged", ["", "[1]", '{"step": 3}', "null"])
-def test_a_damaged_note_is_as_none(tmp_path, damaged):
+def test_a_damaged_note_is_as_none_and_one_that_cannot_be_written_leaves_the_one_before(tmp_path):
     put(tmp_path, 2)
-    (tmp_path / "checkpoints" / "best.json").write_text(damaged)
-    assert read_best(place_in(tmp_path)) is None
-    with pytest.raises(InputError, match="has kept no best checkpoint"):
-        pick(str(tmp_path), best=True)
-
-
-def test_a_note_that_cannot_be_written_is_told_and_leaves_the_one_before(tmp_path):
-    put(tmp_path, 2)
+    for damaged in ("", "[1]", '{"step": 3}', "null"):
+        (tmp_path / "checkpoints" / "best.json").write_text(damaged)
+        assert read_best(place_in(tmp_path)) is None, damaged
+        with pytest.raises(InputError, match="has kept no best checkpoint"):
+            pick(str(tmp_path), best=True)
     write_best(place_in(tmp_path), best(2))
     with mock.patch("os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")):
         assert write_best(place_in(tmp_path), best(3)) == "No space left on device"
@@ -80,19 +74,17 @@ def run_judged(config, out, **how):
 
 
 EACH = {"steps": 7, "eval_every": 1, "save_every": 5, "keep": 1}
+KEPT = ["best.json", "step-00000004", "step-00000007"]
 
 
 def test_what_no_evaluation_before_was_better_than_is_saved_and_kept(world, text, tmp_path):
-    assert world(2).run(run_judged, config(text, **EACH), tmp_path)[0] == [
-        "best.json",
-        "step-00000004",
-        "step-00000007",
-    ]
+    assert world(2).run(run_judged, config(text, **EACH), tmp_path)[0] == KEPT
     assert read_best(place_in(tmp_path)).bits == pytest.approx(2.0 / math.log(2))
 
 
 @pytest.mark.parametrize("off", [{"keep_best": False}, {"save_every": 0}], ids=["keep_best", "save_every"])
 def test_without_keep_best_or_saves_between_only_the_last_is_there(world, text, tmp_path, off):
+    assert Config.of(TREE).run.keep_best
     assert world(2).run(run_judged, config(text, **{**EACH, **off}), tmp_path)[0] == ["step-00000007"]
 
 
@@ -101,8 +93,7 @@ def test_a_run_that_was_stopped_and_went_on_keeps_the_same_best(world, text, tmp
     world(2).run(run_judged, config(text, **EACH), tmp_path, stop_after=stop_after)
     assert newest(tmp_path).step == stop_after
     # 2 and 4 are the best so far, but were stopped before they were judged.
-    kept = world(2).run(run_judged, config(text, **EACH), tmp_path, resume=True)[0]
-    assert kept == ["best.json", "step-00000004", "step-00000007"]
+    assert world(2).run(run_judged, config(text, **EACH), tmp_path, resume=True)[0] == KEPT
 
 
 def test_a_crash_between_the_save_and_its_note_loses_nothing(world, text, tmp_path):
@@ -111,11 +102,5 @@ def test_a_crash_between_the_save_and_its_note_loses_nothing(world, text, tmp_pa
     shutil.rmtree(folder / "step-00000005")
     (folder / "best.json").write_text(json.dumps({"step": 2, "bits": 3.0 / math.log(2), "judged": "gone"}))
     assert newest(tmp_path).step == 4
-    kept = world(2).run(run_judged, config(text, **EACH), tmp_path, resume=True)[0]
-    assert kept == ["best.json", "step-00000004", "step-00000007"]
+    assert world(2).run(run_judged, config(text, **EACH), tmp_path, resume=True)[0] == KEPT
     assert read_best(place_in(tmp_path)).step == 4
-
-
-def test_the_config_can_switch_it_off():
-    assert Config().run.keep_best
-    assert not Config.of({"run": {"keep_best": False}}).run.keep_best

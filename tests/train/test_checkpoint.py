@@ -1,4 +1,4 @@
-"""Is a checkpoint whole or none, and is the wrong one refused?"""
+"""A checkpoint is whole or none, and the wrong one is refused."""
 
 import contextlib
 import errno
@@ -20,6 +20,7 @@ from sherd.train.config import Config, InputError
 from sherd.train.folder import sweep
 from sherd.train.report import Silent
 from sherd.train.saved import Checkpoint, newest, place_in
+from tests.support.refusals import refusal
 
 DATA = file_name("0a", 0)
 
@@ -72,73 +73,64 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("how", BREAKS)
-def test_a_half_written_checkpoint_is_passed_over_with_a_note_for_an_older_whole_one(tmp_path, how):
-    old, new = put(tmp_path, 1), put(tmp_path, 2)
-    break_it(new, how)
-    found = newest(tmp_path)
-    assert str(found) == str(old)
-    assert len(found.notes) == 1
-    assert str(new) in found.notes[0]
-    assert BREAKS[how] in found.notes[0]
+def refused(action, *args):
+    """The one line in which `action(*args)` is refused."""
+    said = refusal(InputError, action, *args)
+    assert "\n" not in said
+    return said
 
 
-@pytest.mark.parametrize("how", BREAKS)
-def test_a_half_written_checkpoint_with_nothing_older_is_refused_in_one_line(tmp_path, how):
-    break_it(put(tmp_path, 2), how)
-    with pytest.raises(InputError, match="no older whole checkpoint; start anew with another --out") as caught:
-        newest(tmp_path)
-    assert BREAKS[how] in str(caught.value)
-    assert "\n" not in str(caught.value)
+def test_a_half_written_checkpoint_is_passed_over_with_a_note_or_refused_with_nothing_older_and_replaced(tmp_path):
+    for how, why in BREAKS.items():
+        out = tmp_path / how
+        break_it(put(out, 2), how)
+        said = refused(newest, out)
+        assert "no older whole checkpoint; start anew with another --out" in said, how
+        assert why in said, how
+        new, old = out / "checkpoints" / "step-00000002", put(out, 1)
+        found = newest(out)
+        assert str(found) == str(old), how
+        assert len(found.notes) == 1, how
+        assert str(new) in found.notes[0], how
+        assert why in found.notes[0], how
+        finish(out, 2, keep=1)
+        assert newest(out).step == 2, how
+        sweep(out)
+        assert sorted(path.name for path in new.iterdir()) == [DATA, MANIFEST], how
 
 
-def test_a_folder_without_checkpoints_is_refused(tmp_path):
-    with pytest.raises(InputError, match="holds no checkpoint to resume from"):
-        newest(tmp_path)
+EARLIER = "was written by an earlier sherd train, by torch.distributed.checkpoint"
+OTHERS = [
+    ({"format": "sherd/2"}, "has format 'sherd/2'; this version reads 'sherd/1'"),
+    ({"format": 1, "step": 2, "files": {}}, EARLIER),
+]
 
 
-LATER = {"format": "sherd/2"}, "has format 'sherd/2'; this version reads 'sherd/1'"
-EARLIER = (
-    {"format": 1, "step": 2, "files": {}},
-    "was written by an earlier sherd train, by torch.distributed.checkpoint",
-)
-
-
-@pytest.mark.parametrize(("written", "said"), [LATER, EARLIER], ids=["later", "earlier"])
-def test_a_checkpoint_of_another_format_is_refused_and_no_older_one_taken_in_its_place(tmp_path, written, said):
-    put(tmp_path, 1)
-    path = put(tmp_path, 2)
-    (path / MANIFEST).write_text(json.dumps(written))
-    with pytest.raises(InputError, match=said) as caught:
-        newest(tmp_path)
-    assert not isinstance(caught.value, saved.NoCheckpoint), "--resume-or-start would begin anew"
-    assert "\n" not in str(caught.value)
-
-
-def test_a_checkpoint_that_another_program_saved_is_refused(tmp_path):
-    folder = Folder(Disk(tmp_path / "checkpoints"))
+def test_a_checkpoint_of_another_format_or_program_is_refused_and_no_older_one_taken_in_its_place(tmp_path):
+    assert "holds no checkpoint to resume from" in refused(newest, tmp_path)
+    for written, said in OTHERS:
+        put(tmp_path, 1)
+        path = put(tmp_path, 2)
+        (path / MANIFEST).write_text(json.dumps(written))
+        assert said in refused(newest, tmp_path), written
+        with pytest.raises(InputError) as caught:
+            newest(tmp_path)
+        assert not isinstance(caught.value, saved.NoCheckpoint), "--resume-or-start would begin anew"
+    folder = Folder(Disk(tmp_path / "other" / "checkpoints"))
     file = write_file(folder.folder_of(1), DATA, {})
     folder.finish(1, Manifest(1, "0a", "2026-01-01T00:00:00Z", 1, (file,), {}, user={"config": {}}))
-    with pytest.raises(InputError, match="is no checkpoint of `sherd train`: another program has saved it"):
-        newest(tmp_path)
+    said = refused(newest, tmp_path / "other")
+    assert "is no checkpoint of `sherd train`: another program has saved it" in said
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_the_fields_that_differ(tmp_path):
+def test_a_checkpoint_of_another_model_or_text_is_refused_and_changes_that_reach_the_losses_are_told(tmp_path):
     found = Checkpoint(Disk(tmp_path), manifest())
     found.check_model(Config())
-    with pytest.raises(InputError, match=r"another model: model.width is 128 there and 64 here, model.tied is True"):
-        found.check_model(Config.of({"model": {"width": 64, "tied": False}}))
-
-
-def test_a_checkpoint_trained_on_another_text_is_refused(tmp_path):
-    found = Checkpoint(Disk(tmp_path), manifest())
+    other = Config.of({"model": {"width": 64, "tied": False}})
+    said = "another model: model.width is 128 there and 64 here, model.tied is True"
+    assert said in refused(found.check_model, other)
     found.check_text("abc", "here")
-    with pytest.raises(InputError, match="another text than here holds now"):
-        found.check_text("xyz", "here")
-
-
-def test_only_changes_that_reach_the_losses_are_told(tmp_path):
-    found = Checkpoint(Disk(tmp_path), manifest())
+    assert "another text than here holds now" in refused(found.check_text, "xyz", "here")
     free = {"out": "elsewhere", "keep": 9, "save_every": 1, "ranks": 2, "sample": 3}
     assert found.changes(Config.of({"run": free})) == []
     assert found.changes(Config.of({"run": {"seed": 1}, "optimizer": {"lr": 0.5}})) == [
@@ -157,27 +149,14 @@ def names(out):
     return sorted(path.name for path in (out / "checkpoints").iterdir() if path.name not in (".lock", "latest"))
 
 
-def test_only_the_last_checkpoints_are_kept(tmp_path):
+def test_only_the_last_whole_checkpoints_are_kept(tmp_path):
     for step in range(1, 6):
         finish(tmp_path, step, keep=2)
     assert names(tmp_path) == ["step-00000004", "step-00000005"]
     assert newest(tmp_path).step == 5
-
-
-def test_a_later_half_written_checkpoint_does_not_push_out_a_whole_one(tmp_path):
-    put(tmp_path, 1)
-    break_it(put(tmp_path, 3), "no manifest")
-    finish(tmp_path, 2, keep=1)
-    assert newest(tmp_path).step == 2
-
-
-@pytest.mark.parametrize("how", BREAKS)
-def test_a_half_written_checkpoint_in_the_way_is_replaced_and_what_it_left_is_swept(tmp_path, how):
-    break_it(put(tmp_path, 2), how)
-    finish(tmp_path, 2, keep=1)
-    assert newest(tmp_path).step == 2
-    sweep(tmp_path)
-    assert sorted(path.name for path in (tmp_path / "checkpoints" / "step-00000002").iterdir()) == [DATA, MANIFEST]
+    break_it(put(tmp_path, 7), "no manifest")
+    finish(tmp_path, 6, keep=1)
+    assert newest(tmp_path).step == 6, "a later half-written one has pushed out a whole one"
 
 
 # On two ranks
@@ -197,55 +176,48 @@ def choice(**run):
     return Config.of({"run": run})
 
 
+def flip_in(file):
+    """Change one bit in the middle of a file."""
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+
+
 def damaged(out, flip):
+    """What two ranks load whose newest checkpoint, or only one, is damaged in the file that ends in `flip`."""
     model, optimizer = small()
     with saver(out, model, optimizer) as saving:
         saving.save(1, choice())
         first = model.weight.detach().clone()
         torch.nn.init.zeros_(model.weight)
         saving.save(2, choice())
-    path = out / "checkpoints" / "step-00000002"
-    (name,) = [each.name for each in path.iterdir() if each.name.endswith(flip)]
     dist.barrier()
     if dist.get_rank() == 0:
-        raw = bytearray((path / name).read_bytes())
-        raw[len(raw) // 2] ^= 1
-        (path / name).write_bytes(raw)
+        (file,) = (out / "checkpoints" / "step-00000002").glob(f"*{flip}")
+        flip_in(file)
     dist.barrier()
-    found = newest(out)
-    loaded = checkpoint.load(place_in(out), found, model, optimizer)
-    return loaded.step, loaded.notes, torch.equal(model.weight, first) or dist.get_rank() > 0
+    loaded = checkpoint.load(place_in(out), newest(out), model, optimizer)
+    first_again = torch.equal(model.weight, first) or dist.get_rank() > 0
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (file,) = (out / "checkpoints" / "step-00000001").glob("*-00000.safetensors")
+        flip_in(file)
+    dist.barrier()
+    said = refused(lambda: checkpoint.load(place_in(out), newest(out), model, optimizer))
+    return loaded.step, loaded.notes, first_again, said
 
 
 @pytest.mark.parametrize("flip", [MANIFEST, "-00000.safetensors"])
-def test_a_single_bit_changed_since_it_was_written_is_found_and_the_older_one_taken(world, tmp_path, flip):
-    for step, notes, is_first in world(2).run(damaged, tmp_path, flip):
+def test_a_single_bit_changed_is_found_and_the_older_one_taken_while_it_is_whole(world, tmp_path, flip):
+    for step, notes, is_first, said in world(2).run(damaged, tmp_path, flip):
         assert step == 1
         (note,) = notes
         assert f"{tmp_path}/checkpoints/step-00000002" in note
         assert flip in note
         assert is_first
-
-
-def only_damaged(out):
-    model, optimizer = small()
-    with saver(out, model, optimizer) as saving:
-        saving.save(1, choice())
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (file,) = (out / "checkpoints" / "step-00000001").glob("*-00000.safetensors")
-        file.write_bytes(file.read_bytes()[:-1] + b"!")
-    dist.barrier()
-    with pytest.raises(InputError) as caught:
-        checkpoint.load(place_in(out), newest(out), model, optimizer)
-    return str(caught.value)
-
-
-def test_where_all_are_damaged_that_is_told_in_one_line(world, tmp_path):
-    for said in world(2).run(only_damaged, tmp_path):
-        assert "holds no whole checkpoint (step 1: " in said
+        assert "holds no whole checkpoint (step " in said
+        assert "step 1: " in said
         assert said.endswith("name another --out")
-        assert "\n" not in said
 
 
 def refused_on(number, what, run, out):
@@ -259,9 +231,8 @@ def refused_on(number, what, run, out):
         real(self, name, chunks)
 
     patched = mock.patch.object(Disk, "write", write) if dist.get_rank() == number else contextlib.nullcontext()
-    with patched, pytest.raises(NotSaved) as caught:
-        save_twice(saver(out, model, optimizer), choice(**run))
-    return str(caught.value)
+    with patched:
+        return refusal(NotSaved, save_twice, saver(out, model, optimizer), choice(**run))
 
 
 def save_twice(saver, config):
@@ -272,7 +243,7 @@ def save_twice(saver, config):
 
 @pytest.mark.parametrize("run", [{"async_save": True}, {"async_save": False}], ids=["async", "sync"])
 @pytest.mark.parametrize(("number", "what"), [(0, ".safetensors"), (1, ".safetensors"), (0, MANIFEST)])
-def test_a_disk_that_is_full_for_one_rank_is_told_by_all_in_one_line_and_gets_its_space_back(
+def test_a_disk_full_for_one_rank_is_told_by_all_in_one_line_and_gets_its_space_back(
     world, tmp_path, number, what, run
 ):
     for said in world(2).run(refused_on, number, what, run, tmp_path):
@@ -321,11 +292,10 @@ def test_a_save_is_told_of_when_it_is_whole_and_the_end_waits_for_it_also_after_
 
 def metrics_refused(out):
     put(out, 4)
-    with pytest.raises(NotSaved) as caught, rank._report(out, None, quiet=False):
+    with rank._report(out, None, quiet=False):
         raise OSError(errno.ENOSPC, "No space left on device")
-    return str(caught.value)
 
 
-def test_a_disk_that_takes_no_more_metrics_is_told_in_one_line_too(world, tmp_path):
-    said = world(1).run(metrics_refused, tmp_path)
-    assert said == [f"cannot write to {tmp_path}: No space left on device; step 4 is whole, --resume goes on from it"]
+def test_a_disk_that_takes_no_more_metrics_is_told_in_one_line_too(threads, tmp_path):
+    said = f"cannot write to {tmp_path}: No space left on device; step 4 is whole, --resume goes on from it"
+    assert threads(1).run(refusal, NotSaved, metrics_refused, tmp_path) == [said]

@@ -1,4 +1,4 @@
-"""Does `sherd train` refuse in one line with exit code 2, overwrite nothing, and stop and go on when told?"""
+"""`sherd train` refuses in one line with exit code 2, overwrites nothing, and stops and goes on when told."""
 
 import json
 import os
@@ -11,40 +11,17 @@ from importlib.metadata import version
 import pytest
 
 import sherd
-from sherd.train import cli, launch
+from sherd.train import cli
 from sherd.train.config import Config, Data
 from sherd.train.text import read_corpus
 from sherd.train.trees import read_tree
 from sherd.train.words import configure, parse
+from tests.support.ranks import forked
 from tests.support.ranks.forked import start
 from tests.train.test_checkpoint import DATA, break_it, put
 from tests.train.test_loop import TREE, run
 
-
-@pytest.fixture(autouse=True)
-def _no_ranks(monkeypatch, tmp_path):
-    """Away from any run, and with nothing started: a refusal comes before the first rank."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RANK", raising=False)
-    (tmp_path / "text.txt").write_text("some words, and some more of them. " * 500)
-
-
-@pytest.fixture
-def started(monkeypatch):
-    """What would have been started: (number of ranks, words)."""
-    calls = []
-    monkeypatch.setattr(launch, "start", lambda num_ranks, module, words, *rest: calls.append((num_ranks, words)) or 0)
-    return calls
-
-
-def refused(capsys, *words):
-    assert cli.main(["train", *words]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("sherd train: ")
-    assert said.err.count("\n") == 1
-    return said.err
-
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 TEXT = ("--data", "text.txt")
 CHECK = [
@@ -81,10 +58,7 @@ CHECK = [
     (["--data", "one.txt"], "one.txt holds 1 byte of text in 1 document, which leaves 2 training bytes"),
     ([*TEXT, "--config", "flat.toml"], "layers = 3 stands outside a section; put it under [model]"),
     ([*TEXT, "--config", "run.yaml"], "the config run.yaml is YAML; give TOML, or JSON in a file that ends in .json"),
-    (
-        [*TEXT, "shard.strategy=hfsdp", "--nproc", "2"],
-        "shard.strategy = 'hfsdp' is for two axes, but the mesh dp=2 has no replicate",
-    ),
+    ([*TEXT, "shard.strategy=hfsdp"], "shard.strategy = 'hfsdp' is for two axes, but the mesh dp=2 has no replicate"),
     ([*TEXT, "steps"], "'steps' is not an assignment"),
     ([*TEXT, "--out", "text.txt"], "text.txt is not an empty folder"),
     ([*TEXT, "--out", "text.txt/run"], "cannot write to text.txt/run: Not a directory"),
@@ -94,43 +68,47 @@ CHECK = [
 ]
 
 
-@pytest.mark.parametrize(("words", "said"), CHECK, ids=[" ".join(words) for words, _ in CHECK])
-def test_bad_input_is_refused_in_one_line_before_any_rank_starts(capsys, started, tmp_path, words, said):
+def test_bad_input_is_refused_in_one_line_before_any_rank_starts(refused, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd.json").write_text('{"run": 3}')
     (tmp_path / "flat.toml").write_text("layers = 3\n")
     (tmp_path / "nothing.txt").write_text("")
     (tmp_path / "one.txt").write_text("x")
     os.mkfifo(tmp_path / "fifo")
-    assert said in refused(capsys, *words)
-    assert not started
+    for words, said in CHECK:
+        assert said in refused("train", *words), words
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_no_command_or_none_that_there_is_is_refused_too(capsys):
+    for words, said in (
         ([], "sherd: which command? sherd train trains a model; sherd --help says more"),
         (["trian"], "sherd: unknown command trian; did you mean train?"),
         (["model.layers=1"], "sherd: unknown command model.layers=1; sherd --help lists all"),
         (["--resume"], "sherd: which command? sherd train trains a model"),
-    ],
-)
-def test_no_command_or_none_that_there_is_is_refused_too(capsys, words, said):
-    assert cli.main(words) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(said)
-    assert err.count("\n") == 1
+    ):
+        assert cli.main(words) == 2, words
+        err = capsys.readouterr().err
+        assert err.startswith(said), words
+        assert err.count("\n") == 1, words
 
 
-def test_versions_are_said_without_torch():
-    program = "import sys; from sherd.train.cli import main\ntry: main(['--version'])\n"
-    program += "except SystemExit as left: sys.exit(left.code or 'torch' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60, text=True)
-    assert said.stdout.startswith(f"sherd {sherd.__version__}, torch {version('torch')}, Python 3.")
+WITHOUT_TORCH = """
+import sys
+from sherd.train.cli import main
+assert main(['train', '--data', 'absent']) == main(['generate', 'absent']) == 2
+try: main(['--version'])
+except SystemExit as left: sys.exit(left.code or 'torch' in sys.modules)
+"""
 
 
-def test_fields_and_options_stand_in_any_order():
+def test_a_refusal_loads_no_torch():
+    """Nor do versions, which are said."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True, capture_output=True, timeout=60, text=True)
+    assert done.stdout.startswith(f"sherd {sherd.__version__}, torch {version('torch')}, Python 3.")
+
+
+def test_fields_and_options_stand_in_any_order_and_go_before_the_config_file(tmp_path):
     args = parse(
         ["train", "--nproc", "2", "optimizer.lr=1e-3", "--steps", "1e3", "model.layers=1", "--data", "text.txt"]
     )
@@ -138,29 +116,20 @@ def test_fields_and_options_stand_in_any_order():
     assert (args.nproc, config.optimizer.lr, config.run.steps, config.model.layers) == (2, 1e-3, 1000, 1)
     config, _ = configure(parse(["train", "run.steps=2e2", "--mesh", "dp=2"]))
     assert (config.run.steps, config.run.mesh) == (200, "dp=2")
-    for words, step in (
-        (["--trace", "model.layers=1"], 0),
-        (["model.layers=1", "--trace", "7"], 7),
-        (["model.layers=1"], None),
-    ):
+    traced = ((["--trace", "model.layers=1"], 0), (["model.layers=1", "--trace", "7"], 7), (["model.layers=1"], None))
+    for words, step in traced:
         args = parse(["train", *words])
         assert (args.trace, configure(args)[0].model.layers) == (step, 1)
+    (tmp_path / "run.toml").write_text('[run]\nsteps = 5\nseed = 6\n[data]\npath = "text.txt"\n')
+    config, _ = configure(parse(["train", "--config", "run.toml", "--steps", "7", "run.keep=3"]))
+    assert (config.run.steps, config.run.seed, config.run.keep, config.data.path) == (7, 6, 3, "text.txt")
 
 
-def test_a_config_that_is_printed_is_read_again(capsys, tmp_path):
+def test_a_config_that_is_printed_is_read_again_and_help_names_the_fields(capsys, tmp_path):
     assert cli.main(["train", "--print-config", "model.layers=7", "run.out=somewhere"]) == 0
     (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
     config, _ = configure(parse(["train", "--config", "printed.toml"]))
     assert config == Config.of({"model": {"layers": 7}})
-
-
-def test_a_refusal_loads_no_torch():
-    program = "import sys; from sherd.train.cli import main; assert main(['train', '--data', 'absent']) == 2; "
-    program += "assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)
-
-
-def test_help_names_the_fields(capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(["train", "--help"])
     assert left.value.code == 0
@@ -174,29 +143,21 @@ def test_only_the_first_rank_speaks(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-def test_rank_alone_which_some_schedulers_set_for_a_whole_pod_makes_no_rank_of_a_launcher(started, monkeypatch):
+def test_rank_alone_which_some_schedulers_set_for_a_whole_pod_makes_no_rank_of_a_launcher(started, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert cli.main(["train", *TEXT, "run.device=cpu"]) == 0
     assert len(started) == 1
-
-
-def test_rank_alone_does_not_keep_the_command_from_printing(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
     assert cli.main(["train", *TEXT, "--print-config"]) == 0
     assert "[optimizer]" in capsys.readouterr().out
 
 
-def test_a_start_says_how_many_ranks_it_starts_unless_it_is_to_be_quiet(started, capsys):
-    for quiet, said in (([], "starting 2 ranks ...\n"), (["--quiet"], "")):
-        assert cli.main(["train", *TEXT, "run.device=cpu", *quiet]) == 0
+def test_two_processes_and_a_new_numbered_folder_are_the_default_and_said_if_not_quiet(started, capsys, tmp_path):
+    for number, quiet, said in (("1", [], "starting 2 ranks ...\n"), ("2", ["--quiet"], "")):
+        words = ["train", *TEXT, "run.device=cpu", *quiet]
+        assert cli.main(words) == 0
         assert capsys.readouterr().out == said
-
-
-def test_two_processes_and_a_new_numbered_folder_are_the_default(started, tmp_path):
-    for expected in ("1", "2"):
-        assert cli.main(["train", *TEXT, "run.device=cpu"]) == 0
-        assert started[-1] == (2, ["train", *TEXT, "run.device=cpu", "--out", f"runs/{expected}"])
-        assert (tmp_path / "runs" / expected).is_dir()
+        assert started[-1] == (2, [*words, "--out", f"runs/{number}"])
+        assert (tmp_path / "runs" / number).is_dir()
 
 
 def test_the_number_of_ranks_is_the_words_the_configs_or_the_default(started):
@@ -206,56 +167,34 @@ def test_the_number_of_ranks_is_the_words_the_configs_or_the_default(started):
     assert [num_ranks for num_ranks, _ in started] == [1, 4, 4]
 
 
-def test_words_go_before_the_config_file_and_options_before_words(started, tmp_path, monkeypatch):
-    (tmp_path / "run.toml").write_text('[run]\nsteps = 5\nseed = 6\n[data]\npath = "text.txt"\n')
-    args = parse(["train", "--config", "run.toml", "--steps", "7", "run.keep=3"])
-    config, _ = configure(args)
-    assert (config.run.steps, config.run.seed, config.run.keep, config.data.path) == (7, 6, 3, "text.txt")
-
-
-def test_a_folder_that_holds_anything_is_not_written_to(capsys, started, tmp_path):
+def test_a_folder_that_holds_anything_is_not_written_to(refused, tmp_path):
     put(tmp_path / "run", 3)
     before = sorted(path for path in tmp_path.rglob("*"))
-    assert "--resume goes on with the run in it" in refused(capsys, *TEXT, "--out", "run")
+    assert "--resume goes on with the run in it" in refused("train", *TEXT, "--out", "run")
     assert sorted(path for path in tmp_path.rglob("*")) == before
 
 
-def test_resuming_takes_the_config_of_the_run_changed_by_the_words_but_not_its_ranks(tmp_path):
-    saved = Config.of(TREE, {"run": {"ranks": 4}}).tree()
-    put(tmp_path / "run", 3, config=saved)
-    args = parse(["train", "--resume", "--out", "run", "optimizer.lr=0.5"])
-    config, resumed = configure(args)
-    assert resumed is not None
-    assert resumed.step == 3
-    assert config.run.ranks == 0
-    assert config.optimizer.lr == 0.5
+def test_resuming_takes_the_config_of_the_run_or_the_last_numbered_one_changed_by_the_words_but_not_its_ranks(tmp_path):
+    put(tmp_path / "run", 3, config=Config.of(TREE, {"run": {"ranks": 4}}).tree())
+    config, resumed = configure(parse(["train", "--resume", "--out", "run", "optimizer.lr=0.5"]))
+    assert (resumed.step, config.run.ranks, config.optimizer.lr) == (3, 0, 0.5)
     assert config.model == Config.of(TREE).model
-
-
-def test_resuming_without_a_folder_takes_the_last_numbered_run(tmp_path):
     for number in (2, 10, 9):
         put(tmp_path / "runs" / str(number), number)
     config, resumed = configure(parse(["train", "--resume"]))
-    assert resumed is not None
-    assert resumed.step == 10
-    assert config.run.out == "runs/10"
+    assert (resumed.step, config.run.out) == (10, "runs/10")
 
 
-def test_a_checkpoint_of_another_model_or_text_or_half_written_is_refused(capsys, started, tmp_path):
+def test_a_checkpoint_of_another_model_or_text_past_the_steps_or_half_written_is_refused(refused, tmp_path):
     path = put(tmp_path / "run", 3)
-    words = (*TEXT, "--out", "run", "--resume")
-    assert "is a checkpoint of another model: model.width" in refused(capsys, *words, "model.width=64")
-    assert "was trained on another text than text.txt holds now" in refused(capsys, *words)
+    words = ("train", *TEXT, "--out", "run", "--resume")
+    assert "is a checkpoint of another model: model.width" in refused(*words, "model.width=64")
+    assert "was trained on another text than text.txt holds now" in refused(*words)
     break_it(path, "missing file")
-    assert f"{DATA} cannot be read: No such file" in refused(capsys, *words)
-    assert not started
-
-
-def test_a_run_that_is_past_the_steps_asked_for_says_so(capsys, started, tmp_path):
+    assert f"{DATA} cannot be read: No such file" in refused(*words)
     put(tmp_path / "run", 36, config=Config.of(TREE).tree())
-    said = refused(capsys, *TEXT, "--out", "run", "--resume", "--steps", "5")
-    assert "run.steps = 5, but run is past that: step 36 is saved; give more --steps" in said
-    assert not started
+    past = "run.steps = 5, but run is past that: step 36 is saved; give more --steps"
+    assert past in refused(*words, "--steps", "5")
 
 
 def test_a_run_is_gone_on_with_from_another_folder(tmp_path, monkeypatch):
@@ -269,15 +208,15 @@ def test_a_run_is_gone_on_with_from_another_folder(tmp_path, monkeypatch):
     configure(parse(["train", "--resume", "--out", "../run", "model.hf=../llama.json"]))
 
 
-def test_a_run_of_an_older_version_goes_on_with_its_micro_batch_or_without(capsys, started, tmp_path):
+def test_a_run_of_an_older_version_goes_on_with_its_micro_batch_or_without(refused, started, tmp_path):
     saved = Config.of({"optimizer": {"micro_batch": 8}}).tree()
     del saved["shard"], saved["optimizer"]["flatten"], saved["run"]["compile"]
     digest = read_corpus(Data(path="text.txt")).digest
     put(tmp_path / "run", 3, config=saved, text=digest)
-    words = [*TEXT, "--out", "run", "--resume", "--quiet", "--nproc"]
-    assert cli.main(["train", *words, "2"]) == 0
-    assert "set optimizer.micro_batch=0, which finds one that fits" in refused(capsys, *words, "4")
-    assert cli.main(["train", *words, "4", "optimizer.micro_batch=0"]) == 0
+    words = ["train", *TEXT, "--out", "run", "--resume", "--quiet", "--nproc"]
+    assert cli.main([*words, "2"]) == 0
+    assert "set optimizer.micro_batch=0, which finds one that fits" in refused(*words, "4")
+    assert cli.main([*words, "4", "optimizer.micro_batch=0"]) == 0
     assert [num_ranks for num_ranks, _ in started] == [2, 4]
 
 
@@ -287,18 +226,12 @@ def losses(out):
     return {record["step"]: record["loss"] for record in records if record["event"] == "step"}
 
 
-def command(words):
-    """`sherd` with these words. The ranks that it starts are new Pythons."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    sys.exit(cli.main(words))
-
-
 def test_a_run_stopped_by_sigterm_is_saved_and_goes_on_with_the_losses_of_one_never_stopped(world, tmp_path):
     tree = {**TREE, "data": {**TREE["data"], "path": str(tmp_path / "text.txt")}}
     tree["run"] = {**TREE["run"], "steps": 150, "save_every": 0}
     (tmp_path / "run.json").write_text(json.dumps(tree))
     words = ["train", "--config", "run.json", "--out", "run"]
-    process = start(command, words, folder=tmp_path, output=tmp_path / "said")
+    process = start(forked.sherd, words, {}, folder=tmp_path, output=tmp_path / "said")
     while not losses(tmp_path / "run") and process.is_alive():
         time.sleep(0.02)
     process.terminate()
@@ -316,16 +249,27 @@ def test_a_run_stopped_by_sigterm_is_saved_and_goes_on_with_the_losses_of_one_ne
     assert list(never_stopped) == list(range(1, upto + 1))
 
 
+def command(words):
+    """`sherd` with these words. The ranks that it starts are new Pythons."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    sys.exit(cli.main(words))
+
+
+def ended(folder, words):
+    """The exit code of `command` with these words, and what it said to stderr."""
+    process = start(command, words, folder=folder, output=folder / "said")
+    process.join()
+    return process.exitcode, (folder / "said.err").read_text()
+
+
+@pytest.mark.slow  # two runs of a model of some size, and a search for what fits
 def test_a_run_out_of_memory_says_what_held_it_and_a_change_that_it_names_fits(tmp_path):
     words = ["train", *TEXT, "--nproc", "1", "--steps", "2", "--quiet", "run.eval_every=0", "run.memory_limit=0.03"]
-    process = start(command, [*words, "optimizer.micro_batch=8"], folder=tmp_path, output=tmp_path / "said")
-    process.join()
-    err = (tmp_path / "said.err").read_text()
-    assert process.exitcode == 1
+    code, err = ended(tmp_path, [*words, "optimizer.micro_batch=8"])
+    assert code == 1
     assert "Traceback" not in err
     assert "are alive when forward of blocks." in err
     assert "explained by sherd: what would fit, instead of 1 rank, " in err
     size = re.search(r"^  (\d) samples? at once: saves ", err, re.MULTILINE)[1]
-    process = start(command, [*words, f"optimizer.micro_batch={size}"], folder=tmp_path, output=tmp_path / "again")
-    process.join()
-    assert (process.exitcode, (tmp_path / "again.err").read_text()) == (0, "")
+    (tmp_path / "said.err").unlink()
+    assert ended(tmp_path, [*words, f"optimizer.micro_batch={size}"]) == (0, "")

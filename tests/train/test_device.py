@@ -1,14 +1,15 @@
-"""Which device, how many ranks and which process groups does a run take on machines that are not this one?"""
+"""Which device, how many ranks and which process groups a run takes on machines that are not this one."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from sherd.train import cli, launch, rank
+from sherd.train import rank
 from sherd.train.config import Config, InputError
 from sherd.train.device import accelerator, backend_for, default_ranks, device_type, ranks_to_plan, require_ranks
 from sherd.train.ranks import backend
 from sherd.train.report import peak_memory
+from tests.support.refusals import refusal
 
 
 class Type(str):
@@ -47,18 +48,12 @@ def on(device="auto", **shard):
     return Config.of({"run": {"device": device}, "shard": shard})
 
 
-def refusal(action, *args):
-    with pytest.raises(InputError) as raised:
-        action(*args)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize(("device", "groups"), [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl")])
-def test_the_accelerator_is_taken_with_torchs_backend_for_it(machine, device, groups):
-    machine(device, 4)
-    assert (device_type(on()), device_type(on(device)), device_type(on("cpu"))) == (device, device, "cpu")
-    assert backend() == groups
-    assert [default_ranks(on(asked)) for asked in ("auto", device, "cpu")] == [4, 4, 2]
+def test_the_accelerator_is_taken_with_torchs_backend_for_it(machine):
+    for device, groups in (("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl")):
+        machine(device, 4)
+        assert (device_type(on()), device_type(on(device)), device_type(on("cpu"))) == (device, device, "cpu")
+        assert backend() == groups
+        assert [default_ranks(on(asked)) for asked in ("auto", device, "cpu")] == [4, 4, 2]
 
 
 @pytest.mark.usefixtures("registered")
@@ -67,27 +62,24 @@ def test_a_device_and_a_backend_from_outside_torch_are_taken_alike(machine):
     assert device_type(on()) == device_type(on("other")) == "other"
     assert backend() == "cpu:gloo,other:occl"
     assert default_ranks(on()) == 3
-    assert refusal(device_type, on("cuda")) == (
-        "run.device = 'cuda', but torch sees no cuda here; available: cpu, other"
-    )
+    sees = "run.device = 'cuda', but torch sees no cuda here; available: cpu, other"
+    assert refusal(InputError, device_type, on("cuda")) == sees
 
 
-@pytest.mark.parametrize(
-    ("device", "number", "built"),
-    [
+def test_without_an_accelerator_that_collectives_reach_a_run_is_on_the_cpu_and_may_be_planned_for_others(machine):
+    for seen in (
         (None, 0, ("gloo",)),  # torch's CPU build
         ("cuda", 0, ("gloo", "nccl")),  # its CUDA build where there is no GPU
         ("cuda", 2, ("gloo",)),  # a build without NCCL
         ("mps", 1, ("gloo",)),  # torch names gloo for it, which refuses its tensors
         ("mtia", 1, ("gloo",)),  # torch names nothing for it
-    ],
-)
-def test_without_an_accelerator_that_collectives_reach_a_run_is_on_the_cpu(machine, device, number, built):
-    machine(device, number, built)
-    assert accelerator() is None
-    assert device_type(on()) == "cpu"
-    assert backend() == "gloo"
-    assert default_ranks(on()) == ranks_to_plan(on()) == 2
+    ):
+        machine(*seen)
+        assert accelerator() is None, seen
+        assert (device_type(on()), backend()) == ("cpu", "gloo"), seen
+        assert default_ranks(on()) == ranks_to_plan(on()) == 2, seen
+    machine("xpu", 6)
+    assert [ranks_to_plan(on(device)) for device in ("auto", "xpu", "cuda", "cpu")] == [6, 6, 2, 2]
 
 
 def test_what_torch_says_of_mps_still_needs_the_second_question():
@@ -97,24 +89,14 @@ def test_what_torch_says_of_mps_still_needs_the_second_question():
     assert backend_for("cpu") == "gloo"
 
 
-@pytest.mark.parametrize("device", ["cuda", "npu", "tpu", "meta"])
-def test_a_device_that_is_not_here_is_refused_with_what_is(machine, device):
+def test_a_device_that_is_not_here_or_that_no_collective_reaches_is_refused_with_what_is(machine):
     machine()
-    assert refusal(device_type, on(device)) == (
-        f"run.device = {device!r}, but torch sees no {device} here; available: cpu"
-    )
-
-
-def test_a_device_that_no_collective_reaches_is_refused_as_that(machine):
+    for device in ("cuda", "npu", "tpu", "meta"):
+        sees = f"run.device = {device!r}, but torch sees no {device} here; available: cpu"
+        assert refusal(InputError, device_type, on(device)) == sees
     machine("mps", 1)
-    assert refusal(device_type, on("mps")) == (
-        "run.device = 'mps', but torch has no backend of process groups that reaches mps; available: cpu"
-    )
-
-
-def test_a_run_may_be_planned_for_a_device_that_is_not_here(machine):
-    machine("xpu", 6)
-    assert [ranks_to_plan(on(device)) for device in ("auto", "xpu", "cuda", "cpu")] == [6, 6, 2, 2]
+    has = "run.device = 'mps', but torch has no backend of process groups that reaches mps; available: cpu"
+    assert refusal(InputError, device_type, on("mps")) == has
 
 
 def test_ranks_have_a_device_each_and_no_transport_of_cpus(machine, monkeypatch):
@@ -122,10 +104,9 @@ def test_ranks_have_a_device_each_and_no_transport_of_cpus(machine, monkeypatch)
     machine("xpu", 2)
     require_ranks(2, on("xpu"))
     require_ranks(4, on("cpu"))
-    assert refusal(require_ranks, 4, on("xpu")) == (
-        "4 ranks on a machine of 2 xpu devices; start one per device, or set run.device = 'cpu'"
-    )
-    assert "'gloo' serves CPU ranks" in refusal(require_ranks, 2, on("xpu", transport="gloo"))
+    too_many = "4 ranks on a machine of 2 xpu devices; start one per device, or set run.device = 'cpu'"
+    assert refusal(InputError, require_ranks, 4, on("xpu")) == too_many
+    assert "'gloo' serves CPU ranks" in refusal(InputError, require_ranks, 2, on("xpu", transport="gloo"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     require_ranks(4, on("xpu"))  # on two machines
 
@@ -142,22 +123,19 @@ def test_a_rank_takes_the_device_of_its_number_on_its_machine(machine, monkeypat
     assert taken == [3]
 
 
-def test_a_command_for_a_device_that_is_not_here_starts_nothing(machine, monkeypatch, capsys, tmp_path):
+def test_a_command_for_a_device_that_is_not_here_starts_nothing(machine, refused, elsewhere):
     machine()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "start", lambda *args: pytest.fail("something was started"))
-    (tmp_path / "text.txt").write_text("some words, and some more of them. " * 500)
+    words = ("train", "--data", "text.txt", "run.device=tpu")
     for more in ([], ["--nproc", "2"]):
-        assert cli.main(["train", "--data", "text.txt", "run.device=tpu", *more]) == 2
-        assert capsys.readouterr().err == (
-            "sherd train: run.device = 'tpu', but torch sees no tpu here; available: cpu\n"
-        )
-    assert cli.main(["train", "--data", "text.txt", "run.device=cuda:1"]) == 2
-    assert "run.device = 'cuda:1' is out of its limits; it must be a type" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+        sees = "sherd train: run.device = 'tpu', but torch sees no tpu here; available: cpu\n"
+        assert refused(*words, *more) == sees
+    said = refused(*words[:3], "run.device=cuda:1")
+    assert "run.device = 'cuda:1' is out of its limits; it must be a type" in said
+    assert [path.name for path in elsewhere.iterdir()] == ["text.txt"]
 
 
-def test_peak_memory_on_an_accelerator_is_that_of_its_tensors(monkeypatch):
+def test_peak_memory_is_in_bytes_and_on_an_accelerator_that_of_its_tensors(monkeypatch):
+    assert 50 * 2**20 < peak_memory(torch.device("cpu")) < 2**40
     asked = []
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: asked.append(device) or 77)
     assert peak_memory(torch.device("xpu")) == 77

@@ -1,4 +1,4 @@
-"""Is a mixture of experts what its formulas say, and the same when its experts are on several ranks?"""
+"""A mixture of experts is what its formulas say, and the same when its experts are on several ranks."""
 
 import pytest
 import torch
@@ -10,20 +10,21 @@ from sherd.train.config import Model
 from sherd.train.exchange import ToExperts
 from sherd.train.experts import Experts, MixtureOfExperts, imbalance
 from sherd.train.sequence import CutSequence, WholeSequence
+from tests.support.models import noise
+from tests.support.training import made
 
 MODEL = Model(width=8, hidden=12, experts=4, top_k=2)
 
 
-def mixture(model=MODEL):
-    torch.manual_seed(0)
-    made = MixtureOfExperts(model)
-    for parameter in made.parameters():
+def mixture():
+    layer = made(lambda: MixtureOfExperts(MODEL))
+    for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    return made
+    return layer
 
 
 def test_each_token_gets_the_weighted_sum_of_its_likeliest_experts():
-    layer, x = mixture().eval(), torch.randn(3, 5, 8)
+    layer, x = mixture().eval(), noise(0, 0, 3, 5, 8)
     expected = torch.zeros_like(x)
     for sample in range(3):
         for place in range(5):
@@ -36,10 +37,8 @@ def test_each_token_gets_the_weighted_sum_of_its_likeliest_experts():
 
 
 def test_an_expert_without_tokens_has_a_gradient_of_zeros():
-    experts = Experts(MODEL)
-    for parameter in experts.parameters():
-        torch.nn.init.normal_(parameter)
-    experts(torch.randn(5, 8), torch.tensor([2, 0, 3, 0])).sum().backward()
+    experts = mixture().experts
+    experts(noise(0, 0, 5, 8), torch.tensor([2, 0, 3, 0])).sum().backward()
     for parameter in experts.parameters():
         assert [bool(each.any()) for each in parameter.grad] == [True, False, True, False]
 
@@ -53,7 +52,7 @@ def test_imbalance_is_one_for_even_shares_and_their_number_when_one_expert_gets_
 
 
 def test_the_loss_of_uneven_experts_is_added_to_any_loss_and_only_while_training():
-    x, given = torch.randn(3, 5, 8), torch.randn(3, 5, 8)
+    x, given = noise(0, 0, 3, 5, 8), noise(1, 0, 3, 5, 8)
     for training in (True, False):
         layer, plain = mixture().train(training), mixture().eval()
         (layer(x) * given).sum().backward()
@@ -104,8 +103,7 @@ def test_experts_on_several_ranks_get_the_rows_of_all_and_send_back_outputs_and_
 
 def attend_in_parts(num_ranks):
     mesh, rank = init_device_mesh("cpu", (num_ranks,)), dist.get_rank()
-    torch.manual_seed(3)
-    q, k, v = (torch.randn(2, heads, 8, 4, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (noise(3, number, 2, heads, 8, 4).requires_grad_() for number, heads in enumerate((4, 2, 2)))
     whole = WholeSequence().attend(q, k, v)
     whole.square().sum().backward()
     length = 8 // num_ranks

@@ -1,4 +1,4 @@
-"""Has one run at a time a folder, is the right one resumed, and is nothing left that nobody can go on from?"""
+"""One run at a time has a folder, the right one is resumed, and nothing is left that nobody can go on from."""
 
 import json
 import multiprocessing
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sherd.train import cli, folder
+from sherd.train import folder
 from sherd.train.config import Config, InputError
 from sherd.train.folder import HELD, claim, is_free, last_run, sweep
 from sherd.train.saved import newest
@@ -15,13 +15,6 @@ from sherd.train.text import read_corpus
 from tests.train.test_checkpoint import DATA, break_it, names, put
 
 forks = multiprocessing.get_context("fork")
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv(HELD, raising=False)
 
 
 def of(out):
@@ -34,8 +27,11 @@ def hold(out, held, done):
     done.wait()
 
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+
 @pytest.fixture
-def other(tmp_path):
+def other(elsewhere):
     """Another process, which writes into `run`."""
     held, done = forks.Event(), forks.Event()
     process = forks.Process(target=hold, args=("run", held, done))
@@ -46,22 +42,13 @@ def other(tmp_path):
     process.join()
 
 
-def test_a_folder_in_use_is_refused_with_who_uses_it(other):
+def test_a_folder_in_use_is_refused_with_who_uses_it_until_that_process_ends(other, refused):
     with pytest.raises(InputError, match=rf"^run is in use by process {other.pid} on \S+ since 2.*--out$"):
         claim(of("run"))
-
-
-def test_the_command_refuses_it_in_one_line_before_a_rank_starts(other, capsys):
-    Path("text.txt").write_text("some words, and some more of them. " * 500)
     config = Config.of({"data": {"path": "text.txt"}})
     put(Path("run"), 3, config=config.tree(), text=read_corpus(config.data).digest)
-    assert cli.main(["train", "--out", "run", "--resume", "--nproc", "2", "run.device=cpu"]) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith(f"sherd train: run is in use by process {other.pid} on ")
-    assert said.err.count("\n") == 1
-
-
-def test_the_end_of_a_process_however_it_ends_gives_the_folder_back(other):
+    said = refused("train", "--out", "run", "--resume", "--nproc", "2", "run.device=cpu")
+    assert said.startswith(f"sherd train: run is in use by process {other.pid} on ")
     other.kill()
     other.join()
     with claim(of("run")) as found:
@@ -170,37 +157,28 @@ def test_a_run_that_was_stopped_in_its_start_drops_its_folder_unless_it_was_ther
     assert newest(Path("runs/1")).manifest.step == 2
 
 
-def test_resuming_takes_the_newest_run_that_has_a_checkpoint():
-    put(Path("runs/1"), 3)
+def test_resuming_takes_the_newest_run_that_has_a_checkpoint_and_where_none_has_that_is_said():
     start_left(Path("runs/2"))
-    break_it(put(Path("runs/3"), 4), "missing file")
-    assert last_run() == Path("runs/1")
-
-
-def test_where_no_run_has_a_checkpoint_that_is_said():
-    start_left(Path("runs/1"))
     with pytest.raises(InputError, match="there is no run with a checkpoint under"):
         last_run()
+    put(Path("runs/1"), 3)
+    break_it(put(Path("runs/3"), 4), "missing file")
+    assert last_run() == Path("runs/1")
 
 
 # What is swept
 
 
-def test_checkpoints_never_finished_and_marks_are_swept(tmp_path):
+def test_what_was_never_finished_is_swept_and_what_is_damaged_once_a_whole_one_of_its_step_is_there(tmp_path):
     start_left(tmp_path)
     put(tmp_path, 1)
-    said = sweep(tmp_path)
     part = f"{tmp_path}/checkpoints/step-00000002/{DATA}.1b.part"
-    assert said == [f"{part} is removed: no checkpoint needs it"]
+    assert sweep(tmp_path) == [f"{part} is removed: no checkpoint needs it"]
     assert names(tmp_path) == ["step-00000001"]
     assert not list(tmp_path.glob(".seen-*"))
-
-
-def test_a_damaged_checkpoint_is_kept_until_a_whole_one_of_its_step_is_there(tmp_path):
     aside = put(tmp_path, 4)
     file = (aside / DATA).rename(aside / "1b-00000.safetensors")
     break_it(aside, "cut manifest")
-    put(tmp_path, 2)
     assert sweep(tmp_path) == []
     assert file.exists()
     put(tmp_path, 4)

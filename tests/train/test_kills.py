@@ -1,4 +1,4 @@
-"""Does a run that is killed, or told to stop, at any moment keep what it has saved, and leave nothing behind?
+"""A run that is killed, or told to stop, at any moment keeps what it has saved, and leaves nothing behind.
 
 A handful of the moments that `python -m tests.train.kills` tries by the hundred; and what is said when there is nothing
 to save.
@@ -8,6 +8,7 @@ import contextlib
 import os
 import pty
 import signal
+import socket
 import sys
 import threading
 import time
@@ -27,10 +28,14 @@ TERM, HUP, KILL = signal.SIGTERM, signal.SIGHUP, signal.SIGKILL
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The losses of a run never killed, and how long its start takes."""
-    with never_killed(tmp_path_factory.mktemp("whole") / "run", pythons=False) as found:
+    with never_killed(tmp_path_factory.mktemp("whole") / "run") as found:
         yield found
 
 
+# The signal of a run that trains on is in test_cli.py, the ends of ranks are in test_start.py.
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "codes"),
     [
@@ -43,15 +48,16 @@ def whole(tmp_path_factory):
     ids=str,
 )
 def test_a_run_killed_at_any_moment_goes_on_as_if_nothing_was(whole, tmp_path, moment, codes):
-    assert tried(tmp_path / "run", moment, False, *whole) in codes
+    assert tried(tmp_path / "run", moment, *whole) in codes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [TERM, HUP, signal.SIGINT], ids=lambda number: number.name)
 def test_a_start_that_is_told_to_stop_leaves_one_line_a_code_of_its_own_and_no_folder(tmp_path, number):
     for attempt in range(8):  # on a busy machine a signal may come when the start is over
         folder = tmp_path / f"run {attempt}"
         prepared(folder)
-        run = Run(folder, False, "said")
+        run = Run(folder, "said")
         run.until(lambda run=run: len(run.ranks()) == 2)
         with contextlib.suppress(ProcessLookupError):
             os.kill(run.process.pid, number)
@@ -67,7 +73,9 @@ def test_a_start_that_is_told_to_stop_leaves_one_line_a_code_of_its_own_and_no_f
 
 
 def test_a_rank_that_waits_for_others_leaves_at_once(tmp_path):
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29655"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     process = start(lonely, ["train"], alone, folder=tmp_path, output=tmp_path / "said")
     while not (tmp_path / "waiting").exists():
         time.sleep(0.01)
@@ -88,6 +96,7 @@ def lonely(words, environment):
     cli.main(words)
 
 
+@pytest.mark.slow
 def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path):
     folder = tmp_path / "run"
     prepared(folder)

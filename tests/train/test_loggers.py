@@ -1,4 +1,4 @@
-"""Do figures also get to TensorBoard and to a user's function, and can neither of them end a run?"""
+"""Figures also get to TensorBoard and to a user's function, and neither of them can end a run."""
 
 import importlib.util
 import math
@@ -13,6 +13,7 @@ import pytest
 from sherd.train.config import Config, InputError
 from sherd.train.loggers import Loggers, require_loggers
 from sherd.train.report import Report
+from tests.support.refusals import refusal
 from tests.train.test_report import RECORD
 
 MODULE = """
@@ -95,26 +96,18 @@ def test_a_logger_that_fails_is_told_once_and_left_out_and_the_run_goes_on(tmp_p
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
+@pytest.mark.usefixtures("told")
+def test_a_logger_that_cannot_be_started_is_refused_in_one_line(tmp_path):
+    for name, said in (
         ("mine:start_badly", "run.logger = 'mine:start_badly' cannot be started: KeyError: 'no key'"),
         ("mine:start_nothing", "returned NoneType, which cannot be called"),
         ("mine:absent", "cannot be started: AttributeError"),
         ("no_such_module:start", "cannot be started: ModuleNotFoundError: No module named 'no_such_module'"),
-    ],
-)
-@pytest.mark.usefixtures("told")
-def test_a_logger_that_cannot_be_started_is_refused_in_one_line(tmp_path, name, said):
-    with pytest.raises(InputError) as caught:
-        Loggers(logging(name), tmp_path)
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_name_without_a_function_is_refused():
-    with pytest.raises(InputError, match="must be module:function"):
-        logging("mine")
+    ):
+        found = refusal(InputError, Loggers, logging(name), tmp_path)
+        assert said in found, name
+        assert "\n" not in found, name
+    assert "must be module:function" in refusal(InputError, logging, "mine")
 
 
 def test_tensorboard_without_its_package_is_refused_before_anything_is_loaded(monkeypatch):

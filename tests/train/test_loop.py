@@ -1,8 +1,9 @@
-"""Does the trainer train, and does a run that stops and goes on do exactly what one without a stop does?"""
+"""The trainer trains, and a run that stops and goes on does exactly what one without a stop does."""
 
 import contextlib
 import io
 import json
+import lzma
 import math
 import shutil
 from unittest import mock
@@ -25,6 +26,8 @@ from sherd.train.report import Report, Silent
 from sherd.train.report_command import TIMELINE
 from sherd.train.saved import newest
 from sherd.train.text import read_corpus
+from tests.support.comparing import assert_same, whole_params
+from tests.support.refusals import refusal
 
 TREE = {
     "model": {"layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "hidden": 24},
@@ -34,21 +37,17 @@ TREE = {
 }
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """A folder of a few kilobytes, so regular that a few steps lower the loss."""
-    folder = tmp_path_factory.mktemp("text")
-    for n in range(8):
-        (folder / f"{n}.txt").write_text(f"the {n} quick brown foxes jump over the lazy dog. " * 12)
-    return str(folder)
-
-
 def config(text, **run):
     return Config.of(TREE, {"data": {"path": text}, "run": run})
 
 
 def grid(config):
     return Grid(axes_of(config, dist.get_world_size()), "cpu")
+
+
+def trainer_of(config):
+    """A trainer on this rank, of a run of all ranks."""
+    return Trainer(config, read_corpus(config.data), grid(config))
 
 
 class Recorded(Silent):
@@ -67,13 +66,12 @@ class Recorded(Silent):
         self.write("step", **record)
 
 
-def run(config, out, resume=False, stop_after=None):
+def run(config, out, resume=False, stop_after=None, **how):
     """Losses by step, and whether the run finished; every rank's view."""
-    corpus, report = read_corpus(config.data), Recorded()
-    trainer = Trainer(config, corpus, grid(config))
+    report, trainer = Recorded(), trainer_of(config)
     if resume:
         trainer.resume(newest(out))
-    finished = train(trainer, out, report, lambda: trainer.done + 1 == stop_after)
+    finished = train(trainer, out, report, lambda: trainer.done + 1 == stop_after, **how)
     losses = {record["step"]: record["loss"] for event, record in report.records if event == "step"}
     return losses, finished, report.lines
 
@@ -145,28 +143,16 @@ def test_a_run_resumed_on_another_number_of_ranks_has_the_same_losses(world, tex
 
 
 def stop_on_rank_1(config, out):
-    trainer = Trainer(config, read_corpus(config.data), grid(config))
+    """Stop, told by rank 1 alone; and what a trainer of another shape then says."""
+    trainer = trainer_of(config)
     finished = train(trainer, out, Silent(), lambda: dist.get_rank() == 1 and trainer.done == 1)
-    return finished, trainer.done
+    wider = trainer_of(Config.of(config.tree(), {"model": {"hidden": 32}}))
+    return finished, trainer.done, refusal(InputError, wider.resume, newest(out))
 
 
-def test_one_rank_that_is_told_to_stop_stops_all_after_the_same_step(world, text, tmp_path):
-    assert world(2).run(stop_on_rank_1, config(text), tmp_path) == [(False, 2), (False, 2)]
-
-
-def load_into_wider(config, out):
-    wider = Config.of(config.tree(), {"model": {"hidden": 32}})
-    trainer = Trainer(wider, read_corpus(config.data), grid(config))
-    try:
-        trainer.resume(newest(out))
-    except InputError as error:
-        return str(error)
-    return "no error"
-
-
-def test_weights_of_other_shapes_are_not_loaded(world, text, tmp_path):
-    world(2).run(run, config(text, steps=1), tmp_path)
-    for said in world(2).run(load_into_wider, config(text), tmp_path):
+def test_one_rank_told_to_stop_stops_all_after_the_same_step_and_other_shapes_do_not_load_it(world, text, tmp_path):
+    for finished, done, said in world(2).run(stop_on_rank_1, config(text), tmp_path):
+        assert (finished, done) == (False, 2)
         assert "is a checkpoint of another model: its parameters have other names or shapes" in said
 
 
@@ -175,7 +161,7 @@ def plans(configs, planned_after):
     found = []
     with mock.patch.object(loop, "PLANNED_AFTER", planned_after):
         for each in configs:
-            trainer = Trainer(each, read_corpus(each.data), grid(each))
+            trainer = trainer_of(each)
             for _ in range(planned_after):
                 trainer.step()
             found.append(trainer.config.run.steps)
@@ -191,7 +177,7 @@ def test_without_a_number_of_steps_all_ranks_agree_on_what_fits_into_the_minutes
 
 
 def evaluate(config):
-    trainer = Trainer(config, read_corpus(config.data), grid(config))
+    trainer = trainer_of(config)
     return trainer.judge().bits, trainer.judge(3).bits, trainer.sample()
 
 
@@ -205,30 +191,22 @@ def test_evaluation_and_sample_do_not_depend_on_the_number_of_ranks(world, text)
 
 
 def blow_up(config):
-    trainer = Trainer(config, read_corpus(config.data), grid(config))
-    before = [parameter.full_tensor().clone() for parameter in trainer.model.parameters()]
-    hook = trainer.model.register_forward_hook(lambda module, inputs, logits: logits * math.nan)
-    try:
-        trainer.step()
-        said = "no error"
-    except InputError as error:
-        said = str(error)
-    hook.remove()
-    after = [parameter.full_tensor() for parameter in trainer.model.parameters()]
-    return said, all(map(torch.equal, before, after))
+    trainer = trainer_of(config)
+    before = whole_params(trainer.model)
+    trainer.model.register_forward_hook(lambda module, inputs, logits: logits * math.nan)
+    said = refusal(InputError, trainer.step)
+    assert_same(whole_params(trainer.model), before)
+    return said
 
 
 def test_a_loss_that_is_no_number_ends_the_run_on_all_ranks_before_it_reaches_the_weights(world, text):
-    for said, untouched in world(2).run(blow_up, config(text)):
+    for said in world(2).run(blow_up, config(text)):
         assert said.startswith("step 1 has a loss of nan nats")
         assert said.endswith("--resume with a lower optimizer.lr")
-        assert untouched
 
 
 def write_report(config, out):
-    corpus = read_corpus(config.data)
-    trainer = Trainer(config, corpus, grid(config))
-    said = io.StringIO()
+    trainer, said = trainer_of(config), io.StringIO()
     with contextlib.redirect_stdout(said), Report(out) as report:
         introduce(trainer, out, None, report)
         train(trainer, out, report)
@@ -265,39 +243,34 @@ def test_a_run_that_is_all_warm_up_begins_with_a_note(world, text, tmp_path):
     assert said[3].startswith("note   optimizer.warmup = 2 lasts longer than the run of 1 steps")
 
 
-def test_the_rate_climbs_to_its_peak_and_falls_along_half_a_cosine():
+def test_the_rate_climbs_to_its_peak_stays_there_while_the_steps_are_unknown_and_falls_along_half_a_cosine():
     choice = Optimizer(lr=1.0, warmup=4, final_lr=0.1)
     rates = [learning_rate(step, 25, choice) for step in range(25)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates[14] == pytest.approx(0.55)
     assert rates[24] == pytest.approx(0.1)
     assert rates[4:] == sorted(rates[4:], reverse=True)
-
-
-def test_the_rate_stays_at_its_peak_while_the_number_of_steps_is_unknown():
-    assert learning_rate(30, 0, Optimizer(lr=1.0, warmup=4)) == 1.0
-
-
-@pytest.mark.parametrize("num_steps", [1, 3, 5, 6])
-def test_a_run_not_longer_than_its_warm_up_has_a_rate_for_every_step(num_steps):
-    rates = [learning_rate(step, num_steps, Optimizer(lr=1.0, warmup=5)) for step in range(num_steps)]
-    assert all(0 < rate <= 1 for rate in rates)
+    assert learning_rate(30, 0, choice) == 1.0
+    for num_steps in (1, 3, 5, 6):  # not longer than the warm-up
+        rates = [learning_rate(step, num_steps, Optimizer(lr=1.0, warmup=5)) for step in range(num_steps)]
+        assert all(0 < rate <= 1 for rate in rates), num_steps
 
 
 def test_lzma_bits_are_those_of_the_bytes_alone():
-    import lzma
-
     raw = bytes(range(256)) * 4
     packed = lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)
     assert lzma_bits(raw) == 8 * len(packed) / 1024
 
 
-def recorded(config, out, at):
-    corpus, report = read_corpus(config.data), Recorded()
-    trainer = Trainer(config, corpus, grid(config))
-    train(trainer, out, report, trace=at)
-    losses = [record["loss"] for event, record in report.records if event == "step"]
-    return losses, [line for line in report.lines if "recorded in" in line]
+def recorded(configs, out, traces):
+    """Of each run, in a folder of its number: the losses, and what was said of a step that was recorded."""
+    found = []
+    for number, (config, at) in enumerate(zip(configs, traces, strict=True)):
+        folder = out / str(number)
+        folder.mkdir(exist_ok=True)
+        losses, _, lines = run(config, folder, trace=at)
+        found.append((list(losses.values()), [line for line in lines if "recorded in" in line]))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -313,15 +286,16 @@ def recorded(config, out, at):
 )
 def test_a_step_that_is_recorded_changes_no_loss(world, text, tmp_path, num_ranks, changed):
     model = {"tied": changed.get("mesh") != "pp=2", "kv_heads": 2}
-    run_of = {"steps": 4, "save_every": 0, **changed}
+    run_of = {"steps": 3, "save_every": 0, "sample": 0, **changed}
     optimizer = {"batch": 16 if "replicate" in changed.get("mesh", "") else 8}
     chosen = Config.of(TREE, {"data": {"path": text}, "optimizer": optimizer, "model": model, "run": run_of})
-    plain = world(num_ranks).run(run, chosen, tmp_path / "plain")[0][0]
-    for losses, lines in world(num_ranks).run(recorded, chosen, tmp_path, 0):
-        assert losses == list(plain.values())
-        assert lines == [f"step      3  recorded in {tmp_path / TIMELINE}; sherd report {tmp_path} shows it"]
-    timeline = from_json((tmp_path / TIMELINE).read_text())
-    assert timeline.title == f"step 3 of {tmp_path.name} on {num_ranks} ranks"
+    out = tmp_path / "1"
+    for (plain, silent), (losses, lines) in world(num_ranks).run(recorded, [chosen] * 2, tmp_path, [None, 0]):
+        assert losses == plain
+        assert lines == [f"step      3  recorded in {out / TIMELINE}; sherd report {out} shows it"]
+        assert not silent
+    timeline = from_json((out / TIMELINE).read_text())
+    assert timeline.title == f"step 3 of 1 on {num_ranks} ranks"
     assert timeline.peak.nbytes > timeline.peak.by_kind["shards"] > 0
     names = {(span.lane, span.name) for span in timeline.spans}
     assert {(Lane.GATHER, "gather"), (Lane.COMPUTE, "backward"), (Lane.COMPUTE, "optimizer")} <= names
@@ -330,7 +304,5 @@ def test_a_step_that_is_recorded_changes_no_loss(world, text, tmp_path, num_rank
 
 
 def test_of_a_short_run_the_last_step_is_recorded(world, text, tmp_path):
-    (_, lines), *_ = world(2).run(recorded, config(text, steps=2, save_every=0), tmp_path, 0)
+    ((_, lines),) = world(1).run(recorded, [config(text, steps=2, save_every=0)], tmp_path, [0])[0]
     assert lines[0].startswith("step      2  recorded in")
-    (_, lines), *_ = world(2).run(recorded, config(text, steps=2, save_every=0), tmp_path, None)
-    assert not lines

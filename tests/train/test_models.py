@@ -1,7 +1,8 @@
-"""Is the decoder what its formulas say, and are its first weights the same on any number of ranks?"""
+"""The decoder is what its formulas say, and its first weights are the same on any number of ranks."""
 
 import json
 import math
+import re
 import threading
 
 import pytest
@@ -18,36 +19,36 @@ from sherd.train.mesh import Grid
 from sherd.train.models import Attention, Decoder, HuggingFace, rotate, rotation
 from sherd.train.parallel import build
 from sherd.train.plan import planned
+from tests.support.comparing import assert_same, whole_params
+from tests.support.models import noise
+from tests.support.refusals import refusal
+from tests.support.training import made
 
 SMALL = Model(layers=2, width=16, heads=4, kv_heads=2, hidden=24)
 
 
 def decoder(model=SMALL, seed=0):
-    made = Decoder(model)
-    made.reset_parameters(seed)
-    return made
+    built = Decoder(model)
+    built.reset_parameters(seed)
+    return built
 
 
-def test_rotation_turns_each_pair_by_position_times_frequency():
-    x = torch.randn(5, 6)
+def test_rotation_turns_each_pair_by_position_times_frequency_so_products_depend_on_distance_alone():
+    x = noise(0, 0, 5, 6)
     turned = rotate(x, *rotation(range(5), 6, 100.0, x.device))
     for position in range(5):
         for pair in range(3):
             z = complex(x[position, pair], x[position, pair + 3])
             z *= complex(math.cos(a := position * 100.0 ** (-2 * pair / 6)), math.sin(a))
             assert complex(turned[position, pair], turned[position, pair + 3]) == pytest.approx(z, abs=1e-5)
-
-
-def test_rotated_products_depend_on_distance_alone():
-    q, k = torch.randn(8), torch.randn(8)
+    q, k = noise(1, 0, 8), noise(2, 0, 8)
     cos, sin = rotation(range(20), 8, 10000.0, q.device)
     products = [rotate(q, cos[i], sin[i]) @ rotate(k, cos[i + 7], sin[i + 7]) for i in (0, 5, 12)]
     torch.testing.assert_close(products[0].expand(3), torch.stack(products))
 
 
 def test_attention_equals_a_loop_over_query_heads_that_share_key_heads():
-    torch.manual_seed(0)
-    attention, x = Attention(SMALL), torch.randn(2, 7, 16)
+    attention, x = made(lambda: Attention(SMALL)), noise(0, 0, 2, 7, 16)
     cos, sin = rotation(range(7), 4, 10000.0, x.device)
     heads = []
     for head in range(4):
@@ -61,14 +62,14 @@ def test_attention_equals_a_loop_over_query_heads_that_share_key_heads():
 
 
 def test_feed_forward_is_a_gated_product():
-    block, x = decoder().blocks[0].feed_forward, torch.randn(3, 16)
+    block, x = decoder().blocks[0].feed_forward, noise(0, 0, 3, 16)
     gate = x @ block.gate.weight.T
     expected = (gate * gate.sigmoid() * (x @ block.up.weight.T)) @ block.down.weight.T
     torch.testing.assert_close(block(x), expected)
 
 
 def test_no_logit_sees_a_later_token():
-    model, tokens = decoder(), torch.randint(256, (1, 9))
+    model, tokens = decoder(), torch.arange(9).view(1, 9)
     other = tokens.clone()
     other[0, 5:] = (other[0, 5:] + 1) % 256
     torch.testing.assert_close(model(tokens)[:, :5], model(other)[:, :5])
@@ -83,7 +84,7 @@ def test_a_tied_head_reads_the_embedding_and_is_no_parameter():
 
 
 def test_fresh_logits_are_near_to_an_even_guess():
-    tokens = torch.randint(256, (4, 33))
+    tokens = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(0))
     loss = F.cross_entropy(decoder()(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     assert loss.item() == pytest.approx(math.log(256), abs=0.1)
 
@@ -100,17 +101,15 @@ def whole_first_weights(config):
     assert isinstance(model, FSDPModule)
     assert all(isinstance(block, FSDPModule) for block in model.blocks)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+    return whole_params(model)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_any_number_of_ranks_starts_from_the_same_weights(world, num_ranks):
-    plain = dict(decoder(seed=4).named_parameters())
+def test_any_number_of_ranks_starts_from_the_same_weights(threads, num_ranks):
+    plain = whole_params(decoder(seed=4))
     config = Config.of({"model": dict(SMALL.__dict__), "run": {"seed": 4}})
-    for weights in world(num_ranks).run(whole_first_weights, config):
-        assert weights.keys() == plain.keys()
-        for name, weight in weights.items():
-            assert torch.equal(weight, plain[name]), name
+    for weights in threads(num_ranks).run(whole_first_weights, config):
+        assert_same(weights, plain)
 
 
 def hf_config(folder, **fields):
@@ -142,37 +141,31 @@ def test_a_hugging_face_model_is_sharded_layer_by_layer_and_starts_from_its_seed
     assert plain(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, 256)
     config = Config.of({"model": {"hf": path}, "run": {"seed": 4}})
     for weights in threads(2).run(whole_first_weights, config):
-        for name, parameter in plain.named_parameters():
-            assert torch.equal(weights[name], parameter), name
+        assert_same({name: weights[name] for name, _ in plain.named_parameters()}, whole_params(plain))
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"vocab_size": 100}, "has vocab_size = 100; bytes need 256"),
-        ({"model_type": "nothing"}, "is no config: "),
-        ({"model_type": "vit"}, "makes no causal LM: "),
-        ({"num_hidden_layers": -1}, "num_hidden_layers = -1; expected a whole number from 1 on$"),
-        ({"hidden_size": 0}, "hidden_size = 0; expected a whole number from 1 on$"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads = 0; expected a whole number from 1 on$"),
-        ({"num_attention_heads": 0}, "is no config: integer division or modulo by zero$"),
-        ({"num_attention_heads": 7}, r"is no config: .* is not a multiple of the number of attention heads \(7\)"),
-        ({"hidden_act": "none"}, "makes no causal LM: KeyError: 'none'$"),
-        ({"max_position_embeddings": 7}, "has 7 positions, fewer than data.context = 8"),
-        ({"model_type": "gpt2", "n_positions": 7}, "has 7 positions, fewer than data.context = 8"),
-    ],
-)
-def test_a_hugging_face_config_that_makes_no_byte_model_is_refused_in_one_line(tmp_path, fields, said):
+WRONG = [
+    ({"vocab_size": 100}, "has vocab_size = 100; bytes need 256"),
+    ({"model_type": "nothing"}, "is no config: "),
+    ({"model_type": "vit"}, "makes no causal LM: "),
+    ({"num_hidden_layers": -1}, "num_hidden_layers = -1; expected a whole number from 1 on$"),
+    ({"hidden_size": 0}, "hidden_size = 0; expected a whole number from 1 on$"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads = 0; expected a whole number from 1 on$"),
+    ({"num_attention_heads": 0}, "is no config: integer division or modulo by zero$"),
+    ({"num_attention_heads": 7}, r"is no config: .* is not a multiple of the number of attention heads \(7\)"),
+    ({"hidden_act": "none"}, "makes no causal LM: KeyError: 'none'$"),
+    ({"max_position_embeddings": 7}, "has 7 positions, fewer than data.context = 8"),
+    ({"model_type": "gpt2", "n_positions": 7}, "has 7 positions, fewer than data.context = 8"),
+]
+
+
+def test_a_hugging_face_config_that_makes_no_byte_model_or_is_not_there_is_refused_in_one_line(tmp_path):
     pytest.importorskip("transformers")
-    with pytest.raises(InputError, match=said) as caught:
-        HuggingFace(hf_config(tmp_path, **fields), seed=0, context=8)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_hugging_face_config_that_is_not_there_is_refused(tmp_path):
-    pytest.importorskip("transformers")
-    with pytest.raises(InputError, match="is no file"):
-        HuggingFace(str(tmp_path / "absent.json"), seed=0, context=8)
+    for fields, said in WRONG:
+        found = refusal(InputError, HuggingFace, hf_config(tmp_path, **fields), seed=0, context=8)
+        assert re.search(said, found), fields
+        assert "\n" not in found, fields
+    assert "is no file" in refusal(InputError, HuggingFace, str(tmp_path / "absent.json"), seed=0, context=8)
 
 
 SMALL_GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 256}

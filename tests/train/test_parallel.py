@@ -1,4 +1,4 @@
-"""Does a run have the same losses under every mesh, and go on from a checkpoint under any other?"""
+"""A run has the same losses under every mesh, and goes on from a checkpoint under any other."""
 
 import math
 from dataclasses import replace
@@ -8,14 +8,13 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from sherd.train.axes import axes_of
 from sherd.train.config import Config
-from sherd.train.loop import Trainer
-from sherd.train.text import read_corpus
-from tests.train.test_loop import TREE, grid, plain_losses, run, text  # noqa: F401  a fixture
+from sherd.train.trees import assigned
+from tests.train.test_loop import TREE, plain_losses, run, trainer_of
 
 MODELS = {
-    "dense": {"layers": 1, "heads": 4, "kv_heads": 2},
-    "untied": {"heads": 4, "kv_heads": 2, "tied": False},
-    "experts": {"layers": 1, "heads": 4, "kv_heads": 2, "experts": 4, "balance": 0.1},
+    "dense": "model.layers=1",
+    "untied": "model.tied=false",
+    "experts": "model.layers=1 model.experts=4 model.balance=0.1",
 }
 MESHES = {
     "dense": ["cp=2,tp=2"],
@@ -30,9 +29,10 @@ def num_ranks(mesh):
     return math.prod(int(size) for axis, size in sizes.items() if axis != "ep")
 
 
-def config(text, mesh, model, **run):  # noqa: F811
-    changed = {"model": MODELS[model], "optimizer": {"batch": 8, "micro_batch": 1}, "run": {"mesh": mesh, **run}}
-    chosen = Config.of(TREE, {"data": {"path": text}, "run": {"sample": 2}}, changed)
+def config(text, mesh, model, **run):
+    usual = "model.heads=4 model.kv_heads=2 optimizer.batch=8 optimizer.micro_batch=1 run.sample=2"
+    words = assigned([*usual.split(), *MODELS[model].split(), f"run.mesh={mesh}"])
+    chosen = Config.of(TREE, {"data": {"path": text}}, words, {"run": run})
     # Two micro-batches, by whatever samples are divided.
     size = 4 // axes_of(chosen, num_ranks(mesh)).num_data
     return replace(chosen, optimizer=replace(chosen.optimizer, micro_batch=size))
@@ -45,7 +45,7 @@ def go_on(*words):
 
 
 def train_and_judge(config):
-    trainer = Trainer(config, read_corpus(config.data), grid(config))
+    trainer = trainer_of(config)
     steps = [trainer.step() for _ in range(config.run.steps)]
     norms = [step.gradient_norm for step in steps]
     return [step.loss for step in steps], norms, trainer.judge(4).bits, trainer.sample()
@@ -57,7 +57,7 @@ def train_under(configs):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_losses_norms_evaluation_and_sample_are_the_same_under_every_mesh(world, text, model):  # noqa: F811
+def test_losses_norms_evaluation_and_sample_are_the_same_under_every_mesh(world, text, model):
     chosen = [config(text, mesh, model, steps=2) for mesh in MESHES[model]]
     expected = plain_losses(chosen[0])
     (alone,) = world(1).run(train_under, [config(text, "", model, steps=2)])[0]
@@ -78,7 +78,7 @@ def test_losses_norms_evaluation_and_sample_are_the_same_under_every_mesh(world,
         ("untied", ["dp=1", "dp=2", "dp=2,tp=2", "replicate=2,dp=2", "dp=2,cp=2", "pp=2", ""]),
     ],
 )
-def test_a_run_goes_on_under_other_meshes_as_if_never_stopped(world, text, tmp_path, model, meshes):  # noqa: F811
+def test_a_run_goes_on_under_other_meshes_as_if_never_stopped(world, text, tmp_path, model, meshes):
     whole = plain_losses(config(text, "", model, steps=len(meshes)))
     losses = {}
     for number, mesh in enumerate(meshes):

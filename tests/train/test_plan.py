@@ -1,4 +1,4 @@
-"""Does --dry-run say what a run then takes, for any number of ranks and models that fit nowhere, and start nothing?"""
+"""--dry-run says what a run then takes, for any number of ranks and models that fit nowhere, and starts nothing."""
 
 import pytest
 import torch
@@ -7,10 +7,9 @@ from torch.distributed.tensor import DTensor
 from sherd import memory_report, track_memory
 from sherd.train.cli import main
 from sherd.train.config import Config
-from sherd.train.loop import Trainer
 from sherd.train.plan import planned
-from sherd.train.text import read_corpus
-from tests.train.test_loop import grid, text  # noqa: F401  a fixture
+from sherd.train.trees import assigned
+from tests.train.test_loop import trainer_of
 
 TREE = {
     "model": {"layers": 3, "width": 64, "heads": 4, "kv_heads": 2, "hidden": 96},
@@ -19,13 +18,13 @@ TREE = {
     "run": {"steps": 2},
 }
 RUNS = {
-    "default": {},
-    "flat": {"shard": {"placement": "flat"}},
-    "zero1, accumulated": {"shard": {"strategy": "zero1"}, "optimizer": {"micro_batch": 1}},
-    "accumulated": {"optimizer": {"micro_batch": 2}},
-    "kept unsharded, bf16": {"shard": {"reshard": "never"}, "run": {"precision": "bf16"}},
-    "recomputed": {"run": {"checkpointing": True}},
-    "selectively recomputed": {"run": {"checkpointing": True, "recompute": "selective"}},
+    "default": "",
+    "flat": "shard.placement=flat",
+    "zero1, accumulated": "shard.strategy=zero1 optimizer.micro_batch=1",
+    "accumulated": "optimizer.micro_batch=2",
+    "kept unsharded, bf16": "shard.reshard=never run.precision=bf16",
+    "recomputed": "run.checkpointing=true",
+    "selectively recomputed": "run.checkpointing=true run.recompute=selective",
 }
 
 
@@ -34,7 +33,7 @@ def held(configs):
     second; and what autograd kept of a micro-batch, parameters apart, counted by storages."""
     found = []
     for each in configs:
-        trainer = Trainer(each, read_corpus(each.data), grid(each))
+        trainer = trainer_of(each)
         activations = kept_by_autograd(trainer)
         gradients = []
         hook = trainer.optimizer.register_step_pre_hook(
@@ -47,13 +46,11 @@ def held(configs):
             trainer.step()
         hook.remove()
         rows = memory_report(trainer.model, trainer.optimizer).rows
-        now = {
-            kind: sum(row.now for row in rows if row.kind == kind)
-            for kind in ("shards", "unsharded", "optimizer state")
-        }
-        found.append(
-            (now["shards"] + now["unsharded"], gradients[-1], now["optimizer state"], peak.nbytes, activations)
+        params, states = (
+            sum(row.now for row in rows if row.kind in kinds)
+            for kinds in (("shards", "unsharded"), ("optimizer state",))
         )
+        found.append((params, gradients[-1], states, peak.nbytes, activations))
     return found
 
 
@@ -78,8 +75,8 @@ def kept_by_autograd(trainer):
     return nbytes
 
 
-def test_what_is_planned_is_what_two_ranks_hold(world, text):  # noqa: F811
-    chosen = {name: Config.of(TREE, {"data": {"path": text}}, tree) for name, tree in RUNS.items()}
+def test_what_is_planned_is_what_two_ranks_hold(world, text):
+    chosen = {name: Config.of(TREE, {"data": {"path": text}}, assigned(words.split())) for name, words in RUNS.items()}
     plans = {name: planned(each, 2) for name, each in chosen.items()}
     held_by_rank = world(2).run(held, list(chosen.values()))
     for of_rank in held_by_rank:
@@ -111,15 +108,10 @@ def test_a_plan_says_ranks_tokens_and_steps_and_writes_nothing(capsys, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "words", [["--nproc", "64", "--mesh", "pp=2,replicate=2", "model.tied=false"], ["--nproc", "1024"]]
-)
-def test_a_model_that_fits_nowhere_is_planned_without_memory(capsys, words):
+def test_a_model_that_fits_nowhere_is_planned_without_memory_and_what_a_run_would_refuse_is_refused(capsys):
     large = ["model.width=65536", "model.layers=100", "model.hidden=262144", "optimizer.batch=1024"]
-    assert "model    6,442," in dry(capsys, *words, *large)
-
-
-def test_a_plan_refuses_what_a_run_would(capsys):
+    for words in (["--nproc", "64", "--mesh", "pp=2,replicate=2", "model.tied=false"], ["--nproc", "1024"]):
+        assert "model    6,442," in dry(capsys, *words, *large), words
     assert main(["train", "--dry-run", "--nproc", "5"]) == 2
     assert "optimizer.batch=15" in capsys.readouterr().err
 

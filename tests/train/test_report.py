@@ -1,13 +1,12 @@
-"""Does a run tell what it does, in terminals, in files, and without the packages that make it pretty?"""
+"""A run tells what it does, in terminals, in files, and without the packages that make it pretty."""
 
 import json
 import sys
 
 import pytest
-import torch
 
 from sherd.train.display import PlainDisplay, RichDisplay
-from sherd.train.report import Report, peak_memory, points, records
+from sherd.train.report import Report, points, records
 
 RECORD = {
     "step": 3,
@@ -21,98 +20,91 @@ RECORD = {
 }
 
 
-def test_plain_lines_hold_every_figure_with_its_unit(capsys):
+def test_plain_lines_hold_every_figure_with_its_unit_and_leave_out_steps_that_follow_at_once_but_not_the_last(capsys):
     PlainDisplay().progress(3, RECORD)
     assert capsys.readouterr().out == (
         "step      3/10  loss 1.733 nats  2.500 bits  12,346 tokens/s  lr 2.0e-03  gradient norm 0.52  "
         "rank 0 holds 3 MiB  1:15 left\n"
     )
-
-
-def test_plain_lines_leave_out_steps_that_follow_at_once_but_not_the_last(capsys):
     display = PlainDisplay()
     for step in range(1, 11):
         display.progress(step, RECORD)
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["1/10", "10/10"]
-
-
-def test_before_the_steps_are_counted_neither_their_number_nor_the_time_left_is_made_up(capsys):
+    # Before the steps are counted neither their number nor the time left is made up.
     PlainDisplay().progress(1, {**RECORD, "steps": 0, "seconds_left": None})
     line = capsys.readouterr().out
     assert line.startswith("step      1/?")
     assert line.endswith("?:?? left\n")
 
 
-def test_a_terminal_gets_a_bar_with_the_same_figures(capsys):
-    pytest.importorskip("rich")
+def show_a_bar(said=None):
+    """Of a run of ten steps, of which the third is told."""
     display = RichDisplay()
     display.begin(0, 10)
     display.progress(3, RECORD)
-    display.say("a [line] of text")
+    if said:
+        display.say(said)
     display.close()
+
+
+def test_a_terminal_gets_a_bar_with_the_same_figures_which_knows_the_number_of_steps_before_the_first(capsys):
+    pytest.importorskip("rich")
+    show_a_bar("a [line] of text")
     said = capsys.readouterr().out
     assert "a [line] of text" in said
     assert "3/10" in said
-
-
-@pytest.mark.parametrize("columns", [40, 50, 80, 120])
-def test_a_bar_fits_its_terminal_and_drops_the_figures_that_matter_least(capsys, monkeypatch, columns):
-    pytest.importorskip("rich")
-    monkeypatch.setenv("TERM", "xterm")  # a dumb one has 80 columns, whatever it says
-    monkeypatch.setenv("COLUMNS", str(columns))
-    display = RichDisplay()
-    display.begin(0, 10)
-    display.progress(3, RECORD)
-    display.close()
-    last = capsys.readouterr().out.rstrip("\n").rpartition("\n")[2]
-    assert len(last.rstrip()) <= columns
-    assert "loss 1.733 nats" in last
-    assert last.rstrip().endswith("3/10 loss 1.733 nats  2.500 bits 1:15 left") == (columns == 50)
-    assert ("lr 2.0e-03" in last, "rank 0 holds 3 MiB" in last) == (columns >= 80, columns >= 120)
-
-
-def test_a_bar_knows_the_number_of_steps_before_the_first(capsys):
-    pytest.importorskip("rich")
     display = RichDisplay()
     display.begin(0, 30)
     display.close()
     assert " 0/30" in capsys.readouterr().out
 
 
-def test_a_line_longer_than_the_terminal_is_left_for_it_to_break_so_that_it_can_be_copied(capsys, monkeypatch):
+def test_a_bar_fits_its_terminal_and_drops_the_figures_that_matter_least(capsys, monkeypatch):
     pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")  # a dumb one has 80 columns, whatever it says
+    for columns in (40, 50, 80, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        show_a_bar()
+        last = capsys.readouterr().out.rstrip("\n").rpartition("\n")[2].rstrip()
+        assert len(last) <= columns
+        assert "loss 1.733 nats" in last, columns
+        assert last.endswith("3/10 loss 1.733 nats  2.500 bits 1:15 left") == (columns == 50)
+        assert ("lr 2.0e-03" in last, "rank 0 holds 3 MiB" in last) == (columns >= 80, columns >= 120)
+    # A line longer than the terminal is left for it to break, so that it can be copied.
     monkeypatch.setenv("COLUMNS", "50")
     RichDisplay().say("try " + "word " * 20)
     assert capsys.readouterr().out.count("\n") == 1
 
 
-def test_a_quiet_report_shows_nothing_and_writes_everything(tmp_path, capsys):
+def test_a_quiet_report_shows_nothing_and_writes_everything_and_a_second_one_adds_to_it(tmp_path, capsys):
     with Report(tmp_path, quiet=True) as report:
         report.begin(0, 10)
         report.say("words")
         report.step(**RECORD)
         report.finish("text", None)
+    with Report(tmp_path, quiet=True) as report:
+        report.write("evaluation", step=4, bits=1.0)
     assert capsys.readouterr().out == ""
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 3
+    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (first["event"], first["step"]) == ("step", 3)
+    assert second == {"event": "evaluation", "step": 4, "bits": 1.0}
     assert (tmp_path / "sample.txt").read_text() == "text"
 
 
-def test_a_terminal_without_rich_gets_plain_lines_and_one_hint(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich.progress", None)
+def test_without_rich_or_matplotlib_a_terminal_gets_plain_lines_and_a_hint_for_each(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for name in ("rich.progress", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
     with Report(tmp_path) as report:
         report.step(**RECORD)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "for a progress bar: pip install '.[cli]' in the folder of sherd's sources"
-    assert lines[1].startswith("step      3/10")
-
-
-def test_metrics_are_one_json_object_per_line_and_a_second_report_adds_to_them(tmp_path):
-    for step in (1, 2):
-        with Report(tmp_path) as report:
-            report.write("step", step=step, loss=1.0)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [{"event": "step", "step": s, "loss": 1.0} for s in (1, 2)]
+        report.finish("text", None)
+    hint, step, *others = capsys.readouterr().out.splitlines()
+    assert hint == "for a progress bar: pip install '.[cli]' in the folder of sherd's sources"
+    assert step.startswith("step      3/10")
+    assert others == [
+        "for a picture of the loss curve: pip install '.[viz]' in the folder of sherd's sources",
+        f"written   sample.txt, metrics.jsonl in {tmp_path}",
+    ]
 
 
 def test_the_curve_is_a_picture_and_takes_a_step_done_twice_once(tmp_path, monkeypatch):
@@ -124,16 +116,6 @@ def test_the_curve_is_a_picture_and_takes_a_step_done_twice_once(tmp_path, monke
         report.finish("text", 1.9)
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "sample.txt").read_text() == "text"
-
-
-def test_without_matplotlib_one_line_says_how_to_get_the_picture(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with Report(tmp_path) as report:
-        report.finish("text", None)
-    assert capsys.readouterr().out.splitlines() == [
-        "for a picture of the loss curve: pip install '.[viz]' in the folder of sherd's sources",
-        f"written   sample.txt, metrics.jsonl in {tmp_path}",
-    ]
 
 
 def test_after_a_cut_line_the_next_record_is_on_a_line_of_its_own_and_the_cut_one_is_passed_over(tmp_path, capsys):
@@ -153,7 +135,3 @@ def test_what_was_done_after_the_step_that_a_run_went_on_from_does_not_count():
     read = [{"event": "step", "step": step, "loss": float(step)} for step in range(1, 9)]
     read += [{"event": "start", "step": 4}, {"event": "step", "step": 5, "loss": 50.0}]
     assert points(read, "step", "loss") == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 50.0}
-
-
-def test_peak_memory_is_in_bytes():
-    assert 50 * 2**20 < peak_memory(torch.device("cpu")) < 2**40

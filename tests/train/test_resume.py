@@ -1,4 +1,4 @@
-"""Does a run that goes on repeat what one never stopped does, to the last bit; and may its checkpoints be elsewhere?"""
+"""A run that goes on repeats what one never stopped does, to the last bit; and its checkpoints may be elsewhere."""
 
 import errno
 import os
@@ -13,23 +13,22 @@ from sherd.storage.places import Disk
 from sherd.train.checkpoint import NotSaved
 from sherd.train.config import Config, InputError
 from sherd.train.folder import is_free, sweep
-from sherd.train.loop import Trainer, train
+from sherd.train.loop import train
 from sherd.train.saved import CHECKPOINTS, newest, place_in, point
-from sherd.train.text import read_corpus
+from sherd.train.trees import assigned
 from sherd.train.uses import pick
 from sherd.train.words import configure, parse
+from tests.support.refusals import refusal
 from tests.support.suites import part
 from tests.train.test_checkpoint import put
-from tests.train.test_loop import Recorded, config, grid, text
-
-__all__ = ["text"]  # the fixture
+from tests.train.test_loop import Recorded, config, trainer_of
 
 FIGURES = ("step", "loss", "gradient_norm", "learning_rate")
 
 
 def figures(config, out, resume=False, stop_after=None):
     """The figures of each step and each evaluation, as metrics.jsonl has them, without those of time and memory."""
-    report, trainer = Recorded(), Trainer(config, read_corpus(config.data), grid(config))
+    report, trainer = Recorded(), trainer_of(config)
     if resume:
         trainer.resume(newest(out))
     train(trainer, out, report, lambda: trainer.done + 1 == stop_after)
@@ -43,33 +42,29 @@ def once_and_again(configs, out):
     for number, each in enumerate(configs):
         folder = out / str(number)
         whole = figures(each, folder / "whole")
-        first = figures(each, folder / "cut", stop_after=10)
+        first = figures(each, folder / "cut", stop_after=5)
         rest = figures(each, folder / "cut", resume=True)
         found.append((whole, tuple(before + after for before, after in zip(first, rest, strict=True))))
     return found
 
 
-SHARDED = {
-    "async": {},
-    "waited for": {"run": {"async_save": False}},
-    "flat, flattened, bf16": {
-        "shard": {"placement": "flat"},
-        "optimizer": {"flatten": True},
-        "run": {"precision": "bf16"},
-    },
-    "zero1": {"shard": {"strategy": "zero1"}},
-}
+SHARDED = [
+    "",
+    "run.async_save=false",
+    "shard.placement=flat optimizer.flatten=true run.precision=bf16",
+    "shard.strategy=zero1",
+]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_run_of_twenty_steps_stopped_at_ten_repeats_them_to_the_last_bit(world, text, tmp_path, num_ranks):
-    usual = {"steps": 20, "save_every": 4, "eval_every": 4, "keep": 1, "sample": 0}
-    sharded = {name: SHARDED[name] for name in part(SHARDED, num_ranks, 2)}
-    chosen = [Config.of(config(text, **usual).tree(), each) for each in sharded.values()]
+def test_a_run_of_ten_steps_stopped_at_five_repeats_them_to_the_last_bit(world, text, tmp_path, num_ranks):
+    usual = {"steps": 10, "save_every": 2, "eval_every": 2, "keep": 1, "sample": 0}
+    sharded = part(SHARDED, num_ranks, 2)
+    chosen = [Config.of(config(text, **usual).tree(), assigned(words.split())) for words in sharded]
     for found in world(num_ranks).run(once_and_again, chosen, tmp_path):
-        for name, (whole, cut) in zip(sharded, found, strict=True):
-            assert [step for step, *_ in cut[0]] == list(range(1, 21))
-            assert cut == whole, name
+        for words, (whole, cut) in zip(sharded, found, strict=True):
+            assert [step for step, *_ in cut[0]] == list(range(1, 11))
+            assert cut == whole, words
 
 
 def not_written(config, out):
@@ -81,7 +76,7 @@ def not_written(config, out):
             raise OSError(errno.ENOSPC, "No space left on device")
         real(self, name, chunks)
 
-    report, trainer = Recorded(), Trainer(config, read_corpus(config.data), grid(config))
+    report, trainer = Recorded(), trainer_of(config)
     with mock.patch.object(Disk, "write", write), pytest.raises(NotSaved) as caught:
         train(trainer, out, report)
     saved = [record["step"] for event, record in report.records if event == "checkpoint"]
@@ -137,9 +132,7 @@ def test_a_file_url_is_a_folder_that_several_ranks_write_to(world, text, tmp_pat
 
 
 @pytest.fixture
-def asked(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("some words, and some more of them. " * 500)
+def asked(elsewhere):
     return lambda *words: configure(parse(["train", "--data", "text.txt", "--out", "run", *words]))
 
 
@@ -162,29 +155,24 @@ def test_a_run_that_goes_on_finds_its_checkpoints_by_the_file_in_its_folder(aske
     assert sweep(tmp_path / "run") == []
 
 
-def test_a_new_run_does_not_write_among_the_checkpoints_of_another_one(asked, tmp_path):
+def test_a_new_run_does_not_write_among_the_checkpoints_of_another_one_nor_where_no_package_is_for(asked, tmp_path):
     moved(tmp_path, 3)
-    with pytest.raises(InputError, match=r"run.checkpoints = 'far' holds step 3 of a run; --resume goes on with it"):
-        asked("run.checkpoints=far")
+    held = "run.checkpoints = 'far' holds step 3 of a run; --resume goes on with it"
+    assert held in refusal(InputError, asked, "run.checkpoints=far")
     assert asked("run.checkpoints=farther")[1] is None
+    said = refusal(InputError, asked, "run.checkpoints=nowhere://x")
+    assert "run.checkpoints = 'nowhere://x' cannot be used" in said
+    assert "\n" not in said
 
 
 def test_a_run_does_not_begin_anew_beside_its_own_checkpoints(asked, tmp_path):
     put(tmp_path / "run", 3)
     for how in ("--resume", "--resume-or-start"):
-        with pytest.raises(InputError, match="far holds no checkpoint, but run/checkpoints/step-00000003 is one"):
-            asked(how, "run.checkpoints=far")
-    with pytest.raises(InputError, match="it is a folder, with checkpoints of before; choose another --out"):
-        point(tmp_path / "run", "far")
-
-
-def test_without_run_checkpoints_a_run_that_begins_anew_keeps_its_own(tmp_path):
+        said = refusal(InputError, asked, how, "run.checkpoints=far")
+        assert "far holds no checkpoint, but run/checkpoints/step-00000003 is one" in said, how
+    said = refusal(InputError, point, tmp_path / "run", "far")
+    assert "it is a folder, with checkpoints of before; choose another --out" in said
+    # Without run.checkpoints a run that begins anew keeps its own.
     point(tmp_path, "far")
     point(tmp_path, "")
     assert str(place_in(tmp_path)) == str(tmp_path / CHECKPOINTS)
-
-
-def test_a_store_that_no_package_is_for_is_told_in_one_line(asked):
-    with pytest.raises(InputError, match=r"run.checkpoints = 'nowhere://x' cannot be used") as caught:
-        asked("run.checkpoints=nowhere://x")
-    assert "\n" not in str(caught.value)

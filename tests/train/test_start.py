@@ -1,4 +1,4 @@
-"""Are ranks started, and their ends told, as a user needs it; and do they refuse all together?"""
+"""Ranks are started, and their ends told, as a user needs it; and they refuse all together."""
 
 import os
 import re
@@ -15,6 +15,7 @@ from sherd.train.folder import claim
 from sherd.train.launch import start
 from sherd.train.ranks import on_rank_0, together
 from sherd.train.stop import Stop
+from tests.support.refusals import refusal
 from tests.train.test_checkpoint import put
 
 
@@ -30,54 +31,59 @@ def test_every_rank_gets_the_words_and_success_is_zero(capfd):
     assert said.err == ""
 
 
-@pytest.mark.parametrize("code", [2, 74, 143])
-def test_ranks_that_have_said_why_they_left_are_not_reported_again(capfd, code):
-    assert start(2, "tests.train.ends", [str(code)]) == code
-    assert capfd.readouterr().err == ""
-
-
-def test_a_crash_shows_the_ranks_traceback_and_its_number(capfd):
+def test_a_crash_shows_the_ranks_traceback_and_its_number_and_what_ranks_have_said_is_not_reported_again(capfd):
     assert start(2, "tests.train.ends", ["crash"]) == 1
     said = capfd.readouterr().err
     assert "ZeroDivisionError: on purpose" in said
     assert said.endswith("sherd train: rank 1 ended, with exit code 1\n")
+    for code in (2, 74, 143):
+        assert start(2, "tests.train.ends", [str(code)]) == code
+        assert capfd.readouterr().err == ""
 
 
-def test_a_killed_rank_is_told_with_the_signals_name(capfd):
+KILLED = "rank 1 ended, killed by SIGKILL"
+
+
+def test_the_last_line_names_the_signal_and_says_what_can_be_gone_on_from(capfd, tmp_path):
     assert start(2, "tests.train.ends", ["killed"]) == 128 + signal.SIGKILL
-    assert capfd.readouterr().err == "sherd train: rank 1 ended, killed by SIGKILL\n"
-
-
-@pytest.mark.parametrize(
-    ("how", "saved", "code", "said"),
-    [
-        ("killed", 40, 137, "rank 1 ended, killed by SIGKILL; step 40 is whole, --resume goes on from it"),
-        ("killed", None, 137, "rank 1 ended, killed by SIGKILL; nothing was saved before"),
+    assert capfd.readouterr().err == f"sherd train: {KILLED}\n"
+    for how, step, code, said in (
+        ("killed", None, 137, f"{KILLED}; nothing was saved before"),
+        ("killed", 40, 137, f"{KILLED}; step 40 is whole, --resume goes on from it"),
         ("130", 40, 130, "stopped without saving; step 40 is whole, --resume goes on from it"),
-    ],
-)
-def test_the_last_line_says_what_can_be_gone_on_from(capfd, tmp_path, how, saved, code, said):
-    if saved:
-        put(tmp_path, saved)
-    with claim(Config.of({"run": {"out": str(tmp_path)}})) as folder:
-        assert start(2, "tests.train.ends", [how], folder) == code
-    assert capfd.readouterr().err == f"sherd train: {said}\n"
+    ):
+        if step:
+            put(tmp_path, step)
+        with claim(Config.of({"run": {"out": str(tmp_path)}})) as folder:
+            assert start(2, "tests.train.ends", [how], folder) == code
+        assert capfd.readouterr().err == f"sherd train: {said}\n"
 
 
-def told(*numbers):
-    """A `Stop` that hears these signals, one after another, once ranks have begun."""
-    stop = Stop()
+@pytest.fixture
+def told(tmp_path, monkeypatch):
+    """`told(SIGINT, ...)`: a `Stop` that hears these signals, one after another, once both ranks wait."""
+    monkeypatch.setenv("BEGUN", str(tmp_path))
 
-    def tell():
-        for number in numbers:
-            time.sleep(1.5)
-            stop.heard.append((number, time.monotonic()))
+    def told_of(*numbers):
+        stop = Stop()
+        for of_earlier_ranks in tmp_path.iterdir():
+            of_earlier_ranks.unlink()
 
-    threading.Thread(target=tell, daemon=True).start()
-    return stop
+        def tell():
+            while len(list(tmp_path.iterdir())) < 2:
+                time.sleep(0.01)
+            for number in numbers:
+                time.sleep(1.5)
+                stop.heard.append((number, time.monotonic()))
+
+        threading.Thread(target=tell, daemon=True).start()
+        return stop
+
+    return told_of
 
 
-def test_a_rank_that_is_stopped_is_named_and_a_second_ctrl_c_ends_all(capfd, monkeypatch):
+@pytest.mark.slow  # it waits
+def test_a_rank_that_is_stopped_is_named_and_a_second_ctrl_c_ends_all(capfd, monkeypatch, told):
     monkeypatch.setattr(launch, "STILL_S", 0.4)
     monkeypatch.setattr(launch, "LONGEST_STILL_S", 0.4)
     before = time.monotonic()
@@ -94,15 +100,13 @@ def test_a_rank_that_is_stopped_is_named_and_a_second_ctrl_c_ends_all(capfd, mon
     assert lines[-1] == "sherd train: stopped without saving"
 
 
-def test_ranks_that_do_not_leave_when_told_are_given_up_after_the_time_for_saving(capfd, monkeypatch):
+@pytest.mark.slow  # it waits
+def test_ranks_told_to_leave_have_saved_nothing_and_are_given_up_after_the_time_for_saving(capfd, monkeypatch, told):
+    assert start(2, "tests.train.ends", ["waits"], stop=told(signal.SIGHUP)) == 130
+    assert capfd.readouterr().err == "sherd train: stopped without saving\n"
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
     assert start(2, "tests.train.ends", ["deaf"], stop=told(signal.SIGTERM)) == 130
     assert "gave up on ranks 0, 1" in capfd.readouterr().err
-
-
-def test_ranks_told_before_they_could_do_anything_have_saved_nothing(capfd):
-    assert start(2, "tests.train.ends", ["waits"], stop=told(signal.SIGHUP)) == 130
-    assert capfd.readouterr().err == "sherd train: stopped without saving\n"
 
 
 def refuse_on_rank_1():
@@ -111,35 +115,26 @@ def refuse_on_rank_1():
             raise InputError("rank 1 cannot")
         return "well"
 
-    try:
-        return together(action)
-    except InputError as error:
-        return str(error)
-
-
-def test_what_one_rank_refuses_all_refuse_with_its_words(world):
-    assert world(3).run(refuse_on_rank_1) == ["rank 1 cannot"] * 3
+    return refusal(InputError, together, action)
 
 
 def own_ranks():
     return together(dist.get_rank), on_rank_0(dist.get_rank)
 
 
-def test_together_gives_each_its_own_and_on_rank_0_gives_all_the_first_ones(world):
-    assert world(2).run(own_ranks) == [(0, 0), (1, 0)]
+def test_together_gives_each_its_own_on_rank_0_all_the_first_ones_and_what_one_refuses_all_refuse(threads):
+    assert threads(3).run(refuse_on_rank_1) == ["rank 1 cannot"] * 3
+    assert threads(2).run(own_ranks) == [(0, 0), (1, 0)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_is_noted_and_does_not_end_a_process_that_asks(number):
-    before = signal.getsignal(number)
-    with Stop() as stop:
-        assert not stop()
-        os.kill(os.getpid(), number)
-        assert stop()
-    assert signal.getsignal(number) == before
-
-
-def test_a_signal_that_came_ignored_stays_ignored():
+def test_a_signal_is_noted_and_does_not_end_a_process_that_asks_and_one_that_came_ignored_stays_ignored():
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        before = signal.getsignal(number)
+        with Stop() as stop:
+            assert not stop()
+            os.kill(os.getpid(), number)
+            assert stop(), number
+        assert signal.getsignal(number) == before
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Stop() as stop:

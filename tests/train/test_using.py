@@ -1,4 +1,4 @@
-"""Can what was trained be used: written with, judged and exported, as the run itself would, and nothing overwritten?"""
+"""What was trained can be used: written with, judged and exported as the run itself would; nothing is overwritten."""
 
 import contextlib
 import io
@@ -7,8 +7,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from unittest import mock
@@ -27,12 +25,11 @@ from sherd.train.text import read_corpus
 from sherd.train.uses import FORMS, asked, pick
 from sherd.train.using import generate, loaded, score
 from sherd.train.words import parse
+from tests.support.comparing import assert_same, whole_params
 from tests.support.ranks.forked import answer_of
 from tests.train.test_checkpoint import DATA, break_it, put
-from tests.train.test_loop import TREE, text, write_report
+from tests.train.test_loop import TREE, write_report
 from tests.train.test_models import hf_config
-
-__all__ = ["text"]  # the fixture
 
 # Heads, layers and an own head, so that each axis can cut it.
 MODEL = {**TREE["model"], "kv_heads": 2, "tied": False}
@@ -102,21 +99,16 @@ def text_of(answer):
     return out[:-1]
 
 
-def test_without_options_the_text_is_the_runs_own_sample(trained, said):
-    assert text_of(said[1]["as the run"]) == (trained[0] / "sample.txt").read_text()
-    assert text_of(said[1]["as the run"]).startswith("the naïve ")
-
-
-def test_a_seed_gives_the_same_text_again_from_the_run_its_checkpoint_and_its_best(trained, said):
+def test_the_text_is_the_runs_own_sample_or_that_of_a_seed_whichever_checkpoint_is_named(trained, said):
     answers = said[1]
+    assert text_of(answers["as the run"]) == (trained[0] / "sample.txt").read_text()
+    assert text_of(answers["as the run"]).startswith("the naïve ")
     assert pick(str(trained[0]), best=True).step == 4
     assert answers["seed"] == answers["seed again"] == answers["checkpoint"] == answers["best"]
     assert answers["seed"] != answers["as the run"]
-
-
-def test_several_samples_stand_between_dashes_and_the_first_is_the_only_one_of_before(said):
-    first, second = text_of(said[1]["two"]).split("\n---------------\n")
-    assert first == text_of(said[1]["seed"])
+    # Several samples stand between dashes, and the first is the only one of before.
+    first, second = text_of(answers["two"]).split("\n---------------\n")
+    assert first == text_of(answers["seed"])
     assert second != first
 
 
@@ -138,10 +130,8 @@ def test_eval_says_what_the_run_said_at_its_end(trained, text, said):
     assert found["bits_per_byte"] == pytest.approx(last["bits"], rel=1e-6)
     assert found["nats_per_token"] == pytest.approx(last["bits"] * math.log(2), rel=1e-6)
     assert found["perplexity"] == pytest.approx(2 ** last["bits"], rel=1e-5)
-    assert (found["step"], found["bytes"]) == (
-        4,
-        len(read_corpus(Config.of(TREE, {"data": {"path": text}}).data).held_out),
-    )
+    held_out = read_corpus(Config.of(TREE, {"data": {"path": text}}).data).held_out
+    assert (found["step"], found["bytes"]) == (4, len(held_out))
     figures = f"{found['bits_per_byte']:.3f} bits per byte"
     assert text_of(said[1]["eval"]).startswith(figures)
     assert f"held-out  {figures}" in told
@@ -161,19 +151,18 @@ def test_eval_of_another_text_scores_all_of_it_as_plain_pytorch_does(trained, sa
     assert found["nats_per_token"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
 
 
-def test_an_exported_file_is_the_plain_modules_state(trained, said):
+def test_an_exported_file_is_the_plain_modules_state_and_stays(trained, said):
     folder, answers = said
     assert answers["pt"] == (0, "", f"{trained[0]}/checkpoints/step-00000004 is exported to model.pt\n")
+    there = "sherd export: model.pt is there already, and nothing is overwritten; choose another name\n"
+    assert answers["again"] == (2, "", there)
     state = torch.load(folder / "model.pt", weights_only=True)
     plain = Decoder(Config.of(TREE, {"model": MODEL}).model)
     plain.load_state_dict(state)
-    for name, parameter in load_model(trained[0]).named_parameters():
-        assert torch.equal(plain.get_parameter(name), parameter), name
+    assert_same(whole_params(plain), whole_params(load_model(trained[0])))
     safetensors = pytest.importorskip("safetensors.torch")
     assert answers["safetensors"][0] == 0
-    again = safetensors.load_file(folder / "model.safetensors")
-    assert again.keys() == state.keys()
-    assert all(torch.equal(again[name], state[name]) for name in state)
+    assert_same(safetensors.load_file(folder / "model.safetensors"), dict(state))
     assert not [path for path in folder.iterdir() if path.suffix == ".part"]
 
 
@@ -204,17 +193,18 @@ def test_ranks_that_share_a_model_write_and_judge_as_one_does(world, trained, sa
         assert bits == pytest.approx(json.loads(said[1]["json"][1])["bits_per_byte"], rel=1e-5)
 
 
-def be_rank(words):
-    """What this rank, one of those that the command has started, says to stdout."""
+def as_rank(words):
+    """The exit code of this rank, one of those that the command has started, and what it says to stdout and stderr."""
     with (
         mock.patch.dict(os.environ, LOCAL_RANK="0"),
         mock.patch.object(using, "group", contextlib.nullcontext),  # there is one
         mock.patch.object(using, "set_timeout"),  # which is that of the next tests too
         mock.patch.object(using.signal, "signal"),
         mock.patch("sys.stdout", io.TextIOWrapper(io.BytesIO())) as out,
+        mock.patch("sys.stderr", io.StringIO()) as err,
     ):
-        assert cli.main(words) == 0
-        return out.buffer.getvalue().decode()
+        code = cli.main(words)
+        return code, out.buffer.getvalue().decode(), err.getvalue()
 
 
 def test_the_command_starts_ranks_of_which_the_first_writes_the_same_text(world, trained, said, monkeypatch):
@@ -223,51 +213,28 @@ def test_the_command_starts_ranks_of_which_the_first_writes_the_same_text(world,
     monkeypatch.setattr(launch, "start", lambda *how: started.append(how) or 0)
     assert cli.main(words) == 0
     assert started == [(2, "sherd", words)]
-    assert world(2).run(be_rank, words) == [said[1]["seed"][1], ""]
+    assert world(2).run(as_rank, words) == [(0, said[1]["seed"][1], ""), (0, "", "")]
 
 
 # What cannot be done
 
 
-def be_one_rank_too_many(words):
-    """The exit code of this rank on a machine that has one device, and what it says to stderr."""
+def as_one_rank_too_many(words):
+    """What `as_rank` returns on a machine that has one device."""
     with (
-        mock.patch.dict(os.environ, LOCAL_RANK="0"),
-        mock.patch.object(using, "group", contextlib.nullcontext),
-        mock.patch.object(using, "set_timeout"),
-        mock.patch.object(using.signal, "signal"),
         mock.patch("sherd.train.device.accelerator", return_value="xpu"),
         mock.patch("torch.accelerator.device_count", return_value=1),
-        mock.patch("sys.stderr", io.StringIO()) as err,
     ):
-        return cli.main(words), err.getvalue()
+        return as_rank(words)
 
 
 def test_more_ranks_than_devices_are_refused_before_any_takes_one(world, trained):
     words = ["generate", str(trained[0]), "--nproc", "2"]
-    (code, first), (_, second) = world(2).run(be_one_rank_too_many, words)
+    (code, _, first), (_, _, second) = world(2).run(as_one_rank_too_many, words)
     assert (code, second) == (2, "")
     assert first == (
         "sherd generate: 2 ranks on a machine of 1 xpu device; start one per device, or set run.device = 'cpu'\n"
     )
-
-
-@pytest.fixture
-def refused(monkeypatch, capsys, tmp_path):
-    """Refuses these words in one line, before anything is started. Returns the line."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setattr(launch, "start", lambda *args: pytest.fail("something was started"))
-
-    def refuse(*words):
-        assert cli.main([str(word) for word in words]) == 2
-        told = capsys.readouterr()
-        assert told.out == ""
-        assert told.err.startswith(f"sherd {words[0]}: ")
-        assert told.err.count("\n") == 1
-        return told.err
-
-    return refuse
 
 
 REFUSED = [
@@ -299,33 +266,22 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("words", "told"), REFUSED, ids=[" ".join(words) for words, _ in REFUSED])
-def test_what_cannot_be_used_is_refused_in_one_line(refused, trained, tmp_path, words, told):
+def test_what_cannot_be_used_is_refused_in_one_line(refused, trained, tmp_path):
     (tmp_path / "empty").mkdir()
-    assert told in refused(*[word.replace("RUN", str(trained[0])) for word in words])
+    for words, told in REFUSED:
+        assert told in refused(*[word.replace("RUN", str(trained[0])) for word in words]), words
 
 
-def test_an_export_that_is_there_already_stays(said):
-    code, out, err = said[1]["again"]
-    assert (code, out) == (2, "")
-    assert err == "sherd export: model.pt is there already, and nothing is overwritten; choose another name\n"
-
-
-def test_a_run_without_a_whole_checkpoint_and_a_text_that_has_changed_are_refused(refused, tmp_path):
-    (tmp_path / "text.txt").write_text("some words, and some more of them. " * 500)
+def test_a_damaged_run_a_changed_text_and_experts_for_transformers_are_refused(refused, tmp_path):
     path = put(tmp_path / "run", 3, config=Config.of({"data": {"path": "text.txt"}}).tree())
     assert "no longer holds the text that run/checkpoints/step-00000003 was trained on" in refused("eval", "run")
     break_it(path, "short file")
-    assert f"run holds no whole checkpoint: run/checkpoints/step-00000003/{DATA} has 2 of 76 bytes" in refused(
-        "generate", "run"
-    )
+    torn = f"run/checkpoints/step-00000003/{DATA} has 2 of 76 bytes"
+    assert f"run holds no whole checkpoint: {torn}" in refused("generate", "run")
     assert f"{path}/{DATA} has 2 of 76 bytes" in refused("generate", path)
-
-
-def test_a_refusal_of_these_commands_loads_no_torch_either():
-    program = "import sys; from sherd.train.cli import main; assert main(['generate', 'absent']) == 2; "
-    program += "assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)
+    put(tmp_path / "mixed", 3, config=Config.of({"model": {"experts": 4}}).tree())
+    mixed = "transformers has no model like sherd train's mixture of experts"
+    assert mixed in refused("export", "mixed", "x", "--to", "hf")
 
 
 # Hugging Face
@@ -356,35 +312,35 @@ def byte_lm(text, tmp_path_factory):
     return folder, path, answers
 
 
-def test_a_hugging_face_model_writes_and_is_judged_as_the_run_did(byte_lm):
+def test_a_hugging_face_model_writes_is_judged_as_the_run_did_and_needs_no_optimizer_for_it(byte_lm):
     folder, _, answers = byte_lm
     out = folder / "run"
     assert answers[2][2] == f"{out}/checkpoints/step-00000002 is exported to folder\n"
     assert answers[0][1][:-1] == (out / "sample.txt").read_text()
     last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
     assert json.loads(answers[1][1])["bits_per_byte"] == pytest.approx(last["bits"], rel=1e-6)
+    assert_same(whole_params(load_model(folder / "small")), whole_params(load_model(out)))
+    sizes = [Folder(Disk(each)).newest()[0].manifest.nbytes for each in (folder / "small", out / "checkpoints")]
+    assert sizes[0] < 0.4 * sizes[1]
 
 
-def test_transformers_reads_what_a_hugging_face_model_is_exported_to(byte_lm):
+def test_transformers_reads_what_its_model_is_exported_to_in_one_file_or_several(byte_lm, monkeypatch, tmp_path):
     transformers = pytest.importorskip("transformers")
     safetensors = pytest.importorskip("safetensors.torch")
     folder, path, _ = byte_lm
-    tokens = torch.randint(256, (2, 7))
+    monkeypatch.setattr("sherd.train.hugging_face.LARGEST_FILE", "20KB")
+    checkpoint = pick(str(folder / "run"), best=False)
+    export(checkpoint, Config.of(checkpoint.config), tmp_path / "split", "hf")
+    assert len(list((tmp_path / "split").glob("model-*.safetensors"))) > 1
+    tokens = torch.arange(14).view(2, 7)
     expected = load_model(folder / "run")(tokens)
-    read = transformers.AutoModelForCausalLM.from_pretrained(folder / "folder")
-    torch.testing.assert_close(read(tokens).logits, expected, rtol=0, atol=0)
+    for exported in (folder / "folder", tmp_path / "split"):
+        read = transformers.AutoModelForCausalLM.from_pretrained(exported)
+        assert_same(read(tokens).logits, expected, exported.name)
     for state in (torch.load(folder / "model.pt"), safetensors.load_file(folder / "model.safetensors")):
         own = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
         own.load_state_dict(state)
-        torch.testing.assert_close(own.eval()(tokens).logits, expected, rtol=0, atol=0)
-
-
-def test_a_checkpoint_without_the_optimizer_is_used_like_one_with_it(byte_lm):
-    folder, _, _ = byte_lm
-    tokens = torch.randint(256, (2, 7))
-    torch.testing.assert_close(load_model(folder / "small")(tokens), load_model(folder / "run")(tokens))
-    sizes = [Folder(Disk(each)).newest()[0].manifest.nbytes for each in (folder / "small", folder / "run/checkpoints")]
-    assert sizes[0] < 0.4 * sizes[1]
+        assert_same(own.eval()(tokens).logits, expected)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -409,17 +365,6 @@ def test_the_built_in_decoder_is_exported_as_the_llama_that_computes_the_same(wo
     torch.testing.assert_close(read(tokens).logits, load_model(run)(tokens), rtol=1e-5, atol=1e-6)
 
 
-def test_weights_are_split_over_files_where_one_would_be_too_large(byte_lm, monkeypatch, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr("sherd.train.hugging_face.LARGEST_FILE", "20KB")
-    checkpoint = pick(str(byte_lm[0] / "run"), best=False)
-    export(checkpoint, Config.of(checkpoint.config), tmp_path / "split", "hf")
-    assert len(list((tmp_path / "split").glob("model-*.safetensors"))) > 1
-    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "split")
-    tokens = torch.randint(256, (2, 7))
-    torch.testing.assert_close(read(tokens).logits, load_model(byte_lm[0] / "run")(tokens), rtol=0, atol=0)
-
-
 def test_a_damaged_checkpoint_is_exported_in_no_form_and_leaves_nothing(refused, trained, tmp_path):
     shutil.copytree(trained[0], tmp_path / "run")
     for file in (tmp_path / "run" / "checkpoints" / "step-00000004").glob("*.safetensors"):
@@ -429,10 +374,3 @@ def test_a_damaged_checkpoint_is_exported_in_no_form_and_leaves_nothing(refused,
         assert "is not what was written" in refused("export", "run", "--to", form, "there")
     assert "is not what was written" in refused("generate", "run", "--device", "cpu")
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_mixture_of_experts_is_not_for_transformers(refused, tmp_path):
-    put(tmp_path / "run", 3, config=Config.of({"model": {"experts": 4}}).tree())
-    assert "transformers has no model like sherd train's mixture of experts" in refused(
-        "export", "run", "x", "--to", "hf"
-    )
