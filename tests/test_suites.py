@@ -88,6 +88,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_takes_the_cases_of_its_suite_and_every_share_together_all(tmp_path):
     (tmp_path / "test_drawn.py").write_text(TESTS)
     for words, counted in RUNS.items():
