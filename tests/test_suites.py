@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections import Counter
 
+import pytest
+
 from tests.support import suites
 from tests.support.suites import covering, fewest, part, share_of_commit
 

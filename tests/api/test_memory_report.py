@@ -118,6 +118,10 @@ def test_the_table_has_a_line_for_each_unit_and_a_column_for_each_kind():
     assert len(lines) + more == len({row.unit for row in report.rows if row.now})
     assert peak.startswith("predicted peak of a step: ")
     assert report.predicted_moment in peak.splitlines()[0]
+    header, *lines = peak.splitlines()[1:]
+    for row in report.rows:
+        assert not row.at_peak or row.kind in header, row
+    assert lines[-1].split()[0] == "all"
     assert len({len(line) for line in now.splitlines()[1:]}) == 1
 
 

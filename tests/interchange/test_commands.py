@@ -85,6 +85,7 @@ def test_inspect_shows_tensors_pieces_values_and_an_optimizers_groups(tmp_path, 
     _, out, _ = run("inspect", tmp_path / "all")
     assert '  group 0: 2 parameters, {"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}, "fused": null}' in out
     assert '  state of 2 parameters: {"step": {"$scalar": ["F32", 3.0]}}' in out
+    assert "pieces" not in out
 
 
 def test_verify_names_each_file_that_was_changed_or_cut_off_and_says_where_there_are_no_checksums(tmp_path, run):

@@ -197,6 +197,7 @@ NO_RULES = [
     ({"merge": ["w", "u"], "to": "c"}, "is to be joined with u, which is not there"),
     ({"merge": ["w", "x"], "to": "c"}, "cannot be joined along dim 0"),
     ({"split": "w", "to": ["a", "b", "c"]}, "does not divide"),
+    ({"split": "w", "to": ["a", "b"], "dim": 2}, "has no dim 2"),
     ({"split": "w", "to": ["a", "b"], "dim": 4}, "has no dim 4"),
     ({"split": "w", "to": ["a", "b"], "ratio": [1, 2, 3]}, "ratio has 3 numbers for 2 parts"),
     ({"transpose": "x"}, "is no matrix"),

@@ -242,6 +242,24 @@ def test_a_folder_on_a_medium_that_cannot_be_written_is_read_and_nothing_of_it_i
     assert read_all(folder.folder_of(1)) == tensors
 
 
+def test_files_whose_manifest_could_not_be_written_go_unless_nobody_can_tell_whether_it_was_taken(folder, monkeypatch):
+    manifest = save(folder.folder_of(1), SMALL, tensors_of(SMALL), 1, num_files=2, save_id="aa")
+    files = names(folder, 1)
+
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Disk, "write", broken)
+    with monkeypatch.context() as unreadable:
+        unreadable.setattr(Disk, "names", broken)
+        with pytest.raises(OSError, match="Input/output"):
+            folder.finish(1, manifest)
+    assert names(folder, 1) == files
+    with pytest.raises(OSError, match="Input/output"):
+        folder.finish(1, manifest)
+    assert names(folder, 1) == []
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written_is_read(folder, tmp_path):
     tensors = save_into(folder, 1)
