@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.models.specimen import BATCH, VOCABULARY, WIDTH, Block, Specimen, Unit, noise, specimen, tokens
+from tests.support.models.specimen import BATCH, VOCABULARY, WIDTH, Block, Specimen, noise, specimen, tokens
 
 
 class SavesViews(nn.Module):
@@ -34,9 +34,6 @@ class ViewSaving(Specimen):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(SavesViews(), SavesViews())
-
-    def units(self) -> list[Unit]:
-        return [*self.layers, self]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)

@@ -33,9 +33,6 @@ class MixedDtype(Specimen):
         super().__init__()
         self.layers = nn.Sequential(TwoDtypes(self.other), TwoDtypes(self.other))
 
-    def units(self) -> list[Unit]:
-        return [*self.layers, self]
-
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
 
@@ -102,9 +99,6 @@ class Uneven(Specimen):
 
     def make_inputs(self, seed: int, rank: int) -> tuple[Any, ...]:
         return (noise(seed, rank, BATCH, 7),)
-
-    def units(self) -> list[Unit]:
-        return [*self.layers, self]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)

@@ -22,9 +22,6 @@ class Mlp(Specimen):
         self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
         self.last = nn.Linear(WIDTH, WIDTH, bias=False)
 
-    def units(self) -> list[Unit]:
-        return [*self.blocks, self]
-
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in self.blocks:
@@ -124,9 +121,6 @@ class Adapted(Specimen):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(LowRank() for _ in range(3)))
-
-    def units(self) -> list[Unit]:
-        return [*self.layers, self]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
