@@ -28,13 +28,24 @@ class Specimen(nn.Module):
         return (noise(seed, rank),)
 
     def units(self) -> list[Unit]:
-        """What to shard, bottom up: the blocks or layers, or else all children, and then the model."""
+        """What to shard, bottom up: blocks or layers, or else all children, and then the model."""
         inner = getattr(self, "blocks", None) or getattr(self, "layers", None) or self.children()
         return [*inner, self]
 
     def loss(self, output: Any) -> Tensor:
         """A scalar; every element of the output pulls on it."""
         return (output.float() - 0.5).square().mean()
+
+
+class Layers(Specimen):
+    """Layers in a row, each a unit."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
 
 
 MODELS: dict[str, type[Specimen]] = {}

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.models.specimen import VOCABULARY, WIDTH, Block, Specimen, Unit, noise, specimen, tokens
+from tests.support.models.specimen import VOCABULARY, WIDTH, Block, Layers, Specimen, Unit, noise, specimen, tokens
 
 
 @specimen
@@ -115,15 +115,11 @@ class LowRank(nn.Module):
 
 
 @specimen
-class Adapted(Specimen):
+class Adapted(Layers):
     """Frozen and trained parameters in one unit."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(LowRank() for _ in range(3)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+        super().__init__(*(LowRank() for _ in range(3)))
 
 
 class Storey(nn.Module):
