@@ -227,8 +227,7 @@ def test_group_among__finds_the_group_of_a_collective_among_its_operations_argum
             return func(*args, **(kwargs or {}))
 
     with _torch.imagined_ranks(6):
-        group = named_mesh(dp=2, tp=3)["tp"].get_group()
-        x = torch.zeros(3, device="meta")
+        group, x = named_mesh(dp=2, tp=3)["tp"].get_group(), torch.zeros(3, device="meta")
         with Looking():
             dist.all_reduce(x, group=group)
             dist.all_to_all_single(torch.empty_like(x), x, group=group)
@@ -353,31 +352,23 @@ def test_give_attributes__writes_what_attributes_of_has_returned():
 
 
 def test_functions_of_torch_and_marks_on_modules_are_written_in_one_place():
-    folder = Path(_torch.__file__).parent
-    writers = {
-        path.name
-        for path in folder.glob("*.py")
-        if re.search(r"\bsetattr\(|__setattr__|__dict__\W*(\[|\.update)", path.read_text())
-    }
-    assert writers == {"writes.py"}
+    writing = re.compile(r"\bsetattr\(|__setattr__|__dict__\W*(\[|\.update)")
+    files = Path(_torch.__file__).parent.glob("*.py")
+    assert [path.name for path in files if writing.search(path.read_text())] == ["writes.py"]
 
 
 def test_module_call__is_the_code_that_hooks_and_forward_run_in():
-    codes: list[list[object]] = []
+    found: list[bool] = []
     module = nn.Linear(1, 1)
 
     def note(*_: object) -> None:
-        frame, found = sys._getframe(), []
-        while frame is not None:
-            found.append(frame.f_code)
-            frame = frame.f_back
-        codes.append(found)
+        found.append(_torch.MODULE_CALL in [each.f_code for each in _torch.frames_from(sys._getframe())])
 
     module.register_forward_pre_hook(note)
     module.register_forward_hook(note)
     module(torch.ones(1))
     note()
-    assert [_torch.MODULE_CALL in each for each in codes] == [True, True, False]
+    assert found == [True, True, False]
 
 
 def test_frames_from__yields_a_frame_and_its_callers():
@@ -466,30 +457,23 @@ def test_in_backward__is_true_inside_a_backward_pass_and_nowhere_else():
     assert not _torch.in_backward()
 
 
-def test_at_end_of_backward__calls_after_the_last_hook_and_before_backward_returns():
+def test_at_end_of_backward__calls_after_the_last_hook_and_before_backward_returns_unless_it_raises():
     order: list[str] = []
     x = torch.ones(1, requires_grad=True)
     y = x * 2
     y.register_hook(lambda gradient: _torch.at_end_of_backward(lambda: order.append("end")))
     x.register_post_accumulate_grad_hook(lambda tensor: order.append("gradient"))
-    y.sum().backward()
+    y.sum().backward(retain_graph=True)
     order.append("returned")
     assert order == ["gradient", "end", "returned"]
-
-
-def test_at_end_of_backward__does_not_call_when_the_backward_raises():
-    called: list[bool] = []
-    x = torch.ones(1, requires_grad=True)
 
     def fail(gradient):
         raise ValueError("in backward")
 
-    y = x * 2
     x.register_hook(fail)
-    y.register_hook(lambda gradient: _torch.at_end_of_backward(lambda: called.append(True)))
     with pytest.raises(ValueError, match="in backward"):
         y.sum().backward()
-    assert called == []
+    assert order == ["gradient", "end", "returned"]
 
 
 @on_threads(1)
@@ -792,30 +776,26 @@ def test_local_gradients__are_the_objects_inside_the_gradients():
 
 
 def test_asked_by_checkpointing__is_true_below_torchs_state_dict_functions_only():
-    class Asked(nn.Linear):
-        def state_dict(self, *args, **kwargs):
-            answers.append(("get", _torch.asked_by_checkpointing(), _torch.asked_by_checkpointing(directly=True)))
-            return super().state_dict(*args, **kwargs)
+    def telling(name):
+        def method(self, *args, **kwargs):
+            told = _torch.asked_by_checkpointing(), _torch.asked_by_checkpointing(directly=True)
+            answers.append((name, kwargs.get("recurse"), *told))
+            return getattr(nn.Linear, name)(self, *args, **kwargs)
 
-        def load_state_dict(self, *args, **kwargs):
-            answers.append(("set", _torch.asked_by_checkpointing(), _torch.asked_by_checkpointing(directly=True)))
-            return super().load_state_dict(*args, **kwargs)
-
-        def named_parameters(self, *args, **kwargs):
-            answers.append((kwargs, _torch.asked_by_checkpointing(), _torch.asked_by_checkpointing(directly=True)))
-            return super().named_parameters(*args, **kwargs)
+        return method
 
     answers = []
-    model = Asked(1, 1)
+    methods = "state_dict", "load_state_dict", "named_parameters"
+    model = type("Asked", (nn.Linear,), {name: telling(name) for name in methods})(1, 1)
     nn.Sequential(model).state_dict()
-    assert answers == [("get", False, False)]
+    assert answers == [("state_dict", None, False, False)]
     answers.clear()
     values = state_dict.get_model_state_dict(nn.Sequential(model))
-    assert answers == [({"recurse": False}, True, True), ("get", True, False)]
+    assert answers == [("named_parameters", False, True, True), ("state_dict", None, True, False)]
     answers.clear()
     state_dict.set_model_state_dict(model, {key.removeprefix("0."): value for key, value in values.items()})
-    assert ({"recurse": False}, True, True) in answers
-    assert answers[-1] == ("set", True, True)
+    assert ("named_parameters", False, True, True) in answers
+    assert answers[-1] == ("load_state_dict", None, True, True)
 
 
 def test_answer_checkpointing__is_asked_once_for_a_function_that_torchs_state_dict_functions_call(monkeypatch):
@@ -1172,18 +1152,16 @@ def test_may_hook_saving__is_false_where_a_transform_forbids_it():
     assert _torch.may_hook_saving()
 
 
-def restored(monkeypatch):
+@pytest.fixture
+def own_stack(monkeypatch):
+    """The functions for saving hooks are put back after the test."""
     stack = torch._C._autograd
-    for name in (
-        "_push_saved_tensors_default_hooks",
-        "_saved_tensors_hooks_disable",
-        "_saved_tensors_hooks_enable",
-    ):
+    for name in ("_push_saved_tensors_default_hooks", "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable"):
         monkeypatch.setattr(stack, name, getattr(stack, name))
 
 
-def test_share_saving_hooks__goes_round_others_and_is_taken_off_by_transforms(monkeypatch):
-    restored(monkeypatch)
+@pytest.mark.usefixtures("own_stack")
+def test_share_saving_hooks__goes_round_others_and_is_taken_off_by_transforms():
     seen = []
     ours = (lambda tensor: tensor, kept)
     _torch.share_saving_hooks(
@@ -1201,8 +1179,8 @@ def test_share_saving_hooks__goes_round_others_and_is_taken_off_by_transforms(mo
     torch.testing.assert_close(inner, -torch.sin(torch.tensor(0.5)))
 
 
-def test_share_saving_hooks__changes_nothing_where_there_are_only_others(monkeypatch):
-    restored(monkeypatch)
+@pytest.mark.usefixtures("own_stack")
+def test_share_saving_hooks__changes_nothing_where_there_are_only_others():
     _torch.share_saving_hooks(lambda hooks: False, lambda hooks: hooks)
     with torch.autograd.graph.saved_tensors_hooks(kept, kept):
         assert _torch.saving_hooks() == (kept, kept)
