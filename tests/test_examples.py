@@ -1,52 +1,40 @@
 """The programs in examples/ run, and print what their first lines promise."""
 
-import io
-import multiprocessing
 import os
 import re
 import runpy
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 from torch import distributed as dist
 
-from tests.support import ranks
 from tests.support.ranks import forked
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TIMEOUT_S = 120
 
 
-def run_as_torchrun_would(path, rank, num_ranks, port, output):
+def run_as_torchrun_would(path, rank, num_ranks, port):
     """In a process of its own: the environment that torchrun makes, then the program."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
-    said = io.StringIO()
-    with redirect_stdout(said):
-        runpy.run_path(str(path), run_name="__main__")
-    output.write_text(said.getvalue())
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def run(name, folder, num_ranks=2):
     """What each rank printed. Forked from where torch is imported: torchrun would import it three times."""
-    ranks.warm_up()
-    context, store = (
-        multiprocessing.get_context("forkserver"),
-        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
-    )
-    outputs = [folder / str(rank) for rank in range(num_ranks)]
-    processes = [
-        context.Process(target=run_as_torchrun_would, args=(EXAMPLES / name, rank, num_ranks, store.port, output))
-        for rank, output in enumerate(outputs)
-    ]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    outputs = [folder / f"{rank}" for rank in range(num_ranks)]
+    processes = []
     try:
-        for process in processes:
-            process.start()
+        for rank, output in enumerate(outputs):
+            given = EXAMPLES / name, rank, num_ranks, store.port
+            processes.append(forked.start(run_as_torchrun_would, *given, folder=folder, output=output))
         for process in processes:
             process.join(TIMEOUT_S)
-        assert [process.exitcode for process in processes] == [0] * num_ranks
+        said = [output.with_suffix(".err").read_text() for output in outputs]
+        assert [process.exitcode for process in processes] == [0] * num_ranks, "".join(said)
     finally:
         for process in processes:
             process.kill()

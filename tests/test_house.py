@@ -9,7 +9,7 @@ import ast
 import io
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -20,6 +20,7 @@ from torch import nn
 
 import sherd
 from sherd._torch import imagined_ranks
+from tests.test_layers import imported
 
 PACKAGE = Path(sherd.__file__).parent
 NOT_CORE = ("train", "planning", "interop", "interchange", "port", "comm/host")
@@ -85,7 +86,7 @@ def measured(source: str, name: str) -> File:
         file.hidden_writes += [node.lineno for target in targets_of(node) if is_in_dict_of_another(target)]
         if isinstance(node, ast.Call) and is_hidden_call(node):
             file.hidden_writes.append(node.lineno)
-        file.imports.update(imported(node, Path(name).with_suffix("").parts))
+    file.imports = {found for _, found in imported(tree, Path(name).parts[:-1])}
     return file
 
 
@@ -163,16 +164,6 @@ def is_hidden_call(node: ast.Call) -> bool:
     if name == "__setattr__":  # `super().__setattr__` is how a class's own `__setattr__` ends
         return not (isinstance(function, ast.Attribute) and isinstance(function.value, ast.Call))
     return name == "setattr"
-
-
-def imported(node: ast.AST, module: tuple[str, ...]) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if not isinstance(node, ast.ImportFrom):
-        return []
-    above = module[: len(module) - node.level] if node.level else ()
-    source = [*above, *([node.module] if node.module else [])]
-    return [".".join([*source, alias.name]) for alias in node.names]
 
 
 def cycles_of(files: list[File]) -> list[list[str]]:
@@ -293,17 +284,11 @@ def check_exceptions(what: str, limit: int, found: dict[str, int], exceptions: s
     assert not gone, f"{what}: no longer over {limit}: {gone}. Take them off the list of exceptions."
 
 
-def per_thousand(count: int, core: list[File]) -> float:
-    return 1000 * count / sum(len(file.code_lines) for file in core)
-
-
-def densest(counts: dict[str, int]) -> str:
+def check_density(what: str, core: list[File], count: Callable[[File], int]) -> None:
+    counts = {file.name: count(file) for file in core}
     most = sorted(counts.items(), key=lambda item: -item[1])[:5]
-    return "Most: " + ", ".join(f"{name} {count}" for name, count in most)
-
-
-def lines_of(core: list[File], kind: str) -> str:
-    return ", ".join(f"{file.name}:{line}" for file in core for line in getattr(file, kind))
+    figure = 1000 * sum(counts.values()) / sum(len(file.code_lines) for file in core)
+    check(f"{what} per 1,000 code lines", figure, "Most: " + ", ".join(f"{name} {count}" for name, count in most))
 
 
 def test_no_file_is_longer_than_one_reads_at_once(core):
@@ -322,22 +307,20 @@ def test_no_function_is_longer_than_a_screen(core):
 
 
 def test_objects_write_their_own_fields(core):
-    counts = {file.name: len(file.foreign_writes) for file in core}
-    check("foreign writes per 1,000 code lines", per_thousand(sum(counts.values()), core), densest(counts))
+    check_density("foreign writes", core, lambda file: len(file.foreign_writes))
 
 
 def test_no_field_is_written_where_a_search_for_its_name_does_not_find_it(core):
-    check("hidden writes", sum(len(file.hidden_writes) for file in core), lines_of(core, "hidden_writes"))
+    places = [f"{file.name}:{line}" for file in core for line in file.hidden_writes]
+    check("hidden writes", len(places), ", ".join(places))
 
 
 def test_types_say_something(core):
-    counts = {file.name: file.num_any for file in core}
-    check("Any per 1,000 code lines", per_thousand(sum(counts.values()), core), densest(counts))
+    check_density("Any", core, lambda file: file.num_any)
 
 
 def test_variants_are_data_and_seldom_told_apart_by_their_type(core):
-    counts = {file.name: file.num_isinstance for file in core}
-    check("isinstance per 1,000 code lines", per_thousand(sum(counts.values()), core), densest(counts))
+    check_density("isinstance", core, lambda file: file.num_isinstance)
 
 
 def test_no_two_files_import_each_other(core):
@@ -354,13 +337,10 @@ def test_a_step_goes_through_few_files():
 # The measure itself
 
 
-def test_code_lines_are_those_with_neither_a_comment_nor_a_docstring_alone():
+def test_code_lines_have_more_than_a_comment_or_docstring_and_count_for_outer_functions_too():
     source = '"""Doc."""\n\n# why\nx = 1  # one\n\n\ndef f():\n    """Doc,\n    long."""\n    return """a\nb"""\n'
     file = measured(source, "sherd/x.py")
     assert (file.num_lines, len(file.code_lines), file.functions) == (11, 4, {"f": 3})
-
-
-def test_methods_are_counted_per_class_and_code_lines_with_decorators_and_inner_functions():
     source = (
         "class A:\n    @property\n    def a(self):\n        def b():\n            return 1\n        return b\n    c = 1"
     )
@@ -368,9 +348,8 @@ def test_methods_are_counted_per_class_and_code_lines_with_decorators_and_inner_
     assert (file.classes, file.functions) == ({"A": 1}, {"A.a": 5, "A.a.b": 2})
 
 
-@pytest.mark.parametrize(
-    ("source", "foreign", "hidden"),
-    [
+def test_writes_to_others_are_seen():
+    for source, foreign, hidden in (
         ("self.a = 1; cls.b = 2; c = 3; self.d: int", 0, 0),
         ("self.a.b = 1", 1, 0),
         ("a.b, (c.d, e) = f", 2, 0),
@@ -381,26 +360,20 @@ def test_methods_are_counted_per_class_and_code_lines_with_decorators_and_inner_
         ("a.__dict__['b'] = 1; vars(a)['b'] = 2", 0, 2),
         ("a.__dict__.update(b=1); vars(a).pop('b')", 0, 2),
         ("self.__dict__['b'] = 1; vars(self).update(b=1); a.update(b=1)", 0, 0),
-    ],
-)
-def test_writes_to_others_are_seen(source, foreign, hidden):
-    file = measured(source, "sherd/x.py")
-    assert (len(file.foreign_writes), len(file.hidden_writes)) == (foreign, hidden)
+    ):
+        file = measured(source, "sherd/x.py")
+        assert (len(file.foreign_writes), len(file.hidden_writes)) == (foreign, hidden), source
 
 
-@pytest.mark.parametrize(
-    "back",
-    ["from sherd.a import x", "def f():\n    import sherd.a", "if TYPE_CHECKING:\n    from .a import x"],
-)
-def test_a_cycle_is_found_wherever_the_import_is(back):
-    files = [
-        measured("from sherd.b import y", "sherd/a.py"),
-        measured("from sherd.c import z", "sherd/b.py"),
-        measured(back, "sherd/c.py"),
-        measured("import sherd.a", "sherd/d.py"),
-    ]
-    assert cycles_of(files) == [["sherd.a", "sherd.b", "sherd.c"]]
-    assert cycles_of(files[:2] + files[3:]) == []
+def test_a_cycle_is_found_wherever_the_import_is():
+    first, second, apart = (
+        measured(f"from sherd.{other} import x", f"sherd/{name}.py")
+        for name, other in (("a", "b"), ("b", "c"), ("d", "a"))
+    )
+    for back in ("from sherd.a import x", "def f():\n    import sherd.a", "if TYPE_CHECKING:\n    from .a import x"):
+        third = measured(back, "sherd/c.py")
+        assert cycles_of([first, second, third, apart]) == [["sherd.a", "sherd.b", "sherd.c"]], back
+    assert cycles_of([first, second, apart]) == []
 
 
 def test_a_figure_over_its_ceiling_is_told_with_the_new_figure():

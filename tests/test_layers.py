@@ -1,11 +1,9 @@
-"""Does every file in sherd/ know only what it may know, and say what it is for?"""
+"""Every file in sherd/ knows only what it may know, and says what it is for."""
 
 import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parent.parent / "sherd"
 
@@ -121,72 +119,62 @@ def test_every_file_in_sherd_begins_by_saying_what_it_is_for():
     assert silent == []
 
 
-@pytest.fixture
-def planted(tmp_path):
-    """`planted(path, source)`: what is wrong with a package that holds this one file."""
-
-    def plant(path, source):
-        file = tmp_path / "sherd" / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(source)
-        return violations(tmp_path / "sherd")
-
-    return plant
-
-
-@pytest.mark.parametrize(
-    ("path", "source", "why"),
-    [
-        ("comm/mesh.py", "from sherd.engine.run.unit import Unit", "comm may not know engine"),
-        ("comm/mesh.py", "import sherd.layout", "comm may not know layout"),
-        ("comm/mesh.py", "from sherd import schedule", "comm may not know schedule"),
-        ("comm/mesh.py", "from ..schedule import order", "comm may not know schedule"),
-        ("comm/deep/mesh.py", "from ...tensor.ragged import RaggedDTensor", "comm may not know tensor"),
-        ("errors.py", "def late():\n    from .api import fully_shard", "errors may not know api"),
-        ("engine/unit.py", "from sherd import fully_shard", "engine may not know sherd"),
-        ("engine/state/group.py", "from sherd.engine.moves.weights import Weights", "state may not know engine/moves"),
-        ("engine/run/unit.py", "from ..between import load", "engine/run may not know engine/between"),
-        ("api/wrapper.py", "from .. import fully_shard", "api may not know sherd"),
-        ("engine/unit.py", "from sherd.simulate import replay", "engine may not know simulate"),
-        ("simulate/replay.py", "from sherd.comm import mesh", "simulate may not know comm"),
-        ("__init__.py", "from sherd.train import cli", "sherd may not know train"),
-        ("wrap/walks.py", "from sherd.comm import mesh", "wrap may not know comm"),
-        ("wrap/walks.py", "from sherd.engine.run.unit import Unit", "wrap may not know engine"),
-        ("layout/extent.py", "import torch", "layout does without torch"),
-        ("schedule/order.py", "from torch import Tensor", "schedule does without torch"),
-        ("engine/unit.py", "from torch.distributed import fsdp", "torch's own FSDP"),
-        ("train/loop.py", "from torch.distributed.fsdp import fully_shard", "torch's own FSDP"),
-        ("_torch/modules.py", "import torch.distributed._composable.fsdp", "torch's own FSDP"),
-        ("engine/unit.py", "import torch._dynamo", "private torch names"),
-        ("engine/unit.py", "from torch import _foreach_norm", "private torch names"),
-        ("engine/unit.py", "from torch.distributed.tensor._ops import x", "private torch names"),
-        ("leftovers.py", "", "leftovers has no place in the rule"),
-    ],
-)
-def test_a_planted_violation_is_found_and_explained(planted, path, source, why):
-    (found,) = planted(path, source)
-    assert found.startswith(f"sherd/{path}")
-    assert why in found
+WRONG = [
+    ("comm/mesh.py", "from sherd.engine.run.unit import Unit", "comm may not know engine"),
+    ("comm/mesh.py", "import sherd.layout", "comm may not know layout"),
+    ("comm/mesh.py", "from sherd import schedule", "comm may not know schedule"),
+    ("comm/mesh.py", "from ..schedule import order", "comm may not know schedule"),
+    ("comm/deep/mesh.py", "from ...tensor.ragged import RaggedDTensor", "comm may not know tensor"),
+    ("errors.py", "def late():\n    from .api import fully_shard", "errors may not know api"),
+    ("engine/unit.py", "from sherd import fully_shard", "engine may not know sherd"),
+    ("engine/state/group.py", "from sherd.engine.moves.weights import Weights", "state may not know engine/moves"),
+    ("engine/run/unit.py", "from ..between import load", "engine/run may not know engine/between"),
+    ("api/wrapper.py", "from .. import fully_shard", "api may not know sherd"),
+    ("engine/unit.py", "from sherd.simulate import replay", "engine may not know simulate"),
+    ("simulate/replay.py", "from sherd.comm import mesh", "simulate may not know comm"),
+    ("__init__.py", "from sherd.train import cli", "sherd may not know train"),
+    ("wrap/walks.py", "from sherd.comm import mesh", "wrap may not know comm"),
+    ("wrap/walks.py", "from sherd.engine.run.unit import Unit", "wrap may not know engine"),
+    ("layout/extent.py", "import torch", "layout does without torch"),
+    ("schedule/order.py", "from torch import Tensor", "schedule does without torch"),
+    ("engine/unit.py", "from torch.distributed import fsdp", "torch's own FSDP"),
+    ("train/loop.py", "from torch.distributed.fsdp import fully_shard", "torch's own FSDP"),
+    ("_torch/modules.py", "import torch.distributed._composable.fsdp", "torch's own FSDP"),
+    ("engine/unit.py", "import torch._dynamo", "private torch names"),
+    ("engine/unit.py", "from torch import _foreach_norm", "private torch names"),
+    ("engine/unit.py", "from torch.distributed.tensor._ops import x", "private torch names"),
+    ("leftovers.py", "", "leftovers has no place in the rule"),
+]
+RIGHT = [
+    ("policy.py", "from sherd.errors import SherdError"),
+    ("_torch/dynamo.py", "import torch._dynamo"),
+    ("layout/packing.py", "from sherd.layout.extent import Extent\nfrom . import placement\nimport math"),
+    ("schedule/order.py", "from ..policy import Prefetch"),
+    ("engine/runtime.py", "from sherd import layout, schedule, comm, tensor, errors"),
+    ("optim.py", "from sherd.checkpoint import files"),
+    ("wrap/walks.py", "from torch import nn\nfrom sherd.errors import PolicyError"),
+    ("api/auto_shard.py", "from sherd.wrap import choose"),
+    ("simulate/replay.py", "from sherd import layout, schedule, policy"),
+    ("train/cli.py", "from sherd import __version__, fully_shard\nfrom sherd.simulate import replay"),
+    ("__init__.py", "from sherd.api.fully_shard import fully_shard\nfrom torch import __version__"),
+]
 
 
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        ("policy.py", "from sherd.errors import SherdError"),
-        ("_torch/dynamo.py", "import torch._dynamo"),
-        ("layout/packing.py", "from sherd.layout.extent import Extent\nfrom . import placement\nimport math"),
-        ("schedule/order.py", "from ..policy import Prefetch"),
-        ("engine/runtime.py", "from sherd import layout, schedule, comm, tensor, errors"),
-        ("optim.py", "from sherd.checkpoint import files"),
-        ("wrap/walks.py", "from torch import nn\nfrom sherd.errors import PolicyError"),
-        ("api/auto_shard.py", "from sherd.wrap import choose"),
-        ("simulate/replay.py", "from sherd import layout, schedule, policy"),
-        ("train/cli.py", "from sherd import __version__, fully_shard\nfrom sherd.simulate import replay"),
-        ("__init__.py", "from sherd.api.fully_shard import fully_shard\nfrom torch import __version__"),
-    ],
-)
-def test_an_import_down_the_layers_is_fine(planted, path, source):
-    assert planted(path, source) == []
+def planted(package: Path, path: str, source: str) -> list[str]:
+    """What is wrong with a package that holds this one file."""
+    file = package / path
+    file.parent.mkdir(parents=True)
+    file.write_text(source)
+    return violations(package)
+
+
+def test_a_planted_violation_is_found_and_explained_and_an_import_down_the_layers_is_fine(tmp_path):
+    for number, (path, source, why) in enumerate(WRONG):
+        (found,) = planted(tmp_path / f"{number}" / "sherd", path, source)
+        assert found.startswith(f"sherd/{path}"), (path, source)
+        assert why in found, (path, source)
+    for number, (path, source) in enumerate(RIGHT):
+        assert planted(tmp_path / f"right {number}" / "sherd", path, source) == [], (path, source)
 
 
 def test_each_folder_with_code_is_a_package_that_is_shipped():

@@ -1,7 +1,8 @@
-"""Do the ranks that tests run on tell what went wrong, and come back clean?"""
+"""The ranks that tests run on tell what went wrong, and come back clean."""
 
 import inspect
 import os
+import re
 import signal
 import sys
 import time
@@ -16,10 +17,19 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support import ranks
 from tests.support.ranks import RanksFailed
+from tests.support.ranks.bodies import on_processes, on_threads
 
 
 def rank_and_size():
     return dist.get_rank(), dist.get_world_size()
+
+
+def failure(pool, fn, *args, **options):
+    """How `fn` fails on ranks, which do the next function as if nothing had been."""
+    with pytest.raises(RanksFailed) as failed:
+        pool.run(fn, *args, **options)
+    assert pool.run(sum_of_ranks) == [sum(range(pool.num_ranks))] * pool.num_ranks
+    return failed.value
 
 
 def sum_of_ranks(scale=1):
@@ -124,13 +134,6 @@ def warn():
     warnings.warn("careful", UserWarning, stacklevel=1)
 
 
-def grad_through_a_hook():
-    weight = torch.ones(3, requires_grad=True)
-    weight.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
-    (weight * (dist.get_rank() + 1)).sum().backward()
-    return weight.grad[0].item()
-
-
 def double_in_place(value):
     return value.mul_(2)
 
@@ -139,26 +142,23 @@ def return_argument(value):
     return value
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_results_come_back_in_rank_order(world, num_ranks):
-    assert world(num_ranks).run(rank_and_size) == [(rank, num_ranks) for rank in range(num_ranks)]
+def test_results_come_back_in_rank_order_from_functions_of_the_same_modules(world):
+    for num_ranks in (1, 2, 3, 4):
+        assert world(num_ranks).run(rank_and_size) == [(rank, num_ranks) for rank in range(num_ranks)]
+    assert world(1).run(return_argument, rank_and_size) == [rank_and_size]
+    assert rank_and_size.__module__ == "tests.test_ranks"
+    assert "tests.test_ranks" in sys.modules
 
 
-def test_arguments_reach_every_rank_and_collectives_work(world):
+def test_arguments_reach_every_rank_by_value_and_collectives_work(world):
     assert world(3).run(sum_of_ranks, scale=10) == [30, 30, 30]
-
-
-def test_a_tensor_argument_reaches_every_rank_by_value(world):
     sent = torch.arange(3.0)
     assert [found.tolist() for found in world(2).run(double_in_place, sent)] == [[0.0, 2.0, 4.0]] * 2
     assert sent.tolist() == [0.0, 1.0, 2.0]
 
 
-def test_processes_are_the_same_from_one_test_to_the_next(world):
+def test_processes_are_the_same_from_one_test_to_the_next_with_one_thread_each(world):
     assert world(2).run(os.getpid) == world(2).run(os.getpid)
-
-
-def test_each_rank_has_one_thread_and_no_more(world):
     assert world(2).run(torch.get_num_threads) == [1, 1]
 
 
@@ -171,20 +171,19 @@ def test_tensors_arrive_plain_and_no_larger_than_they_are(world):
     assert not found["parameter"].requires_grad
 
 
-def test_a_failing_ranks_traceback_and_type_are_shown(world):
-    with pytest.raises(RanksFailed) as failed:
-        world(2).run(raise_on, 1, "who am I")
-    assert failed.value.errors == {1: ("KeyError", "'who am I'")}
-    assert "in raise_on" in str(failed.value)
-    assert "raise_on: rank 1 failed" in str(failed.value)
-    assert world(2).run(sum_of_ranks) == [1, 1]
+def test_a_failing_ranks_traceback_and_type_are_shown_from_the_tests_own_code_on(world, threads):
+    for pool in (world(2), threads(2)):
+        failed = failure(pool, raise_on, 1, "who am I")
+        assert failed.errors == {1: ("KeyError", "'who am I'")}
+        assert "in raise_on" in str(failed)
+        assert "raise_on: rank 1 failed" in str(failed)
+        assert "tests/support/ranks" not in str(failed)
 
 
 def test_every_rank_that_raises_is_shown(world):
-    with pytest.raises(RanksFailed, match="ranks 0, 1 failed") as failed:
-        world(2).run(raise_everywhere)
-    assert failed.value.errors == {rank: ("ValueError", f"rank {rank} objects") for rank in (0, 1)}
-    assert world(2).run(sum_of_ranks) == [1, 1]
+    failed = failure(world(2), raise_everywhere)
+    assert "ranks 0, 1 failed" in str(failed)
+    assert failed.errors == {rank: ("ValueError", f"rank {rank} objects") for rank in (0, 1)}
 
 
 def test_a_bare_assert_shows_the_variables_it_saw(world):
@@ -194,35 +193,28 @@ def test_a_bare_assert_shows_the_variables_it_saw(world):
 
 def test_ranks_left_waiting_by_one_that_raised_show_where_they_wait(world, monkeypatch):
     monkeypatch.setattr(ranks, "GRACE_S", 0.3)
-    with pytest.raises(RanksFailed) as failed:
-        world(2).run(raise_on_rank_0_while_others_wait)
-    assert failed.value.errors == {0: ("ValueError", "not on my watch")}
-    assert "rank 1 had not finished" in str(failed.value)
-    assert "in barrier" in str(failed.value)
-    assert world(2).run(sum_of_ranks) == [1, 1]
+    failed = failure(world(2), raise_on_rank_0_while_others_wait)
+    assert failed.errors == {0: ("ValueError", "not on my watch")}
+    assert "rank 1 had not finished" in str(failed)
+    assert "in barrier" in str(failed)
 
 
 @pytest.mark.parametrize(("how", "said"), [("SIGKILL", "killed by SIGKILL"), ("exit", "exit code 3")])
 def test_a_rank_that_dies_is_named_long_before_the_time_out(world, how, said):
-    with pytest.raises(RanksFailed, match=f"rank 1 died: .*{said}") as failed:
-        world(2).run(die_on_rank_1, how, timeout=50)
-    assert list(failed.value.errors) == [1]
-    assert world(2).run(sum_of_ranks) == [1, 1]
+    failed = failure(world(2), die_on_rank_1, how, timeout=50)
+    assert re.search(f"rank 1 died: .*{said}", str(failed))
+    assert list(failed.errors) == [1]
 
 
 @pytest.mark.parametrize(
     ("stuck", "rank", "where"),
-    [
-        (sleep_on_rank_1, 1, "in sleep_on_rank_1"),
-        (wait_for_a_peer_that_never_comes, 0, "in barrier"),
-    ],
+    [(sleep_on_rank_1, 1, "in sleep_on_rank_1"), (wait_for_a_peer_that_never_comes, 0, "in barrier")],
 )
 def test_a_stuck_rank_shows_its_stack_at_the_time_out(world, stuck, rank, where):
     world(2).run(sum_of_ranks)
-    with pytest.raises(RanksFailed, match=where) as failed:
-        world(2).run(stuck, timeout=0.5)
-    assert failed.value.errors == {rank: ("TimeoutError", "not finished after 0.5 s")}
-    assert world(2).run(sum_of_ranks) == [1, 1]
+    failed = failure(world(2), stuck, timeout=0.5)
+    assert where in str(failed)
+    assert failed.errors == {rank: ("TimeoutError", "not finished after 0.5 s")}
 
 
 def test_groups_a_test_made_are_gone_in_the_next(world):
@@ -238,31 +230,27 @@ def test_a_tests_warning_filters_hold_on_its_ranks(world):
         world(1).run(warn)
 
 
-def test_a_dtensor_is_refused_with_the_remedy(world):
+def test_what_cannot_be_run_is_refused_with_the_remedy(world, threads):
     with pytest.raises(RanksFailed, match="return its to_local"):
         world(1).run(a_dtensor)
-
-
-def a_dtensor():
-    return dist.tensor.distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)))
-
-
-def test_a_local_function_is_refused_with_the_remedy(world):
     with pytest.raises(TypeError, match="at module level"):
         world(1).run(lambda: None)
-
-
-def test_sizes_out_of_range_are_refused(world, threads):
     with pytest.raises(ValueError, match="1 to 4"):
         world(5)
     with pytest.raises(ValueError, match="1 to 8"):
         threads(9)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 8])
-def test_threads_gather_in_rank_order(threads, num_ranks):
-    expected = [float(rank) for rank in range(num_ranks)]
-    assert threads(num_ranks).run(gathered_ranks) == [expected] * num_ranks
+def a_dtensor():
+    return dist.tensor.distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)))
+
+
+def test_threads_gather_in_rank_order_and_leave_torch_distributed_as_they_found_it(threads):
+    before = dist.distributed_c10d._world
+    for num_ranks in (1, 2, 8):
+        assert threads(num_ranks).run(gathered_ranks) == [[float(rank) for rank in range(num_ranks)]] * num_ranks
+    assert dist.distributed_c10d._world is before
+    assert not dist.is_initialized()
 
 
 def test_each_thread_draws_random_numbers_as_a_process_of_its_own(threads):
@@ -273,36 +261,40 @@ def test_each_thread_draws_random_numbers_as_a_process_of_its_own(threads):
     assert "uniform_" not in vars(torch.Tensor)
 
 
-def test_threads_run_collectives_inside_gradient_hooks(threads):
-    assert threads(4).run(grad_through_a_hook) == [10.0] * 4
-
-
-def test_threads_make_sub_groups(threads):
-    assert [value for value, _ in threads(4).run(make_a_sub_group)] == [2.0] * 4
+@on_threads(4)
+def test_threads_make_sub_groups_and_run_collectives_inside_gradient_hooks():
+    assert make_a_sub_group()[0] == 2
+    weight = torch.ones(3, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+    (weight * (dist.get_rank() + 1)).sum().backward()
+    assert weight.grad[0].item() == 10
 
 
 def test_a_thread_that_raises_frees_the_others_and_is_shown(threads):
-    with pytest.raises(RanksFailed, match="in raise_on_rank_0_while_others_wait") as failed:
-        threads(3).run(raise_on_rank_0_while_others_wait)
-    assert failed.value.errors == {0: ("ValueError", "not on my watch")}
-    assert threads(3).run(sum_of_ranks) == [3, 3, 3]
+    failed = failure(threads(3), raise_on_rank_0_while_others_wait)
+    assert "in raise_on_rank_0_while_others_wait" in str(failed)
+    assert failed.errors == {0: ("ValueError", "not on my watch")}
 
 
 def test_a_thread_that_waits_for_nobody_shows_its_stack(threads):
-    with pytest.raises(RanksFailed, match="in barrier") as failed:
-        threads(2).run(wait_for_a_peer_that_never_comes, timeout=0.3)
-    assert failed.value.errors == {0: ("TimeoutError", "not finished after 0.3 s")}
-    assert threads(2).run(sum_of_ranks) == [1, 1]
+    failed = failure(threads(2), wait_for_a_peer_that_never_comes, timeout=0.3)
+    assert "in barrier" in str(failed)
+    assert failed.errors == {0: ("TimeoutError", "not finished after 0.3 s")}
 
 
-def test_threads_leave_torch_distributed_as_they_found_it(threads):
-    before = dist.distributed_c10d._world
-    threads(2).run(sum_of_ranks)
-    assert dist.distributed_c10d._world is before
-    assert not dist.is_initialized()
+@on_processes(2, right=[True, False])
+def body_of_processes(right):
+    assert right or dist.get_rank() == 0
 
 
-def test_test_modules_are_named_the_same_on_every_rank(world):
-    assert world(1).run(return_argument, rank_and_size) == [rank_and_size]
-    assert rank_and_size.__module__ == "tests.test_ranks"
-    assert "tests.test_ranks" in sys.modules
+@on_threads(1, 2, right=[True, False])
+def body_of_threads(right):
+    assert right or dist.get_world_size() == 1
+
+
+def test_a_body_that_fails_on_one_rank_fails_and_names_what_was_tried(world, threads):
+    said = r"(?s)with {'right': False} on 2 ranks: .*%s failed.*in %s"
+    with pytest.raises(AssertionError, match=said % ("rank 1", "body_of_processes")):
+        body_of_processes(world=world)
+    with pytest.raises(AssertionError, match=said % ("ranks 0, 1", "body_of_threads")):
+        body_of_threads(threads=threads)

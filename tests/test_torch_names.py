@@ -1,10 +1,9 @@
-"""Does each private or renamed name of torch that sherd relies on still exist, and do what is said of it?
+"""Each private or renamed name of torch that sherd relies on exists, and does what is said of it.
 
 One test a name, called after it: a new torch that breaks one says which.
 """
 
 import io
-import logging
 import pickle
 import pickletools
 import re
@@ -20,16 +19,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _composable, fsdp, pipelining
 from torch.distributed import _functional_collectives as functional_collectives
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from sherd import _torch
 from tests.support import versions
+from tests.support.meshes import mesh_of
+from tests.support.ranks.bodies import on_processes, on_threads
 
 CPU = torch.device("cpu")
 F32 = torch.float32
+ROWS = torch.arange(10.0).view(5, 2)
 
 
 def test_each_name_has_its_contract_here():
@@ -37,27 +41,27 @@ def test_each_name_has_its_contract_here():
     assert tested == {name.lower() for name in _torch.__all__}
 
 
-def mesh_of(*shape: int, names: tuple[str, ...] | None = None):
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+def named_mesh(**sizes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def ones(*placements: Placement) -> DTensor:
+    """A DTensor on a mesh of one rank, sharded unless it is placed in another way."""
+    return DTensor.from_local(torch.ones(2), mesh_of((1,)), placements or (Shard(0),))
 
 
 # Collectives
 
 
-def gathered() -> list[float]:
-    output = torch.empty(dist.get_world_size())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        work = _torch.all_gather_single(output, torch.tensor([float(dist.get_rank())]), group=None, async_op=True)
-    work.wait()
-    return output.tolist()
+@on_processes(2)
+def test_all_gather_single__fills_one_tensor_in_rank_order_without_a_warning():
+    output = torch.empty(2)
+    _torch.all_gather_single(output, torch.tensor([float(dist.get_rank())]), group=None, async_op=True).wait()
+    assert output.tolist() == [0, 1]
 
 
-def test_all_gather_single__fills_one_tensor_in_rank_order_without_a_warning(world):
-    assert world(2).run(gathered) == [[0, 1], [0, 1]]
-
-
-def gathered_as_one(async_op: bool) -> list[float]:
+@on_processes(2, async_op=[False, True])
+def test_all_gather_coalesced__fills_each_tensor_in_rank_order(async_op):
     outputs, rank = [torch.empty(2), torch.empty(4)], float(dist.get_rank())
     pending = _torch.all_gather_coalesced(
         outputs, [torch.tensor([rank]), torch.tensor([rank + 2, 5])], dist.group.WORLD, async_op
@@ -65,39 +69,24 @@ def gathered_as_one(async_op: bool) -> list[float]:
     assert (pending is not None) == async_op
     if pending is not None:
         pending.wait()
-    return torch.cat(outputs).tolist()
+    assert torch.cat(outputs).tolist() == [0, 1, 2, 5, 3, 5]
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-def test_all_gather_coalesced__fills_each_tensor_in_rank_order(world, async_op):
-    assert world(2).run(gathered_as_one, async_op) == [[0, 1, 2, 5, 3, 5]] * 2
-
-
-def scattered() -> list[float]:
+@on_processes(2)
+def test_reduce_scatter_single__gives_each_rank_its_part_of_the_sum_without_a_warning():
     output = torch.empty(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        work = _torch.reduce_scatter_single(
-            output, torch.arange(2.0) + 1, op=dist.ReduceOp.SUM, group=None, async_op=True
-        )
-    work.wait()
-    return output.tolist()
+    _torch.reduce_scatter_single(output, torch.arange(2.0) + 1, op=dist.ReduceOp.SUM, group=None, async_op=True).wait()
+    assert output.tolist() == [2 * (dist.get_rank() + 1)]
 
 
-def test_reduce_scatter_single__gives_each_rank_its_part_of_the_sum_without_a_warning(world):
-    assert world(2).run(scattered) == [[2], [4]]
+@on_processes(2)
+def test_backend_of__is_the_object_that_knows_whether_it_offers_memory_and_gloo_does_not():
+    assert _torch.backend_of(dist.group.WORLD, CPU).supports_tensor_alloc(CPU) is False
 
 
-def offers_memory() -> bool:
-    return _torch.backend_of(dist.group.WORLD, CPU).supports_tensor_alloc(CPU)
-
-
-def test_backend_of__is_the_object_that_knows_whether_it_offers_memory_and_gloo_does_not(world):
-    assert world(2).run(offers_memory) == [False, False]
-
-
-def test_device_of__is_where_collectives_of_a_mesh_work(threads):
-    assert threads(2).run(lambda: _torch.device_of(mesh_of(2))) == [CPU, CPU]
+@on_threads(2)
+def test_device_of__is_where_collectives_of_a_mesh_work():
+    assert _torch.device_of(mesh_of((2,))) == CPU
 
 
 def test_symmetric_memory__has_the_two_functions_that_are_called():
@@ -109,153 +98,123 @@ def test_symmetric_memory__has_the_two_functions_that_are_called():
 # DTensors
 
 
-def spec_like_torchs() -> bool:
-    mesh = mesh_of(dist.get_world_size())
+@on_threads(1, 2)
+def test_dtensor_spec__is_what_torch_makes_of_a_contiguous_tensor():
+    num_ranks = dist.get_world_size()
+    mesh = mesh_of((num_ranks,))
     made = DTensor.from_local(torch.ones(2, 3), mesh, (Shard(0),))._spec
-    ours = _torch.dtensor_spec(mesh, (Shard(0),), torch.Size([2 * dist.get_world_size(), 3]), torch.float32)
-    return ours == made and ours.tensor_meta == made.tensor_meta and isinstance(ours, _torch.DTensorSpec)
+    ours = _torch.dtensor_spec(mesh, (Shard(0),), torch.Size([2 * num_ranks, 3]), F32)
+    assert ours == made
+    assert ours.tensor_meta == made.tensor_meta
 
 
-def test_dtensor_spec__is_what_torch_makes_of_a_contiguous_tensor(world):
-    assert world(2).run(spec_like_torchs) == [True, True]
+@on_threads(1)
+def test_dtensorspec__is_the_class_of_a_dtensors_spec():
+    ours = _torch.dtensor_spec(mesh_of((1,)), (Shard(0),), torch.Size([2]), F32)
+    assert type(ours) is type(ones()._spec) is _torch.DTensorSpec
 
 
-def test_dtensorspec__is_the_class_of_a_dtensors_spec(world):
-    assert world(1).run(spec_like_torchs) == [True]
+@on_threads(2)
+def test_dtensor__wraps_the_local_tensor_uncopied_and_outside_autograd():
+    local = torch.full((1,), float(dist.get_rank()))
+    tensor = _torch.dtensor(local, _torch.dtensor_spec(mesh_of((2,)), (Shard(0),), torch.Size([2]), F32))
+    assert tensor.to_local().data_ptr() == local.data_ptr()
+    assert not tensor.requires_grad
+    assert tensor.full_tensor().tolist() == [0, 1]
 
 
-def made_dtensor() -> tuple[bool, bool, list[float]]:
-    mesh, local = mesh_of(dist.get_world_size()), torch.full((1,), float(dist.get_rank()))
-    spec = _torch.dtensor_spec(mesh, (Shard(0),), torch.Size([dist.get_world_size()]), torch.float32)
-    tensor = _torch.dtensor(local, spec)
-    shares = tensor.to_local().data_ptr() == local.data_ptr()
-    return shares, tensor.requires_grad, tensor.full_tensor().tolist()
+@on_threads(1)
+def test_local_tensor__is_the_very_object_that_the_dtensor_holds():
+    tensors = [ones(Replicate()), ones(), ones()]
+    found = list(map(_torch.local_tensor, tensors))
+    assert all(mine is _torch.local_tensor(each) for mine, each in zip(found, tensors, strict=True))
 
 
-def test_dtensor__wraps_the_local_tensor_uncopied_and_outside_autograd(world):
-    assert world(2).run(made_dtensor) == [(True, False, [0, 1])] * 2
-
-
-def held_object() -> bool:
-    local = torch.ones(1)
-    tensor = DTensor.from_local(local, mesh_of(1), (Replicate(),))
-    return _torch.local_tensor(tensor) is _torch.local_tensor(tensor)
-
-
-def test_local_tensor__is_the_very_object_that_the_dtensor_holds(world):
-    assert world(1).run(held_object) == [True]
-
-
-def storages_of_shells() -> list[bool]:
-    tensor = DTensor.from_local(torch.ones(2), mesh_of(1), (Replicate(),))
-    shell, own = tensor.untyped_storage(), torch.ones(2).untyped_storage()
-    same = tensor.untyped_storage() is shell
+@on_threads(1)
+def test_has_bytes__tells_a_plain_tensors_storage_from_a_dtensors_which_only_an_assignment_exchanges():
+    tensor = ones(Replicate())
+    shell = tensor.untyped_storage()
+    assert not _torch.has_bytes(shell)
+    assert _torch.has_bytes(torch.ones(2).untyped_storage())
+    assert tensor.untyped_storage() is shell
     tensor.data = tensor.data.add_(1)
-    kept = tensor.untyped_storage() is shell
+    assert tensor.untyped_storage() is shell
     tensor.data = tensor + 1
-    return [_torch.has_bytes(shell), _torch.has_bytes(own), same, kept, tensor.untyped_storage() is shell]
+    assert tensor.untyped_storage() is not shell
 
 
-def test_has_bytes__tells_a_plain_tensors_storage_from_a_dtensors_which_only_an_assignment_exchanges(world):
-    assert world(1).run(storages_of_shells) == [[False, True, True, True, False]]
-
-
-def replaced() -> tuple[list[float], list[float], bool]:
-    mesh = mesh_of(1)
-    parameter = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, (Shard(0),)))
+@on_threads(1)
+def test_replace_local_tensor__gives_other_memory_to_the_object_that_an_optimizer_holds():
+    parameter = nn.Parameter(ones())
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     moved = torch.full((2,), 5.0)
     _torch.replace_local_tensor(parameter, moved)
-    parameter.grad = DTensor.from_local(torch.ones(2), mesh, (Shard(0),))
+    parameter.grad = ones()
     optimizer.step()
-    return moved.tolist(), parameter.full_tensor().tolist(), parameter.is_leaf
+    assert moved.tolist() == parameter.full_tensor().tolist() == [4, 4]
+    assert parameter.is_leaf
 
 
-def test_replace_local_tensor__gives_other_memory_to_the_object_that_an_optimizer_holds(world):
-    assert world(1).run(replaced) == [([4, 4], [4, 4], True)]
-
-
-def swapped() -> tuple[str, str, bool, int]:
-    mesh = mesh_of(1)
-    here = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, (Shard(0),)))
+@on_threads(1)
+def test_swap_devices__leaves_class_and_attributes():
+    here = nn.Parameter(ones())
     here.mark = 1
     there = _torch.dtensor(torch.ones(2, device="meta"), here._spec)
     _torch.swap_devices(here, there)
-    return here.device.type, there.device.type, isinstance(here, nn.Parameter), here.mark
-
-
-def test_swap_devices__leaves_class_and_attributes(world):
-    assert world(1).run(swapped) == [("meta", "cpu", True, 1)]
-
-
-def parts_of_a_twice_sharded_tensor() -> list[float]:
-    mesh = mesh_of(2, 2, names=("dp", "tp"))
-    # 8 elements over tp first and then, within each part, over dp: rank (dp, tp) holds part tp's dp-th half.
-    dp, tp = mesh.get_coordinate()
-    local = torch.arange(8.0)[tp * 4 + dp * 2 :][:2].clone()
-    placements = (_torch.strided_shard(0, 2), Shard(0))
-    spec = _torch.dtensor_spec(mesh, placements, torch.Size([8]), torch.float32)
-    logging.disable(logging.WARNING)  # that two gathers are needed, which is so
-    whole = _torch.dtensor(local, spec).full_tensor()
-    logging.disable(logging.NOTSET)
-    return whole.tolist()
+    assert (here.device.type, there.device.type, here.mark) == ("meta", "cpu", 1)
+    assert isinstance(here, nn.Parameter)
 
 
 def test_split_factor_of__is_that_of_a_strided_shard_and_of_nothing_else():
-    assert [_torch.split_factor_of(each) for each in (_torch.strided_shard(1, 3), Shard(1), Replicate())] == [
-        3,
-        None,
-        None,
-    ]
+    placements = _torch.strided_shard(1, 3), Shard(1), Replicate()
+    assert [_torch.split_factor_of(each) for each in placements] == [3, None, None]
 
 
-def test_strided_shard__is_a_dim_that_an_axis_to_the_right_has_sharded_before(world):
-    assert world(4).run(parts_of_a_twice_sharded_tensor) == [list(range(8))] * 4
+@on_threads(4)
+def test_strided_shard__is_a_dim_that_an_axis_to_the_right_has_sharded_before():
+    mesh = named_mesh(dp=2, tp=2)
+    # 8 elements over tp first and then, within each part, over dp: rank (dp, tp) holds part tp's dp-th half.
+    dp, tp = mesh.get_coordinate()
+    local = torch.arange(8.0)[tp * 4 + dp * 2 :][:2].clone()
+    spec = _torch.dtensor_spec(mesh, (_torch.strided_shard(0, 2), Shard(0)), torch.Size([8]), F32)
+    assert _torch.dtensor(local, spec).full_tensor().tolist() == list(range(8))
 
 
 # Meshes
 
 
-def concatenated() -> tuple[tuple[str, ...], list[list[int]]]:
-    mesh = mesh_of(2, 1, 2, names=("dp", "pp", "tp"))
+@on_threads(4)
+def test_concatenate_meshes__has_the_axes_in_the_order_given():
+    mesh = named_mesh(dp=2, pp=1, tp=2)
     joined = _torch.concatenate_meshes([mesh["tp"], mesh["dp"]])
-    return joined.mesh_dim_names, joined.mesh.tolist()
+    assert joined.mesh_dim_names == ("tp", "dp")
+    assert joined.mesh.tolist() == [[0, 2], [1, 3]]
 
 
-def test_concatenate_meshes__has_the_axes_in_the_order_given(world):
-    assert world(4).run(concatenated)[0] == (("tp", "dp"), [[0, 2], [1, 3]])
-
-
-def orders_kept() -> list[bool]:
-    mesh = mesh_of(2, 1, 2, names=("dp", "pp", "tp"))
+@on_threads(4)
+def test_keeps_root_order__is_false_of_axes_turned_round():
+    mesh = named_mesh(dp=2, pp=1, tp=2)
     both = [_torch.concatenate_meshes([mesh[one], mesh[other]]) for one, other in (("dp", "tp"), ("tp", "dp"))]
     with pytest.raises(KeyError, match="ascending order"):  # or it need not be asked any more
         DTensor.from_local(torch.ones(2, 2), both[1], [Shard(0), Shard(0)]).full_tensor()
-    return [_torch.keeps_root_order(each) for each in (mesh, *both)]
+    assert [_torch.keeps_root_order(each) for each in (mesh, *both)] == [True, True, False]
 
 
-def test_keeps_root_order__is_false_of_axes_turned_round(world):
-    assert world(4).run(orders_kept) == [[True, True, False]] * 4
-
-
-def flattened() -> tuple[int, list[int], tuple[str, ...]]:
-    mesh = mesh_of(2, 2, names=("dp", "cp"))
-    flat = _torch.flatten_mesh(mesh, "dp_cp")
-    return flat.ndim, dist.get_process_group_ranks(flat.get_group()), flat.mesh_dim_names
-
-
-def test_flatten_mesh__is_one_axis_over_all_ranks_under_the_name_given(world):
-    assert world(4).run(flattened) == [(1, [0, 1, 2, 3], ("dp_cp",))] * 4
+@on_threads(4)
+def test_flatten_mesh__is_one_axis_over_all_ranks_under_the_name_given():
+    flat = _torch.flatten_mesh(named_mesh(dp=2, cp=2), "dp_cp")
+    assert (flat.ndim, flat.mesh_dim_names) == (1, ("dp_cp",))
+    assert dist.get_process_group_ranks(flat.get_group()) == [0, 1, 2, 3]
 
 
 def test_imagined_ranks__are_a_group_of_any_size_in_one_process_that_is_gone_afterwards():
     with _torch.imagined_ranks(6):
-        mesh = mesh_of(2, 3, names=("dp", "tp"))
+        mesh = named_mesh(dp=2, tp=3)
         dist.all_reduce(torch.ones(1), group=mesh["tp"].get_group())
         assert (dist.get_world_size(), mesh.get_coordinate(), mesh["tp"].size()) == (6, (0, 0), 3)
     assert not dist.is_initialized()
     with _torch.imagined_ranks(6, rank=4):
-        assert mesh_of(2, 3, names=("dp", "tp")).get_coordinate() == (1, 1)
+        assert named_mesh(dp=2, tp=3).get_coordinate() == (1, 1)
 
 
 def test_group_among__finds_the_group_of_a_collective_among_its_operations_arguments():
@@ -268,8 +227,7 @@ def test_group_among__finds_the_group_of_a_collective_among_its_operations_argum
             return func(*args, **(kwargs or {}))
 
     with _torch.imagined_ranks(6):
-        group = mesh_of(2, 3, names=("dp", "tp"))["tp"].get_group()
-        x = torch.zeros(3, device="meta")
+        group, x = named_mesh(dp=2, tp=3)["tp"].get_group(), torch.zeros(3, device="meta")
         with Looking():
             dist.all_reduce(x, group=group)
             dist.all_to_all_single(torch.empty_like(x), x, group=group)
@@ -351,20 +309,14 @@ def test_beneath_transforms__are_the_tensors_that_a_later_backward_goes_through(
     assert list(_torch.beneath_transforms([weight])) == [weight]
 
 
-def test_storage_uses__counts_views_and_forgets_them_when_they_go():
-    tensor = torch.ones(4)
-    storage = tensor.untyped_storage()
-    before = _torch.storage_uses(storage._cdata)
-    views = [tensor[1:], tensor.data]
-    assert _torch.storage_uses(storage._cdata) == before + 2
-    views.clear()
-    assert _torch.storage_uses(storage._cdata) == before
-
-
-def test_storage_uses__counts_a_view_that_autograd_keeps_for_backward():
+def test_storage_uses__counts_views_also_those_that_autograd_keeps_until_they_go():
     weight = nn.Parameter(torch.ones(2, 2))
     storage = weight.untyped_storage()
     before = _torch.storage_uses(storage._cdata)
+    views = [weight.detach(), weight.data]
+    assert _torch.storage_uses(storage._cdata) == before + 2
+    views.clear()
+    assert _torch.storage_uses(storage._cdata) == before
     output = torch.ones(1, 2, requires_grad=True) @ weight.t()
     assert _torch.storage_uses(storage._cdata) > before
     output.sum().backward()
@@ -382,16 +334,12 @@ class Frozen(nn.Module):
         raise AttributeError(f"{name} cannot be set")
 
 
-def test_marks_are_written_on_a_module_that_refuses_attributes():
+def test_write_into__passes_by_what_a_class_does_with_its_attributes_as_marks_do():
     module = Frozen()
     _torch.manage(module)
     _torch.say_fully_sharded(module)
     assert module._is_fsdp_managed_module is True
     assert not _torch.is_fsdp_of_torch(module)
-
-
-def test_write_into__passes_by_what_a_class_does_with_its_attributes():
-    module = Frozen()
     _torch.write_into(module, "name_of_nobody", 1)
     assert vars(module)["name_of_nobody"] == 1
 
@@ -404,31 +352,23 @@ def test_give_attributes__writes_what_attributes_of_has_returned():
 
 
 def test_functions_of_torch_and_marks_on_modules_are_written_in_one_place():
-    folder = Path(_torch.__file__).parent
-    writers = {
-        path.name
-        for path in folder.glob("*.py")
-        if re.search(r"\bsetattr\(|__setattr__|__dict__\W*(\[|\.update)", path.read_text())
-    }
-    assert writers == {"writes.py"}
+    writing = re.compile(r"\bsetattr\(|__setattr__|__dict__\W*(\[|\.update)")
+    files = Path(_torch.__file__).parent.glob("*.py")
+    assert [path.name for path in files if writing.search(path.read_text())] == ["writes.py"]
 
 
 def test_module_call__is_the_code_that_hooks_and_forward_run_in():
-    codes: list[list[object]] = []
+    found: list[bool] = []
     module = nn.Linear(1, 1)
 
     def note(*_: object) -> None:
-        frame, found = sys._getframe(), []
-        while frame is not None:
-            found.append(frame.f_code)
-            frame = frame.f_back
-        codes.append(found)
+        found.append(_torch.MODULE_CALL in [each.f_code for each in _torch.frames_from(sys._getframe())])
 
     module.register_forward_pre_hook(note)
     module.register_forward_hook(note)
     module(torch.ones(1))
     note()
-    assert [_torch.MODULE_CALL in each for each in codes] == [True, True, False]
+    assert found == [True, True, False]
 
 
 def test_frames_from__yields_a_frame_and_its_callers():
@@ -517,48 +457,36 @@ def test_in_backward__is_true_inside_a_backward_pass_and_nowhere_else():
     assert not _torch.in_backward()
 
 
-def test_at_end_of_backward__calls_after_the_last_hook_and_before_backward_returns():
+def test_at_end_of_backward__calls_after_the_last_hook_and_before_backward_returns_unless_it_raises():
     order: list[str] = []
     x = torch.ones(1, requires_grad=True)
     y = x * 2
     y.register_hook(lambda gradient: _torch.at_end_of_backward(lambda: order.append("end")))
     x.register_post_accumulate_grad_hook(lambda tensor: order.append("gradient"))
-    y.sum().backward()
+    y.sum().backward(retain_graph=True)
     order.append("returned")
     assert order == ["gradient", "end", "returned"]
-
-
-def test_at_end_of_backward__does_not_call_when_the_backward_raises():
-    called: list[bool] = []
-    x = torch.ones(1, requires_grad=True)
 
     def fail(gradient):
         raise ValueError("in backward")
 
-    y = x * 2
     x.register_hook(fail)
-    y.register_hook(lambda gradient: _torch.at_end_of_backward(lambda: called.append(True)))
     with pytest.raises(ValueError, match="in backward"):
         y.sum().backward()
-    assert called == []
+    assert order == ["gradient", "end", "returned"]
 
 
-def shape_after_squeezing():
-    tensor = _torch.dtensor(torch.ones(2, 1), _torch.dtensor_spec(mesh_of(1), (Replicate(),), torch.Size((2, 1)), F32))
-    squeezed = _torch.dtensor_spec(mesh_of(1), (Replicate(),), torch.Size((2,)), F32)
-    _torch.become_view(tensor, torch.ops.aten.squeeze_.dim, (tensor, 1), {}, torch.ones(2), squeezed)
-    return tuple(tensor.shape), tuple(tensor.to_local().shape)
+@on_threads(1)
+def test_become_view__changes_the_shape_outside_and_inside():
+    before, after = (
+        _torch.dtensor_spec(mesh_of((1,)), (Replicate(),), torch.Size(size), F32) for size in ((2, 1), (2,))
+    )
+    tensor = _torch.dtensor(torch.ones(2, 1), before)
+    _torch.become_view(tensor, torch.ops.aten.squeeze_.dim, (tensor, 1), {}, torch.ones(2), after)
+    assert tensor.shape == tensor.to_local().shape == (2,)
 
 
-def test_become_view__changes_the_shape_outside_and_inside(threads):
-    assert threads(1).run(shape_after_squeezing) == [((2,), (2,))]
-
-
-def test_dynamo_disabled__runs_as_it_is_and_keeps_its_result():
-    assert _torch.dynamo_disabled(lambda x: x + 1)(1) == 2
-
-
-def test_dynamo_disabled__is_not_traced_inside_a_compiled_function():
+def test_dynamo_disabled__runs_as_it_is_also_inside_a_compiled_function():
     seen: list[bool] = []
 
     @_torch.dynamo_disabled
@@ -566,12 +494,9 @@ def test_dynamo_disabled__is_not_traced_inside_a_compiled_function():
         seen.append(torch.compiler.is_compiling())
         return x + 1
 
-    @torch.compile(backend="eager")
-    def compiled(x):
-        return outside(x * 2) * 3
-
-    assert compiled(torch.ones(1)).item() == 9
-    assert seen == [False]
+    assert outside(1) == 2
+    assert torch.compile(lambda x: outside(x * 2) * 3, backend="eager")(torch.ones(1)).item() == 9
+    assert seen == [False, False]
 
 
 class _Untraced(torch.Tensor):
@@ -622,38 +547,34 @@ def test_trace_nothing_in__runs_a_packages_functions_as_they_are_but_not_what_th
 # Optimizers
 
 
-@pytest.fixture
-def steps():
-    """The optimizers that stepped, by which hook saw them; the hooks are taken off again."""
-    seen: list[tuple[str, torch.optim.Optimizer]] = []
-    handles = [
-        _torch.register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: seen.append(("before", optimizer))),
-        _torch.register_optimizer_step_post_hook(lambda optimizer, args, kwargs: seen.append(("after", optimizer))),
-    ]
-    yield seen
-    for handle in handles:
-        handle.remove()
+def test_register_optimizer_step_pre_hook__sees_optimizers_made_before_and_after():
+    parameter = nn.Parameter(torch.ones(1))
+    made = torch.optim.SGD([parameter], lr=0.1)
+    seen: list[torch.optim.Optimizer] = []
+    handle = _torch.register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: seen.append(optimizer))
+    later = torch.optim.AdamW([parameter], lr=0.1)
+    made.step()
+    later.step()
+    handle.remove()
+    made.step()
+    assert seen == [made, later]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_register_optimizer_step_pre_hook__sees_optimizers_made_before_and_after(steps, kind):
-    optimizer = kind([nn.Parameter(torch.ones(1))], lr=0.1)
-    optimizer.step()
-    assert steps[0] == ("before", optimizer)
-
-
-def test_register_optimizer_step_post_hook__is_called_when_the_parameters_have_been_written(steps):
+def test_register_optimizer_step_post_hook__is_called_when_the_parameters_have_been_written():
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    seen: list[float] = []
-    handle = _torch.register_optimizer_step_post_hook(lambda *_: seen.append(parameter.item()))
+    seen: list[object] = []
+    handles = (
+        _torch.register_optimizer_step_pre_hook(lambda *_: seen.append(parameter.item())),
+        _torch.register_optimizer_step_post_hook(lambda stepped, *_: seen.extend((stepped, parameter.item()))),
+    )
     optimizer.step()
-    handle.remove()
-    assert steps == [("before", optimizer), ("after", optimizer)]
-    assert seen == [0.0]
+    for handle in handles:
+        handle.remove()
+    assert seen == [1.0, optimizer, 0.0]
     alive = weakref.ref(optimizer)
-    steps.clear()
+    seen.clear()
     del optimizer
     assert alive() is None
 
@@ -665,40 +586,30 @@ class Sub(DTensor):
     """A DTensor that answers nothing itself."""
 
 
-def made_subclass() -> tuple[bool, ...]:
-    mesh, local = mesh_of(1), torch.ones(2)
-    spec = _torch.dtensor_spec(mesh, (Shard(0),), torch.Size([2]), torch.float32)
+@on_threads(1)
+def test_dtensor_of__makes_a_subclass_around_what_it_is_given():
+    local = torch.ones(2)
+    spec = _torch.dtensor_spec(mesh_of((1,)), (Shard(0),), torch.Size([2]), F32)
     tensor = _torch.dtensor_of(Sub, local, spec, True)
-    held = _torch.local_tensor(tensor) is local and _torch.spec_of(tensor) is spec
-    return type(tensor) is Sub, held, tensor.requires_grad, tensor.shape == (2,)
+    assert type(tensor) is Sub
+    assert _torch.local_tensor(tensor) is local
+    assert _torch.spec_of(tensor) is spec
+    assert tensor.requires_grad
+    assert tensor.shape == (2,)
 
 
-def test_dtensor_of__makes_a_subclass_around_what_it_is_given(world):
-    assert world(1).run(made_subclass) == [(True, True, True, True)]
+@on_threads(1)
+def test_spec_of__is_the_very_object_that_the_dtensor_holds():
+    tensor = ones()
+    assert _torch.spec_of(tensor) is tensor._spec
 
 
-def specs_held() -> tuple[bool, bool]:
-    tensors = [DTensor.from_local(torch.ones(2), mesh_of(1), (Shard(0),)) for _ in range(2)]
+@on_threads(1)
+def test_specs_of__gives_the_same_for_many():
+    tensors = ones(), ones()
     first, second = _torch.specs_of(tensors)
-    return first is _torch.spec_of(tensors[0]), second.tensor_meta.dtype is torch.float32
-
-
-def test_spec_of__is_the_very_object_that_the_dtensor_holds(world):
-    assert world(1).run(specs_held) == [(True, True)]
-
-
-def test_specs_of__gives_the_same_for_many(world):
-    assert world(1).run(specs_held) == [(True, True)]
-
-
-def locals_held() -> bool:
-    tensors = [DTensor.from_local(torch.ones(2), mesh_of(1), (Shard(0),)) for _ in range(2)]
-    found = list(map(_torch.local_tensor, tensors))
-    return all(mine is _torch.local_tensor(each) for mine, each in zip(found, tensors, strict=True))
-
-
-def test_local_tensor__of_many_are_the_objects_that_the_dtensors_hold(world):
-    assert world(1).run(locals_held) == [True]
+    assert first is _torch.spec_of(tensors[0])
+    assert second.tensor_meta.dtype is F32
 
 
 class StandIn(Shard):
@@ -718,16 +629,15 @@ class StandIn(Shard):
     __hash__ = object.__hash__
 
 
-def spec_with_stand_in() -> tuple[bool, bool, tuple[int, ...]]:
-    mesh, placement = mesh_of(1), StandIn()
-    spec = _torch.dtensor_spec(mesh, (placement,), torch.Size([2, 3]), torch.float32, (1, 2))
+@on_threads(1)
+def test_dtensor_spec__takes_a_placement_that_stands_for_another():
+    mesh, placement = mesh_of((1,)), StandIn()
+    spec = _torch.dtensor_spec(mesh, (placement,), torch.Size([2, 3]), F32, (1, 2))
     with pytest.raises(AssertionError):
         _torch.DTensorSpec(mesh, (placement,), tensor_meta=spec.tensor_meta)
-    return spec.placements == (placement,), spec == spec, spec.stride
-
-
-def test_dtensor_spec__takes_a_placement_that_stands_for_another(world):
-    assert world(1).run(spec_with_stand_in) == [(True, True, (1, 2))]
+    assert spec.placements == (placement,)
+    assert spec == spec
+    assert spec.stride == (1, 2)
 
 
 class Asked(DTensor):
@@ -745,17 +655,13 @@ heard: list[str] = []
 _torch.dispatches_itself(Asked)
 
 
-def ask() -> None:
-    mesh = mesh_of(1)
-    plain = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
+@on_threads(1)
+def test_dispatches_itself__lets_a_subclass_of_dtensor_answer_operations():
+    heard.clear()
+    plain = ones(Replicate())
     answering = _torch.dtensor_of(Asked, torch.ones(2), plain._spec, False)
     assert type(answering.clone()) is type(torch.add(plain, answering, alpha=2)) is torch.Tensor
     assert type(plain + plain) is DTensor
-
-
-def test_dispatches_itself__lets_a_subclass_of_dtensor_answer_operations(threads):
-    heard.clear()
-    threads(1).run(ask)
     assert heard == ["aten.clone.default {}", "aten.add.Tensor {'alpha': 2}"]
 
 
@@ -805,31 +711,28 @@ class Counted(torch.optim.SGD):
     """An optimizer whose class gets its step late."""
 
 
-def test_hooked_step__runs_between_the_hooks_of_the_optimizer():
-    heard = []
-    late = type("Late", (Counted,), {"step": _torch.hooked_step(lambda self: heard.append("step"))})
+def stepping_late(step) -> Counted:
     optimizer = Counted([torch.ones(1, requires_grad=True)], lr=0.1)
-    optimizer.__class__ = late
+    optimizer.__class__ = type("Late", (Counted,), {"step": _torch.hooked_step(step)})
+    return optimizer
+
+
+def test_hooked_step__runs_between_global_hooks_and_the_optimizers_and_takes_what_they_change():
+    heard = []
+    optimizer = stepping_late(lambda self, *args: heard.append(args))
     optimizer.register_step_pre_hook(lambda *_: heard.append("before"))
     optimizer.register_step_post_hook(lambda *_: heard.append("after"))
     optimizer.step()
-    assert heard == ["before", "step", "after"]
-
-
-def test_hooked_step__calls_global_hooks_around_its_own_and_takes_what_they_change():
-    heard = []
-    late = type("Late", (Counted,), {"step": _torch.hooked_step(lambda self, *args: heard.append(args))})
-    optimizer = Counted([torch.ones(1, requires_grad=True)], lr=0.1)
-    optimizer.__class__ = late
+    assert heard == ["before", (), "after"]
     optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: ((*args, "given"), kwargs))
-    optimizer.register_step_post_hook(lambda *_: heard.append("own"))
     removes = (
         _torch.register_optimizer_step_pre_hook(lambda *_: heard.append("all before")),
         _torch.register_optimizer_step_post_hook(lambda *_: heard.append("all after")),
     )
     try:
+        heard.clear()
         optimizer.step()
-        assert heard == ["all before", ("given",), "own", "all after"]
+        assert heard == ["all before", "before", ("given",), "after", "all after"]
         optimizer.register_step_pre_hook(lambda *_: "nonsense")
         with pytest.raises(RuntimeError, match="nonsense"):
             optimizer.step()
@@ -839,9 +742,7 @@ def test_hooked_step__calls_global_hooks_around_its_own_and_takes_what_they_chan
 
 
 def test_hooked_step__has_a_range_in_a_profile():
-    late = type("Late", (Counted,), {"step": _torch.hooked_step(lambda self: None)})
-    optimizer = Counted([torch.ones(1, requires_grad=True)], lr=0.1)
-    optimizer.__class__ = late
+    optimizer = stepping_late(lambda self: None)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         optimizer.step()
     assert "Optimizer.step#Late.step" in {each.key for each in profile.key_averages()}
@@ -860,56 +761,44 @@ def test_gradients_of__are_those_of_the_tensors_themselves():
     assert second is None
 
 
-def local_gradients_held() -> bool:
-    parameters = [nn.Parameter(DTensor.from_local(torch.ones(2), mesh_of(1), (Shard(0),))) for _ in range(2)]
+@on_threads(1)
+def test_local_gradients__are_the_objects_inside_the_gradients():
+    parameters = [nn.Parameter(ones()) for _ in range(2)]
     for parameter in parameters:
-        parameter.grad = DTensor.from_local(torch.ones(2), mesh_of(1), (Shard(0),))
+        parameter.grad = ones()
     found = _torch.local_gradients(parameters)
-    same = all(mine is _torch.local_tensor(each.grad) for mine, each in zip(found, parameters, strict=True))
+    assert all(mine is _torch.local_tensor(each.grad) for mine, each in zip(found, parameters, strict=True))
     plain = nn.Parameter(torch.ones(1))
     plain.grad = torch.ones(1)
     for other in (plain, nn.Parameter(torch.ones(1))):
         with pytest.raises(AttributeError):
             _torch.local_gradients([*parameters, other])
-    return same
-
-
-def test_local_gradients__are_the_objects_inside_the_gradients(world):
-    assert world(1).run(local_gradients_held) == [True]
 
 
 def test_asked_by_checkpointing__is_true_below_torchs_state_dict_functions_only():
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    def telling(name):
+        def method(self, *args, **kwargs):
+            told = _torch.asked_by_checkpointing(), _torch.asked_by_checkpointing(directly=True)
+            answers.append((name, kwargs.get("recurse"), *told))
+            return getattr(nn.Linear, name)(self, *args, **kwargs)
 
-    class Asked(nn.Linear):
-        def state_dict(self, *args, **kwargs):
-            answers.append(("get", _torch.asked_by_checkpointing(), _torch.asked_by_checkpointing(directly=True)))
-            return super().state_dict(*args, **kwargs)
-
-        def load_state_dict(self, *args, **kwargs):
-            answers.append(("set", _torch.asked_by_checkpointing(), _torch.asked_by_checkpointing(directly=True)))
-            return super().load_state_dict(*args, **kwargs)
-
-        def named_parameters(self, *args, **kwargs):
-            answers.append((kwargs, _torch.asked_by_checkpointing(), _torch.asked_by_checkpointing(directly=True)))
-            return super().named_parameters(*args, **kwargs)
+        return method
 
     answers = []
-    model = Asked(1, 1)
-    values = nn.Sequential(model).state_dict()
-    assert answers == [("get", False, False)]
+    methods = "state_dict", "load_state_dict", "named_parameters"
+    model = type("Asked", (nn.Linear,), {name: telling(name) for name in methods})(1, 1)
+    nn.Sequential(model).state_dict()
+    assert answers == [("state_dict", None, False, False)]
     answers.clear()
-    values = get_model_state_dict(nn.Sequential(model))
-    assert answers == [({"recurse": False}, True, True), ("get", True, False)]
+    values = state_dict.get_model_state_dict(nn.Sequential(model))
+    assert answers == [("named_parameters", False, True, True), ("state_dict", None, True, False)]
     answers.clear()
-    set_model_state_dict(model, {key.removeprefix("0."): value for key, value in values.items()})
-    assert ({"recurse": False}, True, True) in answers
-    assert answers[-1] == ("set", True, True)
+    state_dict.set_model_state_dict(model, {key.removeprefix("0."): value for key, value in values.items()})
+    assert ("named_parameters", False, True, True) in answers
+    assert answers[-1] == ("load_state_dict", None, True, True)
 
 
 def test_answer_checkpointing__is_asked_once_for_a_function_that_torchs_state_dict_functions_call(monkeypatch):
-    from torch.distributed.checkpoint import state_dict
-
     def answer(theirs, *args):
         asked.append(theirs.__name__)
         return theirs(*args)
@@ -930,70 +819,56 @@ def test_answer_checkpointing__is_asked_once_for_a_function_that_torchs_state_di
     assert asked == ["_load_optim_state_dict", "_init_optim_state"]
 
 
-def sharded_tensor_made() -> list[object]:
-    group, whole = dist.group.WORLD, torch.arange(10.0).view(5, 2)
-    made = _torch.sharded_tensor_of_rows(whole, group)
+@on_threads(2)
+def test_sharded_tensor_of_rows__gives_each_rank_its_chunk():
+    made, few = (_torch.sharded_tensor_of_rows(each, dist.group.WORLD) for each in (ROWS, ROWS[:1]))
     (mine,) = made.local_shards()
-    few = _torch.sharded_tensor_of_rows(whole[:1], group)
-    back = [_torch.full_of_sharded_tensor(each, CPU).tolist() for each in (made, few)]
-    assert back == [whole.tolist(), whole[:1].tolist()]
-    assert _torch.full_of_sharded_tensor(whole, CPU) is None
-    assert _torch.full_of_sharded_tensor(made, CPU, few.local_shards())[:1].tolist() == whole[:1].tolist()
-    assert [_torch.is_sharded_tensor(each) for each in (made, whole)] == [True, False]
-    return [tuple(made.metadata().size), mine.metadata.shard_offsets, mine.tensor.tolist(), len(few.local_shards())]
+    begin, end, num_few = ((0, 3, 1), (3, 5, 0))[dist.get_rank()]
+    assert tuple(made.metadata().size) == (5, 2)
+    assert mine.metadata.shard_offsets == [begin, 0]
+    assert mine.tensor.tolist() == ROWS[begin:end].tolist()
+    assert len(few.local_shards()) == num_few
 
 
-def test_sharded_tensor_of_rows__gives_each_rank_its_chunk(world):
-    assert world(2).run(sharded_tensor_made) == [
-        [(5, 2), [0, 0], [[0, 1], [2, 3], [4, 5]], 1],
-        [(5, 2), [3, 0], [[6, 7], [8, 9]], 0],
-    ]
+@on_threads(2)
+def test_full_of_sharded_tensor__puts_the_shards_together():
+    made, few = (_torch.sharded_tensor_of_rows(each, dist.group.WORLD) for each in (ROWS, ROWS[:1]))
+    assert _torch.full_of_sharded_tensor(made, CPU).tolist() == ROWS.tolist()
+    assert _torch.full_of_sharded_tensor(few, CPU).tolist() == ROWS[:1].tolist()
+    assert _torch.full_of_sharded_tensor(ROWS, CPU) is None
+    assert _torch.full_of_sharded_tensor(made, CPU, few.local_shards())[:1].tolist() == ROWS[:1].tolist()
 
 
-def test_full_of_sharded_tensor__puts_the_shards_together(world):
-    world(2).run(sharded_tensor_made)
+@on_threads(2)
+def test_is_sharded_tensor__tells_it_from_a_plain_one():
+    assert _torch.is_sharded_tensor(_torch.sharded_tensor_of_rows(ROWS, dist.group.WORLD))
+    assert not _torch.is_sharded_tensor(ROWS)
 
 
-def test_is_sharded_tensor__tells_it_from_a_plain_one(world):
-    world(2).run(sharded_tensor_made)
+@on_threads(1)
+def test_is_tensor_parallel__is_what_was_distributed():
+    by_plan = parallelize_module(nn.Linear(2, 2), mesh_of((1,)), ColwiseParallel())
+    modules = by_plan, distribute_module(nn.Linear(2, 2), mesh_of((1,))), nn.Linear(2, 2)
+    assert [_torch.is_tensor_parallel(each) for each in modules] == [True, True, False]
 
 
-def modules_distributed() -> list[bool]:
-    mesh = mesh_of(1)
-    by_plan = parallelize_module(nn.Linear(2, 2), mesh, ColwiseParallel())
-    modules = (by_plan, distribute_module(nn.Linear(2, 2), mesh), nn.Linear(2, 2))
-    return [_torch.is_tensor_parallel(each) for each in modules]
+@on_threads(1)
+def test_is_replicated__is_what_ddp_was_composed_with():
+    modules = _composable.replicate(nn.Linear(2, 2)), _composable.checkpoint(nn.Linear(2, 2)), nn.Linear(2, 2)
+    assert [_torch.is_replicated(each) for each in modules] == [True, False, False]
 
 
-def test_is_tensor_parallel__is_what_was_distributed(world):
-    assert world(1).run(modules_distributed) == [[True, True, False]]
-
-
-def modules_replicated() -> list[bool]:
-    from torch.distributed._composable import checkpoint, replicate
-
-    modules = replicate(nn.Linear(2, 2)), checkpoint(nn.Linear(2, 2)), nn.Linear(2, 2)
-    return [_torch.is_replicated(each) for each in modules]
-
-
-def test_is_replicated__is_what_ddp_was_composed_with(threads):
-    assert threads(1).run(modules_replicated) == [[True, False, False]]
-
-
-def modules_of_torchs_fsdp() -> list[list[bool]]:
-    from torch.distributed import fsdp
-
+def test_is_fsdp_of_torch__is_what_either_of_torchs_has_in_hand():
     def told(module):
         return [_torch.is_fsdp_of_torch(each) for each in module.modules()]
 
-    first = fsdp.FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2)), device_id=CPU)
     plain, ours = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
     _torch.manage(ours)
-    return [told(first), told(fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2)))), told(plain), told(ours)]
-
-
-def test_is_fsdp_of_torch__is_what_either_of_torchs_has_in_hand(world):
-    assert world(2).run(modules_of_torchs_fsdp) == [[[True] * 3, [True] * 2, [False] * 2, [False]]] * 2
+    with _torch.imagined_ranks(2):
+        assert told(fsdp.FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2)), device_id=CPU)) == [True] * 3
+        assert told(fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2)))) == [True] * 2
+    assert told(plain) == [False] * 2
+    assert told(ours) == [False]
 
 
 def test_manage__says_what_dynamo_asks_for():
@@ -1004,12 +879,10 @@ def test_manage__says_what_dynamo_asks_for():
 
 
 def test_say_fully_sharded__is_what_replicate_asks_for():
-    from torch.distributed._composable import replicate
-
     module = nn.Linear(2, 2)
     _torch.say_fully_sharded(module)
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
-        replicate(module)
+        _composable.replicate(module)
 
 
 def test_steps_in_backward__is_what_was_given_optimizers():
@@ -1050,44 +923,36 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     return _torch.backend_of(group, CPU).options._timeout.total_seconds()
 
 
-def timeouts_set() -> list[float]:
+@on_processes(2)
+def test_set_timeout__is_for_the_default_group_and_those_made_later():
     before = timeout_of(dist.group.WORLD), dist.distributed_c10d.default_pg_timeout
     try:
         _torch.set_timeout(timedelta(seconds=7))
-        groups = [dist.group.WORLD, dist.new_group(), dist.new_group(timeout=timedelta(seconds=9))]
-        return [timeout_of(each) for each in groups]
+        groups = dist.group.WORLD, dist.new_group(), dist.new_group(timeout=timedelta(seconds=9))
+        assert [timeout_of(each) for each in groups] == [7, 7, 9]
     finally:
         _torch.set_timeout(timedelta(seconds=before[0]))
         dist.distributed_c10d.default_pg_timeout = before[1]
 
 
-def test_set_timeout__is_for_the_default_group_and_those_made_later(world):
-    assert world(2).run(timeouts_set) == [[7, 7, 9], [7, 7, 9]]
-
-
-def numbers_of_named_groups() -> list[tuple[list[int], float]]:
-    """Of groups that the ranks make while rank 0 knows of one group more: their ranks and timeout, and a sum."""
-    dist.new_group([0])
+@on_processes(2)
+def test_named_group__is_made_by_its_ranks_whatever_other_groups_they_know_of():
+    rank = dist.get_rank()
+    dist.new_group([0])  # of which rank 0 alone knows
     pair = _torch.named_group("a pair", range(2), timedelta(seconds=9))
-    alone = _torch.named_group(f"alone {dist.get_rank()}", [dist.get_rank()])
-    sums = [torch.ones(1), torch.ones(1)]
-    for group, each in zip((pair, alone), sums, strict=True):
-        dist.all_reduce(each, group=group)
-    return [
-        (dist.get_process_group_ranks(group), timeout_of(group), each.item())
-        for group, each in zip((pair, alone), sums, strict=True)
-    ]
+    alone = _torch.named_group(f"alone {rank}", [rank])
+    for group, ranks, timeout in ((pair, [0, 1], 9), (alone, [rank], dist.default_pg_timeout.total_seconds())):
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert total.item() == len(ranks)
+        assert dist.get_process_group_ranks(group) == ranks
+        assert timeout_of(group) == timeout
 
 
-def test_named_group__is_made_by_its_ranks_whatever_other_groups_they_know_of(world):
-    default = dist.default_pg_timeout.total_seconds()
-    assert world(2).run(numbers_of_named_groups) == [[([0, 1], 9, 2), ([rank], default, 1)] for rank in range(2)]
-
-
-def bound_while_a_group_is_made() -> list[torch.device | None]:
-    """The device that the default group is bound to while torch makes a named group, and after."""
+@on_processes(2)
+def test_named_group__splits_no_group_that_is_bound_to_a_device():
     default, seen = dist.group.WORLD, []
-    make = dist.distributed_c10d._new_process_group_helper
+    make, device = dist.distributed_c10d._new_process_group_helper, torch.device("cuda", 0)
 
     def noting(*args, **kwargs):
         seen.append(default.bound_device_id)
@@ -1095,43 +960,33 @@ def bound_while_a_group_is_made() -> list[torch.device | None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist.distributed_c10d, "_new_process_group_helper", noting)
-        default.bound_device_id = torch.device("cuda", 0)
+        default.bound_device_id = device
         try:
             _torch.named_group("not split", [dist.get_rank()])
-            return [*seen, default.bound_device_id]
+            assert [*seen, default.bound_device_id] == [None, device]
         finally:
             default.bound_device_id = None
 
 
-def test_named_group__splits_no_group_that_is_bound_to_a_device(world):
-    assert world(2).run(bound_while_a_group_is_made) == [[None, torch.device("cuda", 0)]] * 2
-
-
-def left_in_a_store() -> tuple[list[bool], int, bytes]:
-    """What each of two ranks finds in a store of both, over connections of their own."""
+@on_processes(2)
+def test_store_beside__is_one_of_all_processes():
     rank, world = dist.get_rank(), dist.group.WORLD
     store, other = _torch.store_beside(world, "here"), _torch.store_beside(world, "there")
-    found = [store.check([f"{rank}"]), other.check(["from 0"])]
+    assert not store.check([f"{rank}"])
+    assert not other.check(["from 0"])
     store.set(f"from {rank}", str(rank))
     dist.barrier()
-    number = store.add("number", 1)
-    dist.barrier()
-    return [*found, store.check(["from 0", "from 1"]), other.check(["from 0"])], number, store.get(f"from {1 - rank}")
+    numbers = [0, 0]
+    dist.all_gather_object(numbers, store.add("number", 1))
+    assert sorted(numbers) == [1, 2]
+    assert store.check(["from 0", "from 1"])
+    assert not other.check(["from 0"])
+    assert store.get(f"from {1 - rank}") == str(1 - rank).encode()
 
 
-def test_store_beside__is_one_of_all_processes(world):
-    (first, one, from_other), (second, another, from_first) = world(2).run(left_in_a_store)
-    assert first == second == [False, False, True, False]
-    assert {one, another} == {1, 2}
-    assert (from_other, from_first) == (b"1", b"0")
-
-
-def stores_of_threads() -> object:
-    return _torch.store_beside(dist.group.WORLD, "here")
-
-
-def test_store_beside__is_none_where_ranks_are_threads(threads):
-    assert threads(2).run(stores_of_threads) == [None, None]
+@on_threads(2)
+def test_store_beside__is_none_where_ranks_are_threads():
+    assert _torch.store_beside(dist.group.WORLD, "here") is None
 
 
 def test_store__is_what_torchs_stores_can():
@@ -1158,84 +1013,56 @@ class Recorded:
         return lambda: self._log.append(f"{self._name} {called}")
 
 
-def aborted(monkeypatch, by_device: dict[str, str]) -> list[str]:
-    log: list[str] = []
-    found = {device: Recorded(name, log) for device, name in by_device.items()}
-    with _torch.imagined_ranks(2):
-        monkeypatch.setattr(_torch.collectives, "backend_of", lambda group, device: found[device.type])
-        _torch.abort_groups()
-        assert dist.is_initialized()
-    return log
-
-
-def test_abort_groups__breaks_off_those_of_accelerators_as_one_and_forgets_none(monkeypatch):
+def test_abort_groups__breaks_off_those_of_accelerators_as_one_but_not_gloos_and_forgets_none(monkeypatch):
     assert hasattr(dist.distributed_c10d.ProcessGroup, "_device_types")
     assert hasattr(torch._C._distributed_c10d.Backend, "abort")
     with _torch.imagined_ranks(2):
-        types = {device.type for device in dist.group.WORLD._device_types}
-    log = aborted(monkeypatch, {each: "gloo" if each == "cpu" else "nccl" for each in types})
-    others = len(types - {"cpu"})
-    assert others
-    assert log == ["nccl _group_start", *["nccl abort"] * others, "nccl _group_end"]
+        others = {device.type for device in dist.group.WORLD._device_types} - {"cpu"}
+        assert others
+        for name, said in (("nccl", ["_group_start", *["abort"] * len(others), "_group_end"]), ("gloo", [])):
+            log: list[str] = []
+            found = {"cpu": Recorded("gloo", log), **{each: Recorded(name, log) for each in others}}
+            monkeypatch.setattr(_torch.collectives, "backend_of", lambda _, device, found=found: found[device.type])
+            _torch.abort_groups()
+            assert dist.is_initialized()
+            assert log == [f"nccl {each}" for each in said], name
 
 
-def test_abort_groups__leaves_gloo_alone_also_where_it_serves_devices(monkeypatch, world):
-    with _torch.imagined_ranks(2):
-        types = {device.type for device in dist.group.WORLD._device_types}
-    assert aborted(monkeypatch, dict.fromkeys(types, "gloo")) == []
+@on_processes(2)
+def test_read_objects_with__is_what_turns_bytes_into_objects():
+    before = dist.distributed_c10d._tensor_to_object
+    try:
+        for expected in (["x", "xx"], [(torch.uint8, "x"), (torch.uint8, "xx")]):
+            told: list[object] = [None, None]
+            dist.all_gather_object(told, "x" * (dist.get_rank() + 1))
+            assert told == expected
+            _torch.read_objects_with(lambda tensor: (tensor.dtype, pickle.loads(bytes(tensor.tolist()))))
+    finally:
+        dist.distributed_c10d._tensor_to_object = before
 
 
-def timeouts_adopted() -> list[float]:
+@on_processes(2)
+def test_timeout_of__is_what_a_group_was_made_with():
+    own = dist.new_group(timeout=timedelta(seconds=11))
+    assert _torch.timeout_of(own, CPU) == timedelta(seconds=11)
+    assert _torch.timeout_of(dist.group.WORLD, CPU) is not None
+
+
+@on_processes(2)
+def test_adopt_timeout__is_for_groups_that_were_given_none():
     before = timeout_of(dist.group.WORLD)
-    groups = [dist.new_group(), dist.new_group(timeout=timedelta(seconds=9))]
+    groups = dist.new_group(), dist.new_group(timeout=timedelta(seconds=9))
     try:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7))
         for each in groups:
             _torch.adopt_timeout(each)
-        return [timeout_of(each) for each in groups]
+        assert [timeout_of(each) for each in groups] == [7, 9]
     finally:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=before))
 
 
-def objects_read() -> list[list[object]]:
-    """What a gather of objects finds, in torch's own way and read in another."""
-    found: list[list[object]] = []
-    before = dist.distributed_c10d._tensor_to_object
-    try:
-        for _ in range(2):
-            told: list[object] = [None] * dist.get_world_size()
-            dist.all_gather_object(told, "x" * (dist.get_rank() + 1))
-            found.append(told)
-            _torch.read_objects_with(lambda tensor: (tensor.dtype, pickle.loads(bytes(tensor.tolist()))))
-    finally:
-        dist.distributed_c10d._tensor_to_object = before
-    return found
-
-
-def test_read_objects_with__is_what_turns_bytes_into_objects(world):
-    byte = torch.uint8
-    assert world(2).run(objects_read) == [[["x", "xx"], [(byte, "x"), (byte, "xx")]]] * 2
-
-
-def timeouts_told() -> list[float | None]:
-    groups = [dist.group.WORLD, dist.new_group(timeout=timedelta(seconds=11))]
-    told = [_torch.timeout_of(each, CPU) for each in groups]
-    return [None if each is None else each.total_seconds() for each in told]
-
-
-def test_timeout_of__is_what_a_group_was_made_with(world):
-    for default, own in world(2).run(timeouts_told):
-        assert default is not None
-        assert own == 11
-
-
-def test_adopt_timeout__is_for_groups_that_were_given_none(world):
-    assert world(2).run(timeouts_adopted) == [[7, 9], [7, 9]]
-
-
-def splitting_stages_seen() -> list[tuple[str, list[int | None]]]:
-    from torch.distributed import pipelining
-
+@on_processes(2)
+def test_splitting_stage__is_one_of_torchs_own_kind_under_a_zero_bubble_schedule():
     class Seen(pipelining.PipelineStage):
         shows_whole_parameters = True
 
@@ -1245,32 +1072,18 @@ def splitting_stages_seen() -> list[tuple[str, list[int | None]]]:
             answers.append(None if stage is None else stage.stage_index)
             return super().forward(x)
 
-    kinds = [
-        (pipelining.ScheduleInterleavedZeroBubble, pipelining.PipelineStage),
-        (pipelining.ScheduleLoopedBFS, pipelining.PipelineStage),
-        (pipelining.ScheduleInterleavedZeroBubble, Seen),
-    ]
-    found = []
-    for schedule, kind in kinds:
+    rank = dist.get_rank()
+    for schedule, kind, expected in (
+        (pipelining.ScheduleInterleavedZeroBubble, pipelining.PipelineStage, {rank, rank + 2, None}),  # None: outside
+        (pipelining.ScheduleLoopedBFS, pipelining.PipelineStage, {None}),
+        (pipelining.ScheduleInterleavedZeroBubble, Seen, {None}),
+    ):
         answers: list[int | None] = []
         # Two ranks in a ring: before 2.12 a rank whose stages are neighbours sends to itself, which gloo cannot.
-        stages = [kind(Asking(2, 2), index, 4, CPU) for index in (dist.get_rank(), dist.get_rank() + 2)]
+        stages = [kind(Asking(2, 2), index, 4, CPU) for index in (rank, rank + 2)]
         driven = schedule(stages, 2, loss_fn=nn.functional.mse_loss)
-        driven.step(*[torch.ones(2, 2)] * (dist.get_rank() == 0), target=torch.ones(2, 2))
-        answers.append(_torch.splitting_stage())
-        found.append((f"{schedule.__name__} {kind.__name__}", sorted(set(answers), key=str)))
-    return found
-
-
-def test_splitting_stage__is_one_of_torchs_own_kind_under_a_zero_bubble_schedule(world):
-    assert world(2).run(splitting_stages_seen) == [
-        [
-            ("ScheduleInterleavedZeroBubble PipelineStage", [rank, rank + 2, None]),  # None: outside
-            ("ScheduleLoopedBFS PipelineStage", [None]),
-            ("ScheduleInterleavedZeroBubble Seen", [None]),
-        ]
-        for rank in range(2)
-    ]
+        driven.step(*[torch.ones(2, 2)] * (rank == 0), target=torch.ones(2, 2))
+        assert {*answers, _torch.splitting_stage()} == expected, (schedule, kind)
 
 
 # Gradients to come
@@ -1339,18 +1152,16 @@ def test_may_hook_saving__is_false_where_a_transform_forbids_it():
     assert _torch.may_hook_saving()
 
 
-def restored(monkeypatch):
+@pytest.fixture
+def own_stack(monkeypatch):
+    """The functions for saving hooks are put back after the test."""
     stack = torch._C._autograd
-    for name in (
-        "_push_saved_tensors_default_hooks",
-        "_saved_tensors_hooks_disable",
-        "_saved_tensors_hooks_enable",
-    ):
+    for name in ("_push_saved_tensors_default_hooks", "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable"):
         monkeypatch.setattr(stack, name, getattr(stack, name))
 
 
-def test_share_saving_hooks__goes_round_others_and_is_taken_off_by_transforms(monkeypatch):
-    restored(monkeypatch)
+@pytest.mark.usefixtures("own_stack")
+def test_share_saving_hooks__goes_round_others_and_is_taken_off_by_transforms():
     seen = []
     ours = (lambda tensor: tensor, kept)
     _torch.share_saving_hooks(
@@ -1368,8 +1179,8 @@ def test_share_saving_hooks__goes_round_others_and_is_taken_off_by_transforms(mo
     torch.testing.assert_close(inner, -torch.sin(torch.tensor(0.5)))
 
 
-def test_share_saving_hooks__changes_nothing_where_there_are_only_others(monkeypatch):
-    restored(monkeypatch)
+@pytest.mark.usefixtures("own_stack")
+def test_share_saving_hooks__changes_nothing_where_there_are_only_others():
     _torch.share_saving_hooks(lambda hooks: False, lambda hooks: hooks)
     with torch.autograd.graph.saved_tensors_hooks(kept, kept):
         assert _torch.saving_hooks() == (kept, kept)
@@ -1381,20 +1192,21 @@ def test_share_saving_hooks__changes_nothing_where_there_are_only_others(monkeyp
 
 
 def test_rebuild_tensor__is_named_by_files_of_torch_save():
-    buffer = io.BytesIO()
-    torch.save(torch.ones(2), buffer)
-    assert named_by(buffer) == f"{_torch.rebuild_tensor().__module__} {_torch.rebuild_tensor().__name__}"
+    assert named_in_a_file_of(torch.ones(2)) == full_name(_torch.rebuild_tensor())
 
 
 def test_rebuild_tensor_of_bytes__is_named_for_dtypes_without_a_storage_class():
-    buffer = io.BytesIO()
-    torch.save(torch.ones(2).to(torch.float8_e4m3fn), buffer)
-    rebuild = _torch.rebuild_tensor_of_bytes()
-    assert named_by(buffer) == f"{rebuild.__module__} {rebuild.__name__}"
+    assert named_in_a_file_of(torch.ones(2).to(torch.float8_e4m3fn)) == full_name(_torch.rebuild_tensor_of_bytes())
 
 
-def named_by(buffer):
+def full_name(function) -> str:
+    return f"{function.__module__} {function.__name__}"
+
+
+def named_in_a_file_of(tensor: torch.Tensor) -> str:
     """The first name in the pickle of a file of `torch.save`."""
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
     with zipfile.ZipFile(buffer) as archive:
         (name,) = [each for each in archive.namelist() if each.endswith("data.pkl")]
         operations = pickletools.genops(archive.read(name))

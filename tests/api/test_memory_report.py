@@ -12,8 +12,9 @@ from sherd.engine.run.seal import unit_of
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError, StateError
 from sherd.memory.report import memory_report, track_memory
 from tests.api.checks import assert_refuses, local
-from tests.support.models import build, shard
+from tests.support.models import build
 from tests.support.ranks.bodies import on_processes, on_threads
+from tests.support.sharding import sharded
 
 
 def step(model):
@@ -36,7 +37,7 @@ def peak_of_units(report):
 def test_what_is_allocated_now_follows_the_model_through_its_life():
     """What is allocated as a model is built, stepped and cleared, beside what its tensors say."""
     # Buffers are padded, and a sum that is a gradient has flags behind it, so they are a little larger.
-    model = shard(build("mlp"))
+    model = sharded(build("mlp"))
     optimizer = torch.optim.AdamW(model.parameters())
     built = by_kind(memory_report(model))
     shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
@@ -62,7 +63,7 @@ def test_what_is_allocated_now_follows_the_model_through_its_life():
 @pytest.mark.parametrize("name", ["mlp", "nested", "tied_across", "transformer", "branching"])
 @on_processes(2)
 def test_after_a_tracked_step_prediction_and_measurement_agree(name):
-    model = shard(build(name))
+    model = sharded(build(name))
     before = memory_report(model)
     with track_memory(model) as peak:
         step(model)
@@ -82,7 +83,7 @@ def test_after_a_tracked_step_prediction_and_measurement_agree(name):
 
 
 def whole_report(unsynced=0):
-    model = shard(build("mlp"))
+    model = sharded(build("mlp"))
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     step(model)
     optimizer.step()
@@ -127,7 +128,7 @@ def test_the_table_has_a_line_for_each_unit_and_a_column_for_each_kind():
 
 @on_threads(2)
 def test_a_model_on_the_meta_device_has_no_bytes_yet_and_the_same_prediction():
-    model = shard(build("mlp", device="meta"))
+    model = sharded(build("mlp", device="meta"))
     report = memory_report(model)
     model.to_empty(device="cpu")
     assert by_kind(report) == {}
@@ -136,7 +137,7 @@ def test_a_model_on_the_meta_device_has_no_bytes_yet_and_the_same_prediction():
 
 @on_threads(2)
 def test_a_unit_below_the_root_can_be_reported_on_as_well():
-    model = shard(build("mlp"))
+    model = sharded(build("mlp"))
     block = model.blocks[0]
     alone = memory_report(block)
     with track_memory(model):
@@ -152,7 +153,7 @@ def test_a_unit_below_the_root_can_be_reported_on_as_well():
 
 @on_threads(2)
 def test_mistakes_are_named():
-    model, plain = shard(build("mlp")), nn.Linear(2, 2)
+    model, plain = sharded(build("mlp")), nn.Linear(2, 2)
     assert_refuses(lambda: memory_report(plain), ModuleError, "got a Linear; pass the root")
     assert_refuses(lambda: memory_report(nn.Sequential(model)), ModuleError, "got a Sequential; pass the root")
     assert_refuses(lambda: memory_report(model, unsynced_batches=-1), PolicyError, "expected 0 or more")

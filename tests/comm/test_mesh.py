@@ -11,7 +11,7 @@ from sherd._torch import imagined_ranks
 from sherd.comm.mesh import DataMesh, data_mesh, default_device_type
 from sherd.errors import MeshError, PolicyError
 from sherd.policy import DataParallelMeshDims
-from tests.support.comparing import error_of
+from tests.support.refusals import refusal
 
 Axes = tuple[int | None, list[int] | None, int | None, list[int] | None, int]
 
@@ -71,10 +71,9 @@ REFUSED = [
 def test_axes_that_are_too_many_nameless_or_unknown_are_refused_with_what_to_give():
     with imagined_ranks(1):
         for shape, names, dims, words in REFUSED:
-            error = error_of(data_mesh, init_device_mesh("cpu", shape, mesh_dim_names=names), dims)
-            assert isinstance(error, MeshError), (shape, names)
+            said = refusal(MeshError, data_mesh, init_device_mesh("cpu", shape, mesh_dim_names=names), dims)
             for word in words:
-                assert word in str(error), (shape, names)
+                assert word in said, (shape, names)
 
 
 def axes_of_default_mesh() -> tuple[Axes, str]:

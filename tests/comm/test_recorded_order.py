@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sherd import CommPolicy, Flat, fully_shard
 from sherd.comm.streams import RecordingStreams, use_streams
 from tests.support.meshes import mesh_of
-from tests.support.sharding import shard_children
+from tests.support.sharding import sharded
 
 Log = list[tuple[str, str]]
 
@@ -48,7 +48,7 @@ def steps(num_steps: int, num_blocks: int = 3, *, replicas: int = 1, **options: 
     # The calls of an accelerator; ranks that share memory have no lane to order.
     options.setdefault("comm_policy", CommPolicy("torch"))
     with use_streams(streams):
-        shard_children(model, mesh=mesh, **options)
+        sharded(model, mesh=mesh, **options)
     if buffers is not None:
         model.set_reduce_scatter_max_input_buffers(buffers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -81,7 +81,7 @@ def step_that_may_not_read_tensors() -> bool:
 
     with use_streams(RecordingStreams()):
         layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-        model = shard_children(layers, comm_policy=CommPolicy("torch"))
+        model = sharded(layers, comm_policy=CommPolicy("torch"))
     model(torch.ones(2, 8)).sum().backward()
     loss_gradient = torch.ones(2, 8)
     methods = dict.fromkeys(("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "cpu"), refused)

@@ -11,7 +11,7 @@ from sherd.comm.transport import CoalescedCalls, OneRank, SingleCalls
 from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError, PolicyError
 from sherd.policy import CommPolicy
-from tests.support.comparing import error_of
+from tests.support.refusals import refusal
 
 CPU = torch.device("cpu")
 
@@ -56,6 +56,5 @@ def test_a_group_is_on_gloo_by_what_it_has_for_the_cpu(monkeypatch):
 
 def test_a_transport_that_nobody_knows_is_refused():
     for wanted in ("nccl", "", 3, None):
-        error = error_of(CommPolicy, wanted)
-        assert isinstance(error, PolicyError), wanted
-        assert "expected one of auto, torch, coalesced, gloo, shared_memory" in str(error), wanted
+        said = refusal(PolicyError, CommPolicy, wanted)
+        assert "expected one of auto, torch, coalesced, gloo, shared_memory" in said, wanted

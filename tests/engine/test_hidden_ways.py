@@ -11,7 +11,7 @@ from sherd import FSDPModule, fully_shard
 from tests.support.comparing import Named, assert_named_close, whole_grads, whole_params
 from tests.support.models import WIDTH, Block, noise
 from tests.support.ranks.bodies import on_threads
-from tests.support.sharding import shard_children
+from tests.support.sharding import sharded
 from tests.support.training import LR, assert_trained, made, mean_square, train_job
 
 
@@ -124,7 +124,7 @@ WAYS = [
 
 @pytest.mark.parametrize(("make", "job"), WAYS, ids=[f"{make.__name__}-{job.__name__}" for make, job in WAYS])
 def test_what_backward_reaches_unseen_is_trained_as_in_one_process(threads, make, job):
-    assert_trained(threads(2).run(lambda: train_job(shard_children(made(make)), job)), make, job)
+    assert_trained(threads(2).run(lambda: train_job(sharded(made(make)), job)), make, job)
 
 
 def gradients_of_a_penalty(model: nn.Module) -> Named:
@@ -139,7 +139,7 @@ def gradients_of_a_penalty(model: nn.Module) -> Named:
 
 @on_threads(2)
 def test_the_gradient_of_a_gradient_is_reduced_where_parameters_stay_whole():
-    model = shard_children(made(stack), reshard_after_forward=False)
+    model = sharded(made(stack), reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     assert_named_close(gradients_of_a_penalty(model), gradients_of_a_penalty(made(stack)), "gradient", 1e-5, 1e-6)
 
@@ -147,7 +147,7 @@ def test_the_gradient_of_a_gradient_is_reduced_where_parameters_stay_whole():
 @on_threads(2)
 def test_a_parameter_frozen_between_forward_and_backward_gets_no_gradient():
     grads = []
-    for model in (shard_children(made(stack)), made(stack)):
+    for model in (sharded(made(stack)), made(stack)):
         loss = mean_square(model, 0, 0)
         model[0].requires_grad_(False)
         loss.backward()
@@ -191,7 +191,7 @@ def trained_by_hooks(model: nn.Module, ranks: list[int]) -> Named:
 @on_threads(2)
 def test_hooks_on_parameters_see_the_reduced_gradients_and_may_step(when):
     """They are put there before the model is sharded, or after that."""
-    model = hooked(made(stack), shard_children) if when == "before" else hooked(shard_children(made(stack)))
+    model = hooked(made(stack), sharded) if when == "before" else hooked(sharded(made(stack)))
     expected = trained_by_hooks(hooked(made(stack)), [0, 1])
     assert_named_close(trained_by_hooks(model, [dist.get_rank()]), expected, "parameter", 1e-5, 1e-6)
 

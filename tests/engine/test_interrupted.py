@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.models import Block
-from tests.support.sharding import shard_children
+from tests.support.sharding import sharded
 from tests.support.training import assert_trained, made, mean_square, train_job
 
 
@@ -20,7 +20,7 @@ def stack():
 
 
 def interrupted(where: str):
-    model, rank, forwards = shard_children(made(stack)), dist.get_rank(), []
+    model, rank, forwards = sharded(made(stack)), dist.get_rank(), []
 
     def interrupt(*_):
         forwards.append(where)

@@ -8,8 +8,9 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.support.comparing import assert_same
-from tests.support.models import build, shard
+from tests.support.models import build
 from tests.support.ranks import Processes, Threads
+from tests.support.sharding import sharded
 from tests.support.training import Recipe, assert_all_same, tolerance, train_sharded
 
 Cases = Mapping[Hashable, tuple[Recipe, dict[str, Any]]]
@@ -43,7 +44,7 @@ def on_one_side(program: Callable[..., Any], recipe: Recipe, num_ranks: int | No
     model = build(recipe.model)
     if num_ranks is not None:
         return program(model, recipe, range(num_ranks))
-    return program(shard(model, **options), recipe, [dist.get_rank()])
+    return program(sharded(model, **options), recipe, [dist.get_rank()])
 
 
 def assert_both_sides_agree(

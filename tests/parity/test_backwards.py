@@ -7,7 +7,8 @@ import torch.distributed as dist
 from sherd import fully_shard
 from tests.parity.cases import assert_each_trains
 from tests.support.comparing import assert_named_close, whole_grads
-from tests.support.models import build, noise, shard
+from tests.support.models import build, noise
+from tests.support.sharding import sharded
 from tests.support.training import Recipe, assert_all_same, made, steps_sharded, train_plain
 
 
@@ -31,7 +32,7 @@ def run_programs(cases):
     """On a rank: the gradients that each program leaves on its sharded model."""
     found = {}
     for case, (program, name, options) in cases.items():
-        model = shard(build(name), **options)
+        model = sharded(build(name), **options)
         program(model, dist.get_rank())
         found[case] = whole_grads(model)
     return found
@@ -143,7 +144,7 @@ def test_the_whole_may_run_after_a_unit_ran_alone(threads):
 def gradients_of_inputs(models, reshard):
     found = {}
     for name in models:
-        model = shard(build(name), reshard_after_forward=reshard)
+        model = sharded(build(name), reshard_after_forward=reshard)
         x = noise(0, dist.get_rank()).requires_grad_()
         model.loss(model(x)).backward()
         found[name] = x.grad
@@ -162,7 +163,7 @@ def test_the_inputs_gradient_is_the_plain_one(threads, reshard):
 
 def train_after_a_mishap(recipe, where):
     """A first step fails on all ranks, then the recipe runs."""
-    model = shard(build(recipe.model))
+    model = sharded(build(recipe.model))
     fail_once(model, where, dist.get_rank())
     return steps_sharded(model, recipe, dist.get_rank())
 
@@ -197,7 +198,7 @@ def test_after_an_exception_the_next_steps_are_right(world, where):
 def train_through_mishaps(recipe):
     """A mishap before each of the three first steps, each in another place; state must not pile up."""
     rank = dist.get_rank()
-    model = shard(build(recipe.model), reshard_after_forward=False)
+    model = sharded(build(recipe.model), reshard_after_forward=False)
     model.loss(model(*model.make_inputs(6, rank))).backward()
     for where in ("backward", "forward", "start_of_backward", "backward"):
         fail_once(model, where, rank)
@@ -212,7 +213,7 @@ def test_several_exceptions_after_a_good_step_leave_nothing_behind(world):
 def grads_kept_through_a_mishap(name):
     """One good backward, one that fails in its own forward, before zero_grad: the good gradients stay."""
     rank = dist.get_rank()
-    model = shard(build(name))
+    model = sharded(build(name))
     model.loss(model(*model.make_inputs(0, rank))).backward()
     before = whole_grads(model)
     hook = model.blocks[2].register_forward_pre_hook(lambda *_: 1 / 0)

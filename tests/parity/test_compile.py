@@ -7,7 +7,7 @@ from torch import nn
 
 from sherd import Blocks, Flat, Owned, flatten_optimizer, register_fsdp_forward_method
 from tests.support.comparing import plain_name
-from tests.support.models import build, noise, shard
+from tests.support.models import build, noise
 from tests.support.sharding import sharded
 from tests.support.training import Recipe, assert_all_same, made, steps_sharded
 from tests.wrapper.training import assert_all_trained_plainly, steps_wrapped
@@ -20,11 +20,11 @@ def train_compiled(recipe, backend, compile_first, **options):
     model = build(recipe.model)
     blocks = [unit for unit in model.units() if unit is not model]
     if not compile_first:
-        shard(model, **options)
+        sharded(model, **options)
     for block in blocks:
         block.compile(fullgraph=True, backend=backend)
     if compile_first:
-        shard(model, **options)
+        sharded(model, **options)
     return steps_sharded(model, recipe, dist.get_rank())
 
 
@@ -59,7 +59,7 @@ def num_graphs(num_steps, **options):
         seen.append(graph)
         return graph.forward
 
-    model = shard(build("mlp"), **options)
+    model = sharded(build("mlp"), **options)
     for block in model.blocks:
         block.compile(fullgraph=True, backend=backend)
     for step in range(num_steps):

@@ -7,13 +7,14 @@ import torch.distributed as dist
 from tests.parity.test_layouts import PLACEMENTS, case
 from tests.support.comparing import assert_named_close, whole_params
 from tests.support.meshes import mesh_of
-from tests.support.models import build, shard
+from tests.support.models import build
+from tests.support.sharding import sharded
 
 
 def in_both_ways(models, placement):
     found = {}
     for name in models:
-        model = shard(build(name), **case(name, placement)[1])
+        model = sharded(build(name), **case(name, placement)[1])
         found[name] = whole_params(model), {name: each.full_tensor() for name, each in model.named_parameters()}
     return found
 
@@ -28,7 +29,7 @@ def test_values_gathered_at_once_are_those_of_full_tensor(threads, placement):
 
 
 def with_a_rank_of_its_own():
-    model = shard(build("uneven"), mesh=mesh_of((2, 2)))
+    model = sharded(build("uneven"), mesh=mesh_of((2, 2)))
     with torch.no_grad():
         for param in model.parameters():
             param.to_local().fill_(dist.get_rank())

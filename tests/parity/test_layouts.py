@@ -8,7 +8,8 @@ from torch.distributed.tensor import DTensor, Shard
 from sherd import Blocks, CommPolicy, Flat, FSDPModule, Owned
 from tests.parity.cases import assert_each_trains, each
 from tests.support.comparing import assert_named_close, assert_same, plain_name, whole_values
-from tests.support.models import MODELS, build, shard
+from tests.support.models import MODELS, build
+from tests.support.sharding import sharded
 from tests.support.suites import part
 from tests.support.training import Recipe, assert_all_same, assert_each_same, steps_sharded, tolerance, train_each
 
@@ -33,7 +34,7 @@ def train_and_look(recipe, **options):
     """On a rank: the run, and the whole state before and after it."""
     model = build(recipe.model)
     classes = [type(module) for module in model.modules()]
-    shard(model, **options)
+    sharded(model, **options)
     units = {id(m) for unit in model.units() for m in (unit if isinstance(unit, list) else [unit])}
     for module, cls in zip(model.modules(), classes, strict=True):
         assert isinstance(module, cls)

@@ -11,14 +11,15 @@ from torch.distributed.tensor import DTensor
 
 from sherd import CPUOffloadPolicy, FSDPModule
 from tests.support.meshes import mesh_of
-from tests.support.models import build, shard
+from tests.support.models import build
+from tests.support.sharding import sharded
 from tests.support.suites import part
 from tests.support.training import make_optimizer
 
 
 def what_outlives_the_model(name, num_steps, fails=False, **options):
     """Names of parameters, shards and gradients that live on after `del model`; and units."""
-    model = shard(build(name), **options)
+    model = sharded(build(name), **options)
     optimizer = make_optimizer("adamw", model)
     seen = {}
     for module in model.modules():
@@ -68,7 +69,7 @@ def live_tensors():
 
 def growth(name, mesh_shape=None, sync=True, **options):
     """Live tensors, their bytes, and Python objects after 10 steps and after 60."""
-    model = shard(build(name), mesh=mesh_of(mesh_shape), **options)
+    model = sharded(build(name), mesh=mesh_of(mesh_shape), **options)
     optimizer, counts = make_optimizer("adamw_foreach", model), []
     inputs = model.make_inputs(0, dist.get_rank())
     for step in range(60):
@@ -104,7 +105,7 @@ def test_replicated_steps_keep_no_more_either(threads):
 
 def whole_bytes_around_a_step(name, reshard):
     """Bytes of unsharded parameters: most seen at once in a block's forward, and after forward and backward."""
-    model = shard(build(name), reshard_after_forward=reshard)
+    model = sharded(build(name), reshard_after_forward=reshard)
     whole, most = {}, []
 
     def look(module, _):

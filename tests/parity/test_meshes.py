@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from tests.support.comparing import assert_named_close, whole_grads
 from tests.support.meshes import mesh_of
-from tests.support.models import build, shard
+from tests.support.models import build
+from tests.support.sharding import sharded
 from tests.support.training import (
     Recipe,
     assert_all_same,
@@ -46,7 +47,7 @@ def test_a_mesh_may_be_wide_or_of_one_axis(threads, model, mesh_shape, reshard):
 
 def train_on_a_larger_mesh(recipe):
     mesh = dist.init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("copies", "stages", "pieces"))
-    model = shard(build(recipe.model), mesh=mesh["copies", "pieces"])
+    model = sharded(build(recipe.model), mesh=mesh["copies", "pieces"])
     return steps_sharded(model, recipe, dist.get_rank())
 
 
@@ -57,7 +58,7 @@ def test_a_mesh_may_be_part_of_a_larger_one(threads):
 
 def replicas_after_unsynced_steps(recipe):
     """Two backwards: reduced among shards only, then among replicas too; no optimizer step between."""
-    model = shard(build(recipe.model), mesh=mesh_of((2, 2)))
+    model = sharded(build(recipe.model), mesh=mesh_of((2, 2)))
     rank = dist.get_rank()
     for micro, last in ((0, False), (1, True)):
         model.set_requires_all_reduce(last)

@@ -13,7 +13,8 @@ from sherd import UnshardHandle, fully_shard, register_fsdp_forward_method
 from tests.parity.cases import assert_each_trains
 from tests.support.comparing import assert_named_close, whole_grads
 from tests.support.meshes import mesh_of
-from tests.support.models import build, noise, shard
+from tests.support.models import build, noise
+from tests.support.sharding import sharded
 from tests.support.training import Recipe, steps_sharded, train_plain
 
 
@@ -74,7 +75,7 @@ def test_a_setting_changes_no_number(threads, turn):
 
 def unshard_by_hand(recipe, async_op):
     """Each block is gathered by hand before the step, and once more looked at and put back."""
-    model = shard(build(recipe.model))
+    model = sharded(build(recipe.model))
     plain = {name: param.detach() for name, param in build(recipe.model).named_parameters()}
     for _ in range(2):
         for index, block in enumerate(model.blocks):
@@ -101,7 +102,7 @@ def test_units_may_be_gathered_and_freed_by_hand(world):
 def grads_divided_by(factors, mesh_shape):
     grads = []
     for factor in factors:
-        model = shard(build("mlp"), mesh=mesh_of(mesh_shape))
+        model = sharded(build("mlp"), mesh=mesh_of(mesh_shape))
         for unit in model.units():
             unit.set_gradient_divide_factor(factor)
         model.loss(model(*model.make_inputs(0, dist.get_rank()))).backward()
@@ -160,7 +161,7 @@ def grads_of_rank_dependent_use():
     """Rank 1 does not touch `spare`; rank 0 does."""
     model = build("unused")
     block, rank = model.block, dist.get_rank()
-    shard(model)
+    sharded(model)
     model.set_reduce_scatter_unused_params(True)
     block.register_forward_hook(lambda module, _, output: output * module.spare if rank == 0 else output, prepend=True)
     model.loss(model(*model.make_inputs(0, rank))).backward()

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from sherd import fully_shard
 from tests.parity.cases import assert_both_sides_agree, assert_each_trains
 from tests.support.comparing import whole_params
-from tests.support.models import build, shard
+from tests.support.models import build
+from tests.support.sharding import sharded
 from tests.support.training import (
     EPS,
     OPTIMIZERS,
@@ -51,7 +52,7 @@ def train_with_an_earlier_optimizer(recipe):
     """The optimizer is made from the plain parameters, then they are sharded."""
     model = build(recipe.model)
     optimizer = make_optimizer(recipe.optimizer, model)
-    return steps_sharded(shard(model), recipe, dist.get_rank(), optimizer=optimizer)
+    return steps_sharded(sharded(model), recipe, dist.get_rank(), optimizer=optimizer)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw_foreach", "adamw_fused"])
@@ -132,9 +133,9 @@ def train_with_evaluations(recipe, quiet):
 
 def train_twice(recipe):
     """A second model in the same process, trained in turns with the first, must not disturb it."""
-    other = shard(build("nested", seed=5))
+    other = sharded(build("nested", seed=5))
     other.loss(other(*other.make_inputs(0, dist.get_rank()))).backward()
-    run = steps_sharded(shard(build(recipe.model)), recipe, dist.get_rank())
+    run = steps_sharded(sharded(build(recipe.model)), recipe, dist.get_rank())
     other.loss(other(*other.make_inputs(0, dist.get_rank()))).backward()
     return run
 

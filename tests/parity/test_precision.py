@@ -10,7 +10,8 @@ import torch.distributed as dist
 from sherd import CPUOffloadPolicy, MixedPrecisionPolicy
 from tests.parity.cases import assert_both_sides_agree, assert_each_trains, on_one_side
 from tests.support.comparing import assert_named_close, whole_grads, whole_params
-from tests.support.models import build, shard
+from tests.support.models import build
+from tests.support.sharding import sharded
 from tests.support.training import Recipe, Run, assert_same_run, finish_step, make_optimizer, train_sharded
 
 
@@ -55,7 +56,7 @@ def test_bfloat16_compute_with_float32_reduction_is_a_cast_model_with_float32_ma
 def dtypes_seen(policy):
     """Of a sharded parameter, of the gradient, of weights and inputs in forward, of the output."""
     seen = {}
-    model = shard(build("whole_in_one_unit"), mp_policy=policy)
+    model = sharded(build("whole_in_one_unit"), mp_policy=policy)
     block = model.blocks[0]
     block.up.register_forward_hook(lambda module, _, __: seen.update(weight=module.weight.dtype))
     block.register_forward_pre_hook(lambda _, args: seen.update(input=args[0].dtype))
@@ -127,7 +128,7 @@ def test_offloaded_shards_train_as_in_one_process(threads, reshard):
 
 def grads_in_other_dtypes():
     """A frozen-in-bfloat16 policy must hand out gradients in the parameter's dtype, once per backward."""
-    model = shard(build("mlp"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model = sharded(build("mlp"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     for _ in range(2):
         model.loss(model(*model.make_inputs(0, dist.get_rank()))).backward()
     twice = whole_grads(model)

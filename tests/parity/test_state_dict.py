@@ -14,14 +14,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tests.parity.cases import assert_each_trains
 from tests.support import checkpoints
 from tests.support.comparing import assert_named_close, whole_params, whole_values
-from tests.support.models import build, shard
+from tests.support.models import build
+from tests.support.sharding import sharded
 from tests.support.training import Recipe, make_optimizer, steps_sharded, train_plain
 
 
 def train_from_a_state(recipe, source, assign, after_a_step):
     """State goes from a sharded model, or from a plain one, to another sharded one, which then trains."""
-    state = build(recipe.model).state_dict() if source == "plain" else shard(build(recipe.model)).state_dict()
-    model = shard(build(recipe.model, seed=1))
+    state = build(recipe.model).state_dict() if source == "plain" else sharded(build(recipe.model)).state_dict()
+    model = sharded(build(recipe.model, seed=1))
     if after_a_step:
         model.loss(model(*model.make_inputs(0, dist.get_rank()))).backward()
         model.zero_grad()
@@ -41,7 +42,7 @@ def test_a_state_dict_of_a_sharded_model_or_a_plain_one_loads(threads, source, a
 
 
 def load_what_does_not_fit():
-    model = shard(build("mlp"))
+    model = sharded(build("mlp"))
     state = model.state_dict()
     state["stranger"] = state.pop("last.weight")
     with pytest.raises(RuntimeError, match=r"last\.weight"):
@@ -59,7 +60,7 @@ def test_a_load_names_what_is_missing_or_of_another_shape_and_a_lenient_one_retu
 
 def train_from_rank_zero(recipe):
     """Only rank 0 has the whole state; the others receive their part."""
-    model = shard(build(recipe.model, seed=1))
+    model = sharded(build(recipe.model, seed=1))
     state = build(recipe.model).state_dict() if dist.get_rank() == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, state, options=options)
@@ -71,7 +72,7 @@ def test_rank_zero_alone_may_hold_the_whole_state(world):
 
 
 def full_state_on_rank_zero(name):
-    model = shard(build(name))
+    model = sharded(build(name))
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
@@ -84,7 +85,7 @@ def test_the_whole_state_may_be_gathered_to_rank_zero(world, model):
 
 def train_and_save(recipe, folder):
     """The first two steps, then a checkpoint."""
-    model = shard(build(recipe.model))
+    model = sharded(build(recipe.model))
     optimizer = make_optimizer(recipe.optimizer, model)
     for step in range(2):
         one_step(model, optimizer, step)
@@ -107,7 +108,7 @@ def whole_moments(model, optimizer, num_steps):
 
 def what_is_loaded(recipe, folder):
     """Parameters and moments of a model that was initialised otherwise, and the parameters after the third step."""
-    model = shard(build(recipe.model, seed=1))
+    model = sharded(build(recipe.model, seed=1))
     optimizer = make_optimizer(recipe.optimizer, model)
     checkpoints.load(model, optimizer, folder)
     loaded = whole_params(model), whole_moments(model, optimizer, 2)
@@ -130,7 +131,7 @@ def test_a_checkpoint_of_two_ranks_loads_on_another_number_and_training_goes_on(
 
 def train_from_meta(recipe, by_state_dict):
     """Built without memory, sharded, given memory, filled."""
-    plain, model = build(recipe.model), shard(build(recipe.model, device="meta"))
+    plain, model = build(recipe.model), sharded(build(recipe.model, device="meta"))
     assert all(param.is_meta for param in model.parameters())
     model.to_empty(device="cpu")
     if by_state_dict:
@@ -153,7 +154,7 @@ def test_a_model_built_on_meta_trains_after_to_empty(threads, by_state_dict):
 
 def reset_from_meta():
     """`reset_parameters` of stock layers on shards, the same seed on all ranks."""
-    model = shard(build("mlp", device="meta"))
+    model = sharded(build("mlp", device="meta"))
     model.to_empty(device="cpu")
     torch.manual_seed(3)
     for module in model.modules():
@@ -175,7 +176,7 @@ def test_stock_layers_reset_their_shards_in_place(world):
 
 def train_in_double(recipe):
     """`.to(float64)` after sharding; float32 again before training."""
-    model = shard(build(recipe.model))
+    model = sharded(build(recipe.model))
     model.to(torch.float64)
     assert {param.dtype for param in model.parameters()} == {torch.float64}
     model.to(torch.float32)

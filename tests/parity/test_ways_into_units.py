@@ -18,7 +18,7 @@ from sherd import fully_shard
 from tests.support import models
 from tests.support.comparing import assert_named_close, whole_params
 from tests.support.models import WIDTH, Block
-from tests.support.sharding import FRONTS, shard_children, sharded
+from tests.support.sharding import FRONTS, sharded
 from tests.support.training import made, train_job, train_job_plain
 
 
@@ -384,7 +384,7 @@ class Exponential(Block):
 
 
 def forward_without_backward() -> bool:
-    model = shard_children(nn.Sequential(Exponential(), nn.Linear(WIDTH, WIDTH)).double())
+    model = sharded(nn.Sequential(Exponential(), nn.Linear(WIDTH, WIDTH)).double())
     gc.disable()  # a cycle is no way to be freed
     try:
         loss = mean_square(model, 0, 0)
@@ -410,11 +410,11 @@ class Changing(Block):
 
 
 def changed_in_place() -> None:
-    mean_square(shard_children(nn.Sequential(Changing(), nn.Linear(WIDTH, WIDTH)).double()), 0, 0).backward()
+    mean_square(sharded(nn.Sequential(Changing(), nn.Linear(WIDTH, WIDTH)).double()), 0, 0).backward()
 
 
 def cast_before_backward() -> None:
-    model = shard_children(doubled(normed))
+    model = sharded(doubled(normed))
     loss = mean_square(model, 0, 0)
     model.float()
     loss.backward()
@@ -422,7 +422,7 @@ def cast_before_backward() -> None:
 
 def read_outside_of_backward() -> None:
     """What was saved of a parameter that is freed."""
-    model = shard_children(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Block()).double())
+    model = sharded(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Block()).double())
     nodes = []
     model[0].register_forward_hook(lambda module, args, output: nodes.append(output.grad_fn))
     model(noise(0, 0).requires_grad_())
@@ -431,7 +431,7 @@ def read_outside_of_backward() -> None:
 
 def not_unsharded_in_backward() -> None:
     """Wrongly said."""
-    model = shard_children(nn.Sequential(nn.Linear(WIDTH, WIDTH), Block()).double())
+    model = sharded(nn.Sequential(nn.Linear(WIDTH, WIDTH), Block()).double())
     model[1].set_unshard_in_backward(False)
     mean_square(model, 0, 0).backward()
 

@@ -17,9 +17,10 @@ import sherd
 from sherd import Blocks, Flat, FullyShardedDataParallel, Owned, Placements
 from sherd.api.placements import PRESETS
 from sherd.policy import Level
+from tests.support import sharding
 from tests.support.comparing import Named, assert_named_close, whole_grads
 from tests.support.meshes import mesh_of
-from tests.support.models import Specimen, build, shard
+from tests.support.models import Specimen, build
 from tests.support.training import Recipe, Run, make_optimizer
 from tests.wrapper.training import assert_trained_as, plain, plain_runs, wrap_units
 
@@ -70,7 +71,7 @@ def sharded(model: Specimen, levels: Levels, cut: str, mesh: Mesh = None, **opti
         options.setdefault("shard_placement_fn", of_parameter(cut))
     else:
         model.placement = None
-    return shard(model, mesh=mesh, placements=placements(levels, cut), **options)
+    return sharding.sharded(model, mesh=mesh, placements=placements(levels, cut), **options)
 
 
 def wrapped(model: Specimen, levels: Levels, cut: str, mesh: Mesh = None, **options: Any) -> Any:

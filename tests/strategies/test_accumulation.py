@@ -14,10 +14,10 @@ from sherd.api.placements import PRESETS
 from sherd.comm.transport import SingleCalls
 from sherd.errors import StateError
 from tests.strategies.cases import Case, assert_each_trains, assert_mean_gradients, sharded, wrapped
+from tests.support import sharding
 from tests.support.comparing import whole_grads
 from tests.support.meshes import mesh_of
 from tests.support.models import build, noise
-from tests.support.sharding import shard_children
 from tests.support.training import Recipe, made
 
 OUTER, INNER = "outer", "inner"
@@ -272,7 +272,7 @@ def penalty(model, number):
 
 
 def penalties_within_accumulation():
-    model = shard_children(made(three_layers))
+    model = sharding.sharded(made(three_layers))
     with sherd.accumulate(model, 2):
         for number in range(2):
             penalty(model, number).backward()

@@ -113,15 +113,6 @@ def form(module: nn.Module) -> str:
     return "shard" if kinds == {True} else "whole"
 
 
-def error_of(action: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
-    """Returns what `action(*args, **kwargs)` raises, for tests that go over a table and name its row."""
-    try:
-        action(*args, **kwargs)
-    except Exception as error:
-        return error
-    return None
-
-
 def assert_refused(action: Callable[[], Any], kind: type[SherdError], also: type[Exception], *words: str) -> None:
     """`action` raises `kind`, which is the built-in `also` too, and whose message has every one of `words`."""
     with pytest.raises(kind) as raised:

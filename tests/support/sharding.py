@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from sherd import Blocks, Flat, FullyShardedDataParallel, Owned, fully_shard
+from tests.support.models import Specimen
 
 PLACEMENTS: dict[str, Any] = {"shard": None, "flat": Flat(), "blocks": Blocks(2), "owned": Owned()}
 WRAPPERS: dict[str, dict[str, Any]] = {"wrapper": {"use_orig_params": True}, "flat wrapper": {"use_orig_params": False}}
@@ -23,12 +25,20 @@ def units_of(model: Any) -> list[Any]:
     return [*(each for each in inner if any(True for _ in each.parameters())), model]
 
 
-def sharded(model: Any, front: str = "shard", units: list[Any] | None = None, **options: Any) -> Any:
+def sharded(
+    model: Any,
+    front: str = "shard",
+    units: list[Any] | None = None,
+    *,
+    with_: Callable[..., Any] = fully_shard,
+    **options: Any,
+) -> Any:
     """Shards each unit of `model` in place, and returns the model; under a wrapper that is another module.
 
     Args:
         front: one of `FRONTS`.
         units: modules, or lists of modules (not under a wrapper), bottom up, the model last; default: `units_of`.
+        with_: what shards a unit where `front` is no wrapper.
         options: go to each call of the front end.
     """
     units = units_of(model) if units is None else units
@@ -39,8 +49,10 @@ def sharded(model: Any, front: str = "shard", units: list[Any] | None = None, **
         return FullyShardedDataParallel(model, **options)
     if PLACEMENTS[front] is not None:
         options = {"placement": PLACEMENTS[front], **options}
+    elif isinstance(model, Specimen) and model.placement is not None:
+        options = {"shard_placement_fn": model.placement, **options}
     for unit in units:
-        fully_shard(unit, **options)
+        with_(unit, **options)
     return model
 
 
@@ -51,11 +63,3 @@ def replace(root: nn.Module, module: nn.Module, wrapped: nn.Module) -> None:
             for name, child in parent._modules.items():
                 if child is module:
                     parent._modules[name] = wrapped
-
-
-def shard_children(model: nn.Module, **options: Any) -> nn.Module:
-    """Shards each child with parameters, and then the root."""
-    for child in model.children():
-        fully_shard(child, **options)
-    fully_shard(model, **options)
-    return model

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from sherd import fully_shard
 from tests.support.comparing import Named, assert_named_close, whole, whole_grads, whole_params
 from tests.support.meshes import mesh_of
-from tests.support.models import Specimen, build, noise, shard
+from tests.support.models import Specimen, build, noise
+from tests.support.sharding import sharded
 
 # Large, so that Adam does not make whole steps of a tiny gradient's rounding error.
 EPS = 1e-3
@@ -125,7 +126,7 @@ def train_sharded(
     **options: Any,
 ) -> Run:
     """On a rank: build, shard with `options` of fully_shard, `prepare` the model, train."""
-    model = shard(build(recipe.model), with_=with_, mesh=mesh_of(mesh_shape), **options)
+    model = sharded(build(recipe.model), with_=with_, mesh=mesh_of(mesh_shape), **options)
     if prepare is not None:
         prepare(model)
     return steps_sharded(model, recipe, dist.get_rank(), announce=announce)

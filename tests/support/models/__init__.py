@@ -1,6 +1,6 @@
 """The difficulties that a sharded model must survive: tiny models, one difficulty each.
 
-Each knows its inputs, its loss and its units, so that a test is one line: `shard(build("tied_across"))`.
+Each knows its inputs, its loss and its units, so that a test is one line: `sharded(build("tied_across"))`.
 Inputs are float32 of shape (BATCH, WIDTH) where a class does not say otherwise, and differ by seed and rank.
 """
 
@@ -16,7 +16,6 @@ from tests.support.models.specimen import (
     Unit,
     build,
     noise,
-    shard,
     tokens,
 )
 
@@ -36,7 +35,6 @@ __all__ = [
     "noise",
     "recomputed",
     "shapes",
-    "shard",
     "stacks",
     "tokens",
 ]

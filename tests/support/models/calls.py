@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.models.specimen import BATCH, VOCABULARY, WIDTH, Block, Specimen, Unit, noise, specimen, tokens
+from tests.support.models.specimen import BATCH, VOCABULARY, WIDTH, Block, Layers, Specimen, noise, specimen, tokens
 
 
 class SavesViews(nn.Module):
@@ -28,18 +28,11 @@ class SavesViews(nn.Module):
 
 
 @specimen
-class ViewSaving(Specimen):
+class ViewSaving(Layers):
     """Saved views must show the weights again after they were freed and gathered anew."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(SavesViews(), SavesViews())
-
-    def units(self) -> list[Unit]:
-        return [*self.layers, self]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+        super().__init__(SavesViews(), SavesViews())
 
 
 @specimen

@@ -35,9 +35,6 @@ class Checkpointed(Specimen):
     def make_block(self) -> nn.Module:
         return Block()
 
-    def units(self) -> list[Unit]:
-        return [*self.blocks, self]
-
     def call(self, block: nn.Module, x: Tensor) -> Tensor:
         return block(x)
 

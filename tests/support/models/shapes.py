@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from tests.support.models.specimen import BATCH, WIDTH, Block, Specimen, Unit, noise, specimen
+from tests.support.models.specimen import BATCH, WIDTH, Block, Layers, Specimen, Unit, noise, specimen
 from tests.support.models.stacks import Mlp
 
 
@@ -24,20 +24,13 @@ class TwoDtypes(nn.Module):
         return x + self.other(torch.tanh(self.plain(x)).to(self.other.weight.dtype)).to(x.dtype)
 
 
-class MixedDtype(Specimen):
+class MixedDtype(Layers):
     """Two dtypes in one unit."""
 
     other: torch.dtype
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(TwoDtypes(self.other), TwoDtypes(self.other))
-
-    def units(self) -> list[Unit]:
-        return [*self.layers, self]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+        super().__init__(TwoDtypes(self.other), TwoDtypes(self.other))
 
 
 @specimen
@@ -93,21 +86,14 @@ class TinyParameter(Specimen):
 
 
 @specimen
-class Uneven(Specimen):
+class Uneven(Layers):
     """Sizes 7, 5 and 3: shards of different sizes, some of them empty."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(Block(7, 5), nn.Linear(7, 3), nn.LayerNorm(3), nn.Linear(3, 5, bias=False))
+        super().__init__(Block(7, 5), nn.Linear(7, 3), nn.LayerNorm(3), nn.Linear(3, 5, bias=False))
 
     def make_inputs(self, seed: int, rank: int) -> tuple[Any, ...]:
         return (noise(seed, rank, BATCH, 7),)
-
-    def units(self) -> list[Unit]:
-        return [*self.layers, self]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
 
 
 def last_dim(param: nn.Parameter) -> Shard | None:

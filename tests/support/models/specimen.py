@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from sherd import fully_shard
-
 BATCH = 4
 WIDTH = 8
 VOCABULARY = 11
@@ -22,7 +20,7 @@ Unit = nn.Module | list[nn.Module]
 class Specimen(nn.Module):
     """A tiny model with its inputs, its loss and its units."""
 
-    # Given to every unit as `shard_placement_fn`; None: the default, dim 0.
+    # What `sharded` gives to every unit as `shard_placement_fn`; None: the default, dim 0.
     placement: Callable[[nn.Parameter], Shard | None] | None = None
 
     def make_inputs(self, seed: int, rank: int) -> tuple[Any, ...]:
@@ -30,12 +28,24 @@ class Specimen(nn.Module):
         return (noise(seed, rank),)
 
     def units(self) -> list[Unit]:
-        """What to shard, bottom up."""
-        return [*self.children(), self]
+        """What to shard, bottom up: blocks or layers, or else all children, and then the model."""
+        inner = getattr(self, "blocks", None) or getattr(self, "layers", None) or self.children()
+        return [*inner, self]
 
     def loss(self, output: Any) -> Tensor:
         """A scalar; every element of the output pulls on it."""
         return (output.float() - 0.5).square().mean()
+
+
+class Layers(Specimen):
+    """Layers in a row, each a unit."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
 
 
 MODELS: dict[str, type[Specimen]] = {}
@@ -53,15 +63,6 @@ def build(name: str, seed: int = 0, device: str = "cpu") -> Specimen:
     with torch.device(device):
         torch.manual_seed(seed)
         return MODELS[name]()
-
-
-def shard(model: Specimen, *, with_: Callable[..., Any] = fully_shard, **options: Any) -> Specimen:
-    """Shard every unit of `model` in place, bottom up, with `with_`; `options` go to each call."""
-    if model.placement is not None:
-        options = {"shard_placement_fn": model.placement, **options}
-    for unit in model.units():
-        with_(unit, **options)
-    return model
 
 
 def generator(seed: int, rank: int) -> torch.Generator:

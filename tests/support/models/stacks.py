@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.models.specimen import VOCABULARY, WIDTH, Block, Specimen, Unit, noise, specimen, tokens
+from tests.support.models.specimen import VOCABULARY, WIDTH, Block, Layers, Specimen, Unit, noise, specimen, tokens
 
 
 @specimen
@@ -21,9 +21,6 @@ class Mlp(Specimen):
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
         self.last = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def units(self) -> list[Unit]:
-        return [*self.blocks, self]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -118,18 +115,11 @@ class LowRank(nn.Module):
 
 
 @specimen
-class Adapted(Specimen):
+class Adapted(Layers):
     """Frozen and trained parameters in one unit."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(LowRank() for _ in range(3)))
-
-    def units(self) -> list[Unit]:
-        return [*self.layers, self]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+        super().__init__(*(LowRank() for _ in range(3)))
 
 
 class Storey(nn.Module):

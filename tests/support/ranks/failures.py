@@ -48,7 +48,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _is_ours(file: str) -> bool:
-    return os.path.basename(file) in ("rank_process.py", "rank_threads.py")
+    return os.path.dirname(file) == os.path.dirname(__file__)
 
 
 def _locals(trace: TracebackType | None) -> str:

@@ -18,6 +18,11 @@ SEED = 0
 
 _FUNCTIONS = ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial")
 _FILLS = ("uniform_", "normal_", "random_", "bernoulli_", "exponential_", "log_normal_", "geometric_", "cauchy_")
+_METHODS = {
+    "manual_seed": lambda generator, seed: generator.manual_seed(int(seed)),
+    "get_rng_state": lambda generator: generator.get_state(),
+    "set_rng_state": lambda generator, new_state: generator.set_state(new_state),
+}
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 _rank = threading.local()
@@ -49,9 +54,11 @@ def _replaced() -> list[tuple[Any, str, Callable[..., Any]]]:
     ours = [
         *((torch, name, _own(getattr(torch, name))) for name in _FUNCTIONS),
         *((Tensor, name, _own(getattr(Tensor, name))) for name in _FILLS),
-        *((owner, "manual_seed", _seed(owner.manual_seed)) for owner in (torch, torch.random)),
-        *((owner, "get_rng_state", _get_state(owner.get_rng_state)) for owner in (torch, torch.random)),
-        *((owner, "set_rng_state", _set_state(owner.set_rng_state)) for owner in (torch, torch.random)),
+        *(
+            (owner, name, _asking(getattr(owner, name), method))
+            for owner in (torch, torch.random)
+            for name, method in _METHODS.items()
+        ),
         (nn.functional, "dropout", _dropout(nn.functional.dropout)),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in ours]
@@ -89,34 +96,15 @@ def _is_plain(value: Tensor) -> bool:
     return type(value) in _PLAIN and value.device.type == "cpu"
 
 
-def _seed(seed_default: Callable[[int], torch.Generator]) -> Callable[[int], torch.Generator]:
-    @functools.wraps(seed_default)
-    def manual_seed(seed: int) -> torch.Generator:
-        generator = _generator()
-        return seed_default(seed) if generator is None else generator.manual_seed(int(seed))
+def _asking(default: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """`default`, or in a thread that has its own generator that one's `method`."""
 
-    return manual_seed
-
-
-def _get_state(default: Callable[[], Tensor]) -> Callable[[], Tensor]:
     @functools.wraps(default)
-    def get_rng_state() -> Tensor:
+    def asked(*args: Any, **kwargs: Any) -> Any:
         generator = _generator()
-        return default() if generator is None else generator.get_state()
+        return default(*args, **kwargs) if generator is None else method(generator, *args, **kwargs)
 
-    return get_rng_state
-
-
-def _set_state(default: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    @functools.wraps(default)
-    def set_rng_state(new_state: Tensor) -> None:
-        generator = _generator()
-        if generator is None:
-            default(new_state)
-        else:
-            generator.set_state(new_state)
-
-    return set_rng_state
+    return asked
 
 
 def _dropout(default: Callable[..., Tensor]) -> Callable[..., Tensor]:
