@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from sherd.comm.transport import CoalescedCalls, OneRank, SingleCalls, Transport
 from sherd.comm.transports import transport_of
 from sherd.policy import TRANSPORTS, CommPolicy
 from tests.comm.numbers import EXACT, GATHERED, SUMMED, added_up, bits, numbers, rounding, splits
+from tests.support.ranks.bodies import on_processes, on_threads
 
 CPU = torch.device("cpu")
 
@@ -58,30 +59,24 @@ TRANSPORTS_OF: dict[str, Callable[[Any], Transport]] = {
 }
 
 
-def moved_by_each(names: list[str]) -> dict[Any, Any]:
-    """By transport, and whether the calls return at once."""
+def assert_all_move(names: Iterable[str]) -> None:
+    """On a rank: by each of these transports, whether the calls return at once or not."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    return {
-        (name, is_async): moved_by(TRANSPORTS_OF[name](dist.group.WORLD), size, rank, is_async)
-        for name in names
-        for is_async in (False, True)
-    }
+    for name, is_async in itertools.product(names, (False, True)):
+        moved = moved_by(TRANSPORTS_OF[name](dist.group.WORLD), size, rank, is_async)
+        assert moved == expected(size, rank), (name, is_async)
 
 
-def assert_all_move(ranks: Any, names: list[str]) -> None:
-    for rank, found in enumerate(ranks.run(moved_by_each, names)):
-        for case, moved in found.items():
-            assert moved == expected(ranks.num_ranks, rank), case
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@on_processes()
+def test_processes_get_the_plain_gather_and_the_plain_sums():
+    assert_all_move(TRANSPORTS_OF)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_processes_get_the_plain_gather_and_the_plain_sums(world, size):
-    assert_all_move(world(size), list(TRANSPORTS_OF))
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 8])
-def test_threads_get_the_plain_gather_and_the_plain_sums(threads, size):
-    assert_all_move(threads(size), ["single calls", "auto"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 5, 8])
+@on_threads()
+def test_threads_get_the_plain_gather_and_the_plain_sums():
+    assert_all_move(["single calls", "auto"])
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -105,8 +100,13 @@ def finish(pending: Any) -> None:
         pending.wait()
 
 
-def gathers_and_reduces_every_split(of: Callable[[Any], Transport], async_op: bool) -> int:
-    """How many were compared, bit by bit; what was given stays as it was."""
+@pytest.mark.pairs
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("of", HOSTS)
+@on_processes()
+def test_every_rank_gets_every_part_and_the_plain_sum_of_its_own_bit_by_bit(of, async_op):
+    """What was given stays as it was."""
     transport, rank, size = of(dist.group.WORLD), dist.get_rank(), dist.get_world_size()
     compared = 0
     for sizes, dtype in itertools.product(splits(size), GATHERED):
@@ -122,35 +122,11 @@ def gathers_and_reduces_every_split(of: Callable[[Any], Transport], async_op: bo
             assert torch.equal(rest, added_up(given).split(sizes)[rank]), (dtype, sizes)
             assert torch.equal(given[rank], numbers(rank, sum(sizes), dtype)), (dtype, sizes)
             compared += 1
-    return compared
-
-
-@pytest.mark.pairs
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("of", HOSTS)
-def test_every_rank_gets_every_part_and_the_plain_sum_of_its_own_bit_by_bit(world, of, size, async_op):
-    num_compared = 11 * (len(GATHERED) + len(SUMMED))
-    assert world(size).run(gathers_and_reduces_every_split, of, async_op) == [num_compared] * size
-
-
-def torchs_and_ours(of: Callable[[Any], Transport], dtype: torch.dtype, numel: int) -> Any:
-    """What is gathered, reduced and scattered, and summed; by torch and by us."""
-    transport, rank, size = of(dist.group.WORLD), dist.get_rank(), dist.get_world_size()
-    given, rest, sizes = numbers(rank, numel * size, dtype), numbers(rank, numel, dtype), [numel] * size
-    theirs = torch.empty(numel * size, dtype=dtype), torch.empty(numel, dtype=dtype), given.clone()
-    ours = torch.empty_like(theirs[0]), torch.empty(numel, dtype=transport.sum_dtype(dtype)), given.clone()
-    dist.all_gather(list(theirs[0].split(numel)), rest)
-    transport.all_gather(ours[0], rest, sizes, False)
-    dist.reduce_scatter(theirs[1], list(given.clone().split(numel)))
-    transport.reduce_scatter(ours[1], given, sizes, False)
-    dist.all_reduce(theirs[2])
-    transport.all_reduce(ours[2], False)
-    return theirs, ours
+    assert compared == 11 * (len(GATHERED) + len(SUMMED))
 
 
 @pytest.mark.parametrize(
-    ("size", "numel", "dtype"),
+    ("num_ranks", "numel", "dtype"),
     [
         (2, 1, torch.float32),
         (3, 100, torch.bfloat16),
@@ -162,12 +138,22 @@ def torchs_and_ours(of: Callable[[Any], Transport], dtype: torch.dtype, numel: i
     ids=str,
 )
 @pytest.mark.parametrize("of", HOSTS)
-def test_torchs_own_collectives_give_the_same(world, of, size, numel, dtype):
-    for theirs, ours in world(size).run(torchs_and_ours, of, dtype, numel):
-        assert torch.equal(ours[0], theirs[0])
-        torch.testing.assert_close(ours[1].to(dtype), theirs[1], **rounding(dtype))
-        # Gloo's sum is torch's own.
-        torch.testing.assert_close(ours[2], theirs[2], **(EXACT if of is Gloo else rounding(dtype)))
+@on_processes()
+def test_torchs_own_collectives_give_the_same(of, numel, dtype):
+    transport, rank, size = of(dist.group.WORLD), dist.get_rank(), dist.get_world_size()
+    given, rest, sizes = numbers(rank, numel * size, dtype), numbers(rank, numel, dtype), [numel] * size
+    theirs = torch.empty(numel * size, dtype=dtype), torch.empty(numel, dtype=dtype), given.clone()
+    ours = torch.empty_like(theirs[0]), torch.empty(numel, dtype=transport.sum_dtype(dtype)), given.clone()
+    dist.all_gather(list(theirs[0].split(numel)), rest)
+    transport.all_gather(ours[0], rest, sizes, False)
+    dist.reduce_scatter(theirs[1], list(given.clone().split(numel)))
+    transport.reduce_scatter(ours[1], given, sizes, False)
+    dist.all_reduce(theirs[2])
+    transport.all_reduce(ours[2], False)
+    assert torch.equal(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1].to(dtype), theirs[1], **rounding(dtype))
+    # Gloo's sum is torch's own.
+    torch.testing.assert_close(ours[2], theirs[2], **(EXACT if of is Gloo else rounding(dtype)))
 
 
 def all_reduced(of: Callable[[Any], Transport], dtype: torch.dtype, numel: int, async_op: bool) -> torch.Tensor:
@@ -196,34 +182,23 @@ def test_one_rank_alone_may_gather_a_buffer_onto_itself():
     assert rows.tolist() == [0, 1, 2]
 
 
-def uneven_through_another_one() -> tuple[list[float], list[float]]:
+@on_processes(2)
+def test_uneven_parts_go_through_the_transport_that_can_where_torchs_list_forms_cannot():
     group, rank = dist.group.WORLD, dist.get_rank()
     transport, sizes = SingleCalls(group, for_uneven=Gloo(group)), [3, 0]
     rows, rest = torch.empty(3), torch.empty(sizes[rank])
     transport.all_gather(rows, numbers_of(rank, sizes[rank]), sizes, False)
     transport.reduce_scatter(rest, numbers_of(rank, 3), sizes, False)
-    return rows.tolist(), rest.tolist()
+    assert rows.tolist() == [0, 1, 2]
+    assert rest.tolist() == [[100, 102, 104], []][rank]
 
 
-def test_uneven_parts_go_through_the_transport_that_can_where_torchs_list_forms_cannot(world):
-    assert world(2).run(uneven_through_another_one) == [([0, 1, 2], [100, 102, 104]), ([0, 1, 2], [])]
-
-
-def each_gathered() -> list[list[list[float]]]:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    found = []
-    for async_op in (False, True):
-        targets = [torch.full((size * count,), -1.0) for count in (3, 1)]
-        rests = [numbers_of(rank, count) for count in (3, 1)]
-        pending = CoalescedCalls(dist.group.WORLD).all_gather_each(targets, rests, async_op)
-        if pending is not None:
-            pending.wait()
-        found.append([target.tolist() for target in targets])
-    return found
-
-
-def test_several_tensors_are_gathered_as_one_each_to_its_place(world):
-    assert world(2).run(each_gathered) == [[[[0, 1, 2, 100, 101, 102], [0, 100]]] * 2] * 2
+@on_processes(2, async_op=[False, True])
+def test_several_tensors_are_gathered_as_one_each_to_its_place(async_op):
+    targets = [torch.full((2 * count,), -1.0) for count in (3, 1)]
+    rests = [numbers_of(dist.get_rank(), count) for count in (3, 1)]
+    finish(CoalescedCalls(dist.group.WORLD).all_gather_each(targets, rests, async_op))
+    assert [target.tolist() for target in targets] == [[0, 1, 2, 100, 101, 102], [0, 100]]
 
 
 def test_parts_are_views_side_by_side_which_may_be_empty_and_are_even_if_equally_long():
