@@ -20,6 +20,7 @@ from sherd.engine.run.seal import runtime_of, unit_of
 from sherd.errors import CommError, PolicyError
 from tests.divergence.programs import batch, comm_errors, hybrid, num_calls, sharded, step, wrapped
 from tests.support.comparing import assert_same, whole
+from tests.support.ranks.bodies import on_processes
 
 
 def texts_of(ranks: Any, program: Callable[..., None], *arguments: Any) -> list[str]:
@@ -76,7 +77,8 @@ def test_ranks_of_four_that_go_other_ways_are_named_on_all(world, odd, make):
         assert any(f"rank {rank} " in text or f"{rank}, " in text or f" {rank} " in text for rank in odd)
 
 
-def the_store_is_gone() -> None:
+@on_processes(2)
+def test_a_store_that_has_died_is_named():
     gone = RuntimeError("the client socket has timed out")
     model = sharded(mesh=DeviceMesh.from_group(dist.new_group(), "cpu"))
     with (
@@ -84,10 +86,6 @@ def the_store_is_gone() -> None:
         pytest.raises(CommError, match=r"the store.* among ranks \[0, 1\].* timed out"),
     ):
         step(model)
-
-
-def test_a_store_that_has_died_is_named(world):
-    world(2).run(the_store_is_gone)
 
 
 # Another kind of pass
@@ -162,30 +160,28 @@ def layers_dropped_alike(divergence: str) -> list[torch.Tensor]:
     return whole(list(model.parameters()))
 
 
-def test_ranks_that_change_alike_train_as_they_do_unchecked(world):
-    assert_same(world(2).run(layers_dropped_alike, "error"), world(2).run(layers_dropped_alike, "trust"))
-
-
-def comparisons(make: Callable[[], Any]) -> list[int]:
-    """How many there are in each of some steps."""
-    models: list[Any] = []
-
-    def one(number: int) -> None:
-        if number == 0:
-            models.append(make())
-        step(models[0])
-
-    return num_calls(guard, "agree", one, 8)
+@on_processes(2)
+def test_ranks_that_change_alike_train_as_they_do_unchecked():
+    assert_same(layers_dropped_alike("error"), layers_dropped_alike("trust"))
 
 
 @pytest.mark.parametrize("make", [sharded, wrapped])
-def test_settled_steps_compare_nothing(world, make):
-    for counts in world(2).run(comparisons, make):
-        assert sum(counts[:3]) > 0
-        assert sum(counts[3:]) == 0
+@on_processes(2)
+def test_settled_steps_compare_nothing(make):
+    model: list[Any] = []
+
+    def one(number):
+        if number == 0:
+            model.append(make())
+        step(*model)
+
+    counts = num_calls(guard, "agree", one, 8)
+    assert sum(counts[:3]) > 0
+    assert sum(counts[3:]) == 0
 
 
-def two_models_in_turn() -> None:
+@on_processes(2)
+def test_models_that_share_a_mesh_take_turns():
     one, other = sharded(), wrapped()
     for number in range(6):
         step(one)
@@ -195,22 +191,14 @@ def two_models_in_turn() -> None:
                 one(batch())
 
 
-def test_models_that_share_a_mesh_take_turns(world):
-    world(2).run(two_models_in_turn)
-
-
 # Trust
 
 
-def table_of(divergence: str) -> bool:
+@on_processes(1, 2, divergence=["trust", "error"])
+def test_trust_adds_nothing_and_one_rank_has_nobody_to_compare_with(divergence):
     model = sharded(divergence=divergence)
-    return runtime_of(unit_of(model), model)._do is DO
-
-
-def test_trust_adds_nothing_and_one_rank_has_nobody_to_compare_with(world):
-    assert world(2).run(table_of, "trust") == [True, True]
-    assert world(2).run(table_of, "error") == [False, False]
-    assert world(1).run(table_of, "error") == [True]
+    adds_nothing = divergence == "trust" or dist.get_world_size() == 1
+    assert (runtime_of(unit_of(model), model)._do is DO) == adds_nothing
 
 
 def test_other_words_are_refused():
@@ -242,11 +230,8 @@ def test_a_rank_that_lacks_the_gradient_of_a_tensor_that_travels_alone_is_named(
         assert "rank 1 reduces the gradients of unit WithALarge without large.weight" in text
 
 
-def all_leave_out_a_large_tensor() -> None:
+@on_processes(2)
+def test_ranks_that_all_lack_it_go_on():
     model: Any = sherd.fully_shard(WithALarge())
     for number in range(6):
         model(torch.ones(2, 1024), number % 2 == 0).sum().backward()
-
-
-def test_ranks_that_all_lack_it_go_on(world):
-    world(2).run(all_leave_out_a_large_tensor)
