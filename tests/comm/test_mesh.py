@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -103,11 +102,13 @@ def test_no_mesh_means_all_ranks_of_a_gloo_group_on_the_cpu():
 
 
 def test_mesh_dims_must_name_at_least_one_axis_and_none_for_both_purposes():
-    for nothing in (None, ()):
-        with pytest.raises(PolicyError, match="at least one axis name"):
-            DIMS(shard=nothing, replicate=nothing)
-    with pytest.raises(PolicyError, match="twice"):
-        DIMS(shard=("a", "b"), replicate="b")
+    for shard, replicate, words in (
+        *((nothing, nothing, "at least one axis name") for nothing in (None, ())),
+        *((("a", "b"), "b", "twice"), (("a", "c"), "c", "twice"), (("dp", "dp"), None, "twice"), ("dp", "dp", "twice")),
+    ):
+        error = error_of(DIMS, shard=shard, replicate=replicate)
+        assert isinstance(error, PolicyError), (shard, replicate)
+        assert words in str(error), (shard, replicate)
 
 
 # Extra groups

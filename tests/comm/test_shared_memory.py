@@ -171,18 +171,14 @@ def test_ranks_that_ask_for_different_things_are_told_so(what):
     rest, rows = torch.zeros(1 << 18), torch.zeros(1 << 19)
     sizes = [1 << 18] * 2
 
-    def call():
-        if what == "op" and rank == 1:
-            transport.reduce_scatter(rest, rows, sizes, False)
-        elif what == "size" and rank == 1:
-            transport.all_gather(rows[:20], rest[:10], [10, 10], False)
-        elif what == "dtype" and rank == 1:
-            transport.all_gather(rows.to(torch.bfloat16), rest.to(torch.bfloat16), sizes, False)
-        elif what == "parts" and rank == 1:
-            transport.all_gather(rows, rest[: 1 << 17], [3 << 17, 1 << 17], False)
-        else:
-            transport.all_gather(rows, rest, sizes, False)
-
+    narrow = torch.bfloat16
+    others = {
+        "op": lambda: transport.reduce_scatter(rest, rows, sizes, False),
+        "size": lambda: transport.all_gather(rows[:20], rest[:10], [10, 10], False),
+        "dtype": lambda: transport.all_gather(rows.to(narrow), rest.to(narrow), sizes, False),
+        "parts": lambda: transport.all_gather(rows, rest[: 1 << 17], [3 << 17, 1 << 17], False),
+    }
+    call = others[what] if rank == 1 else lambda: transport.all_gather(rows, rest, sizes, False)
     first, again = error_of(call), error_of(call)
     assert isinstance(first, CommError)
     assert isinstance(again, CommError)

@@ -27,11 +27,9 @@ def numbers_of(rank: int, count: int) -> torch.Tensor:
     return torch.arange(count).float() + 100 * rank
 
 
-def moved_by(
-    transport: Transport, size: int, rank: int, async_op: bool
-) -> tuple[list[float], list[float], list[float]]:
-    """What a rank gets of the three collectives, three elements a rank."""
-    sizes = [3] * size
+def assert_moves(transport: Transport, size: int, rank: int, async_op: bool) -> None:
+    """A rank gets the plain gather and the plain sums of three elements a rank."""
+    sizes, ranks = [3] * size, range(size)
     rows, rest, total = torch.full((3 * size,), -1.0), torch.full((3,), -1.0), numbers_of(rank, 2)
     pending = [
         transport.all_gather(rows, numbers_of(rank, 3), sizes, async_op),
@@ -39,17 +37,10 @@ def moved_by(
         transport.all_reduce(total, async_op),
     ]
     for each in pending:
-        if each is not None:
-            each.wait()
-    return rows.tolist(), rest.tolist(), total.tolist()
-
-
-def expected(size: int, rank: int) -> tuple[list[float], list[float], list[float]]:
-    """The same, by plain sums."""
-    ranks = range(size)
-    gathered = torch.cat([numbers_of(each, 3) for each in ranks])
-    scattered = sum(numbers_of(each, 3 * size) for each in ranks)[3 * rank : 3 * rank + 3]
-    return gathered.tolist(), scattered.tolist(), sum(numbers_of(each, 2) for each in ranks).tolist()
+        finish(each)
+    assert torch.equal(rows, torch.cat([numbers_of(each, 3) for each in ranks]))
+    assert torch.equal(rest, sum(numbers_of(each, 3 * size) for each in ranks)[3 * rank : 3 * rank + 3])
+    assert torch.equal(total, sum(numbers_of(each, 2) for each in ranks))
 
 
 TRANSPORTS_OF: dict[str, Callable[[Any], Transport]] = {
@@ -60,11 +51,9 @@ TRANSPORTS_OF: dict[str, Callable[[Any], Transport]] = {
 
 
 def assert_all_move(names: Iterable[str]) -> None:
-    """On a rank: by each of these transports, whether the calls return at once or not."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    for name, is_async in itertools.product(names, (False, True)):
-        moved = moved_by(TRANSPORTS_OF[name](dist.group.WORLD), size, rank, is_async)
-        assert moved == expected(size, rank), (name, is_async)
+    """On a rank: all of these transports, whether the calls return at once or not."""
+    for name, async_op in itertools.product(names, (False, True)):
+        assert_moves(TRANSPORTS_OF[name](dist.group.WORLD), dist.get_world_size(), dist.get_rank(), async_op)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -83,7 +72,7 @@ def test_threads_get_the_plain_gather_and_the_plain_sums():
 def test_one_rank_alone_copies_at_once(async_op):
     alone = transport_of(None, CPU, CommPolicy())
     assert isinstance(alone, OneRank)
-    assert moved_by(alone, 1, 0, async_op) == expected(1, 0)
+    assert_moves(alone, 1, 0, async_op)
     assert alone.all_gather(torch.empty(2), torch.ones(2), [2], async_op) is None
     assert alone.reduce_scatter(torch.empty(2), torch.ones(2), [2], async_op) is None
     assert alone.all_reduce(torch.ones(2), async_op) is None
@@ -156,24 +145,20 @@ def test_torchs_own_collectives_give_the_same(of, numel, dtype):
     torch.testing.assert_close(ours[2], theirs[2], **(EXACT if of is Gloo else rounding(dtype)))
 
 
-def all_reduced(of: Callable[[Any], Transport], dtype: torch.dtype, numel: int, async_op: bool) -> torch.Tensor:
-    total = numbers(dist.get_rank(), numel, dtype)
-    pending = of(dist.group.WORLD).all_reduce(total, async_op)
-    if pending is not None:
-        pending.wait()
-    return total
-
-
 @pytest.mark.pairs
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 @pytest.mark.parametrize("numel", [1, 1001, 300_001])
 @pytest.mark.parametrize("of", HOSTS)
-def test_an_all_reduce_gives_every_rank_the_same_bits(world, of, size, dtype, numel):
-    first, *others = world(size).run(all_reduced, of, dtype, numel, async_op=numel == 1001)
-    assert all(torch.equal(first, other) for other in others)
-    total = added_up([numbers(rank, numel, dtype) for rank in range(size)]).to(dtype)
-    torch.testing.assert_close(first, total, **(rounding(dtype) if of is Gloo else EXACT))
+@on_processes()
+def test_an_all_reduce_gives_every_rank_the_same_bits(of, dtype, numel):
+    given = [numbers(rank, numel, dtype) for rank in range(dist.get_world_size())]
+    total = given[dist.get_rank()].clone()
+    finish(of(dist.group.WORLD).all_reduce(total, numel == 1001))
+    of_ranks = [torch.empty_like(total) for _ in given]
+    dist.all_gather(of_ranks, total)
+    assert all(torch.equal(total, each) for each in of_ranks)
+    torch.testing.assert_close(total, added_up(given).to(dtype), **(rounding(dtype) if of is Gloo else EXACT))
 
 
 def test_one_rank_alone_may_gather_a_buffer_onto_itself():
