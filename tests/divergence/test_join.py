@@ -78,10 +78,14 @@ def steps_joined(
     with sherd.join(model, optimizer):
         for step, way in enumerate(of_ranks[rank]):
             before(step)
-            model(batch(rank, step), way).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, batch(rank, step), way)
     return whole_params(model)
+
+
+def take_step(model: Any, optimizer: Any, x: Tensor, way: Way = ALL) -> None:
+    model(x, way).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def assert_as_reference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -250,9 +254,7 @@ def test_each_epoch_may_have_its_own_numbers_of_batches():
     for epoch, of_ranks in enumerate(numbers):
         with sherd.join(model, optimizer):
             for step in range(of_ranks[rank]):
-                model(batch(rank, 10 * epoch + step)).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model, optimizer, batch(rank, 10 * epoch + step))
         with torch.no_grad():
             model(batch(rank, 0))
     steps = (
@@ -311,9 +313,7 @@ def test_a_settled_step_votes_where_it_begins_where_backward_ends_and_before_the
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def one(step: int) -> None:
-        model(batch(dist.get_rank(), step), (0, 2) if dist.get_rank() else (1, 2)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, batch(dist.get_rank(), step), (0, 2) if dist.get_rank() else (1, 2))
 
     assert num_calls(Coordinator, "_vote", one, 5)[2:] == [3, 3, 3]
 
@@ -437,27 +437,19 @@ def test_ranks_join_where_experts_have_meshes_of_their_own():
     sherd.fully_shard(model.blocks[1], mesh=mesh["within"], comm_policy=JOIN)
     sherd.fully_shard(model, mesh=mesh._flatten("all"), comm_policy=JOIN)
     steps_joined(model, of_ranks, partial(torch.optim.SGD, foreach=False))
-    pairs = [Chain(), Chain()]  # each with the expert of one pair; what they share has the mean of both
-    shared = [name for name, _ in pairs[0].named_parameters() if "blocks.1." not in name]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in pairs]
-    for step in range(3):
-        for rank, ways in enumerate(of_ranks):
-            if step < len(ways):
-                pairs[rank % 2](batch(rank, step), ways[step]).square().sum().backward()
-        of_pairs = [dict(model.named_parameters()) for model in pairs]
-        for name, parameter in of_pairs[0].items():
-            other = of_pairs[1][name]
-            grads = [each.grad for each in (parameter, other) if each.grad is not None]
-            if name in shared and grads:
-                parameter.grad = torch.stack(grads).sum(0) / 4
-                other.grad = parameter.grad.clone()
-            else:
-                for each in grads:
-                    each.div_(2)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_as_reference(whole(dict(model.named_parameters())), whole_params(pairs[dist.get_rank() % 2]))
+    # Each with the expert of one pair of ranks, which has the mean of two; what they share has that of four.
+    pairs = nn.ModuleList([Chain(), Chain()])
+    pairs[1].blocks[0], pairs[1].blocks[2], pairs[1].head = pairs[0].blocks[0], pairs[0].blocks[2], pairs[0].head
+    for each in (*pairs[0].blocks[1].parameters(), *pairs[1].blocks[1].parameters()):
+        each.register_hook(lambda gradient: 2 * gradient)
+    pairs.forward = lambda x, way: pairs[way[0]](x, way[1])
+    steps = (
+        [(batch(rank, step), (rank % 2, ways[step])) for rank, ways in enumerate(of_ranks) if step < len(ways)]
+        for step in range(3)
+    )
+    reference_of(4, steps, model=pairs)
+    expected = whole_params(pairs[dist.get_rank() % 2])
+    assert_as_reference(whole(dict(model.named_parameters())), expected)
 
 
 # Any program
@@ -479,7 +471,10 @@ def drawn(seed: int, num_ranks: int) -> list[list[list[Way]]]:
 STEPPED_BY: dict[str, float] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
 
 
-def of_seed(seed: int) -> dict[str, Tensor]:
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@on_processes(seed=range(share(5, 12)))
+def test_any_program_trains_as_the_plain_model(seed):
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     draw = random.Random(seed)
     model = MAKERS[draw.choice([maker for maker in MAKERS if maker != "HSDP"])]()
@@ -496,15 +491,9 @@ def of_seed(seed: int) -> dict[str, Tensor]:
             model(batch(rank, 10 * step + number), way).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return whole_params(model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@on_processes(seed=range(share(5, 12)))
-def test_any_program_trains_as_the_plain_model(seed):
-    expected = reference_of(dist.get_world_size(), in_micro_batches(drawn(seed, dist.get_world_size())), **STEPPED_BY)
-    assert_as_reference(of_seed(seed), expected)
+    assert_as_reference(
+        whole_params(model), reference_of(num_ranks, in_micro_batches(drawn(seed, num_ranks)), **STEPPED_BY)
+    )
 
 
 # A batch that a loop gives up
