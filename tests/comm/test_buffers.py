@@ -27,13 +27,6 @@ def test_freeing_gives_the_memory_back_and_views_see_what_is_written_after_a_ref
     assert view.tolist() == [[2.0], [3.0]]
 
 
-def test_an_empty_buffer_comes_and_goes_like_any_other():
-    buffer = Buffer(0, torch.float32, CPU)
-    buffer.free()
-    buffer.allocate()
-    assert buffer.tensor.numel() == buffer.nbytes == 0
-
-
 def test_refilling_moves_no_version_counter_that_autograd_checks():
     buffer = Buffer(4, torch.float32, CPU)
     weight = torch.nn.Parameter(buffer.tensor.data[:4])
@@ -45,22 +38,21 @@ def test_refilling_moves_no_version_counter_that_autograd_checks():
     assert weight.grad.tolist() == [6, 6, 6, 6]
 
 
-def test_a_buffer_around_somebodys_tensor_shares_it_and_refuses_to_free_it():
-    tensor = torch.ones(3)
-    buffer = Buffer.around(tensor)
-    assert not buffer.is_ours
-    assert buffer.tensor is tensor
-    with pytest.raises(AssertionError, match="somebody else's memory"):
-        buffer.free()
-
-
-def test_a_buffer_can_take_over_a_tensor_of_any_shape():
-    tensor = torch.ones(3, 2)
+def test_a_buffer_may_be_empty_take_over_a_tensor_of_any_shape_or_share_somebodys_which_it_refuses_to_free():
+    empty, tensor = Buffer(0, torch.float32, CPU), torch.ones(3, 2)
+    empty.free()
+    empty.allocate()
+    assert empty.tensor.numel() == empty.nbytes == 0
     buffer = Buffer.of(tensor)
     buffer.free()
     assert tensor.untyped_storage().nbytes() == 0
     buffer.allocate()
     assert tensor.fill_(2).sum() == 12
+    around = Buffer.around(tensor)
+    assert not around.is_ours
+    assert around.tensor is tensor
+    with pytest.raises(AssertionError, match="somebody else's memory"):
+        around.free()
 
 
 def test_uses_counts_the_views_that_somebody_keeps():

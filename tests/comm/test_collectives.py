@@ -14,12 +14,14 @@ from sherd.comm.collectives import GroupMemoryAllGather, GroupMemoryReduceScatte
 from sherd.comm.transports import transport_of
 from sherd.errors import PolicyError
 from sherd.policy import CommPolicy
+from tests.support.ranks.bodies import on_processes
 from tests.support.ranks.forked import answer_of
 
 CPU = torch.device("cpu")
 
 
-def collectives_on_memory_of_the_group() -> list[float]:
+@on_processes(2)
+def test_a_group_without_an_allocator_of_its_own_uses_ordinary_memory():
     group = dist.group.WORLD
     gather, scatter = GroupMemoryAllGather(group, CPU), GroupMemoryReduceScatter(group, CPU)
     size = dist.get_world_size()
@@ -28,11 +30,7 @@ def collectives_on_memory_of_the_group() -> list[float]:
     gather(rows.view(-1), torch.full((3,), float(dist.get_rank())), group)
     part = scatter.allocate((3,), dtype=torch.float32, device=CPU)
     scatter(part, rows.view(-1).contiguous(), group, dist.ReduceOp.SUM)
-    return part.tolist()
-
-
-def test_a_group_without_an_allocator_of_its_own_uses_ordinary_memory(world):
-    assert world(2).run(collectives_on_memory_of_the_group) == [[0, 0, 0], [2, 2, 2]]
+    assert part.tolist() == [2.0 * dist.get_rank()] * 3
 
 
 def test_symmetric_memory_on_a_cpu_is_refused_and_so_is_a_backend_nobody_knows():
@@ -86,15 +84,13 @@ def test_the_new_names_are_taken_where_torch_has_them_and_else_the_older_ones(na
     assert module.reduce_scatter_single is dist.reduce_scatter_tensor
 
 
-def results_under_older_names() -> tuple[list[float], list[float]]:
+@on_processes(2)
+def test_the_older_names_take_the_same_arguments():
     size, rank = dist.get_world_size(), dist.get_rank()
     gathered, scattered = torch.empty(size), torch.empty(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dist.all_gather_into_tensor(gathered, torch.tensor([float(rank)]))
         dist.reduce_scatter_tensor(scattered, torch.arange(float(size)), op=dist.ReduceOp.SUM)
-    return gathered.tolist(), scattered.tolist()
-
-
-def test_the_older_names_take_the_same_arguments(world):
-    assert world(2).run(results_under_older_names) == [([0, 1], [0]), ([0, 1], [2])]
+    assert gathered.tolist() == [0, 1]
+    assert scattered.tolist() == [2 * rank]

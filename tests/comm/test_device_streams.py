@@ -83,39 +83,31 @@ def test_nothing_is_noted_while_a_graph_is_captured_and_no_event_of_before_is_as
     assert queued.waits_s() == 0  # an event here is text, and has no query()
 
 
-def test_a_collective_runs_on_its_lane_and_compute_waits_for_its_event_only_when_told_as_often_as_told(device):
-    handoff = device.gather.run(collective)
-    assert FakeStream.log == [("gather", "collective"), ("gather", "records")]
+def test_a_collective_runs_on_its_lane_and_what_waits_for_it_waits_for_its_event_and_only_when_told(device):
+    """As often as told: compute, and another lane, which does not wait for all of this one."""
+    handoff = device.reduce.run(collective)
+    assert FakeStream.log == [("reduce", "collective"), ("reduce", "records")]
     handoff.wait()
     handoff.wait()
-    assert FakeStream.log[2:] == [("compute", "waits for", "event of gather")] * 2
-
-
-def test_a_collective_behind_another_lanes_waits_for_its_event_and_not_for_all_of_that_lane(device):
-    scattered = device.reduce.run(collective)
-    device.all_reduce.run(collective, after=scattered)
+    device.all_reduce.run(collective, after=handoff)
     assert FakeStream.log[2:] == [
+        *[("compute", "waits for", "event of reduce")] * 2,
         ("all_reduce", "waits for", "event of reduce"),
         ("all_reduce", "collective"),
         ("all_reduce", "records"),
     ]
 
 
-def test_a_lane_follows_compute_and_a_step_begins_behind_the_optimizers_event_or_all_of_compute(device):
+def test_a_lane_follows_compute_a_step_begins_behind_the_optimizers_event_or_compute_and_own_work_is_between(device):
+    own = FakeStream(DEVICE, name="own")
     device.gather.follow_compute()
     device.begin_step("the optimizer's event")
     device.begin_step()
+    device.run_beside(own, lambda: collective(False))
     assert FakeStream.log == [
         ("gather", "waits for", "compute"),
         ("gather", "waits for", "the optimizer's event"),
         ("gather", "waits for", "compute"),
-    ]
-
-
-def test_work_on_a_users_stream_comes_after_compute_and_compute_after_it(device):
-    own = FakeStream(DEVICE, name="own")
-    device.run_beside(own, lambda: collective(False))
-    assert FakeStream.log == [
         ("own", "waits for", "compute"),
         ("own", "collective"),
         ("compute", "waits for", "own"),

@@ -44,11 +44,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "new"
 
 
-def recorders(timeout_s: float = 60) -> tuple[Recorder, Recorder, Any]:
-    """Those of two ranks, and their store."""
+def recorders(timeout_s: float = 60, kind: type[Standing] = Standing) -> tuple[list[Recorder], list[Standing], Any]:
+    """Those of two ranks, a source that each knows, and their store."""
     store: Any = dist.HashStore()
-    one, other = (Recorder(store, rank, 2, timedelta(seconds=timeout_s)) for rank in range(2))
-    return one, other, store
+    found = [Recorder(store, rank, 2, timedelta(seconds=timeout_s)) for rank in range(2)]
+    sources = [kind(), kind()]
+    for recorder, source in zip(found, sources, strict=True):
+        recorder.join(source)
+    return found, sources, store
 
 
 def why(folder: Path, recorder: Recorder, rank: int = 0) -> str:
@@ -63,10 +66,8 @@ def nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_ranks_of_a_job_have_one_name_for_it_and_the_last_words_are_said_once(folder):
-    one, other, _ = recorders()
+    (one, other), (source, _), _ = recorders()
     assert one.job == other.job
-    source = Standing()
-    one.join(source)
     text = one.failed(source, "it failed", absent=False)
     assert text.startswith("it failed. What each rank has done is in")
     assert one.failed(source, text, absent=False) == text
@@ -74,10 +75,7 @@ def test_all_ranks_of_a_job_have_one_name_for_it_and_the_last_words_are_said_onc
 
 
 def test_a_rank_that_is_asked_writes_and_one_that_has_failed_keeps_what_it_wrote(folder):
-    one, other, store = recorders()
-    sources = Standing(), Standing()
-    one.join(sources[0])
-    other.join(sources[1])
+    (one, other), sources, store = recorders()
     one.failed(sources[0], "it failed", absent=False)
     other.look()
     assert "has asked for it" in why(folder, one, 1)
@@ -87,10 +85,7 @@ def test_a_rank_that_is_asked_writes_and_one_that_has_failed_keeps_what_it_wrote
 
 
 def test_a_rank_that_went_on_after_a_failure_writes_the_next_one(folder, nobody_answers):
-    one, other, store = recorders()
-    sources = Standing(), Standing()
-    one.join(sources[0])
-    other.join(sources[1])
+    (one, other), sources, store = recorders()
     one.failed(sources[0], "first", absent=False)
     other.failed(sources[1], "first", absent=False)
     other._next_look = 1e9  # its thread is held up
@@ -103,9 +98,8 @@ def test_a_rank_that_went_on_after_a_failure_writes_the_next_one(folder, nobody_
 
 
 def test_a_wait_that_has_become_long_is_told_before_the_timeout(folder, capfd, nobody_answers):
-    one, _, _ = recorders(timeout_s=10)
-    source = Standing(waits_s=4.9)
-    one.join(source)
+    (one, _), (source, _), _ = recorders(timeout_s=10)
+    source.waits_s = 4.9
     one.look()
     assert "waiting" not in capfd.readouterr().err
     source.waits_s, one._next_look = 5.1, 0.0
@@ -128,9 +122,7 @@ class GoneStore:
 
 
 def test_without_the_store_a_rank_writes_its_own_and_says_so(folder):
-    one, _, store = recorders()
-    source = Standing()
-    one.join(source)
+    (one, _), (source, _), store = recorders()
     one._bounded = BoundedStore(GoneStore(store))
     text = one.failed(source, "it failed", absent=True)
     assert "the process group's store, or the link to it, is gone" in text
@@ -146,9 +138,7 @@ class Broken(Standing):
 
 
 def test_a_fault_of_the_recorder_hides_no_error(folder):
-    one, _, _ = recorders()
-    source = Broken()
-    one.join(source)
+    (one, _), (source, _), _ = recorders(kind=Broken)
     assert one.failed(source, "it failed", absent=False).startswith("it failed. What this rank has done could not be")
 
 

@@ -20,6 +20,8 @@ from sherd.comm.host.gloo import Gloo
 from sherd.errors import CommError
 from tests.comm.numbers import GATHERED, bits, numbers, splits
 from tests.comm.test_shared_memory_deaths import ends
+from tests.support.comparing import error_of
+from tests.support.ranks.bodies import on_processes
 
 # Above two of the smallest pieces (256 KiB), so a part takes several rounds of the slots.
 MANY_PIECES = 300_000
@@ -32,7 +34,12 @@ def finish(pending: object, async_op: bool) -> None:
         pending.wait()
 
 
-def gathers_several(async_op: bool, ahead: int) -> int:
+@pytest.mark.pairs
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("ahead", [0, 8 << 20])
+@on_processes()
+def test_several_gathers_at_once_small_and_large(async_op, ahead):
     gloo, rank, size = Gloo(dist.group.WORLD, ahead), dist.get_rank(), dist.get_world_size()
     for dtype in GATHERED:
         sizes = list(splits(size))
@@ -43,18 +50,11 @@ def gathers_several(async_op: bool, ahead: int) -> int:
         finish(gloo.all_gather_several(rows, own, sizes, async_op), async_op)
         for found, parts_of in zip(rows, given, strict=True):
             assert torch.equal(bits(found), bits(torch.cat(parts_of))), dtype
-    return len(sizes)
+    assert len(sizes) == 11
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("ahead", [0, 8 << 20])
-def test_several_gathers_at_once_small_and_large(world, size, async_op, ahead):
-    assert world(size).run(gathers_several, async_op, ahead) == [11] * size
-
-
-def beside_the_users_own_messages() -> list[float]:
+@on_processes(2)
+def test_the_users_messages_and_a_second_transport_of_the_group_stay_apart():
     gloo, peer = Gloo(dist.group.WORLD, ahead=1), 1 - dist.get_rank()
     other = Gloo(dist.group.WORLD)
     received = torch.empty(2)
@@ -67,14 +67,12 @@ def beside_the_users_own_messages() -> list[float]:
     for each in (gathered, large, *users):
         each.wait()
     assert total.eq(2).all()
-    return [*received.tolist(), *small.tolist()]
+    assert received.tolist() == [5, 6]
+    assert small.tolist() == [1, 1]
 
 
-def test_the_users_messages_and_a_second_transport_of_the_group_stay_apart(world):
-    assert world(2).run(beside_the_users_own_messages) == [[5, 6, 1, 1]] * 2
-
-
-def in_torchs_detailed_debug_mode() -> float:
+@on_processes(3)
+def test_torchs_detailed_debug_mode_finds_nothing_wrong_with_uneven_parts():
     before = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
@@ -87,16 +85,13 @@ def in_torchs_detailed_debug_mode() -> float:
         assert rest.eq(3).all()
         total = torch.ones(1)
         gloo.all_reduce(total, False)
-        return total.item()
+        assert total.item() == 3
     finally:
         dist.set_debug_level(before)
 
 
-def test_torchs_detailed_debug_mode_finds_nothing_wrong_with_uneven_parts(world):
-    assert world(3).run(in_torchs_detailed_debug_mode) == [3, 3, 3]
-
-
-def a_destroyed_group_is_forgotten() -> bool:
+@on_processes(2)
+def test_the_order_of_calls_does_not_keep_a_destroyed_group():
     group = dist.new_group()
     seen = weakref.ref(group)
     Gloo(group).all_gather(torch.empty(2), torch.ones(1), [1, 1], False)
@@ -104,11 +99,7 @@ def a_destroyed_group_is_forgotten() -> bool:
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    return seen() is None
-
-
-def test_the_order_of_calls_does_not_keep_a_destroyed_group(world):
-    assert world(2).run(a_destroyed_group_is_forgotten) == [True, True]
+    assert seen() is None
 
 
 class NewMemory(TorchDispatchMode):
@@ -127,47 +118,34 @@ class NewMemory(TorchDispatchMode):
         return result
 
 
-def memory_of_a_gather_and_a_reduce_scatter(numel: int, ahead: int) -> tuple[int, int]:
-    gloo, size = Gloo(dist.group.WORLD, ahead=ahead), dist.get_world_size()
+@on_processes(2, 3, numel=[1 << 20, 10])
+def test_a_gather_needs_no_memory_and_a_reduce_scatter_no_more_than_it_may_have(numel):
+    ahead, size = 2 << 20, dist.get_world_size()
+    gloo = Gloo(dist.group.WORLD, ahead=ahead)
     rows, rest = torch.ones(numel * size), torch.ones(numel)
     with NewMemory() as gathered:
         gloo.all_gather(rows, rest, [numel] * size, True).wait()
     with NewMemory() as reduced:
         gloo.reduce_scatter(rest, rows, [numel] * size, True).wait()
-    return gathered.nbytes, reduced.nbytes
+    assert gathered.nbytes == 0
+    if numel == 10:
+        assert reduced.nbytes == 4 * 10 * (1 if size == 2 else size)
+    else:
+        assert 0.99 * ahead < reduced.nbytes <= ahead
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_gather_needs_no_memory_and_a_reduce_scatter_no_more_than_it_may_have(world, size):
-    ahead = 2 << 20
-    for gathered, reduced in world(size).run(memory_of_a_gather_and_a_reduce_scatter, 1 << 20, ahead):
-        assert gathered == 0
-        assert 0.99 * ahead < reduced <= ahead
-    for gathered, reduced in world(size).run(memory_of_a_gather_and_a_reduce_scatter, 10, ahead):
-        assert (gathered, reduced) == (0, 4 * 10 * (1 if size == 2 else size))
-
-
-def with_a_late_rank() -> list[str]:
-    """What a rank is told that waits for the others in vain."""
-    group = dist.new_group(timeout=timedelta(seconds=0.5))
-    gloo = Gloo(group)
+@on_processes(2)
+def test_a_rank_that_never_comes_is_named_each_time_one_waits_for_it():
+    gloo = Gloo(dist.new_group(timeout=timedelta(seconds=0.5)))
     if dist.get_rank() == 1:
-        return []
+        return
     pending = gloo.reduce_scatter(torch.empty(4), torch.ones(8), [4, 4], True)
-    told = []
-    for _ in range(2):
-        with pytest.raises(CommError) as raised:
-            pending.wait()
-        told.append(str(raised.value))
-    return told
-
-
-def test_a_rank_that_never_comes_is_named_each_time_one_waits_for_it(world):
-    (once, again), nothing = world(2).run(with_a_late_rank)
-    assert once == again
-    assert "reduce-scatter of 32 bytes over gloo among ranks [0, 1] failed on rank 0 with rank 1" in once
-    assert "longer timeout" in once
-    assert nothing == []
+    once, again = error_of(pending.wait), error_of(pending.wait)
+    assert isinstance(once, CommError)
+    assert isinstance(again, CommError)
+    assert str(once) == str(again)
+    assert "reduce-scatter of 32 bytes over gloo among ranks [0, 1] failed on rank 0 with rank 1" in str(once)
+    assert "longer timeout" in str(once)
 
 
 def loses_rank_1(tell: Callable[[Any], None], collective: str) -> None:

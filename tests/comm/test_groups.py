@@ -11,29 +11,29 @@ from torch import nn
 
 from sherd import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from sherd.comm.groups import group_beside, one_rank_group
+from sherd.comm.objects import all_gather_objects
 from sherd.errors import CommError
+from tests.support.ranks.bodies import on_processes
 from tests.support.ranks.process import forget_meshes
 
 CPU = torch.device("cpu")
 
 
-def train_with_groups_of_rank_0(reshard_after_forward):
+@pytest.mark.parametrize("reshard_after_forward", [True, 2])
+@on_processes(4)
+def test_ranks_that_know_of_different_numbers_of_groups_train(reshard_after_forward):
     dist.new_group([0])
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for each in (*model, model):
         fully_shard(each, reshard_after_forward=reshard_after_forward)
     model(torch.ones(2, 4)).sum().backward()
-    return model[0].weight.grad.full_tensor()
+    gradient = model[0].weight.grad.full_tensor()
+    assert gradient.any()
+    assert all_gather_objects(gradient.tolist(), "") == [gradient.tolist()] * 4
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, 2])
-def test_ranks_that_know_of_different_numbers_of_groups_train(world, reshard_after_forward):
-    gradients = world(4).run(train_with_groups_of_rank_0, reshard_after_forward)
-    assert all(each.equal(gradients[0]) and each.any() for each in gradients)
-
-
-def make_while_groups_come_and_go():
-    """Whether each is the one made first, and the ranks of all of them."""
+@on_processes(4)
+def test_a_group_is_made_once_for_each_purpose_and_ranks_beside_each_parent():
     rank, every = dist.get_rank(), range(dist.get_world_size())
     half = [0, 1] if rank < 2 else [2, 3]
     parent = dist.new_group()
@@ -43,30 +43,20 @@ def make_while_groups_come_and_go():
     beside_other = group_beside(other, "first", every, CPU)
     dist.destroy_process_group(other)
     again = [group_beside(parent, purpose, ranks, CPU) for purpose, ranks in wanted]
-    same = [each is one for each, one in zip(again, made, strict=True)]
+    assert all(each is one for each, one in zip(again, made, strict=True))
     assert len({id(each) for each in (*made, beside_other)}) == 4
     assert one_rank_group() is one_rank_group()
-    return same, [dist.get_process_group_ranks(each) for each in (*made, beside_other, one_rank_group())]
+    ranks = [dist.get_process_group_ranks(each) for each in (*made, beside_other, one_rank_group())]
+    assert ranks == [[0, 1, 2, 3], half, [0, 1, 2, 3], [0, 1, 2, 3], [rank]]
 
 
-def test_a_group_is_made_once_for_each_purpose_and_ranks_beside_each_parent(world):
-    every = [0, 1, 2, 3]
-    for rank, (same, ranks) in enumerate(world(4).run(make_while_groups_come_and_go)):
-        assert same == [True] * 3
-        assert ranks == [every, [0, 1] if rank < 2 else [2, 3], every, every, [rank]]
-
-
-def one_rank_stays_away():
-    """Rank 1 makes no group."""
+@on_processes(2)
+def test_a_rank_that_does_not_come_to_make_a_group_is_named():
     parent = dist.new_group(timeout=timedelta(seconds=1))
     if dist.get_rank() == 0:
         with pytest.raises(CommError) as error:
             group_beside(parent, "votes", [0, 1], CPU)
         assert "the start of the group for votes among ranks [0, 1] failed on rank 0 with rank 1" in str(error.value)
-
-
-def test_a_rank_that_does_not_come_to_make_a_group_is_named(world):
-    world(2).run(one_rank_stays_away)
 
 
 def live_after(use, make):
@@ -84,18 +74,16 @@ def live_after(use, make):
     return sum(each() is not None for each in gone[:3])
 
 
-def groups_that_come_and_go():
+@on_processes(2)
+def test_a_destroyed_group_of_a_wrapper_is_let_go_when_the_next_one_is_used():
     def use(group, number):
         FullyShardedDataParallel(nn.Linear(4, 4), process_group=group)(torch.ones(2, 4)).sum().backward()
 
-    return live_after(use, dist.new_group)
+    assert live_after(use, dist.new_group) == 0
 
 
-def test_a_destroyed_group_of_a_wrapper_is_let_go_when_the_next_one_is_used(world):
-    assert world(2).run(groups_that_come_and_go) == [0, 0]
-
-
-def replicate_groups_that_come_and_go():
+@on_processes(4)
+def test_a_destroyed_replicate_group_is_let_go_and_a_later_one_is_not_taken_for_it():
     """Beside the same shard group."""
     shard, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
 
@@ -110,8 +98,4 @@ def replicate_groups_that_come_and_go():
         for each in model.parameters():
             assert torch.equal(each.grad.full_tensor(), torch.full((4, 4), 1.5 + number))
 
-    return live_after(use, lambda: dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0])
-
-
-def test_a_destroyed_replicate_group_is_let_go_and_a_later_one_is_not_taken_for_it(world):
-    assert world(4).run(replicate_groups_that_come_and_go) == [0] * 4
+    assert live_after(use, lambda: dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]) == 0

@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,6 +10,7 @@ from sherd._torch import imagined_ranks
 from sherd.comm.mesh import DataMesh, data_mesh, default_device_type
 from sherd.errors import MeshError, PolicyError
 from sherd.policy import DataParallelMeshDims
+from tests.support.ranks.bodies import on_processes
 from tests.support.refusals import refusal
 
 Axes = tuple[int | None, list[int] | None, int | None, list[int] | None, int]
@@ -76,11 +76,6 @@ def test_axes_that_are_too_many_nameless_or_unknown_are_refused_with_what_to_giv
                 assert word in said, (shape, names)
 
 
-def axes_of_default_mesh() -> tuple[Axes, str]:
-    mesh = data_mesh(None, None)
-    return axes(mesh), mesh.device.type
-
-
 def test_no_mesh_means_the_accelerator_where_the_group_has_more_than_gloo_for_it(monkeypatch):
     for backends, device in (
         ("cpu:gloo,xpu:xccl", "xpu"),
@@ -98,32 +93,30 @@ def test_no_mesh_means_the_accelerator_where_the_group_has_more_than_gloo_for_it
             assert default_device_type() == device, backends
 
 
-def test_no_mesh_means_all_ranks_of_a_gloo_group_on_the_cpu(world):
-    assert world(2).run(axes_of_default_mesh)[1] == ((2, [0, 1], 1, None, 1), "cpu")
+@on_processes(2)
+def test_no_mesh_means_all_ranks_of_a_gloo_group_on_the_cpu():
+    mesh = data_mesh(None, None)
+    assert axes(mesh) == (2, [0, 1], 1, None, dist.get_rank())
+    assert mesh.device.type == "cpu"
 
 
 def test_mesh_dims_must_name_at_least_one_axis_and_none_for_both_purposes():
-    for nothing in (None, ()):
-        with pytest.raises(PolicyError, match="at least one axis name"):
-            DIMS(shard=nothing, replicate=nothing)
-    with pytest.raises(PolicyError, match="twice"):
-        DIMS(shard=("a", "b"), replicate="b")
+    for shard, replicate, words in (
+        *((nothing, nothing, "at least one axis name") for nothing in (None, ())),
+        *((("a", "b"), "b", "twice"), (("a", "c"), "c", "twice"), (("dp", "dp"), None, "twice"), ("dp", "dp", "twice")),
+    ):
+        assert words in refusal(PolicyError, DIMS, shard=shard, replicate=replicate), (shard, replicate)
 
 
 # Extra groups
 
 
-def extra_groups() -> tuple[list[int], bool, bool]:
+@on_processes(4)
+def test_a_smaller_group_is_the_neighbours_made_once_and_reductions_can_have_their_own_of_the_same_ranks():
     mesh, other = data_mesh(None, None), data_mesh(None, None)
     pair = mesh.smaller_group(2)
-    made_once = pair is mesh.smaller_group(2)
-    shared = mesh.reduction_group() is other.reduction_group() if mesh.shard_group is other.shard_group else True
-    apart = mesh.reduction_group() is not mesh.shard_group
-    return dist.get_process_group_ranks(pair), made_once and shared, apart
-
-
-def test_a_smaller_group_is_the_neighbours_made_once_and_reductions_can_have_their_own_of_the_same_ranks(world):
-    found = world(4).run(extra_groups)
-    assert [ranks for ranks, _, _ in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert all(once for _, once, _ in found)
-    assert all(apart for _, _, apart in found)
+    assert dist.get_process_group_ranks(pair) == ([0, 1] if dist.get_rank() < 2 else [2, 3])
+    assert pair is mesh.smaller_group(2)
+    if mesh.shard_group is other.shard_group:
+        assert mesh.reduction_group() is other.reduction_group()
+    assert mesh.reduction_group() is not mesh.shard_group

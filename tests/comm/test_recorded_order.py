@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sherd import CommPolicy, Flat, fully_shard
 from sherd.comm.streams import RecordingStreams, use_streams
 from tests.support.meshes import mesh_of
+from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import sharded
 
 Log = list[tuple[str, str]]
@@ -60,34 +61,6 @@ def steps(num_steps: int, num_blocks: int = 3, *, replicas: int = 1, **options: 
         optimizer.zero_grad()
         logs.append(list(streams.log))
     return logs
-
-
-def unsharded_by_hand() -> Log:
-    """On a rank: what `unshard()` does outside of a forward."""
-    streams = RecordingStreams()
-    block = Block("block", streams.log)
-    with use_streams(streams):
-        fully_shard(block, comm_policy=CommPolicy("torch"))
-    streams.log.clear()
-    block.unshard(async_op=True)
-    return list(streams.log)
-
-
-def step_that_may_not_read_tensors() -> bool:
-    """On a rank: a learnt step in which every method that brings a tensor's values to the host raises."""
-
-    def refused(*_: Any) -> Any:
-        raise AssertionError("a tensor's values were read on the host in the middle of a step")
-
-    with use_streams(RecordingStreams()):
-        layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-        model = sharded(layers, comm_policy=CommPolicy("torch"))
-    model(torch.ones(2, 8)).sum().backward()
-    loss_gradient = torch.ones(2, 8)
-    methods = dict.fromkeys(("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "cpu"), refused)
-    with mock.patch.multiple(torch.Tensor, create=True, **methods):
-        model(torch.ones(2, 8)).backward(loss_gradient)
-    return model[0].weight.grad is not None
 
 
 COMPUTE_WAITS = ("compute", "follow gather")
@@ -214,12 +187,33 @@ def test_a_kept_part_is_compute_memory_so_its_gather_waits_for_compute(world):
     assert all(backward[place - 1] == RELEASED for place in runs)
 
 
-def test_a_gather_that_a_user_starts_follows_the_optimizer_too(world):
-    assert world(2).run(unsharded_by_hand) == [[RELEASED, GATHER]] * 2
+@on_processes(2)
+def test_a_gather_that_a_user_starts_follows_the_optimizer_too():
+    streams = RecordingStreams()
+    block = Block("block", streams.log)
+    with use_streams(streams):
+        fully_shard(block, comm_policy=CommPolicy("torch"))
+    streams.log.clear()
+    block.unshard(async_op=True)
+    assert streams.log == [RELEASED, GATHER]
 
 
-def test_nothing_in_a_step_reads_a_tensor_on_the_host_which_would_wait_for_the_device(world):
-    assert world(2).run(step_that_may_not_read_tensors) == [True, True]
+@on_processes(2)
+def test_nothing_in_a_step_reads_a_tensor_on_the_host_which_would_wait_for_the_device():
+    """Every method that brings a tensor's values to the host raises in a learnt step."""
+
+    def refused(*_: Any) -> Any:
+        raise AssertionError("a tensor's values were read on the host in the middle of a step")
+
+    with use_streams(RecordingStreams()):
+        layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        model = sharded(layers, comm_policy=CommPolicy("torch"))
+    model(torch.ones(2, 8)).sum().backward()
+    loss_gradient = torch.ones(2, 8)
+    methods = dict.fromkeys(("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "cpu"), refused)
+    with mock.patch.multiple(torch.Tensor, create=True, **methods):
+        model(torch.ones(2, 8)).backward(loss_gradient)
+    assert model[0].weight.grad is not None
 
 
 def test_one_line_waits_for_a_device_and_none_marks_tensors_as_used_by_a_stream():

@@ -130,14 +130,6 @@ def random_sequences(name: str, seeds: Sequence[int], most: int) -> None:
 @pytest.mark.pairs
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("most", [50, 5000])
-@pytest.mark.parametrize("name", ["64 KiB of shared memory", "1 MiB of shared memory"])
-def test_any_sequence_gives_what_arithmetic_gives_in_any_order_of_waits(world, num_ranks, most, name):
-    world(num_ranks).run(random_sequences, name, range(4), most)
-
-
-@pytest.mark.pairs
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("most", [50, 5000])
-@pytest.mark.parametrize("name", ["gloo", "gloo, with as little memory as it can"])
+@pytest.mark.parametrize("name", MEETINGS)
 def test_ranks_may_wait_in_different_orders(world, num_ranks, most, name):
     world(num_ranks).run(random_sequences, name, range(4), most)

@@ -1,4 +1,4 @@
-"""Do the pieces that shared memory is made of hold by themselves: segments, regions of them, and sums in rank order?"""
+"""The pieces that shared memory is made of hold by themselves: segments, regions of them, and sums in rank order."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sherd.comm.host.segments import Regions, Segment
 from sherd.comm.host.sums import add_up, can_add, sum_dtype
+from tests.comm.numbers import added_up, numbers
 
 MIB = 1 << 20
 
@@ -76,11 +77,8 @@ def test_regions_never_overlap_and_lie_as_low_as_they_fit(wishes, draw):
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.complex64], ids=str)
 def test_parts_are_added_up_in_rank_order_and_rounded_once(numel, num_parts, dtype):
-    parts = [(torch.randn(numel) * 100).to(dtype) for _ in range(num_parts)]
-    wide = parts[0].to(sum_dtype(dtype))
-    for part in parts[1:]:
-        wide = wide + part
-    out = torch.empty(numel, dtype=sum_dtype(dtype))
+    parts = [numbers(seed, numel, dtype) for seed in range(num_parts)]
+    wide, out = added_up(parts), torch.empty(numel, dtype=sum_dtype(dtype))
     add_up(parts, out)
     assert torch.equal(out, wide)
     for own in range(num_parts):  # into one of the parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from sherd.comm.transport import CoalescedCalls, OneRank, SingleCalls, Transport
 from sherd.comm.transports import transport_of
 from sherd.policy import TRANSPORTS, CommPolicy
 from tests.comm.numbers import EXACT, GATHERED, SUMMED, added_up, bits, numbers, rounding, splits
+from tests.support.ranks.bodies import on_processes, on_threads
 
 CPU = torch.device("cpu")
 
@@ -26,11 +27,9 @@ def numbers_of(rank: int, count: int) -> torch.Tensor:
     return torch.arange(count).float() + 100 * rank
 
 
-def moved_by(
-    transport: Transport, size: int, rank: int, async_op: bool
-) -> tuple[list[float], list[float], list[float]]:
-    """What a rank gets of the three collectives, three elements a rank."""
-    sizes = [3] * size
+def assert_moves(transport: Transport, size: int, rank: int, async_op: bool) -> None:
+    """A rank gets the plain gather and the plain sums of three elements a rank."""
+    sizes, ranks = [3] * size, range(size)
     rows, rest, total = torch.full((3 * size,), -1.0), torch.full((3,), -1.0), numbers_of(rank, 2)
     pending = [
         transport.all_gather(rows, numbers_of(rank, 3), sizes, async_op),
@@ -38,17 +37,10 @@ def moved_by(
         transport.all_reduce(total, async_op),
     ]
     for each in pending:
-        if each is not None:
-            each.wait()
-    return rows.tolist(), rest.tolist(), total.tolist()
-
-
-def expected(size: int, rank: int) -> tuple[list[float], list[float], list[float]]:
-    """The same, by plain sums."""
-    ranks = range(size)
-    gathered = torch.cat([numbers_of(each, 3) for each in ranks])
-    scattered = sum(numbers_of(each, 3 * size) for each in ranks)[3 * rank : 3 * rank + 3]
-    return gathered.tolist(), scattered.tolist(), sum(numbers_of(each, 2) for each in ranks).tolist()
+        finish(each)
+    assert torch.equal(rows, torch.cat([numbers_of(each, 3) for each in ranks]))
+    assert torch.equal(rest, sum(numbers_of(each, 3 * size) for each in ranks)[3 * rank : 3 * rank + 3])
+    assert torch.equal(total, sum(numbers_of(each, 2) for each in ranks))
 
 
 TRANSPORTS_OF: dict[str, Callable[[Any], Transport]] = {
@@ -58,37 +50,29 @@ TRANSPORTS_OF: dict[str, Callable[[Any], Transport]] = {
 }
 
 
-def moved_by_each(names: list[str]) -> dict[Any, Any]:
-    """By transport, and whether the calls return at once."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    return {
-        (name, is_async): moved_by(TRANSPORTS_OF[name](dist.group.WORLD), size, rank, is_async)
-        for name in names
-        for is_async in (False, True)
-    }
+def assert_all_move(names: Iterable[str]) -> None:
+    """On a rank: all of these transports, whether the calls return at once or not."""
+    for name, async_op in itertools.product(names, (False, True)):
+        assert_moves(TRANSPORTS_OF[name](dist.group.WORLD), dist.get_world_size(), dist.get_rank(), async_op)
 
 
-def assert_all_move(ranks: Any, names: list[str]) -> None:
-    for rank, found in enumerate(ranks.run(moved_by_each, names)):
-        for case, moved in found.items():
-            assert moved == expected(ranks.num_ranks, rank), case
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@on_processes()
+def test_processes_get_the_plain_gather_and_the_plain_sums():
+    assert_all_move(TRANSPORTS_OF)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_processes_get_the_plain_gather_and_the_plain_sums(world, size):
-    assert_all_move(world(size), list(TRANSPORTS_OF))
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 8])
-def test_threads_get_the_plain_gather_and_the_plain_sums(threads, size):
-    assert_all_move(threads(size), ["single calls", "auto"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 5, 8])
+@on_threads()
+def test_threads_get_the_plain_gather_and_the_plain_sums():
+    assert_all_move(["single calls", "auto"])
 
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_one_rank_alone_copies_at_once(async_op):
     alone = transport_of(None, CPU, CommPolicy())
     assert isinstance(alone, OneRank)
-    assert moved_by(alone, 1, 0, async_op) == expected(1, 0)
+    assert_moves(alone, 1, 0, async_op)
     assert alone.all_gather(torch.empty(2), torch.ones(2), [2], async_op) is None
     assert alone.reduce_scatter(torch.empty(2), torch.ones(2), [2], async_op) is None
     assert alone.all_reduce(torch.ones(2), async_op) is None
@@ -105,8 +89,13 @@ def finish(pending: Any) -> None:
         pending.wait()
 
 
-def gathers_and_reduces_every_split(of: Callable[[Any], Transport], async_op: bool) -> int:
-    """How many were compared, bit by bit; what was given stays as it was."""
+@pytest.mark.pairs
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("of", HOSTS)
+@on_processes()
+def test_every_rank_gets_every_part_and_the_plain_sum_of_its_own_bit_by_bit(of, async_op):
+    """What was given stays as it was."""
     transport, rank, size = of(dist.group.WORLD), dist.get_rank(), dist.get_world_size()
     compared = 0
     for sizes, dtype in itertools.product(splits(size), GATHERED):
@@ -122,35 +111,11 @@ def gathers_and_reduces_every_split(of: Callable[[Any], Transport], async_op: bo
             assert torch.equal(rest, added_up(given).split(sizes)[rank]), (dtype, sizes)
             assert torch.equal(given[rank], numbers(rank, sum(sizes), dtype)), (dtype, sizes)
             compared += 1
-    return compared
-
-
-@pytest.mark.pairs
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("of", HOSTS)
-def test_every_rank_gets_every_part_and_the_plain_sum_of_its_own_bit_by_bit(world, of, size, async_op):
-    num_compared = 11 * (len(GATHERED) + len(SUMMED))
-    assert world(size).run(gathers_and_reduces_every_split, of, async_op) == [num_compared] * size
-
-
-def torchs_and_ours(of: Callable[[Any], Transport], dtype: torch.dtype, numel: int) -> Any:
-    """What is gathered, reduced and scattered, and summed; by torch and by us."""
-    transport, rank, size = of(dist.group.WORLD), dist.get_rank(), dist.get_world_size()
-    given, rest, sizes = numbers(rank, numel * size, dtype), numbers(rank, numel, dtype), [numel] * size
-    theirs = torch.empty(numel * size, dtype=dtype), torch.empty(numel, dtype=dtype), given.clone()
-    ours = torch.empty_like(theirs[0]), torch.empty(numel, dtype=transport.sum_dtype(dtype)), given.clone()
-    dist.all_gather(list(theirs[0].split(numel)), rest)
-    transport.all_gather(ours[0], rest, sizes, False)
-    dist.reduce_scatter(theirs[1], list(given.clone().split(numel)))
-    transport.reduce_scatter(ours[1], given, sizes, False)
-    dist.all_reduce(theirs[2])
-    transport.all_reduce(ours[2], False)
-    return theirs, ours
+    assert compared == 11 * (len(GATHERED) + len(SUMMED))
 
 
 @pytest.mark.parametrize(
-    ("size", "numel", "dtype"),
+    ("num_ranks", "numel", "dtype"),
     [
         (2, 1, torch.float32),
         (3, 100, torch.bfloat16),
@@ -162,32 +127,38 @@ def torchs_and_ours(of: Callable[[Any], Transport], dtype: torch.dtype, numel: i
     ids=str,
 )
 @pytest.mark.parametrize("of", HOSTS)
-def test_torchs_own_collectives_give_the_same(world, of, size, numel, dtype):
-    for theirs, ours in world(size).run(torchs_and_ours, of, dtype, numel):
-        assert torch.equal(ours[0], theirs[0])
-        torch.testing.assert_close(ours[1].to(dtype), theirs[1], **rounding(dtype))
-        # Gloo's sum is torch's own.
-        torch.testing.assert_close(ours[2], theirs[2], **(EXACT if of is Gloo else rounding(dtype)))
-
-
-def all_reduced(of: Callable[[Any], Transport], dtype: torch.dtype, numel: int, async_op: bool) -> torch.Tensor:
-    total = numbers(dist.get_rank(), numel, dtype)
-    pending = of(dist.group.WORLD).all_reduce(total, async_op)
-    if pending is not None:
-        pending.wait()
-    return total
+@on_processes()
+def test_torchs_own_collectives_give_the_same(of, numel, dtype):
+    transport, rank, size = of(dist.group.WORLD), dist.get_rank(), dist.get_world_size()
+    given, rest, sizes = numbers(rank, numel * size, dtype), numbers(rank, numel, dtype), [numel] * size
+    theirs = torch.empty(numel * size, dtype=dtype), torch.empty(numel, dtype=dtype), given.clone()
+    ours = torch.empty_like(theirs[0]), torch.empty(numel, dtype=transport.sum_dtype(dtype)), given.clone()
+    dist.all_gather(list(theirs[0].split(numel)), rest)
+    transport.all_gather(ours[0], rest, sizes, False)
+    dist.reduce_scatter(theirs[1], list(given.clone().split(numel)))
+    transport.reduce_scatter(ours[1], given, sizes, False)
+    dist.all_reduce(theirs[2])
+    transport.all_reduce(ours[2], False)
+    assert torch.equal(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1].to(dtype), theirs[1], **rounding(dtype))
+    # Gloo's sum is torch's own.
+    torch.testing.assert_close(ours[2], theirs[2], **(EXACT if of is Gloo else rounding(dtype)))
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 @pytest.mark.parametrize("numel", [1, 1001, 300_001])
 @pytest.mark.parametrize("of", HOSTS)
-def test_an_all_reduce_gives_every_rank_the_same_bits(world, of, size, dtype, numel):
-    first, *others = world(size).run(all_reduced, of, dtype, numel, async_op=numel == 1001)
-    assert all(torch.equal(first, other) for other in others)
-    total = added_up([numbers(rank, numel, dtype) for rank in range(size)]).to(dtype)
-    torch.testing.assert_close(first, total, **(rounding(dtype) if of is Gloo else EXACT))
+@on_processes()
+def test_an_all_reduce_gives_every_rank_the_same_bits(of, dtype, numel):
+    given = [numbers(rank, numel, dtype) for rank in range(dist.get_world_size())]
+    total = given[dist.get_rank()].clone()
+    finish(of(dist.group.WORLD).all_reduce(total, numel == 1001))
+    of_ranks = [torch.empty_like(total) for _ in given]
+    dist.all_gather(of_ranks, total)
+    assert all(torch.equal(total, each) for each in of_ranks)
+    torch.testing.assert_close(total, added_up(given).to(dtype), **(rounding(dtype) if of is Gloo else EXACT))
 
 
 def test_one_rank_alone_may_gather_a_buffer_onto_itself():
@@ -196,34 +167,23 @@ def test_one_rank_alone_may_gather_a_buffer_onto_itself():
     assert rows.tolist() == [0, 1, 2]
 
 
-def uneven_through_another_one() -> tuple[list[float], list[float]]:
+@on_processes(2)
+def test_uneven_parts_go_through_the_transport_that_can_where_torchs_list_forms_cannot():
     group, rank = dist.group.WORLD, dist.get_rank()
     transport, sizes = SingleCalls(group, for_uneven=Gloo(group)), [3, 0]
     rows, rest = torch.empty(3), torch.empty(sizes[rank])
     transport.all_gather(rows, numbers_of(rank, sizes[rank]), sizes, False)
     transport.reduce_scatter(rest, numbers_of(rank, 3), sizes, False)
-    return rows.tolist(), rest.tolist()
+    assert rows.tolist() == [0, 1, 2]
+    assert rest.tolist() == [[100, 102, 104], []][rank]
 
 
-def test_uneven_parts_go_through_the_transport_that_can_where_torchs_list_forms_cannot(world):
-    assert world(2).run(uneven_through_another_one) == [([0, 1, 2], [100, 102, 104]), ([0, 1, 2], [])]
-
-
-def each_gathered() -> list[list[list[float]]]:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    found = []
-    for async_op in (False, True):
-        targets = [torch.full((size * count,), -1.0) for count in (3, 1)]
-        rests = [numbers_of(rank, count) for count in (3, 1)]
-        pending = CoalescedCalls(dist.group.WORLD).all_gather_each(targets, rests, async_op)
-        if pending is not None:
-            pending.wait()
-        found.append([target.tolist() for target in targets])
-    return found
-
-
-def test_several_tensors_are_gathered_as_one_each_to_its_place(world):
-    assert world(2).run(each_gathered) == [[[[0, 1, 2, 100, 101, 102], [0, 100]]] * 2] * 2
+@on_processes(2, async_op=[False, True])
+def test_several_tensors_are_gathered_as_one_each_to_its_place(async_op):
+    targets = [torch.full((2 * count,), -1.0) for count in (3, 1)]
+    rests = [numbers_of(dist.get_rank(), count) for count in (3, 1)]
+    finish(CoalescedCalls(dist.group.WORLD).all_gather_each(targets, rests, async_op))
+    assert [target.tolist() for target in targets] == [[0, 1, 2, 100, 101, 102], [0, 100]]
 
 
 def test_parts_are_views_side_by_side_which_may_be_empty_and_are_even_if_equally_long():

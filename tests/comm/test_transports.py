@@ -11,6 +11,7 @@ from sherd.comm.transport import CoalescedCalls, OneRank, SingleCalls
 from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError, PolicyError
 from sherd.policy import CommPolicy
+from tests.support.ranks.bodies import on_threads
 from tests.support.refusals import refusal
 
 CPU = torch.device("cpu")
@@ -31,16 +32,10 @@ def test_ranks_get_what_they_ask_for_if_they_can(world, threads):
     assert threads(2).run(chosen, "auto") == [SingleCalls.__name__] * 2
 
 
-def refused() -> str:
-    with pytest.raises(MeshError) as caught:
+@on_threads(2)
+def test_ranks_that_are_not_on_gloo_are_told_so_without_communication():
+    with pytest.raises(MeshError, match=r"serves CPU ranks on gloo.*leave the transport to 'auto'"):
         check_transport(dist.group.WORLD, CPU, CommPolicy("gloo"))
-    return str(caught.value)
-
-
-def test_ranks_that_are_not_on_gloo_are_told_so_without_communication(threads):
-    for text in threads(2).run(refused):
-        assert "serves CPU ranks on gloo" in text
-        assert "leave the transport to 'auto'" in text
 
 
 def test_a_group_is_on_gloo_by_what_it_has_for_the_cpu(monkeypatch):

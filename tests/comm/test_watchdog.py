@@ -77,16 +77,21 @@ def test_a_rank_whose_port_is_closed_and_that_is_silent_has_died(aborts, capfd):
 
 
 @pytest.mark.usefixtures("nobody_answers")
-def test_a_rank_that_is_silent_and_has_its_port_is_named_after_the_timeout_alone(aborts):
-    """Its interpreter is blocked."""
-    source = Waiting(59)
+@pytest.mark.parametrize(
+    ("waits", "within", "after"), [("device_waits_s", 59, 60.5), ("waits_s", 61, 60 + module.GRACE_S + 0.1)]
+)
+def test_a_rank_that_is_silent_and_has_its_port_is_named_after_the_timeout_alone(aborts, waits, within, after):
+    """Its interpreter is blocked. A host that waits gets the time to raise by itself."""
+    source = Waiting(0.0)
+    setattr(source, waits, within)
     watchdog, _, _other = watchdogs(source)
     watchdog.look(has_store=True)
     assert aborts == []
-    source.device_waits_s = 60.5
+    setattr(source, waits, after)
     look_again(watchdog)
-    assert "the timeout of the default group is 60 s" in aborts[0]
-    assert "Rank 1 has not answered" in aborts[0]
+    text, _abort = aborts
+    assert "the timeout of the default group is 60 s" in text
+    assert "Rank 1 has not answered" in text
 
 
 def test_a_rank_that_answers_has_not_died_whatever_becomes_of_its_port(aborts):
@@ -121,18 +126,6 @@ def test_without_the_store_a_closed_port_is_enough_if_its_number_was_read(aborts
     other.close()
     look_again(watchdog, has_store=False)
     assert "rank 1 has died" in aborts[0]
-
-
-@pytest.mark.usefixtures("nobody_answers")
-def test_a_host_that_waits_gets_the_time_to_raise_by_itself(aborts):
-    source = Waiting(0.0)
-    source.waits_s = 61.0
-    watchdog, _, _other = watchdogs(source)
-    watchdog.look(has_store=True)
-    assert aborts == []
-    source.waits_s = 60 + module.GRACE_S + 0.1
-    look_again(watchdog)
-    assert len(aborts) == 2
 
 
 @pytest.mark.usefixtures("nobody_answers")

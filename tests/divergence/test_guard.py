@@ -20,6 +20,7 @@ from sherd.engine.run.seal import runtime_of, unit_of
 from sherd.errors import CommError, PolicyError
 from tests.divergence.programs import batch, comm_errors, hybrid, num_calls, sharded, step, wrapped
 from tests.support.comparing import assert_same, whole
+from tests.support.ranks.bodies import on_processes
 
 
 def texts_of(ranks: Any, program: Callable[..., None], *arguments: Any) -> list[str]:
@@ -76,7 +77,8 @@ def test_ranks_of_four_that_go_other_ways_are_named_on_all(world, odd, make):
         assert any(f"rank {rank} " in text or f"{rank}, " in text or f" {rank} " in text for rank in odd)
 
 
-def the_store_is_gone() -> None:
+@on_processes(2)
+def test_a_store_that_has_died_is_named():
     gone = RuntimeError("the client socket has timed out")
     model = sharded(mesh=DeviceMesh.from_group(dist.new_group(), "cpu"))
     with (
@@ -86,60 +88,34 @@ def the_store_is_gone() -> None:
         step(model)
 
 
-def test_a_store_that_has_died_is_named(world):
-    world(2).run(the_store_is_gone)
-
-
 # Another kind of pass
 
 
-def one_rank_does_not_reduce() -> None:
-    model = wrapped()
+def passes_of_ranks(what: str) -> None:
+    """Of six steps rank 1 does this in the fourth."""
+    model = wrapped() if what == "does not reduce" else sharded()
     for number in range(6):
-        with model.no_sync() if dist.get_rank() == 1 and number == 4 else contextlib.nullcontext():
-            step(model)
-
-
-def one_rank_evaluates_once_more() -> None:
-    model = sharded()
-    for number in range(6):
-        for _ in range(2 if dist.get_rank() == 1 and number == 3 else 1):
-            with torch.no_grad():
-                model(batch())
-        step(model)
-
-
-def one_rank_gives_up_a_forward() -> None:
-    model = sharded()
-    for number in range(6):
-        try:
-            if dist.get_rank() == 1 and number == 3:
+        odd = what if dist.get_rank() == 1 and number == 3 else ""
+        if what == "evaluates once more":
+            for _ in range(2 if odd else 1):
+                with torch.no_grad():
+                    model(batch())
+        if odd == "gives up a forward":
+            with contextlib.suppress(IndexError):  # as many a training script does with a bad batch
                 model(batch(), (0, 1, 7))  # there is no such block
-            step(model)
-        except IndexError:
-            continue  # as many a training script does with a bad batch
-
-
-def one_rank_leaves_out_a_backward() -> None:
-    model = sharded()
-    for number in range(6):
-        loss = model(batch()).sum()
-        if dist.get_rank() != 1 or number != 3:
-            loss.backward()
+        elif odd == "leaves out a backward":
+            model(batch())
+        else:
+            with model.no_sync() if odd == "does not reduce" else contextlib.nullcontext():
+                step(model)
 
 
 @pytest.mark.parametrize(
-    "program",
-    [
-        one_rank_does_not_reduce,
-        one_rank_evaluates_once_more,
-        one_rank_gives_up_a_forward,
-        one_rank_leaves_out_a_backward,
-    ],
+    "what", ["does not reduce", "evaluates once more", "gives up a forward", "leaves out a backward"]
 )
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_rank_whose_passes_are_others_is_named_on_all_ranks(world, program, num_ranks):
-    for text in texts_of(world(num_ranks), program):
+def test_a_rank_whose_passes_are_others_is_named_on_all_ranks(world, what, num_ranks):
+    for text in texts_of(world(num_ranks), passes_of_ranks, what):
         assert "rank 1 " in text
 
 
@@ -162,30 +138,28 @@ def layers_dropped_alike(divergence: str) -> list[torch.Tensor]:
     return whole(list(model.parameters()))
 
 
-def test_ranks_that_change_alike_train_as_they_do_unchecked(world):
-    assert_same(world(2).run(layers_dropped_alike, "error"), world(2).run(layers_dropped_alike, "trust"))
-
-
-def comparisons(make: Callable[[], Any]) -> list[int]:
-    """How many there are in each of some steps."""
-    models: list[Any] = []
-
-    def one(number: int) -> None:
-        if number == 0:
-            models.append(make())
-        step(models[0])
-
-    return num_calls(guard, "agree", one, 8)
+@on_processes(2)
+def test_ranks_that_change_alike_train_as_they_do_unchecked():
+    assert_same(layers_dropped_alike("error"), layers_dropped_alike("trust"))
 
 
 @pytest.mark.parametrize("make", [sharded, wrapped])
-def test_settled_steps_compare_nothing(world, make):
-    for counts in world(2).run(comparisons, make):
-        assert sum(counts[:3]) > 0
-        assert sum(counts[3:]) == 0
+@on_processes(2)
+def test_settled_steps_compare_nothing(make):
+    model: list[Any] = []
+
+    def one(number):
+        if number == 0:
+            model.append(make())
+        step(*model)
+
+    counts = num_calls(guard, "agree", one, 8)
+    assert sum(counts[:3]) > 0
+    assert sum(counts[3:]) == 0
 
 
-def two_models_in_turn() -> None:
+@on_processes(2)
+def test_models_that_share_a_mesh_take_turns():
     one, other = sharded(), wrapped()
     for number in range(6):
         step(one)
@@ -195,22 +169,14 @@ def two_models_in_turn() -> None:
                 one(batch())
 
 
-def test_models_that_share_a_mesh_take_turns(world):
-    world(2).run(two_models_in_turn)
-
-
 # Trust
 
 
-def table_of(divergence: str) -> bool:
+@on_processes(1, 2, divergence=["trust", "error"])
+def test_trust_adds_nothing_and_one_rank_has_nobody_to_compare_with(divergence):
     model = sharded(divergence=divergence)
-    return runtime_of(unit_of(model), model)._do is DO
-
-
-def test_trust_adds_nothing_and_one_rank_has_nobody_to_compare_with(world):
-    assert world(2).run(table_of, "trust") == [True, True]
-    assert world(2).run(table_of, "error") == [False, False]
-    assert world(1).run(table_of, "error") == [True]
+    adds_nothing = divergence == "trust" or dist.get_world_size() == 1
+    assert (runtime_of(unit_of(model), model)._do is DO) == adds_nothing
 
 
 def test_other_words_are_refused():
@@ -242,11 +208,8 @@ def test_a_rank_that_lacks_the_gradient_of_a_tensor_that_travels_alone_is_named(
         assert "rank 1 reduces the gradients of unit WithALarge without large.weight" in text
 
 
-def all_leave_out_a_large_tensor() -> None:
+@on_processes(2)
+def test_ranks_that_all_lack_it_go_on():
     model: Any = sherd.fully_shard(WithALarge())
     for number in range(6):
         model(torch.ones(2, 1024), number % 2 == 0).sum().backward()
-
-
-def test_ranks_that_all_lack_it_go_on(world):
-    world(2).run(all_leave_out_a_large_tensor)

@@ -24,6 +24,7 @@ from sherd.errors import CommError, ModuleError, PolicyError, SherdError
 from tests.divergence.programs import NUM_BLOCKS, WIDTH, Chain, comm_errors, hybrid, joined, num_calls, sharded
 from tests.support.comparing import assert_same, whole, whole_params
 from tests.support.ranks import RanksFailed
+from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import FRONTS
 from tests.support.suites import share
 
@@ -77,15 +78,19 @@ def steps_joined(
     with sherd.join(model, optimizer):
         for step, way in enumerate(of_ranks[rank]):
             before(step)
-            model(batch(rank, step), way).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, batch(rank, step), way)
     return whole_params(model)
 
 
-def assert_as_reference(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
-    for rank, of_rank in enumerate(found):
-        assert_same(of_rank, expected, f"rank {rank}", rtol=1e-5, atol=1e-6)
+def take_step(model: Any, optimizer: Any, x: Tensor, way: Way = ALL) -> None:
+    model(x, way).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_as_reference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """On a rank."""
+    assert_same(found, expected, f"rank {dist.get_rank()}", rtol=1e-5, atol=1e-6)
 
 
 SKIPS = {
@@ -109,23 +114,19 @@ MAKERS: dict[str, Any] = {
 }
 
 
-def made(maker: str, of_ranks: list[list[Way]], make: Any = torch.optim.SGD) -> dict[str, Tensor]:
-    return steps_joined(MAKERS[maker](), of_ranks, make)
-
-
 @pytest.mark.front("Ranks that differ")
 @pytest.mark.values
 @pytest.mark.parametrize("skips", SKIPS)
 @pytest.mark.parametrize("maker", [maker for maker in MAKERS if maker != "HSDP"])
-def test_a_rank_that_skips_counts_as_zero(world, maker, skips):
-    assert_as_reference(world(2).run(made, maker, SKIPS[skips]), reference(SKIPS[skips]))
+@on_processes(2)
+def test_a_rank_that_skips_counts_as_zero(maker, skips):
+    assert_as_reference(steps_joined(MAKERS[maker](), SKIPS[skips]), reference(SKIPS[skips]))
 
 
-def test_adam_steps_the_same_parts_on_all_ranks(world):
-    skips = SKIPS["fewer and others"]
-    found = world(2).run(made, "shard", skips, torch.optim.Adam)
-    assert_same(found[0], found[1], rtol=None, atol=None)
-    assert_as_reference(found, reference(skips, torch.optim.Adam))
+@on_processes(2)
+def test_adam_steps_the_same_parts_on_all_ranks():
+    ways, adam = SKIPS["fewer and others"], torch.optim.Adam
+    assert_as_reference(steps_joined(joined(), ways, adam), reference(ways, adam))
 
 
 # Everything else that a step may have
@@ -135,8 +136,9 @@ FOUR = [[(0, 1), (0, 1), ALL], [(1, 2)], [(0,), (2,), (2, 0)], [ALL, (), (1,), (
 
 
 @pytest.mark.parametrize("maker", ["shard", "HSDP", "flat", "flat wrapper"])
-def test_four_ranks_that_all_go_their_own_ways_train_as_one(world, maker):
-    assert_as_reference(world(4).run(made, maker, FOUR), reference(FOUR))
+@on_processes(4)
+def test_four_ranks_that_all_go_their_own_ways_train_as_one(maker):
+    assert_as_reference(steps_joined(MAKERS[maker](), FOUR), reference(FOUR))
 
 
 class Recomputed(Chain):
@@ -161,18 +163,14 @@ class Large(Chain):
         return x + self.large.mean() if 1 in order else x
 
 
-def of_kind(kind: type[Chain], transport: str, of_ranks: list[list[Way]]) -> dict[str, Tensor]:
-    policy = sherd.PrefetchPolicy(forward_depth=2)
-    model = sharded(transport, "join", model=kind(), prefetch_policy=policy)
-    return steps_joined(model, of_ranks, partial(torch.optim.Adam, eps=1e-3))
-
-
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
 @pytest.mark.parametrize("kind", [Recomputed, Large])
-def test_recomputation_ties_and_large_tensors_join_over_each_transport(world, kind, transport):
+@on_processes(2)
+def test_recomputation_ties_and_large_tensors_join_over_each_transport(kind, transport):
     ways = [[(0, 2), (0, 1), (2,), (0, 2)], [(0,), (1,), (0, 2), (2,)]]
     expected = reference(ways, torch.optim.Adam, model=kind(), eps=1e-3)
-    assert_as_reference(world(2).run(of_kind, kind, transport, ways), expected)
+    model = sharded(transport, "join", model=kind(), prefetch_policy=sherd.PrefetchPolicy(forward_depth=2))
+    assert_as_reference(steps_joined(model, ways, partial(torch.optim.Adam, eps=1e-3)), expected)
 
 
 def in_micro_batches(of_steps: list[list[list[Way]]]) -> Iterator[list[tuple[Tensor, Way]]]:
@@ -181,8 +179,10 @@ def in_micro_batches(of_steps: list[list[list[Way]]]) -> Iterator[list[tuple[Ten
         yield [(batch(rank, 10 * step + at), way) for rank, ways in enumerate(of_ranks) for at, way in enumerate(ways)]
 
 
-def accumulated(of_ranks: list[list[Way]]) -> dict[str, Tensor]:
+@on_processes(3)
+def test_ranks_may_have_different_numbers_of_micro_batches():
     """All ways of a rank are micro-batches of one step, the last of which reduces; two steps."""
+    of_ranks = [[ALL, (0,), (2,), ALL], [(0, 2), ALL], [(1,)]]
     model = joined()
     rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
@@ -191,30 +191,7 @@ def accumulated(of_ranks: list[list[Way]]) -> dict[str, Tensor]:
             model(batch(rank, 10 * step + number), way).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return whole_params(model)
-
-
-def test_ranks_may_have_different_numbers_of_micro_batches(world):
-    of_ranks: list[list[Way]] = [[ALL, (0,), (2,), ALL], [(0, 2), ALL], [(1,)]]
-    steps = in_micro_batches([of_ranks, of_ranks])
-    assert_as_reference(world(3).run(accumulated, of_ranks), reference_of(3, steps))
-
-
-def clipped(numbers: list[int]) -> tuple[dict[str, Tensor], int]:
-    """With everything in the loop that only the loop knows of: clipping, a schedule, a scaler."""
-    model = joined()
-    rank, optimizer = dist.get_rank(), torch.optim.Adam(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    num_seen = 0
-    with sherd.join(model, optimizer) as ranks:
-        for x in ranks.batches(batch(rank, step) for step in range(numbers[rank])):
-            model(x).square().sum().backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            num_seen += 1
-    return whole_params(model), num_seen
+    assert_as_reference(whole_params(model), reference_of(3, in_micro_batches([of_ranks, of_ranks])))
 
 
 def clipping_adam(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
@@ -231,10 +208,23 @@ def clipping_adam(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.
     return optimizer
 
 
-def test_a_loop_that_clips_asks_for_its_batches(world):
-    found = world(2).run(clipped, [4, 2])
-    assert [num_seen for _, num_seen in found] == [4, 4]
-    assert_as_reference([values for values, _ in found], reference([[ALL] * 4, [ALL] * 2], clipping_adam))
+@on_processes(2)
+def test_a_loop_that_clips_asks_for_its_batches():
+    """With everything in the loop that only the loop knows of: clipping, a schedule, a scaler."""
+    model = joined()
+    rank, optimizer = dist.get_rank(), torch.optim.Adam(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    num_seen = 0
+    with sherd.join(model, optimizer) as ranks:
+        for x in ranks.batches(batch(rank, step) for step in range([4, 2][rank])):
+            model(x).square().sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            num_seen += 1
+    assert num_seen == 4
+    assert_as_reference(whole_params(model), reference([[ALL] * 4, [ALL] * 2], clipping_adam))
 
 
 def with_a_schedule() -> tuple[dict[str, Tensor], float]:
@@ -256,31 +246,27 @@ def test_a_rank_without_batches_steps_with_the_others_learning_rate(world):
     assert_same(first, second, rtol=None, atol=None)
 
 
-def in_epochs(numbers: list[list[int]]) -> dict[str, Tensor]:
+@on_processes(2)
+def test_each_epoch_may_have_its_own_numbers_of_batches():
+    numbers = [[3, 1], [1, 2], [0, 2], [2, 2]]
     model = joined()
     rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1)
     for epoch, of_ranks in enumerate(numbers):
         with sherd.join(model, optimizer):
             for step in range(of_ranks[rank]):
-                model(batch(rank, 10 * epoch + step)).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model, optimizer, batch(rank, 10 * epoch + step))
         with torch.no_grad():
             model(batch(rank, 0))
-    return whole_params(model)
-
-
-def test_each_epoch_may_have_its_own_numbers_of_batches(world):
-    numbers = [[3, 1], [1, 2], [0, 2], [2, 2]]
     steps = (
         [(batch(rank, 10 * epoch + step), ALL) for rank, number in enumerate(of_ranks) if step < number]
         for epoch, of_ranks in enumerate(numbers)
         for step in range(max(of_ranks))
     )
-    assert_as_reference(world(2).run(in_epochs, numbers), reference_of(2, steps))
+    assert_as_reference(whole_params(model), reference_of(2, steps))
 
 
-def evaluated_alone() -> dict[str, Tensor]:
+@on_processes(2)
+def test_a_rank_may_evaluate_alone():
     model = joined()
 
     def evaluate(step: int) -> None:
@@ -288,25 +274,22 @@ def evaluated_alone() -> dict[str, Tensor]:
             with torch.no_grad():
                 model(batch(1, step), (0, 2))
 
-    return steps_joined(model, [[ALL] * 4] * 2, before=evaluate)
+    assert_as_reference(steps_joined(model, [[ALL] * 4] * 2, before=evaluate), reference([[ALL] * 4] * 2))
 
 
-def test_a_rank_may_evaluate_alone(world):
-    assert_as_reference(world(2).run(evaluated_alone), reference([[ALL] * 4] * 2))
-
-
-def gradients_that_nobody_has() -> list[str]:
+@on_processes(2)
+def test_what_no_rank_uses_has_no_gradient():
     model = joined()
     for _ in range(3):
         model(batch(dist.get_rank(), 0), (0,) if dist.get_rank() else (0, 2)).square().sum().backward()
-    return [name for name, each in model.named_parameters() if each.grad is None]
+    assert [name for name, each in model.named_parameters() if each.grad is None] == [
+        "blocks.1.weight",
+        "blocks.1.bias",
+    ]
 
 
-def test_what_no_rank_uses_has_no_gradient(world):
-    assert world(2).run(gradients_that_nobody_has) == [["blocks.1.weight", "blocks.1.bias"]] * 2
-
-
-def two_models() -> list[dict[str, Tensor]]:
+@on_processes(2)
+def test_a_rank_may_skip_a_whole_model():
     """Rank 1 does not train the second one in each step."""
     models = [joined(), joined()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -316,34 +299,23 @@ def two_models() -> list[dict[str, Tensor]]:
                 model(batch(dist.get_rank(), step)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return [whole_params(model) for model in models]
-
-
-def test_a_rank_may_skip_a_whole_model(world):
-    found = world(2).run(two_models)
-    assert_as_reference([models[0] for models in found], reference([[ALL] * 4] * 2))
+    assert_as_reference(whole_params(models[0]), reference([[ALL] * 4] * 2))
     steps = ([(batch(rank, step), ALL) for rank in range(2 if step % 2 == 0 else 1)] for step in range(4))
-    assert_as_reference([models[1] for models in found], reference_of(2, steps))
+    assert_as_reference(whole_params(models[1]), reference_of(2, steps))
 
 
 # A settled step
 
 
-def votes_of_each_step() -> list[int]:
+@on_processes(2)
+def test_a_settled_step_votes_where_it_begins_where_backward_ends_and_before_the_optimizer():
     model = joined()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def one(step: int) -> None:
-        model(batch(dist.get_rank(), step), (0, 2) if dist.get_rank() else (1, 2)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, batch(dist.get_rank(), step), (0, 2) if dist.get_rank() else (1, 2))
 
-    return num_calls(Coordinator, "_vote", one, 5)
-
-
-def test_a_settled_step_votes_where_it_begins_where_backward_ends_and_before_the_optimizer(world):
-    for counts in world(2).run(votes_of_each_step):
-        assert counts[2:] == [3, 3, 3]
+    assert num_calls(Coordinator, "_vote", one, 5)[2:] == [3, 3, 3]
 
 
 # What cannot be joined
@@ -444,56 +416,40 @@ def test_a_rank_that_dies_ends_the_vote_of_the_others(world):
 # Beside other parallelism
 
 
-def beside_tensor_parallelism(of_ranks: list[list[Way]]) -> dict[str, Tensor]:
+@on_processes(4)
+def test_ranks_join_beside_tensor_parallelism():
     """The two ranks of a tensor-parallel pair go one way."""
+    of_ranks = SKIPS["each another one"]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model: Any = Chain()
     parallelize_module(model.blocks[1], mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
     joined(model=model, mesh=mesh["dp"])
     steps_joined(model, of_ranks, partial(torch.optim.SGD, foreach=False), mesh["dp"].get_local_rank())
-    return whole(dict(model.named_parameters()))
+    assert_as_reference(whole(dict(model.named_parameters())), reference(of_ranks))
 
 
-def test_ranks_join_beside_tensor_parallelism(world):
-    skips = SKIPS["each another one"]
-    assert_as_reference(world(4).run(beside_tensor_parallelism, skips), reference(skips))
-
-
-def of_experts(of_ranks: list[list[Way]]) -> dict[str, Tensor]:
+@on_processes(4)
+def test_ranks_join_where_experts_have_meshes_of_their_own():
     """The middle block is sharded over pairs of ranks, as an expert of which each pair has one."""
+    of_ranks: list[list[Way]] = [[(0, 1), (0,), ALL], [(0, 2), (1,)], [(1,)], [ALL, (2,), (0, 2)]]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("within", "pair"))
     model: Any = Chain()
     sherd.fully_shard(model.blocks[1], mesh=mesh["within"], comm_policy=JOIN)
     sherd.fully_shard(model, mesh=mesh._flatten("all"), comm_policy=JOIN)
     steps_joined(model, of_ranks, partial(torch.optim.SGD, foreach=False))
-    return whole(dict(model.named_parameters()))
-
-
-def test_ranks_join_where_experts_have_meshes_of_their_own(world):
-    of_ranks: list[list[Way]] = [[(0, 1), (0,), ALL], [(0, 2), (1,)], [(1,)], [ALL, (2,), (0, 2)]]
-    found = world(4).run(of_experts, of_ranks)
-    pairs = [Chain(), Chain()]  # each with the expert of one pair; what they share has the mean of both
-    shared = [name for name, _ in pairs[0].named_parameters() if "blocks.1." not in name]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in pairs]
-    for step in range(3):
-        for rank, ways in enumerate(of_ranks):
-            if step < len(ways):
-                pairs[rank % 2](batch(rank, step), ways[step]).square().sum().backward()
-        of_pairs = [dict(model.named_parameters()) for model in pairs]
-        for name, parameter in of_pairs[0].items():
-            other = of_pairs[1][name]
-            grads = [each.grad for each in (parameter, other) if each.grad is not None]
-            if name in shared and grads:
-                parameter.grad = torch.stack(grads).sum(0) / 4
-                other.grad = parameter.grad.clone()
-            else:
-                for each in grads:
-                    each.div_(2)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for rank, of_rank in enumerate(found):
-        assert_as_reference([of_rank], whole_params(pairs[rank % 2]))
+    # Each with the expert of one pair of ranks, which has the mean of two; what they share has that of four.
+    pairs = nn.ModuleList([Chain(), Chain()])
+    pairs[1].blocks[0], pairs[1].blocks[2], pairs[1].head = pairs[0].blocks[0], pairs[0].blocks[2], pairs[0].head
+    for each in (*pairs[0].blocks[1].parameters(), *pairs[1].blocks[1].parameters()):
+        each.register_hook(lambda gradient: 2 * gradient)
+    pairs.forward = lambda x, way: pairs[way[0]](x, way[1])
+    steps = (
+        [(batch(rank, step), (rank % 2, ways[step])) for rank, ways in enumerate(of_ranks) if step < len(ways)]
+        for step in range(3)
+    )
+    reference_of(4, steps, model=pairs)
+    expected = whole_params(pairs[dist.get_rank() % 2])
+    assert_as_reference(whole(dict(model.named_parameters())), expected)
 
 
 # Any program
@@ -537,13 +493,10 @@ def of_seed(seed: int) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_any_program_trains_as_the_plain_model(world, num_ranks):
-    for seed in range(share(5, 12)):
-        expected = reference_of(num_ranks, in_micro_batches(drawn(seed, num_ranks)), **STEPPED_BY)
-        try:
-            assert_as_reference(world(num_ranks).run(of_seed, seed), expected)
-        except (RanksFailed, AssertionError) as error:
-            raise AssertionError(f"seed {seed}") from error
+@on_processes(seed=range(share(5, 12)))
+def test_any_program_trains_as_the_plain_model(seed):
+    expected = reference_of(dist.get_world_size(), in_micro_batches(drawn(seed, dist.get_world_size())), **STEPPED_BY)
+    assert_as_reference(of_seed(seed), expected)
 
 
 # A batch that a loop gives up
@@ -585,7 +538,7 @@ def test_a_rank_that_alone_gives_up_a_backward_and_goes_on_is_an_error_on_all(wo
         assert "sherd.step" in text
 
 
-def test_ranks_that_all_give_up_a_backward_go_on(world):
-    found = world(2).run(gives_up_a_backward, (0, 1), "forward")
+@on_processes(2)
+def test_ranks_that_all_give_up_a_backward_go_on():
     steps = ([(batch(rank, step), ALL) for rank in range(2)] for step in (0, 1, 3))
-    assert_as_reference(found, reference_of(2, steps))
+    assert_as_reference(gives_up_a_backward((0, 1), "forward"), reference_of(2, steps))

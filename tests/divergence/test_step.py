@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import sherd
+from sherd.comm.objects import all_gather_objects
 from sherd.engine.moves.gradients import Gradients
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.coordinator import Coordinator
@@ -26,6 +28,7 @@ from sherd.errors import CommError, GradientError, ModuleError, PolicyError, Pol
 from tests.divergence.programs import WIDTH, hybrid, joined, num_calls
 from tests.support.comparing import assert_same
 from tests.support.ranks import RanksFailed
+from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import FRONTS
 
 NUM_STEPS, FAILS_IN = 4, 2
@@ -121,10 +124,6 @@ def poison(gradient: Tensor) -> Tensor:
     return gradient * float("nan")
 
 
-def hook_that_raises(gradient: Tensor) -> None:
-    raises()
-
-
 def body(model: Any, optimizer: torch.optim.Optimizer, step: int, where: str | None) -> None:
     """Forward, backward and step, failing at `where`."""
     fail = {"forward": raises, "out of memory": runs_out}.get(where or "")
@@ -134,7 +133,7 @@ def body(model: Any, optimizer: torch.optim.Optimizer, step: int, where: str | N
     if where == "before backward":
         raises()
     if where in ("backward", "nan"):
-        out.register_hook(poison if where == "nan" else hook_that_raises)
+        out.register_hook(poison if where == "nan" else lambda gradient: raises())
     if where == "backward":
         out = out * 1.0
     loss = out.square().sum()
@@ -181,79 +180,79 @@ def made_steps(
     return state_of(model, optimizer), said
 
 
-def trained(maker: str, steps: list[int], fails: Fails, accumulates: bool = False, **options: Any) -> Any:
-    model = MAKERS[maker]()
-
-    def accumulate(step: int) -> None:
-        if accumulates:
-            model(batch(step + 50, dist.get_rank())).square().sum().backward()
-
-    return made_steps(model, Adam(model.parameters()), steps, fails, before=accumulate, **options)
+Made = tuple[Any, torch.optim.Optimizer]
 
 
-def assert_as_without(found: list[Any], without: list[Any], skipped: list[bool]) -> None:
-    """These steps were skipped, and the state is as if they had not been."""
-    for (state, said), (expected, *_) in zip(found, without, strict=True):
-        assert [each[0] if isinstance(each, tuple) else each for each in said] == skipped
-        assert_same(state, expected)
+def built(maker: str, **options: Any) -> Made:
+    model = MAKERS[maker](**options)
+    return model, Adam(model.parameters())
+
+
+def assert_as_without(make: Callable[[], Made], num_steps: int, fails: Fails, **options: Any) -> list[Any]:
+    """On a rank: the steps of `fails` are skipped, and the state is as if they had not been. What each step said."""
+    state, said = made_steps(*make(), range(num_steps), fails, **options)
+    assert [skipped for skipped, *_ in said] == [step in fails for step in range(num_steps)]
+    expected, _ = made_steps(*make(), [step for step in range(num_steps) if step not in fails], {}, **options)
+    assert_same(state, expected)
+    return said
+
+
+@functools.cache
+def state_without(maker: str, at: int, num_ranks: int, **options: Any) -> dict[str, Any]:
+    """On a rank: the state after all steps but one, once for all ways in which that one fails."""
+    return made_steps(*built(maker), [step for step in range(NUM_STEPS) if step != at], {}, **options)[0]
 
 
 WHERE = ["first", "forward", "out of memory", "before backward", "backward", "after backward", "nan"]
 
 
-def check_skips(found: list[Any], without: list[Any], where: str, rank: int, at: int) -> None:
-    assert_as_without(found, without, [step == at for step in range(NUM_STEPS)])
-    for _, said in found:
-        assert said[at] == said[at][:2] + found[0][1][at][2:]
-        assert [total for *_, total in said] == [int(step >= at) for step in range(NUM_STEPS)]
-        text = {"nan": "not finite", "out of memory": "OutOfMemoryError: tried to"}.get(where, "Trouble: of this rank")
-        assert text in said[at][2]
-        assert said[at][1] == (rank if where != "nan" else 0)  # all shards have a part of what is poisoned
-
-
-@pytest.fixture(scope="module")
-def without(world: Any) -> Callable[..., list[Any]]:
-    """What `trained` gives on some ranks without the step that fails: once for all ways to fail."""
-
-    @functools.cache
-    def of(num_ranks: int, maker: str, at: int, **options: Any) -> list[Any]:
-        steps = [step for step in range(NUM_STEPS) if step != at]
-        return world(num_ranks).run(trained, maker, steps, {}, **options)
-
-    return of
+def assert_skips(maker: str, where: str, rank: int, at: int, **options: Any) -> None:
+    """On a rank: all skip a step that `rank` cannot finish, for one reason, and go on as if it had not been."""
+    state, said = made_steps(*built(maker), range(NUM_STEPS), {at: {rank: where}}, **options)
+    assert_same(state, state_without(maker, at, dist.get_world_size(), **options))
+    assert [skipped for skipped, *_ in said] == [step == at for step in range(NUM_STEPS)]
+    assert [total for *_, total in said] == [int(step >= at) for step in range(NUM_STEPS)]
+    text = {"nan": "not finite", "out of memory": "OutOfMemoryError: tried to"}.get(where, "Trouble: of this rank")
+    _, blamed, reason, _ = said[at]
+    assert text in reason
+    assert blamed == (rank if where != "nan" else 0)  # all shards have a part of what is poisoned
+    assert set(all_gather_objects(reason, "")) == {reason}
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("at", [0, FAILS_IN])
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("maker", ["shard", "flat wrapper"])
-def test_all_skip_a_step_that_one_cannot_finish_and_go_on_as_if_it_had_not_been(world, without, maker, where, at):
-    found = world(2).run(trained, maker, list(range(NUM_STEPS)), {at: {1: where}})
-    check_skips(found, without(2, maker, at), where, 1, at)
+@on_processes(2)
+def test_all_skip_a_step_that_one_cannot_finish_and_go_on_as_if_it_had_not_been(maker, where, at):
+    assert_skips(maker, where, 1, at)
 
 
-@pytest.mark.values
-@pytest.mark.parametrize("where", ["forward", "backward", "nan"])
-@pytest.mark.parametrize("maker", sorted(MAKERS.keys() - {"shard", "flat wrapper", "HSDP"}))
-def test_under_each_placement_and_front_end(world, without, maker, where):
-    found = world(2).run(trained, maker, list(range(NUM_STEPS)), {FAILS_IN: {1: where}})
-    check_skips(found, without(2, maker, FAILS_IN), where, 1, FAILS_IN)
+TWO_RANKS = sorted(MAKERS.keys() - {"shard", "flat wrapper", "HSDP"})
 
 
 @pytest.mark.values
 @pytest.mark.parametrize("where", ["forward", "backward", "after backward", "nan"])
-@pytest.mark.parametrize("maker", ["shard", "HSDP", "wrapper"])
-def test_on_four_ranks(world, without, maker, where):
-    found = world(4).run(trained, maker, list(range(NUM_STEPS)), {FAILS_IN: {2: where}})
-    check_skips(found, without(4, maker, FAILS_IN), where, 2, FAILS_IN)
+@pytest.mark.parametrize(
+    ("maker", "num_ranks"), [*((maker, 2) for maker in TWO_RANKS), ("shard", 4), ("HSDP", 4), ("wrapper", 4)]
+)
+@on_processes()
+def test_under_each_placement_and_front_end_and_on_four_ranks(maker, where):
+    assert_skips(maker, where, dist.get_world_size() // 2, FAILS_IN)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "nan"])
 @pytest.mark.parametrize("maker", ["shard", "flat wrapper"])
-def test_gradients_from_before_are_as_before(world, maker, where):
-    """`trained` compares all that a step changes around the one that is skipped, gradients too."""
-    found = world(2).run(trained, maker, list(range(NUM_STEPS)), {FAILS_IN: {1: where}}, accumulates=True)
-    assert [[skipped for skipped, *_ in said] for _, said in found] == [[False, False, True, False]] * 2
+@on_processes(2)
+def test_gradients_from_before_are_as_before(maker, where):
+    """`made_steps` compares all that a step changes around the one that is skipped, gradients too."""
+    model, optimizer = built(maker)
+
+    def accumulate(step):
+        model(batch(step + 50, dist.get_rank())).square().sum().backward()
+
+    _, said = made_steps(model, optimizer, range(NUM_STEPS), {FAILS_IN: {1: where}}, before=accumulate)
+    assert [skipped for skipped, *_ in said] == [False, False, True, False]
 
 
 # An optimizer that has stepped
@@ -263,25 +262,23 @@ def test_gradients_from_before_are_as_before(world, maker, where):
 @pytest.mark.parametrize("where", ["optimizer", "end"])
 @pytest.mark.parametrize("at", [0, FAILS_IN])
 @pytest.mark.parametrize("maker", ["shard", "ZeRO-1", "flat wrapper"])
-def test_what_an_optimizer_has_changed_is_undone_if_copies_are_kept(world, without, maker, at, where):
-    found = world(2).run(trained, maker, list(range(NUM_STEPS)), {at: {1: where}}, undo_optimizer=True)
-    check_skips(found, without(2, maker, at, undo_optimizer=True), where, 1, at)
+@on_processes(2)
+def test_what_an_optimizer_has_changed_is_undone_if_copies_are_kept(maker, at, where):
+    assert_skips(maker, where, 1, at, undo_optimizer=True)
 
 
-def flattened(fails: Fails, steps: list[int]) -> Any:
-    model = net()
-    optimizer = sherd.flatten_optimizer(Adam(model.parameters()))
-    return made_steps(model, optimizer, steps, fails, undo_optimizer=True)
+@on_processes(2, at=[0, FAILS_IN])
+def test_the_spans_of_a_flattened_optimizer_are_undone(at):
+    def make():
+        model = net()
+        return model, sherd.flatten_optimizer(Adam(model.parameters()))
+
+    assert_as_without(make, 4, {at: {1: "end"}}, undo_optimizer=True)
 
 
-@pytest.mark.parametrize("at", [0, FAILS_IN])
-def test_the_spans_of_a_flattened_optimizer_are_undone(world, at):
-    without = world(2).run(flattened, {}, [step for step in range(4) if step != at])
-    found = world(2).run(flattened, {at: {1: "end"}}, [0, 1, 2, 3])
-    assert_as_without(found, without, [step == at for step in range(4)])
-
-
-def fails_for_good(where: str) -> str:
+@pytest.mark.parametrize("where", ["optimizer", "end"])
+@on_processes(2)
+def test_without_copies_all_raise(where):
     model = net()
     optimizer = Adam(model.parameters())
     with (
@@ -290,16 +287,11 @@ def fails_for_good(where: str) -> str:
     ):
         body(model, optimizer, 0, where if dist.get_rank() == 1 else None)
     assert not attempt.skipped
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("where", ["optimizer", "end"])
-def test_without_copies_all_raise(world, where):
-    said = world(2).run(fails_for_good, where)
-    assert "of this rank alone" in said[1]
-    assert "rank 1 could not finish a step: Trouble: of this rank alone" in said[0]
-    assert "an optimizer has stepped on some ranks" in said[0]
-    assert "undo_optimizer=True" in said[0]
+    assert "of this rank alone" in str(raised.value)
+    if dist.get_rank() == 0:
+        assert "rank 1 could not finish a step: Trouble: of this rank alone" in str(raised.value)
+        assert "an optimizer has stepped on some ranks" in str(raised.value)
+        assert "undo_optimizer=True" in str(raised.value)
 
 
 # Errors of our own making
@@ -315,38 +307,37 @@ class Scaled(Net):
             block.register_forward_hook(lambda block, args, out: out * block.scale.float())
 
 
-def short_of_memory(kind: str, fails_at: int | None) -> Any:
+@pytest.mark.parametrize("kind", ["gather", "reduce"])
+@pytest.mark.parametrize("fails_at", [0, 3, 4])
+@on_processes(2)
+def test_a_collective_that_could_not_be_started_is_made_up_for(kind, fails_at):
     """On rank 1 the memory for the message of the group `fails_at` is missing in the step in the middle."""
     patched, name = {"gather": (Weights, "_gather_shards"), "reduce": (Gradients, "reduce")}[kind]
     plain, calls = getattr(patched, name), 0
 
-    def short(self: Any, *args: Any) -> None:
+    def short(self, *args):
         nonlocal calls
         calls += 1
         if calls == fails_at + 1:
             runs_out()
         plain(self, *args)
 
-    def short_body(model: Any, optimizer: Any, step: int, where: str | None) -> None:
+    def short_body(model, optimizer, step, where):
         with mock.patch.object(patched, name, short if where else plain):
             body(model, optimizer, step, None)
 
-    model = net(make=Scaled)
-    steps = (0, 2) if fails_at is None else (0, 1, 2)
-    return made_steps(model, Adam(model.parameters()), steps, {1: {1: kind}}, short_body)
+    def make():
+        model = net(make=Scaled)
+        return model, Adam(model.parameters())
 
-
-@pytest.mark.parametrize("kind", ["gather", "reduce"])
-@pytest.mark.parametrize("fails_at", [0, 3, 4])
-def test_a_collective_that_could_not_be_started_is_made_up_for(world, kind, fails_at):
-    found, without = (world(2).run(short_of_memory, kind, at) for at in (fails_at, None))
-    assert_as_without(found, without, [False, True, False])
+    assert_as_without(make, 3, {1: {1: kind}}, body=short_body)
 
 
 # What users see
 
 
-def reported() -> tuple[list[Any], list[str]]:
+@on_processes(3)
+def test_skips_are_counted_called_back_and_logged():
     model = net()
     optimizer = Adam(model.parameters())
     seen: list[Any] = []
@@ -362,13 +353,8 @@ def reported() -> tuple[list[Any], list[str]]:
             seen.append((attempt.skipped, attempt.num_skipped, attempt.num_skipped_in_a_row))
     finally:
         logging.getLogger("sherd").removeHandler(handler)
-    return seen, [call.args[0].getMessage() for call in handler.handle.call_args_list]
-
-
-def test_skips_are_counted_called_back_and_logged(world):
     text = "Trouble: of this rank alone"
-    (first, warned), *others = world(3).run(reported)
-    assert first == [
+    assert seen == [
         (1, text, 1),
         (True, 1, 1),
         (1, text, 2),
@@ -379,57 +365,61 @@ def test_skips_are_counted_called_back_and_logged(world):
         (True, 3, 1),
         (False, 3, 0),
     ]
-    assert len(warned) == 3
-    assert "all ranks have skipped a step, since rank 1 could not finish it: Trouble: of this" in warned[0]
-    assert "3 steps were skipped so far, 1 in a row" in warned[2]
-    assert others == [(first, warned), (first, [])]
+    warned = [call.args[0].getMessage() for call in handler.handle.call_args_list]
+    if dist.get_rank() == 2:
+        assert warned == []
+    else:
+        assert len(warned) == 3
+        assert "all ranks have skipped a step, since rank 1 could not finish it: Trouble: of this" in warned[0]
+        assert "3 steps were skipped so far, 1 in a row" in warned[2]
 
 
-def skips_too_often(where: str, max_skips: int) -> tuple[int, str, bool]:
+def skips_too_often(where: str, max_skips: int) -> str:
+    """On a rank: the error of the first step that is not skipped, and leaves all as before; the next one is made."""
     model = net()
     optimizer = Adam(model.parameters())
-    for step in range(max_skips + 1):
-        before = state_of(model, optimizer)
-        try:
-            with sherd.step(model, optimizer, max_skips=max_skips):
-                body(model, optimizer, 0, where if dist.get_rank() == 1 or where == "nan" else None)
-        except (Trouble, CommError, GradientError) as error:
-            assert_same(state_of(model, optimizer), before)
-            with sherd.step(model, optimizer, max_skips=max_skips) as attempt:
-                body(model, optimizer, 0, None)
-            return step, f"{type(error).__name__}: {error}", attempt.skipped
-    raise AssertionError("no error")
+
+    def is_skipped(fails: bool) -> bool:
+        with sherd.step(model, optimizer, max_skips=max_skips) as attempt:
+            body(model, optimizer, 0, where if fails else None)
+        return attempt.skipped
+
+    fails = dist.get_rank() == 1 or where == "nan"
+    assert all(is_skipped(fails) for _ in range(max_skips))
+    before = state_of(model, optimizer)
+    with pytest.raises((Trouble, CommError, GradientError)) as raised:
+        is_skipped(fails)
+    assert_same(state_of(model, optimizer), before)
+    assert not is_skipped(False)
+    return f"{raised.type.__name__}: {raised.value}"
 
 
-@pytest.mark.parametrize("max_skips", [0, 2])
-def test_after_a_limit_the_error_is_raised_on_all_ranks_which_are_as_before(world, max_skips):
-    first, second = world(2).run(skips_too_often, "forward", max_skips)
-    assert first[0] == second[0] == max_skips
-    assert second[1] == "Trouble: of this rank alone"
-    assert first[1].startswith("CommError: ")
-    assert f"rank 1 could not finish a step: Trouble: of this rank alone. It is not skipped: {max_skips} " in first[1]
-    assert not first[2]
-    assert not second[2]
+@on_processes(2, max_skips=[0, 2])
+def test_after_a_limit_the_error_is_raised_on_all_ranks_which_are_as_before(max_skips):
+    said = skips_too_often("forward", max_skips)
+    if dist.get_rank() == 1:
+        assert said == "Trouble: of this rank alone"
+    else:
+        assert said.startswith("CommError: ")
+        assert f"rank 1 could not finish a step: Trouble: of this rank alone. It is not skipped: {max_skips} " in said
 
 
-def test_after_a_limit_gradients_that_are_not_finite_are_an_error(world):
-    first, second = world(2).run(skips_too_often, "nan", 1)
-    assert first[1].startswith("GradientError: ")
-    assert second[1].startswith("CommError: ")
-    assert "gradients that are not finite: blocks.0.linear.weight, " in first[1]
+@on_processes(2)
+def test_after_a_limit_gradients_that_are_not_finite_are_an_error():
+    said = skips_too_often("nan", 1)
+    assert said.startswith(["GradientError: ", "CommError: "][dist.get_rank()])
+    if dist.get_rank() == 0:
+        assert "gradients that are not finite: blocks.0.linear.weight, " in said
 
 
-def ignores() -> bool:
+@on_processes(2)
+def test_what_is_not_finite_may_be_ignored():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with sherd.step(model, optimizer, nonfinite="ignore") as attempt:
         body(model, optimizer, 0, "nan")
     assert any(each.to_local().isnan().any() for each in model.parameters())
-    return attempt.skipped
-
-
-def test_what_is_not_finite_may_be_ignored(world):
-    assert world(2).run(ignores) == [False, False]
+    assert not attempt.skipped
 
 
 def interrupted_after(out: Tensor) -> None:
@@ -464,14 +454,10 @@ def swallowing_body(model: Any, optimizer: Any, step: int, where: str | None) ->
             pass
 
 
-def swallows() -> list[bool]:
-    model = net()
-    _, said = made_steps(model, Adam(model.parameters()), [0], {0: {1: "first"}}, swallowing_body)
-    return [skipped for skipped, *_ in said]
-
-
-def test_a_body_that_catches_everything_is_skipped_all_the_same(world):
-    assert world(2).run(swallows) == [[True], [True]]
+@on_processes(2)
+def test_a_body_that_catches_everything_is_skipped_all_the_same():
+    _, ((is_skipped, *_),) = made_steps(*built("shard"), [0], {0: {1: "first"}}, swallowing_body)
+    assert is_skipped
 
 
 # With other features
@@ -504,19 +490,19 @@ def scaled(fails_in: dict[int, str], steps: list[int]) -> tuple[dict[str, Any], 
     return state_of(model, optimizer), scaler.state_dict(), said
 
 
-def test_a_scalers_own_skip_is_a_step_that_was_made(world):
-    for _, state, said in world(2).run(scaled, {1: "inf"}, [0, 1, 2]):
-        assert said == [False, False, False]
-        assert state["scale"] == 2.0
+@on_processes(2)
+def test_a_scalers_own_skip_is_a_step_that_was_made():
+    _, state, said = scaled({1: "inf"}, [0, 1, 2])
+    assert said == [False, False, False]
+    assert state["scale"] == 2.0
 
 
-@pytest.mark.parametrize("where", ["after backward", "after unscale"])
-def test_a_scaler_is_as_before(world, where):
-    found, without = world(2).run(scaled, {1: where}, [0, 1, 2]), world(2).run(scaled, {}, [0, 2])
-    for (state, scale, said), (expected, its, _) in zip(found, without, strict=True):
-        assert said == [False, True, False]
-        assert scale == its
-        assert_same(state, expected)
+@on_processes(2, where=["after backward", "after unscale"])
+def test_a_scaler_is_as_before(where):
+    *found, said = scaled({1: where}, [0, 1, 2])
+    *expected, _ = scaled({}, [0, 2])
+    assert said == [False, True, False]
+    assert_same(found, expected)
 
 
 def micro_batches(model: Any, optimizer: Any, step: int, where: str | None) -> None:
@@ -529,34 +515,29 @@ def micro_batches(model: Any, optimizer: Any, step: int, where: str | None) -> N
     optimizer.step()
 
 
-def accumulated(maker: str, fails: Fails, steps: list[int]) -> Any:
-    model = MAKERS[maker]()
-    return made_steps(model, Adam(model.parameters()), steps, fails, micro_batches)
+@pytest.mark.parametrize(("maker", "num_ranks"), [("shard", 2), ("ZeRO-1", 2), ("HSDP", 4), ("wrapper", 2)])
+@on_processes()
+def test_a_rank_fails_in_the_middle_of_an_accumulation(maker):
+    assert_as_without(partial(built, maker), 3, {1: {0: "between"}}, body=micro_batches)
 
 
-@pytest.mark.parametrize("maker", ["shard", "ZeRO-1", "HSDP", "wrapper"])
-def test_a_rank_fails_in_the_middle_of_an_accumulation(world, maker):
-    ranks = world(4 if maker == "HSDP" else 2)
-    found = ranks.run(accumulated, maker, {1: {0: "between"}}, [0, 1, 2])
-    assert_as_without(found, ranks.run(accumulated, maker, {}, [0, 2]), [False, True, False])
+@on_processes(2)
+def test_a_rank_without_batches_skips_with_the_others():
+    """Rank 1 has a batch in the first step alone."""
+
+    def run(steps, fails):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with sherd.join(model, optimizer):
+            return made_steps(model, optimizer, steps[:1] if dist.get_rank() else steps, fails)
+
+    state, said = run([0, 1, 2], {1: {0: "before backward"}})
+    assert [skipped for skipped, *_ in said] == [[False, True, False], [False]][dist.get_rank()]
+    assert_same(state, run([0, 2], {})[0])
 
 
-def with_fewer_batches(steps: list[int], fails: Fails) -> Any:
-    """Of the first step alone on rank 1."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with sherd.join(model, optimizer):
-        return made_steps(model, optimizer, steps[:1] if dist.get_rank() else steps, fails)
-
-
-def test_a_rank_without_batches_skips_with_the_others(world):
-    found = world(2).run(with_fewer_batches, [0, 1, 2], {1: {0: "before backward"}})
-    assert [[skipped for skipped, *_ in said] for _, said in found] == [[False, True, False], [False]]
-    for (state, _), (its, _) in zip(found, world(2).run(with_fewer_batches, [0, 2], {}), strict=True):
-        assert_same(state, its)
-
-
-def alone() -> list[bool]:
+@on_processes(1)
+def test_one_process_skips_by_itself():
     model = net(mesh=init_device_mesh("cpu", (1,)))
     optimizer = Adam(model.parameters())
     fails = {1: {0: "forward"}, 2: {0: "backward"}, 3: {0: "nan"}}
@@ -568,17 +549,14 @@ def alone() -> list[bool]:
     with sherd.step(model, optimizer) as attempt:
         sherd.step(model, optimizer).__enter__()
     assert "sherd.step within sherd.step of the same model, FSDPNet" in (attempt.reason or "")
-    return [skipped for skipped, *_ in said]
-
-
-def test_one_process_skips_by_itself(world):
-    assert world(1).run(alone) == [[False, True, True, True, False]]
+    assert [skipped for skipped, *_ in said] == [False, True, True, True, False]
 
 
 # Wrong use
 
 
-def used_wrongly() -> None:
+@on_processes(2)
+def test_wrong_use_is_named():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -612,17 +590,7 @@ def used_wrongly() -> None:
         attempt.agree()
 
 
-def test_wrong_use_is_named(world):
-    world(2).run(used_wrongly)
-
-
 # Again and again, and elsewhere
-
-
-def failing_often(maker: str, transport: str, steps: list[int], fails: Fails) -> Any:
-    more: Any = {"placements": "zero1"} if maker == "ZeRO-1" else {}
-    model = net(transport=transport, **more)
-    return made_steps(model, Adam(model.parameters()), steps, fails, max_skips=9)
 
 
 OFTEN: Fails = {
@@ -637,40 +605,31 @@ OFTEN: Fails = {
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
 @pytest.mark.parametrize("maker", ["shard", "ZeRO-1"])
-def test_steps_that_are_skipped_in_a_row_over_each_transport(world, maker, transport):
-    found = world(2).run(failing_often, maker, transport, list(range(8)), OFTEN)
-    without = world(2).run(failing_often, maker, transport, [2, 7], {})
-    assert_as_without(found, without, [step in OFTEN for step in range(8)])
-    for _, said in found:
-        assert [rank for skipped, rank, *_ in said if skipped] == [1, 1, 1, 1, 1, 0]
+@on_processes(2)
+def test_steps_that_are_skipped_in_a_row_over_each_transport(maker, transport):
+    said = assert_as_without(partial(built, maker, transport=transport), 8, OFTEN, max_skips=9)
+    assert [rank for skipped, rank, *_ in said if skipped] == [1, 1, 1, 1, 1, 0]
 
 
-def two_optimizers(undoes: bool) -> tuple[bool, str]:
+@on_processes(2, undoes=[True, False])
+def test_the_second_of_two_models_fails_when_the_first_has_stepped(undoes):
     """Of a generator and a discriminator, as one module."""
     pair: Any = nn.ModuleList([net(), net()])
     optimizers = [Adam(each.parameters()) for each in pair]
-    before = [state_of(each, optimizer) for each, optimizer in zip(pair, optimizers, strict=True)]
-    try:
+    before = [state_of(*each) for each in zip(pair, optimizers, strict=True)]
+    kind = [CommError, Trouble][dist.get_rank()]
+    words = ["an optimizer has stepped on some ranks", "^of this rank alone$"][dist.get_rank()]
+    with contextlib.nullcontext() if undoes else pytest.raises(kind, match=words):  # noqa: SIM117
         with sherd.step(pair, optimizers, undo_optimizer=undoes) as attempt:
             body(pair[0], optimizers[0], 0, None)
             body(pair[1], optimizers[1], 0, "backward" if dist.get_rank() == 1 else None)
-    except (Trouble, CommError) as error:
-        return False, str(error)
-    for each, optimizer, expected in zip(pair, optimizers, before, strict=True):
-        assert_same(state_of(each, optimizer), expected)
-    return attempt.skipped, ""
+    if undoes:
+        assert attempt.skipped
+        assert_same([state_of(*each) for each in zip(pair, optimizers, strict=True)], before)
 
 
-def test_the_second_of_two_models_fails_when_the_first_has_stepped(world):
-    assert world(2).run(two_optimizers, True) == [(True, "")] * 2
-    (first, error), (second, own) = world(2).run(two_optimizers, False)
-    assert not first
-    assert not second
-    assert "an optimizer has stepped on some ranks" in error
-    assert own == "of this rank alone"
-
-
-def votes_of_each_step() -> list[int]:
+@on_processes(2)
+def test_a_settled_step_has_one_vote_more_also_after_a_skip():
     model = net()
     optimizer = Adam(model.parameters())
 
@@ -679,29 +638,26 @@ def votes_of_each_step() -> list[int]:
             body(model, optimizer, step, "backward" if step == 3 and dist.get_rank() == 1 else None)
         optimizer.zero_grad()
 
-    return num_calls(Coordinator, "_vote", one, 6)
+    assert num_calls(Coordinator, "_vote", one, 6)[2:] == [4, 2, 4, 4]
 
 
-def test_a_settled_step_has_one_vote_more_also_after_a_skip(world):
-    for counts in world(2).run(votes_of_each_step):
-        assert counts[2:] == [4, 2, 4, 4]
-
-
-def evaluates_before(steps: list[int], fails: Fails) -> Any:
+@on_processes(2)
+def test_a_rank_that_fails_waits_for_one_that_has_not_begun_the_step():
     """Rank 1 comes late to each step, since it evaluates; rank 0 fails in one before it has come."""
-    model = net()
 
-    def evaluate(step: int) -> None:
-        if dist.get_rank() == 1:
-            model.eval()
-            with torch.no_grad():
-                model(batch(0, 0))
-            model.train()
-        seed()
+    def run(steps, fails):
+        model, optimizer = built("shard")
 
-    return made_steps(model, Adam(model.parameters()), steps, fails, before=evaluate)
+        def evaluate(step):
+            if dist.get_rank() == 1:
+                model.eval()
+                with torch.no_grad():
+                    model(batch(0, 0))
+                model.train()
+            seed()
 
+        return made_steps(model, optimizer, steps, fails, before=evaluate)
 
-def test_a_rank_that_fails_waits_for_one_that_has_not_begun_the_step(world):
-    found = world(2).run(evaluates_before, [0, 1, 2], {1: {0: "first"}})
-    assert_as_without(found, world(2).run(evaluates_before, [0, 2], {}), [False, True, False])
+    state, said = run([0, 1, 2], {1: {0: "first"}})
+    assert [skipped for skipped, *_ in said] == [False, True, False]
+    assert_same(state, run([0, 2], {})[0])

@@ -131,16 +131,13 @@ class Case:
 Cases = Mapping[Hashable, Case]
 
 
-def run_each(cases: Cases) -> dict[Hashable, Run]:
-    """On a rank."""
-    return {name: case.run() for name, case in cases.items()}
-
-
-def assert_each_trains(ranks: Any, cases: Cases) -> None:
-    """Each of `cases` trains on `ranks` as in one process."""
-    runs = ranks.run(run_each, cases, timeout=240)
+def assert_each_trains(cases: Cases) -> None:
+    """On a rank: each of `cases` trains as in one process."""
     for name, case in cases.items():
-        assert_plain([run[name] for run in runs], case.recipe, name)
+        try:
+            assert_trained_as(case.run(), plainly(case.recipe, dist.get_world_size())[dist.get_rank()])
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
 
 
 @functools.cache
@@ -156,22 +153,13 @@ def plainly(recipe: Recipe, num_ranks: int) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def assert_plain(runs: list[Run], recipe: Recipe, case: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    """Every rank's run is that of one process."""
-    for rank, (found, expected) in enumerate(zip(runs, plainly(recipe, len(runs)), strict=True)):
-        try:
-            assert_trained_as(found, expected, rtol=rtol, atol=atol)
-        except AssertionError as error:
-            raise AssertionError(f"{case}, rank {rank}: {error}") from error
-
-
 def assert_mean_gradients(
-    runs: list[dict[Hashable, Named]], plain: nn.Module, loss_of: Callable[[Any, int], Tensor]
+    found: dict[Hashable, Named], plain: nn.Module, loss_of: Callable[[Any, int], Tensor]
 ) -> None:
-    """Every rank's gradients, by case, are the means of those of `loss_of(plain, rank)` over ranks."""
-    for rank in range(len(runs)):
-        (loss_of(plain, rank) / len(runs)).backward()
+    """On a rank: its gradients, by case, are the means of those of `loss_of(plain, rank)` over ranks."""
+    num_ranks = dist.get_world_size()
+    for rank in range(num_ranks):
+        (loss_of(plain, rank) / num_ranks).backward()
     expected = whole_grads(plain)
-    for found in runs:
-        for case, grads in found.items():
-            assert_named_close(grads, expected, f"{case}: gradient", 1.3e-6, 1e-5)
+    for case, grads in found.items():
+        assert_named_close(grads, expected, f"{case}: gradient", 1.3e-6, 1e-5)

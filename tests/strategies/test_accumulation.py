@@ -18,6 +18,7 @@ from tests.support import sharding
 from tests.support.comparing import whole_grads
 from tests.support.meshes import mesh_of
 from tests.support.models import build, noise
+from tests.support.ranks.bodies import on_processes
 from tests.support.training import Recipe, made
 
 OUTER, INNER = "outer", "inner"
@@ -65,19 +66,6 @@ def backward_of(model, micro):
     loss_of(model, micro, dist.get_rank()).backward()
 
 
-def collectives_of_a_step(preset):
-    """By backward of an accumulated step: which collectives ran in its forward and backward. One unit, one group."""
-    mesh = mesh_of((2, 2))
-    model = sharded(build("whole_in_one_unit"), preset, "flat", mesh, comm_policy=TORCH)
-    backward_of(model, 0)
-    counts = []
-    with Calls(mesh) as calls, sherd.accumulate(model, 3):
-        for micro in range(3):
-            backward_of(model, micro)
-            counts.append(calls.taken())
-    return counts
-
-
 RS, AG, AR = "reduce_scatter", "all_gather", "all_reduce"
 NOTHING: dict = {}
 EXPECTED = {
@@ -95,17 +83,21 @@ EXPECTED = {
 }
 
 
-def all_collectives():
-    return {preset: collectives_of_a_step(preset) for preset in EXPECTED}
-
-
-def test_each_backward_reduces_over_the_axes_that_gradients_are_sharded_over_and_the_last_one_over_all(world):
-    for found in world(4).run(all_collectives):
-        assert found == EXPECTED
+@on_processes(4, preset=EXPECTED)
+def test_each_backward_reduces_over_the_axes_that_gradients_are_sharded_over_and_the_last_one_over_all(preset):
+    """One unit, one group."""
+    mesh = mesh_of((2, 2))
+    model = sharded(build("whole_in_one_unit"), preset, "flat", mesh, comm_policy=TORCH)
+    backward_of(model, 0)
+    with Calls(mesh) as calls, sherd.accumulate(model, 3):
+        for micro, expected in enumerate(EXPECTED[preset]):
+            backward_of(model, micro)
+            assert calls.taken() == expected, micro
 
 
 @pytest.mark.parametrize("front_end", ["fully_shard", "original", "flat_parameter"])
-def test_accumulated_steps_are_those_of_one_process(world, front_end):
+@on_processes(4, timeout=240)
+def test_accumulated_steps_are_those_of_one_process(front_end):
     words = {"micro_batches": 2, "max_norm": 0.1}
     how = {"accumulate": True}
     if front_end == "fully_shard":
@@ -114,14 +106,15 @@ def test_accumulated_steps_are_those_of_one_process(world, front_end):
         options = {"use_orig_params": front_end == "original"}
         presets = ("zero1", "hfsdp")
         cases = {each: Case(Recipe("mlp", **words), each, by=wrapped, options=options, how=how) for each in presets}
-    assert_each_trains(world(4), cases)
+    assert_each_trains(cases)
 
 
 BRANCHES = (2, 0, 1)
 
 
-def gradients_where_units_come_and_go():
-    """Each micro-batch runs another unit, the last one among them; the sum of gradients, whole."""
+@on_processes(4)
+def test_a_unit_that_only_an_early_backward_reached_has_its_gradient_after_the_last():
+    """Each micro-batch runs another unit, the last one among them."""
     found = {}
     for preset in ("ddp", "zero1", "hsdp", "hfsdp"):
         model = sharded(build("branching"), preset, "rows")
@@ -129,15 +122,8 @@ def gradients_where_units_come_and_go():
             for branch in BRANCHES:
                 loss_of(model, branch, dist.get_rank(), branch).backward()
         found[preset] = whole_grads(model)
-    return found
-
-
-def test_a_unit_that_only_an_early_backward_reached_has_its_gradient_after_the_last(world):
-    assert_mean_gradients(
-        world(4).run(gradients_where_units_come_and_go),
-        build("branching"),
-        lambda plain, rank: sum(loss_of(plain, branch, rank, branch) for branch in BRANCHES),
-    )
+    plain_loss = lambda plain, rank: sum(loss_of(plain, branch, rank, branch) for branch in BRANCHES)  # noqa: E731
+    assert_mean_gradients(found, build("branching"), plain_loss)
 
 
 class Dot(nn.Module):
@@ -151,21 +137,14 @@ class Dot(nn.Module):
         return (self.weight * x).sum()
 
 
-def sums_of_256_and_four_ones():
-    """By preset. In bfloat16 256 + 1 is 256."""
-    low, found = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), {}
-    for preset in PRESETS:
-        model = Dot()
-        sherd.fully_shard(model, mesh=mesh_of((2, 2)), placements=preset, mp_policy=low, comm_policy=TORCH)
-        with sherd.accumulate(model, 5):
-            for value in (256.0, 1.0, 1.0, 1.0, 1.0):
-                model(torch.full((6,), value)).backward()
-        found[preset] = model.weight.grad.full_tensor().tolist()
-    return found
-
-
-def test_micro_batches_add_up_in_float32_whatever_they_are_reduced_in(world):
-    assert world(4).run(sums_of_256_and_four_ones) == [dict.fromkeys(PRESETS, [260.0] * 6)] * 4
+@on_processes(4, preset=PRESETS)
+def test_micro_batches_add_up_in_float32_whatever_they_are_reduced_in(preset):
+    low, model = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), Dot()
+    sherd.fully_shard(model, mesh=mesh_of((2, 2)), placements=preset, mp_policy=low, comm_policy=TORCH)
+    with sherd.accumulate(model, 5):
+        for value in (256.0, 1.0, 1.0, 1.0, 1.0):  # in bfloat16 256 + 1 is 256
+            model(torch.full((6,), value)).backward()
+    assert model.weight.grad.full_tensor().tolist() == [260.0] * 6
 
 
 def own_gradients(model):
@@ -173,68 +152,40 @@ def own_gradients(model):
     return [each.grad.to_local().clone() for each in model.parameters()]
 
 
-def steps_that_went_wrong(preset):
-    """What each said, and whether the step after it has its own gradients alone."""
+@on_processes(4, preset=["zero1", "hfsdp"])
+def test_a_step_that_goes_wrong_says_so_and_leaves_nothing_to_the_next(preset):
     model = sharded(build("mlp"), preset, "flat")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward_of(model, 7)  # nothing goes wrong
-    expected, said = own_gradients(model), []
+    expected, block = own_gradients(model), model.blocks[0]
 
-    def still_right():
+    def goes_wrong(of, announced, num_backwards, then):
+        with sherd.accumulate(of, announced):
+            for number in range(num_backwards):
+                backward_of(model, 1 + number)
+            if then is not None:
+                then()
+
+    interrupt, nest = lambda: 1 / 0, lambda: sherd.accumulate(block, 2).__enter__()
+    for of, announced, num_backwards, then, error, words in (
+        (model, 3, 1, None, StateError, r"accumulate\(model, 3\) saw 1 backwards"),
+        (model, 1, 2, None, StateError, r"backward number 2 of Mlp inside accumulate\(model, 1\)"),
+        (model, 2, 0, nest, StateError, "accumulate within accumulate"),
+        (model, 3, 1, interrupt, ZeroDivisionError, "division by zero"),
+        (block, 1, 1, None, StateError, "saw 0 backwards"),
+    ):
+        optimizer.zero_grad()
+        with pytest.raises(error, match=words):
+            goes_wrong(of, announced, num_backwards, then)
         with sherd.accumulate(model, 1):
             optimizer.zero_grad()
             backward_of(model, 7)
         torch.testing.assert_close(own_gradients(model), expected)
 
-    for kind in (too_few, too_many, nested, interrupted, of_a_unit_within):
-        optimizer.zero_grad()
-        try:
-            kind(model)
-        except (StateError, ZeroDivisionError) as error:
-            said.append(str(error))
-        still_right()
-    return said
 
-
-def too_few(model):
-    with sherd.accumulate(model, 3):
-        backward_of(model, 1)
-
-
-def too_many(model):
-    with sherd.accumulate(model, 1):
-        backward_of(model, 1)
-        backward_of(model, 2)
-
-
-def nested(model):
-    with sherd.accumulate(model, 2), sherd.accumulate(model.blocks[0], 2):
-        pass
-
-
-def interrupted(model):
-    with sherd.accumulate(model, 3):
-        backward_of(model, 1)
-        raise ZeroDivisionError("interrupted")
-
-
-def of_a_unit_within(model):
-    with sherd.accumulate(model.blocks[0], 1):
-        backward_of(model, 1)
-
-
-@pytest.mark.parametrize("preset", ["zero1", "hfsdp"])
-def test_a_step_that_goes_wrong_says_so_and_leaves_nothing_to_the_next(world, preset):
-    for few, many, inner, broken, part in world(4).run(steps_that_went_wrong, preset):
-        assert "accumulate(model, 3) saw 1 backwards" in few
-        assert "backward number 2 of Mlp inside accumulate(model, 1)" in many
-        assert "accumulate within accumulate" in inner
-        assert broken == "interrupted"
-        assert "saw 0 backwards" in part
-
-
-def gradients_with_other_switches():
-    """Announced micro-batches of which some are not to be reduced, by the switches of either front end."""
+@on_processes(4)
+def test_switching_reductions_off_by_hand_inside_changes_no_value():
+    """Of announced micro-batches some are not to be reduced, by the switches of either front end."""
     found = {}
     for preset in ("zero1", "hfsdp"):
         composed = sharded(build("mlp"), preset, "flat")
@@ -249,15 +200,8 @@ def gradients_with_other_switches():
                 backward_of(other, 0)
             backward_of(other, 1)
         found |= {preset: whole_grads(composed), f"{preset}, wrapped": whole_grads(other)}
-    return found
-
-
-def test_switching_reductions_off_by_hand_inside_changes_no_value(world):
-    assert_mean_gradients(
-        world(4).run(gradients_with_other_switches),
-        build("mlp"),
-        lambda plain, rank: loss_of(plain, 0, rank) + loss_of(plain, 1, rank),
-    )
+    plain_loss = lambda plain, rank: loss_of(plain, 0, rank) + loss_of(plain, 1, rank)  # noqa: E731
+    assert_mean_gradients(found, build("mlp"), plain_loss)
 
 
 def three_layers():
@@ -271,17 +215,12 @@ def penalty(model, number):
     return loss + slope.square().sum()
 
 
-def penalties_within_accumulation():
+@on_processes(2)
+def test_a_backward_for_other_tensors_is_none_of_those_announced():
     model = sharding.sharded(made(three_layers))
     with sherd.accumulate(model, 2):
         for number in range(2):
             penalty(model, number).backward()
-    return {"penalties": whole_grads(model)}
-
-
-def test_a_backward_for_other_tensors_is_none_of_those_announced(world):
     assert_mean_gradients(
-        world(2).run(penalties_within_accumulation),
-        made(three_layers),
-        lambda plain, rank: penalty(plain, 0) + penalty(plain, 1),
+        {"penalties": whole_grads(model)}, made(three_layers), lambda plain, rank: penalty(plain, 0) + penalty(plain, 1)
     )

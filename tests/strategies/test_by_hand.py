@@ -13,51 +13,14 @@ from sherd import MixedPrecisionPolicy
 from tests.strategies.cases import assert_mean_gradients, sharded
 from tests.support.comparing import assert_named_close, whole, whole_grads
 from tests.support.models import build, noise
+from tests.support.ranks.bodies import on_processes
 
-
-def in_place(parameters):
-    for each in parameters:
-        each.mul_(1.5)
-
-
-def by_foreach(parameters):
-    torch._foreach_mul_([each.to_local() for each in parameters], 1.5)
-
-
-def by_data(parameters):
-    for each in parameters:
-        each.data.copy_(each.detach() * 1.5)
-
-
-def by_local_data(parameters):
-    for each in parameters:
-        each.to_local().data.copy_(each.to_local().detach() * 1.5)
-
-
-WAYS = (in_place, by_foreach, by_data, by_local_data)
-
-
-def outputs_after_writing(preset, cut, precision):
-    """The output after each way of writing, with and without gradients; then whole values in every form."""
-    model = sharded(build("uneven"), preset, cut, mp_policy=precision)
-    outputs = []
-    for at, way in enumerate(WAYS):
-        with torch.no_grad():
-            way(list(model.parameters()))
-        with torch.set_grad_enabled(at % 2 == 0):
-            outputs.append(model(noise(0, 0, 4, 7)).detach().float())
-    with sherd.unsharded(model, writeback=False):
-        lent = whole(dict(model.named_parameters()))
-    full, saved = whole(dict(model.named_parameters())), whole(model.state_dict())
-    model.layers[1].unshard()
-    shown = model.layers[1].weight.detach().float().clone()
-    model.layers[1].reshard()
-    assert isinstance(model.layers[1].weight, DTensor)
-    return outputs, lent, full, saved, shown
-
-
-def everything_written(cut, precision):
-    return {preset: outputs_after_writing(preset, cut, precision) for preset in ("ddp", "zero1", "hsdp", "hfsdp")}
+WAYS = (
+    lambda each: each.mul_(1.5),
+    lambda each: torch._foreach_mul_([each.to_local()], 1.5),
+    lambda each: each.data.copy_(each.detach() * 1.5),
+    lambda each: each.to_local().data.copy_(each.to_local().detach() * 1.5),
+)
 
 
 @pytest.mark.parametrize(
@@ -67,34 +30,26 @@ def everything_written(cut, precision):
         ("whole", MixedPrecisionPolicy(param_dtype=torch.bfloat16), 0.25),
     ],
 )
-def test_the_next_forward_computes_with_what_was_written_and_all_forms_show_it(world, cut, precision, atol):
-    plain = build("uneven")
-    expected = []
-    with torch.no_grad():
-        for _ in WAYS:
-            in_place(plain.parameters())
-            expected.append(plain(noise(0, 0, 4, 7)))
+@on_processes(4, preset=["ddp", "zero1", "hsdp", "hfsdp"])
+def test_the_next_forward_computes_with_what_was_written_and_all_forms_show_it(preset, cut, precision, atol):
+    model, plain, x = sharded(build("uneven"), preset, cut, mp_policy=precision), build("uneven"), noise(0, 0, 4, 7)
+    for at, way in enumerate(WAYS):
+        with torch.no_grad():
+            for each in model.parameters():
+                way(each)
+            for each in plain.parameters():
+                each.mul_(1.5)
+        with torch.set_grad_enabled(at % 2 == 0):
+            torch.testing.assert_close(model(x).float(), plain(x), rtol=0.02, atol=atol)
     values = plain.state_dict()
-    for found in world(4).run(everything_written, cut, precision):
-        for preset, (outputs, *forms, shown) in found.items():
-            for output, wanted in zip(outputs, expected, strict=True):
-                torch.testing.assert_close(
-                    output, wanted, rtol=0.02, atol=atol, msg=lambda said, at=preset: f"{at}: {said}"
-                )
-            for form in forms:
-                assert_named_close(form, values, f"{preset}: value", 1.3e-6, 1e-5)
-            torch.testing.assert_close(shown, values["layers.1.weight"], rtol=0.01, atol=0.01)
-
-
-def trained_where_one_rank_uses_less():
-    """Rank 0 leaves the second block out of one unit; gradients, whole, by preset."""
-    found = {}
-    for preset in ("ddp", "zero1", "hfsdp"):
-        model = sharded(build("whole_in_one_unit"), preset, "rows")
-        for micro in range(2):
-            loss_without(model, dist.get_rank(), micro).backward()
-        found[preset] = whole_grads(model)
-    return found
+    with sherd.unsharded(model, writeback=False):
+        lent = whole(dict(model.named_parameters()))
+    for form in (lent, whole(dict(model.named_parameters())), whole(model.state_dict())):
+        assert_named_close(form, values, "value", 1.3e-6, 1e-5)
+    model.layers[1].unshard()
+    torch.testing.assert_close(model.layers[1].weight.float(), values["layers.1.weight"], rtol=0.01, atol=0.01)
+    model.layers[1].reshard()
+    assert isinstance(model.layers[1].weight, DTensor)
 
 
 def loss_without(model, rank, micro):
@@ -104,9 +59,14 @@ def loss_without(model, rank, micro):
         return model.loss(model(noise(micro, rank)))
 
 
-def test_a_parameter_that_one_rank_has_not_used_has_the_gradient_of_the_others(world):
-    assert_mean_gradients(
-        world(4).run(trained_where_one_rank_uses_less),
-        build("whole_in_one_unit"),
-        lambda plain, rank: loss_without(plain, rank, 0) + loss_without(plain, rank, 1),
-    )
+@on_processes(4)
+def test_a_parameter_that_one_rank_has_not_used_has_the_gradient_of_the_others():
+    """Rank 0 leaves the second block out of one unit."""
+    found = {}
+    for preset in ("ddp", "zero1", "hfsdp"):
+        model = sharded(build("whole_in_one_unit"), preset, "rows")
+        for micro in range(2):
+            loss_without(model, dist.get_rank(), micro).backward()
+        found[preset] = whole_grads(model)
+    plain_loss = lambda plain, rank: loss_without(plain, rank, 0) + loss_without(plain, rank, 1)  # noqa: E731
+    assert_mean_gradients(found, build("whole_in_one_unit"), plain_loss)

@@ -14,6 +14,7 @@ from tests.strategies.cases import CUTS, PAIRS, Case, assert_each_trains, sharde
 from tests.support.comparing import assert_named_close
 from tests.support.meshes import mesh_of
 from tests.support.models import build
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.training import Recipe
 
 COPIES, OPTIMIZER, GRADIENTS, PARAMETERS = Level
@@ -51,8 +52,9 @@ def pair(at):
 
 
 @pytest.mark.parametrize("turn", range(4))
-def test_all_pairs_of_levels_train_as_one_process_under_every_cut(world, turn):
-    assert_each_trains(world(4), {levels: pair(at) for at, levels in enumerate(PAIRS) if at % 4 == turn})
+@on_processes(4, timeout=240)
+def test_all_pairs_of_levels_train_as_one_process_under_every_cut(turn):
+    assert_each_trains({levels: pair(at) for at, levels in enumerate(PAIRS) if at % 4 == turn})
 
 
 SHAPES = ((1, 4), (4, 1), (1, 1), (3,))
@@ -60,21 +62,23 @@ SHAPES = ((1, 4), (4, 1), (1, 1), (3,))
 
 @pytest.mark.front("Strategies as values")
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
-def test_axes_of_one_rank_and_single_axes_train_as_one_process(world, num_ranks):
+@on_processes(timeout=240)
+def test_axes_of_one_rank_and_single_axes_train_as_one_process():
     cases = {}
     for at, shape in enumerate(SHAPES):
         for levels in (HFSDP,) if len(shape) == 2 else ((OPTIMIZER,), (GRADIENTS,)):
             cut = list(CUTS)[(at + len(levels)) % len(CUTS)]
-            if math.prod(shape) == num_ranks:
+            if math.prod(shape) == dist.get_world_size():
                 cases[shape, levels] = Case(plain_step("uneven", max_norm=0.1), levels, cut, shape)
-    assert_each_trains(world(num_ranks), cases)
+    assert_each_trains(cases)
 
 
 @pytest.mark.parametrize(
     ("levels", "cut", "shape"), [(HFSDP, "flat", (2, 4)), ((PARAMETERS, OPTIMIZER), "whole", (4, 2))]
 )
-def test_eight_ranks_train_as_one_process(threads, levels, cut, shape):
-    assert_each_trains(threads(8), {"eight": Case(Recipe("uneven", max_norm=0.1), levels, cut, shape)})
+@on_threads(8)
+def test_eight_ranks_train_as_one_process(levels, cut, shape):
+    assert_each_trains({"eight": Case(Recipe("uneven", max_norm=0.1), levels, cut, shape)})
 
 
 SHARED = CommPolicy("shared_memory")
@@ -94,17 +98,19 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_transports_offload_recomputation_and_resharding_go_with_every_strategy(world, choice):
+@on_processes(4, timeout=240)
+def test_transports_offload_recomputation_and_resharding_go_with_every_strategy(choice):
     model, levels, options = CHOICES[choice]
     cut = ("flat", "rows", "whole")[list(CHOICES).index(choice) % 3]
-    assert_each_trains(world(4), {choice: Case(plain_step(model, max_norm=0.1), levels, cut, options=options)})
+    assert_each_trains({choice: Case(plain_step(model, max_norm=0.1), levels, cut, options=options)})
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "hfsdp"])
-def test_flat_parameters_and_flat_steps_train_as_one_process(world, preset):
+@on_processes(4, timeout=240)
+def test_flat_parameters_and_flat_steps_train_as_one_process(preset):
     recipe = Recipe("mlp", max_norm=0.1)
     flat, stepped = Case(recipe, preset, by=wrapped), Case(recipe, preset, how={"flatten": True})
-    assert_each_trains(world(4), {"flat": flat, "stepped": stepped})
+    assert_each_trains({"flat": flat, "stepped": stepped})
 
 
 def from_the_meta_device(_, levels, cut, mesh):
@@ -134,43 +140,31 @@ def replicated(model, levels, cut, mesh):
     ],
     ids=["ZeRO-1", "copies", "HFSDP", "replicate"],
 )
-def test_models_without_data_and_replicated_ones_train_as_one_process(world, case):
-    assert_each_trains(world(4), {case.by.__name__: case})
+@on_processes(4, timeout=240)
+def test_models_without_data_and_replicated_ones_train_as_one_process(case):
+    assert_each_trains({case.by.__name__: case})
 
 
-def low_precision(reduce_dtype):
-    """Gradients of one backward under bfloat16 compute, by strategy."""
+@pytest.mark.parametrize(("reduce_dtype", "atol"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
+@on_processes(4)
+def test_low_precision_computes_what_the_default_strategy_does(reduce_dtype, atol):
+    """Casts happen at the same places; sums in float32 in another order, those in bfloat16 round otherwise."""
     policy, found = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype), {}
     for levels in ((COPIES,), (OPTIMIZER,), HFSDP, (OPTIMIZER, GRADIENTS), (PARAMETERS,)):
         model = sharded(build("mlp"), levels, "flat", mp_policy=policy)
         found[levels] = train(model, plain_step("mlp")).params
-    return found
+    for levels, params in found.items():
+        assert_named_close(params, found[(PARAMETERS,)], f"{levels}: parameter", 0, atol)
 
 
-@pytest.mark.parametrize(("reduce_dtype", "atol"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
-def test_low_precision_computes_what_the_default_strategy_does(world, reduce_dtype, atol):
-    """Casts happen at the same places; sums in float32 in another order, those in bfloat16 round otherwise."""
-    for found in world(4).run(low_precision, reduce_dtype):
-        expected = found[(PARAMETERS,)]
-        for levels, params in found.items():
-            assert_named_close(params, expected, f"{levels}: parameter", 0, atol)
-
-
-OVERFLOW = Recipe("mlp", steps=5)
-
-
-def scaled_steps():
+@on_processes(4)
+def test_all_ranks_skip_the_step_in_which_one_overflows():
     """Of five scaled steps rank 1 overflows in the third."""
-    strategies, ranks = ((COPIES,), (OPTIMIZER,), HFSDP), [dist.get_rank()]
-    return {
-        levels: train_with_an_overflow(sharded(build("mlp"), levels, "flat"), OVERFLOW, ranks) for levels in strategies
-    }
-
-
-def test_all_ranks_skip_the_step_in_which_one_overflows(world):
-    scales, params = train_with_an_overflow(build("mlp"), OVERFLOW, range(4))
+    recipe = Recipe("mlp", steps=5)
+    scales, params = train_with_an_overflow(build("mlp"), recipe, range(4))
     assert scales == [64.0, 128.0, 64.0, 64.0, 128.0], "the plain run must have skipped its third step"
-    for found in world(4).run(scaled_steps):
-        for levels, (its_scales, its_params) in found.items():
-            assert its_scales == scales, levels
-            assert_named_close(its_params, params, f"{levels}: parameter", 1e-5, 1e-6)
+    for levels in ((COPIES,), (OPTIMIZER,), HFSDP):
+        model = sharded(build("mlp"), levels, "flat")
+        its_scales, its_params = train_with_an_overflow(model, recipe, [dist.get_rank()])
+        assert its_scales == scales, levels
+        assert_named_close(its_params, params, f"{levels}: parameter", 1e-5, 1e-6)

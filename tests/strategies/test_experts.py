@@ -12,6 +12,7 @@ from sherd import Blocks, Flat, OnMesh, Owned
 from sherd.errors import PolicyError
 from tests.strategies.routed import built, divide_experts, loss_of
 from tests.support.comparing import assert_named_close, assert_same, whole
+from tests.support.ranks.bodies import on_processes
 
 STEPS, MAX_NORM = 3, 0.05
 
@@ -55,26 +56,6 @@ def trained(model, ranks, clip, wholes, before_a_step=lambda: None):
     return norms, grads, wholes(dict(model.named_parameters()))
 
 
-def trained_on_a_rank(as_dtensor, cut, placements, clips, ignores_gain=False, **options):
-    model, mesh = sharded(as_dtensor, cut, placements, ignores_gain, **options)
-
-    def wholes(values):
-        """With all experts, whatever the form of one rank's part."""
-        found = whole(values)
-        if len(found["experts.weight"]) == 2:
-            parts = [torch.empty_like(found["experts.weight"]) for _ in range(2)]
-            dist.all_gather(parts, found["experts.weight"], group=mesh["ep"].get_group())
-            found["experts.weight"] = torch.cat(parts)
-        return found
-
-    def reduce_gain():
-        if ignores_gain:
-            dist.all_reduce(model.gain.grad)
-            model.gain.grad /= 4
-
-    return trained(model, [dist.get_rank()], sherd.clip_grad_norm_ if clips else None, wholes, reduce_gain)
-
-
 def trained_plainly(clips):
     return trained(built(), range(4), torch.nn.utils.clip_grad_norm_ if clips else None, whole)
 
@@ -89,31 +70,46 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_experts_over_another_mesh_train_and_clip_as_in_one_process(world, case):
-    *settings, clips, options = case
-    expected = trained_plainly(clips)
-    for found in world(4).run(trained_on_a_rank, *settings, clips, **options):
-        assert_same(found, expected, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize(("as_dtensor", "cut", "placements", "clips", "options"), CASES)
+@on_processes(4)
+def test_experts_over_another_mesh_train_and_clip_as_in_one_process(as_dtensor, cut, placements, clips, options):
+    model, mesh = sharded(as_dtensor, cut, placements, **options)
+
+    def wholes(values):
+        """With all experts, whatever the form of one rank's part."""
+        found = whole(values)
+        if len(found["experts.weight"]) == 2:
+            parts = [torch.empty_like(found["experts.weight"]) for _ in range(2)]
+            dist.all_gather(parts, found["experts.weight"], group=mesh["ep"].get_group())
+            found["experts.weight"] = torch.cat(parts)
+        return found
+
+    def reduce_gain():
+        if "ignores_gain" in options:
+            dist.all_reduce(model.gain.grad)
+            model.gain.grad /= 4
+
+    assert_same(
+        trained(model, [dist.get_rank()], sherd.clip_grad_norm_ if clips else None, wholes, reduce_gain),
+        trained_plainly(clips),
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
-def resharded_by_hand():
+@on_processes(4)
+def test_an_int_reshards_over_neighbours_of_each_mesh_and_must_divide_all():
     model, _ = sharded(True, Flat())
     model.set_reshard_after_forward(2)
     loss_of(model, 0, dist.get_rank()).backward()
     grad = model.experts.weight.grad.full_tensor()
     with pytest.raises(PolicyError, match="sharded over 2 ranks"):
         model.set_reshard_after_forward(4)
-    return grad
+    torch.testing.assert_close(grad, trained_plainly(False)[1]["experts.weight"])
 
 
-def test_an_int_reshards_over_neighbours_of_each_mesh_and_must_divide_all(world):
-    expected = trained_plainly(False)[1]["experts.weight"]
-    for grad in world(4).run(resharded_by_hand):
-        torch.testing.assert_close(grad, expected)
-
-
-def lent_saved_and_loaded():
+@on_processes(4)
+def test_experts_are_lent_and_move_between_cuts():
     """Whole values by `unsharded`; a full state dict loads into other cuts."""
     model, _ = sharded(True, Flat())
     with sherd.unsharded(model):
@@ -124,13 +120,8 @@ def lent_saved_and_loaded():
     full = whole(model.state_dict())
     other, _ = sharded(True, Shard(1), placement=Owned())
     other.load_state_dict(full)
-    return lent["dense.weight"], full, whole(other.state_dict())
-
-
-def test_experts_are_lent_and_move_between_cuts(world):
     plain = built().state_dict()
-    for dense, full, found in world(4).run(lent_saved_and_loaded):
-        torch.testing.assert_close(dense, plain["dense.weight"])
-        doubled = {name: 2 * value for name, value in plain.items()}
-        assert_named_close(full, doubled, "saved", 1.3e-6, 1e-5)
-        assert_named_close(found, doubled, "loaded", 1.3e-6, 1e-5)
+    doubled = {name: 2 * value for name, value in plain.items()}
+    torch.testing.assert_close(lent["dense.weight"], plain["dense.weight"])
+    assert_named_close(full, doubled, "saved", 1.3e-6, 1e-5)
+    assert_named_close(whole(other.state_dict()), doubled, "loaded", 1.3e-6, 1e-5)

@@ -9,6 +9,7 @@ from sherd.memory.report import memory_report, track_memory
 from sherd.policy import Level
 from tests.strategies.cases import sharded
 from tests.support.models import build
+from tests.support.ranks.bodies import on_processes
 
 COPIES, OPTIMIZER, GRADIENTS, PARAMETERS = Level
 STRATEGIES = (
@@ -29,9 +30,13 @@ def step(model):
     model.loss(model(*model.make_inputs(0, dist.get_rank()))).backward()
 
 
-def peaks(cut, transport, precision):
-    """By strategy: predicted before a step was watched, and after one; measured."""
-    found = []
+@pytest.mark.parametrize(
+    ("cut", "transport", "precision"),
+    [("rows", "torch", FULL), ("flat", "auto", LOW)],
+)
+@on_processes(4)
+def test_the_peak_of_a_step_is_predicted_under_every_strategy(cut, transport, precision):
+    """Before a step was watched and after one."""
     for levels in STRATEGIES:
         model = sharded(build("mlp"), levels, cut, (2, 2), comm_policy=CommPolicy(transport), mp_policy=precision)
         step(model)
@@ -41,19 +46,8 @@ def peaks(cut, transport, precision):
             step(model)
         model.zero_grad()
         after = memory_report(model)
-        found.append((before, after.predicted_peak, after.measured_peak))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("cut", "transport", "precision"),
-    [("rows", "torch", FULL), ("flat", "auto", LOW)],
-)
-def test_the_peak_of_a_step_is_predicted_under_every_strategy(world, cut, transport, precision):
-    for found in world(4).run(peaks, cut, transport, precision):
-        for levels, (before, after, measured) in zip(STRATEGIES, found, strict=True):
-            assert after == pytest.approx(measured, rel=0.02), levels
-            assert measured <= before <= 1.02 * measured, levels
+        assert after.predicted_peak == pytest.approx(after.measured_peak, rel=0.02), levels
+        assert after.measured_peak <= before <= 1.02 * after.measured_peak, levels
 
 
 # Of a whole over (2, 2) ranks, in quarters: shards, what is kept unsharded, which holds the shards, and gradients.
@@ -67,21 +61,12 @@ KEPT = {
 }
 
 
-def kept_between_steps():
-    """By strategy: bytes of one block by kind, after steps."""
-    found = {}
-    for levels in KEPT:
+@on_processes(4)
+def test_each_strategy_keeps_its_quarters_of_a_unit():
+    quarter = sum(each.nbytes for each in build("mlp").blocks[0].parameters()) / 4
+    for levels, quarters in KEPT.items():
         model = sharded(build("mlp"), levels, "flat", (2, 2))
         step(model)
-        rows = memory_report(model).rows
-        found[levels] = {row.kind: row.now for row in rows if row.unit == "blocks.0" and row.now}
-    return found
-
-
-def test_each_strategy_keeps_its_quarters_of_a_unit(world):
-    quarter = sum(each.nbytes for each in build("mlp").blocks[0].parameters()) / 4
-    for found in world(4).run(kept_between_steps):
-        for levels, quarters in KEPT.items():
-            for kind, number in zip(("shards", "unsharded", "gradients"), quarters, strict=True):
-                kept = found[levels].get(kind, 0)
-                assert kept == pytest.approx(number * quarter, rel=0.25), (levels, kind)
+        kept = {row.kind: row.now for row in memory_report(model).rows if row.unit == "blocks.0" and row.now}
+        for kind, number in zip(("shards", "unsharded", "gradients"), quarters, strict=True):
+            assert kept.get(kind, 0) == pytest.approx(number * quarter, rel=0.25), (levels, kind)

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import sherd
-from sherd import DataParallelMeshDims, Flat, FullyShardedDataParallel, OnMesh, Placements, fully_shard
+from sherd import Flat, FullyShardedDataParallel, OnMesh, Placements, fully_shard
 from sherd._torch import imagined_ranks
 from sherd.api.placements import PRESETS
 from sherd.errors import MeshError, ModuleError, PlacementError, PolicyError, PolicyTypeError
@@ -114,8 +114,6 @@ def test_the_wrapper_and_setters_refuse_what_strategies_exclude():
             FullyShardedDataParallel(block, device_mesh=mesh["two"], sharding_strategy="hfsdp")
         with pytest.raises(MeshError):
             FullyShardedDataParallel(block, device_mesh=mesh["one"], sharding_strategy=rows, use_orig_params=True)
-        with pytest.raises(PolicyError, match="twice"):
-            DataParallelMeshDims(shard=("a", "c"), replicate="c")
         fully_shard(block, mesh=mesh["two"], placements="zero2")
         with pytest.raises(PolicyError, match="keeps unsharded"):
             block.set_reshard_after_forward(2)

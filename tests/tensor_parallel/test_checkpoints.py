@@ -6,6 +6,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import sherd
 from tests.support import checkpoints
+from tests.support.ranks.bodies import on_processes
 from tests.tensor_parallel.training import (
     ODD,
     built,
@@ -70,8 +71,8 @@ def test_training_goes_on_from_mesh_to_mesh_to_one_process_and_back(world, tmp_p
             close(after, expected[number + 1], f" after a step on {shape}")
 
 
-def between_state_dicts():
-    """A state dict of shards loads into another cut, a full one into any; a shard says where it lies."""
+@on_processes(4)
+def test_state_dicts_of_shards_and_full_ones_load_into_any_cut():
     mesh = mesh_of((2, 2), "dp", "tp")
     net = sharded(tensor_parallel(built(ODD), mesh["tp"]), mesh=mesh["dp"])
     other = sharded(
@@ -81,25 +82,17 @@ def between_state_dicts():
     )
     shards = net.state_dict()
     full = whole(shards)
-    found = []
     for state, assign in ((shards, False), (full, False), (full, True)):
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.zero_()
         other.load_state_dict(state, assign=assign)
-        found.append(wholes(other))
+        close(wholes(other), wholes(built(ODD)))
     layout = {name: tuple(map(str, each.placements)) for name, each in shards.items() if isinstance(each, DTensor)}
     with sherd.unsharded(net):
         whole_on_dp = {name: tuple(map(str, each.placements)) for name, each in net.named_parameters()}
-    return found, layout, whole_on_dp
-
-
-def test_state_dicts_of_shards_and_full_ones_load_into_any_cut(world):
-    for found, layout, whole_on_dp in world(4).run(between_state_dicts):
-        for params in found:
-            close(params, wholes(built(ODD)))
-        assert layout["embed.weight"] == layout["blocks.0.mlp.up.weight"] == ("_S(0, 2)", "S(0)")
-        assert layout["blocks.0.mlp.down.weight"] == ("S(0)", "S(1)")
-        assert layout["norm.weight"] == ("S(0)", "R")
-        assert whole_on_dp["blocks.0.mlp.down.weight"] == ("S(1)",)
-        assert whole_on_dp["norm.weight"] == ("R",)
+    assert layout["embed.weight"] == layout["blocks.0.mlp.up.weight"] == ("_S(0, 2)", "S(0)")
+    assert layout["blocks.0.mlp.down.weight"] == ("S(0)", "S(1)")
+    assert layout["norm.weight"] == ("S(0)", "R")
+    assert whole_on_dp["blocks.0.mlp.down.weight"] == ("S(1)",)
+    assert whole_on_dp["norm.weight"] == ("R",)

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sherd import Blocks, Flat, Owned
+from tests.support.ranks.bodies import on_processes
 from tests.tensor_parallel.training import (
     ODD,
     built,
@@ -48,18 +49,15 @@ def moments(net, optimizer):
     }
 
 
-def of_one_process():
-    net = built(ODD)
-    optimizer = optimizer_of(net)
-    step(net, optimizer, ODD, (0, 0), (0, 1))
-    return wholes(net), moments(net, optimizer)
-
-
-ORDERS = [pytest.param(("dp", "tp"), id="dp_tp"), pytest.param(("tp", "dp"), id="tp_dp")]
+ORDERS = [("dp", "tp"), ("tp", "dp")]
 PLACEMENTS = [Flat(), Blocks(2), Owned()]
 
 
-def redistributed(names, placement):
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("names", ORDERS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@on_processes(4)
+def test_runs_of_tensor_parallel_parts_become_shards_of_torchs_own(names, placement):
     net, _, _ = made(names, placement)
     expected = wholes(built(ODD))
     for name, parameter in net.named_parameters():
@@ -75,14 +73,11 @@ def redistributed(names, placement):
         assert torch.equal(gradient.full_tensor(), torch.ones_like(expected[name]))
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.values
 @pytest.mark.parametrize("names", ORDERS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_runs_of_tensor_parallel_parts_become_shards_of_torchs_own(world, names, placement):
-    world(4).run(redistributed, names, placement)
-
-
-def saved(names, placement, folder):
+@on_processes(4)
+def test_runs_and_their_optimizer_state_go_through_torchs_checkpointing(names, placement, tmp_path):
     """What was kept after a step: whole, whole from rank 0 alone, and by file; each into a new model."""
     net, optimizer, rank = made(names, placement)
     step(net, optimizer, ODD, (0, rank))
@@ -101,23 +96,17 @@ def saved(names, placement, folder):
             of_model, of_optimizer = (of_model, of_optimizer) if dist.get_rank() == 0 else ({}, {})
             options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         if way == "as shards":
-            dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
+            dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=tmp_path)
             read = dict(zip(("model", "optimizer"), get_state_dict(other, its), strict=True))
-            dcp.load(read, checkpoint_id=folder)
+            dcp.load(read, checkpoint_id=tmp_path)
             set_state_dict(other, its, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
         else:
             set_model_state_dict(other, of_model, options=options)
             set_optimizer_state_dict(other, its, of_optimizer, options=options)
         close(wholes(other), params, f" {way}")
         close(moments(other, its), state, f" {way}")
-    return params, state
-
-
-@pytest.mark.values  # each placement on a mesh in one order or in the other
-@pytest.mark.parametrize("names", ORDERS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_runs_and_their_optimizer_state_go_through_torchs_checkpointing(world, tmp_path, names, placement):
-    params, state = of_one_process()
-    for its_params, its_state in world(4).run(saved, names, placement, tmp_path):
-        close(its_params, params)
-        close(its_state, state)
+    one = built(ODD)
+    its = optimizer_of(one)
+    step(one, its, ODD, (0, 0), (0, 1))
+    close(params, wholes(one))
+    close(state, moments(one, its))

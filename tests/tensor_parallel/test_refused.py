@@ -10,10 +10,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import sherd
 from sherd import DataParallelMeshDims
 from sherd._torch import dtensor, imagined_ranks, local_tensor, spec_of
-from sherd.errors import MeshError, OwnershipError, PlacementError, PolicyError
+from sherd.errors import MeshError, OwnershipError, PlacementError
 from tests.support.comparing import assert_refused
+from tests.support.ranks.bodies import on_threads
 from tests.tensor_parallel.test_smaller_mesh import Exact
-from tests.tensor_parallel.training import EVEN, assert_same, built, mesh_of, plain, sharded, train
+from tests.tensor_parallel.training import EVEN, assert_trains, built, mesh_of, plain, sharded, train
 
 WIDTH = 8
 
@@ -53,7 +54,7 @@ def test_a_mesh_that_does_not_fit_the_parameters_is_refused_before_anything_is_m
         refused(MeshError, linear(mesh, Replicate(), Shard(0)), mesh["dp"], ("in common", "dp_mesh_dims"))
 
 
-def test_a_sum_that_was_not_made_a_data_axis_that_is_taken_and_one_named_twice_are_refused():
+def test_a_sum_that_was_not_made_and_a_data_axis_that_is_taken_are_refused():
     with imagined_ranks(4):
         mesh = mesh_of((2, 2), "dp", "tp")
         dims = {"dp_mesh_dims": DataParallelMeshDims(shard="dp")}
@@ -62,22 +63,16 @@ def test_a_sum_that_was_not_made_a_data_axis_that_is_taken_and_one_named_twice_a
         refused(PlacementError, linear(mesh, Replicate(), Partial(), partial=True), mesh, words, **dims)
         refused(PlacementError, linear(mesh, Shard(0), Replicate()), mesh, ("'dp'", "Replicate()"), **dims)
         refused(PlacementError, linear(mesh["tp"], Shard(0)), mesh, ("not on the mesh",), **dims)
-    for dims in ({"shard": ("dp", "dp")}, {"shard": "dp", "replicate": "dp"}):
-        with pytest.raises(PolicyError, match="twice"):
-            DataParallelMeshDims(**dims)
 
 
-def tensor_parallel_too_late():
+@on_threads(4)
+def test_parallelize_module_refuses_a_sharded_module():
     """torch refuses to distribute a shard; the parameters stay as they were, and train."""
     mesh = mesh_of((2, 2), "dp", "tp")
     net = sharded(built(), mesh=mesh["dp"])
     with pytest.raises(ValueError, match="Cannot distribute a DTensor"):
         parallelize_module(net, mesh["tp"], {"head": ColwiseParallel()})
-    return train(net, EVEN, [mesh.get_local_rank("dp")])
-
-
-def test_parallelize_module_refuses_a_sharded_module(threads):
-    assert_same(threads(4).run(tensor_parallel_too_late), plain(EVEN, 2))
+    assert_trains(train(net, EVEN, [mesh.get_local_rank("dp")]), plain(EVEN, 2))
 
 
 def test_a_parameter_made_tensor_parallel_after_it_was_sharded_is_named_at_the_next_forward():

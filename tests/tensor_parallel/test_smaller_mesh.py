@@ -4,14 +4,15 @@ itself. torch's FSDP refuses all of these."""
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
 import sherd
 from sherd._torch import dtensor, local_tensor, spec_of
 from sherd.engine.run.seal import unit_of
 from sherd.schedule.moments import MemoryKind
-from tests.tensor_parallel.training import mesh_of, wholes
+from tests.support.ranks.bodies import on_threads
+from tests.tensor_parallel.training import Springs, mesh_of, wholes
 
 STEPS = 2
 
@@ -64,31 +65,23 @@ class InPlace(Exact):
         return None if out is not None else (rest, (rest,))
 
 
-class Springs(nn.Module):
-    """Each element is drawn to where the sample says, once in forward and once in a product that backward reads."""
-
-    def __init__(self, seed):
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        for name, shape in SHAPES.items():
-            setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator)))
+class Kinds(Springs):
+    """Some of them gather themselves."""
 
     def on(self, mesh):
-        for name in SHAPES:
-            placements = [WAYS[name.split("_")[0]]]
-            whole = distribute_tensor(getattr(self, name).detach(), mesh, placements)
+        super().on(mesh)
+        for name, each in list(self.named_parameters()):
             kind = KINDS.get(name.split("_")[-1])
             if kind is not None:
-                whole = dtensor(kind(whole.to_local()), spec_of(whole))
-            setattr(self, name, nn.Parameter(whole))
+                setattr(self, name, nn.Parameter(dtensor(kind(each.detach().to_local()), spec_of(each.detach()))))
         if mesh.size() == 1:
             self.plain_exact = nn.Parameter(Exact(torch.ones(6, 2)))
         return self
 
-    def forward(self, sample):
-        parts = [each.to_local() if isinstance(each, DTensor) else each for each in self.parameters()]
-        assert not any(isinstance(part, Exact) for part in parts), "unsharded parameters are what the subclass made"
-        return sum((part * part - sample * part).sum() for part in parts)
+    def parts(self):
+        found = super().parts()
+        assert not any(isinstance(part, Exact) for part in found), "unsharded parameters are what the subclass made"
+        return found
 
 
 SHAPES = {
@@ -100,7 +93,6 @@ SHAPES = {
     "rows_odd_exact": (14, 3),
     "columns_inplace": (6, 8),
 }
-WAYS = {"rows": Shard(0), "columns": Shard(1), "all": Replicate()}
 PLAIN = ("rows", "columns", "all", "rows_odd")
 KINDS = {"exact": Exact, "inplace": InPlace}
 
@@ -108,7 +100,7 @@ KINDS = {"exact": Exact, "inplace": InPlace}
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.springs = Springs(1)
+        self.springs = Kinds(SHAPES)
 
     def forward(self, sample):
         return self.springs(2 * sample)
@@ -153,38 +145,28 @@ def train(model, ranks):
     return losses, parts
 
 
-def keeps_a_part(placement_fn):
-    mesh, runs = mesh_of((4, 2), "dp", "tp"), []
-    for keep in (True, 2):
-        model = built(mesh, keep, placement_fn)
-        losses, parts = train(model, [mesh.get_local_rank("dp")])
-        runs.append((losses, {name: values_of(each) for name, each in model.named_parameters()}, parts))
-    (losses, params, none), (same_losses, same_params, parts) = runs
-    assert same_losses == losses
-    for name, tensor in params.items():
-        assert torch.equal(same_params[name], tensor), name
-    assert not any(part for step in none for part, _ in step)
-    return parts, {name: each.full_tensor() for name, each in model.named_parameters() if name.split(".")[1] in PLAIN}
-
-
-@pytest.mark.parametrize("placement_fn", [None, on_last_dim], ids=["rows", "last_dim"])
-def test_a_part_is_kept_of_every_kind_of_tensor_parallel_parameter_with_values_bit_for_bit_the_same(
-    threads, placement_fn
-):
-    plain = Net()
+@on_threads(8, placement_fn=[None, on_last_dim])
+def test_a_part_is_kept_of_every_kind_of_tensor_parallel_parameter_with_values_bit_for_bit_the_same(placement_fn):
+    mesh, plain = mesh_of((4, 2), "dp", "tp"), Net()
     train(plain, range(4))
-    expected = wholes(plain)
-    for parts, params in threads(8).run(keeps_a_part, placement_fn):
-        for step in parts:
-            *shared, exact, odd_exact, in_place = step
-            assert [part for part, _ in shared] == [whole // 2 for _, whole in shared]
-            # Of what was gathered, 6 bytes an element; what the subclass has written to is gathered anew.
-            assert (exact[0], odd_exact[0], in_place[0]) == (8 * 3 * 6 // 2, 8 * 3 * 6 // 2, 0)
-        for name, param in params.items():
-            torch.testing.assert_close(param, expected[name], rtol=1e-5, atol=1e-5)
+    models = [built(mesh, keep, placement_fn) for keep in (True, 2)]
+    (losses, none), (same_losses, parts) = (train(model, [mesh.get_local_rank("dp")]) for model in models)
+    assert same_losses == losses
+    assert not any(part for step in none for part, _ in step)
+    for step in parts:
+        *shared, exact, odd_exact, in_place = step
+        assert [part for part, _ in shared] == [whole // 2 for _, whole in shared]
+        # Of what was gathered, 6 bytes an element; what the subclass has written to is gathered anew.
+        assert (exact[0], odd_exact[0], in_place[0]) == (8 * 3 * 6 // 2, 8 * 3 * 6 // 2, 0)
+    expected, same = wholes(plain), dict(models[1].named_parameters())
+    for name, each in models[0].named_parameters():
+        assert torch.equal(values_of(same[name]), values_of(each)), name
+        if name.split(".")[1] in PLAIN:
+            torch.testing.assert_close(same[name].full_tensor(), expected[name], rtol=1e-5, atol=1e-5)
 
 
-def changed_in_between():
+@on_threads(4)
+def test_a_part_that_is_older_than_the_shards_is_not_gathered():
     """A part is kept for a backward that does not come; then an optimizer doubles every element."""
     mesh = mesh_of((4, 1), "dp", "tp")
     model = built(mesh, 2)
@@ -194,9 +176,4 @@ def changed_in_between():
     for each in model.parameters():
         each.grad = dtensor(-values_of(each), spec_of(each))
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-    return before, model(2.0).item()
-
-
-def test_a_part_that_is_older_than_the_shards_is_not_gathered(threads):
-    for before, after in threads(4).run(changed_in_between):
-        assert after == pytest.approx(4 * before, rel=1e-5)  # 2p 2p - 2 2p is 4 (p p - p)
+    assert model(2.0).item() == pytest.approx(4 * before, rel=1e-5)  # 2p 2p - 2 2p is 4 (p p - p)

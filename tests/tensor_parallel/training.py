@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -29,7 +30,8 @@ from torch.distributed.tensor.parallel import (
 
 import sherd
 from tests.support import comparing
-from tests.support.comparing import whole
+from tests.support.comparing import whole, whole_grads
+from tests.support.comparing import whole_params as wholes
 from tests.support.training import make_optimizer
 
 SEQUENCE = 12
@@ -116,6 +118,41 @@ def tensor_parallel(net: Net, mesh: DeviceMesh) -> Net:
     return net
 
 
+WAYS = {"rows": Shard(0), "columns": Shard(1), "all": Replicate()}
+
+
+class Springs(nn.Module):
+    """Each element is drawn to where the sample says, once in forward and once in a product that backward reads. The
+    parts of a tensor need no other. (What DTensor works out about products on three axes takes it seconds.)
+
+    Args:
+        shapes: by name, whose first word is one of `WAYS`, in which `on` cuts it over the axis "tp".
+    """
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)  # threads share the default one
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator)))
+
+    def on(self, mesh: DeviceMesh) -> Springs:
+        for name, each in list(self.named_parameters()):
+            placements = [WAYS[name.split("_")[0]] if axis == "tp" else Replicate() for axis in mesh.mesh_dim_names]
+            setattr(self, name, nn.Parameter(distribute_tensor(each.detach(), mesh, placements)))
+        return self
+
+    def forward(self, sample: float) -> Tensor:
+        return sum((part * part - sample * part).sum() for part in self.parts())
+
+    def parts(self) -> list[Tensor]:
+        return [_part_of(each) if isinstance(each, DTensor) else each for each in self.parameters()]
+
+
+def _part_of(parameter: DTensor) -> Tensor:
+    axes = zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True)
+    return parameter.to_local(grad_placements=[each if axis == "tp" else Partial() for axis, each in axes])
+
+
 def loss_of(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     given, wanted = batch
     return F.cross_entropy(net(given).flatten(0, 1), wanted.flatten())
@@ -142,14 +179,6 @@ def tokens(sizes: Sizes, step: int, rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     both = torch.randint(sizes.vocabulary, (2, BATCH, SEQUENCE), generator=generator)
     return both[0], both[1]
-
-
-def wholes(net: nn.Module) -> dict[str, Tensor]:
-    return whole(dict(net.named_parameters()))
-
-
-def whole_grads(net: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(each.grad) for name, each in net.named_parameters()}
 
 
 optimizer_of = partial(make_optimizer, "adamw_fused")
@@ -229,6 +258,14 @@ def assert_same(runs: list[Run], expected: Run) -> None:
         close(run.params, expected.params)
     for step, loss in enumerate(expected.losses):
         assert abs(sum(run.losses[step] for run in runs) / len(runs) - loss) < 1e-5
+
+
+def assert_trains(run: Run, expected: Run) -> None:
+    """On a rank: the same, of this rank's run."""
+    losses = torch.tensor(run.losses)
+    dist.all_reduce(losses)
+    run = replace(run, losses=(losses / dist.get_world_size()).tolist())
+    assert_same([run], expected)
 
 
 def assert_bit_equal(run: Run, other: Run) -> None:
