@@ -54,7 +54,7 @@ def whole_params(model: nn.Module) -> Named:
     wrapped."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         with sherd.unsharded(model, writeback=False):
-            return {plain_name(name): param.detach().clone() for name, param in model.named_parameters()}
+            return {plain_name(name): whole(param) for name, param in model.named_parameters()}
     return whole_values(dict(model.named_parameters()))
 
 
