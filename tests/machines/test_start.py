@@ -89,6 +89,10 @@ def test_the_interface_is_chosen_only_where_there_is_something_to_choose(monkeyp
         monkeypatch.setattr(os, "environ", environment.copy())
         take_the_way_to_the_others()
         assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen, environment
+    monkeypatch.setattr(os, "environ", {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1"})
+    monkeypatch.setattr("sherd.train.machines.interface_to", {"192.0.2.1": "eth7"}.get)
+    take_the_way_to_the_others()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
 def test_ranks_that_cannot_meet_are_told_which_way_they_tried(monkeypatch):

@@ -331,7 +331,10 @@ def test_transformers_reads_what_its_model_is_exported_to_in_one_file_or_several
     monkeypatch.setattr("sherd.train.hugging_face.LARGEST_FILE", "20KB")
     checkpoint = pick(str(folder / "run"), best=False)
     export(checkpoint, Config.of(checkpoint.config), tmp_path / "split", "hf")
-    assert len(list((tmp_path / "split").glob("model-*.safetensors"))) > 1
+    files = list((tmp_path / "split").glob("model-*.safetensors"))
+    (tmp_path / "usual").touch()
+    assert {each.stat().st_mode for each in files} == {(tmp_path / "usual").stat().st_mode}
+    assert len(files) > 1
     tokens = torch.arange(14).view(2, 7)
     expected = load_model(folder / "run")(tokens)
     for exported in (folder / "folder", tmp_path / "split"):
