@@ -18,11 +18,11 @@ from sherd import Blocks, Flat, FullyShardedDataParallel, Owned, Placements
 from sherd.api.placements import PRESETS
 from sherd.policy import Level
 from tests.support import sharding
-from tests.support.comparing import Named, assert_named_close, whole_grads
+from tests.support.comparing import Named, assert_named_close, plain_name, whole_grads
 from tests.support.meshes import mesh_of
 from tests.support.models import Specimen, build
-from tests.support.training import Recipe, Run, make_optimizer
-from tests.wrapper.training import assert_trained_as, plain, plain_runs, wrap_units
+from tests.support.training import Recipe, Run, make_optimizer, train_plain
+from tests.wrapper.training import assert_trained_as, wrap_units
 
 CUTS: dict[str, Any] = {
     "rows": Shard(0),
@@ -98,12 +98,12 @@ def train(model: Any, recipe: Recipe, *, accumulate: bool = False, flatten: bool
         if recipe.max_norm is not None:
             run.norms.append(sherd.clip_grad_norm_(model.parameters(), recipe.max_norm, recipe.norm_type).item())
         if step == 0 and not _is_flat(model):
-            run.grads.append({plain(name): each for name, each in whole_grads(model).items()})
+            run.grads.append({plain_name(name): each for name, each in whole_grads(model).items()})
         optimizer.step()
         optimizer.zero_grad()
     # Not by `full_tensor`, which trusts what shards say of themselves.
     with sherd.unsharded(model, writeback=False):
-        run.params = {plain(name): each.detach().clone() for name, each in model.named_parameters()}
+        run.params = {plain_name(name): each.detach().clone() for name, each in model.named_parameters()}
     return run
 
 
@@ -144,7 +144,7 @@ def assert_each_trains(cases: Cases) -> None:
 def plainly(recipe: Recipe, num_ranks: int) -> tuple[Run, ...]:
     """The same in this process, by rank; with the first step's gradients as they were clipped."""
     runs = []
-    for run in plain_runs(recipe, num_ranks):
+    for run in train_plain(recipe, num_ranks):
         factor = 1.0
         if recipe.max_norm is not None:
             factor = min(1.0, recipe.max_norm / (run.norms[0] + 1e-6))

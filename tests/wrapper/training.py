@@ -17,7 +17,7 @@ from sherd.wrap import ModuleWrapPolicy
 from tests.support.comparing import Named, plain_name, whole_grads, whole_params
 from tests.support.models import Block, Specimen, build
 from tests.support.sharding import replace
-from tests.support.training import Recipe, Run, assert_same_run, made, make_optimizer, train_plain
+from tests.support.training import Recipe, Run, assert_same_run, make_optimizer, train_plain
 
 FULL_SHARD = ShardingStrategy.FULL_SHARD
 SHARD_GRAD_OP = ShardingStrategy.SHARD_GRAD_OP
@@ -34,9 +34,6 @@ BFLOAT16_REDUCED_IN_FLOAT32 = MixedPrecision(
 
 BOTH_KINDS = pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
 """A test is run with original parameters, and with flat ones."""
-
-# By the names that other folders use.
-seeded, plain, plain_runs = made, plain_name, train_plain
 
 
 def wrap_units(
