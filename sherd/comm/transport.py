@@ -298,3 +298,36 @@ class CoalescedCalls(SingleCalls):
             lambda: all_gather_coalesced(targets, shard_buffers, self._group, async_op),
             f"all-gather of {len(targets)} tensors at once",
         )
+
+
+class PartByPart(SingleCalls):
+    """Like `SingleCalls`, for gloo on an accelerator, whose list forms refuse parts of unequal length: each part is
+    broadcast, and of an all-reduce each rank keeps its part. The host waits for both: ranks that share a device over
+    gloo try a program, and are not fast."""
+
+    def all_gather(
+        self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """One call, or a broadcast of each part that is not empty."""
+        if are_even(sizes):
+            return super().all_gather(rows, shard_buffer, sizes, async_op)
+        into = parts(rows, sizes)
+        into[self._group.rank()].copy_(shard_buffer)
+
+        def broadcast_all() -> None:
+            for root, part in enumerate(into):
+                if part.numel():
+                    dist.broadcast(part.view(torch.uint8), group_src=root, group=self._group)
+
+        return self._called(broadcast_all, f"all-gather of {rows.nbytes:,} bytes")
+
+    def reduce_scatter(
+        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """One call, or an all-reduce of a copy of `rows`."""
+        if are_even(sizes):
+            return super().reduce_scatter(shard_buffer, rows, sizes, async_op)
+        total = rows.clone()
+        self.all_reduce(total, async_op=False)
+        shard_buffer.copy_(parts(total, sizes)[self._group.rank()])
+        return None

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from sherd.comm.groups import forget_destroyed, require_alive
 from sherd.comm.host.gloo import Gloo
 from sherd.comm.host.shared_memory import SharedMemory
-from sherd.comm.transport import CoalescedCalls, OneRank, SingleCalls, Transport
+from sherd.comm.transport import CoalescedCalls, OneRank, PartByPart, SingleCalls, Transport
 from sherd.errors import MeshError
 from sherd.policy import CommPolicy
 
@@ -79,6 +79,9 @@ def _made(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transp
     if replaced is not None:
         return replaced(group, wanted)
     on_gloo = _is_on_gloo(group, device)
+    if not on_gloo and f"{device.type}:gloo" in dist.get_backend_config(group).split(","):
+        # Coalesced calls are left out, too: gloo's end the process on CUDA tensors (torch 2.11).
+        return PartByPart(group)
     if wanted in ("torch", "coalesced") or (wanted == "auto" and not on_gloo):
         # gloo's list forms refuse parts of unequal length.
         calls = CoalescedCalls if wanted == "coalesced" else SingleCalls

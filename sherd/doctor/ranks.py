@@ -88,7 +88,7 @@ def _why(chosen: str, group: dist.ProcessGroup, why_not: dict[str, str]) -> tupl
     """Returns why this transport was chosen, and what to do if it could be a better one."""
     if chosen == "SharedMemory":
         return "gloo ranks that are all on one host", ""
-    if chosen == "SingleCalls":
+    if chosen in ("SingleCalls", "PartByPart"):
         return f"torch's own calls, as the backends are {dist.get_backend_config(group)}", ""
     hosts = {*all_gather_objects(socket.gethostname(), "the names of hosts")}
     if len(hosts) > 1:

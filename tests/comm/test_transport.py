@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sherd.comm.host.gloo import Gloo
 from sherd.comm.host.shared_memory import SharedMemory
-from sherd.comm.transport import CoalescedCalls, OneRank, SingleCalls, Transport, are_even, parts
+from sherd.comm.transport import CoalescedCalls, OneRank, PartByPart, SingleCalls, Transport, are_even, parts
 from sherd.comm.transports import transport_of
 from sherd.policy import TRANSPORTS, CommPolicy
 from tests.comm.numbers import EXACT, GATHERED, SUMMED, added_up, bits, numbers, rounding, splits
@@ -45,6 +45,7 @@ def assert_moves(transport: Transport, size: int, rank: int, async_op: bool) -> 
 
 TRANSPORTS_OF: dict[str, Callable[[Any], Transport]] = {
     "single calls": SingleCalls,
+    "part by part": PartByPart,
     "gloo": Gloo,
     **{wanted: partial(transport_of, device=CPU, policy=CommPolicy(wanted)) for wanted in TRANSPORTS},
 }
@@ -170,12 +171,14 @@ def test_one_rank_alone_may_gather_a_buffer_onto_itself():
 @on_processes(2)
 def test_uneven_parts_go_through_the_transport_that_can_where_torchs_list_forms_cannot():
     group, rank = dist.group.WORLD, dist.get_rank()
-    transport, sizes = SingleCalls(group, for_uneven=Gloo(group)), [3, 0]
-    rows, rest = torch.empty(3), torch.empty(sizes[rank])
-    transport.all_gather(rows, numbers_of(rank, sizes[rank]), sizes, False)
-    transport.reduce_scatter(rest, numbers_of(rank, 3), sizes, False)
-    assert rows.tolist() == [0, 1, 2]
-    assert rest.tolist() == [[100, 102, 104], []][rank]
+    for transport in (SingleCalls(group, for_uneven=Gloo(group)), PartByPart(group)):
+        sizes = [3, 0]
+        rows, rest, given = torch.empty(3), torch.empty(sizes[rank]), numbers_of(rank, 3)
+        transport.all_gather(rows, numbers_of(rank, sizes[rank]), sizes, False)
+        transport.reduce_scatter(rest, given, sizes, False)
+        assert rows.tolist() == [0, 1, 2]
+        assert rest.tolist() == [[100, 102, 104], []][rank]
+        assert given.tolist() == numbers_of(rank, 3).tolist()
 
 
 @on_processes(2, async_op=[False, True])

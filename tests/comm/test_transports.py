@@ -7,7 +7,7 @@ import torch.distributed as dist
 from sherd.comm import transports
 from sherd.comm.host.gloo import Gloo
 from sherd.comm.host.shared_memory import SharedMemory
-from sherd.comm.transport import CoalescedCalls, OneRank, SingleCalls
+from sherd.comm.transport import CoalescedCalls, OneRank, PartByPart, SingleCalls
 from sherd.comm.transports import check_transport, transport_of
 from sherd.errors import MeshError, PolicyError
 from sherd.policy import CommPolicy
@@ -47,6 +47,17 @@ def test_a_group_is_on_gloo_by_what_it_has_for_the_cpu(monkeypatch):
     ):
         monkeypatch.setattr(dist, "get_backend_config", lambda group, backends=backends: backends)
         assert transports._is_on_gloo(None, torch.device(device)) is expected, backends
+
+
+def test_on_an_accelerator_gloo_is_asked_for_parts_and_others_for_what_a_policy_says(monkeypatch):
+    for backends, wanted, expected in (
+        ("cpu:gloo,cuda:gloo", "auto", PartByPart),
+        ("cpu:gloo,cuda:gloo", "coalesced", PartByPart),
+        ("cpu:gloo,cuda:nccl", "auto", SingleCalls),
+        ("cpu:gloo,cuda:nccl", "coalesced", CoalescedCalls),
+    ):
+        monkeypatch.setattr(dist, "get_backend_config", lambda group, backends=backends: backends)
+        assert type(transports._made(None, torch.device("cuda"), wanted)) is expected, (backends, wanted)
 
 
 def test_a_transport_that_nobody_knows_is_refused():
