@@ -102,7 +102,7 @@ def test_the_readmes_program_prints_its_loss_on_rank_0_as_shown_and_each_rank_ha
 
 
 def test_the_readmes_first_screen_says_what_has_not_run():
-    assert "no GPU has run it yet" in " ".join(read("README.md").splitlines()[:20])
+    assert "no two GPUs have run it together yet" in " ".join(read("README.md").splitlines()[:20])
 
 
 # Links and paths

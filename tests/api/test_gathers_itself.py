@@ -27,7 +27,9 @@ class Halves(torch.Tensor):
 
     @staticmethod
     def __new__(cls, first, second):
-        return torch.Tensor._make_wrapper_subclass(cls, first.shape, first.stride(), dtype=first.dtype)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, first.shape, first.stride(), dtype=first.dtype, device=first.device
+        )
 
     def __init__(self, first, second):
         self.halves = first, second

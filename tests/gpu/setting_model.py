@@ -47,11 +47,20 @@ class Block(nn.Module):
         return x + (y if self.gain is None else y * self.gain)
 
 
+class NormInItsOwnDtype(nn.LayerNorm):
+    """One that is ignored stays in float32, which no kernel of CUDA takes beside an input in bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
 class Net(models.Net):
     """Token numbers in, logits out."""
 
     def __init__(self, setting: Setting) -> None:
-        super().__init__(0, tied=setting.tied, frozen=setting.ignored, width=setting.width)
+        super().__init__(0, tied=setting.tied, width=setting.width)
+        if setting.ignored:
+            self.norm = NormInItsOwnDtype(setting.width).requires_grad_(False)
         self.blocks.extend(Block(setting) for _ in range(setting.num_blocks))
         if setting.frozen == "block":
             self.blocks[0].requires_grad_(False)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import sherd
 from sherd.comm import transports
-from sherd.comm.transport import SingleCalls
+from sherd.comm.transport import CoalescedCalls, SingleCalls
 from tests.gpu.setting_model import plain
 from tests.gpu.setting_runs import differences, report, trained
 from tests.gpu.settings import Setting, legal
@@ -36,6 +36,8 @@ WAYS = {
     "Flat": {"placement": "Flat"},
     "Blocks": {"placement": "Blocks"},
     "Owned": {"placement": "Owned"},
+    "coalesced": {"transport": "coalesced"},
+    "in parts": {"part_bytes": 1},
     "wrapper": {"front": "wrapper"},
     "flat wrapper": {"front": "flat wrapper"},
     "wrapper, gradients sharded": {"front": "wrapper", "strategy": "zero2"},
@@ -62,12 +64,13 @@ def on_one_rank(alone, accelerator):
 
     def train(**choices):
         setting = legal(Setting(mesh=(1,), **choices))
-        found = trained(setting)
+        calls = CoalescedCalls if setting.transport == "coalesced" else SingleCalls
+        with mock.patch.object(transports, "_ONE_RANK", calls(dist.group.WORLD)):
+            found = trained(setting)
         said = differences(setting, 0, found, plain(setting)[0], accelerator.counts_waits_of_ranks)
         assert not said, report({setting: "\n".join(said)})
 
-    with mock.patch.object(transports, "_ONE_RANK", SingleCalls(dist.group.WORLD)):
-        yield train
+    return train
 
 
 @pytest.mark.values
