@@ -13,6 +13,7 @@ Nothing of torch's FSDP is imported before the first call.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -105,7 +106,7 @@ class _Identity:
         others = tuple(base for base in cls.__bases__ if base is not _torch_face())
         if "__new__" not in vars(cls):
             # The wrapper's class. Python keeps looking for a `__new__` after the base that had one is gone.
-            cls.__new__ = staticmethod(_new)  # type: ignore[assignment]
+            cls.__new__ = staticmethod(_new_like(cls.__init__))  # type: ignore[misc, method-assign]
         cls.__bases__ = (*others, _torch_face()) if due else others
 
 
@@ -118,8 +119,14 @@ def _made(cls: Any, /, **options: Any) -> None:
     _identity.show(cls)
 
 
-def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
-    return object.__new__(cls)
+def _new_like(init: Callable[..., None]) -> Callable[..., Any]:
+    """Returns a `__new__` that takes what `init` takes: tools read a class's arguments from it."""
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return object.__new__(cls)
+
+    new.__signature__ = inspect.signature(init)  # type: ignore[attr-defined]
+    return new
 
 
 @functools.cache

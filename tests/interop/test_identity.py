@@ -2,6 +2,7 @@
 
 import builtins
 import importlib
+import inspect
 import sys
 from typing import Any
 from unittest import mock
@@ -90,6 +91,13 @@ def test_such_a_module_does_all_that_it_does_otherwise(world):
 def test_every_method_of_torchs_class_is_sherds_own():
     theirs = {name for name, value in vars(fsdp.FSDPModule).items() if callable(value) and name[0] != "_"}
     assert theirs <= set(vars(sherd.FSDPModule))
+
+
+def test_the_wrappers_class_says_what_it_takes_during_and_after_that():
+    takes = inspect.signature(sherd.FullyShardedDataParallel.__init__).parameters.keys() - {"self"}
+    with torch_fsdp_identity():
+        assert inspect.signature(sherd.FullyShardedDataParallel).parameters.keys() == takes
+    assert inspect.signature(sherd.FullyShardedDataParallel).parameters.keys() == takes
 
 
 def test_what_is_no_bool_is_refused():
