@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import subprocess
@@ -75,6 +76,7 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"suite: {config.getoption('--suite')}{also}"
 
 
+@functools.cache
 def chosen_share(config: pytest.Config) -> tuple[int, int] | None:
     """The number of the share and how many there are; None without `--share`."""
     word = config.getoption("--share")

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from sherd import CPUOffloadPolicy, Flat, fully_shard
@@ -26,6 +27,7 @@ from tests.optim.twins import (
     three,
 )
 from tests.support.comparing import assert_same, whole_params
+from tests.support.meshes import mesh_of
 from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
 
@@ -378,3 +380,17 @@ def test_without_shards_it_is_the_plain_optimizer():
 @pytest.mark.parametrize(("placement", "num_ranks"), [("flat", 2), ("shard", 3), ("flat", 4)])
 def test_processes_train_as_threads_do(world, placement, num_ranks):
     world(num_ranks).run(same_training, adamw, placement)
+
+
+@on_threads(2)
+def test_a_dtensor_of_no_unit_is_stepped_beside_the_spans():
+    model, outside = (
+        sharded(Pair(), "shard"),
+        nn.Parameter(DTensor.from_local(torch.ones(2), mesh_of((2,)), [Shard(0)])),
+    )
+    optimizer = flatten_optimizer(optim.SGD([*model.parameters(), outside], lr=0.1))
+    backward(model, 0)
+    outside.grad = torch.ones_like(outside)
+    optimizer.step()
+    assert spans_of(optimizer)
+    assert outside.to_local().tolist() == pytest.approx([0.9, 0.9])
