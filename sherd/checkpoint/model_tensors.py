@@ -89,6 +89,7 @@ class ModelTensors:
     def after_writing(self) -> None:
         """Tell the units that their shards have other values."""
         for unit in self._units:
+            unit.compared.loaded()
             unit.shards_written()
 
 

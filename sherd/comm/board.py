@@ -44,10 +44,11 @@ class Position:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The answer to an inquiry: how many collectives the rank has `issued`, and which `collective` of these it started
-    where the inquirer stands (what it does, its parameters, the user's line); None if it waits to compare, too."""
+    where the inquirer stands (what it does, its parameters and terms, the user's line); None if it waits to compare,
+    too."""
 
     issued: int
-    collective: tuple[str, tuple[str, ...], str] | None = None
+    collective: tuple[str, tuple[str, ...], tuple[str, ...], str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +176,8 @@ class Board:
 def _answer_of(said: bytes) -> Answer:
     fields = json.loads(said)
     if fields["collective"] is not None:
-        what, parameters, line = fields["collective"]
-        fields["collective"] = what, tuple(parameters), line
+        what, parameters, terms, line = fields["collective"]
+        fields["collective"] = what, tuple(parameters), tuple(terms), line
     return Answer(**fields)
 
 

@@ -126,6 +126,12 @@ class DataMesh:
         """Returns the numbers of the pieces of one shard: one piece, unless the mesh `shards_replicas`."""
         return range(shard * self.num_owners, (shard + 1) * self.num_owners)
 
+    def copies_of_shards(self) -> list[list[int]]:
+        """Returns the ranks that hold the same shard, for each shard."""
+        ranks = self.mesh.mesh if self.shard_axis is None else self.mesh.mesh.movedim(self.shard_axis, 0)
+        by_shard: list[list[int]] = ranks.reshape(self.num_shards, -1).tolist()
+        return by_shard
+
     @property
     def piece_axes(self) -> tuple[int, ...]:
         """The axes of `mesh` that cut a parameter, in the order of cutting."""

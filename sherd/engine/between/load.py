@@ -70,6 +70,7 @@ def after_load(unit: Unit, module: nn.Module, incompatible_keys: object) -> None
         unit.rebind()
     elif moved:
         unit.shards.note_optimizer_params()
+    unit.compared.loaded()
     unit.shards_written()
 
 

@@ -67,7 +67,7 @@ class Arrivals:
         self._arrived: set[int] = set()
         self._came: set[int] = set()
         self.came_twice = self.was_taken = False
-        self._num_expected = 0
+        self.num_expected = 0
         self.is_expecting, self._contributes = False, True
         self._borrows = False
         self._waits_for_reduction = plan.collects_late
@@ -106,7 +106,7 @@ class Arrivals:
         """
         self._contributes = contributes
         self.is_expecting = True
-        self._num_expected = num_trainable(self._group.parameters)
+        self.num_expected = num_trainable(self._group.parameters)
         self._waits_for_reduction = self._plan.collects_late and reduces
         self._dtype = self.summed_in if is_one_of_many and not reduces else self._group.reduce_dtype
         self._borrows = may_borrow and self._plan.may_borrow
@@ -114,7 +114,7 @@ class Arrivals:
         if scale is None:
             scale = self._scales[self._borrows, divide_by] = self._plan.scale_for(divide_by, self._borrows)
         self.scale = scale
-        return self._num_expected > 0
+        return self.num_expected > 0
 
     @property
     def summed_in(self) -> torch.dtype:
@@ -150,7 +150,7 @@ class Arrivals:
             self._waiting[index] = gradient
             self._waiting_bytes += gradient.nbytes
         del gradient  # it would live through what is done now that all have come
-        is_complete = len(self._arrived) >= self._num_expected
+        is_complete = len(self._arrived) >= self.num_expected
         # What is added to earlier backwards' gradients does not wait for the reduction, even if it collects late.
         waits = self._waits_for_reduction and self._rows is None
         if not waits and (is_complete or self._waiting_bytes >= self._plan.batch_bytes):
@@ -236,12 +236,12 @@ class Arrivals:
     @property
     def expects_any(self) -> bool:
         """Whether the group has a trainable parameter."""
-        return self._num_expected > 0
+        return self.num_expected > 0
 
     @property
     def expects_all(self) -> bool:
         """Whether all of the group's parameters are trainable."""
-        return self._num_expected == len(self._group.parameters)
+        return self.num_expected == len(self._group.parameters)
 
     def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
         """Yields everything that is here, freed buffers too: what a memory report counts."""

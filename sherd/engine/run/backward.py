@@ -36,7 +36,7 @@ class Backward:
         self._gradients: Sequence[Gradients] = ()
         self.unflagged: list[Arrivals] = []
         self._when_complete: WhenComplete | None = None
-        self._num_expected = self._num_completed = 0
+        self._num_expected = self._num_completed = self.num_trained = 0
         self._seen: list[int] = []
         self._is_gone_through_once = self.is_under_other_hooks = False
 
@@ -72,7 +72,7 @@ class Backward:
         """
         self.is_entered = True
         self._when_complete = when_complete
-        self._num_completed = 0
+        self._num_completed = self.num_trained = 0
         self._num_expected = self._expect_of(self._gradients, policy)
 
     def _expect_of(self, expected: Sequence[Gradients], policy: UnitPolicy) -> int:
@@ -84,6 +84,7 @@ class Backward:
             num_expected += gradients.arrivals.expect(
                 divide_by, may_borrow, policy.reduce_gradients, is_one_of_many, policy.contributes
             )
+            self.num_trained += gradients.arrivals.num_expected
         return num_expected
 
     @contextmanager

@@ -30,7 +30,8 @@ from sherd.comm.board import LOOK_EVERY_S, Answer, Board, Failure, Inquiry, Posi
 from sherd.comm.failures import named
 from sherd.comm.groups import host_group_beside
 from sherd.engine.run.ledger import Ledger, Table
-from sherd.engine.run.order_check import PlannedCollective, agree, different, planned
+from sherd.engine.run.likeness import HASH_BYTES, digest_of, values_hash
+from sherd.engine.run.order_check import MOST_STEPS, PlannedCollective, agree, different, planned
 from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
 from sherd.schedule.actions import Action, Await, Discard, Free, Gather, Reduce
@@ -48,7 +49,7 @@ class Guard:
         self.key = f"{parent.group_name} {ranks}"
         self._parent, self._ranks, self._device = weakref.ref(parent), ranks, device
         self._peers = [rank for rank in ranks if rank != dist.get_rank()]
-        self._path: Path[tuple[type[Action], int, int]] = Path()
+        self._path: Path[tuple[type[Action], int, int, int, int]] = Path()
         self._position = Position()
         self._ledger = Ledger(self.key, ranks, board.recorder)
         self._is_asking, self._agreed_at = False, 0
@@ -78,15 +79,22 @@ class Guard:
         """
         if self._failure is not None:
             self._raise_failure(self._failure, do)
-        which = 0
+        compared, which, num_trained = unit.compared, 0, 0
         if action is Gather:
             which = int(unit.in_full_precision)
         else:
+            num_trained = unit.backward.num_trained
             for arrivals in unit.backward.unflagged:
                 which = 2 * which + (arrivals.has_any or unit.policy.reduce_unused)
-        self._path.take((action, unit.id, which))
-        if not self._path.is_sure or _is_detailed():
-            self._ask(planned(action, unit, which, users_line(sys._getframe())), do)
+        which *= MOST_STEPS
+        if unit.is_on_all_ranks and (action is Gather or unit.mesh.num_shards == 1):
+            which += min(compared.num_steps, MOST_STEPS - 1)
+            compared.num_steps = 0
+        may_differ = compared.replicas_may_differ
+        self._path.take((action, unit.id, which, compared.digest or digest_of(unit), num_trained))
+        if not self._path.is_sure or may_differ or _is_detailed():
+            self._ask(planned(action, unit, which, users_line(sys._getframe())), do, unit)
+            compared.agreed()
         here = self._position
         self._position = Position(here.agreements, here.issued + 1)
         self._ledger.start(action, unit, which, do)
@@ -111,7 +119,7 @@ class Guard:
 
     # The comparison
 
-    def _ask(self, collective: PlannedCollective, do: Table) -> None:
+    def _ask(self, collective: PlannedCollective, do: Table, unit: Unit) -> None:
         self._is_asking = True
         inquiry: Inquiry | None = None
 
@@ -132,7 +140,10 @@ class Guard:
 
         try:
             with self._ledger.waiting(collective):
-                text = agree(self._group(), collective, self._position.issued, wait)
+                may_differ = unit.compared.replicas_may_differ
+                values = values_hash(unit) if may_differ else bytes(HASH_BYTES)
+                copies = unit.mesh.copies_of_shards() if may_differ else []
+                text = agree(self._group(), collective, self._position.issued, wait, values, copies)
                 if text:
                     raise self._ledger.failure(text)
         except CommError:
@@ -168,13 +179,13 @@ class Guard:
         """Take part in the next `number` collectives, which others have started, so that they do not wait for ever."""
         number = max(number, 0)
         self._position = Position(self._position.agreements, self._position.issued + number)
-        for action, unit_id, which in islice(self._path.expected(), number):
+        for action, unit_id, which, *_ in islice(self._path.expected(), number):
             unit = self._ledger.units.get(unit_id)
             if unit is None:
                 return
             if action is Reduce:
                 do[Discard](unit)
-                unit.backward.lack_nothing(which)
+                unit.backward.lack_nothing(which // MOST_STEPS)
                 do[Reduce](unit)
                 do[Discard](unit)
             else:
@@ -207,7 +218,8 @@ class Guard:
             if number == there and unit is not None:
                 line = users_line(sys._current_frames().get(self._ledger.thread))
                 collective = planned(Gather if is_gather else Reduce, unit, which, line)
-                return Answer(here.issued, (collective.what, collective.parameters, collective.line))
+                told = (collective.what, collective.parameters, collective.terms, collective.line)
+                return Answer(here.issued, told)
         return None
 
     def hear(self, failure: Failure) -> None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from sherd._torch import in_backward
 from sherd.comm.flight import Recorder
 from sherd.comm.streams import Queued
-from sherd.engine.run.order_check import PlannedCollective, planned
+from sherd.engine.run.order_check import MOST_STEPS, PlannedCollective, planned
 from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
 from sherd.schedule.actions import Action, Await, FinishReduce, Gather, Reduce
@@ -160,7 +160,7 @@ class Ledger:
         if unit is None:
             return {"unit": "", "what": "a collective of a model that was deleted", "bytes": 0}
         what = planned(Gather if is_gather else Reduce, unit, which).what
-        return {"unit": unit.name, "what": what, "bytes": _nbytes(unit, is_gather, bool(which))}
+        return {"unit": unit.name, "what": what, "bytes": _nbytes(unit, is_gather, which >= MOST_STEPS)}
 
 
 def _nbytes(unit: Unit, is_gather: bool, precisely: bool) -> int:

@@ -7,7 +7,7 @@ do the ranks exchange words.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from sherd.comm import failures
 from sherd.comm.agreement import in_short
 from sherd.comm.objects import all_gather_objects, start_all_gather
+from sherd.engine.run.likeness import HASH_BYTES, parameter_in_words, terms_of
 from sherd.engine.run.unit import Unit
-from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import CommError
 from sherd.schedule.actions import Action, Gather
 
@@ -29,60 +29,70 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class PlannedCollective:
-    """The collective that a rank is about to start: `what` it does, in words, and to which `parameters`. A parameter is
-    given by name, shape and dtype, and "frozen" if it is. `line` is the user's, "file:number"."""
+    """The collective that a rank is about to start: `what` it does, in words, to which `parameters`, and on which
+    `terms`, both as in `likeness`. `line` is the user's, "file:number"."""
 
     what: str
     parameters: tuple[str, ...]
+    terms: tuple[str, ...] = ()
     line: str = field(default="", compare=False)
 
     def digest(self, issued: int) -> bytes:
         """Returns bytes that differ for different collectives and are the same for equal ones on any host; `issued` is
         how many the rank has started since ranks compared last."""
-        said = "\n".join((str(issued), self.what, *self.parameters))
+        said = "\n".join((str(issued), self.what, *self.parameters, *self.terms))
         return hashlib.blake2b(said.encode(), digest_size=DIGEST_BYTES).digest()
 
     def describe(self, known: set[str]) -> str:
         """Returns it in words, with its parameters. Those that are `known` are left out, unless all are."""
-        named = [parameter for parameter in self.parameters if parameter not in known] or self.parameters
-        return f"{self.what} ({in_short(named)})"
+        terms = [term for term in self.terms if known and term not in known]
+        named = [parameter for parameter in self.parameters if parameter not in known]
+        return f"{self.what} ({in_short([*named, *terms] or self.parameters)})"
+
+
+MOST_STEPS = 4
+"""Which of a unit's collectives: this times its kind, 1 for a `Gather` in full precision and for a `Reduce` what
+`Backward.lacking` reads, plus the optimizer steps since a collective of the unit was compared, fewer than this."""
 
 
 def planned(action: type[Action], unit: Unit, which: int, line: str = "") -> PlannedCollective:
-    """Returns the collective that `action`, a `Gather` or a `Reduce`, starts for `unit`.
-
-    `which` of its collectives: 1 for a `Gather` in full precision; what `Backward.lacking` reads for a `Reduce`.
-    """
-    parameters = tuple(_description(parameter) for parameter in unit.parameters)
-    if action is not Gather:
-        lacking = unit.backward.lacking(which)
-        without = f" without {in_short(lacking)}" if lacking else ""
-        return PlannedCollective(f"reduces the gradients of unit {unit.name}{without}", parameters, line)
-    precisely = " in full precision" if which else ""
-    return PlannedCollective(f"gathers unit {unit.name}{precisely}", parameters, line)
-
-
-def _description(parameter: ShardedParameter) -> str:
-    shape = "x".join(map(str, parameter.shape)) or "scalar"
-    dtype = str(parameter.resting.dtype).removeprefix("torch.")
-    return f"{parameter.name} {shape} {dtype}" + ("" if parameter.requires_grad else " frozen")
+    """Returns the collective that `action`, a `Gather` or a `Reduce`, starts for `unit`: `which` of them."""
+    parameters = tuple(parameter_in_words(parameter) for parameter in unit.parameters)
+    terms = (*terms_of(unit), f"shards stepped {which % MOST_STEPS} times since the last gather")
+    kind = which // MOST_STEPS
+    if action is Gather:
+        what = f"gathers unit {unit.name}{' in full precision' if kind else ''}"
+    else:
+        lacking = unit.backward.lacking(kind)
+        what = f"reduces the gradients of unit {unit.name}{f' without {in_short(lacking)}' if lacking else ''}"
+    if unit.compared.replicas_may_differ:
+        terms += ("values that replicas have not compared",)
+    return PlannedCollective(what, parameters, terms, line)
 
 
 def agree(
-    group: dist.ProcessGroup, collective: PlannedCollective, issued: int, wait: Callable[[dist.Work], None]
+    group: dist.ProcessGroup,
+    collective: PlannedCollective,
+    issued: int,
+    wait: Callable[[dist.Work], None],
+    values: bytes,
+    copies: Sequence[Sequence[int]],
 ) -> str:
     """Returns "" if all ranks of `group` are about to start `collective`, and have started as many since they compared
     last; else, on all of them, the text of the error. All must call this; `wait` waits for the exchange.
+
+    `values` is `likeness.values_hash`, or zeros for no comparison of values; `copies` are the ranks that have the same
+    values.
 
     Raises:
         CommError: a rank has died, or does not come before the timeout.
     """
     ranks = dist.get_process_group_ranks(group)
-    own, found_digests = collective.digest(issued), [bytearray(DIGEST_BYTES) for _ in ranks]
+    own, found_digests = collective.digest(issued), [bytearray(DIGEST_BYTES + HASH_BYTES) for _ in ranks]
     try:
-        wait(start_all_gather(own, found_digests, group))
-        if all(digest == own for digest in found_digests):
-            return ""
+        wait(start_all_gather(own + values, found_digests, group))
+        if all(digest[:DIGEST_BYTES] == own for digest in found_digests):
+            return _unlike(collective, dict(zip(ranks, map(bytes, found_digests), strict=True)), copies)
         found = all_gather_objects((collective, issued), "the comparison of what ranks do", group)
     except CommError:
         raise
@@ -98,9 +108,25 @@ def agree(
     return different(ranks, [each for each, _ in found])
 
 
+def _unlike(collective: PlannedCollective, found: Mapping[int, bytes], copies: Sequence[Sequence[int]]) -> str:
+    """Returns "" if the ranks of each of `copies` have found the same; else the text of the error."""
+    for ranks in copies:
+        by_values: dict[bytes, list[int]] = {}
+        for rank in ranks:
+            by_values.setdefault(found[rank], []).append(rank)
+        if len(by_values) > 1:
+            differ = " and ".join(f"ranks {each}" for each in by_values.values())
+            return (
+                f"replicas hold different values: {differ} differ in what each {collective.describe(set())}. All must "
+                "begin alike: seed all ranks alike before the model is built, load on all of them, or broadcast the "
+                "weights of rank 0 before it is sharded, as the wrapper's sync_module_states=True does"
+            )
+    return ""
+
+
 def different(ranks: Sequence[int], collectives: Sequence[PlannedCollective]) -> str:
     """Returns the text of the error of `ranks` that start different `collectives`: each once, with its ranks."""
-    in_all = set.intersection(*(set(collective.parameters) for collective in collectives))
+    in_all = set.intersection(*({*collective.parameters, *collective.terms} for collective in collectives))
     described = []
     for collective in dict.fromkeys(collectives):
         by = [str(rank) for rank, started in zip(ranks, collectives, strict=True) if started == collective]

@@ -27,6 +27,7 @@ from sherd.engine.run.backward import Backward
 from sherd.engine.run.conductor import Conductor
 from sherd.engine.run.lookups import Lookups
 from sherd.engine.run.module_runs import ModuleRuns
+from sherd.engine.state.compared import Compared
 from sherd.engine.state.group import Group
 from sherd.engine.state.grouping import batches_of
 from sherd.engine.state.offload import RestingPlace
@@ -91,6 +92,7 @@ class Unit:
         self.runs = ModuleRuns(self._modules) if len(modules) > 1 else None
         self.lent: UnshardTerms | None = None
         self.touch_hooks: list[TouchHook] = []
+        self.compared = Compared(mesh)
         self.weights: list[Weights] = []
         self.gradients: list[Gradients] = []
         self.shards = UnitShards(parameters)
@@ -142,6 +144,7 @@ class Unit:
         """Replace fields of the policy; the schedule sees it at the next forward or backward."""
         before, grouping = self.policy, _grouping(self)
         self.policy = replace(before, **fields)
+        self.compared.changed()
         if grouping == _grouping(self):
             return
         if self.backward.has_unreduced:
@@ -186,6 +189,8 @@ class Unit:
         self.shards.regroup([weights.group for weights in self.weights])
         self.lookups = Lookups(self.weights, self.backward, partial(_touched, this))
         self.keeps_copies = any(weights.group.keeps_copies for weights in self.weights)
+        held = [weights.group.sizes for weights in self.weights if weights.group.mesh is self.mesh]
+        self.is_on_all_ranks = bool(held) and all(map(any, zip(*held, strict=True)))
 
     @property
     def gathers_as_one(self) -> bool:

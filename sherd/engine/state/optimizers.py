@@ -147,6 +147,7 @@ class _Watcher:
         for ref in known[1]:
             owner = ref()
             if owner is not None:
+                owner.compared.stepped()
                 owner.shards_written()
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import DTensorSpec, attributes_of, dtensor, dtensor_spec, in_functional_call, local_tensor
 from sherd.comm.mesh import DataMesh
+from sherd.engine.state.compared import Compared
 from sherd.engine.state.place import Place
 from sherd.errors import UnsupportedError, WriteBackError
 from sherd.layout.placement import Cut
@@ -98,6 +99,7 @@ class Owner(Protocol):
     """The part of a unit that its parameters use."""
 
     id: int
+    compared: Compared
 
     def shards_written(self) -> None:
         """Note that shards have new values: unsharded parameters made from the old ones are stale."""

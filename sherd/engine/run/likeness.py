@@ -1,0 +1,84 @@
+"""What must be alike on all ranks for the bytes of a unit to mean the same, in words; and whether replicas are alike.
+
+A rank that cuts a parameter otherwise, or computes in another dtype, sends as many bytes as the others, in another
+order. So ranks compare these words with each collective that they compare, and a rank whose words have changed compares
+its next collective, too (`Guard`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import torch
+from torch.distributed.tensor import Shard
+
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.group import Group
+from sherd.engine.state.parameter import ShardedParameter
+from sherd.policy import MixedPrecisionPolicy
+
+HASH_BYTES = 8
+_LONGEST = 60
+_ROW = 1024
+
+
+def parameter_in_words(parameter: ShardedParameter) -> str:
+    """Returns name, shape, dtype and placement, and "frozen" if it is."""
+    shape = "x".join(map(str, parameter.shape)) or "scalar"
+    dtype = str(parameter.resting.dtype).removeprefix("torch.")
+    return f"{parameter.name} {shape} {dtype} {_cut(parameter)}" + ("" if parameter.requires_grad else " frozen")
+
+
+def _cut(parameter: ShardedParameter) -> str:
+    placed = [f"Shard({each.dim})" if type(each) is Shard else repr(each) for each in parameter.shard_spec.placements]
+    words = placed[0] if len(placed) == 1 else f"[{', '.join(placed)}]"
+    return words if len(words) <= _LONGEST else f"{words[: _LONGEST - 16]}... ({_hash(words).hex()})"
+
+
+def terms_of(unit: Unit) -> tuple[str, ...]:
+    """Returns how the unit computes, sends and divides, in words; no two of which are alike."""
+    policy, precision, comm = unit.policy, unit.precision, unit.mesh.comm
+    divisor = unit.mesh.num_shards * unit.mesh.num_replicas if policy.divide_factor is None else policy.divide_factor
+    terms = [f"gradients divided by {divisor:g}", f"transport {comm.transport!r}, parts of {comm.part_bytes} bytes"]
+    if precision != MixedPrecisionPolicy():
+        terms.append(str(precision))
+    if unit.mesh.keeps_unsharded or unit.mesh.shards_replicas:
+        terms.append("replicas own pieces" if unit.mesh.shards_replicas else "gathered parameters are kept")
+    own = {name: getattr(policy, name) for name in ("all_gather", "reduce_scatter", "all_reduce_hook", "all_reduce")}
+    terms += [f"{name} by {_name(call)}" for name, call in own.items() if call is not None]
+    if policy.reduce_unused:
+        terms.append("unused parameters are reduced")
+    return tuple(terms)
+
+
+def _name(call: object) -> str:
+    return str(getattr(call, "__qualname__", type(call).__qualname__))
+
+
+def digest_of(unit: Unit) -> int:
+    """Returns a number that is another one when `unit` has other terms, without words for each call."""
+    compared = unit.compared
+    if compared.digest is None:
+        compared.digest = int.from_bytes(_hash("\n".join(terms_of(unit))), "little", signed=True)
+    return compared.digest
+
+
+def values_hash(unit: Unit) -> bytes:
+    """Returns a hash of the shards of `unit`, which replicas have alike, as `HASH_BYTES` bytes; the host waits."""
+    sums = [_sum(weights.group) for weights in unit.weights if not weights.group.gathers_itself]
+    return _hash(struct.pack(f"<{len(sums)}q", *sums).hex())
+
+
+@torch.no_grad()
+def _sum(group: Group) -> int:
+    """Returns a sum over the bits of the shards that depends on their order, modulo 2**64: rows are added up, and each
+    row counts as often as its number says."""
+    bits = group.shard_buffer.detach().view(torch.int16 if group.dtype.itemsize % 2 == 0 else torch.uint8)
+    full = bits.numel() // _ROW * _ROW
+    rows = torch.cat((bits[:full].view(-1, _ROW).sum(1, dtype=torch.int64), bits[full:].sum(dtype=torch.int64).view(1)))
+    return int((rows * torch.arange(1, rows.numel() + 1, device=rows.device)).sum())
+
+
+def _hash(said: str) -> bytes:
+    return hashlib.blake2b(said.encode(), digest_size=HASH_BYTES).digest()

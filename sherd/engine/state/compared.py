@@ -1,0 +1,39 @@
+"""What one rank remembers of a unit for its comparisons with the other ranks (`engine/run/guard.py`)."""
+
+from __future__ import annotations
+
+from sherd.comm.mesh import DataMesh
+
+
+class Compared:
+    """The present state of one unit.
+
+    Attributes:
+        digest: a number for the unit's terms, None after a change.
+        num_steps: the optimizer steps since a collective was compared.
+        replicas_may_differ: replicas have not compared their values since they were made or loaded.
+    """
+
+    __slots__ = ("_has_replicas", "digest", "num_steps", "replicas_may_differ")
+
+    def __init__(self, mesh: DataMesh) -> None:
+        self._has_replicas = mesh.num_replicas > 1 and not mesh.shards_replicas
+        self.digest: int | None = None
+        self.num_steps = 0
+        self.loaded()
+
+    def stepped(self) -> None:
+        """An optimizer has stepped the shards."""
+        self.num_steps += 1
+
+    def loaded(self) -> None:
+        """Shards have values that came to each rank by itself."""
+        self.replicas_may_differ = self._has_replicas
+
+    def changed(self) -> None:
+        """The unit's terms have changed."""
+        self.digest = None
+
+    def agreed(self) -> None:
+        """All ranks have compared this unit."""
+        self.replicas_may_differ = False
