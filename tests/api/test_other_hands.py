@@ -18,7 +18,7 @@ from sherd.errors import ModuleError
 from sherd.interop import torch_fsdp_identity
 from tests.api.checks import assert_trains
 from tests.support.comparing import assert_named_close, whole_params
-from tests.support.models import Block, chain
+from tests.support.models import Block, Wired, chain
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.training import made, mean_square, train_job, train_job_plain
 
@@ -71,28 +71,21 @@ def test_a_policy_that_comes_later_is_refused_too():
         sherd.auto_shard(nn.Sequential(model[0]), each_block)
 
 
-class Shared(nn.Module):
+def sharing():
     """Two branches that use one module, and hold nothing else; a head tied to the stem, and one without parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Linear(8, 8, bias=False)
-        self.left = nn.Sequential(nn.Linear(8, 8))
-        self.right = nn.Sequential(self.left[0], nn.Tanh())
-        self.shard_buffer = nn.Tanh()
-        self.head = nn.Linear(8, 8, bias=False)
-        self.head.weight = self.stem.weight
-
-    def forward(self, x):
-        return self.head(self.shard_buffer(self.right(self.left(self.stem(x)))))
+    stem, head = (nn.Linear(8, 8, bias=False) for _ in range(2))
+    head.weight = stem.weight
+    left = nn.Sequential(nn.Linear(8, 8))
+    run = lambda self, x: self.head(self.shard_buffer(self.right(self.left(self.stem(x)))))  # noqa: E731
+    return Wired(run, stem=stem, left=left, right=nn.Sequential(left[0], nn.Tanh()), shard_buffer=nn.Tanh(), head=head)
 
 
 @on_threads(2)
 def test_units_whose_parameters_others_have_or_that_have_none_train_as_before():
-    model = made(Shared)
+    model = made(sharing)
     for module in (model.stem, model.left, model.right, model.head, model.shard_buffer, model):
         sherd.fully_shard(module)
-    assert_trains(model, Shared)
+    assert_trains(model, sharing)
 
 
 def apart():

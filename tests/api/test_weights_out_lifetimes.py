@@ -42,7 +42,12 @@ every_transport = pytest.mark.parametrize("transport", ["auto", "gloo", "torch"]
 every_placement = pytest.mark.parametrize("placement", [None, sherd.Flat()])
 
 
-def keep_all(transport: str, placement: object) -> None:
+@pytest.mark.pairs
+@every_transport
+@every_placement
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@on_processes()
+def test_all_may_be_kept(placement, transport):
     model = cut(transport, placement)
     for _ in range(2):
         assert_same(list(sherd.iter_full_parameters(model, BUCKET)), plain(layers()))
@@ -56,14 +61,6 @@ def keep_all(transport: str, placement: object) -> None:
             value.fill_(7)  # it is the reader's: nobody else sees it
     assert_same(kept, plain(layers())[::3])
     assert_same(list(sherd.iter_full_parameters(model, BUCKET)), plain(layers()))
-
-
-@pytest.mark.pairs
-@every_transport
-@every_placement
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_all_may_be_kept(num_ranks, placement, transport, world):
-    world(num_ranks).run(keep_all, transport, placement)
 
 
 @every_transport

@@ -8,6 +8,7 @@ from sherd import fully_shard
 from tests.parity.cases import assert_each_trains
 from tests.support.comparing import assert_named_close, whole_grads
 from tests.support.models import build, noise
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import sharded
 from tests.support.training import Recipe, assert_all_same, made, steps_sharded, train_plain
 
@@ -210,24 +211,18 @@ def test_several_exceptions_after_a_good_step_leave_nothing_behind(world):
     assert_all_same(world(2).run(train_through_mishaps, recipe), recipe)
 
 
-def grads_kept_through_a_mishap(name):
+@on_threads(2)
+def test_a_failed_forward_leaves_gradients_alone():
     """One good backward, one that fails in its own forward, before zero_grad: the good gradients stay."""
-    rank = dist.get_rank()
-    model = sharded(build(name))
+    model, rank = sharded(build("mlp")), dist.get_rank()
     model.loss(model(*model.make_inputs(0, rank))).backward()
     before = whole_grads(model)
     hook = model.blocks[2].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(*model.make_inputs(1, rank))
     hook.remove()
-    return before, whole_grads(model)
-
-
-def test_a_failed_forward_leaves_gradients_alone(threads):
-    expected = train_plain(Recipe("mlp", steps=1), 2)[0].grads[0]
-    for before, after in threads(2).run(grads_kept_through_a_mishap, "mlp"):
-        assert_named_close(before, expected, "gradient", 1e-5, 1e-6)
-        assert_named_close(after, before, "gradient", 0, 0)
+    assert_named_close(before, train_plain(Recipe("mlp", steps=1), 2)[0].grads[0], "gradient", 1e-5, 1e-6)
+    assert_named_close(whole_grads(model), before, "gradient", 0, 0)
 
 
 class Weighted(torch.nn.Module):
@@ -244,7 +239,8 @@ class Weighted(torch.nn.Module):
         return (x + self.bias) @ weight
 
 
-def gradients_beside_a_leafs():
+@on_processes(2)
+def test_an_input_may_be_a_leaf():
     plain, sharded = made(Weighted), fully_shard(made(Weighted))
     found = []
     for model in (sharded, plain):
@@ -253,7 +249,3 @@ def gradients_beside_a_leafs():
             model(x).sum().backward()
         found.append({"x": x.grad, **whole_grads(model)})
     assert_named_close(*found, "gradient", 1e-5, 1e-5)
-
-
-def test_an_input_may_be_a_leaf(world):
-    world(2).run(gradients_beside_a_leafs)

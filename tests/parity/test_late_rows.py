@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from sherd import CommPolicy, Flat, fully_shard
 from sherd.comm.streams import HostStreams, RecordingStreams, use_streams
 from tests.support.comparing import assert_same, whole_grads
+from tests.support.ranks.bodies import on_processes
 from tests.support.training import made
 
 
@@ -60,16 +61,9 @@ PROGRAMS = {
 }
 
 
-def with_each_layout(streams):
-    with use_streams(streams()):
-        return {
-            name: [gradients(*program, placement=each) for each in (None, Flat())] for name, program in PROGRAMS.items()
-        }
-
-
 @pytest.mark.parametrize("streams", [HostStreams, RecordingStreams])
-def test_micro_batches_that_are_reduced_together_add_up_whatever_comes(world, streams):
-    for found in world(2).run(with_each_layout, streams):
-        for name, layouts in found.items():
-            for grads in layouts:
-                assert_same(grads, gradients(*PROGRAMS[name]), name, rtol=None, atol=None)
+@on_processes(2, name=PROGRAMS, placement=(None, Flat()))
+def test_micro_batches_that_are_reduced_together_add_up_whatever_comes(streams, name, placement):
+    with use_streams(streams()):
+        found = gradients(*PROGRAMS[name], placement=placement)
+    assert_same(found, gradients(*PROGRAMS[name]), rtol=None, atol=None)

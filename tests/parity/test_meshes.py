@@ -8,6 +8,7 @@ import torch.distributed as dist
 from tests.support.comparing import assert_named_close, whole_grads
 from tests.support.meshes import mesh_of
 from tests.support.models import build
+from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import sharded
 from tests.support.training import (
     Recipe,
@@ -56,18 +57,13 @@ def test_a_mesh_may_be_part_of_a_larger_one(threads):
     assert_all_same(threads(4).run(train_on_a_larger_mesh, recipe), recipe)
 
 
-def replicas_after_unsynced_steps(recipe):
+@on_processes(4)
+def test_the_all_reduce_between_replicas_may_wait_for_the_last_micro_batch():
     """Two backwards: reduced among shards only, then among replicas too; no optimizer step between."""
-    model = sharded(build(recipe.model), mesh=mesh_of((2, 2)))
+    model = sharded(build("mlp"), mesh=mesh_of((2, 2)))
     rank = dist.get_rank()
     for micro, last in ((0, False), (1, True)):
         model.set_requires_all_reduce(last)
         (model.loss(model(*model.make_inputs(100 * micro, rank))) / 2).backward()
-    return whole_grads(model)
-
-
-def test_the_all_reduce_between_replicas_may_wait_for_the_last_micro_batch(world):
-    recipe = Recipe("mlp", steps=1, micro_batches=2)
-    expected = train_plain(recipe, 4)[0].grads[0]
-    for grads in world(4).run(replicas_after_unsynced_steps, recipe):
-        assert_named_close(grads, expected, "gradient", 1e-5, 1e-6)
+    expected = train_plain(Recipe("mlp", steps=1, micro_batches=2), 4)[0].grads[0]
+    assert_named_close(whole_grads(model), expected, "gradient", 1e-5, 1e-6)

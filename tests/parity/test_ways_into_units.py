@@ -18,6 +18,7 @@ from sherd import fully_shard
 from tests.support import models
 from tests.support.comparing import assert_named_close, whole_params
 from tests.support.models import WIDTH, Block
+from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import FRONTS, sharded
 from tests.support.training import made, train_job, train_job_plain
 
@@ -383,20 +384,17 @@ class Exponential(Block):
         return y * 2
 
 
-def forward_without_backward() -> bool:
+@on_processes(2)
+def test_a_graph_without_a_backward_is_freed_at_once():
     model = sharded(nn.Sequential(Exponential(), nn.Linear(WIDTH, WIDTH)).double())
     gc.disable()  # a cycle is no way to be freed
     try:
         loss = mean_square(model, 0, 0)
-        was_there = model[0].result() is not None or loss.requires_grad
+        assert model[0].result() is not None or loss.requires_grad
         del loss
-        return was_there and model[0].result() is None
+        assert model[0].result() is None
     finally:
         gc.enable()
-
-
-def test_a_graph_without_a_backward_is_freed_at_once(world):
-    assert world(2).run(forward_without_backward) == [True, True]
 
 
 class Changing(Block):
@@ -444,26 +442,19 @@ REFUSED: dict[Any, str] = {
 }
 
 
-def refuse_each() -> None:
+@on_processes(2)
+def test_what_would_be_a_wrong_number_is_an_error_that_says_why() -> None:
     for program, words in REFUSED.items():
         with pytest.raises(RuntimeError, match=words):
             program()
 
 
-def test_what_would_be_a_wrong_number_is_an_error_that_says_why(world):
-    world(2).run(refuse_each)
-
-
-def penalized_while_bare() -> None:
-    for front in FRONTS:
-        penalty = gradient_penalty(sharded(nn.Sequential(Bare(), Bare()).double(), front), 0, 0)
-        with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
-            penalty.backward()
-
-
-def test_a_weight_kept_as_an_attribute_is_right_or_raises_in_a_gradient_of_a_gradient(world):
+@on_processes(2, front=FRONTS)
+def test_a_weight_kept_as_an_attribute_is_right_or_raises_in_a_gradient_of_a_gradient(front):
     # Right where the unit has saved something else on the way: among WAYS. Here nothing tells of the second backward.
-    world(2).run(penalized_while_bare)
+    penalty = gradient_penalty(sharded(nn.Sequential(Bare(), Bare()).double(), front), 0, 0)
+    with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+        penalty.backward()
 
 
 class Hidden(Positions):
@@ -477,17 +468,13 @@ def of_hidden() -> nn.Module:
     return Units(lambda units, x: units[1](x[:4] * units[0]()[0]), Hidden(slice(0, 4)), Block())
 
 
-def with_a_hidden_view() -> tuple[Any, str]:
+@on_processes(2)
+def test_a_view_of_a_parameter_in_what_nobody_looks_into_keeps_its_unit_and_is_named():
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         params = train_job(sharded(doubled(of_hidden)), mean_square)
-    return params, str(told[0].message)
-
-
-def test_a_view_of_a_parameter_in_what_nobody_looks_into_keeps_its_unit_and_is_named(world):
-    for params, told in world(2).run(with_a_hidden_view):
-        assert_trained(params, of_hidden)
-        assert "a view of a parameter of unit blocks.0 is still there after its forward" in told
+    assert_trained(params, of_hidden)
+    assert "a view of a parameter of unit blocks.0 is still there after its forward" in str(told[0].message)
 
 
 class Littering(Block):
@@ -510,7 +497,8 @@ class Rooted(nn.Module):
         return self.last(self.block(self.nothing(x * self.scale)))
 
 
-def trained_with_garbage_on_one_rank() -> Any:
+@on_processes(2)
+def test_when_garbage_is_collected_does_not_say_when_ranks_gather():
     gc.disable()
     try:
         model = doubled(Rooted)
@@ -521,11 +509,7 @@ def trained_with_garbage_on_one_rank() -> Any:
             mean_square(model, dist.get_rank(), step).backward()
     finally:
         gc.enable()
-    return whole_params(model)
-
-
-def test_when_garbage_is_collected_does_not_say_when_ranks_gather(world):
-    world(2).run(trained_with_garbage_on_one_rank)
+    whole_params(model)
 
 
 class ForcesFirst(nn.Module):
@@ -543,12 +527,7 @@ class ForcesFirst(nn.Module):
         return forces
 
 
-def trained_with_each() -> dict[str, Any]:
-    placements = ("zero1", "zero2", "ddp")
-    return {each: train_job(sharded(doubled(ForcesFirst), placements=each), mean_square) for each in placements}
-
-
-def test_what_is_kept_whole_is_renewed_after_a_gather_that_nobody_waited_for(world):
-    for found in world(2).run(trained_with_each):
-        for placements, params in found.items():
-            assert_trained(params, ForcesFirst, name=placements)
+@on_processes(2, placements=("zero1", "zero2", "ddp"))
+def test_what_is_kept_whole_is_renewed_after_a_gather_that_nobody_waited_for(placements):
+    params = train_job(sharded(doubled(ForcesFirst), placements=placements), mean_square)
+    assert_trained(params, ForcesFirst)
