@@ -20,7 +20,7 @@ from sherd.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_poli
 from tests.parity.test_precision import train_plain_bfloat16
 from tests.support.comparing import assert_same, whole_params
 from tests.support.meshes import mesh_of
-from tests.support.models import MODELS, WIDTH, Block, build, noise
+from tests.support.models import MODELS, WIDTH, Block, Wired, build, noise
 from tests.support.models.stacks import LowRank
 from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import replace
@@ -177,17 +177,11 @@ def test_modules_that_read_their_parameters_oddly_train_as_in_one_process(thread
     assert_trained(found, ReadsParametersOddly, loss_of_sequences)
 
 
-class RunsOneModuleInTwoUnits(nn.Module):
+def one_module_in_two_units():
     """A head that is a part of one unit, and is called beside it too."""
-
-    def __init__(self):
-        super().__init__()
-        head = nn.Linear(WIDTH, WIDTH)
-        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), head)
-        self.head = head
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.block(x)))
+    head = nn.Linear(WIDTH, WIDTH)
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), head)
+    return Wired(lambda self, x: self.head(torch.tanh(self.block(x))), block=block, head=head)
 
 
 def wrap_first_child(model, **options):
@@ -197,9 +191,8 @@ def wrap_first_child(model, **options):
 
 @BOTH_KINDS
 def test_a_module_may_be_used_in_a_unit_and_beside_it(threads, orig):
-    assert_trained(
-        threads(2).run(train_as, mean_square, RunsOneModuleInTwoUnits, wrap_first_child, orig), RunsOneModuleInTwoUnits
-    )
+    found = threads(2).run(train_as, mean_square, one_module_in_two_units, wrap_first_child, orig)
+    assert_trained(found, one_module_in_two_units)
 
 
 def mean_square_after_evaluation_and_an_error(model, rank, step):

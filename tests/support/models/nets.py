@@ -44,9 +44,9 @@ class Net(nn.Module):
 
 
 class Wired(nn.Module):
-    """Modules and parameters by name, and a forward that is `run(self, ...)`."""
+    """Modules and parameters by name, and a forward that is `run(self, ...)`; None, without a forward."""
 
-    def __init__(self, run: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
+    def __init__(self, run: Callable[..., Any] | None, **parts: nn.Module | nn.Parameter) -> None:
         super().__init__()
         self.run = run
         for name, part in parts.items():
