@@ -146,32 +146,23 @@ def read_after_assigning(way, reads):
         assert_same(whole_params(model), before)
 
 
-def run_forward(model):
-    loss(model, 0, 1)
-
-
-def save(model):
-    model.state_dict()
-
-
 def lend(model):
     with sherd.unsharded(model):
         pass
 
 
-def gather(model):
-    model[0].unshard()
-    model[0].reshard()
-
-
-def move(model):
-    model.to(torch.device("cpu"))
+READS = [
+    lambda model: loss(model, 0, 1),
+    lambda model: model.state_dict(),
+    lend,
+    lambda model: (model[0].unshard(), model[0].reshard()),
+    lambda model: model.to(torch.device("cpu")),
+]
 
 
 @pytest.mark.parametrize("way", STOCK)
 def test_a_dtensor_assigned_to_one_of_torchs_is_named_where_values_are_read(threads, way):
-    reads = [run_forward, save, lend, gather, move] if way == "shard" else [run_forward]
-    threads(num_ranks(way)).run(read_after_assigning, way, reads)
+    threads(num_ranks(way)).run(read_after_assigning, way, READS if way == "shard" else READS[:1])
 
 
 @on_threads(2)

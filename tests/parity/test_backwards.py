@@ -7,7 +7,7 @@ import torch.distributed as dist
 from sherd import fully_shard
 from tests.parity.cases import assert_each_trains
 from tests.support.comparing import assert_named_close, whole_grads
-from tests.support.models import build, noise
+from tests.support.models import Wired, build, noise
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import sharded
 from tests.support.training import Recipe, assert_all_same, made, steps_sharded, train_plain
@@ -142,24 +142,18 @@ def test_the_whole_may_run_after_a_unit_ran_alone(threads):
     check(threads(2), {"alone": (a_unit_called_alone_then_the_whole, "mlp", {})})
 
 
-def gradients_of_inputs(models, reshard):
-    found = {}
-    for name in models:
-        model = sharded(build(name), reshard_after_forward=reshard)
-        x = noise(0, dist.get_rank()).requires_grad_()
-        model.loss(model(x)).backward()
-        found[name] = x.grad
-    return found
+MODELS = ("mlp", "adapted", "checkpoint_outside", "reentrant_outside")
 
 
 @pytest.mark.parametrize("reshard", [True, False], ids="reshard_{}".format)
-def test_the_inputs_gradient_is_the_plain_one(threads, reshard):
-    models = ["mlp", "adapted", "checkpoint_outside", "reentrant_outside"]
-    for rank, found in enumerate(threads(2).run(gradients_of_inputs, models, reshard)):
-        for name, grad in found.items():
-            plain, x = build(name), noise(0, rank).requires_grad_()
-            plain.loss(plain(x)).backward()
-            torch.testing.assert_close(grad, x.grad, msg=lambda text, name=name: f"{name}: {text}")
+@on_threads(2, name=MODELS)
+def test_the_inputs_gradient_is_the_plain_one(name, reshard):
+    gradients = []
+    for model in (sharded(build(name), reshard_after_forward=reshard), build(name)):
+        x = noise(0, dist.get_rank()).requires_grad_()
+        model.loss(model(x)).backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)
 
 
 def train_after_a_mishap(recipe, where):
@@ -225,23 +219,16 @@ def test_a_failed_forward_leaves_gradients_alone():
     assert_named_close(whole_grads(model), before, "gradient", 0, 0)
 
 
-class Weighted(torch.nn.Module):
+def weighted():
     """Its weight is made from two parameters, which autograd reads after it knows the input's gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias = torch.nn.Parameter(torch.randn(64))
-        self.gain = torch.nn.Parameter(torch.randn(64, 64))
-        self.direction = torch.nn.Parameter(torch.randn(64, 64))
-
-    def forward(self, x):
-        weight = self.gain * self.direction
-        return (x + self.bias) @ weight
+    run = lambda self, x: (x + self.bias) @ (self.gain * self.direction)  # noqa: E731
+    sizes = {"bias": (64,), "gain": (64, 64), "direction": (64, 64)}
+    return Wired(run, **{name: torch.nn.Parameter(torch.randn(size)) for name, size in sizes.items()})
 
 
 @on_processes(2)
 def test_an_input_may_be_a_leaf():
-    plain, sharded = made(Weighted), fully_shard(made(Weighted))
+    plain, sharded = made(weighted), fully_shard(made(weighted))
     found = []
     for model in (sharded, plain):
         x = torch.linspace(-1, 1, 3 * 64).view(3, 64).requires_grad_()

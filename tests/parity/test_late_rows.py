@@ -8,19 +8,15 @@ from torch.utils.checkpoint import checkpoint
 from sherd import CommPolicy, Flat, fully_shard
 from sherd.comm.streams import HostStreams, RecordingStreams, use_streams
 from tests.support.comparing import assert_same, whole_grads
+from tests.support.models import Wired
 from tests.support.ranks.bodies import on_processes
 from tests.support.training import made
 
 
-class Branches(nn.Module):
+def branches():
     """One unit with three branches, any of which may be left out."""
-
-    def __init__(self):
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(3, 5) for _ in range(3))
-
-    def forward(self, x, used):
-        return sum(self.branches[index](x).square().sum() for index in used)
+    run = lambda self, x, used: sum(self.branches[index](x).square().sum() for index in used)  # noqa: E731
+    return Wired(run, branches=nn.ModuleList(nn.Linear(3, 5) for _ in range(3)))
 
 
 class Recomputed(nn.Module):
@@ -53,9 +49,9 @@ def gradients(make, inputs, **sharding):
 
 # By micro-batch: what else forward is given, as which branches are used. The last one reduces.
 PROGRAMS = {
-    "others never": (Branches, [[(0, 1)], [(0, 1)]]),
-    "others in the last": (Branches, [[(0,)], [(0,)], [(0, 1, 2)]]),
-    "others in the first": (Branches, [[(0, 1, 2)], [(1,)], [(1,)]]),
+    "others never": (branches, [[(0, 1)], [(0, 1)]]),
+    "others in the last": (branches, [[(0,)], [(0,)], [(0, 1, 2)]]),
+    "others in the first": (branches, [[(0, 1, 2)], [(1,)], [(1,)]]),
     "recomputed once": (Recomputed, [[]]),
     "recomputed twice": (Recomputed, [[], []]),
 }

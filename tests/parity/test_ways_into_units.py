@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from sherd import fully_shard
 from tests.support import models
 from tests.support.comparing import assert_named_close, whole_params
-from tests.support.models import WIDTH, Block
+from tests.support.models import WIDTH, Block, Wired
 from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import FRONTS, sharded
 from tests.support.training import made, train_job, train_job_plain
@@ -61,14 +61,8 @@ CARRIERS = {
 }
 
 
-class Carrying(nn.Module):
-    def __init__(self, carrier: str) -> None:
-        super().__init__()
-        self.block = Block()
-        self.carrier = carrier
-
-    def forward(self, x: Tensor) -> Any:
-        return CARRIERS[self.carrier][0](self.block(x))
+def carrying(carrier: str) -> nn.Module:
+    return Wired(lambda self, x: CARRIERS[carrier][0](self.block(x)), block=Block())
 
 
 class Units(nn.Module):
@@ -91,7 +85,7 @@ def carried(carrier: str) -> nn.Module:
             x = CARRIERS[carrier][1](unit(x))
         return head(x)
 
-    return Units(run, *(Carrying(carrier) for _ in range(3)), nn.Linear(WIDTH, WIDTH))
+    return Units(run, *(carrying(carrier) for _ in range(3)), nn.Linear(WIDTH, WIDTH))
 
 
 class Auxiliary(nn.Module):
@@ -229,19 +223,16 @@ def recomputed(reentrant: bool) -> nn.Module:
             x = checkpoint(lambda x, unit=unit: unit(x)[0], x, use_reentrant=reentrant)
         return x
 
-    return Units(run, *(Carrying("deque") for _ in range(3)))
+    return Units(run, *(carrying("deque") for _ in range(3)))
 
 
-class RecomputedByTheRoot(nn.Module):
+def recomputed_by_the_root() -> nn.Module:
     """A backward inside recomputes what uses the root's own parameters, in each of two forwards."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList((Block(),))
-        self.inner, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(self: Any, x: Tensor) -> Tensor:
         return self.last(checkpoint(lambda x: self.inner(x).tanh(), self.blocks[0](x), use_reentrant=True))
+
+    return Wired(run, blocks=nn.ModuleList((Block(),)), inner=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, WIDTH))
 
 
 def mean_square(model: Any, rank: int, step: int) -> Tensor:
@@ -335,7 +326,7 @@ WAYS = {
     "forces in evaluation": (Forces, evaluated_between),
     "recomputed": (functools.partial(recomputed, False), mean_square),
     "recomputed by a backward inside": (functools.partial(recomputed, True), input_is_a_leaf),
-    "recomputed by the root": (RecomputedByTheRoot, of_two_forwards),
+    "recomputed by the root": (recomputed_by_the_root, of_two_forwards),
     "recomputed inside": (recomputed_inside, mean_square),
     "saved on the CPU": (functools.partial(carried, "deque"), of_saved_on_cpu),
     "transforms of torch.func": (transformed, mean_square),
@@ -487,21 +478,16 @@ class Littering(Block):
         return super().forward(x)
 
 
-class Rooted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.nothing, self.block, self.last = nn.Tanh(), Littering(), Littering()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.block(self.nothing(x * self.scale)))
+def rooted() -> nn.Module:
+    run = lambda self, x: self.last(self.block(self.nothing(x * self.scale)))  # noqa: E731
+    return Wired(run, scale=nn.Parameter(torch.ones(WIDTH)), nothing=nn.Tanh(), block=Littering(), last=Littering())
 
 
 @on_processes(2)
 def test_when_garbage_is_collected_does_not_say_when_ranks_gather():
     gc.disable()
     try:
-        model = doubled(Rooted)
+        model = doubled(rooted)
         fully_shard([model.nothing, model.block])
         fully_shard(model.last)
         fully_shard(model)
