@@ -15,7 +15,7 @@ from tests.support.meshes import mesh_of
 from tests.support.models import WIDTH, Wired, build, chain, noise
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import sharded
-from tests.support.training import LR, assert_trained, made, mean_square, train_job, train_job_plain
+from tests.support.training import LR, made, mean_square, train_job_plain
 
 # A Block's parameters: 16x8 + 16 + 8x16 + 8.
 BLOCK_NUMEL, NUM_TENSORS = 280, 4
@@ -32,29 +32,24 @@ def plain_grads(num_ranks):
 # Own collectives
 
 
-def train_with_own_collectives(waits, reshard):
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("waits", [True, False], ids=["in_host_order", "returns_work"])
+@on_processes(2)
+def test_own_collectives_carry_one_units_bytes_and_change_no_number(waits, reshard):
     model, gather, reduce = sharded(chain(), reshard_after_forward=reshard), GatherByList(waits), ReduceByAllReduce()
     model[0].set_custom_all_gather(gather)
     model[0].set_custom_reduce_scatter(reduce)
-    return train_job(model, mean_square), gather.calls, gather.allocated, reduce.calls, reduce.allocated
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("waits", [True, False], ids=["in_host_order", "returns_work"])
-def test_own_collectives_carry_one_units_bytes_and_change_no_number(world, waits, reshard):
-    runs = world(2).run(train_with_own_collectives, waits, reshard)
-    assert_trained([run[0] for run in runs], chain)
-    for _, gathers, gather_memory, reduces, reduce_memory in runs:
-        assert len(gathers) == len(gather_memory) == (6 if reshard else 3)
-        assert len(reduces) == len(reduce_memory) == 3
-        for whole, part, dtype in gathers:
-            assert (whole, dtype) == (2 * part, torch.float32)
-            assert BLOCK_NUMEL / 2 <= part <= BLOCK_NUMEL / 2 + 64, "no more than a little padding"
-        for part, whole, dtype in reduces:
-            assert (whole, dtype) == (2 * part, torch.float32)
-            assert part == gathers[0][1] + NUM_TENSORS, "a flag for each tensor: has this rank its gradient?"
-        assert {numel for numel, _ in gather_memory} == {gathers[0][0]}
-        assert {numel for numel, _ in reduce_memory} == {reduces[0][0]}
+    assert_trains(model, chain)
+    assert len(gather.calls) == len(gather.allocated) == (6 if reshard else 3)
+    assert len(reduce.calls) == len(reduce.allocated) == 3
+    for whole, part, dtype in gather.calls:
+        assert (whole, dtype) == (2 * part, torch.float32)
+        assert BLOCK_NUMEL / 2 <= part <= BLOCK_NUMEL / 2 + 64, "no more than a little padding"
+    for part, whole, dtype in reduce.calls:
+        assert (whole, dtype) == (2 * part, torch.float32)
+        assert part == gather.calls[0][1] + NUM_TENSORS, "a flag for each tensor: has this rank its gradient?"
+    assert {numel for numel, _ in gather.allocated} == {gather.calls[0][0]}
+    assert {numel for numel, _ in reduce.allocated} == {reduce.calls[0][0]}
 
 
 @on_threads(2)

@@ -10,7 +10,7 @@ from tests.support.comparing import assert_named_close, whole_grads
 from tests.support.models import Wired, build, noise
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import sharded
-from tests.support.training import Recipe, assert_all_same, made, steps_sharded, train_plain
+from tests.support.training import Recipe, assert_same_run, made, steps_sharded, train_plain
 
 
 def check(ranks, cases):
@@ -190,19 +190,15 @@ def test_after_an_exception_the_next_steps_are_right(world, where):
     assert_each_trains(world(2), cases, train_after_a_mishap)
 
 
-def train_through_mishaps(recipe):
+@on_processes(2)
+def test_several_exceptions_after_a_good_step_leave_nothing_behind():
     """A mishap before each of the three first steps, each in another place; state must not pile up."""
-    rank = dist.get_rank()
-    model = sharded(build(recipe.model), reshard_after_forward=False)
+    recipe, rank = Recipe("mlp", steps=3), dist.get_rank()
+    model = sharded(build("mlp"), reshard_after_forward=False)
     model.loss(model(*model.make_inputs(6, rank))).backward()
     for where in ("backward", "forward", "start_of_backward", "backward"):
         fail_once(model, where, rank)
-    return steps_sharded(model, recipe, rank)
-
-
-def test_several_exceptions_after_a_good_step_leave_nothing_behind(world):
-    recipe = Recipe("mlp", steps=3)
-    assert_all_same(world(2).run(train_through_mishaps, recipe), recipe)
+    assert_same_run(steps_sharded(model, recipe, rank), train_plain(recipe, 2)[rank])
 
 
 @on_threads(2)

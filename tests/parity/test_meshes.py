@@ -8,12 +8,13 @@ import torch.distributed as dist
 from tests.support.comparing import assert_named_close, whole_grads
 from tests.support.meshes import mesh_of
 from tests.support.models import build
-from tests.support.ranks.bodies import on_processes
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import sharded
 from tests.support.training import (
     Recipe,
     assert_all_same,
     assert_each_same,
+    assert_same_run,
     steps_sharded,
     train_each,
     train_plain,
@@ -46,15 +47,12 @@ def test_a_mesh_may_be_wide_or_of_one_axis(threads, model, mesh_shape, reshard):
     assert_all_same(runs, Recipe(model))
 
 
-def train_on_a_larger_mesh(recipe):
+@on_threads(4)
+def test_a_mesh_may_be_part_of_a_larger_one():
+    recipe, rank = Recipe("mlp"), dist.get_rank()
     mesh = dist.init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("copies", "stages", "pieces"))
-    model = sharded(build(recipe.model), mesh=mesh["copies", "pieces"])
-    return steps_sharded(model, recipe, dist.get_rank())
-
-
-def test_a_mesh_may_be_part_of_a_larger_one(threads):
-    recipe = Recipe("mlp")
-    assert_all_same(threads(4).run(train_on_a_larger_mesh, recipe), recipe)
+    model = sharded(build("mlp"), mesh=mesh["copies", "pieces"])
+    assert_same_run(steps_sharded(model, recipe, rank), train_plain(recipe, 4)[rank])
 
 
 @on_processes(4)

@@ -33,6 +33,7 @@ from tests.support.training import (
     mean_square,
     tolerance,
     train_job,
+    train_plain,
 )
 from tests.wrapper.training import (
     BFLOAT16,
@@ -333,9 +334,11 @@ def test_recomputed_units_train_as_in_one_process(threads, kind):
 # What is left out
 
 
-def train_beside_ignored(recipe, how, orig):
+@pytest.mark.parametrize(("how", "orig"), [("modules", False), ("states", True), ("modules_as_states", False)])
+@on_threads(2)
+def test_ignored_parameters_stay_plain_beside_the_sharded(how, orig):
     """`first` is ignored and its gradient averaged by hand; what the rest has is the wrapper's."""
-    model = build(recipe.model)
+    model, recipe = build("mlp"), recipe_of("mlp")
     ignored = {
         "modules": {"ignored_modules": [model.first]},
         "states": {"ignored_states": list(model.first.parameters())},
@@ -355,13 +358,7 @@ def train_beside_ignored(recipe, how, orig):
         optimizer.step()
         optimizer.zero_grad()
     run.params = whole_params(wrapped)
-    return run
-
-
-@pytest.mark.parametrize(("how", "orig"), [("modules", False), ("states", True), ("modules_as_states", False)])
-def test_ignored_parameters_stay_plain_beside_the_sharded(threads, how, orig):
-    recipe = recipe_of("mlp")
-    assert_all_trained_plainly(threads(2).run(train_beside_ignored, recipe, how, orig), recipe)
+    assert_trained_as(run, train_plain(recipe, 2)[rank])
 
 
 @pytest.mark.parametrize("orig", [False, True])
