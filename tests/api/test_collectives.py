@@ -166,8 +166,8 @@ def forked():
         left=nn.Linear(WIDTH, WIDTH),
         right=nn.Linear(WIDTH, WIDTH),
     )
-    run = lambda self, x, use_left: self.fork(torch.tanh(self.stem(x)), use_left)  # noqa: E731
-    return Wired(run, stem=nn.Linear(WIDTH, WIDTH), fork=fork)
+    parts = {"stem": nn.Linear(WIDTH, WIDTH), "fork": fork}
+    return Wired(lambda self, x, use_left: self.fork(torch.tanh(self.stem(x)), use_left), **parts)
 
 
 def diverge(model, rank, step):

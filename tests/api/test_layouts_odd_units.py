@@ -76,8 +76,8 @@ def tied():
     """Three units with one weight, and one with two of its own."""
     first, second, third = (nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, True, False))
     second.weight = third.weight = first.weight
-    run = lambda self, x: self.third(torch.tanh(self.second(self.block(torch.tanh(self.first(x))))))  # noqa: E731
-    return Wired(run, first=first, block=Block(), second=second, third=third)
+    parts = {"first": first, "block": Block(), "second": second, "third": third}
+    return Wired(lambda self, x: self.third(torch.tanh(self.second(self.block(torch.tanh(self.first(x)))))), **parts)
 
 
 def hollow():

@@ -34,8 +34,8 @@ class Hollow(nn.Module):
 
 def only_hollow():
     """Nothing but parameters without an element."""
-    run = lambda self, x: torch.cat([x, self.no_rows]) + x.mean() + self.no_columns.sum()  # noqa: E731
-    return Wired(run, no_rows=nn.Parameter(torch.zeros(0, WIDTH)), no_columns=nn.Parameter(torch.zeros(3, 0)))
+    parts = {"no_rows": nn.Parameter(torch.zeros(0, WIDTH)), "no_columns": nn.Parameter(torch.zeros(3, 0))}
+    return Wired(lambda self, x: torch.cat([x, self.no_rows]) + x.mean() + self.no_columns.sum(), **parts)
 
 
 def hollow_stack():

@@ -1,6 +1,7 @@
 """A module is refused by name that another unit, or torch's own FSDP, has in hand already; torch's DDP, around units,
 and the units, below it, each train their own parameters."""
 
+from collections import OrderedDict
 from contextlib import nullcontext
 from functools import partial
 
@@ -18,7 +19,7 @@ from sherd.errors import ModuleError
 from sherd.interop import torch_fsdp_identity
 from tests.api.checks import assert_trains
 from tests.support.comparing import assert_named_close, whole_params
-from tests.support.models import Block, Wired, chain
+from tests.support.models import Block, chain
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.training import made, mean_square, train_job, train_job_plain
 
@@ -76,8 +77,8 @@ def sharing():
     stem, head = (nn.Linear(8, 8, bias=False) for _ in range(2))
     head.weight = stem.weight
     left = nn.Sequential(nn.Linear(8, 8))
-    run = lambda self, x: self.head(self.shard_buffer(self.right(self.left(self.stem(x)))))  # noqa: E731
-    return Wired(run, stem=stem, left=left, right=nn.Sequential(left[0], nn.Tanh()), shard_buffer=nn.Tanh(), head=head)
+    right = nn.Sequential(left[0], nn.Tanh())
+    return nn.Sequential(OrderedDict(stem=stem, left=left, right=right, shard_buffer=nn.Tanh(), head=head))
 
 
 @on_threads(2)

@@ -46,9 +46,9 @@ class Operations(TorchDispatchMode):
 
 def made(contexts):
     torch.manual_seed(0)
-    options = {"use_reentrant": False, **({"context_fn": contexts} if contexts else {})}
-    run = lambda self, x: checkpoint(self.blocks[1], checkpoint(self.blocks[0], x, **options), **options)  # noqa: E731
-    return Wired(run, blocks=nn.ModuleList(Attention() for _ in range(2)))
+    call = partial(checkpoint, use_reentrant=False, **({"context_fn": contexts} if contexts else {}))
+    blocks = nn.ModuleList(Attention() for _ in range(2))
+    return Wired(lambda self, x: call(self.blocks[1], call(self.blocks[0], x)), blocks=blocks)
 
 
 def attend(model, rank, step):

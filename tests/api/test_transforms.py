@@ -17,8 +17,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated
 
 def flow():
     """A function of a point and a time, whose derivative along both is trained too."""
-    run = lambda self, point, time: self.fall(torch.relu(self.rise(torch.cat((point, time), dim=-1))))  # noqa: E731
-    return Wired(run, rise=nn.Linear(WIDTH + 1, WIDTH), fall=nn.Linear(WIDTH, WIDTH))
+    parts = {"rise": nn.Linear(WIDTH + 1, WIDTH), "fall": nn.Linear(WIDTH, WIDTH)}
+    return Wired(lambda self, point, time: self.fall(torch.relu(self.rise(torch.cat((point, time), dim=-1)))), **parts)
 
 
 def sample(seed):

@@ -187,9 +187,8 @@ def test_other_words_are_refused():
 
 def with_a_large() -> Any:
     """Rank 0 alone uses a parameter that is large enough to travel alone."""
-    large, small = torch.nn.Linear(1024, 1024, bias=False), torch.nn.Linear(1024, 8)
-    run = lambda self, x, uses_large: self.small(self.large(x) if uses_large else x)  # noqa: E731
-    return sherd.fully_shard(Wired(run, large=large, small=small))
+    parts = {"large": torch.nn.Linear(1024, 1024, bias=False), "small": torch.nn.Linear(1024, 8)}
+    return sherd.fully_shard(Wired(lambda self, x, large: self.small(self.large(x) if large else x), **parts))
 
 
 def one_rank_uses_a_large_tensor(first: int) -> None:

@@ -41,8 +41,8 @@ def assert_gradients_are_the_mean(ranks: list[list[Named]], make: Any, job: Job)
 
 def either() -> nn.Module:
     """Rank 0 uses `left`, the others `right`; nobody uses `unused`."""
-    run = lambda self, x, rank: self.left(x) if rank == 0 else self.right(x)  # noqa: E731
-    return Wired(run, left=nn.Linear(4, 6), right=nn.Linear(4, 6), unused=nn.Linear(4, 6))
+    parts = {"left": nn.Linear(4, 6), "right": nn.Linear(4, 6), "unused": nn.Linear(4, 6)}
+    return Wired(lambda self, x, rank: self.left(x) if rank == 0 else self.right(x), **parts)
 
 
 def either_large() -> nn.Module:

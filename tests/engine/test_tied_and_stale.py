@@ -23,8 +23,8 @@ def matrix() -> nn.Parameter:
 def uses_its_blocks_weight_first() -> nn.Module:
     """The root needs the block's weight in backward when the block's own backward is long over."""
     inner = Wired(lambda self, x: (x @ self.first).relu() @ self.second, first=matrix(), second=matrix())
-    run = lambda self, x: self.inner((self.before(x) @ self.tied).relu())  # noqa: E731
-    return Wired(run, before=nn.Linear(8, 8), inner=inner, tied=inner.first)
+    parts = {"before": nn.Linear(8, 8), "inner": inner, "tied": inner.first}
+    return Wired(lambda self, x: self.inner((self.before(x) @ self.tied).relu()), **parts)
 
 
 def borrowing() -> nn.Module:
@@ -40,14 +40,14 @@ def outer() -> nn.Module:
     owner, borrower = (nn.Linear(8, 8, bias=False) for _ in range(2))
     borrower.weight = owner.weight
     last = Wired(lambda self, x: x * self.scale + self.shift, scale=scale, shift=shift)
-    run = lambda self, x: self.last(self.borrower(self.owner(x).relu()) * self.scale)  # noqa: E731
-    return Wired(run, scale=scale, owner=owner, borrower=borrower, last=last)
+    parts = {"scale": scale, "owner": owner, "borrower": borrower, "last": last}
+    return Wired(lambda self, x: self.last(self.borrower(self.owner(x).relu()) * self.scale), **parts)
 
 
 def loop(block: nn.Module) -> nn.Module:
     """One block, called again and again on its own output."""
-    run = lambda self, x: self.block(self.block(self.block(self.before(x))))  # noqa: E731
-    return Wired(run, before=nn.Linear(8, 8), block=block)
+    parts = {"before": nn.Linear(8, 8), "block": block}
+    return Wired(lambda self, x: self.block(self.block(self.block(self.before(x)))), **parts)
 
 
 def wrapping() -> nn.Module:
@@ -57,8 +57,8 @@ def wrapping() -> nn.Module:
 
 def recursive() -> nn.Module:
     """A module that calls itself."""
-    run = lambda self, x, depth=2: self.up(self(self.down(x).relu(), depth - 1)) if depth else x  # noqa: E731
-    return Wired(run, down=nn.Linear(8, 8), up=nn.Linear(8, 8))
+    parts = {"down": nn.Linear(8, 8), "up": nn.Linear(8, 8)}
+    return Wired(lambda self, x, depth=2: self.up(self(self.down(x).relu(), depth - 1)) if depth else x, **parts)
 
 
 def thin() -> nn.Module:
@@ -107,8 +107,8 @@ def test_after_a_step_unshard_shows_what_the_optimizer_wrote_though_parameters_w
 
 
 def with_an_empty_parameter(shape: tuple[int, ...], used: bool) -> nn.Module:
-    run = lambda self, x: self.linear(x) + (self.empty.sum() if used else 0)  # noqa: E731
-    return Wired(run, linear=nn.Linear(4, 4), empty=nn.Parameter(torch.empty(shape)))
+    parts = {"linear": nn.Linear(4, 4), "empty": nn.Parameter(torch.empty(shape))}
+    return Wired(lambda self, x: self.linear(x) + (self.empty.sum() if used else 0), **parts)
 
 
 @on_threads(2)

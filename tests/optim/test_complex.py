@@ -14,8 +14,8 @@ from tests.support.training import made
 def wave():
     """A complex matrix and a complex vector, neither of which divides evenly, and real ones."""
     matrix, vector = (nn.Parameter(torch.randn(*shape, dtype=torch.complex128)) for shape in ((5, 3), (3,)))
-    run = lambda self, x: self.real((x @ self.matrix + self.vector).abs())  # noqa: E731
-    return Wired(run, matrix=matrix, vector=vector, real=nn.Linear(3, 3, dtype=torch.float64))
+    parts = {"matrix": matrix, "vector": vector, "real": nn.Linear(3, 3, dtype=torch.float64)}
+    return Wired(lambda self, x: self.real((x @ self.matrix + self.vector).abs()), **parts)
 
 
 OPTIMIZERS = {

@@ -217,9 +217,9 @@ def test_a_failed_forward_leaves_gradients_alone():
 
 def weighted():
     """Its weight is made from two parameters, which autograd reads after it knows the input's gradient."""
-    run = lambda self, x: (x + self.bias) @ (self.gain * self.direction)  # noqa: E731
     sizes = {"bias": (64,), "gain": (64, 64), "direction": (64, 64)}
-    return Wired(run, **{name: torch.nn.Parameter(torch.randn(size)) for name, size in sizes.items()})
+    parts = {name: torch.nn.Parameter(torch.randn(size)) for name, size in sizes.items()}
+    return Wired(lambda self, x: (x + self.bias) @ (self.gain * self.direction), **parts)
 
 
 @on_processes(2)

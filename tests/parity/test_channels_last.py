@@ -22,8 +22,8 @@ FORMAT = {"memory_format": torch.channels_last}
 def convnet():
     """Two blocks, whose weights have other strides in the other format, and a head."""
     blocks = (nn.Sequential(nn.Conv2d(*widths, 3, padding=1), nn.ReLU()) for widths in ((3, 8), (8, 5)))
-    run = lambda self, images: self.head(F.adaptive_avg_pool2d(self.blocks(images), 1).flatten(1))  # noqa: E731
-    return Wired(run, blocks=nn.Sequential(*blocks), head=nn.Linear(5, 4))
+    parts = {"blocks": nn.Sequential(*blocks), "head": nn.Linear(5, 4)}
+    return Wired(lambda self, images: self.head(F.adaptive_avg_pool2d(self.blocks(images), 1).flatten(1)), **parts)
 
 
 def loss(model, rank, step):

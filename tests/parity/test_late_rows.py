@@ -15,8 +15,8 @@ from tests.support.training import made
 
 def branches():
     """One unit with three branches, any of which may be left out."""
-    run = lambda self, x, used: sum(self.branches[index](x).square().sum() for index in used)  # noqa: E731
-    return Wired(run, branches=nn.ModuleList(nn.Linear(3, 5) for _ in range(3)))
+    parts = {"branches": nn.ModuleList(nn.Linear(3, 5) for _ in range(3))}
+    return Wired(lambda self, x, used: sum(self.branches[index](x).square().sum() for index in used), **parts)
 
 
 class Recomputed(nn.Module):

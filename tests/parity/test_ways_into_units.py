@@ -479,8 +479,8 @@ class Littering(Block):
 
 
 def rooted() -> nn.Module:
-    run = lambda self, x: self.last(self.block(self.nothing(x * self.scale)))  # noqa: E731
-    return Wired(run, scale=nn.Parameter(torch.ones(WIDTH)), nothing=nn.Tanh(), block=Littering(), last=Littering())
+    parts = {"scale": nn.Parameter(torch.ones(WIDTH)), "nothing": nn.Tanh(), "block": Littering(), "last": Littering()}
+    return Wired(lambda self, x: self.last(self.block(self.nothing(x * self.scale))), **parts)
 
 
 @on_processes(2)
