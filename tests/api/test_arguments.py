@@ -15,7 +15,7 @@ import sherd
 from sherd import Blocks, DataParallelMeshDims, Flat, FSDPModule, Owned, fully_shard
 from tests.api.checks import assert_trains, named_mesh
 from tests.support.comparing import assert_named_close, form, whole_grads
-from tests.support.models import WIDTH, Block, build, chain, noise
+from tests.support.models import WIDTH, Block, Wired, build, chain, noise
 from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
 from tests.support.training import (
@@ -243,26 +243,18 @@ def test_dtensors_of_one_axis_are_sharded_over_the_other():
 # Lists of modules
 
 
-class Chunked(nn.Module):
+def headed(run):
+    return Wired(run, body=Block(), norm=nn.LayerNorm(WIDTH), head=nn.Linear(WIDTH, 3))
+
+
+def chunked():
     """A head that runs once per chunk of a long sequence, its norm once in all: a chunked loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = Block()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x):
-        hidden = self.norm(self.body(x))
-        return torch.cat([self.head(chunk) for chunk in hidden.chunk(3)])
+    return headed(lambda self, x: torch.cat([self.head(chunk) for chunk in self.norm(self.body(x)).chunk(3)]))
 
 
-class Partial(Chunked):
+def at_times():
     """The head runs on odd steps only."""
-
-    def forward(self, x, with_head):
-        hidden = self.norm(self.body(x))
-        return self.head(hidden) if with_head else hidden
+    return headed(lambda self, x, with_head: (self.head if with_head else nn.Identity())(self.norm(self.body(x))))
 
 
 def read_partly(model, rank, step):
@@ -270,7 +262,7 @@ def read_partly(model, rank, step):
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize(("make", "job"), [(Chunked, mean_square), (Partial, read_partly)])
+@pytest.mark.parametrize(("make", "job"), [(chunked, mean_square), (at_times, read_partly)])
 @on_threads(2)
 def test_modules_of_one_unit_may_run_several_times_or_not_at_all(make, job, reshard):
     model = made(make)
@@ -291,7 +283,7 @@ def loss_in_chunks(model, rank):
 
 @on_threads(2)
 def test_a_loss_may_go_backward_chunk_by_chunk():
-    model, plain = made(Chunked), made(Chunked)
+    model, plain = made(chunked), made(chunked)
     for unit in (model.body, model.norm, model.head):
         fully_shard(unit)
     loss_in_chunks(model, dist.get_rank())

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from sherd import Owned, fully_shard
-from tests.support.models import Net
+from tests.support.models import Net, Wired
 from tests.support.ranks.bodies import on_threads
 from tests.support.training import made
 
@@ -47,8 +47,10 @@ def average(student, teacher):
     return sum((mine - other).square().sum() for mine, other in zip(teacher, student, strict=True))
 
 
-def follow(shard):
-    models, plain = [made(lambda: Net(3)), made(lambda: Net(3))], [made(lambda: Net(3)), made(lambda: Net(3))]
+@pytest.mark.parametrize("shard", [shard_one_by_one, shard_blocks, shard_roots, shard_by_turns])
+@on_threads(2, 3)
+def test_a_teacher_follows_its_student_under_whole(shard):
+    models, plain = ([made(lambda: Net(3)) for _ in range(2)] for _ in range(2))
     for student in (models[0], plain[0]):
         with torch.no_grad():
             for number, parameter in enumerate(student.parameters()):
@@ -67,21 +69,10 @@ def follow(shard):
             torch.testing.assert_close(mine.full_tensor(), other.full_tensor())
 
 
-@pytest.mark.parametrize("shard", [shard_one_by_one, shard_blocks, shard_roots, shard_by_turns])
-def test_a_teacher_follows_its_student_under_whole(threads, shard):
-    for num_ranks in (2, 3):
-        threads(num_ranks).run(follow, shard)
-
-
-class Even(nn.Module):
+def even():
     """Blocks that two ranks share evenly, and a head that they do not."""
-
-    def __init__(self, num_blocks=2):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3))) for _ in range(num_blocks)
-        )
-        self.head = nn.Linear(8, 5)
+    blocks = (nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3))) for _ in range(2))
+    return Wired(None, blocks=nn.ModuleList(blocks), head=nn.Linear(8, 5))
 
 
 def start_anew():
@@ -92,7 +83,7 @@ def start_anew():
 @on_threads(2)
 def test_a_model_made_alike_has_the_same_owners():
     start_anew()
-    models = [made(Even) for _ in range(3)]
+    models = [made(even) for _ in range(3)]
     shard_one_by_one(*models)
     first, *others = ([each.cut.first for each in model.parameters()] for model in models)
     assert all(each == first for each in others)
@@ -104,7 +95,7 @@ def test_a_model_made_alike_has_the_same_owners():
 def test_nested_units_balance_over_the_blocks_of_a_model():
     """Blocks that are units around others go on balancing, for alone they do not."""
     start_anew()
-    model = made(Even)
+    model = made(even)
     for block in model.blocks:
         for unit in (block[0], block[1], block[2], block):
             fully_shard(unit, placement=Owned())

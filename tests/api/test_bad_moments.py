@@ -73,7 +73,7 @@ def loss_of(hidden, weight):
     return F.linear(hidden, weight).sum()
 
 
-class Net(nn.Module):
+class Bypassing(nn.Module):
     """`way` says past which hooks it goes."""
 
     def __init__(self, way):
@@ -102,7 +102,7 @@ class Net(nn.Module):
 @on_threads(2)
 def test_a_shard_met_in_forward_is_named_with_what_helps(way, met):
     for options in ({}, {"placements": "ddp"}, {"placement": Flat()}, {"placement": Owned()}):
-        model = sharded(Net(way), **options)
+        model = sharded(Bypassing(way), **options)
         with pytest.raises((RuntimeError, PlacementError)) as caught:
             model(torch.ones(2, 6))
         text = str(caught.value)
@@ -121,7 +121,7 @@ def test_a_shard_met_in_forward_is_named_with_what_helps(way, met):
 @on_threads(2)
 def test_a_weight_that_is_unsharded_can_be_read():
     """What the text proposes works."""
-    model = sharded(Net("in place of a head"))
+    model = sharded(Bypassing("in place of a head"))
     model.head.unshard()
     assert model(torch.ones(2, 6)).shape == (2, 4)
     model.head.reshard()
@@ -146,13 +146,14 @@ def test_a_unit_does_not_run_alone_after_a_failed_backward():
 @on_threads(2)
 def test_shards_are_not_to_be_had_in_the_middle_of_a_forward():
     model, x = sharded(build("mlp")), noise(0, dist.get_rank())
-    for ask, words in (
-        (model.state_dict, ("forward", "state_dict", "before or after")),  # the root is whole at that moment
-        (model.blocks[1].state_dict, ("forward", "state_dict", "before or after")),
-        (partial(model.to, torch.float64), (".to()",)),
+    for ask, *words in (
+        (model.state_dict, "state_dict"),  # the root is whole at that moment
+        (model.blocks[1].state_dict, "state_dict", "unit blocks.1"),
+        (partial(model.load_state_dict, {}, strict=False),),
+        (partial(model.to, torch.float64), ".to()"),
     ):
         hook = model.blocks[1].up.register_forward_hook(lambda *_, ask=ask: ask() and None)
-        assert_refuses(lambda: model(x), StateError, *words)
+        assert_refuses(lambda: model(x), StateError, *words, "in the middle of a forward", "do it before or after")
         hook.remove()
     assert_trains(model, partial(build, "mlp"))
 
@@ -183,4 +184,4 @@ def test_an_optimizer_that_has_state_of_replaced_parameters_says_what_to_do():
     mean_square(model, 0, 0).backward()
     optimizer.step()
     mean_square(sharded(model), dist.get_rank(), 0).backward()
-    assert_refuses(optimizer.step, OptimizerError, "Adam", "up.weight", "after sharding")
+    assert_refuses(optimizer.step, OptimizerError, "Adam holds state", "up.weight", "after sharding")

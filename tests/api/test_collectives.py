@@ -12,10 +12,10 @@ from tests.api.checks import assert_trains
 from tests.api.own_collectives import GatherByList, ReduceByAllReduce
 from tests.support.comparing import assert_named_close, form, whole_grads, whole_params
 from tests.support.meshes import mesh_of
-from tests.support.models import WIDTH, build, chain, noise
-from tests.support.ranks.bodies import on_threads
+from tests.support.models import WIDTH, Wired, build, chain, noise
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import sharded
-from tests.support.training import LR, assert_trained, made, mean_square, train_job, train_job_plain
+from tests.support.training import LR, made, mean_square, train_job_plain
 
 # A Block's parameters: 16x8 + 16 + 8x16 + 8.
 BLOCK_NUMEL, NUM_TENSORS = 280, 4
@@ -32,29 +32,24 @@ def plain_grads(num_ranks):
 # Own collectives
 
 
-def train_with_own_collectives(waits, reshard):
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("waits", [True, False], ids=["in_host_order", "returns_work"])
+@on_processes(2)
+def test_own_collectives_carry_one_units_bytes_and_change_no_number(waits, reshard):
     model, gather, reduce = sharded(chain(), reshard_after_forward=reshard), GatherByList(waits), ReduceByAllReduce()
     model[0].set_custom_all_gather(gather)
     model[0].set_custom_reduce_scatter(reduce)
-    return train_job(model, mean_square), gather.calls, gather.allocated, reduce.calls, reduce.allocated
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("waits", [True, False], ids=["in_host_order", "returns_work"])
-def test_own_collectives_carry_one_units_bytes_and_change_no_number(world, waits, reshard):
-    runs = world(2).run(train_with_own_collectives, waits, reshard)
-    assert_trained([run[0] for run in runs], chain)
-    for _, gathers, gather_memory, reduces, reduce_memory in runs:
-        assert len(gathers) == len(gather_memory) == (6 if reshard else 3)
-        assert len(reduces) == len(reduce_memory) == 3
-        for whole, part, dtype in gathers:
-            assert (whole, dtype) == (2 * part, torch.float32)
-            assert BLOCK_NUMEL / 2 <= part <= BLOCK_NUMEL / 2 + 64, "no more than a little padding"
-        for part, whole, dtype in reduces:
-            assert (whole, dtype) == (2 * part, torch.float32)
-            assert part == gathers[0][1] + NUM_TENSORS, "a flag for each tensor: has this rank its gradient?"
-        assert {numel for numel, _ in gather_memory} == {gathers[0][0]}
-        assert {numel for numel, _ in reduce_memory} == {reduces[0][0]}
+    assert_trains(model, chain)
+    assert len(gather.calls) == len(gather.allocated) == (6 if reshard else 3)
+    assert len(reduce.calls) == len(reduce.allocated) == 3
+    for whole, part, dtype in gather.calls:
+        assert (whole, dtype) == (2 * part, torch.float32)
+        assert BLOCK_NUMEL / 2 <= part <= BLOCK_NUMEL / 2 + 64, "no more than a little padding"
+    for part, whole, dtype in reduce.calls:
+        assert (whole, dtype) == (2 * part, torch.float32)
+        assert part == gather.calls[0][1] + NUM_TENSORS, "a flag for each tensor: has this rank its gradient?"
+    assert {numel for numel, _ in gather.allocated} == {gather.calls[0][0]}
+    assert {numel for numel, _ in reduce.allocated} == {reduce.calls[0][0]}
 
 
 @on_threads(2)
@@ -68,7 +63,8 @@ def test_own_collectives_see_the_dtypes_of_the_policy():
     assert (reduce.calls[0][2], reduce.allocated[0][1]) == (torch.float64, torch.float64)
 
 
-def split_or_not():
+@on_processes(2)
+def test_a_large_tensor_does_not_split_what_own_collectives_and_hooks_see():
     """A unit with a matrix of 8 MiB, which a CPU's engine may well gather on its own."""
     model, gather, reduce, hooked = nn.Linear(1024, 2048), GatherByList(waits=True), ReduceByAllReduce(), []
     fully_shard(model)
@@ -76,14 +72,8 @@ def split_or_not():
     model.set_custom_reduce_scatter(reduce)
     model.set_all_reduce_hook(lambda reduced: hooked.append(reduced.numel()))
     model(noise(0, dist.get_rank(), 2, 1024)).square().mean().backward()
-    return len(gather.calls), len(reduce.calls), hooked
-
-
-def test_a_large_tensor_does_not_split_what_own_collectives_and_hooks_see(world):
-    numel = 2048 * 1025 // 2
-    for gathers, reduces, hooked in world(2).run(split_or_not):
-        assert (gathers, reduces, len(hooked)) == (1, 1, 1)
-        assert numel <= hooked[0] <= numel + 64
+    assert (len(gather.calls), len(reduce.calls), len(hooked)) == (1, 1, 1)
+    assert 0 <= hooked[0] - 2048 * 1025 // 2 <= 64
 
 
 # The hook on reduced gradients
@@ -169,23 +159,15 @@ def test_a_divide_factor_holds_for_one_unit_in_every_reduce_dtype(policy, setter
 # Parameters that only some ranks use
 
 
-class Fork(nn.Sequential):
-    """Two layers in one unit, of which a rank uses one."""
-
-    def forward(self, x, use_left):
-        return self[0](x) if use_left else self[1](x)
-
-
-class Forked(nn.Module):
-    """A unit inside which the ranks diverge."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.fork = Fork(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x, use_left):
-        return self.fork(torch.tanh(self.stem(x)), use_left)
+def forked():
+    """A unit of two layers, of which a rank uses one, behind another unit."""
+    fork = Wired(
+        lambda self, x, use_left: (self.left if use_left else self.right)(x),
+        left=nn.Linear(WIDTH, WIDTH),
+        right=nn.Linear(WIDTH, WIDTH),
+    )
+    parts = {"stem": nn.Linear(WIDTH, WIDTH), "fork": fork}
+    return Wired(lambda self, x, use_left: self.fork(torch.tanh(self.stem(x)), use_left), **parts)
 
 
 def diverge(model, rank, step):
@@ -195,19 +177,19 @@ def diverge(model, rank, step):
 @pytest.mark.parametrize("recurse", [True, False])
 @on_threads(3)
 def test_ranks_may_use_other_parameters_of_a_unit_and_get_the_mean_with_zeros(recurse):
-    model = sharded(made(Forked))
+    model = sharded(made(forked))
     (model if recurse else model.fork).set_reduce_scatter_unused_params(True, recurse=recurse)
     # In SGD a zero gradient and none are the same, so that plain training is the reference although a step leaves None.
-    assert_trains(model, Forked, diverge, steps=4)
+    assert_trains(model, forked, diverge, steps=4)
 
 
 @on_threads(2)
 def test_a_parameter_nobody_used_gets_zeros_only_when_asked_for():
     for setting, expected in ((True, 0.0), (False, None)):
-        model = sharded(made(Forked))
+        model = sharded(made(forked))
         model.set_reduce_scatter_unused_params(setting)
         model(noise(0, dist.get_rank()), True).sum().backward()
-        grad = model.fork[1].weight.grad
+        grad = model.fork.right.weight.grad
         assert (None if grad is None else grad.full_tensor().abs().sum().item()) == expected
 
 
@@ -304,17 +286,13 @@ def test_reduce_scatters_may_have_a_process_group_of_their_own(enable, recurse, 
     assert (gather.groups == reduce.groups) == same
 
 
-def train_in_a_separate_group(mesh_shape):
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=["shards", "replicas"])
+@on_processes(4)
+def test_a_separate_group_changes_no_number(mesh_shape):
     model = sharded(chain(), mesh=mesh_of(mesh_shape))
     model.set_separate_reduce_scatter_group()
-    params = train_job(model, mean_square)
+    assert_trains(model, chain)
     model.set_separate_reduce_scatter_group(False)
-    return params
-
-
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=["shards", "replicas"])
-def test_a_separate_group_changes_no_number(world, mesh_shape):
-    assert_trained(world(4).run(train_in_a_separate_group, mesh_shape), chain)
 
 
 def uneven():
@@ -325,11 +303,12 @@ def own_job(model, rank, step):
     return model.loss(model(*model.make_inputs(step, rank)))
 
 
-def train_on_group_memory():
+@on_processes(2)
+def test_gloo_has_no_memory_of_its_own_and_ordinary_memory_or_an_own_collective_serves():
     model, rank = sharded(uneven()), dist.get_rank()
     for unit in model.units():
         unit.set_allocate_memory_from_process_group_for_comm(True)
-    params = train_job(model, own_job)
+    assert_trains(model, uneven, own_job)
     for unit in model.units():
         unit.set_allocate_memory_from_process_group_for_comm(False)
     own_job(model, rank, 0).backward()
@@ -340,11 +319,6 @@ def train_on_group_memory():
     other[0].set_custom_all_gather(gather)
     mean_square(other, rank, 0).backward()
     assert len(gather.calls) == 2
-    return params
-
-
-def test_gloo_has_no_memory_of_its_own_and_ordinary_memory_or_an_own_collective_serves(world):
-    assert_trained(world(2).run(train_on_group_memory), uneven, own_job)
 
 
 @on_threads(2)

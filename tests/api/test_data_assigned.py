@@ -53,8 +53,8 @@ RAGGED = {front: partial(both_blocks, front=front) for front in FRONTS if front 
 WAYS = STOCK | RAGGED
 
 
-def num_ranks(way):
-    return 4 if way in ("hsdp", "hfsdp") else 2
+def each_of(ways):
+    return pytest.mark.parametrize(("way", "num_ranks"), [(way, 4 if way in ("hsdp", "hfsdp") else 2) for way in ways])
 
 
 # Ways to give a parameter new values: each does one step of SGD
@@ -116,26 +116,38 @@ def steps(model, give, ranks):
     return losses
 
 
-def trained_on_what_is_given(way, gives):
-    for give in gives:
+@each_of(WAYS)
+@on_threads()
+def test_values_that_are_given_between_steps_are_trained_on(way):
+    # Every other one, and the others for the next way.
+    for give in part([*GIVEN, assigned] if way in RAGGED else GIVEN, list(WAYS).index(way), 2):
         found = steps(WAYS[way](made(stack)), give, [dist.get_rank()])
         by_rank = steps(made(stack), give, range(dist.get_world_size()))
         expected = [[losses[dist.get_rank()]] for losses in by_rank]
         assert_same(found, expected, give.__name__, rtol=1e-9)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_values_that_are_given_between_steps_are_trained_on(threads, way):
-    # Every other one, and the others for the next way.
-    gives = part([*GIVEN, assigned] if way in RAGGED else GIVEN, list(WAYS).index(way), 2)
-    threads(num_ranks(way)).run(trained_on_what_is_given, way, gives)
-
-
 # What is lost is said
 
 
-def read_after_assigning(way, reads):
-    for read in reads:
+def lend(model):
+    with sherd.unsharded(model):
+        pass
+
+
+READS = [
+    lambda model: loss(model, 0, 1),
+    lambda model: model.state_dict(),
+    lend,
+    lambda model: (model[0].unshard(), model[0].reshard()),
+    lambda model: model.to(torch.device("cpu")),
+]
+
+
+@each_of(STOCK)
+@on_threads()
+def test_a_dtensor_assigned_to_one_of_torchs_is_named_where_values_are_read(way):
+    for read in READS if way == "shard" else READS[:1]:
         model = WAYS[way](made(stack))
         loss(model, 0, 0).backward()
         before = whole_params(model)
@@ -144,34 +156,6 @@ def read_after_assigning(way, reads):
             read(model)
         read(model)  # once for each assignment
         assert_same(whole_params(model), before)
-
-
-def run_forward(model):
-    loss(model, 0, 1)
-
-
-def save(model):
-    model.state_dict()
-
-
-def lend(model):
-    with sherd.unsharded(model):
-        pass
-
-
-def gather(model):
-    model[0].unshard()
-    model[0].reshard()
-
-
-def move(model):
-    model.to(torch.device("cpu"))
-
-
-@pytest.mark.parametrize("way", STOCK)
-def test_a_dtensor_assigned_to_one_of_torchs_is_named_where_values_are_read(threads, way):
-    reads = [run_forward, save, lend, gather, move] if way == "shard" else [run_forward]
-    threads(num_ranks(way)).run(read_after_assigning, way, reads)
 
 
 @on_threads(2)
@@ -206,7 +190,9 @@ def test_so_are_parameters_that_a_load_has_exchanged():
                 model.state_dict()
 
 
-def stepped_after_assigning(way):
+@each_of(sorted(WAYS.keys() - {"flat wrapper"}))
+@on_threads()
+def test_a_step_is_made_on_what_was_given_before_it(way):
     """What an optimizer makes of values given between backward and step, and what it says of those that are lost."""
     model = WAYS[way](made(stack))
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -225,11 +211,6 @@ def stepped_after_assigning(way):
         assigned_zero.data = assigned_zero.data * 0
         with pytest.raises(WriteBackError, match=r"up\.weight was assigned"):
             optimizer.step()
-
-
-@pytest.mark.parametrize("way", sorted(WAYS.keys() - {"flat wrapper"}))
-def test_a_step_is_made_on_what_was_given_before_it(threads, way):
-    threads(num_ranks(way)).run(stepped_after_assigning, way)
 
 
 @on_threads(4)

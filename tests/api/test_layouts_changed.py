@@ -1,8 +1,6 @@
 """A model may change after it was sharded: frozen and thawed, other dtypes, deep copies, whole and back by hand."""
 
 import copy
-import gc
-import weakref
 
 import pytest
 import torch
@@ -60,17 +58,14 @@ def freeze_and_thaw(model, ranks, cast):
     return losses, whole_params(model)
 
 
-def frozen_and_thawed(cast):
+@pytest.mark.parametrize(("num_ranks", "cast"), [(2, False), (3, True)], ids=["kept", "cast"])
+@on_threads()
+def test_half_of_a_unit_may_be_frozen_cast_trained_and_thawed(cast):
     ranks = range(dist.get_world_size())
     _, expected = freeze_and_thaw(made(stack), ranks, cast)
     for name in PLACEMENTS:
         _, found = freeze_and_thaw(placed(name), [dist.get_rank()], cast)
         assert_named_close(found, expected, f"{name}: parameter", 1e-5, 1e-6)
-
-
-@pytest.mark.parametrize(("num_ranks", "cast"), [(2, False), (3, True)], ids=["kept", "cast"])
-def test_half_of_a_unit_may_be_frozen_cast_trained_and_thawed(threads, num_ranks, cast):
-    threads(num_ranks).run(frozen_and_thawed, cast)
 
 
 @on_threads(3)
@@ -134,7 +129,8 @@ def test_parameters_may_be_deep_copied():
 # Whole and back, by hand
 
 
-def by_hand():
+@on_threads(1, 3)
+def test_whole_parameters_are_read_by_hand():
     plain = made(stack)
     for name in PLACEMENTS:
         model = placed(name)
@@ -151,11 +147,6 @@ def by_hand():
             model[0].reshard()
             model[1].reshard()
             assert all(isinstance(param, DTensor) for param in model.parameters()), again
-
-
-def test_whole_parameters_are_read_by_hand(threads):
-    for num_ranks in (1, 3):
-        threads(num_ranks).run(by_hand)
 
 
 # Policies
@@ -243,56 +234,3 @@ def test_low_precision_gives_the_same_under_every_placement():
     expected = in_low_precision("chunks")
     for name in ("flat", "rows", "blocks", "whole"):
         assert_same(in_low_precision(name), expected, name)
-
-
-@on_threads(3)
-def test_an_overflow_skips_the_step_under_every_placement():
-    """Infinity in one rank's gradient skips the step everywhere, whoever holds the element."""
-    for name in PLACEMENTS:
-        model = placed(name)
-        before = whole_params(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        loss = mean_square(model, dist.get_rank(), 0)
-        scaler.scale(loss * float("inf") if dist.get_rank() == 1 else loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.get_scale() == 2.0
-        assert_named_close(whole_params(model), before, name, 0, 0)
-
-
-# Memory
-
-
-def what_outlives_the_model(name, steps, options):
-    """Names of shards, gradients, unsharded parameters and units that live on after the model."""
-    model = placed(name, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    seen = {}
-    for module in model.modules():
-        module.register_forward_pre_hook(lambda m, _: seen.update({id(p): p for p in m.parameters(False)}))
-    for step in range(steps):
-        mean_square(model, dist.get_rank(), step).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    shards = {f"shard {n}": p.to_local() for n, p in model.named_parameters()}
-    grads = {f"gradient {n}": p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None}
-    whole = {f"whole {i}": p for i, p in enumerate(seen.values()) if not isinstance(p, DTensor)}
-    watched = {what: weakref.ref(each.untyped_storage()) for what, each in (shards | grads | whole).items()}
-    watched |= {f"unit {n}": weakref.ref(m) for n, m in model.named_modules() if isinstance(m, FSDPModule)}
-    assert len(watched) > (12 if steps else 3)
-    del shards, grads, whole, model, optimizer, module
-    seen.clear()
-    gc.collect()
-    return [what for what, ref in watched.items() if ref() is not None]
-
-
-def nothing_outlives(name):
-    for steps, options in ((0, {}), (1, {"reshard_after_forward": False}), (3, {})):
-        assert what_outlives_the_model(name, steps, options) == [], steps
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("name", PLACEMENTS)
-def test_nothing_outlives_the_model_under_any_placement(world, name, num_ranks):
-    world(num_ranks).run(nothing_outlives, name)

@@ -10,9 +10,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from sherd import Blocks, Flat, Owned, RaggedDTensor, fully_shard
 from tests.api.checks import assert_trains
-from tests.api.test_odd_use import Hollow, OnlyHollow
+from tests.api.test_odd_use import Hollow, only_hollow
 from tests.support.comparing import assert_same, whole_params
-from tests.support.models import WIDTH, Block, build
+from tests.support.models import WIDTH, Block, Wired, build
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import units_of
 from tests.support.suites import part
@@ -47,27 +47,15 @@ def placed(model, name):
     return model
 
 
-class Scalars(nn.Module):
+def scalars():
     """Scalars alone; fewer elements than ranks."""
-
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor(1.5))
-        self.shift = nn.Parameter(torch.tensor(0.25))
-
-    def forward(self, x):
-        return x * self.gain + self.shift
+    gain, shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(0.25))
+    return Wired(lambda self, x: x * self.gain + self.shift, gain=gain, shift=shift)
 
 
-class OneElement(nn.Module):
+def one_element():
     """One parameter of one element, in three dims."""
-
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.full((1, 1, 1), 0.75))
-
-    def forward(self, x):
-        return x * self.gain[0]
+    return Wired(lambda self, x: x * self.gain[0], gain=nn.Parameter(torch.full((1, 1, 1), 0.75)))
 
 
 class TwoDtypes(nn.Module):
@@ -84,27 +72,20 @@ class TwoDtypes(nn.Module):
         return x + (self.wide(self.narrow(x).double()) * self.gain).float() + torch.tanh(x @ self.fixed)
 
 
-class Tied(nn.Module):
+def tied():
     """Three units with one weight, and one with two of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.block = Block()
-        self.second = nn.Linear(WIDTH, WIDTH)
-        self.third = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.second.weight = self.third.weight = self.first.weight
-
-    def forward(self, x):
-        return self.third(torch.tanh(self.second(self.block(torch.tanh(self.first(x))))))
+    first, second, third = (nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, True, False))
+    second.weight = third.weight = first.weight
+    parts = {"first": first, "block": Block(), "second": second, "third": third}
+    return Wired(lambda self, x: self.third(torch.tanh(self.second(self.block(torch.tanh(self.first(x)))))), **parts)
 
 
 def hollow():
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Hollow(), OnlyHollow(), nn.Dropout(0.0), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Hollow(), only_hollow(), nn.Dropout(0.0), nn.Linear(WIDTH, WIDTH))
 
 
 def tiny():
-    return nn.Sequential(Scalars(), nn.Linear(WIDTH, WIDTH), OneElement(), Scalars(), nn.LayerNorm(WIDTH))
+    return nn.Sequential(scalars(), nn.Linear(WIDTH, WIDTH), one_element(), scalars(), nn.LayerNorm(WIDTH))
 
 
 def two_dtypes():
@@ -116,7 +97,7 @@ def thin():
     return nn.Sequential(nn.Linear(WIDTH, 1), nn.Linear(1, 2), nn.Linear(2, 3), nn.Linear(3, WIDTH))
 
 
-MODELS = [hollow, tiny, two_dtypes, thin, Tied]
+MODELS = [hollow, tiny, two_dtypes, thin, tied]
 
 
 def assert_all_train(cases):
@@ -155,20 +136,20 @@ def test_nested_units_may_have_different_placements():
 def test_a_tied_weight_is_cut_as_its_first_unit_says():
     """The weight belongs to the first unit, whatever the others say."""
     for owner, user in ((Flat(), Owned()), (None, Flat()), (Owned(), None), (Blocks(3), Flat())):
-        model = made(Tied)
+        model = made(tied)
         fully_shard(model.first, placement=owner)
         for unit in (model.second, model.third, model):
             fully_shard(unit, placement=user)
         assert model.first.weight is model.second.weight is model.third.weight
         assert isinstance(model.third.weight, RaggedDTensor) == (owner is not None)
-        assert_trains(model, Tied)
+        assert_trains(model, tied)
 
 
 # Without memory, and given it
 
 
 def small():
-    return nn.Sequential(Scalars(), nn.Linear(WIDTH, 5), Block(5, 7), nn.Linear(5, WIDTH))
+    return nn.Sequential(scalars(), nn.Linear(WIDTH, 5), Block(5, 7), nn.Linear(5, WIDTH))
 
 
 @pytest.mark.parametrize("how", ["load", "copy"])

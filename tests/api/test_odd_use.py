@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.api.checks import assert_trains
 from tests.support.comparing import assert_named_close, form, whole_params
-from tests.support.models import WIDTH, Block, chain, noise
+from tests.support.models import WIDTH, Block, Wired, chain, noise
 from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
 from tests.support.training import LR, made, mean_square, train_job_plain
@@ -32,36 +32,23 @@ class Hollow(nn.Module):
         return x * self.weight + self.empty.sum() + self.no_rows.sum() + (self.no_columns.sum(1) * 2)
 
 
-class OnlyHollow(nn.Module):
+def only_hollow():
     """Nothing but parameters without an element."""
-
-    def __init__(self):
-        super().__init__()
-        self.no_rows = nn.Parameter(torch.zeros(0, WIDTH))
-        self.no_columns = nn.Parameter(torch.zeros(3, 0))
-
-    def forward(self, x):
-        return torch.cat([x, self.no_rows]) + x.mean() + self.no_columns.sum()
+    parts = {"no_rows": nn.Parameter(torch.zeros(0, WIDTH)), "no_columns": nn.Parameter(torch.zeros(3, 0))}
+    return Wired(lambda self, x: torch.cat([x, self.no_rows]) + x.mean() + self.no_columns.sum(), **parts)
 
 
 def hollow_stack():
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Hollow(), OnlyHollow(), nn.Linear(WIDTH, WIDTH))
-
-
-class Bare(nn.Module):
-    """No parameters at all."""
-
-    def forward(self, x):
-        return torch.tanh(x)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Hollow(), only_hollow(), nn.Linear(WIDTH, WIDTH))
 
 
 def bare_stack():
-    return nn.Sequential(Bare(), Block(), Bare(), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0))
+    return nn.Sequential(nn.Tanh(), Block(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0))
 
 
 def wholly_bare():
     """The root owns nothing either, and its children are all units or bare."""
-    return nn.Sequential(nn.Sequential(Bare()), nn.Linear(WIDTH, WIDTH), Bare())
+    return nn.Sequential(nn.Sequential(nn.Tanh()), nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
 def frozen_units():
@@ -72,16 +59,13 @@ def frozen_units():
     return model
 
 
-def train_odd(make, reshard):
-    assert_trains(sharded(made(make), reshard_after_forward=reshard), make)
-
-
 @pytest.mark.pairs
 @pytest.mark.parametrize("reshard", [None, False], ids=["reshard", "keep"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("make", [hollow_stack, bare_stack, wholly_bare, frozen_units], ids=lambda f: f.__name__)
-def test_units_without_elements_parameters_or_gradients_train(threads, make, num_ranks, reshard):
-    threads(num_ranks).run(train_odd, make, reshard)
+@on_threads()
+def test_units_without_elements_parameters_or_gradients_train(make, reshard):
+    assert_trains(sharded(made(make), reshard_after_forward=reshard), make)
 
 
 @on_threads(2)

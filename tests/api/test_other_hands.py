@@ -1,6 +1,7 @@
 """A module is refused by name that another unit, or torch's own FSDP, has in hand already; torch's DDP, around units,
 and the units, below it, each train their own parameters."""
 
+from collections import OrderedDict
 from contextlib import nullcontext
 from functools import partial
 
@@ -71,28 +72,21 @@ def test_a_policy_that_comes_later_is_refused_too():
         sherd.auto_shard(nn.Sequential(model[0]), each_block)
 
 
-class Shared(nn.Module):
+def sharing():
     """Two branches that use one module, and hold nothing else; a head tied to the stem, and one without parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Linear(8, 8, bias=False)
-        self.left = nn.Sequential(nn.Linear(8, 8))
-        self.right = nn.Sequential(self.left[0], nn.Tanh())
-        self.shard_buffer = nn.Tanh()
-        self.head = nn.Linear(8, 8, bias=False)
-        self.head.weight = self.stem.weight
-
-    def forward(self, x):
-        return self.head(self.shard_buffer(self.right(self.left(self.stem(x)))))
+    stem, head = (nn.Linear(8, 8, bias=False) for _ in range(2))
+    head.weight = stem.weight
+    left = nn.Sequential(nn.Linear(8, 8))
+    right = nn.Sequential(left[0], nn.Tanh())
+    return nn.Sequential(OrderedDict(stem=stem, left=left, right=right, shard_buffer=nn.Tanh(), head=head))
 
 
 @on_threads(2)
 def test_units_whose_parameters_others_have_or_that_have_none_train_as_before():
-    model = made(Shared)
+    model = made(sharing)
     for module in (model.stem, model.left, model.right, model.head, model.shard_buffer, model):
         sherd.fully_shard(module)
-    assert_trains(model, Shared)
+    assert_trains(model, sharing)
 
 
 def apart():

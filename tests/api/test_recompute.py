@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 import sherd
 from sherd.api.recompute import KeptResults
 from tests.api.checks import assert_trains
-from tests.support.models import noise
+from tests.support.models import Wired, noise
 from tests.support.ranks.bodies import on_processes
 
 WIDTH, LENGTH = 16, 8
 
 
-class Block(nn.Module):
+class Attention(nn.Module):
     """Three products, attention, a product that is kept by its number, and what a unit inside adds."""
 
     def __init__(self):
@@ -29,18 +29,6 @@ class Block(nn.Module):
     def forward(self, x):
         query, key, value = (head(x).unsqueeze(1) for head in self.heads)
         return x + torch.tanh(self.out(F.scaled_dot_product_attention(query, key, value).squeeze(1)))
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, contexts):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.options = {"use_reentrant": False, **({"context_fn": contexts} if contexts else {})}
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, **self.options)
-        return x
 
 
 class Operations(TorchDispatchMode):
@@ -58,7 +46,9 @@ class Operations(TorchDispatchMode):
 
 def made(contexts):
     torch.manual_seed(0)
-    return Checkpointed(contexts)
+    call = partial(checkpoint, use_reentrant=False, **({"context_fn": contexts} if contexts else {}))
+    blocks = nn.ModuleList(Attention() for _ in range(2))
+    return Wired(lambda self, x: call(self.blocks[1], call(self.blocks[0], x)), blocks=blocks)
 
 
 def attend(model, rank, step):

@@ -6,26 +6,19 @@ import torch.distributed as dist
 from torch import nn
 
 from sherd import fully_shard, replicate
+from tests.support.models import WIDTH, Wired
 from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import sharded
 from tests.support.training import made
-
-WIDTH = 8
 
 # torch's own, when forward mode is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 
-class Flow(nn.Module):
+def flow():
     """A function of a point and a time, whose derivative along both is trained too."""
-
-    def __init__(self):
-        super().__init__()
-        self.rise = nn.Linear(WIDTH + 1, WIDTH)
-        self.fall = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, point, time):
-        return self.fall(torch.relu(self.rise(torch.cat((point, time), dim=-1))))
+    parts = {"rise": nn.Linear(WIDTH + 1, WIDTH), "fall": nn.Linear(WIDTH, WIDTH)}
+    return Wired(lambda self, point, time: self.fall(torch.relu(self.rise(torch.cat((point, time), dim=-1)))), **parts)
 
 
 def sample(seed):
@@ -63,7 +56,7 @@ def shard_kept(module):
 @pytest.mark.parametrize("loss_of", [derivative, tangent_only, batched])
 @on_processes(2)
 def test_what_comes_out_of_a_transform_trains_as_in_one_process(loss_of, shard):
-    plain, model = made(Flow), made(Flow)
+    plain, model = made(flow), made(flow)
     for module in (model.rise, model.fall, model):
         shard(module)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
@@ -85,7 +78,7 @@ def test_what_comes_out_of_a_transform_trains_as_in_one_process(loss_of, shard):
 @on_processes(2)
 def test_a_gradient_is_taken_inside_a_transform():
     """Forward and backward are both inside; nobody asks for the parameters' gradients."""
-    plain, model = made(Flow), sharded(made(Flow))
+    plain, model = made(flow), sharded(made(flow))
     point, time, _ = sample(dist.get_rank())
 
     def height(at, of):

@@ -18,6 +18,7 @@ import sherd
 from sherd.errors import PolicyError, PolicyTypeError, StateError
 from tests.api.checks import named_mesh
 from tests.checkpoint.layouts import LAYOUTS, PLACEMENTS, built, loss_of, model_in, optimizer_of, train
+from tests.support.models import Wired
 from tests.support.ranks import RanksFailed
 from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import sharded
@@ -143,18 +144,10 @@ def test_parameters_that_are_not_sharded_come_too():
     assert_same(found, plain(Uniform(), torch.bfloat16))
 
 
-class Around(nn.Module):
-    """Keeps a module as `torch.compile` does."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._orig_mod = module
-
-
 @on_processes(2)
 def test_names_are_without_wrappers():
     model = model_in("rows")
-    model.blocks[0].up = Around(model.blocks[0].up)
+    model.blocks[0].up = Wired(None, _orig_mod=model.blocks[0].up)  # as `torch.compile` keeps it
     assert [name for name, _ in sherd.iter_full_parameters(model)] == [name for name, _ in plain(built())]
 
 
@@ -183,7 +176,8 @@ def test_any_bucket_size(world, sizes):
     world(2).run(read_with_sizes, sizes)
 
 
-def held_and_changed() -> None:
+@on_processes(1, 2)
+def test_a_tensor_is_the_callers_own():
     model, first, kept = model_in("rows"), [], []
     for name, value in sherd.iter_full_parameters(model, 64):
         first.append((name, value.clone()))
@@ -193,11 +187,6 @@ def held_and_changed() -> None:
     for _, value in sherd.iter_full_parameters(model, 1 << 20):
         value.zero_()
     assert_same(list(sherd.iter_full_parameters(model)), plain(built()))
-
-
-def test_a_tensor_is_the_callers_own(world):
-    for num_ranks in (1, 2):
-        world(num_ranks).run(held_and_changed)
 
 
 @on_processes(3)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -42,7 +41,12 @@ every_transport = pytest.mark.parametrize("transport", ["auto", "gloo", "torch"]
 every_placement = pytest.mark.parametrize("placement", [None, sherd.Flat()])
 
 
-def keep_all(transport: str, placement: object) -> None:
+@pytest.mark.pairs
+@every_transport
+@every_placement
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@on_processes()
+def test_all_may_be_kept(placement, transport):
     model = cut(transport, placement)
     for _ in range(2):
         assert_same(list(sherd.iter_full_parameters(model, BUCKET)), plain(layers()))
@@ -56,14 +60,6 @@ def keep_all(transport: str, placement: object) -> None:
             value.fill_(7)  # it is the reader's: nobody else sees it
     assert_same(kept, plain(layers())[::3])
     assert_same(list(sherd.iter_full_parameters(model, BUCKET)), plain(layers()))
-
-
-@pytest.mark.pairs
-@every_transport
-@every_placement
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_all_may_be_kept(num_ranks, placement, transport, world):
-    world(num_ranks).run(keep_all, transport, placement)
 
 
 @every_transport
@@ -168,7 +164,13 @@ NUM_LAYERS = 12
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 
 
-def peak_of_reading(placement: Any, transport: str, bucket_bytes: int, large: int) -> int:
+@pytest.mark.pairs
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
+@pytest.mark.parametrize("placement", [None, sherd.Flat()], ids=["rows", "flat"])
+@pytest.mark.parametrize(("layers_a_bucket", "large"), [(1, WIDTH), (3, WIDTH), (2, 8 * WIDTH)])
+@on_processes(2)
+def test_two_buckets_and_the_largest_parameter(layers_a_bucket, large, placement, transport):
+    bucket, largest = layers_a_bucket * LAYER_BYTES, 4 * large * WIDTH
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)), nn.Linear(WIDTH, large))
     sharded(model, placement=placement, comm_policy=sherd.CommPolicy(transport=transport))
     peaks = []
@@ -177,22 +179,12 @@ def peak_of_reading(placement: Any, transport: str, bucket_bytes: int, large: in
             gc.collect()
             live.forget_peak()
             before = live.peak
-            for _, weight in sherd.iter_full_parameters(model, bucket_bytes):
+            for _, weight in sherd.iter_full_parameters(model, bucket):
                 assert weight.numel()
             del weight
             peaks.append(live.peak - before)
-    return peaks[-1]
-
-
-@pytest.mark.pairs
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
-@pytest.mark.parametrize("placement", [None, sherd.Flat()], ids=["rows", "flat"])
-@pytest.mark.parametrize(("layers_a_bucket", "large"), [(1, WIDTH), (3, WIDTH), (2, 8 * WIDTH)])
-def test_two_buckets_and_the_largest_parameter(layers_a_bucket, large, placement, transport, world):
-    bucket, largest = layers_a_bucket * LAYER_BYTES, 4 * large * WIDTH
     sent, slack = max(bucket, largest) // 2, 8192  # views, padding and texts
     if transport != "shared_memory":
         slack += bucket  # a thread of gloo lets go of the rows somewhat later than its collective ends
-    for peak in world(2).run(peak_of_reading, placement, transport, bucket, large):
-        assert 0 < peak <= 2 * bucket + largest + sent + slack
-        assert peak < NUM_LAYERS * LAYER_BYTES or large > WIDTH
+    assert 0 < peaks[-1] <= 2 * bucket + largest + sent + slack
+    assert peaks[-1] < NUM_LAYERS * LAYER_BYTES or large > WIDTH

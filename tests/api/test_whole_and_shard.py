@@ -211,7 +211,7 @@ def test_an_embedding_need_not_be_gathered_in_backward(unshard, gathers):
 
 
 class Spoken(nn.Module):
-    """A method that calls forward inside, one that calls another, one that raises, and two that are not bound."""
+    """Methods that forward calls, that call forward or another, that raise; and two that are not bound."""
 
     def __init__(self):
         super().__init__()
@@ -220,7 +220,7 @@ class Spoken(nn.Module):
         self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH))
 
     def forward(self, x):
-        return self.block(x) * self.weight
+        return self.scaled(self.block(x), by=1)
 
     def twice(self, x):
         return self(x) + self(self.weight * x)

@@ -20,6 +20,7 @@ from sherd.engine.run.seal import runtime_of, unit_of
 from sherd.errors import CommError, PolicyError
 from tests.divergence.programs import batch, comm_errors, hybrid, num_calls, sharded, step, wrapped
 from tests.support.comparing import assert_same, whole
+from tests.support.models import Wired
 from tests.support.ranks.bodies import on_processes
 
 
@@ -184,19 +185,14 @@ def test_other_words_are_refused():
         sherd.CommPolicy(divergence="skip")
 
 
-class WithALarge(torch.nn.Module):
+def with_a_large() -> Any:
     """Rank 0 alone uses a parameter that is large enough to travel alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.large, self.small = torch.nn.Linear(1024, 1024, bias=False), torch.nn.Linear(1024, 8)
-
-    def forward(self, x: torch.Tensor, uses_large: bool) -> torch.Tensor:
-        return self.small(self.large(x) if uses_large else x)
+    parts = {"large": torch.nn.Linear(1024, 1024, bias=False), "small": torch.nn.Linear(1024, 8)}
+    return sherd.fully_shard(Wired(lambda self, x, large: self.small(self.large(x) if large else x), **parts))
 
 
 def one_rank_uses_a_large_tensor(first: int) -> None:
-    model: Any = sherd.fully_shard(WithALarge())
+    model = with_a_large()
     for number in range(4):
         model(torch.ones(2, 1024), dist.get_rank() == 0 or number < first).sum().backward()
 
@@ -204,12 +200,12 @@ def one_rank_uses_a_large_tensor(first: int) -> None:
 @pytest.mark.parametrize("first", [0, 3])
 def test_a_rank_that_lacks_the_gradient_of_a_tensor_that_travels_alone_is_named(world, first):
     for text in texts_of(world(2), one_rank_uses_a_large_tensor, first):
-        assert "rank 0 reduces the gradients of unit WithALarge (" in text
-        assert "rank 1 reduces the gradients of unit WithALarge without large.weight" in text
+        assert "rank 0 reduces the gradients of unit Wired (" in text
+        assert "rank 1 reduces the gradients of unit Wired without large.weight" in text
 
 
 @on_processes(2)
 def test_ranks_that_all_lack_it_go_on():
-    model: Any = sherd.fully_shard(WithALarge())
+    model = with_a_large()
     for number in range(6):
         model(torch.ones(2, 1024), number % 2 == 0).sum().backward()

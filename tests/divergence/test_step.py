@@ -34,7 +34,7 @@ from tests.support.sharding import FRONTS
 NUM_STEPS, FAILS_IN = 4, 2
 
 
-class Block(nn.Module):
+class Noisy(nn.Module):
     """With batch norm, whose statistics are buffers, and noise, which takes random numbers."""
 
     def __init__(self) -> None:
@@ -45,11 +45,11 @@ class Block(nn.Module):
         return self.norm(self.linear(x)).relu() + 0.1 * torch.randn(x.shape) + random.random()
 
 
-class Net(nn.Module):
+class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Noisy() for _ in range(3))
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor, fail: Any = None) -> Tensor:
@@ -63,12 +63,12 @@ class Net(nn.Module):
         return block(x)
 
 
-class Recomputed(Net):
+class Recomputed(Failing):
     def call(self, block: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(block, x, use_reentrant=False)
 
 
-def net(front: str = "shard", make: Any = Net, **more: Any) -> Any:
+def net(front: str = "shard", make: Any = Failing, **more: Any) -> Any:
     return joined(front, make(), **more)
 
 
@@ -297,7 +297,7 @@ def test_without_copies_all_raise(where):
 # Errors of our own making
 
 
-class Scaled(Net):
+class Scaled(Failing):
     """Its units have a group of each of two dtypes."""
 
     def __init__(self) -> None:
@@ -548,7 +548,7 @@ def test_one_process_skips_by_itself():
         body(model, optimizer, 0, "nan")
     with sherd.step(model, optimizer) as attempt:
         sherd.step(model, optimizer).__enter__()
-    assert "sherd.step within sherd.step of the same model, FSDPNet" in (attempt.reason or "")
+    assert "sherd.step within sherd.step of the same model, FSDPFailing" in (attempt.reason or "")
     assert [skipped for skipped, *_ in said] == [False, True, True, True, False]
 
 

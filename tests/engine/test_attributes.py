@@ -3,7 +3,6 @@
 import copy
 import gc
 import io
-import warnings
 import weakref
 
 import pytest
@@ -17,7 +16,7 @@ import sherd
 from sherd import Blocks, Flat, FullyShardedDataParallel, MixedPrecisionPolicy, Owned, fully_shard, unsharded
 from sherd.errors import UnsupportedError
 from tests.support.comparing import assert_named_close, whole_params
-from tests.support.ranks.bodies import on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import sharded
 
 
@@ -173,22 +172,16 @@ def test_copies_of_shards_have_attributes_of_their_own():
         assert not any(vars(value) for value in model.state_dict().values())
 
 
-def as_torchs():
-    """torch's FSDP1 keeps them with the original parameters, and loses them in a flat one."""
-    for orig in (True, False):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            models = [
-                Theirs(built(), use_orig_params=orig, device_id=torch.device("cpu")),
-                FullyShardedDataParallel(built(), use_orig_params=orig),
-            ]
-        theirs, ours = ([getattr(each, "no_decay", None) for each in model.parameters()] for model in models)
-        assert ours == theirs
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_the_wrapper_has_what_torchs_has(world):
-    world(2).run(as_torchs)
+@on_processes(2, orig=(True, False))
+def test_the_wrapper_has_what_torchs_has(orig):
+    """torch's FSDP1 keeps them with the original parameters, and loses them in a flat one."""
+    models = [
+        Theirs(built(), use_orig_params=orig, device_id=torch.device("cpu")),
+        FullyShardedDataParallel(built(), use_orig_params=orig),
+    ]
+    theirs, ours = ([getattr(each, "no_decay", None) for each in model.parameters()] for model in models)
+    assert ours == theirs
 
 
 @on_threads(1)

@@ -15,6 +15,7 @@ from sherd.schedule.state import Live
 from tests.engine.gradients import assert_as_plain, gradients
 from tests.support import training
 from tests.support.comparing import Named
+from tests.support.models import Wired
 from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
 
@@ -37,18 +38,14 @@ class Layers(nn.Module):
         return self.third(self.second(x).relu())
 
 
-class Shared(nn.Module):
+def shared() -> nn.Module:
     """One large layer in two reentrant checkpoints; `first` has its gradient only after both."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.shared = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    def run(self: Any, x: Tensor) -> Tensor:
+        x = checkpoint(self.shared, self.first(x), use_reentrant=True).relu()
+        return checkpoint(self.shared, x, use_reentrant=True).relu()
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(2):
-            x = checkpoint(self.shared, x, use_reentrant=True).relu()
-        return x
+    return Wired(run, first=nn.Linear(WIDTH, WIDTH), shared=nn.Linear(WIDTH, WIDTH))
 
 
 class Calls(nn.Module):
@@ -67,16 +64,13 @@ class Calls(nn.Module):
         return x
 
 
-class Listed(nn.Module):
+def listed() -> nn.Module:
     """Two checkpointed layers that are one unit."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    def run(self: Any, x: Tensor) -> Tensor:
+        return checkpoint(self.right, checkpoint(self.left, x, use_reentrant=False).relu(), use_reentrant=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.left, x, use_reentrant=False).relu()
-        return checkpoint(self.right, x, use_reentrant=False)
+    return Wired(run, left=nn.Linear(WIDTH, WIDTH), right=nn.Linear(WIDTH, WIDTH))
 
 
 class ReadTwice(nn.Module):
@@ -94,15 +88,10 @@ class ReadTwice(nn.Module):
         return torch.tanh(x @ self.weight) * mean + self.bias
 
 
-class Nested(nn.Module):
+def nested() -> nn.Module:
     """A block under a checkpoint; its layers are units of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x[:, :8], use_reentrant=False)
+    block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    return Wired(lambda self, x: checkpoint(self.block, x[:, :8], use_reentrant=False), block=block)
 
 
 def recomputed() -> nn.Sequential:
@@ -115,8 +104,8 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
 
 UNITS: dict[Any, Callable[[Any], list[Any]]] = {
     Calls: lambda model: [model.block],
-    Listed: lambda model: [[model.left, model.right]],
-    Nested: lambda model: [model.block[0], model.block[2]],
+    listed: lambda model: [[model.left, model.right]],
+    nested: lambda model: [model.block[0], model.block[2]],
     recomputed: list,
 }
 
@@ -165,8 +154,8 @@ def in_turn(model: nn.Module, times: tuple[int, ...]) -> list[Named]:
 @pytest.mark.parametrize(
     ("kind", "times", "units"),
     [
-        (Shared, (1, 1, 1), set()),
-        (Listed, (1, 1, 1), set()),
+        (shared, (1, 1, 1), set()),
+        (listed, (1, 1, 1), set()),
         (recomputed, (1, 1, 1), set()),
         (Calls, (1, 1, 1), {1}),
         (Calls, (1, 1, 2, 1, 1), {1}),
@@ -188,7 +177,7 @@ def test_a_weight_that_is_read_again_after_its_gradient_has_come_is_there_again(
 
 @on_threads(2)
 def test_a_unit_inside_of_a_checkpoint_is_freed_before_its_reduction():
-    model, plain = made(Nested), backward(built(Nested))
+    model, plain = made(nested), backward(built(nested))
     assert_as_plain([backward(model) for _ in range(2)], plain)
     with watched(model, unit_of(model)) as watch:
         assert_as_plain([backward(model)], plain)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sherd import FSDPModule, fully_shard
 from tests.support.comparing import Named, assert_named_close, whole_grads, whole_params
-from tests.support.models import WIDTH, Block, noise
+from tests.support.models import WIDTH, Block, Wired, noise
 from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
 from tests.support.training import LR, assert_trained, made, mean_square, train_job
@@ -35,15 +35,9 @@ class Mailed(Block):
         return Letter(super().forward(letter.envelope.inside))
 
 
-class Post(nn.Module):
+def post():
     """Its units, and it itself, take and give objects."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Mailed(), Mailed()
-
-    def forward(self, letter: Letter) -> Letter:
-        return self.second(self.first(letter))
+    return nn.Sequential(Mailed(), Mailed())
 
 
 def by_letter(model, rank, step):
@@ -76,16 +70,11 @@ def of_a_side_loss_alone(model, rank, step):
     return model[0].balance[0]
 
 
-class Tied(nn.Module):
+def tied():
     """Of two units with one weight the one that owns it never runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.owner, self.user = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.user.weight = self.owner.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.user(x)
+    owner, user = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+    user.weight = owner.weight
+    return Wired(lambda self, x: self.user(x), owner=owner, user=user)
 
 
 def stack():
@@ -112,10 +101,10 @@ def differentiated(model, rank, step):
 
 
 WAYS = [
-    (Post, by_letter),
+    (post, by_letter),
     (routed, with_side_losses),
     (routed, of_a_side_loss_alone),
-    (Tied, mean_square),
+    (tied, mean_square),
     (stack, by_its_weight),
     (stack, mapped),
     (stack, differentiated),

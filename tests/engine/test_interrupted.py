@@ -5,9 +5,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.api.checks import assert_trains
 from tests.support.models import Block
+from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
-from tests.support.training import assert_trained, made, mean_square, train_job
+from tests.support.training import made, mean_square
 
 
 class Checkpointed(Block):
@@ -19,7 +21,9 @@ def stack():
     return nn.Sequential(Block(), Checkpointed(), Block())
 
 
-def interrupted(where: str):
+@pytest.mark.parametrize("where", ["forward", "backward", "recomputation"])
+@on_threads(2)
+def test_after_an_interrupt_the_state_is_saved_and_training_goes_on(where):
     model, rank, forwards = sharded(made(stack)), dist.get_rank(), []
 
     def interrupt(*_):
@@ -35,9 +39,4 @@ def interrupted(where: str):
     handle.remove()
     assert all(name in model.state_dict() for name, _ in model.named_parameters())  # what a trainer does next
     model.zero_grad()
-    return train_job(model, mean_square)
-
-
-@pytest.mark.parametrize("where", ["forward", "backward", "recomputation"])
-def test_after_an_interrupt_the_state_is_saved_and_training_goes_on(threads, where):
-    assert_trained(threads(2).run(interrupted, where), stack)
+    assert_trains(model, stack)

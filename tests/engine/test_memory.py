@@ -21,7 +21,7 @@ from sherd.memory.sizes import sizes_of
 from sherd.memory.watch import watched
 from sherd.schedule.moments import MemoryKind
 from tests.support.comparing import assert_same, whole_grads
-from tests.support.ranks.bodies import on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import sharded
 
 WIDTH = 128
@@ -172,24 +172,21 @@ def test_the_forecast_is_what_four_ranks_measure_when_a_part_is_kept(world, plac
         assert live == pytest.approx(told, rel=0.02)
 
 
-def beside_fsdp2(**choices):
-    """What every tensor took in a step, with streams and torch's calls, and what it took under FSDP2."""
-    live = live_peak(made(transport="torch", **choices, **STREAMS))
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("placement", [None, Flat()], ids=["shard", "flat"])
+@on_processes(2)
+def test_with_streams_a_step_takes_less_than_under_fsdp2(placement):
+    """What every tensor takes, with streams and torch's calls."""
+    ours = live_peak(made(transport="torch", placement=placement, **STREAMS))
     torch.manual_seed(0)
     rival = Stack(vocabulary=STREAMS["vocabulary"])
     for unit in (*rival.blocks, rival):
         fsdp2(unit)
-    return live, live_peak(rival)
+    assert ours < live_peak(rival)
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.parametrize("placement", [None, Flat()], ids=["shard", "flat"])
-def test_with_streams_a_step_takes_less_than_under_fsdp2(world, placement):
-    for ours, theirs in world(2).run(beside_fsdp2, placement=placement):
-        assert ours < theirs
-
-
-def kinds_when_rows_are_there():
+@on_processes(2)
+def test_large_rows_are_allocated_once_a_units_parameters_are_free():
     """What else a unit of four weights holds on a CPU while its gradients lie in rows, in a step after the first."""
     torch.manual_seed(0)
     block = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
@@ -210,7 +207,9 @@ def kinds_when_rows_are_there():
 
         with mock.patch.object(watch, "look", looked):
             step_of_linears(model)
-    return [kinds for kinds in found if MemoryKind.GRADIENT_ROWS in kinds]
+    with_rows = [kinds for kinds in found if MemoryKind.GRADIENT_ROWS in kinds]
+    assert with_rows
+    assert not any(MemoryKind.UNSHARDED in kinds for kinds in with_rows)
 
 
 def step_of_linears(model):
@@ -218,13 +217,10 @@ def step_of_linears(model):
     drop_gradients(model)
 
 
-def test_large_rows_are_allocated_once_a_units_parameters_are_free(world):
-    for with_rows in world(2).run(kinds_when_rows_are_there):
-        assert with_rows
-        assert not any(MemoryKind.UNSHARDED in kinds for kinds in with_rows)
-
-
-def accumulated(placement, **choices):
+@pytest.mark.parametrize("placement", [None, Flat()], ids=["shard", "flat"])
+@pytest.mark.parametrize("choices", [{}, STREAMS], ids=["host", "streams"])
+@on_processes(2)
+def test_the_forecast_knows_of_backwards_that_are_not_reduced(placement, choices):
     """Peaks of three backwards of which the last one reduces."""
     model = made(placement=placement, **choices)
     step(model)
@@ -233,14 +229,7 @@ def accumulated(placement, **choices):
         for number in range(3):
             model.set_requires_gradient_sync(number == 2)
             step(model)
-    return watch.peak.peak, forecast_for(model, units_below(model), unsynced=2).peak
-
-
-@pytest.mark.parametrize("placement", [None, Flat()], ids=["shard", "flat"])
-@pytest.mark.parametrize("choices", [{}, STREAMS], ids=["host", "streams"])
-def test_the_forecast_knows_of_backwards_that_are_not_reduced(world, placement, choices):
-    for measured, told in world(2).run(accumulated, placement, **choices):
-        assert measured == pytest.approx(told, rel=0.005)
+    assert watch.peak.peak == pytest.approx(forecast_for(model, units_below(model), unsynced=2).peak, rel=0.005)
 
 
 @pytest.fixture

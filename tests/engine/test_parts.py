@@ -20,7 +20,7 @@ WIDTH = 32
 BYTES = 4 * WIDTH * WIDTH
 
 
-class Block(nn.Module):
+class Growing(nn.Module):
     """A matrix of `BYTES`, one of twice and two of four times as many. `look` is called between their backwards. The
     last norm is registered behind all weights, and is used first."""
 
@@ -38,12 +38,12 @@ class Block(nn.Module):
         return self.fourth(self.third(self.second(x)))
 
 
-def sharded(streams: Streams, part_bytes: int | None, **options: object) -> Block:
+def sharded(streams: Streams, part_bytes: int | None, **options: object) -> Growing:
     with use_streams(streams):
-        return fully_shard(made(Block), comm_policy=CommPolicy("torch", part_bytes=part_bytes), **options)
+        return fully_shard(made(Growing), comm_policy=CommPolicy("torch", part_bytes=part_bytes), **options)
 
 
-def groups(model: Block) -> list[list[str]]:
+def groups(model: Growing) -> list[list[str]]:
     """The weights of each group."""
     names = [[each.name for each in weights.group.parameters] for weights in unit_of(model).weights]
     small = [name for group in names[1:] for name in group if name.endswith(".bias")]
@@ -90,7 +90,7 @@ def backward(model: nn.Module) -> Named:
 @on_threads(2)
 def test_a_part_is_freed_once_its_gradients_are_there_and_all_rows_are_taken_before_the_first_is_reduced():
     streams = RecordingStreams()
-    model, plain = sharded(streams, 1), backward(made(Block))
+    model, plain = sharded(streams, 1), backward(made(Growing))
     seen: list[list[Live]] = []
     model.look = lambda: seen.append([weights.live for weights in unit_of(model).weights])
     for _ in range(2):

@@ -15,7 +15,7 @@ from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.engine.moves.gradients import Gradients
 from sherd.engine.run.seal import unit_of
 from tests.support.comparing import Named, assert_named_close, whole_grads
-from tests.support.models import noise
+from tests.support.models import Wired, noise
 from tests.support.sharding import sharded
 from tests.support.training import Job, made
 
@@ -39,26 +39,18 @@ def assert_gradients_are_the_mean(ranks: list[list[Named]], make: Any, job: Job)
             assert_named_close(found[step], whole_grads(plain), f"step {step}: gradient", 1.3e-6, 1e-5)
 
 
-class Either(nn.Module):
+def either() -> nn.Module:
     """Rank 0 uses `left`, the others `right`; nobody uses `unused`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right, self.unused = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(4, 6)
-
-    def forward(self, x: Tensor, rank: int) -> Tensor:
-        return self.left(x) if rank == 0 else self.right(x)
+    parts = {"left": nn.Linear(4, 6), "right": nn.Linear(4, 6), "unused": nn.Linear(4, 6)}
+    return Wired(lambda self, x, rank: self.left(x) if rank == 0 else self.right(x), **parts)
 
 
-class EitherLarge(nn.Module):
+def either_large() -> nn.Module:
     """Two matrices of 4 MiB. Rank 0 uses one, the others use the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = (nn.Parameter(torch.zeros(1024, 1024)) for _ in range(2))
-
-    def forward(self, x: Tensor, rank: int) -> Tensor:
-        return (x.sum() * (self.left if rank == 0 else self.right)).sum()
+    left, right = (nn.Parameter(torch.zeros(1024, 1024)) for _ in range(2))
+    return Wired(
+        lambda self, x, rank: (x.sum() * (self.left if rank == 0 else self.right)).sum(), left=left, right=right
+    )
 
 
 class Square(nn.Module):
@@ -86,8 +78,8 @@ def by_rank(model: Any, rank: int, step: int) -> Tensor:
 
 
 def test_a_rank_without_a_gradient_takes_its_part_of_the_others(threads):
-    found = threads(3).run(lambda: gradients(fully_shard(made(Either, 7)), by_rank))
-    assert_gradients_are_the_mean(found, Either, by_rank)
+    found = threads(3).run(lambda: gradients(fully_shard(made(either, 7)), by_rank))
+    assert_gradients_are_the_mean(found, either, by_rank)
     assert found[0][0]["unused.weight"] is None
 
 
@@ -97,11 +89,11 @@ def test_a_rank_without_a_large_part_takes_its_share_of_the_others(threads):
 
     def in_parts() -> list[Named]:
         with use_streams(RecordingStreams()):
-            model = fully_shard(EitherLarge(), comm_policy=CommPolicy("torch", part_bytes=4 << 20))
+            model = fully_shard(either_large(), comm_policy=CommPolicy("torch", part_bytes=4 << 20))
         assert len(unit_of(model).weights) == 2
         return gradients(model, linear)
 
-    assert_gradients_are_the_mean(threads(2).run(in_parts), EitherLarge, linear)
+    assert_gradients_are_the_mean(threads(2).run(in_parts), either_large, linear)
 
 
 def test_a_rank_that_uses_none_of_a_unit_reduces_it_in_its_turn(threads):

@@ -10,121 +10,71 @@ from torch import Tensor, nn
 from sherd import fully_shard
 from sherd.errors import StateError
 from tests.support.comparing import assert_named_close, assert_same, whole, whole_grads
+from tests.support.models import Wired
 from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
 from tests.support.training import made
 
 
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.randn(8, 8) / 3)
-        self.second = nn.Parameter(torch.randn(8, 8) / 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.first).relu() @ self.second
+def matrix() -> nn.Parameter:
+    return nn.Parameter(torch.randn(8, 8) / 3)
 
 
-class UsesItsBlocksWeightFirst(nn.Module):
+def uses_its_blocks_weight_first() -> nn.Module:
     """The root needs the block's weight in backward when the block's own backward is long over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Linear(8, 8)
-        self.inner = Inner()
-        self.tied = self.inner.first
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner((self.before(x) @ self.tied).relu())
+    inner = Wired(lambda self, x: (x @ self.first).relu() @ self.second, first=matrix(), second=matrix())
+    parts = {"before": nn.Linear(8, 8), "inner": inner, "tied": inner.first}
+    return Wired(lambda self, x: self.inner((self.before(x) @ self.tied).relu()), **parts)
 
 
-class Borrowing(nn.Sequential):
+def borrowing() -> nn.Module:
     """The second layer has the first one's weight."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(8, 8), nn.Linear(8, 8))
-        self[1].weight = self[0].weight
-
-
-class Scaled(nn.Module):
-    def __init__(self, scale: nn.Parameter) -> None:
-        super().__init__()
-        self.scale, self.shift = scale, nn.Parameter(torch.randn(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale + self.shift
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    return model
 
 
-class Outer(nn.Module):
+def outer() -> nn.Module:
     """Two units with one weight; the second borrows it, and one of the root's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(8))
-        self.owner, self.borrower = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-        self.borrower.weight = self.owner.weight
-        self.last = Scaled(self.scale)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.borrower(self.owner(x).relu()) * self.scale)
+    scale, shift = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+    owner, borrower = (nn.Linear(8, 8, bias=False) for _ in range(2))
+    borrower.weight = owner.weight
+    last = Wired(lambda self, x: x * self.scale + self.shift, scale=scale, shift=shift)
+    parts = {"scale": scale, "owner": owner, "borrower": borrower, "last": last}
+    return Wired(lambda self, x: self.last(self.borrower(self.owner(x).relu()) * self.scale), **parts)
 
 
-class Loop(nn.Module):
+def loop(block: nn.Module) -> nn.Module:
     """One block, called again and again on its own output."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.before, self.block = nn.Linear(8, 8), block
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.before(x)
-        for _ in range(3):
-            x = self.block(x)
-        return x
+    parts = {"before": nn.Linear(8, 8), "block": block}
+    return Wired(lambda self, x: self.block(self.block(self.block(self.before(x)))), **parts)
 
 
-class Wrapping(nn.Module):
+def wrapping() -> nn.Module:
     """Its output is, untouched, that of the module inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.inside = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inside(x * self.scale)
+    return Wired(lambda self, x: self.inside(x * self.scale), scale=nn.Parameter(torch.ones(8)), inside=nn.Linear(8, 8))
 
 
-class Recursive(nn.Module):
+def recursive() -> nn.Module:
     """A module that calls itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.up = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-        return self.up(self(self.down(x).relu(), depth - 1)) if depth else x
+    parts = {"down": nn.Linear(8, 8), "up": nn.Linear(8, 8)}
+    return Wired(lambda self, x, depth=2: self.up(self(self.down(x).relu(), depth - 1)) if depth else x, **parts)
 
 
-class Thin(nn.Module):
+def thin() -> nn.Module:
     """Two calls of one unit with nothing in between, the first as the output of a unit around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.around = nn.Sequential(nn.Linear(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.around[0](self.around(x))
+    return Wired(lambda self, x: self.around[0](self.around(x)), around=nn.Sequential(nn.Linear(8, 8)))
 
 
 ALL = [("", True)]
 CASES = {
-    "a root before the owner": (UsesItsBlocksWeightFirst, ["inner"], ALL),
-    "a borrower before the model": (Borrowing, ["0", "1"], [("1", True), ("", True), ("1", True)]),
-    "a borrower before its root": (Outer, ["owner", "borrower"], [("borrower", False), ("", True)]),
-    "one unit again and again": (lambda: Loop(nn.Linear(8, 8)), ["block"], ALL),
-    "a unit in a unit again and again": (lambda: Loop(Wrapping()), ["block.inside", "block"], ALL),
-    "recursion below a root": (Recursive, ["down", "up"], ALL),
-    "a call inside and a call outside": (Thin, ["around.0", "around"], ALL),
+    "a root before the owner": (uses_its_blocks_weight_first, ["inner"], ALL),
+    "a borrower before the model": (borrowing, ["0", "1"], [("1", True), ("", True), ("1", True)]),
+    "a borrower before its root": (outer, ["owner", "borrower"], [("borrower", False), ("", True)]),
+    "one unit again and again": (lambda: loop(nn.Linear(8, 8)), ["block"], ALL),
+    "a unit in a unit again and again": (lambda: loop(wrapping()), ["block.inside", "block"], ALL),
+    "recursion below a root": (recursive, ["down", "up"], ALL),
+    "a call inside and a call outside": (thin, ["around.0", "around"], ALL),
 }
 """What is made, its units below the model, and which modules are called, with gradients or without."""
 
@@ -145,41 +95,27 @@ def test_a_weight_of_several_units_or_calls_is_whole_for_each_whichever_runs_fir
         assert_named_close(whole_grads(model), whole_grads(plain), f"{case}: gradient", rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("by", ["forward", "unshard"])
 @on_threads(2)
-def test_after_a_step_what_the_optimizer_wrote_is_shown_though_parameters_were_kept_whole(by):
+def test_after_a_step_unshard_shows_what_the_optimizer_wrote_though_parameters_were_kept_whole():
     model = fully_shard(nn.Linear(8, 8, bias=False))
     model.set_reshard_after_backward(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.ones(4, 8)).sum().backward()
     optimizer.step()
-    shown: list[Tensor] = []
-    if by == "forward":
-        model.register_forward_pre_hook(lambda module, args: shown.append(whole(module.weight)))
-        model(torch.ones(4, 8))
-    else:
-        model.unshard()
-        shown.append(whole(model.weight))
-    torch.testing.assert_close(shown[0], whole(optimizer.param_groups[0]["params"][0]))
+    model.unshard()
+    torch.testing.assert_close(whole(model.weight), whole(optimizer.param_groups[0]["params"][0]))
 
 
-class WithAnEmptyParameter(nn.Module):
-    def __init__(self, shape: tuple[int, ...], used: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.empty = nn.Parameter(torch.empty(shape))
-        self.used = used
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = self.linear(x)
-        return output + self.empty.sum() if self.used else output
+def with_an_empty_parameter(shape: tuple[int, ...], used: bool) -> nn.Module:
+    parts = {"linear": nn.Linear(4, 4), "empty": nn.Parameter(torch.empty(shape))}
+    return Wired(lambda self, x: self.linear(x) + (self.empty.sum() if used else 0), **parts)
 
 
 @on_threads(2)
 def test_a_parameter_without_elements_is_no_trouble_whether_it_is_used_or_not():
     for shape in ((0,), (0, 3), (3, 0)):
         for used in (True, False):
-            model = fully_shard(WithAnEmptyParameter(shape, used))
+            model = fully_shard(with_an_empty_parameter(shape, used))
             model(torch.ones(2, 4)).sum().backward()
             assert torch.equal(whole(model.linear.weight.grad), torch.full((4, 4), 2.0)), (shape, used)
 

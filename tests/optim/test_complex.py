@@ -5,22 +5,17 @@ import torch
 from torch import nn
 
 from sherd import flatten_optimizer
+from tests.support.models import Wired
 from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import FRONTS, sharded
 from tests.support.training import made
 
 
-class Wave(nn.Module):
+def wave():
     """A complex matrix and a complex vector, neither of which divides evenly, and real ones."""
-
-    def __init__(self):
-        super().__init__()
-        self.matrix = nn.Parameter(torch.randn(5, 3, dtype=torch.complex128))
-        self.vector = nn.Parameter(torch.randn(3, dtype=torch.complex128))
-        self.real = nn.Linear(3, 3, dtype=torch.float64)
-
-    def forward(self, x):
-        return self.real((x @ self.matrix + self.vector).abs())
+    matrix, vector = (nn.Parameter(torch.randn(*shape, dtype=torch.complex128)) for shape in ((5, 3), (3,)))
+    parts = {"matrix": matrix, "vector": vector, "real": nn.Linear(3, 3, dtype=torch.float64)}
+    return Wired(lambda self, x: self.real((x @ self.matrix + self.vector).abs()), **parts)
 
 
 OPTIMIZERS = {
@@ -49,7 +44,7 @@ def losses_of(model, optimizer):
 @on_threads(2)
 def test_complex_parameters_train_under_every_placement(front, flatten):
     for make, given in OPTIMIZERS.values():
-        plain, model = made(Wave), made(Wave)
+        plain, model = made(wave), made(wave)
         model = sharded(model, front, units=[model])
         optimizer = make(model.parameters(), **given)
         optimizer = flatten_optimizer(optimizer) if flatten else optimizer

@@ -75,10 +75,6 @@ def assert_same_state_dict(flat, plain):
                 assert found.to_local().shape == value.to_local().shape
 
 
-def through_memory(state):
-    return copy.deepcopy(state)
-
-
 def through_a_file(state):
     file = io.BytesIO()
     torch.save(state, file)
@@ -114,7 +110,7 @@ def assert_gone_on_alike(taken, model, optimizer):
 @pytest.mark.parametrize(("placement", "num_ranks"), LAYOUTS)
 @pytest.mark.parametrize("kind", MAKE)
 def test_either_form_has_the_state_of_the_other_and_goes_on_from_it(threads, kind, placement, num_ranks):
-    threads(num_ranks).run(go_on, MAKE[kind], placement, through_memory)
+    threads(num_ranks).run(go_on, MAKE[kind], placement, copy.deepcopy)
 
 
 @pytest.mark.parametrize("placement", ["shard", "flat"])
@@ -123,20 +119,22 @@ def test_a_saved_state_goes_on_in_either_form(threads, kind, placement):
     threads(2).run(go_on, MAKE[kind], placement, through_a_file)
 
 
-def go_on_from_checkpoints(make, placement, folder):
-    sources = after_two_steps(make, placement)
+@pytest.mark.parametrize(("placement", "num_ranks"), [("shard", 2), ("flat", 3), ("owned", 2)])
+@on_threads()
+def test_a_checkpoint_full_or_sharded_goes_on_in_either_form(tmp_path, placement):
+    sources = after_two_steps(adamw, placement)
     taken = {}
     for full, (saved_flat, loaded_flat) in itertools.product((True, False), WAYS):
         options = StateDictOptions(full_state_dict=full)
         first, before = sources[saved_flat]
         saved = get_optimizer_state_dict(first, before, options=options)
         assert set(saved["state"]) == set(NAMES)
-        model, optimizer = made(make, placement, loaded_flat)
+        model, optimizer = made(adamw, placement, loaded_flat)
         model.load_state_dict(first.state_dict())
         if full:
             set_optimizer_state_dict(model, optimizer, copy.deepcopy(saved), options=options)
         else:
-            checkpoint = f"{folder}/{saved_flat}_{loaded_flat}"
+            checkpoint = tmp_path / f"{saved_flat}_{loaded_flat}"
             dcp.save(saved, checkpoint_id=checkpoint)
             wanted = get_optimizer_state_dict(model, optimizer, options=options)
             dcp.load(wanted, checkpoint_id=checkpoint)
@@ -144,11 +142,6 @@ def go_on_from_checkpoints(make, placement, folder):
         run(model, optimizer, range(2, 4))
         taken[f"full: {full}, flat: {saved_flat} to {loaded_flat}"] = (model, optimizer)
     assert_gone_on_alike(taken, *sources[False])
-
-
-@pytest.mark.parametrize(("placement", "num_ranks"), [("shard", 2), ("flat", 3), ("owned", 2)])
-def test_a_checkpoint_full_or_sharded_goes_on_in_either_form(threads, tmp_path, placement, num_ranks):
-    threads(num_ranks).run(go_on_from_checkpoints, adamw, placement, str(tmp_path))
 
 
 def to_double_and_back(model, optimizer):

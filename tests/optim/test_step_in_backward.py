@@ -7,13 +7,12 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import sherd
 from sherd.comm.streams import HostStreams, RecordingStreams, use_streams
 from sherd.errors import ModuleError, OptimizerError, PolicyTypeError
 from tests.support.comparing import assert_same, whole_params
-from tests.support.models import WIDTH, Block, noise
+from tests.support.models import WIDTH, build, noise
 from tests.support.ranks import RanksFailed
 from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
@@ -24,21 +23,6 @@ OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-1, momentum=0.9),
 }
 STREAMS = {"host": HostStreams, "streams": RecordingStreams}
-
-
-class Net(nn.Module):
-    """Blocks before a head that belongs to no unit but the root."""
-
-    def __init__(self, recompute=False):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 3)
-        self.recompute = recompute
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        return self.head(x)
 
 
 class Reads(nn.Module):
@@ -54,20 +38,9 @@ class Reads(nn.Module):
         return self.second(x)
 
 
-class Twice(nn.Module):
-    """Calls one block twice, each time in a checkpoint that enters autograd again."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return checkpoint(self.block, checkpoint(self.block, x, use_reentrant=True), use_reentrant=True)
-
-
-def model_of(make=Net, streams="host", front="shard"):
+def model_of(model="mlp", streams="host", front="shard"):
     with use_streams(STREAMS[streams]()):
-        return sharded(made(make), front)
+        return sharded(build(model), front)
 
 
 def trained(model, optimizer, in_backward, micro=1):
@@ -112,9 +85,9 @@ def compared(build=model_of, optimizer="adamw", micro=1):
 def test_the_parameters_are_those_of_steps_after_backward_and_gradients_are_never_there_at_once(
     threads, streams, optimizer, front
 ):
-    build = functools.partial(model_of, Net, streams, front)
+    build = functools.partial(model_of, "mlp", streams, front)
     for (kept, before), (left, most) in threads(2).run(compared, build, optimizer):
-        assert (kept, left) == ([14] * 3, [0] * 3)
+        assert (kept, left) == ([15] * 3, [0] * 3)
         assert most <= 4
         assert before == 8 or streams != "host"  # on other streams gradients come late
 
@@ -125,11 +98,11 @@ def test_of_several_backwards_the_last_one_steps(threads):
 
 
 def test_recomputation_reads_what_is_not_stepped_yet(threads):
-    threads(2).run(compared, functools.partial(model_of, functools.partial(Net, recompute=True)))
+    threads(2).run(compared, functools.partial(model_of, "checkpoint_outside"))
 
 
 def reading_late():
-    model = model_of(Reads)
+    model = sharded(made(Reads))
     model.second.set_reshard_after_forward(False)
     return model
 
@@ -139,9 +112,9 @@ def test_a_unit_that_backward_will_read_again_is_left_to_the_optimizers_own_step
 
 
 def test_gradients_that_come_twice_in_one_backward_are_refused(threads):
-    threads(2).run(lambda: trained(model_of(Twice), "sgd", False))
+    threads(2).run(lambda: trained(model_of("shared_and_reentrant"), "sgd", False))
     with pytest.raises(RanksFailed, match="came a second time in one backward"):
-        threads(2).run(lambda: trained(model_of(Twice), "sgd", True))
+        threads(2).run(lambda: trained(model_of("shared_and_reentrant"), "sgd", True))
 
 
 @on_threads(2)
@@ -161,7 +134,7 @@ def test_what_cannot_be_stepped_unit_by_unit_is_refused():
         ((model, "adam"), PolicyTypeError),
         ((model, torch.optim.LBFGS(model.parameters())), OptimizerError),
         ((model, flat), OptimizerError),
-        ((Net(), torch.optim.SGD(Net().parameters(), lr=1.0)), ModuleError),
+        ((build("mlp"), torch.optim.SGD(build("mlp").parameters(), lr=1.0)), ModuleError),
     ):
         with pytest.raises(error, match="step_in_backward"):
             sherd.step_in_backward(*wrong)

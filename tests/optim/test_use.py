@@ -28,6 +28,7 @@ from tests.optim.twins import (
 )
 from tests.support.comparing import assert_same, whole_params
 from tests.support.meshes import mesh_of
+from tests.support.models import Wired
 from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
 
@@ -174,26 +175,18 @@ def test_it_does_as_the_plain_optimizer(threads, use, runs):
     threads(num_ranks).run(use_three, *USES[use], placement)
 
 
-class Tied(nn.Module):
+def tied():
     """A large matrix alone in its group, a tied one, and one that is left unsharded."""
 
-    def __init__(self):
-        super().__init__()
-        self.large = nn.Linear(1024, 1024)
-        self.small = nn.Linear(1024, 3)
-        self.again = nn.Linear(1024, 3)
-        self.again.weight = self.small.weight
-        self.plain = nn.Parameter(torch.ones(3))
-        self.odd = nn.Parameter(torch.ones(2))
-
-    def forward(self, step):
+    def run(self, step):
         x = torch.cos(torch.arange(2048.0) * (step + 1)).view(2, 1024)
         x = torch.tanh(self.large(x))
         return ((self.small(x) + self.again(x)) * self.plain).square().mean() + self.odd.sum().square()
 
-
-def tied():
-    model = Tied()
+    small, again = nn.Linear(1024, 3), nn.Linear(1024, 3)
+    again.weight = small.weight
+    vectors = {"plain": nn.Parameter(torch.ones(3)), "odd": nn.Parameter(torch.ones(2))}
+    model = Wired(run, large=nn.Linear(1024, 1024), small=small, again=again, **vectors)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.sin(torch.arange(parameter.numel()) * 0.7).view(parameter.shape) * 0.05)

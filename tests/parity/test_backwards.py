@@ -7,9 +7,10 @@ import torch.distributed as dist
 from sherd import fully_shard
 from tests.parity.cases import assert_each_trains
 from tests.support.comparing import assert_named_close, whole_grads
-from tests.support.models import build, noise
+from tests.support.models import Wired, build, noise
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import sharded
-from tests.support.training import Recipe, assert_all_same, made, steps_sharded, train_plain
+from tests.support.training import Recipe, assert_same_run, made, steps_sharded, train_plain
 
 
 def check(ranks, cases):
@@ -141,24 +142,18 @@ def test_the_whole_may_run_after_a_unit_ran_alone(threads):
     check(threads(2), {"alone": (a_unit_called_alone_then_the_whole, "mlp", {})})
 
 
-def gradients_of_inputs(models, reshard):
-    found = {}
-    for name in models:
-        model = sharded(build(name), reshard_after_forward=reshard)
-        x = noise(0, dist.get_rank()).requires_grad_()
-        model.loss(model(x)).backward()
-        found[name] = x.grad
-    return found
+MODELS = ("mlp", "adapted", "checkpoint_outside", "reentrant_outside")
 
 
 @pytest.mark.parametrize("reshard", [True, False], ids="reshard_{}".format)
-def test_the_inputs_gradient_is_the_plain_one(threads, reshard):
-    models = ["mlp", "adapted", "checkpoint_outside", "reentrant_outside"]
-    for rank, found in enumerate(threads(2).run(gradients_of_inputs, models, reshard)):
-        for name, grad in found.items():
-            plain, x = build(name), noise(0, rank).requires_grad_()
-            plain.loss(plain(x)).backward()
-            torch.testing.assert_close(grad, x.grad, msg=lambda text, name=name: f"{name}: {text}")
+@on_threads(2, name=MODELS)
+def test_the_inputs_gradient_is_the_plain_one(name, reshard):
+    gradients = []
+    for model in (sharded(build(name), reshard_after_forward=reshard), build(name)):
+        x = noise(0, dist.get_rank()).requires_grad_()
+        model.loss(model(x)).backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)
 
 
 def train_after_a_mishap(recipe, where):
@@ -195,57 +190,41 @@ def test_after_an_exception_the_next_steps_are_right(world, where):
     assert_each_trains(world(2), cases, train_after_a_mishap)
 
 
-def train_through_mishaps(recipe):
+@on_processes(2)
+def test_several_exceptions_after_a_good_step_leave_nothing_behind():
     """A mishap before each of the three first steps, each in another place; state must not pile up."""
-    rank = dist.get_rank()
-    model = sharded(build(recipe.model), reshard_after_forward=False)
+    recipe, rank = Recipe("mlp", steps=3), dist.get_rank()
+    model = sharded(build("mlp"), reshard_after_forward=False)
     model.loss(model(*model.make_inputs(6, rank))).backward()
     for where in ("backward", "forward", "start_of_backward", "backward"):
         fail_once(model, where, rank)
-    return steps_sharded(model, recipe, rank)
+    assert_same_run(steps_sharded(model, recipe, rank), train_plain(recipe, 2)[rank])
 
 
-def test_several_exceptions_after_a_good_step_leave_nothing_behind(world):
-    recipe = Recipe("mlp", steps=3)
-    assert_all_same(world(2).run(train_through_mishaps, recipe), recipe)
-
-
-def grads_kept_through_a_mishap(name):
+@on_threads(2)
+def test_a_failed_forward_leaves_gradients_alone():
     """One good backward, one that fails in its own forward, before zero_grad: the good gradients stay."""
-    rank = dist.get_rank()
-    model = sharded(build(name))
+    model, rank = sharded(build("mlp")), dist.get_rank()
     model.loss(model(*model.make_inputs(0, rank))).backward()
     before = whole_grads(model)
     hook = model.blocks[2].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(*model.make_inputs(1, rank))
     hook.remove()
-    return before, whole_grads(model)
+    assert_named_close(before, train_plain(Recipe("mlp", steps=1), 2)[0].grads[0], "gradient", 1e-5, 1e-6)
+    assert_named_close(whole_grads(model), before, "gradient", 0, 0)
 
 
-def test_a_failed_forward_leaves_gradients_alone(threads):
-    expected = train_plain(Recipe("mlp", steps=1), 2)[0].grads[0]
-    for before, after in threads(2).run(grads_kept_through_a_mishap, "mlp"):
-        assert_named_close(before, expected, "gradient", 1e-5, 1e-6)
-        assert_named_close(after, before, "gradient", 0, 0)
-
-
-class Weighted(torch.nn.Module):
+def weighted():
     """Its weight is made from two parameters, which autograd reads after it knows the input's gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias = torch.nn.Parameter(torch.randn(64))
-        self.gain = torch.nn.Parameter(torch.randn(64, 64))
-        self.direction = torch.nn.Parameter(torch.randn(64, 64))
-
-    def forward(self, x):
-        weight = self.gain * self.direction
-        return (x + self.bias) @ weight
+    sizes = {"bias": (64,), "gain": (64, 64), "direction": (64, 64)}
+    parts = {name: torch.nn.Parameter(torch.randn(size)) for name, size in sizes.items()}
+    return Wired(lambda self, x: (x + self.bias) @ (self.gain * self.direction), **parts)
 
 
-def gradients_beside_a_leafs():
-    plain, sharded = made(Weighted), fully_shard(made(Weighted))
+@on_processes(2)
+def test_an_input_may_be_a_leaf():
+    plain, sharded = made(weighted), fully_shard(made(weighted))
     found = []
     for model in (sharded, plain):
         x = torch.linspace(-1, 1, 3 * 64).view(3, 64).requires_grad_()
@@ -253,7 +232,3 @@ def gradients_beside_a_leafs():
             model(x).sum().backward()
         found.append({"x": x.grad, **whole_grads(model)})
     assert_named_close(*found, "gradient", 1e-5, 1e-5)
-
-
-def test_an_input_may_be_a_leaf(world):
-    world(2).run(gradients_beside_a_leafs)

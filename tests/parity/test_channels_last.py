@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import fsdp
 
 import sherd
+from tests.support.models import Wired
 from tests.support.sharding import PLACEMENTS, sharded
 from tests.support.training import LR, made
 
@@ -18,21 +19,11 @@ STEPS = 3
 FORMAT = {"memory_format": torch.channels_last}
 
 
-class Block(nn.Sequential):
-    def __init__(self, width_in, width):
-        super().__init__(nn.Conv2d(width_in, width, 3, padding=1), nn.ReLU())
-
-
-class Net(nn.Module):
+def convnet():
     """Two blocks, whose weights have other strides in the other format, and a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.Sequential(Block(3, 8), Block(8, 5))
-        self.head = nn.Linear(5, 4)
-
-    def forward(self, images):
-        return self.head(F.adaptive_avg_pool2d(self.blocks(images), 1).flatten(1))
+    blocks = (nn.Sequential(nn.Conv2d(*widths, 3, padding=1), nn.ReLU()) for widths in ((3, 8), (8, 5)))
+    parts = {"blocks": nn.Sequential(*blocks), "head": nn.Linear(5, 4)}
+    return Wired(lambda self, images: self.head(F.adaptive_avg_pool2d(self.blocks(images), 1).flatten(1)), **parts)
 
 
 def loss(model, rank, step):
@@ -62,7 +53,7 @@ BEFORE, LATE = -1, 1
 
 def train(way, when):
     """The losses of `STEPS` steps; the format is set before sharding, or before step number `when`."""
-    model = made(Net).double()
+    model = made(convnet).double()
     if when == BEFORE:
         model = model.to(**FORMAT)
     model = WAYS[way](model)
@@ -87,7 +78,7 @@ def train_at_each_time(way):
 @functools.cache
 def plain_losses():
     """By rank and step, those of the model in one process."""
-    model = made(Net).double().to(**FORMAT)
+    model = made(convnet).double().to(**FORMAT)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     losses = []
     for step in range(STEPS):

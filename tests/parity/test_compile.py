@@ -8,6 +8,7 @@ from torch import nn
 from sherd import Blocks, Flat, Owned, flatten_optimizer, register_fsdp_forward_method
 from tests.support.comparing import plain_name
 from tests.support.models import build, noise
+from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import sharded
 from tests.support.training import Recipe, assert_all_same, made, steps_sharded
 from tests.wrapper.training import assert_all_trained_plainly, steps_wrapped
@@ -125,7 +126,20 @@ def two_ways(front=None):
     return model if front is None else sharded(model, front, [model.second, model])
 
 
-def train_with_compiled_step(front, flattened, whole_step):
+@pytest.mark.parametrize(
+    ("front", "flattened", "whole_step"),
+    [
+        ("flat", False, False),
+        ("blocks", True, False),
+        ("owned", False, True),
+        ("wrapper", False, True),
+        ("flat wrapper", False, False),
+    ],
+)
+# Torch imports Inductor for a compiled step.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@on_processes(2)
+def test_an_optimizers_step_may_be_compiled(front, flattened, whole_step):
     """Against the same steps uncompiled, on the same shards."""
     models = [two_ways(front), two_ways(front)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
@@ -154,23 +168,8 @@ def train_with_compiled_step(front, flattened, whole_step):
         torch.testing.assert_close(found.to_local(), expected.to_local())
 
 
-@pytest.mark.parametrize(
-    ("front", "flattened", "whole_step"),
-    [
-        ("flat", False, False),
-        ("blocks", True, False),
-        ("owned", False, True),
-        ("wrapper", False, True),
-        ("flat wrapper", False, False),
-    ],
-)
-# Torch imports Inductor for a compiled step.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-def test_an_optimizers_step_may_be_compiled(world, front, flattened, whole_step):
-    world(2).run(train_with_compiled_step, front, flattened, whole_step)
-
-
-def train_method_compiled():
+@on_processes(2)
+def test_a_method_run_as_a_forward_may_be_compiled():
     plain, model = two_ways(), two_ways("flat")
     register_fsdp_forward_method(model, "encode")
     x = noise(0, 0, 3, 4)
@@ -188,16 +187,9 @@ def train_method_compiled():
         torch.testing.assert_close(parameter.grad.full_tensor(), each.grad, msg=name)
 
 
-def test_a_method_run_as_a_forward_may_be_compiled(world):
-    world(2).run(train_method_compiled)
-
-
-def ask_for_one_graph():
+@on_processes(2)
+def test_one_graph_over_ragged_tensors_is_refused_by_name():
     model = two_ways("flat")
     total = torch.compile(lambda: sum(map(torch.sum, model.parameters())), backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="sherd cuts into runs is not traced"):
         total()
-
-
-def test_one_graph_over_ragged_tensors_is_refused_by_name(world):
-    world(2).run(ask_for_one_graph)

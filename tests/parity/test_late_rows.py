@@ -8,18 +8,15 @@ from torch.utils.checkpoint import checkpoint
 from sherd import CommPolicy, Flat, fully_shard
 from sherd.comm.streams import HostStreams, RecordingStreams, use_streams
 from tests.support.comparing import assert_same, whole_grads
+from tests.support.models import Wired
+from tests.support.ranks.bodies import on_processes
 from tests.support.training import made
 
 
-class Branches(nn.Module):
+def branches():
     """One unit with three branches, any of which may be left out."""
-
-    def __init__(self):
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(3, 5) for _ in range(3))
-
-    def forward(self, x, used):
-        return sum(self.branches[index](x).square().sum() for index in used)
+    parts = {"branches": nn.ModuleList(nn.Linear(3, 5) for _ in range(3))}
+    return Wired(lambda self, x, used: sum(self.branches[index](x).square().sum() for index in used), **parts)
 
 
 class Recomputed(nn.Module):
@@ -52,24 +49,17 @@ def gradients(make, inputs, **sharding):
 
 # By micro-batch: what else forward is given, as which branches are used. The last one reduces.
 PROGRAMS = {
-    "others never": (Branches, [[(0, 1)], [(0, 1)]]),
-    "others in the last": (Branches, [[(0,)], [(0,)], [(0, 1, 2)]]),
-    "others in the first": (Branches, [[(0, 1, 2)], [(1,)], [(1,)]]),
+    "others never": (branches, [[(0, 1)], [(0, 1)]]),
+    "others in the last": (branches, [[(0,)], [(0,)], [(0, 1, 2)]]),
+    "others in the first": (branches, [[(0, 1, 2)], [(1,)], [(1,)]]),
     "recomputed once": (Recomputed, [[]]),
     "recomputed twice": (Recomputed, [[], []]),
 }
 
 
-def with_each_layout(streams):
-    with use_streams(streams()):
-        return {
-            name: [gradients(*program, placement=each) for each in (None, Flat())] for name, program in PROGRAMS.items()
-        }
-
-
 @pytest.mark.parametrize("streams", [HostStreams, RecordingStreams])
-def test_micro_batches_that_are_reduced_together_add_up_whatever_comes(world, streams):
-    for found in world(2).run(with_each_layout, streams):
-        for name, layouts in found.items():
-            for grads in layouts:
-                assert_same(grads, gradients(*PROGRAMS[name]), name, rtol=None, atol=None)
+@on_processes(2, name=PROGRAMS, placement=(None, Flat()))
+def test_micro_batches_that_are_reduced_together_add_up_whatever_comes(streams, name, placement):
+    with use_streams(streams()):
+        found = gradients(*PROGRAMS[name], placement=placement)
+    assert_same(found, gradients(*PROGRAMS[name]), rtol=None, atol=None)

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from sherd import CPUOffloadPolicy, FSDPModule
+from sherd import Blocks, CPUOffloadPolicy, Flat, FSDPModule, Owned
 from tests.support.meshes import mesh_of
 from tests.support.models import build
+from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import sharded
 from tests.support.suites import part
 from tests.support.training import make_optimizer
@@ -26,6 +27,7 @@ def what_outlives_the_model(name, num_steps, fails=False, **options):
         module.register_forward_pre_hook(lambda m, _: seen.update({id(p): p for p in m.parameters(False)}))
     for step in range(num_steps):
         model.loss(model(*model.make_inputs(step, dist.get_rank()))).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     shards = {name: param.to_local() for name, param in model.named_parameters()}
     grads = {f"gradient of {n}": p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None}
@@ -37,12 +39,23 @@ def what_outlives_the_model(name, num_steps, fails=False, **options):
         del output
     whole = {f"whole {i}": p for i, p in enumerate(seen.values()) if not isinstance(p, DTensor)}
     watched = {what: weakref.ref(t.untyped_storage()) for what, t in (shards | grads | whole).items()}
-    watched |= {type(m).__name__: weakref.ref(m) for m in model.modules() if isinstance(m, FSDPModule)}
-    assert len(watched) > 3
+    watched |= {f"unit {n}": weakref.ref(m) for n, m in model.named_modules() if isinstance(m, FSDPModule)}
+    assert len(watched) > (12 if num_steps else 3)
     del shards, grads, whole, model, optimizer, module
     seen.clear()
     gc.collect()
     return [what for what, ref in watched.items() if ref() is not None]
+
+
+PLACEMENTS = {"chunks": None, "flat": Flat(), "rows": Blocks(1), "blocks": Blocks(3), "whole": Owned()}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@on_processes(1, 2)
+def test_nothing_outlives_the_model_under_any_placement(placement):
+    for num_steps, options in ((0, {}), (1, {"reshard_after_forward": False}), (3, {})):
+        found = what_outlives_the_model("uneven", num_steps, placement=PLACEMENTS[placement], **options)
+        assert found == [], num_steps
 
 
 def test_nothing_outlives_the_model(world):
@@ -103,9 +116,10 @@ def test_replicated_steps_keep_no_more_either(threads):
         assert late[:2] == early[:2]
 
 
-def whole_bytes_around_a_step(name, reshard):
+@on_processes(2, reshard=(True, False))
+def test_whole_parameters_are_freed_after_forward_and_after_backward(reshard):
     """Bytes of unsharded parameters: most seen at once in a block's forward, and after forward and backward."""
-    model = sharded(build(name), reshard_after_forward=reshard)
+    model = sharded(build("mlp"), reshard_after_forward=reshard)
     whole, most = {}, []
 
     def look(module, _):
@@ -123,12 +137,6 @@ def whole_bytes_around_a_step(name, reshard):
     for hook in hooks:
         hook.remove()
     loss.backward()
-    return max(most), after_forward, held()
-
-
-def test_whole_parameters_are_freed_after_forward_and_after_backward(world):
-    for _, after_forward, after_backward in world(2).run(whole_bytes_around_a_step, "mlp", True):
-        assert after_forward == after_backward == 0
-    for most, after_forward, after_backward in world(2).run(whole_bytes_around_a_step, "mlp", False):
-        assert after_forward == most > 0
-        assert after_backward == 0
+    assert max(most) > 0
+    assert after_forward == (0 if reshard else max(most))
+    assert held() == 0

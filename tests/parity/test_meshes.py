@@ -8,11 +8,13 @@ import torch.distributed as dist
 from tests.support.comparing import assert_named_close, whole_grads
 from tests.support.meshes import mesh_of
 from tests.support.models import build
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import sharded
 from tests.support.training import (
     Recipe,
     assert_all_same,
     assert_each_same,
+    assert_same_run,
     steps_sharded,
     train_each,
     train_plain,
@@ -45,29 +47,21 @@ def test_a_mesh_may_be_wide_or_of_one_axis(threads, model, mesh_shape, reshard):
     assert_all_same(runs, Recipe(model))
 
 
-def train_on_a_larger_mesh(recipe):
+@on_threads(4)
+def test_a_mesh_may_be_part_of_a_larger_one():
+    recipe, rank = Recipe("mlp"), dist.get_rank()
     mesh = dist.init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("copies", "stages", "pieces"))
-    model = sharded(build(recipe.model), mesh=mesh["copies", "pieces"])
-    return steps_sharded(model, recipe, dist.get_rank())
+    model = sharded(build("mlp"), mesh=mesh["copies", "pieces"])
+    assert_same_run(steps_sharded(model, recipe, rank), train_plain(recipe, 4)[rank])
 
 
-def test_a_mesh_may_be_part_of_a_larger_one(threads):
-    recipe = Recipe("mlp")
-    assert_all_same(threads(4).run(train_on_a_larger_mesh, recipe), recipe)
-
-
-def replicas_after_unsynced_steps(recipe):
+@on_processes(4)
+def test_the_all_reduce_between_replicas_may_wait_for_the_last_micro_batch():
     """Two backwards: reduced among shards only, then among replicas too; no optimizer step between."""
-    model = sharded(build(recipe.model), mesh=mesh_of((2, 2)))
+    model = sharded(build("mlp"), mesh=mesh_of((2, 2)))
     rank = dist.get_rank()
     for micro, last in ((0, False), (1, True)):
         model.set_requires_all_reduce(last)
         (model.loss(model(*model.make_inputs(100 * micro, rank))) / 2).backward()
-    return whole_grads(model)
-
-
-def test_the_all_reduce_between_replicas_may_wait_for_the_last_micro_batch(world):
-    recipe = Recipe("mlp", steps=1, micro_batches=2)
-    expected = train_plain(recipe, 4)[0].grads[0]
-    for grads in world(4).run(replicas_after_unsynced_steps, recipe):
-        assert_named_close(grads, expected, "gradient", 1e-5, 1e-6)
+    expected = train_plain(Recipe("mlp", steps=1, micro_batches=2), 4)[0].grads[0]
+    assert_named_close(whole_grads(model), expected, "gradient", 1e-5, 1e-6)

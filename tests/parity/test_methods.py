@@ -5,15 +5,14 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd import UnshardHandle, fully_shard, register_fsdp_forward_method
+from sherd import UnshardHandle
 from tests.parity.cases import assert_each_trains
 from tests.support.comparing import assert_named_close, whole_grads
 from tests.support.meshes import mesh_of
-from tests.support.models import build, noise
+from tests.support.models import build
+from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import sharded
 from tests.support.training import Recipe, steps_sharded, train_plain
 
@@ -99,81 +98,17 @@ def test_units_may_be_gathered_and_freed_by_hand(world):
     assert_each_trains(world(2), cases, unshard_by_hand)
 
 
-def grads_divided_by(factors, mesh_shape):
-    grads = []
-    for factor in factors:
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=["shards", "replicas"])
+@on_processes(4)
+def test_a_divide_factor_replaces_the_number_of_ranks(mesh_shape):
+    mean = train_plain(Recipe("mlp", steps=1), 4)[0].grads[0]
+    for factor in (1.0, 3.0, 7.5):
         model = sharded(build("mlp"), mesh=mesh_of(mesh_shape))
         for unit in model.units():
             unit.set_gradient_divide_factor(factor)
         model.loss(model(*model.make_inputs(0, dist.get_rank()))).backward()
-        grads.append(whole_grads(model))
-    return grads
-
-
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=["shards", "replicas"])
-def test_a_divide_factor_replaces_the_number_of_ranks(world, mesh_shape):
-    factors = (1.0, 3.0, 7.5)
-    mean = train_plain(Recipe("mlp", steps=1), 4)[0].grads[0]
-    for found in world(4).run(grads_divided_by, factors, mesh_shape):
-        for factor, grads in zip(factors, found, strict=True):
-            expected = {name: grad * 4 / factor for name, grad in mean.items()}
-            assert_named_close(grads, expected, f"divided by {factor}: gradient", 1e-5, 1e-6)
-
-
-class Encoder(nn.Module):
-    """Two ways in, beside forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8))
-
-    def encode(self, x):
-        return F.linear(x, self.weight).tanh()
-
-    def decode(self, x):
-        return F.linear(x, self.weight.t())
-
-    def forward(self, x):
-        return self.decode(self.encode(x))
-
-
-def grads_through_methods():
-    model = Encoder()
-    fully_shard(model)
-    register_fsdp_forward_method(model, "encode")
-    register_fsdp_forward_method(model, "decode")
-    x = noise(0, dist.get_rank())
-    loss = (model.decode(model.encode(x)) + model(x)).square().mean()
-    loss.backward()
-    return loss.item(), whole_grads(model)
-
-
-def test_registered_methods_gather_like_forward(world):
-    model = Encoder()
-    losses = [(2 * model(noise(0, rank))).square().mean() for rank in range(2)]
-    (sum(losses) / 2).backward()
-    for rank, (loss, grads) in enumerate(world(2).run(grads_through_methods)):
-        assert loss == pytest.approx(losses[rank].item(), rel=1e-5)
-        torch.testing.assert_close(grads["weight"], model.weight.grad)
-
-
-def grads_of_rank_dependent_use():
-    """Rank 1 does not touch `spare`; rank 0 does."""
-    model = build("unused")
-    block, rank = model.block, dist.get_rank()
-    sharded(model)
-    model.set_reduce_scatter_unused_params(True)
-    block.register_forward_hook(lambda module, _, output: output * module.spare if rank == 0 else output, prepend=True)
-    model.loss(model(*model.make_inputs(0, rank))).backward()
-    return block.spare.grad.full_tensor()
-
-
-def test_a_parameter_used_on_one_rank_only_can_be_reduced_on_all(threads):
-    model = build("unused")
-    x = model.block(*model.make_inputs(0, 0)) * model.block.spare
-    model.loss(x).backward()
-    for grad in threads(2).run(grads_of_rank_dependent_use):
-        torch.testing.assert_close(grad, model.block.spare.grad / 2)
+        expected = {name: grad * 4 / factor for name, grad in mean.items()}
+        assert_named_close(whole_grads(model), expected, f"divided by {factor}: gradient", 1e-5, 1e-6)
 
 
 def pairs_then_nothing_then_pairs(model):

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sherd import fully_shard
 from tests.parity.cases import assert_both_sides_agree, assert_each_trains
 from tests.support.comparing import whole_params
 from tests.support.models import build
@@ -59,26 +58,6 @@ def train_with_an_earlier_optimizer(recipe):
 def test_an_optimizer_made_before_sharding_trains_the_shards(threads, optimizer):
     cases = {model: (Recipe(model, optimizer), {}) for model in ("mlp", "tied_inside", "uneven")}
     assert_each_trains(threads(2), cases, train_with_an_earlier_optimizer)
-
-
-def step_with_earlier_state():
-    """An optimizer that holds whole states of parameters which are sharded afterwards."""
-    model = build("mlp")
-    optimizer = make_optimizer("adamw", model)
-    model.loss(model(*model.make_inputs(0, 0))).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    for unit in model.units():
-        fully_shard(unit)
-    model.loss(model(*model.make_inputs(1, dist.get_rank()))).backward()
-    with pytest.raises(RuntimeError, match="optimizer") as raised:
-        optimizer.step()
-    return str(raised.value)
-
-
-def test_an_optimizer_that_holds_state_of_whole_parameters_is_never_silent(threads):
-    for message in threads(2).run(step_with_earlier_state):
-        assert "state" in message
 
 
 def train_with_toggles(model, recipe, ranks):

@@ -6,6 +6,7 @@ from torch.distributed import fsdp
 
 import sherd
 from tests.support.models import MODELS
+from tests.support.ranks.bodies import on_processes
 from tests.support.training import Recipe, assert_same_run, train_sharded
 
 # What torch's FSDP2 refuses, warns about or gets wrong; `test_layouts` holds these to plain training.
@@ -31,16 +32,15 @@ def train_with_both(recipe, **options):
 
 @pytest.mark.front("Coming from FSDP2")
 @pytest.mark.parametrize("model", [name for name in MODELS if name not in BEYOND_TORCH])
-def test_a_model_trains_as_under_torch(world, model):
-    recipe = Recipe(model, optimizer="adamw_foreach")
-    for ours, theirs in world(2).run(train_with_both, recipe):
-        assert_same_run(ours, theirs, rtol=1e-6, atol=1e-7)
+@on_processes(2)
+def test_a_model_trains_as_under_torch(model):
+    assert_same_run(*train_with_both(Recipe(model, optimizer="adamw_foreach")), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("model", ["mlp", "nested", "transformer", "frozen"])
-def test_replicas_train_as_under_torch(world, model):
-    for ours, theirs in world(4).run(train_with_both, Recipe(model), mesh_shape=(2, 2)):
-        assert_same_run(ours, theirs, rtol=1e-5, atol=1e-6)
+@on_processes(4)
+def test_replicas_train_as_under_torch(model):
+    assert_same_run(*train_with_both(Recipe(model), mesh_shape=(2, 2)), rtol=1e-5, atol=1e-6)
 
 
 POLICIES = {
@@ -51,24 +51,23 @@ POLICIES = {
 }
 
 
-def train_with_both_policies(recipe, policy):
+def assert_rounds_as_torch(model, **policy):
     # torch's own collectives, as FSDP2 has them; sherd's other transports add up in float32 (test_precision).
     comm = sherd.CommPolicy("torch")
-    ours = train_sharded(recipe, mp_policy=sherd.MixedPrecisionPolicy(**policy), comm_policy=comm)
-    theirs = train_sharded(recipe, with_=fsdp.fully_shard, mp_policy=fsdp.MixedPrecisionPolicy(**policy))
-    return ours, theirs
+    ours = train_sharded(Recipe(model), mp_policy=sherd.MixedPrecisionPolicy(**policy), comm_policy=comm)
+    theirs = train_sharded(Recipe(model), with_=fsdp.fully_shard, mp_policy=fsdp.MixedPrecisionPolicy(**policy))
+    # The same casts in the same places give the same bits, on two ranks also in the reduction.
+    assert_same_run(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.values
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("model", ["mlp", "nested", "containers", "transformer"])
-def test_mixed_precision_rounds_where_torch_rounds(world, model, policy):
-    # The same casts in the same places give the same bits, on two ranks also in the reduction.
-    for ours, theirs in world(2).run(train_with_both_policies, Recipe(model), POLICIES[policy]):
-        assert_same_run(ours, theirs, rtol=1e-6, atol=1e-7)
+@on_processes(2)
+def test_mixed_precision_rounds_where_torch_rounds(model, policy):
+    assert_rounds_as_torch(model, **POLICIES[policy])
 
 
-def test_outputs_are_cast_as_under_torch(world):
-    policy = {"param_dtype": torch.bfloat16, "output_dtype": torch.float32}
-    for ours, theirs in world(2).run(train_with_both_policies, Recipe("whole_in_one_unit"), policy):
-        assert_same_run(ours, theirs, rtol=1e-6, atol=1e-7)
+@on_processes(2)
+def test_outputs_are_cast_as_under_torch():
+    assert_rounds_as_torch("whole_in_one_unit", param_dtype=torch.bfloat16, output_dtype=torch.float32)

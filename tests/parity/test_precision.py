@@ -11,6 +11,7 @@ from sherd import CPUOffloadPolicy, MixedPrecisionPolicy
 from tests.parity.cases import assert_both_sides_agree, assert_each_trains, on_one_side
 from tests.support.comparing import assert_named_close, whole_grads, whole_params
 from tests.support.models import build
+from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
 from tests.support.training import Recipe, Run, assert_same_run, finish_step, make_optimizer, train_sharded
 
@@ -53,26 +54,17 @@ def test_bfloat16_compute_with_float32_reduction_is_a_cast_model_with_float32_ma
         assert_same_run(run, plain)
 
 
-def dtypes_seen(policy):
-    """Of a sharded parameter, of the gradient, of weights and inputs in forward, of the output."""
-    seen = {}
+@on_threads(2)
+def test_a_policy_says_which_dtype_each_tensor_has():
+    policy, seen = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32), {}
     model = sharded(build("whole_in_one_unit"), mp_policy=policy)
     block = model.blocks[0]
     block.up.register_forward_hook(lambda module, _, __: seen.update(weight=module.weight.dtype))
     block.register_forward_pre_hook(lambda _, args: seen.update(input=args[0].dtype))
     output = model(*model.make_inputs(0, dist.get_rank()))
     model.loss(output).backward()
-    seen["output"] = output.dtype
-    seen["param"], seen["grad"] = block.up.weight.dtype, block.up.weight.grad.dtype
-    return seen
-
-
-def test_a_policy_says_which_dtype_each_tensor_has(threads):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    for seen in threads(2).run(dtypes_seen, policy):
-        assert seen["param"] == seen["grad"] == torch.float32
-        assert seen["weight"] == seen["input"] == torch.bfloat16
-        assert seen["output"] == torch.float32
+    assert block.up.weight.dtype == block.up.weight.grad.dtype == output.dtype == torch.float32
+    assert seen == {"weight": torch.bfloat16, "input": torch.bfloat16}
 
 
 def train_under_autocast(model, recipe, ranks):
@@ -126,7 +118,8 @@ def test_offloaded_shards_train_as_in_one_process(threads, reshard):
     assert_each_trains(threads(2), {model: (Recipe(model, max_norm=1.0), options) for model in models})
 
 
-def grads_in_other_dtypes():
+@on_threads(2)
+def test_two_low_precision_backwards_add_up_in_the_parameters_dtype():
     """A frozen-in-bfloat16 policy must hand out gradients in the parameter's dtype, once per backward."""
     model = sharded(build("mlp"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     for _ in range(2):
@@ -134,9 +127,5 @@ def grads_in_other_dtypes():
     twice = whole_grads(model)
     model.zero_grad()
     model.loss(model(*model.make_inputs(0, dist.get_rank()))).backward()
-    return whole_grads(model), twice
-
-
-def test_two_low_precision_backwards_add_up_in_the_parameters_dtype(threads):
-    for once, twice in threads(2).run(grads_in_other_dtypes):
-        assert_named_close(twice, {name: 2 * grad for name, grad in once.items()}, "gradient", 1e-6, 0)
+    expected = {name: 2 * grad for name, grad in whole_grads(model).items()}
+    assert_named_close(twice, expected, "gradient", 1e-6, 0)

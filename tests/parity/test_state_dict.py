@@ -15,6 +15,7 @@ from tests.parity.cases import assert_each_trains
 from tests.support import checkpoints
 from tests.support.comparing import assert_named_close, whole_params, whole_values
 from tests.support.models import build
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import sharded
 from tests.support.training import Recipe, make_optimizer, steps_sharded, train_plain
 
@@ -41,7 +42,8 @@ def test_a_state_dict_of_a_sharded_model_or_a_plain_one_loads(threads, source, a
     assert_each_trains(threads(2), {model: (Recipe(model), options) for model in models}, train_from_a_state)
 
 
-def load_what_does_not_fit():
+@on_threads(2)
+def test_a_load_names_what_is_missing_or_of_another_shape_and_a_lenient_one_returns_it():
     model = sharded(build("mlp"))
     state = model.state_dict()
     state["stranger"] = state.pop("last.weight")
@@ -52,10 +54,6 @@ def load_what_does_not_fit():
     state = build("mlp").state_dict() | {"last.weight": torch.zeros(8, 7)}
     with pytest.raises((RuntimeError, ValueError), match=r"last\.weight"):
         model.load_state_dict(state)
-
-
-def test_a_load_names_what_is_missing_or_of_another_shape_and_a_lenient_one_returns_it(threads):
-    threads(2).run(load_what_does_not_fit)
 
 
 def train_from_rank_zero(recipe):
@@ -71,16 +69,11 @@ def test_rank_zero_alone_may_hold_the_whole_state(world):
     assert_each_trains(world(2), {model: (Recipe(model), {}) for model in ("mlp", "uneven")}, train_from_rank_zero)
 
 
-def full_state_on_rank_zero(name):
-    model = sharded(build(name))
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-
-
-@pytest.mark.parametrize("model", ["mlp", "uneven", "tied_across"])
-def test_the_whole_state_may_be_gathered_to_rank_zero(world, model):
-    first, *others = world(2).run(full_state_on_rank_zero, model)
-    assert_named_close(first, build(model).state_dict(), "state", 0, 0)
-    assert others == [{}]
+@on_processes(2, name=("mlp", "uneven", "tied_across"))
+def test_the_whole_state_may_be_gathered_to_rank_zero(name):
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found = get_model_state_dict(sharded(build(name)), options=options)
+    assert_named_close(found, build(name).state_dict() if dist.get_rank() == 0 else {}, "state", 0, 0)
 
 
 def train_and_save(recipe, folder):
@@ -172,16 +165,3 @@ def test_stock_layers_reset_their_shards_in_place(world):
     weight = first["blocks.0.up.weight"]
     assert 0.05 < weight.std() < 0.5
     assert weight.abs().max() <= 8**-0.5 + 1e-6
-
-
-def train_in_double(recipe):
-    """`.to(float64)` after sharding; float32 again before training."""
-    model = sharded(build(recipe.model))
-    model.to(torch.float64)
-    assert {param.dtype for param in model.parameters()} == {torch.float64}
-    model.to(torch.float32)
-    return steps_sharded(model, recipe, dist.get_rank())
-
-
-def test_a_sharded_model_may_change_its_dtype_before_training(threads):
-    assert_each_trains(threads(2), {"mlp": (Recipe("mlp"), {})}, train_in_double)

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from sherd import fully_shard
 from tests.support import models
 from tests.support.comparing import assert_named_close, whole_params
-from tests.support.models import WIDTH, Block
+from tests.support.models import WIDTH, Block, Wired
+from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import FRONTS, sharded
 from tests.support.training import made, train_job, train_job_plain
 
@@ -60,14 +61,8 @@ CARRIERS = {
 }
 
 
-class Carrying(nn.Module):
-    def __init__(self, carrier: str) -> None:
-        super().__init__()
-        self.block = Block()
-        self.carrier = carrier
-
-    def forward(self, x: Tensor) -> Any:
-        return CARRIERS[self.carrier][0](self.block(x))
+def carrying(carrier: str) -> nn.Module:
+    return Wired(lambda self, x: CARRIERS[carrier][0](self.block(x)), block=Block())
 
 
 class Units(nn.Module):
@@ -90,7 +85,7 @@ def carried(carrier: str) -> nn.Module:
             x = CARRIERS[carrier][1](unit(x))
         return head(x)
 
-    return Units(run, *(Carrying(carrier) for _ in range(3)), nn.Linear(WIDTH, WIDTH))
+    return Units(run, *(carrying(carrier) for _ in range(3)), nn.Linear(WIDTH, WIDTH))
 
 
 class Auxiliary(nn.Module):
@@ -228,19 +223,16 @@ def recomputed(reentrant: bool) -> nn.Module:
             x = checkpoint(lambda x, unit=unit: unit(x)[0], x, use_reentrant=reentrant)
         return x
 
-    return Units(run, *(Carrying("deque") for _ in range(3)))
+    return Units(run, *(carrying("deque") for _ in range(3)))
 
 
-class RecomputedByTheRoot(nn.Module):
+def recomputed_by_the_root() -> nn.Module:
     """A backward inside recomputes what uses the root's own parameters, in each of two forwards."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList((Block(),))
-        self.inner, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(self: Any, x: Tensor) -> Tensor:
         return self.last(checkpoint(lambda x: self.inner(x).tanh(), self.blocks[0](x), use_reentrant=True))
+
+    return Wired(run, blocks=nn.ModuleList((Block(),)), inner=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, WIDTH))
 
 
 def mean_square(model: Any, rank: int, step: int) -> Tensor:
@@ -334,7 +326,7 @@ WAYS = {
     "forces in evaluation": (Forces, evaluated_between),
     "recomputed": (functools.partial(recomputed, False), mean_square),
     "recomputed by a backward inside": (functools.partial(recomputed, True), input_is_a_leaf),
-    "recomputed by the root": (RecomputedByTheRoot, of_two_forwards),
+    "recomputed by the root": (recomputed_by_the_root, of_two_forwards),
     "recomputed inside": (recomputed_inside, mean_square),
     "saved on the CPU": (functools.partial(carried, "deque"), of_saved_on_cpu),
     "transforms of torch.func": (transformed, mean_square),
@@ -383,20 +375,17 @@ class Exponential(Block):
         return y * 2
 
 
-def forward_without_backward() -> bool:
+@on_processes(2)
+def test_a_graph_without_a_backward_is_freed_at_once():
     model = sharded(nn.Sequential(Exponential(), nn.Linear(WIDTH, WIDTH)).double())
     gc.disable()  # a cycle is no way to be freed
     try:
         loss = mean_square(model, 0, 0)
-        was_there = model[0].result() is not None or loss.requires_grad
+        assert model[0].result() is not None or loss.requires_grad
         del loss
-        return was_there and model[0].result() is None
+        assert model[0].result() is None
     finally:
         gc.enable()
-
-
-def test_a_graph_without_a_backward_is_freed_at_once(world):
-    assert world(2).run(forward_without_backward) == [True, True]
 
 
 class Changing(Block):
@@ -444,26 +433,19 @@ REFUSED: dict[Any, str] = {
 }
 
 
-def refuse_each() -> None:
+@on_processes(2)
+def test_what_would_be_a_wrong_number_is_an_error_that_says_why() -> None:
     for program, words in REFUSED.items():
         with pytest.raises(RuntimeError, match=words):
             program()
 
 
-def test_what_would_be_a_wrong_number_is_an_error_that_says_why(world):
-    world(2).run(refuse_each)
-
-
-def penalized_while_bare() -> None:
-    for front in FRONTS:
-        penalty = gradient_penalty(sharded(nn.Sequential(Bare(), Bare()).double(), front), 0, 0)
-        with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
-            penalty.backward()
-
-
-def test_a_weight_kept_as_an_attribute_is_right_or_raises_in_a_gradient_of_a_gradient(world):
+@on_processes(2, front=FRONTS)
+def test_a_weight_kept_as_an_attribute_is_right_or_raises_in_a_gradient_of_a_gradient(front):
     # Right where the unit has saved something else on the way: among WAYS. Here nothing tells of the second backward.
-    world(2).run(penalized_while_bare)
+    penalty = gradient_penalty(sharded(nn.Sequential(Bare(), Bare()).double(), front), 0, 0)
+    with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+        penalty.backward()
 
 
 class Hidden(Positions):
@@ -477,17 +459,13 @@ def of_hidden() -> nn.Module:
     return Units(lambda units, x: units[1](x[:4] * units[0]()[0]), Hidden(slice(0, 4)), Block())
 
 
-def with_a_hidden_view() -> tuple[Any, str]:
+@on_processes(2)
+def test_a_view_of_a_parameter_in_what_nobody_looks_into_keeps_its_unit_and_is_named():
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         params = train_job(sharded(doubled(of_hidden)), mean_square)
-    return params, str(told[0].message)
-
-
-def test_a_view_of_a_parameter_in_what_nobody_looks_into_keeps_its_unit_and_is_named(world):
-    for params, told in world(2).run(with_a_hidden_view):
-        assert_trained(params, of_hidden)
-        assert "a view of a parameter of unit blocks.0 is still there after its forward" in told
+    assert_trained(params, of_hidden)
+    assert "a view of a parameter of unit blocks.0 is still there after its forward" in str(told[0].message)
 
 
 class Littering(Block):
@@ -500,20 +478,16 @@ class Littering(Block):
         return super().forward(x)
 
 
-class Rooted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.nothing, self.block, self.last = nn.Tanh(), Littering(), Littering()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.block(self.nothing(x * self.scale)))
+def rooted() -> nn.Module:
+    parts = {"scale": nn.Parameter(torch.ones(WIDTH)), "nothing": nn.Tanh(), "block": Littering(), "last": Littering()}
+    return Wired(lambda self, x: self.last(self.block(self.nothing(x * self.scale))), **parts)
 
 
-def trained_with_garbage_on_one_rank() -> Any:
+@on_processes(2)
+def test_when_garbage_is_collected_does_not_say_when_ranks_gather():
     gc.disable()
     try:
-        model = doubled(Rooted)
+        model = doubled(rooted)
         fully_shard([model.nothing, model.block])
         fully_shard(model.last)
         fully_shard(model)
@@ -521,11 +495,7 @@ def trained_with_garbage_on_one_rank() -> Any:
             mean_square(model, dist.get_rank(), step).backward()
     finally:
         gc.enable()
-    return whole_params(model)
-
-
-def test_when_garbage_is_collected_does_not_say_when_ranks_gather(world):
-    world(2).run(trained_with_garbage_on_one_rank)
+    whole_params(model)
 
 
 class ForcesFirst(nn.Module):
@@ -543,12 +513,7 @@ class ForcesFirst(nn.Module):
         return forces
 
 
-def trained_with_each() -> dict[str, Any]:
-    placements = ("zero1", "zero2", "ddp")
-    return {each: train_job(sharded(doubled(ForcesFirst), placements=each), mean_square) for each in placements}
-
-
-def test_what_is_kept_whole_is_renewed_after_a_gather_that_nobody_waited_for(world):
-    for found in world(2).run(trained_with_each):
-        for placements, params in found.items():
-            assert_trained(params, ForcesFirst, name=placements)
+@on_processes(2, placements=("zero1", "zero2", "ddp"))
+def test_what_is_kept_whole_is_renewed_after_a_gather_that_nobody_waited_for(placements):
+    params = train_job(sharded(doubled(ForcesFirst), placements=placements), mean_square)
+    assert_trained(params, ForcesFirst)

@@ -1,6 +1,7 @@
 """What tests share, one word for one idea; look here before you write a helper, a model or a loop of your own.
 
-models/         tiny models: `build("tied_across")` is one difficulty with its inputs, loss and units; `Net`, `chain`
+models/         tiny models: `build("tied_across")` is one difficulty with its inputs, loss and units; `Net`, `chain`;
+                `Wired`, of parts and a function
 sharding.py     `sharded(model, "flat")`: each front end and placement, and what the units are
 training.py     `Recipe` and `Run` for specimens; `train_job` and `assert_trained` for any model and job
 comparing.py    `whole(value)`, `whole_params(model)`, `assert_same(found, expected)`, `assert_refused(action, ...)`

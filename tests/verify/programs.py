@@ -8,56 +8,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 import sherd
 from sherd import EquivalenceReport, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
 from tests.support.meshes import mesh_of
+from tests.support.models import VOCABULARY, Net, next_token_loss
 from tests.support.sharding import FRONTS, sharded
 
-WIDTH, WORDS, ROWS = 16, 13, 8
+WIDTH, ROWS = 16, 8
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 3 * WIDTH)
-        self.down = nn.Linear(3 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
+class Stack(Net):
     """Blocks between a tied embedding and head, and a frozen layer."""
 
-    recompute = False
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.drop = nn.Dropout(dropout)
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.head = nn.Linear(WIDTH, WORDS)
-        self.head.weight = self.embed.weight
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.embed(words)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        return self.head(self.frozen(self.drop(x)))
+    def __init__(self) -> None:
+        super().__init__(tied=True, frozen=True, width=WIDTH)
 
     def units(self) -> list[nn.Module]:
-        return [*self.blocks, self.frozen, self]
+        return [*self.blocks, self.norm, self]
 
 
-class Unused(Net):
+class Unused(Stack):
     """And a parameter that forward does not use."""
 
     def __init__(self) -> None:
@@ -83,15 +57,11 @@ class Counting(nn.Module):
 
 
 def words(steps: int = 3, rows: int = ROWS) -> list[Tensor]:
-    return list(torch.randint(WORDS, (steps, rows, 5), generator=torch.Generator().manual_seed(1)))
+    return list(torch.randint(VOCABULARY, (steps, rows, 5), generator=torch.Generator().manual_seed(1)))
 
 
 def noise(steps: int = 3, rows: int = ROWS) -> list[Tensor]:
     return list(torch.randn(steps, rows, WIDTH, generator=torch.Generator().manual_seed(2)))
-
-
-def next_word(model: nn.Module, batch: Tensor) -> Tensor:
-    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -126,9 +96,9 @@ SHARDED: dict[str, Callable[[Any], nn.Module | None]] = {
 ON_FOUR = {"hybrid": hybrid, "tensor parallel": tensor_parallel, "shard": sharded}
 
 
-def verified(shard: str, build: Callable[[], nn.Module] = Net, **options: Any) -> EquivalenceReport:
+def verified(shard: str, build: Callable[[], nn.Module] = Stack, **options: Any) -> EquivalenceReport:
     """On a rank."""
-    options = {"loss": next_word, "optimizer": adamw, **options}
+    options = {"loss": next_token_loss, "optimizer": adamw, **options}
     return sherd.verify_equivalence(build, words(), shard={**SHARDED, **ON_FOUR}[shard], **options)
 
 
@@ -162,7 +132,7 @@ def with_drifting_replica(model: Any) -> None:
     """Ranks 2 and 3, the second replica, keep one gradient of their own."""
     hybrid(model)
     if dist.get_rank() >= 2:
-        model.head.bias.register_post_accumulate_grad_hook(lambda shard: shard.grad.mul_(0.9))
+        model.blocks[1].down.bias.register_post_accumulate_grad_hook(lambda shard: shard.grad.mul_(0.9))
 
 
 def with_other_weights(model: Any) -> None:
@@ -185,7 +155,7 @@ def with_buffer_off(model: Any) -> None:
 
 
 class Forgetful(torch.optim.SGD):
-    """It leaves out `blocks.0.norm.bias` in the second step."""
+    """It leaves out `blocks.0.up.bias` in the second step."""
 
     calls = 0
 

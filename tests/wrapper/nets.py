@@ -16,7 +16,7 @@ from tests.support.training import made as seeded
 WORDS, WIDTH = 11, 6
 
 
-class Net(nn.Module):
+class TiedAndFrozen(nn.Module):
     """A tied and a one-element parameter in the root, an ordinary block, a frozen layer of odd sizes."""
 
     def __init__(self):
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 def made():
     """The net, with the same weights wherever it is made."""
-    return seeded(Net)
+    return seeded(TiedAndFrozen)
 
 
 def words(seed=0, rank=None):

@@ -1,5 +1,7 @@
 """Communication hooks reduce what the default would and see what they should, and a grad scaler goes with fp16."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from sherd.comm.groups import one_rank_group
 from sherd.errors import PolicyError, PolicyTypeError, StateError
 from tests.support.comparing import assert_same, whole_params
 from tests.support.meshes import mesh_of
-from tests.support.models import noise
+from tests.support.models import Wired, noise
 from tests.support.ranks.bodies import on_threads
 from tests.support.training import made
 from tests.wrapper.training import BOTH_KINDS, FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
@@ -22,7 +24,7 @@ STRATEGIES = pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_
 BOTH_ENDS = pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 
 
-class Net(nn.Module):
+class WithASpare(nn.Module):
     """Units of 25 and 15 elements, no multiples of the ranks; `spare` is used if its caller says so."""
 
     def __init__(self):
@@ -36,7 +38,7 @@ class Net(nn.Module):
 
 
 def wrapped(model=None, **options):
-    model = made(Net) if model is None else model
+    model = made(WithASpare) if model is None else model
     model.inner = FullyShardedDataParallel(model.inner, **options)
     return FullyShardedDataParallel(model, **options)
 
@@ -126,7 +128,7 @@ class Seen:
 
 def own_grads(units):
     """What this rank's batch gives, by plain training: one flat gradient for each list of parameters."""
-    lone = made(Net)
+    lone = made(WithASpare)
     lone(batch()).square().sum().backward()
     named = {name: each.grad.reshape(-1) for name, each in lone.named_parameters()}
     return [torch.cat([named[name] for name in unit]) for unit in units]
@@ -181,20 +183,11 @@ def test_what_a_hook_makes_of_a_gradient_arrives(strategy):
             torch.testing.assert_close(found, expected + 0.5)
 
 
-class Positions(nn.Module):
-    """One parameter, whose gradient autograd hands on to the input as well."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(64))
-
-    def forward(self, x):
-        return x + self.weight.view(8, 8)
-
-
 @on_threads(2)
 def test_a_hook_that_writes_its_gradient_leaves_autograds_alone():
-    model = FullyShardedDataParallel(Positions(), use_orig_params=True)
+    """Of one parameter, whose gradient autograd hands on to the input as well."""
+    net = Wired(lambda self, x: x + self.weight.view(8, 8), weight=nn.Parameter(torch.ones(64)))
+    model = FullyShardedDataParallel(net, use_orig_params=True)
     model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), comm_hooks.reduce_scatter_hook)
     x, factors = torch.ones(8, 8, requires_grad=True), torch.arange(64.0)
     (model(x * 3) * factors.view(8, 8)).sum().backward()
@@ -205,7 +198,7 @@ def test_a_hook_that_writes_its_gradient_leaves_autograds_alone():
 @BOTH_ENDS
 @on_threads(2)
 def test_a_hook_gets_the_reduce_dtype_and_nothing_of_frozen_parameters(strategy):
-    model, seen = made(Net), Seen()
+    model, seen = made(WithASpare), Seen()
     model.out.requires_grad_(False)
     precision = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float16)
     model = wrapped(model, sharding_strategy=strategy, use_orig_params=True, mixed_precision=precision)
@@ -275,16 +268,8 @@ def scales_of(loss_of, parameters, scaler):
     return seen
 
 
-class Half(nn.Module):
-    """Large inputs stay large."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(3, 5)
-        self.out = nn.Linear(5, 2)
-
-    def forward(self, x):
-        return self.out(self.inner(x).relu())
+def keeps_large_inputs():
+    return nn.Sequential(OrderedDict(inner=nn.Linear(3, 5), relu=nn.ReLU(), out=nn.Linear(5, 2)))
 
 
 @BOTH_KINDS
@@ -292,13 +277,13 @@ class Half(nn.Module):
 def test_a_scaler_trains_a_half_precision_wrapper_as_one_process(orig):
     rank = dist.get_rank()
     precision = MixedPrecision(torch.float16, cast_forward_inputs=True)
-    model = wrapped(made(Half), use_orig_params=orig, mixed_precision=precision)
+    model = wrapped(made(keeps_large_inputs), use_orig_params=orig, mixed_precision=precision)
     scales = scales_of(
         lambda step: model(scaled_batch(step, rank)).float().square().mean(),
         model.parameters(),
         ShardedGradScaler("cpu", **SCALE),
     )
-    lone = made(Half)
+    lone = made(keeps_large_inputs)
 
     def loss_of(step):
         half = {name: each.half() for name, each in lone.named_parameters()}

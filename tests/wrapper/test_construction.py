@@ -141,16 +141,13 @@ def wrap_above_sharded(model, **options):
     return FullyShardedDataParallel(model, **options)
 
 
-def train_both_front_ends(recipe, wrap, orig):
-    run = steps_sharded(wrap(build(recipe.model), use_orig_params=orig), recipe, dist.get_rank())
-    return run if orig else with_other(run, grads=[])
-
-
 @BOTH_KINDS
 @pytest.mark.parametrize("wrap", [wrap_below_sharded, wrap_above_sharded])
-def test_wrappers_and_fully_shard_go_together(threads, wrap, orig):
-    recipe = Recipe("mlp", "adamw", steps=2, max_norm=0.5)
-    assert_all_trained_plainly(threads(2).run(train_both_front_ends, recipe, wrap, orig), recipe)
+@on_threads(2)
+def test_wrappers_and_fully_shard_go_together(wrap, orig):
+    recipe, rank = Recipe("mlp", "adamw", steps=2, max_norm=0.5), dist.get_rank()
+    run = steps_sharded(wrap(build("mlp"), use_orig_params=orig), recipe, rank)
+    assert_trained_as(run if orig else with_other(run, grads=[]), train_plain(recipe, 2)[rank])
 
 
 # What a wrapper answers to
@@ -258,15 +255,12 @@ def test_a_deleted_model_is_gone_at_once(orig, policy):
 # Compilation
 
 
-def train_compiled(recipe, orig):
-    model = build(recipe.model)
-    for block in model.blocks:
-        block.compile(fullgraph=True, backend="eager")
-    return steps_wrapped(wrap_blocks(model, use_orig_params=orig), recipe, dist.get_rank())
-
-
 @BOTH_KINDS
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_wrapped_blocks_may_be_compiled(world, orig):
-    recipe = Recipe("mlp", steps=2)
-    assert_all_trained_plainly(world(2).run(train_compiled, recipe, orig), recipe)
+@on_processes(2)
+def test_wrapped_blocks_may_be_compiled(orig):
+    model, recipe, rank = build("mlp"), Recipe("mlp", steps=2), dist.get_rank()
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="eager")
+    run = steps_wrapped(wrap_blocks(model, use_orig_params=orig), recipe, rank)
+    assert_trained_as(run, train_plain(recipe, 2)[rank])

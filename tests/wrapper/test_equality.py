@@ -20,7 +20,7 @@ from sherd.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_poli
 from tests.parity.test_precision import train_plain_bfloat16
 from tests.support.comparing import assert_same, whole_params
 from tests.support.meshes import mesh_of
-from tests.support.models import MODELS, WIDTH, Block, build, noise
+from tests.support.models import MODELS, WIDTH, Block, Wired, build, noise
 from tests.support.models.stacks import LowRank
 from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import replace
@@ -33,6 +33,7 @@ from tests.support.training import (
     mean_square,
     tolerance,
     train_job,
+    train_plain,
 )
 from tests.wrapper.training import (
     BFLOAT16,
@@ -177,17 +178,11 @@ def test_modules_that_read_their_parameters_oddly_train_as_in_one_process(thread
     assert_trained(found, ReadsParametersOddly, loss_of_sequences)
 
 
-class RunsOneModuleInTwoUnits(nn.Module):
+def one_module_in_two_units():
     """A head that is a part of one unit, and is called beside it too."""
-
-    def __init__(self):
-        super().__init__()
-        head = nn.Linear(WIDTH, WIDTH)
-        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), head)
-        self.head = head
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.block(x)))
+    head = nn.Linear(WIDTH, WIDTH)
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), head)
+    return Wired(lambda self, x: self.head(torch.tanh(self.block(x))), block=block, head=head)
 
 
 def wrap_first_child(model, **options):
@@ -197,9 +192,8 @@ def wrap_first_child(model, **options):
 
 @BOTH_KINDS
 def test_a_module_may_be_used_in_a_unit_and_beside_it(threads, orig):
-    assert_trained(
-        threads(2).run(train_as, mean_square, RunsOneModuleInTwoUnits, wrap_first_child, orig), RunsOneModuleInTwoUnits
-    )
+    found = threads(2).run(train_as, mean_square, one_module_in_two_units, wrap_first_child, orig)
+    assert_trained(found, one_module_in_two_units)
 
 
 def mean_square_after_evaluation_and_an_error(model, rank, step):
@@ -340,9 +334,11 @@ def test_recomputed_units_train_as_in_one_process(threads, kind):
 # What is left out
 
 
-def train_beside_ignored(recipe, how, orig):
+@pytest.mark.parametrize(("how", "orig"), [("modules", False), ("states", True), ("modules_as_states", False)])
+@on_threads(2)
+def test_ignored_parameters_stay_plain_beside_the_sharded(how, orig):
     """`first` is ignored and its gradient averaged by hand; what the rest has is the wrapper's."""
-    model = build(recipe.model)
+    model, recipe = build("mlp"), recipe_of("mlp")
     ignored = {
         "modules": {"ignored_modules": [model.first]},
         "states": {"ignored_states": list(model.first.parameters())},
@@ -362,13 +358,7 @@ def train_beside_ignored(recipe, how, orig):
         optimizer.step()
         optimizer.zero_grad()
     run.params = whole_params(wrapped)
-    return run
-
-
-@pytest.mark.parametrize(("how", "orig"), [("modules", False), ("states", True), ("modules_as_states", False)])
-def test_ignored_parameters_stay_plain_beside_the_sharded(threads, how, orig):
-    recipe = recipe_of("mlp")
-    assert_all_trained_plainly(threads(2).run(train_beside_ignored, recipe, how, orig), recipe)
+    assert_trained_as(run, train_plain(recipe, 2)[rank])
 
 
 @pytest.mark.parametrize("orig", [False, True])

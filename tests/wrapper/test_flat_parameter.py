@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from sherd import FlatParameter, FullyShardedDataParallel, RaggedDTensor, ShardingStrategy, unsharded
 from sherd.errors import OptimizerError, PlacementError, SherdError, StateError
 from tests.support.comparing import assert_same, whole_grads
-from tests.support.models import Block
+from tests.support.models import Block, Wired
 from tests.support.ranks.bodies import on_threads
 from tests.support.training import made as seeded
 from tests.wrapper.nets import (
@@ -214,12 +214,9 @@ def test_a_parameter_put_in_place_is_taken_up_at_the_next_forward(way):
 
 
 @pytest.mark.parametrize("seen_by", ["forward", "context"])
-def test_the_check_for_replaced_parameters_can_be_switched_off(threads, monkeypatch, seen_by):
+@on_threads(2)
+def test_the_check_for_replaced_parameters_can_be_switched_off(monkeypatch, seen_by):
     monkeypatch.setenv("FSDP_SKIP_WRITEBACK_CHECK", "1")
-    threads(2).run(ignore_what_is_put_in_place, seen_by)
-
-
-def ignore_what_is_put_in_place(seen_by):
     plain, model = made(), sharded("orig_params")
     model.block.up.bias = nn.Parameter(torch.ones(5))
     if seen_by == "forward":
@@ -301,15 +298,9 @@ def test_one_of_many_may_be_frozen_for_a_step():
     assert_same(whole_grads(model), whole_grads(plain), rtol=None, atol=None)
 
 
-class Branches(nn.Module):
+def branches():
     """Two linear layers of which a rank may leave one out."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x, which):
-        return getattr(self, which)(x)
+    return Wired(lambda self, x, which: getattr(self, which)(x), left=nn.Linear(3, 3), right=nn.Linear(3, 3))
 
 
 @on_threads(
@@ -319,8 +310,8 @@ class Branches(nn.Module):
     chosen=(("left", "left"), ("left", "right")),
 )
 def test_parameters_may_be_unused_on_all_or_on_some_ranks(orig, strategy, chosen):
-    plain = seeded(Branches)
-    model = FullyShardedDataParallel(seeded(Branches), use_orig_params=orig, sharding_strategy=strategy)
+    plain = seeded(branches)
+    model = FullyShardedDataParallel(seeded(branches), use_orig_params=orig, sharding_strategy=strategy)
     x = torch.ones(2, 3, requires_grad=True)
     model(x, chosen[dist.get_rank()]).sum().backward()
     for each in chosen:

@@ -26,7 +26,7 @@ from tests.support.ranks.bodies import on_processes, on_threads
 BLOCKS = ModuleWrapPolicy({Block})
 
 
-class Net(nn.Module):
+class Assorted(nn.Module):
     """Blocks, a norm that FSDP1 leaves in full precision, a part to ignore, and a buffer."""
 
     def __init__(self):
@@ -156,7 +156,7 @@ def built(name):
     """The model of a case, before it is sharded."""
     torch.manual_seed(dist.get_rank() if "differ" in name else 0)
     with torch.device("meta" if name.startswith("meta") else "cpu"):
-        model = Net()
+        model = Assorted()
     if name == "meta_with_ignored_modules":
         model.aside.to_empty(device="cpu")
     if "ignored" in name or "differ" in name:

@@ -30,6 +30,7 @@ from sherd.errors import OptimStateError, SherdError
 from tests.support.comparing import assert_refused, assert_same, whole
 from tests.support.meshes import mesh_of
 from tests.support.models import noise
+from tests.support.models.shapes import Gained
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.suites import share
 from tests.support.training import made as seeded
@@ -37,24 +38,13 @@ from tests.support.training import made as seeded
 WIDTH = 5
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 7)
-        self.gain = nn.Parameter(torch.tensor(1.5))
-        self.down = nn.Linear(7, WIDTH, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x) * self.gain))
-
-
-class Net(nn.Module):
+class Assorted(nn.Module):
     """A tied weight, two blocks, a frozen layer and one to ignore."""
 
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(11, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList(Gained(WIDTH, 7) for _ in range(2))
         self.fixed = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.own = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 11, bias=False)
@@ -70,7 +60,7 @@ class Net(nn.Module):
 def wrapped(form, seed=0):
     """The model in one of the forms: how it is wrapped, and by which front end."""
     torch.manual_seed(seed)
-    model = Net()
+    model = Assorted()
     own = list(model.own.parameters())
     if form in ("rows", "runs"):
         for unit in (model.blocks[0], model.blocks[1], model):
@@ -440,7 +430,7 @@ def test_a_state_has_the_form_that_the_model_is_set_to():
 def test_every_strategy_exchanges_states_with_a_fully_sharded_model(strategy, orig):
     mesh = mesh_of((2, 2)) if strategy == "HYBRID_SHARD" else None
     chosen = {"sharding_strategy": sherd.ShardingStrategy[strategy], "device_mesh": mesh, "use_orig_params": orig}
-    model = seeded(Net)
+    model = seeded(Assorted)
     model.fixed = FSDP(model.fixed, **chosen)
     model = FSDP(model, ignored_modules=[model.own], **chosen)
     optimizer = optimizer_of(model, adam)
@@ -693,7 +683,7 @@ def test_what_others_look_after_is_left_to_them():
 
 def beside_torchs(kind, nested=False, **chosen):
     """A model and its optimizer under torch's FSDP1 or ours; without scalars, which torch's refuses."""
-    net = seeded(Net)
+    net = seeded(Assorted)
     for block in net.blocks:
         block.gain = nn.Parameter(torch.tensor([1.5]))
     if kind is Theirs:

@@ -15,6 +15,7 @@ from sherd.comm.agreement import MOST_SHOWN
 from sherd.engine.run import guard
 from sherd.engine.run.order_check import PlannedCollective
 from sherd.errors import CommError
+from tests.support.models import Wired
 from tests.support.ranks import RanksFailed
 from tests.support.sharding import sharded
 from tests.support.training import made
@@ -30,17 +31,10 @@ def detail(level=dist.DebugLevel.DETAIL):
         dist.set_debug_level(before)
 
 
-class Branching(nn.Module):
+def branching(out=4, bias=True, frozen=False):
     """Its caller says which of its blocks runs."""
-
-    def __init__(self, out=4, bias=True, frozen=False):
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.last = nn.Linear(4, out, bias=bias)
-        self.last.requires_grad_(not frozen)
-
-    def forward(self, x, block):
-        return getattr(self, block)(x)
+    first, last = nn.Linear(4, 4), nn.Linear(4, out, bias=bias).requires_grad_(not frozen)
+    return Wired(lambda self, x, block: getattr(self, block)(x), first=first, last=last)
 
 
 def wrapped(model, **options):
@@ -75,7 +69,7 @@ def told(world, make_ranks_differ, *args):
 def branch_on_the_rank(front_end, steps_before):
     rank = dist.get_rank()
     with detail():
-        model = sharded(made(Branching), front_end)
+        model = sharded(made(branching), front_end)
         for _ in range(steps_before):
             step(model, "first")
         return error_of(lambda: step(model, BLOCKS[rank]))
@@ -92,7 +86,7 @@ def test_a_forward_that_branches_on_the_rank_is_named_on_all_ranks(world, front_
 def one_rank_does_not_reduce():
     rank = dist.get_rank()
     with detail():
-        model = wrapped(made(Branching))
+        model = wrapped(made(branching))
 
         def two_steps():
             for _ in range(2):
@@ -126,7 +120,7 @@ DIFFERENCES = {
 def made_differently(what):
     options, _, _ = DIFFERENCES[what]
     with detail():
-        model = wrapped(Branching(**options(dist.get_rank())), use_orig_params=True)
+        model = wrapped(branching(**options(dist.get_rank())), use_orig_params=True)
         return error_of(lambda: step(model, "last"))
 
 
@@ -140,7 +134,7 @@ def test_units_that_were_made_differently_are_told_by_what_differs(world):
 def one_rank_evaluates():
     with detail(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
-        model = wrapped(made(Branching), mixed_precision=MixedPrecision(torch.bfloat16)).train(dist.get_rank() == 0)
+        model = wrapped(made(branching), mixed_precision=MixedPrecision(torch.bfloat16)).train(dist.get_rank() == 0)
         return error_of(lambda: model(torch.ones(2, 4), "first"))
 
 
@@ -154,7 +148,7 @@ def one_rank_stays_away():
     with detail(), pytest.MonkeyPatch.context() as patch:
         soon = named_group("one_rank_stays_away", range(2), timedelta(seconds=1))
         patch.setattr(guard.Guard, "_group", lambda _: soon)
-        model = wrapped(made(Branching))
+        model = wrapped(made(branching))
         model(torch.ones(2, 4), "first")
         if dist.get_rank() == 1:
             time.sleep(2)  # in a loop that has ended earlier
@@ -180,7 +174,7 @@ def train_both(level):
     grads = []
     for front_end in FRONT_ENDS:
         with detail(level):
-            model = sharded(made(Branching), front_end)
+            model = sharded(made(branching), front_end)
             for block in (*BLOCKS, "first"):
                 step(model, block)
         grads.append([each.grad.full_tensor().reshape(-1) for each in model.parameters() if each.grad is not None])
@@ -197,7 +191,7 @@ def test_ranks_that_agree_train_as_they_do_unchecked(world):
 
 def different_blocks_unsharded():
     with detail():
-        model = wrapped(made(Branching), sharding_strategy=ShardingStrategy.NO_SHARD)
+        model = wrapped(made(branching), sharding_strategy=ShardingStrategy.NO_SHARD)
         rank = dist.get_rank()
         with torch.no_grad():
             model(torch.ones(2, 4), BLOCKS[rank])  # nothing is sent
@@ -212,7 +206,7 @@ def test_without_shards_only_reductions_are_compared(world):
 
 def comparisons_of_a_settled_step(level):
     with detail(level), pytest.MonkeyPatch.context() as patch:
-        model = sharded(made(Branching))
+        model = sharded(made(branching))
         for _ in range(3):
             step(model, "first")
         compared = []

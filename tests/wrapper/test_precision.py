@@ -183,33 +183,27 @@ def test_evaluation_may_be_in_full_precision(threads, monkeypatch, orig):
         assert evaluated.dtype == BF16
 
 
-def buffers_in_train_and_eval():
+@on_threads(2)
+def test_buffers_too_are_in_full_precision_in_evaluation(monkeypatch):
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
     model = outer(mixed_precision=MixedPrecision(param_dtype=BF16, buffer_dtype=BF16))
     for mode, dtype in ((True, BF16), (False, FP32), (True, BF16)):
         seen, _ = run_outer(model.train(mode))
         assert (seen["root"], seen["child_weight"], seen["buffer"]) == (dtype,) * 3
 
 
-def test_buffers_too_are_in_full_precision_in_evaluation(threads, monkeypatch):
-    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
-    threads(2).run(buffers_in_train_and_eval)
-
-
-def step_alone(orig):
+@BOTH_KINDS
+@on_threads(2)
+def test_fake_collectives_move_nothing_and_wait_for_nobody(monkeypatch, orig):
     """After a first step together rank 0 takes further ones, which nobody answers."""
+    monkeypatch.setenv("FSDP_USE_FAKE_ALL_GATHER", "1")
+    monkeypatch.setenv("FSDP_USE_FAKE_REDUCE", "1")
     model = wrap_units(build("mlp"), use_orig_params=orig)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3 if dist.get_rank() == 0 else 1):
         model.loss(model(noise(step, 0))).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-@BOTH_KINDS
-def test_fake_collectives_move_nothing_and_wait_for_nobody(threads, monkeypatch, orig):
-    monkeypatch.setenv("FSDP_USE_FAKE_ALL_GATHER", "1")
-    monkeypatch.setenv("FSDP_USE_FAKE_REDUCE", "1")
-    threads(2).run(step_alone, orig)
 
 
 def gradients_with_fake_reduction():

@@ -24,7 +24,7 @@ from sherd import (
 from sherd.errors import ModuleError, PolicyError, UnsupportedError, WrapperStateError
 from sherd.wrap import ModuleWrapPolicy
 from tests.support.comparing import assert_refused, assert_same
-from tests.support.models import Block
+from tests.support.models import Block, Wired
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.training import made as seeded
 from tests.wrapper.nets import assert_computes, assert_holds, made, sharded, values, words
@@ -123,18 +123,9 @@ def test_arguments_that_do_not_fit_are_named_and_leave_the_module_as_it_was():
     refuses_to_wrap(torch.ones(2), TypeError, "FullyShardedDataParallel expects a module, got a Tensor")
 
 
-class Whole(nn.Module):
+def whole(**more):
     """A block that a policy wraps, and more beside it."""
-
-    def __init__(self, **more):
-        super().__init__()
-        self.block = Block(4, 4)
-        self.last = nn.Linear(4, 4)
-        for name, each in more.items():
-            setattr(self, name, each)
-
-    def forward(self, x):
-        return self.last(self.block(x))
+    return Wired(lambda self, x: self.last(self.block(x)), block=Block(4, 4), last=nn.Linear(4, 4), **more)
 
 
 def numbers():
@@ -161,7 +152,7 @@ MODULES = {
 @on_threads(2, case=MODULES)
 def test_parameters_that_cannot_be_one_vector_are_named(case):
     more, orig, *said = MODULES[case]
-    net = Whole(**more())
+    net = whole(**more())
     refuses_to_wrap(net, ValueError, *said, use_orig_params=orig)
     assert all(type(each) is nn.Parameter for each in net.parameters())
     ignored = [each for key, each in net.named_parameters() if key.startswith(("extra", "counts"))]
@@ -170,9 +161,9 @@ def test_parameters_that_cannot_be_one_vector_are_named(case):
 
 @on_threads(2)
 def test_what_is_wrapped_already_is_named():
-    net = Whole()
+    net = whole()
     net.block = FullyShardedDataParallel(net.block)
-    applied = "FSDP auto wrapping requires modules to not already have FSDP applied but found block in Whole"
+    applied = "FSDP auto wrapping requires modules to not already have FSDP applied but found block in Wired"
     refuses_to_wrap(net, ModuleError, applied, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     model = FullyShardedDataParallel(net)  # by hand they nest
     model(torch.ones(2, 4)).sum().backward()
@@ -181,12 +172,12 @@ def test_what_is_wrapped_already_is_named():
     refuses_to_wrap(holder, ValueError, "Cannot flatten a `FlatParameter`", "flat")
     assert type(holder.weight) is nn.Parameter
     model(torch.ones(2, 4)).sum().backward()
-    counted, mixed = Whole(**numbers()), Whole(**frozen())
+    counted, mixed = whole(**numbers()), whole(**frozen())
     mixed.block.up.requires_grad_(False)
     both = "block has both parameters with requires_grad=True and False"
-    for whole, said in ((counted, INTEGERS), (mixed, both)):
-        refuses_to_wrap(whole, ValueError, said, auto_wrap_policy=ModuleWrapPolicy({Block}))
-        assert type(whole.block) is Block, "nothing was wrapped"
+    for net, said in ((counted, INTEGERS), (mixed, both)):
+        refuses_to_wrap(net, ValueError, said, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        assert type(net.block) is Block, "nothing was wrapped"
 
 
 @on_threads(2, way=("flat_param", "orig_params"))
@@ -210,10 +201,10 @@ def test_methods_of_the_wrong_instance_or_at_the_wrong_moment_say_which(way):
         raises(lambda: model.apply(print), ValueError, "apply() inside an unshard context")
     with pytest.raises(ValueError, match="two"):
         model.clip_grad_norm_(1.0, "two")
-    raises(functools.partial(pickle.dumps, model), ValueError, "cannot be pickled", "Net", "state_dict()")
-    with pytest.raises(AttributeError, match="'Net' object has no attribute 'nothing'"):
+    raises(functools.partial(pickle.dumps, model), ValueError, "cannot be pickled", "TiedAndFrozen", "state_dict()")
+    with pytest.raises(AttributeError, match="'TiedAndFrozen' object has no attribute 'nothing'"):
         _ = model.nothing
-    with pytest.raises(AttributeError, match="'Net' object has no attribute '__getitem__'"):
+    with pytest.raises(AttributeError, match="'TiedAndFrozen' object has no attribute '__getitem__'"):
         model[0]
     with pytest.raises(TypeError):
         model[0] = None
@@ -282,15 +273,9 @@ def test_offload_of_copies_and_empty_choices_are_taken_as_fsdp1_takes_them():
         assert_computes(model, made())
 
 
-class Nest(nn.Module):
+def nest():
     """A layer that is wrapped by itself, and one that is not."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.outer(self.inner(x))
+    return Wired(lambda self, x: self.outer(self.inner(x)), inner=nn.Linear(4, 4), outer=nn.Linear(4, 4))
 
 
 @on_threads(4)
@@ -306,7 +291,7 @@ def test_a_flat_parameter_that_nothing_shards_over_two_axes_is_refused():
 @on_threads(2)
 def test_values_for_one_call_of_nested_wrappers_are_refused_by_name(use_orig_params):
     """Refused by name, and the model is what it was; its own parameters pass."""
-    plain, model, x = seeded(Nest), seeded(Nest), torch.ones(2, 4)
+    plain, model, x = seeded(nest), seeded(nest), torch.ones(2, 4)
     model.inner = FullyShardedDataParallel(model.inner, use_orig_params=use_orig_params)
     model = FullyShardedDataParallel(model, use_orig_params=use_orig_params)
     values = {name: 2 * each.detach() for name, each in plain.named_parameters()}
@@ -324,7 +309,7 @@ def test_values_for_one_call_of_nested_wrappers_are_refused_by_name(use_orig_par
 @on_threads(2)
 def test_a_parameter_set_on_a_wrapper_replaces_the_wrapped_modules():
     """On the wrapped module, as they are read from there."""
-    model = FullyShardedDataParallel(seeded(Nest), use_orig_params=True)
+    model = FullyShardedDataParallel(seeded(nest), use_orig_params=True)
     inner = FullyShardedDataParallel(seeded(lambda: nn.Linear(4, 4)), use_orig_params=True)
     inner.weight = nn.Parameter(torch.eye(4))
     torch.testing.assert_close(inner(torch.ones(2, 4)) - inner(torch.zeros(2, 4)), torch.ones(2, 4))

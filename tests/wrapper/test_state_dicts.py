@@ -41,7 +41,7 @@ from sherd.tensor.ragged import RaggedDTensor
 from sherd.wrap import ModuleWrapPolicy
 from tests.support.comparing import whole
 from tests.support.meshes import mesh_of
-from tests.support.models import build
+from tests.support.models import Wired, build
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import sharded
 
@@ -53,23 +53,13 @@ BOTH = (False, True)
 """`use_orig_params`: with a flat parameter, and without."""
 
 
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(3, 5)
-        self.norm = nn.LayerNorm(5)
-
-    def forward(self, x):
-        return self.norm(self.a(x))
-
-
-class Net(nn.Module):
+class Assorted(nn.Module):
     """Nested units, a tied weight, buffers, fewer rows than ranks, and a parameter to leave out."""
 
     def __init__(self):
         super().__init__()
         self.register_buffer("scale", torch.tensor([1.5, 2.5]))
-        self.inner = Inner()
+        self.inner = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5))
         self.left_out = nn.Linear(5, 5, bias=False)
         self.out = nn.Linear(5, 2)
         self.again = nn.Linear(5, 2, bias=False)
@@ -83,7 +73,7 @@ class Net(nn.Module):
 
 def plain(seed=0):
     torch.manual_seed(seed)
-    model = Net()
+    model = Assorted()
     with torch.no_grad():
         for each in model.parameters():
             each.normal_()
@@ -96,17 +86,13 @@ def wrapped(use_orig_params, seed=0, nested=True, ignored=False, **more):
     if ignored:
         more["ignored_states"] = [model.left_out]
     if nested:
-        more["auto_wrap_policy"] = ModuleWrapPolicy({Inner})
+        more["auto_wrap_policy"] = ModuleWrapPolicy({nn.Sequential})
     return FullyShardedDataParallel(model, use_orig_params=use_orig_params, **more)
 
 
-class Around(nn.Module):
+def around(net):
     """A plain model, one part of which is wrapped."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-        self.head = nn.Linear(2, 2)
+    return Wired(None, net=net, head=nn.Linear(2, 2))
 
 
 def assert_same(found, expected, case=""):
@@ -145,7 +131,7 @@ def test_the_kind_is_each_wrappers_own_and_comes_back_after_a_context():
     assert set_state_dict_type(nn.Linear(1, 1), FULL) == StateDictSettings(None, None, None)
     assert set_state_dict_type(model, SHARDED) == fresh
     of_shards = StateDictSettings(SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
-    assert get_state_dict_type(Around(model)) == of_shards
+    assert get_state_dict_type(around(model)) == of_shards
     local = StateDictSettings(LOCAL, LocalStateDictConfig(True), LocalOptimStateDictConfig())
     with contextlib.suppress(ZeroDivisionError), model.state_dict_type(model, LOCAL, LocalStateDictConfig(True)):
         assert get_state_dict_type(model) == local
@@ -172,7 +158,10 @@ def test_the_kind_is_each_wrappers_own_and_comes_back_after_a_context():
 # Full
 
 
-def full_dicts(use_orig):
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("use_orig", BOTH)
+@on_threads()
+def test_a_full_state_dict_is_the_plain_models_in_memory_of_its_own(use_orig):
     expected = plain().state_dict()
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
         for nested in BOTH:
@@ -188,21 +177,15 @@ def full_dicts(use_orig):
             assert_same({**found, "scale": expected["scale"]}, expected, case)
             assert found["out.weight"].untyped_storage().nbytes() == 40, "memory of its own, and no more"
             assert found["again.weight"] is found["out.weight"]
-    around = Around(wrapped(use_orig))
+    outer = around(wrapped(use_orig))
     names = [*(f"net.{name}" for name in expected), "head.weight", "head.bias"]
-    assert list(around.state_dict()) == names
-    assert list(around.state_dict(prefix="x.")) == [f"x.{name}" for name in names]
-    fresh = Around(plain(1))
-    fresh.load_state_dict(around.state_dict())
+    assert list(outer.state_dict()) == names
+    assert list(outer.state_dict(prefix="x.")) == [f"x.{name}" for name in names]
+    fresh = around(plain(1))
+    fresh.load_state_dict(outer.state_dict())
     assert_same(fresh.net.state_dict(), expected)
     metadata = wrapped(True).state_dict()._metadata
     assert metadata["bn"] == metadata["_checkpoint_wrapped_module.bn"] == {"version": 2}
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("use_orig", BOTH)
-def test_a_full_state_dict_is_the_plain_models_in_memory_of_its_own(threads, num_ranks, use_orig):
-    threads(num_ranks).run(full_dicts, use_orig)
 
 
 @on_threads(4, use_orig=BOTH)
@@ -216,15 +199,15 @@ def test_with_copies_and_shards_each_set_of_shards_gives_the_whole(use_orig):
     for kind in KINDS:
         assert_loads_back(use_orig, kind, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
     rows = state_of(model, SHARDED, ROWS)
-    assert rows["inner.a.weight"].placements == (Replicate(), Shard(0))
-    assert rows["inner.a.weight"].to_local().shape == ((3, 3) if first else (2, 3))
+    assert rows["inner.0.weight"].placements == (Replicate(), Shard(0))
+    assert rows["inner.0.weight"].to_local().shape == ((3, 3) if first else (2, 3))
 
 
 @on_threads(2, use_orig=BOTH)
 def test_rank0_only_leaves_the_other_ranks_what_is_not_sharded(use_orig):
     expected = plain().state_dict()
     rank0 = dist.get_rank() == 0
-    model = Around(wrapped(use_orig, ignored=True))
+    model = around(wrapped(use_orig, ignored=True))
     found = state_of(model, FULL, FOR_RANK_0)
     kept = ["net.left_out.weight", "head.weight", "head.bias"]
     assert list(found) == ([*(f"net.{name}" for name in expected), *kept[1:]] if rank0 else kept)
@@ -283,7 +266,10 @@ def test_buffers_are_saved_in_the_dtype_that_the_user_gave_them(use_orig):
 # Sharded, local
 
 
-def sharded_dicts(use_orig):
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("use_orig", BOTH)
+@on_threads()
+def test_a_sharded_state_dict_has_each_parameter_under_its_name_in_the_form_asked_for(use_orig):
     expected = plain().state_dict()
     rank = dist.get_rank()
     model = wrapped(use_orig)
@@ -315,12 +301,6 @@ def sharded_dicts(use_orig):
             assert_holds(into, expected)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("use_orig", BOTH)
-def test_a_sharded_state_dict_has_each_parameter_under_its_name_in_the_form_asked_for(threads, num_ranks, use_orig):
-    threads(num_ranks).run(sharded_dicts, use_orig)
-
-
 def assert_loads_back(use_orig, kind, **more):
     expected = plain().state_dict()
     found = {name: copy.deepcopy(value) for name, value in state_of(wrapped(use_orig, **more), kind).items()}
@@ -346,11 +326,11 @@ def test_a_local_state_dict_is_what_the_optimizer_sees_and_loads_back():
         for kind in KINDS:
             assert_loads_back(use_orig, kind)
             assert_loads_back(use_orig, kind, ignored=True, nested=False)
-    around = Around(wrapped(False))
-    fresh = Around(wrapped(False, seed=1))
-    names = list(state_of(around, LOCAL))
+    outer = around(wrapped(False))
+    fresh = around(wrapped(False, seed=1))
+    names = list(state_of(outer, LOCAL))
     assert names[0] == "net._flat_param"
-    fresh.load_state_dict(state_of(around, LOCAL))
+    fresh.load_state_dict(state_of(outer, LOCAL))
     assert_holds(fresh.net, expected)
     other = wrapped(False, nested=False)
     with pytest.raises(ValueError, match=r"_flat_param of unit Ful.* LOCAL_STATE_DICT loads into the wrapping"):
@@ -371,21 +351,21 @@ def test_a_local_state_dict_is_what_the_optimizer_sees_and_loads_back():
 @on_threads(2, use_orig=BOTH)
 def test_what_does_not_fit_is_named_as_in_the_users_model(use_orig):
     expected = plain().state_dict()
-    for model in (wrapped(use_orig), Around(wrapped(use_orig))):
+    for model in (wrapped(use_orig), around(wrapped(use_orig))):
         at = "" if isinstance(model, FullyShardedDataParallel) else "net."
         good = model.state_dict()
         bad = dict(good)
-        del bad[at + "inner.a.bias"], bad[at + "bn.running_var"]
+        del bad[at + "inner.0.bias"], bad[at + "bn.running_var"]
         bad[at + "inner.zzz"] = torch.ones(1)
         given = dict(bad)
         with pytest.raises(RuntimeError) as raised:
             model.load_state_dict(bad)
-        assert f'Missing key(s) in state_dict: "{at}inner.a.bias", "{at}bn.running_var"' in str(raised.value)
+        assert f'Missing key(s) in state_dict: "{at}inner.0.bias", "{at}bn.running_var"' in str(raised.value)
         assert f'Unexpected key(s) in state_dict: "{at}inner.zzz"' in str(raised.value)
         assert list(bad) == list(given)
         assert all(bad[name] is given[name] for name in given)
         keys = model.load_state_dict(bad, strict=False)
-        assert keys.missing_keys == [at + "inner.a.bias", at + "bn.running_var"]
+        assert keys.missing_keys == [at + "inner.0.bias", at + "bn.running_var"]
         assert keys.unexpected_keys == [at + "inner.zzz"]
         with pytest.raises(RuntimeError) as raised:
             model.load_state_dict({**good, at + "out.bias": torch.ones(7)})
@@ -546,7 +526,7 @@ def test_torchs_checkpoint_functions_get_and_set_the_model(use_orig, at):
 
     def make(seed):
         net = wrapped(use_orig, seed)
-        return net, Around(net) if at else net
+        return net, around(net) if at else net
 
     expected = plain().state_dict()
     model = make(0)[1]

@@ -30,7 +30,7 @@ from tests.support.training import made as seeded
 from tests.wrapper.test_optim_state import (
     AFTER,
     BEFORE,
-    Net,
+    Assorted,
     adam,
     assert_same_state,
     beside_torchs,
@@ -54,12 +54,7 @@ def any_made(form, kind=adam, seed=0, steps=range(0)):
     if form != "ddp":
         return made(form, kind, seed, steps)
     model = DistributedDataParallel(wrapped("plain", seed))
-    optimizer = kind(
-        [
-            {"params": [each for name, each in model.module.named_parameters() if not name.startswith("own.")]},
-            {"params": list(model.module.own.parameters()), "lr": 0.05},
-        ]
-    )
+    optimizer = optimizer_of(model.module, kind)
     train(model, optimizer, steps)
     return model, optimizer
 
@@ -223,8 +218,8 @@ def test_a_checkpoint_of_flat_parameters_loads_on_other_ranks_and_wrappings(worl
 # Another model
 
 
-class Tuned(Net):
-    """Net with a head of its own, which is not tied."""
+class Tuned(Assorted):
+    """With a head of its own, which is not tied."""
 
     def __init__(self):
         super().__init__()

@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from sherd import (
 from sherd import FullyShardedDataParallel as FSDP
 from sherd.wrap import ModuleWrapPolicy
 from tests.support.comparing import plain_name, whole
-from tests.support.ranks.bodies import on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.training import made
 from tests.tensor_parallel.conftest import meshes_know_their_thread  # noqa: F401  a fixture for threads
 from tests.tensor_parallel.training import (
@@ -144,16 +145,10 @@ def test_what_is_ignored_stays_tensor_parallel_and_nobodys_shard():
     torch.testing.assert_close(whole(head.grad), plainly.head.weight.grad)
 
 
-class Mixed(nn.Module):
+def mixed():
     """Rows, columns, a norm that ranks have copies of, and a layer that no plan names."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.up, self.down, self.free = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.free(self.down(torch.relu(self.up(self.norm(x)))))
+    ends = {"norm": nn.LayerNorm(8), "up": nn.Linear(8, 16)}
+    return nn.Sequential(OrderedDict(**ends, relu=nn.ReLU(), down=nn.Linear(16, 8), free=nn.Linear(8, 8)))
 
 
 def as_torch_trains(orig, strategy, low):
@@ -165,7 +160,7 @@ def as_torch_trains(orig, strategy, low):
     found = []
     for api, more in ((torchs, {"device_id": torch.device("cpu")}), (sherd, {})):
         model = api.FullyShardedDataParallel(
-            parallelize_module(made(Mixed), mesh["tp"], PLAN),
+            parallelize_module(made(mixed), mesh["tp"], PLAN),
             device_mesh=data,
             sharding_strategy=api.ShardingStrategy[strategy],
             mixed_precision=api.MixedPrecision(**low),
@@ -401,7 +396,8 @@ def test_parameters_over_tensor_parallelism_train_and_are_clipped_as_in_one_proc
         assert sum(each[1][number] for each in runs) / len(runs) == pytest.approx(loss, abs=1e-5)
 
 
-def trained_with_empty_vectors():
+@on_processes(4)
+def test_a_rank_without_any_element_of_a_flat_parameter_takes_part():
     """Of the first layer the second rank of tp has nothing."""
     mesh, data = axes_of((2, 2))
     net = parallelize_module(narrow(), mesh["tp"], {"0": WHOLE_AFTER})
@@ -411,7 +407,14 @@ def trained_with_empty_vectors():
     norm = model.clip_grad_norm_(0.1).item()
     optimizer.step()
     state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
-    return norm, model.state_dict(), moments(state)
+    net = narrow()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    (sum(net(torch.full((2, 3), 1.0 + rank)).square().mean() for rank in range(2)) / 2).backward()
+    assert norm == pytest.approx(nn.utils.clip_grad_norm_(net.parameters(), 0.1).item(), rel=1e-5)
+    optimizer.step()
+    params, expected = state_of(net, optimizer)
+    close(model.state_dict(), params)
+    close(moments(state), expected)
 
 
 def narrow():
@@ -420,19 +423,6 @@ def narrow():
         for number, parameter in enumerate(net.parameters()):
             parameter.fill_(0.1 + number)
     return net
-
-
-def test_a_rank_without_any_element_of_a_flat_parameter_takes_part(world):
-    net = narrow()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    (sum(net(torch.full((2, 3), 1.0 + rank)).square().mean() for rank in range(2)) / 2).backward()
-    norm = nn.utils.clip_grad_norm_(net.parameters(), 0.1).item()
-    optimizer.step()
-    params, state = state_of(net, optimizer)
-    for its_norm, its_params, its_state in world(4).run(trained_with_empty_vectors):
-        assert its_norm == pytest.approx(norm, rel=1e-5)
-        close(its_params, params)
-        close(its_state, state)
 
 
 def copied_in_memory():
@@ -494,7 +484,8 @@ class Experts(nn.Module):
         return self.experts, self.parallel, self.free, self.both
 
 
-def over_three_axes():
+@on_threads(8)
+def test_a_flat_parameter_of_members_on_different_axes_is_stepped_and_saved_as_in_one_process():
     mesh = mesh_of((2, 2, 2), "dp", "ep", "tp")
     net = Experts()
     for name, axes, placements in (
@@ -511,17 +502,12 @@ def over_three_axes():
     norms.append(model.clip_grad_norm_(1.0).item())
     optimizer.step()
     state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
-    return norms, model.state_dict(), moments(state)
-
-
-def test_a_flat_parameter_of_members_on_different_axes_is_stepped_and_saved_as_in_one_process(threads):
     net = Experts()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     (sum(net(torch.tensor(1.0 + rank)) for rank in range(2)) / 2).backward()
     norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0).item()
     optimizer.step()
-    params, state = state_of(net, optimizer)
-    for norms, its_params, its_state in threads(8).run(over_three_axes):
-        assert norms == pytest.approx([norm, norm], rel=1e-5)
-        close(its_params, params)
-        close(its_state, state)
+    assert norms == pytest.approx([norm, norm], rel=1e-5)
+    params, expected = state_of(net, optimizer)
+    close(model.state_dict(), params)
+    close(moments(state), expected)

@@ -35,7 +35,6 @@ from tests.wrapper.nets import (
     COMPOSED,
     NAMES,
     WAYS,
-    Net,
     assert_close,
     assert_computes,
     assert_holds,
@@ -728,7 +727,7 @@ def test_nothing_lent_outlives_the_context():
 
 @on_threads(2)
 def test_summon_full_params_is_the_same():
-    model = sharded("orig_params", Net())
+    model = sharded("orig_params")
     with FullyShardedDataParallel.summon_full_params(model) as nothing:
         assert nothing is None
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in made().named_parameters()]

@@ -5,7 +5,7 @@ Inputs are float32 of shape (BATCH, WIDTH) where a class does not say otherwise,
 """
 
 from tests.support.models import calls, recomputed, shapes, stacks
-from tests.support.models.nets import Net, chain, next_token_loss
+from tests.support.models.nets import Net, Wired, chain, next_token_loss
 from tests.support.models.specimen import (
     BATCH,
     MODELS,
@@ -28,6 +28,7 @@ __all__ = [
     "Net",
     "Specimen",
     "Unit",
+    "Wired",
     "build",
     "calls",
     "chain",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,6 +41,19 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class Wired(nn.Module):
+    """Modules and parameters by name, and a forward that is `run(self, ...)`; None, without a forward."""
+
+    def __init__(self, run: Callable[..., Any] | None, **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, *args, **kwargs)
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:

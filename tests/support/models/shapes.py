@@ -50,8 +50,8 @@ class MixedBfloat(MixedDtype):
 class Gained(Block):
     """A block whose result is scaled by a 0-dimensional parameter."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
         self.gain = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: Tensor) -> Tensor:
