@@ -12,8 +12,6 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import sherd
 from sherd import FullyShardedDataParallel as FSDP
@@ -23,8 +21,10 @@ from sherd.storage.opened import Opened
 from sherd.storage.places import place_of
 from sherd.wrap import ModuleWrapPolicy
 from tests.checkpoint.layouts import LAYOUTS, Odd, built, model_in, optimizer_of, train
+from tests.support import checkpoints
 from tests.support.comparing import assert_same, plain_name, whole
 from tests.support.meshes import mesh_of
+from tests.support.ranks.bodies import on_processes
 from tests.support.suites import part
 
 SAVED, GONE_ON = range(1), range(1, 2)
@@ -61,24 +61,13 @@ WRAPPED = {"wrapper": lambda seed: wrapped(seed, True), "wrapper flat": lambda s
 """By name, a model in one configuration. Those of the wrapper have another dtype, and load from each other alone."""
 
 
-def save_by_torch(folder, model, optimizer):
-    values, states = get_state_dict(model, optimizer)
-    dcp.save({"model": values, "optimizer": states}, checkpoint_id=folder)
-
-
-def load_by_torch(folder, model, optimizer):
-    values, states = get_state_dict(model, optimizer)
-    dcp.load({"model": values, "optimizer": states}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=states)
-
-
-def save(folder, model, optimizer):
+def save(model, optimizer, folder):
     items = {"model": model, "optimizer": optimizer}
     path = sherd.save(folder, items, step=7, per_rank={"rank": dist.get_rank()}, user=dist.get_world_size())
     assert path.endswith("step-00000007")
 
 
-def load(folder, model, optimizer):
+def load(model, optimizer, folder):
     restored = sherd.load(folder, {"model": model, "optimizer": optimizer})
     is_same = restored.user == restored.world_size == dist.get_world_size()
     assert restored.per_rank == ({"rank": dist.get_rank()} if is_same else {})
@@ -86,7 +75,7 @@ def load(folder, model, optimizer):
 
 # By what saves: how, and the families of configurations that load from each other.
 WAYS = {
-    "torch": (save_by_torch, load_by_torch, [ONE_MODEL]),
+    "torch": (checkpoints.save, checkpoints.load, [ONE_MODEL]),
     "sherd": (save, load, [ONE_MODEL, WRAPPED]),
 }
 
@@ -114,7 +103,7 @@ def save_all(way, folder):
         model = build(0)
         optimizer = optimizer_of(model)
         train(model, optimizer, SAVED)
-        save(f"{folder}/{name}", model, optimizer)
+        save(model, optimizer, f"{folder}/{name}")
         expected = values_of(model, optimizer)
         losses = train(model, optimizer, GONE_ON) if dist.get_world_size() == GOING_ON_FROM else None
         if dist.get_rank() == 0:
@@ -143,7 +132,7 @@ def load_all(way, folders, turns):
                     case = f"{source} on {saving} -> {name} on {dist.get_world_size()}"
                     expected, losses = torch.load(f"{folder}/{source}.pt", weights_only=False)
                     spoil(*kept[name])
-                    load(f"{folder}/{source}", *kept[name])
+                    load(*kept[name], f"{folder}/{source}")
                     assert_same(values_of(*kept[name]), expected, case)
                     if (saving, turn) == (GOING_ON_FROM, turns_of[saving][-1]):
                         assert_same(train(*kept[name], GONE_ON), losses, case, rtol=1e-4)
@@ -160,14 +149,10 @@ def test_every_configuration_loads_what_every_one_has_saved_on_every_number_of_r
     world(num_ranks).run(load_all, way, folders, turns, timeout=240)
 
 
-def plain_values(folder):
-    """What is in the file is what the plain model has."""
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@on_processes()
+def test_the_files_hold_the_plain_models_values(tmp_path):
     expected = {f"model/{name}": each.clone() for name, each in built(0).state_dict().items()}
     for at, name in enumerate(("rows", "flat", "hsdp rows")):
-        with Opened(place_of(sherd.save(folder, {"model": ONE_MODEL[name](0)}, step=at))) as found:
+        with Opened(place_of(sherd.save(tmp_path, {"model": ONE_MODEL[name](0)}, step=at))) as found:
             assert_same({key: read_tensor(found, key) for key in expected}, expected, name)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_the_files_hold_the_plain_models_values(world, tmp_path, num_ranks):
-    world(num_ranks).run(plain_values, str(tmp_path))

@@ -23,7 +23,7 @@ from tests.checkpoint.layouts import (
     trained_in,
 )
 from tests.support.comparing import assert_same, whole
-from tests.support.ranks.bodies import on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 
 FIRST, LATER = range(1), range(1, 2)
 
@@ -85,10 +85,9 @@ def test_shards_survive_a_file_of_their_own_on_each_rank(tmp_path, weights_only)
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
         expected = whole(state_of(model, optimizer))
         losses = train(model, optimizer, LATER)
-        found = torch.load(path, weights_only=weights_only)
-        other = model_in(layout, seed=1)
-        other.load_state_dict(found["model"])
+        found, other = torch.load(path, weights_only=weights_only), model_in(layout, seed=1)
         others = optimizer_of(other)
+        other.load_state_dict(found["model"])
         others.load_state_dict(found["optimizer"])
         assert_held(state_of(other, others), expected, layout)
         torch.testing.assert_close(train(other, others, LATER), losses, rtol=1e-4, atol=1e-5)
@@ -105,8 +104,9 @@ def test_a_saved_shard_takes_no_neighbours_along():
         assert 0 < file.tell() - model[0].weight.to_local().numel() * 4 < 6000, layout
 
 
-def loaded_onto_meta(assign):
-    """Built without memory; whole values come in by `load_state_dict`."""
+@pytest.mark.parametrize("assign", [False, True], ids=["to_empty", "assign"])
+@on_processes(3)
+def test_a_model_without_memory_takes_whole_values(assign):
     plain = built(3)
     expected = whole(plain.state_dict())
     for layout in PLACEMENTS:
@@ -120,8 +120,3 @@ def loaded_onto_meta(assign):
         losses = train(model, optimizer_of(model), FIRST)
         reference = built(3)
         torch.testing.assert_close(losses, train(reference, optimizer_of(reference), FIRST), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("assign", [False, True], ids=["to_empty", "assign"])
-def test_a_model_without_memory_takes_whole_values(world, assign):
-    world(3).run(loaded_onto_meta, assign)

@@ -32,7 +32,7 @@ from tests.checkpoint.layouts import built, filled, model_in, optimizer_of, trai
 from tests.support.comparing import assert_same, whole
 from tests.support.meshes import mesh_of
 from tests.support.ranks import RanksFailed
-from tests.support.ranks.bodies import on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 
 
 class Counting(nn.Module):
@@ -301,17 +301,15 @@ def test_the_bytes_that_wait_to_be_written_are_bounded(tmp_path, monkeypatch):
     assert torch.equal(model.weight, expected)
 
 
-def over_ranks(folder):
+@on_processes(3)
+def test_ranks_train_on_while_they_save(tmp_path):
     model, optimizer = trained_in("flat")
-    saving = sherd.async_save(folder, {"model": model, "optimizer": optimizer}, step=1, per_rank={"r": dist.get_rank()})
+    items = {"model": model, "optimizer": optimizer}
+    saving = sherd.async_save(tmp_path, items, step=1, per_rank={"r": dist.get_rank()})
     losses = train(model, optimizer, range(1, 3))
     saving.wait()
-    sherd.load(folder, {"model": model, "optimizer": optimizer})
+    sherd.load(tmp_path, items)
     assert train(model, optimizer, range(1, 3)) == losses
-
-
-def test_ranks_train_on_while_they_save(world, tmp_path):
-    world(3).run(over_ranks, str(tmp_path))
 
 
 # What one rank meets, all raise

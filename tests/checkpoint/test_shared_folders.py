@@ -21,43 +21,36 @@ from sherd.storage import folder as storage_folder
 from sherd.storage.folder import Folder
 from sherd.storage.places import Disk
 from tests.checkpoint.layouts import filled, value
+from tests.support.ranks.bodies import on_processes
 
 
 def files_in(folder):
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.*") if path.name != ".lock")
 
 
-def save_apart(is_async):
+@on_processes(3, is_async=[False, True])
+def test_ranks_that_do_not_share_the_folder_are_named_on_all_of_them(is_async):
     folder = tempfile.mkdtemp()
     large = {"x": torch.zeros(2, 3), "per": [1, 2]}
     with pytest.raises(CheckpointError) as raised:
         sherd.async_save(folder, large, step=1).wait() if is_async else sherd.save(folder, large, step=1)
     left = files_in(folder)
     shutil.rmtree(folder)
-    return str(raised.value).replace(folder, "FOLDER"), left
+    assert "rank 0 does not see what rank 1, 2 has written" in str(raised.value)
+    assert "all ranks need to share the folder" in str(raised.value)
+    assert left == []
 
 
-def test_ranks_that_do_not_share_the_folder_are_named_on_all_of_them(world):
-    for is_async in (False, True):
-        for text, left in world(3).run(save_apart, is_async):
-            assert "rank 0 does not see what rank 1, 2 has written" in text
-            assert "all ranks need to share the folder" in text
-            assert left == []
-
-
-def load_apart(shared):
-    sherd.save(shared, filled(1), step=1)
+@on_processes(2)
+def test_a_load_from_a_folder_that_one_rank_lacks_fails_on_all(tmp_path):
+    sherd.save(tmp_path, filled(1), step=1)
     own = tempfile.mkdtemp()
     if dist.get_rank() == 0:
-        shutil.copytree(shared, own, dirs_exist_ok=True)
+        shutil.copytree(tmp_path, own, dirs_exist_ok=True)
     with pytest.raises(CheckpointError) as raised:
         sherd.load(own, filled(0))
     shutil.rmtree(own)
-    return str(raised.value).count("manifest.json is missing")
-
-
-def test_a_load_from_a_folder_that_one_rank_lacks_fails_on_all(world, tmp_path):
-    assert world(2).run(load_apart, str(tmp_path)) == [1, 1]
+    assert str(raised.value).count("manifest.json is missing") == 1
 
 
 def test_a_copy_whose_writer_has_failed_does_not_wait_for_room(tmp_path):

@@ -29,17 +29,12 @@ def test_shapes_tell_and_of_a_scalar_the_name():
     assert kind_of("exp_avg", torch.zeros(3, 4), MATRIX, torch.Size((6,))) is StateKind.OTHER
 
 
-class _Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(6.0))
-        self.scalar = nn.Parameter(torch.tensor(2.0))
-
-
 @on_threads(2)
 def test_a_scalar_has_elements_under_the_keys_under_which_other_parameters_have_them():
     for placement in (None, Flat()):
-        model = fully_shard(_Model(), placement=placement)
+        model = nn.Module()
+        model.weight, model.scalar = nn.Parameter(torch.arange(6.0)), nn.Parameter(torch.tensor(2.0))
+        fully_shard(model, placement=placement)
         optimizer = torch.optim.SGD(model.parameters())
         optimizer.state[model.weight] = {"mu": torch.zeros_like(model.weight), "ticks": torch.tensor(1.0)}
         optimizer.state[model.scalar] = {"mu": torch.tensor(0.5), "step": torch.tensor(1.0)}

@@ -1,6 +1,7 @@
 """Full state dicts go out of every layout and into it, from all ranks and from rank 0 alone."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from tests.checkpoint.layouts import (
     trained_in,
 )
 from tests.support.comparing import assert_same, whole
-from tests.support.ranks.bodies import on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 
 AFTER = range(1, 2)
 
@@ -65,16 +66,6 @@ def trained_from(plain, layout, options, to_empty=False):
     assert_same(train(model, optimizer, AFTER), losses, case, rtol=1e-4)
 
 
-def load_whole_states(layouts, onto_meta):
-    """From all ranks, then from rank 0 alone; into models on meta from the source that is named."""
-    plain = trained_plain()
-    for layout in layouts:
-        for source in ("all", "rank 0"):
-            to_empty, from_first = source == onto_meta, source == "rank 0"
-            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first, cpu_offload=to_empty)
-            trained_from(plain, layout, options, to_empty)
-
-
 CHUNKS, HALVES = ("rows", "columns"), (RUNS[:2], RUNS[2:])
 
 
@@ -86,8 +77,14 @@ CHUNKS, HALVES = ("rows", "columns"), (RUNS[:2], RUNS[2:])
         *((1, "all", CHUNKS), (3, "rank 0", CHUNKS), (3, "all", CHUNKS)),
     ],
 )
-def test_whole_states_load_from_all_ranks_and_from_rank_0_alone(world, num_ranks, onto_meta, layouts):
-    world(num_ranks).run(load_whole_states, layouts, onto_meta)
+@on_processes()
+def test_whole_states_load_from_all_ranks_and_from_rank_0_alone(onto_meta, layouts):
+    """Into models on meta from the source that is named."""
+    plain = trained_plain()
+    for layout, source in itertools.product(layouts, ("all", "rank 0")):
+        to_empty, from_first = source == onto_meta, source == "rank 0"
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first, cpu_offload=to_empty)
+        trained_from(plain, layout, options, to_empty)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

@@ -8,15 +8,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-SUMMED = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.uint8,
-    torch.complex64,
-]
+SUMMED = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64]
 GATHERED = [*SUMMED, torch.bool, torch.int8, torch.uint64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2]
 
 

@@ -73,10 +73,8 @@ def test_the_new_names_are_taken_where_torch_has_them_and_else_the_older_ones(na
     for name in ("all_gather_single", "reduce_scatter_single"):
         monkeypatch.setattr(dist, name, f"new {name}", raising=False)
     module = names()
-    assert (module.all_gather_single, module.reduce_scatter_single) == (
-        "new all_gather_single",
-        "new reduce_scatter_single",
-    )
+    found = module.all_gather_single, module.reduce_scatter_single
+    assert found == ("new all_gather_single", "new reduce_scatter_single")
     for name in ("all_gather_single", "reduce_scatter_single"):
         monkeypatch.delattr(dist, name)
     module = names()

@@ -114,16 +114,13 @@ def test_a_wait_that_has_become_long_is_told_before_the_timeout(folder, capfd, n
 class GoneStore:
     """The store of a process that has died."""
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
-
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("connection reset")
 
 
 def test_without_the_store_a_rank_writes_its_own_and_says_so(folder):
-    (one, _), (source, _), store = recorders()
-    one._bounded = BoundedStore(GoneStore(store))
+    (one, _), (source, _), _ = recorders()
+    one._bounded = BoundedStore(GoneStore())
     text = one.failed(source, "it failed", absent=True)
     assert "the process group's store, or the link to it, is gone" in text
     assert "Rank 1" not in text

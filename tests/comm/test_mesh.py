@@ -41,12 +41,7 @@ PICKED = {
         DIMS(shard="dp", replicate="copies"),
         {0: (2, [0, 2], 2, [0, 1], 0), 3: (2, [1, 3], 2, [2, 3], 1)},
     ),
-    "one named axis; the other is the user's": (
-        (2, 2),
-        ("dp", "tp"),
-        DIMS(shard="dp"),
-        {1: (2, [1, 3], 1, None, 0)},
-    ),
+    "one named axis; the other is the user's": ((2, 2), ("dp", "tp"), DIMS(shard="dp"), {1: (2, [1, 3], 1, None, 0)}),
     "two named axes as one": ((2, 2), ("dp", "cp"), DIMS(shard=("dp", "cp")), {2: (4, [0, 1, 2, 3], 1, None, 2)}),
     "a replicate axis alone": ((2,), ("dp",), DIMS(replicate="dp"), {1: (1, None, 2, [0, 1], 0)}),
 }

@@ -20,31 +20,26 @@ from tests.support.sharding import sharded
 Log = list[tuple[str, str]]
 
 
-class Block(nn.Module):
+class Logged(nn.Module):
     """A linear layer that notes in `log` when it computes, forward and backward."""
 
     def __init__(self, name: str, log: Log) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8, bias=False)
-        self.name = name
-        self.log = log
+        self.name, self.log = name, log
 
     def forward(self, x: Tensor) -> Tensor:
         self.log.append(("compute", self.name))
         hidden = self.linear(x)
-        hidden.register_hook(self._in_backward)
+        hidden.register_hook(lambda _: self.log.append(("compute", f"{self.name} backward")))
         return hidden.relu()
-
-    def _in_backward(self, gradient: Tensor) -> None:
-        self.log.append(("compute", f"{self.name} backward"))
 
 
 def steps(num_steps: int, num_blocks: int = 3, *, replicas: int = 1, **options: object) -> list[Log]:
     """On a rank: each step's log. The root has no parameters of its own."""
-    streams = RecordingStreams()
-    size = torch.distributed.get_world_size()
+    streams, size = RecordingStreams(), torch.distributed.get_world_size()
     mesh = mesh_of((replicas, size // replicas) if replicas > 1 else None)
-    model = nn.Sequential(*(Block(f"block {number}", streams.log) for number in range(num_blocks)))
+    model = nn.Sequential(*(Logged(f"block {number}", streams.log) for number in range(num_blocks)))
     buffers = options.pop("reduce_buffers", None)
     # The calls of an accelerator; ranks that share memory have no lane to order.
     options.setdefault("comm_policy", CommPolicy("torch"))
@@ -74,6 +69,10 @@ def learnt(world):
     first, other = world(2).run(steps, 3)
     assert first == other, "all ranks order their lanes alike"
     return first[2]
+
+
+def places(log: Log, entry: tuple[str, str]) -> list[int]:
+    return [place for place, each in enumerate(log) if each == entry]
 
 
 def block(number: int, backward: bool = False) -> tuple[str, str]:
@@ -133,25 +132,21 @@ def test_whole_buffers_return_to_the_gather_lane_after_compute_has_read_them(lea
 
 def test_in_backward_gathers_start_before_the_compute_beside_them_and_reductions_after_it_has_written(learnt):
     backward = learnt[learnt.index(block(2)) + 1 :]
-    starts = [place for place, entry in enumerate(backward) if entry == GATHER]
-    assert len(starts) == 3
-    assert starts[1] < backward.index(block(2, True))
-    assert starts[2] < backward.index(block(1, True))
-    runs = [place for place, entry in enumerate(learnt) if entry == ("reduce", "run")]
+    _, second, third = places(backward, GATHER)
+    assert second < backward.index(block(2, True))
+    assert third < backward.index(block(1, True))
+    runs = places(learnt, ("reduce", "run"))
     assert len(runs) == 3
     assert all(learnt[place - 1] == ("reduce", "follow compute") for place in runs)
 
 
 def test_rows_return_to_the_gather_lane_after_compute_has_read_them(learnt):
-    for place, entry in enumerate(learnt):
-        if entry == COMPUTE_WAITS:
-            assert learnt[place + 1] == RELEASED
+    assert all(learnt[place + 1] == RELEASED for place in places(learnt, COMPUTE_WAITS))
 
 
 def test_compute_waits_for_a_reduction_only_when_the_next_one_needs_its_buffer_or_backward_is_over(learnt):
-    reductions = [entry for entry in learnt if entry in {("reduce", "run"), ("compute", "follow reduce")}]
     run, settle = ("reduce", "run"), ("compute", "follow reduce")
-    assert reductions == [run, settle, run, settle, run, settle]
+    assert [entry for entry in learnt if entry in {run, settle}] == [run, settle] * 3
     # The second block's backward is computed beside the first reduction.
     first_run, first_settle = learnt.index(run), learnt.index(settle)
     assert first_run < learnt.index(block(1, True)) < first_settle
@@ -165,7 +160,7 @@ def test_with_more_buffers_as_many_reductions_are_in_flight_before_compute_waits
 
 def test_the_all_reduce_lane_waits_for_the_reduce_scatter_and_compute_for_the_all_reduce_alone(world):
     log = world(4).run(steps, 2, replicas=2)[0][1]
-    runs = [place for place, entry in enumerate(log) if entry == ("all_reduce", "run")]
+    runs = places(log, ("all_reduce", "run"))
     assert len(runs) == 3
     for place in runs:
         assert log[place - 2 : place] == [("reduce", "run"), ("all_reduce", "follow handoff")]
@@ -182,7 +177,7 @@ def test_parameters_kept_after_forward_are_gathered_once_a_step(world):
 def test_a_kept_part_is_compute_memory_so_its_gather_waits_for_compute(world):
     log = world(4).run(steps, 2, reshard_after_forward=2)[0][1]
     backward = log[log.index(block(2)) + 1 :]
-    runs = [place for place, entry in enumerate(backward) if entry == GATHER]
+    runs = places(backward, GATHER)
     assert len(runs) == 3
     assert all(backward[place - 1] == RELEASED for place in runs)
 
@@ -190,7 +185,7 @@ def test_a_kept_part_is_compute_memory_so_its_gather_waits_for_compute(world):
 @on_processes(2)
 def test_a_gather_that_a_user_starts_follows_the_optimizer_too():
     streams = RecordingStreams()
-    block = Block("block", streams.log)
+    block = Logged("block", streams.log)
     with use_streams(streams):
         fully_shard(block, comm_policy=CommPolicy("torch"))
     streams.log.clear()

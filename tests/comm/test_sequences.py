@@ -28,9 +28,7 @@ class Drawn:
         self.sizes = [draw.randint(0, most)] * num_ranks
         if draw.random() < 0.6:
             self.sizes = [draw.choice((0, draw.randint(0, most), draw.randint(0, 9))) for _ in range(num_ranks)]
-        self.kind = draw.choice(
-            ("gather", "onto", "scatter", "reduce") if has_memory else ("gather", "scatter", "reduce")
-        )
+        self.kind = draw.choice(("gather", *["onto"] * has_memory, "scatter", "reduce"))
         self.is_async = draw.random() < 0.7
         self.in_place = draw.random() < 0.3 and (has_memory or self.kind == "gather")
         # torch's own all-reduce sums in an order of its own.

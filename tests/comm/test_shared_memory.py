@@ -104,8 +104,7 @@ def test_memory_beyond_the_limit_is_given_back():
 @on_processes(2)
 def test_a_gather_that_nobody_holds_any_more_leaves_memory_alone():
     transport = met()
-    rows, kept = torch.zeros(2), torch.zeros(2)
-    rest = torch.ones(1)
+    rows, kept, rest = torch.zeros(2), torch.zeros(2), torch.ones(1)
     transport.all_gather(rows, rest, [1, 1], True)  # nobody holds what it answers
     transport.all_gather(kept, rest, [1, 1], True).wait()
     own = [0.0, 0.0]
@@ -168,10 +167,7 @@ THEIRS = {
 @on_processes(2, what=THEIRS)
 def test_ranks_that_ask_for_different_things_are_told_so(what):
     transport, rank = met(), dist.get_rank()
-    rest, rows = torch.zeros(1 << 18), torch.zeros(1 << 19)
-    sizes = [1 << 18] * 2
-
-    narrow = torch.bfloat16
+    rest, rows, sizes, narrow = torch.zeros(1 << 18), torch.zeros(1 << 19), [1 << 18] * 2, torch.bfloat16
     others = {
         "op": lambda: transport.reduce_scatter(rest, rows, sizes, False),
         "size": lambda: transport.all_gather(rows[:20], rest[:10], [10, 10], False),

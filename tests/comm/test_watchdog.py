@@ -239,8 +239,7 @@ def test_a_child_that_loads_data_does_not_hold_the_port():
 
 
 class Event:
-    def __init__(self, is_past: bool = False) -> None:
-        self.is_past = is_past
+    is_past = False
 
     def query(self) -> bool:
         return self.is_past

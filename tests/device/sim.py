@@ -65,12 +65,7 @@ def _backend_of_a_group(options: Any, _: object) -> Any:
 
 
 def configure(
-    *,
-    pause_us: int = 0,
-    pause_percent: int = 10,
-    seed: int = 0,
-    spoil: str = "handed out",
-    races: str = "collect",
+    *, pause_us: int = 0, pause_percent: int = 10, seed: int = 0, spoil: str = "handed out", races: str = "collect"
 ) -> None:
     """Set how the device behaves from now on; what is not given gets its default.
 

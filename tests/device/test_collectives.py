@@ -182,11 +182,10 @@ def coalesced(is_async: bool, by_device: bool) -> list[torch.Tensor]:
 def test_coalesced_calls(sim_world):
     for is_async, by_device in itertools.product((False, True), (False, True)):
         found = sim_world(2, seed=1, **PAUSES).run(coalesced, is_async, by_device)
+        wholes = [[1.0 + i] * SIZE + [2.0 + i] * SIZE for i in range(3)]
+        sums = [[3.0 + 2 * i] * numel for numel in (SIZE // 2, SIZE) for i in range(3)]
         for value in found.values:
-            for i in range(3):
-                assert value[i].tolist() == [1.0 + i] * SIZE + [2.0 + i] * SIZE, (is_async, by_device)
-                assert value[3 + i].tolist() == [3.0 + 2 * i] * (SIZE // 2), (is_async, by_device)
-                assert value[6 + i].tolist() == [3.0 + 2 * i] * SIZE, (is_async, by_device)
+            assert [each.tolist() for each in value] == wholes + sums, (is_async, by_device)
         assert not any(found.host_waits), (is_async, by_device)
 
 
@@ -288,16 +287,14 @@ def test_what_torch_builds_on_it(sim_world):
 def disagree(about: str) -> None:
     rank = dist.get_rank()
     x = torch.ones(SIZE, device="sim")
-    if about == "sizes":
-        dist.all_reduce(x[: SIZE - rank])
-    elif about == "calls":
-        dist.all_reduce(x) if rank == 0 else dist.broadcast(x, 0)
-    elif about == "reductions":
-        dist.all_reduce(x, op=dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
-    elif about == "dtypes":
-        dist.all_reduce(x.bfloat16() if rank else x)
-    elif about == "parts":
-        dist.all_to_all_single(x, x.clone(), [2, 4], [4, 2] if rank else [2, 4])
+    calls = {
+        "sizes": lambda: dist.all_reduce(x[: SIZE - rank]),
+        "calls": lambda: dist.broadcast(x, 0) if rank else dist.all_reduce(x),
+        "reductions": lambda: dist.all_reduce(x, op=dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM),
+        "dtypes": lambda: dist.all_reduce(x.bfloat16() if rank else x),
+        "parts": lambda: dist.all_to_all_single(x, x.clone(), [2, 4], [4, 2] if rank else [2, 4]),
+    }
+    calls[about]()
     torch.accelerator.synchronize()
 
 

@@ -1,7 +1,7 @@
 """Operators compute on the device what they compute on the CPU: the same kernels run there, as the host orders them."""
 
 import copy
-import functools
+from functools import partial
 
 import pytest
 import torch
@@ -33,11 +33,7 @@ def on_host(value):
 
 A, B = made(4, 6), made(6, 5)
 
-FACTORIES = (
-    functools.partial(torch.arange, 5),
-    functools.partial(torch.eye, 3),
-    functools.partial(torch.linspace, 0, 1, 5),
-)
+FACTORIES = (partial(torch.arange, 5), partial(torch.eye, 3), partial(torch.linspace, 0, 1, 5))
 OPERATORS = {
     "arithmetic": lambda x: (x + 1) * x - x / 3 + 2**x - x.sign(),
     "broadcast": lambda x: x + x[:1] * x[:, :1],
@@ -47,22 +43,9 @@ OPERATORS = {
     "in place on a view": lambda x: x[:, 1:3].zero_().add_(x[:, 3:5]),
     "reductions": lambda x: (x.sum(), x.mean(0), x.max(1), x.amax(0), x.norm(), x.var(), x.argmin(1), x.cumsum(0)),
     "matmul": lambda x: (x @ x.T, torch.addmm(x[:, :4], x, x.T), torch.bmm(x[None], x.T[None]), x @ x[0]),
-    "views": lambda x: (
-        x.T,
-        x.view(2, 12),
-        x.unfold(1, 2, 2),
-        x[::2],
-        x.expand(3, 4, 6),
-        x.permute(1, 0),
-        x.diagonal(),
-    ),
-    "reshape": lambda x: (
-        x.T.reshape(-1),
-        x.T.contiguous(),
-        x.flatten(),
-        x.unsqueeze(1).squeeze(),
-        x.view(torch.int32),
-    ),
+    "views": lambda x: (x.T, x.view(2, 12), x.permute(1, 0), x.diagonal(), x.view(torch.int32)),
+    "strided views": lambda x: (x.unfold(1, 2, 2), x[::2], x.expand(3, 4, 6)),
+    "reshape": lambda x: (x.T.reshape(-1), x.T.contiguous(), x.flatten(), x.unsqueeze(1).squeeze()),
     "split": lambda x: (x.chunk(2), x.split([1, 5], 1), x.unbind(0), torch.stack([x, x]), torch.cat([x, x.T.T[:1]])),
     "indexing": lambda x: (x[torch.tensor([2, 0], device=x.device)], x[:, [1, 1]], x[x > 0], x[..., -1], x[1:3, 2]),
     "index put": lambda x: x.index_put_((torch.tensor([1, 1], device=x.device),), x[:2].clone(), accumulate=True),
@@ -122,15 +105,13 @@ def trained(device, optimizer, dtype):
 
 def test_a_trained_model_is_that_of_the_cpu(device):
     for options in ({"foreach": True}, {"fused": True}, {"foreach": False}):
-        optimizer = functools.partial(torch.optim.AdamW, lr=0.01, **options)
+        optimizer = partial(torch.optim.AdamW, lr=0.01, **options)
         for dtype in (torch.float32, torch.bfloat16):
             assert_same(trained(device, optimizer, dtype), trained("cpu", optimizer, dtype), f"{options}, {dtype}")
 
 
 MODULES = {
-    "layer norm in bfloat16": lambda x: F.layer_norm(
-        x.bfloat16(), (8,), x[0, 0, 0].bfloat16(), x[0, 0, 1].bfloat16()
-    ).float(),
+    "layer norm in bfloat16": lambda x: F.layer_norm(x.bfloat16(), (8,), *x[0, 0, :2].bfloat16()).float(),
     "layer norm, mixed": lambda x: F.layer_norm(x.bfloat16(), (8,), x[0, 0, 0], x[0, 0, 1]).float(),
     "group norm": lambda x: F.group_norm(x, 2),
     "batch norm": lambda x: F.batch_norm(x, x.new_zeros(4), x.new_ones(4), training=True),
@@ -162,13 +143,8 @@ def test_random_numbers_follow_from_the_seed_and_the_order_of_calls(device):
     def drawn():
         x = torch.ones(1000, device=device)
         values = torch.randn(5, device=device), torch.rand(3, 2, device=device), torch.randperm(9, device=device)
-        return (
-            *values,
-            F.dropout(x, 0.3),
-            torch.empty(4, device=device).normal_(),
-            torch.bernoulli(x / 2),
-            x.exponential_(),
-        )
+        normal = F.dropout(x, 0.3), torch.empty(4, device=device).normal_()
+        return *values, *normal, torch.bernoulli(x / 2), x.exponential_()
 
     torch.manual_seed(7)
     state = torch.sim.get_rng_state()

@@ -27,7 +27,7 @@ FLAGS = 4 * (11 * NUM_BLOCKS + 4)
 """Bytes that come with reduced gradients: a flag for each parameter says whether any rank had a gradient for it."""
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
@@ -44,7 +44,7 @@ class GPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(GPTBlock() for _ in range(NUM_BLOCKS))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

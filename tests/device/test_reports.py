@@ -50,10 +50,8 @@ def out_of_memory(limit: bool) -> tuple[str, list[str]]:
     step()
     peak = requested()
     if limit:
-        with (
-            pytest.raises(MemoryLimitError) as raised,
-            sherd.explain_memory(model, optimizer, limit=peak - before - (2 << 20)),
-        ):
+        most = peak - before - (2 << 20)
+        with pytest.raises(MemoryLimitError) as raised, sherd.explain_memory(model, optimizer, limit=most):
             step()
         return str(raised.value), raised.value.__notes__
     torch.accelerator.empty_cache()

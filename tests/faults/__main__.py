@@ -29,9 +29,8 @@ def main() -> int:
         for seed, verdict in run_all(range(first, last), Path(folder)):
             verdicts.append(verdict)
             if arguments.show or not verdict.is_good:
-                said = (
-                    "as it should" if verdict.is_good else f"{'known' if verdict.is_known else 'BAD'}\n{verdict.words}"
-                )
+                bad = "known" if verdict.is_known else "BAD"
+                said = "as it should" if verdict.is_good else f"{bad}\n{verdict.words}"
                 print(f"{seed}: {drawn(seed)}: {verdict.outcome.value}, {verdict.seconds:.2f} s: {said}", flush=True)
     if arguments.write:
         PAGE.write_text(written(PAGE.read_text(), verdicts))

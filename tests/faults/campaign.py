@@ -20,15 +20,7 @@ from torch import Tensor
 from tests.faults import builder
 from tests.faults.builder import CAUGHT, FATAL, HARMLESS, LINK, ROUTES, SILENT, Fault, Kind, Phase, phases_of
 from tests.faults.crews import Case, Crew, End, Ends
-from tests.faults.program import (
-    DIVERGENCES,
-    NUM_BLOCKS,
-    NUM_STEPS,
-    TRANSPORTS,
-    Setting,
-    leaves_out_a_step,
-    reference,
-)
+from tests.faults.program import DIVERGENCES, NUM_BLOCKS, NUM_STEPS, TRANSPORTS, Setting, leaves_out_a_step, reference
 from tests.machines.hosts import NotAllowed
 from tests.support.sharding import PLACEMENTS, WRAPPERS
 
@@ -90,9 +82,8 @@ def drawn(seed: int) -> Case:
     front = draw.choice(("", *WRAPPERS))
     transport, divergence = draw.choice(TRANSPORTS), draw.choice(DIVERGENCES)
     placement = draw.choice(list(PLACEMENTS))
-    setting = Setting(
-        num_ranks, front or placement, transport, divergence, is_hybrid=num_ranks == 4 and draw.random() < 0.5
-    )
+    is_hybrid = num_ranks == 4 and draw.random() < 0.5
+    setting = Setting(num_ranks, front or placement, transport, divergence, is_hybrid)
     if leaves_out_a_step(fault, setting) or Outcome.ALIKE in may_become(Case(setting, fault)):
         setting = replace(setting, is_hybrid=False)  # else the replicas of one shard differ from then on
     return Case(setting, fault, keeps_store=kind in LINK or draw.random() < 0.25)
@@ -171,13 +162,9 @@ def ended_right(case: Case, ends: Ends) -> tuple[Outcome, str]:
     for rank, end in enumerate(ends.of_rank):
         if end.values is None:
             return Outcome.UNNAMED, f"rank {rank} has raised"
-    owned = {
-        name.removeprefix("owner of "): each
-        for name, each in ends.of_rank[0].values.items()
-        if name.startswith("owner of ")
-    }
-    expected = reference(case.setting, case.fault, owned)
-    return with_values(Outcome.RIGHT, ends, expected)
+    of_first = ends.of_rank[0].values.items()
+    owned = {name.removeprefix("owner of "): each for name, each in of_first if name.startswith("owner of ")}
+    return with_values(Outcome.RIGHT, ends, reference(case.setting, case.fault, owned))
 
 
 def with_values(outcome: Outcome, ends: Ends, expected: dict[str, Tensor]) -> tuple[Outcome, str]:
@@ -239,10 +226,8 @@ def naming(text: str, rank: int, fault: Fault, case: Case) -> Outcome:
     for found in _NUMBERS.findall(text):
         numbers = {int(each) for each in re.findall(r"\d+", found)}
         (several if len(numbers) > 1 else alone).update(numbers)
-    if (
-        re.search(r"\bgathers unit |\breduces (the gradients of )?unit |\bgathers the |\bruns? ", text)
-        and alone | several
-    ):
+    says_what = re.search(r"\bgathers unit |\breduces (the gradients of )?unit |\bgathers the |\bruns? ", text)
+    if says_what and alone | several:
         return Outcome.NAMED
     blamed = {fault.rank}
     if case.is_across_hosts:

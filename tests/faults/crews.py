@@ -287,13 +287,11 @@ class Crew:
 
     def _act(self) -> float:
         """What the rank with the fault cannot do. Returns when that is to be undone."""
-        kind = self.case.fault.kind
         if self._hosts is not None:
             self._hosts.cut()
             self._pipes[self.case.fault.rank].send("cut")
-        return time.monotonic() + (
-            MOMENT_S if kind in (Kind.PAUSE, Kind.BREAK) else self.case.timeout_s + PATIENCE_S / 2
-        )
+        is_short = self.case.fault.kind in (Kind.PAUSE, Kind.BREAK)
+        return time.monotonic() + (MOMENT_S if is_short else self.case.timeout_s + PATIENCE_S / 2)
 
     def _wake(self) -> bool:
         """Undo it. Returns False if it has not happened yet."""

@@ -48,7 +48,7 @@ class Setting:
         return f"{mesh} ranks, {self.front}, {self.transport}, divergence={self.divergence}"
 
 
-class Block(nn.Module):
+class Probed(nn.Module):
     """A unit that tells the probe when it runs."""
 
     def __init__(self, number: int, probe: Probe | None) -> None:
@@ -67,7 +67,7 @@ class Chain(nn.Module):
     def __init__(self, probe: Probe | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(number, probe) for number in ALL)
+        self.blocks = nn.ModuleList(Probed(number, probe) for number in ALL)
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor, order: tuple[int, ...] = ALL) -> Tensor:
@@ -78,9 +78,8 @@ class Chain(nn.Module):
 
 def sharded(setting: Setting, model: Any) -> Any:
     """Returns `model` with a unit a block."""
-    options: dict[str, Any] = {
-        "comm_policy": sherd.CommPolicy(transport=setting.transport, divergence=setting.divergence)
-    }
+    policy = sherd.CommPolicy(transport=setting.transport, divergence=setting.divergence)
+    options: dict[str, Any] = {"comm_policy": policy}
     if setting.is_hybrid:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
         if setting.front in WRAPPERS:

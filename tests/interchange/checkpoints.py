@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import random
+from collections import OrderedDict
 
 import torch
 from hypothesis import strategies as st
@@ -84,7 +85,9 @@ def put(folder, named, aliases=None, values=None, step=7, user=None):
 def trained(seed=0):
     """A model with a buffer and a tied weight, and its optimizer after two steps."""
     torch.manual_seed(seed)
-    model = Tied()
+    inner, out = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6, bias=False)
+    model = torch.nn.Sequential(OrderedDict(inner=inner, norm=torch.nn.BatchNorm1d(6), out=out))
+    out.weight = inner.weight
     decayed, others = [model.inner.weight], [p for name, p in model.named_parameters() if name != "inner.weight"]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
@@ -130,18 +133,6 @@ def require_read_or_refused(path, files, turns):
             with contextlib.suppress(CheckpointError), contextlib.closing(open_source(path)) as source:
                 bytes_of(source, 1 << 20)
         file.write_bytes(whole)
-
-
-class Tied(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.nn.Linear(6, 6)
-        self.norm = torch.nn.BatchNorm1d(6)
-        self.out = torch.nn.Linear(6, 6, bias=False)
-        self.out.weight = self.inner.weight
-
-    def forward(self, x):
-        return self.out(self.norm(self.inner(x)))
 
 
 assert set(CLASSES) <= set(DTYPES.values())

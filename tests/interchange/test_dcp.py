@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +20,7 @@ from sherd.interchange.formats import open_source
 from sherd.interchange.mapped import Mapped
 from sherd.interchange.state_trees import in_memory
 from tests.interchange.checkpoints import model_tensor, rules_in
+from tests.support import checkpoints
 from tests.support.comparing import assert_same, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -92,10 +93,7 @@ def test_what_torch_saves_on_two_ranks_is_read_by_name(world, tmp_path, kind, fl
 
 def load(kind, folder):
     model, optimizer = make(kind)
-    values, states = get_state_dict(model, optimizer)
-    state = {"model": values, "optimizer": states}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    checkpoints.load(model, optimizer, folder)
     whole = get_state_dict(model, optimizer, options=WHOLE)
     return whole if dist.get_rank() == 0 else None
 

@@ -2,18 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+import transformers as hf
 
 from sherd.errors import CheckpointError
 from sherd.interchange import words
@@ -41,15 +30,14 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+SIZES_OF_GPT2 = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 16, "bos_token_id": 0, "eos_token_id": 0}
 MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "llama-torchtitan": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "qwen": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=4)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=12)),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=16, bos_token_id=0, eos_token_id=0)
-    ),
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
+    "llama-torchtitan": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
+    "qwen": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, head_dim=4)),
+    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**SIZES)),
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=12)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**SIZES_OF_GPT2)),
 }
 
 

@@ -21,11 +21,10 @@ FORMS = ("numbered", "named", "core")
 WRAPPER = "module."
 
 
-class Net(torch.nn.Module):
+class AsSaved(torch.nn.Module):
     def __init__(self, form):
         super().__init__()
-        self.a = torch.nn.Linear(5, 7)
-        self.b = torch.nn.Linear(7, 3, bias=False)
+        self.a, self.b = torch.nn.Linear(5, 7), torch.nn.Linear(7, 3, bias=False)
         self.last = torch.nn.Linear(3, 3).requires_grad_(form == "numbered")
         if form != "numbered":
             self.register_buffer("seen", torch.ones(2))
@@ -67,7 +66,7 @@ def test_parameters_states_groups_and_steps_are_those_of_a_plain_run_by_name(for
 def test_a_plain_model_loads_it(form, tmp_path):
     rules = rules_in(tmp_path, {"rename": "module.{*rest}", "to": "{*rest}"})
     convert(Mapped(opened(form), rules), tmp_path / "out", "sherd")
-    model = Net(form)
+    model = AsSaved(form)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     weights, biases = ([p for name, p in trained.items() if name.endswith(end)] for end in ("weight", "bias"))
     groups = [{"params": list(trained.values())}] if form == "numbered" else [{"params": weights}, {"params": biases}]

@@ -95,6 +95,11 @@ def ops(work):
     return [event for event in work.events if isinstance(event, Op)]
 
 
+def names(work):
+    """Of all operations, in order."""
+    return [event.name for event in ops(work)]
+
+
 def of_kind(work, kind):
     """The bytes of each tensor of this kind."""
     return [event.nbytes for event in work.events if isinstance(event, Allocate) and event.kind is kind]

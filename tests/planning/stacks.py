@@ -51,12 +51,7 @@ def sharded_stack(num_blocks: int, limits: Limits = Limits(), ranks: int = 8, **
     """The stack over 8 ranks, or so many in its collectives, each block and the root a unit."""
     traffic = Traffic(WEIGHT, WEIGHT, owned=SHARD, shard=Group(ranks))
     sizes = GroupSizes(
-        shards=SHARD,
-        unsharded=WEIGHT,
-        arriving=(WEIGHT,),
-        gradient_rows=WEIGHT,
-        reduced=SHARD,
-        gradients=SHARD,
+        shards=SHARD, unsharded=WEIGHT, arriving=(WEIGHT,), gradient_rows=WEIGHT, reduced=SHARD, gradients=SHARD
     )
     root = Unit("", "Stack", 0, (0,), (), (), ())
     blocks = tuple(

@@ -20,6 +20,8 @@ ADAMW = Optimizer(states=2, accesses=7, scalars=4, temporaries=1)
 
 
 class Block(nn.Module):
+    """Of three modules, so that a part of it may be a unit."""
+
     def __init__(self, width):
         super().__init__()
         self.up, self.down, self.norm = nn.Linear(8, width), nn.Linear(width, 8), nn.LayerNorm(8)
@@ -54,7 +56,7 @@ def on(num_ranks, shard, widths, tied, thin, together=1):
         model = Stack(widths, tied)
         work = shell(model)
         like = thin_out(model, together) if thin else {}
-        sharded = sharded_of(shard(model, init_device_mesh("cpu", (num_ranks,))), work, ADAMW)
+        sharded = sharded_of(shard(model, mesh=init_device_mesh("cpu", (num_ranks,))), work, ADAMW)
         return like, with_blocks(sharded, like, work) if thin else sharded
 
 
@@ -71,17 +73,13 @@ def parts_of_blocks(model, mesh):
     return sherd.fully_shard(model, mesh=mesh)
 
 
-def described(model, mesh):
-    return sherd.auto_shard(model, mesh=mesh)
-
-
 flat = partial(block_by_block, placement=sherd.Flat())
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("num_ranks", [3, 8])
-@pytest.mark.parametrize("shard", [block_by_block, flat, parts_of_blocks, described])
+@pytest.mark.parametrize("shard", [block_by_block, flat, parts_of_blocks, sherd.auto_shard])
 def test_blocks_that_are_alike_need_not_be_sharded_each(shard, num_ranks, tied):
     widths = [16, 24] * 3 + [16]
     _, whole = on(num_ranks, shard, widths, tied, thin=False)
@@ -93,9 +91,7 @@ def test_blocks_that_are_alike_need_not_be_sharded_each(shard, num_ranks, tied):
 @pytest.mark.parametrize("options", [{}, {"placement": sherd.Flat()}], ids=["shard", "flat"])
 @pytest.mark.parametrize("widths", [[16, 24] * 3 + [16], [16] * 6, [16, 16, 24, 24, 16, 16, 24]])
 def test_pairs_of_blocks_need_not_be_sharded_each(widths, options):
-    def pairs(model, mesh):
-        return sherd.auto_shard(model, "pairs", mesh=mesh, **options)
-
+    pairs = partial(sherd.auto_shard, policy="pairs", **options)
     _, whole = on(4, pairs, widths, False, thin=False, together=2)
     like, thinned = on(4, pairs, widths, False, thin=True, together=2)
     assert like
@@ -105,7 +101,7 @@ def test_pairs_of_blocks_need_not_be_sharded_each(widths, options):
 
 
 def test_blocks_that_are_no_units_are_all_needed_and_one_that_shares_a_parameter_stays():
-    like, thinned = on(4, lambda model, mesh: sherd.fully_shard(model, mesh=mesh), [16, 16], False, thin=True)
+    like, thinned = on(4, sherd.fully_shard, [16, 16], False, thin=True)
     assert like == {("blocks.1",): ("blocks.0",)}
     assert thinned is None
     model = Stack([16, 16, 16])

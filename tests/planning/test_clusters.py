@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from sherd.simulate.cluster_file import FIELDS, OPTIONAL, cluster_toml, read_clu
 from sherd.simulate.work import OpKind
 from sherd.train import cli
 from tests.support.commands import refusal
+from tests.support.refusals import one_line
 from tests.support.suites import examples
 
 ROOT = Path(__file__).parents[2]
@@ -26,12 +28,8 @@ def read(tmp_path, text):
     return read_cluster(tmp_path / "mine.toml")
 
 
-def complaint(tmp_path, text):
-    """The line in which a file with this text is refused."""
-    with pytest.raises(ClusterError) as error:
-        read(tmp_path, text)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+complaint = partial(one_line, ClusterError, read)
+"""The line in which a file with this text is refused."""
 
 
 def changed(name, value):

@@ -46,19 +46,15 @@ def test_an_operation_takes_the_longer_of_computing_and_moving_after_its_launch(
 
 
 def test_small_matrix_products_are_slower_and_at_half_the_speed_where_computing_takes_one_launch():
-    device = H100.device
-    half = round(device.flops["bfloat16"] * device.launch)
-    assert half / op_seconds(op(OpKind.MATMUL, half, 0), device) == pytest.approx(device.flops["bfloat16"] / 2)
+    device, flops = H100.device, H100.device.flops["bfloat16"]
+    half = round(flops * device.launch)
+    assert half / op_seconds(op(OpKind.MATMUL, half, 0), device) == pytest.approx(flops / 2)
 
 
 def test_a_dtype_without_a_figure_computes_as_its_neighbour():
     device = replace(H100.device, flops={"bfloat16": 2e12, "float32": 1e12})
-    for dtype, as_dtype in (
-        ("float16", "bfloat16"),
-        ("float32", "float32"),
-        ("float64", "float32"),
-        ("int8", "float32"),
-    ):
+    neighbours = {"float16": "bfloat16", "float32": "float32", "float64": "float32", "int8": "float32"}
+    for dtype, as_dtype in neighbours.items():
         took = op_seconds(op(OpKind.MATMUL, 10**12, 0, dtype), device)
         assert took == pytest.approx(1e12 / device.flops[as_dtype] + 4e-6), dtype
 

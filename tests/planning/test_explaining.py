@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import sherd
@@ -20,15 +19,15 @@ from sherd.planning.plain import plain_copy
 from sherd.planning.report.in_words import in_bytes
 from sherd.planning.tracing import traced
 from sherd.policy import MixedPrecisionPolicy, PrefetchPolicy
-from tests.planning.models import next_token
+from tests.planning.models import Calls, next_token
 from tests.planning.tied_stack import LENGTH, SAMPLES, VOCABULARY, WIDTH, Stack, composed, tokens, wrapped
+from tests.support.meshes import mesh_of
 from tests.support.models import Block
 
 
 def step(model, optimizer, micro_batch=SAMPLES):
     for _ in range(SAMPLES // micro_batch):
-        batch = tokens(micro_batch)
-        next_token(model, batch).backward()
+        next_token(model, tokens(micro_batch)).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -297,23 +296,9 @@ def ends_in_forward(model):
     model(tokens=tokens(4), scale=torch.ones(1, requires_grad=True))
 
 
-class Reading(nn.Module):
-    """Its forward needs values."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
-
-    def forward(self, batch):
-        return self.blocks[int(batch.sum()) % 2](torch.ones(3, WIDTH))
-
-
 def reading():
-    return sherd.fully_shard(Reading())
-
-
-def hybrid():
-    return composed(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    """Its forward needs values."""
+    return sherd.fully_shard(nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), Calls(lambda x: x if x.sum() > 0 else -x)))
 
 
 class Around(nn.Module):
@@ -354,22 +339,16 @@ def kinds_of_notes():
         except torch.OutOfMemoryError as error:
             raise RuntimeError("something else") from error
 
-    def too_large(model):
-        torch.empty(1 << 60)
-
-    def mean(output):
-        return output.float().square().mean()
-
     found = {
         "keywords": note_of(composed, ends_in_forward),
-        "loss": note_of(composed, ends_in_forward, loss=mean, cluster="h100"),
+        "loss": note_of(composed, ends_in_forward, loss=lambda output: output.float().mean(), cluster="h100"),
         "a loss that fails": note_of(composed, ends_in_forward, loss=bad_loss),
         "a cluster that is not there": note_of(composed, ends_in_forward, cluster="h1000"),
         "values": note_of(reading, run_out),
-        "replicas": note_of(hybrid, ends_in_forward),
+        "replicas": note_of(lambda: composed(mesh=mesh_of((2, 1))), ends_in_forward),
         "bare root": note_of(bare_root, ends_in_forward),
         "checkpoints": note_of(checkpointed_by_torch, run_out),
-        "of the CPU": note_of(composed, too_large, RuntimeError),
+        "of the CPU": note_of(composed, lambda model: torch.empty(1 << 60), RuntimeError),
         "SGD": note_of(composed, ends_in_forward, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)),
         "runs": note_of(partial(composed, placement=sherd.Flat()), ends_in_forward),
         "not on the error that it has caused": note_of(composed, cause, RuntimeError),
@@ -392,7 +371,7 @@ def test_notes_of_many_models():
     said = "explained by sherd: no more can be said: "
     assert found["a loss that fails"] == f"{said}InputError: the loss does not run without values: no"
     assert found["a cluster that is not there"].startswith(f"{said}ClusterError: cannot read the cluster")
-    assert found["values"].startswith(f"{said}InputError: the model (Reading) does not run without values")
+    assert found["values"].startswith(f"{said}InputError: 1 (Calls) does not run without values")
     assert found["before the first forward"] == f"{said}StateError: the model has not run in here yet"
 
 
@@ -407,11 +386,8 @@ def uses():
     with pytest.raises(ValueError, match="lunch") as raised, sherd.explain_memory(model, optimizer, limit="1 GiB"):
         raise ValueError("lunch")
     assert notes_of(raised.value) == ""
-    with (
-        sherd.explain_memory(model, optimizer, limit="1 GiB"),
-        pytest.raises(StateError, match="tracked already"),
-        traced(model, optimizer),
-    ):
+    refused = pytest.raises(StateError, match="tracked already")
+    with sherd.explain_memory(model, optimizer, limit="1 GiB"), refused, traced(model, optimizer):
         pass
     with traced(model, optimizer), sherd.explain_memory(model, optimizer):
         step(model, optimizer)

@@ -12,7 +12,7 @@ from sherd.train.config import InputError
 from sherd.train.planned_model import model_from, own_or_usual_loss
 from tests.planning import models
 from tests.planning.models import LLAMA
-from tests.planning.played import ops
+from tests.planning.played import names
 
 FACTORIES = """
 import torch
@@ -54,10 +54,6 @@ def written(tmp_path):
 
 def work_of(planned, samples=2, context=16):
     return read_work(planned.model, planned.batch(samples, context), planned.layout.loss)
-
-
-def names(work):
-    return [event.name for event in ops(work)]
 
 
 def test_a_factory_makes_a_module_of_tokens_or_brings_a_batch_and_a_loss(written):
@@ -113,13 +109,9 @@ def test_hugging_face_configs_of_sherd_train(written):
 
 
 def test_the_loss_is_the_models_own_the_cross_entropy_of_tokens_or_a_sum():
-    class Own(nn.Linear):
-        def forward(self, x):
-            return {"loss": super().forward(x).exp().mean()}
-
     torch.manual_seed(0)
-    x = torch.randn(3, 4)
-    own, plain = Own(4, 4), nn.Linear(4, 4)
+    x, plain = torch.randn(3, 4), nn.Linear(4, 4)
+    own = models.Calls(lambda x: {"loss": plain(x).exp().mean()})
     assert own_or_usual_loss(own, x) == own(x)["loss"]
     assert own_or_usual_loss(plain, (x,)) == plain(x).sum()
     model, tokens = models.decoder()
@@ -156,10 +148,7 @@ WRONG_CONFIGS = [
         {"model_type": "clip", "vision_config": {"num_hidden_layers": -2}},
         rf"wrong\.json: vision_config\.num_hidden_layers = -2; {NO_NUMBER}",
     ),
-    (
-        {**LLAMA, "num_attention_heads": "four"},
-        f"{NO_CONFIG}.*heads': TypeError: .* expected int, got str",
-    ),
+    ({**LLAMA, "num_attention_heads": "four"}, f"{NO_CONFIG}.*heads': TypeError: .* expected int, got str"),
     ({**LLAMA, "num_attention_heads": 5}, rf"{NO_CONFIG}.*: The hidden size \(64\) is not a multiple of .* \(5\)"),
     ({**LLAMA, "hidden_act": "none"}, "makes no causal LM: KeyError: 'none'$"),
     ("{", "does not parse"),

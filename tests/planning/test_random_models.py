@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sherd.simulate.transform import checkpointed
 from sherd.simulate.work import Allocate, Enter
-from tests.planning.models import MultiHead, sum_of_all
+from tests.planning.models import Calls, MultiHead, sum_of_all
 from tests.planning.played import flops, heights, measured, peak, read
 from tests.support.suites import examples
 
@@ -53,11 +53,6 @@ class Around(nn.Module):
                 return self.inner(x)
 
 
-class Inplace(nn.Module):
-    def forward(self, x):
-        return (x * 2).add_(1).clamp_(-1, 1)
-
-
 LEAVES = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "no bias": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
@@ -68,7 +63,7 @@ LEAVES = {
     "convolution": lambda: Transposed(nn.Conv1d(WIDTH, WIDTH, 3, padding=1)),
     "dropout": lambda: nn.Dropout(0.2),
     "relu": lambda: nn.ReLU(),
-    "in place": lambda: Inplace(),
+    "in place": lambda: Calls(lambda x: (x * 2).add_(1).clamp_(-1, 1)),
     "softmax": lambda: nn.Softmax(-1),
     "silu": lambda: nn.SiLU(),
     "identity": lambda: nn.Identity(),

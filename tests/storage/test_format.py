@@ -33,11 +33,7 @@ ENTRIES = {
     "columns": Entry("C64", (2, 7), Grid(0, (GridCut(1, 2, 4),))),
     "both": Entry("F16", (5, 3), Grid(0, (GridCut(0, 2, 4), GridCut(1, 3, 1)))),
     "one dim twice": Entry("U8", (11,), Grid(0, (GridCut(0, 3, 2), GridCut(0, 2, 1)))),
-    "runs": Entry(
-        "I64",
-        (4, 5),
-        tuple((file, box) for file, run in RUNS for box in boxes_of_run((4, 5), run)),
-    ),
+    "runs": Entry("I64", (4, 5), tuple((file, box) for file, run in RUNS for box in boxes_of_run((4, 5), run))),
     "two pieces in a file": Entry("BOOL", (4,), ((5, Box((0,), (1,))), (5, Box((1,), (3,))))),
     "names/with @0,0 \u00e9 \u2028 \"": Entry("F8_E4M3", (3,), Grid(4)),
 }  # fmt: skip
@@ -54,9 +50,8 @@ def written(path, entries, **fields):
 def test_the_reader_that_knows_only_the_page_reads_what_sherd_reads(tmp_path):
     expected = {name: (entry.dtype, entry.shape) for name, entry in ENTRIES.items()}
     for block_bytes in (1, 64, 4 << 20):
-        place, tensors = written(
-            tmp_path / str(block_bytes), ENTRIES, aliases=ALIASES, user={"a": 1}, block_bytes=block_bytes
-        )
+        options = {"aliases": ALIASES, "user": {"a": 1}, "block_bytes": block_bytes}
+        place, tensors = written(tmp_path / str(block_bytes), ENTRIES, **options)
         tensors |= {alias: tensors[name] for alias, name in ALIASES.items()}
         assert read_all(place) == tensors
         assert independent_reader.read(place.path) == {

@@ -25,12 +25,9 @@ from tests.support.refusals import refusal
 from tests.support.suites import examples
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+numbers = st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)
 trees = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(10**20), 10**20)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | texts,
+    st.none() | st.booleans() | numbers | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=8,
 )
@@ -186,14 +183,8 @@ def test_what_contradicts_itself_or_is_no_json_is_refused_however_well_signed():
         said = refusal(CheckpointError, parsed, changed(path, value), "x")
         assert said.startswith("x"), f"{path} = {str(value)[:99]}"
         assert len(said) < 1000, path
-    for text in (
-        '"values": {"a": 1, "a": 2}',
-        '"values": ' + "[" * 200_000,
-        '"values": {"a": NaN}',
-        '"values": {"a": 1e',
-        "",
-        "\xff",
-    ):
+    values = '{"a": 1, "a": 2}', "[" * 200_000, '{"a": NaN}', '{"a": 1e'
+    for text in (*(f'"values": {each}' for each in values), "", "\xff"):
         raw = signed(b'{"format": "sherd/1",' + text.encode("latin-1"))
         assert refusal(CheckpointError, parsed, raw, "x").startswith("x"), text[:99]
 

@@ -18,3 +18,10 @@ def refusal(kind: type[Exception], action: Callable[..., Any], *args: Any, **kwa
     except kind as error:
         return str(error)
     return NOTHING
+
+
+def one_line(kind: type[Exception], action: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Returns the same, which has to be one line."""
+    said = refusal(kind, action, *args, **kwargs)
+    assert "\n" not in said, said
+    return said

@@ -1,5 +1,6 @@
 """The cuts that the tests of ragged tensors use, and tensors of them."""
 
+from functools import partial
 from math import prod
 
 import torch
@@ -12,6 +13,7 @@ from sherd.layout.plan import Wanted, plan
 from sherd.layout.runs import Blocks, Flat, Owned, Runs
 from sherd.tensor.placement import RaggedShard
 from sherd.tensor.ragged import distribute_ragged
+from tests.support import refusals
 
 SHAPES = ((7, 6), (3, 4, 5), (5,), (1,), (1, 9), (), (4, 1, 3))
 KINDS = ("uneven", "rows", "last", "flat", "blocks", "whole")
@@ -87,10 +89,5 @@ def whole_of(tensor):
     return tensor.full_tensor().detach()
 
 
-def refusal(operation, *given):
-    """What the PlacementError of `operation` says; nothing if it raises none."""
-    try:
-        operation(*given)
-    except PlacementError as error:
-        return str(error)
-    return ""
+refusal = partial(refusals.refusal, PlacementError)
+"""What the PlacementError of a call says."""

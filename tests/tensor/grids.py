@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
+import pytest
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
@@ -51,6 +52,12 @@ EIGHT = {
 GRIDS = LINES | FOUR | EIGHT
 
 
+def on_grids(names):
+    """A test's parameters `grid`, which are these in turn, and `num_ranks`, for `on_threads()` and `on_processes()`."""
+    given = [pytest.param(GRIDS[name].num_ranks, GRIDS[name], id=name) for name in names]
+    return pytest.mark.parametrize(("num_ranks", "grid"), given)
+
+
 def placements_of(grid, shape):
     """What a tensor of `shape` is before it is cut; dims that it does not have shard nothing."""
     return tuple(Replicate() if dim is None or dim >= len(shape) else Shard(dim) for dim in grid.shards)
@@ -65,17 +72,15 @@ def part_of(whole, grid, mesh):
     return whole
 
 
-def spec_on(grid, mesh, kind, whole):
-    """The spec of `whole` on a grid, its part cut as `kind` says."""
+def cut_on(grid, mesh, kind, whole):
+    """What is left to this rank of `whole`, and how that is cut."""
     part = part_of(whole, grid, mesh)
-    (cut,) = cuts(kind, [tuple(part.shape)], prod(mesh.size(axis) for axis in grid.axes))
-    return ragged_spec(mesh, placements_of(grid, whole.shape), whole.shape, whole.dtype, cut, grid.axes)
+    return part, *cuts(kind, [tuple(part.shape)], prod(mesh.size(axis) for axis in grid.axes))
 
 
 def local_on(grid, mesh, kind, whole):
     """What this rank has to hold, put together without anything that is tested here."""
-    part = part_of(whole, grid, mesh)
-    (cut,) = cuts(kind, [tuple(part.shape)], prod(mesh.size(axis) for axis in grid.axes))
+    part, cut = cut_on(grid, mesh, kind, whole)
     number = 0
     for axis in grid.axes:
         number = number * mesh.size(axis) + mesh.get_local_rank(axis)
@@ -84,4 +89,6 @@ def local_on(grid, mesh, kind, whole):
 
 def ragged_on(grid, mesh, kind, whole):
     """`whole` as a ragged tensor, in memory of its own."""
-    return ragged_dtensor(local_on(grid, mesh, kind, whole), spec_on(grid, mesh, kind, whole))
+    _, cut = cut_on(grid, mesh, kind, whole)
+    spec = ragged_spec(mesh, placements_of(grid, whole.shape), whole.shape, whole.dtype, cut, grid.axes)
+    return ragged_dtensor(local_on(grid, mesh, kind, whole), spec)

@@ -20,8 +20,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from sherd.layout.runs import Runs
 from sherd.tensor.placement import RaggedShard
 from sherd.tensor.ragged import RaggedDTensor
+from tests.support import checkpoints
 from tests.support.comparing import assert_same, whole, whole_params
-from tests.support.ranks.bodies import on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.suites import part
 from tests.tensor.cuts import SHAPES, cuts, line, numbers, ragged
 from tests.tensor.grids import EIGHT, FOUR, Grid, ragged_on
@@ -104,22 +105,12 @@ def test_every_layout_loads_from_every_layout_some_of_the_pairs_on_each_number_o
     assert world(loading).run(load_each, [*pairs, *ALSO.get(loading, ())], folder) == [[]] * loading
 
 
-class Model(nn.Module):
-    """Parameters in one layout, values times `factor`, in two layers."""
-
-    def __init__(self, kind, factor=1.0):
-        super().__init__()
-        mesh = mesh_of(kind)
-        self.layers = nn.ModuleList([nn.Module(), nn.Module()])
-        for index, shape in enumerate(SHAPES):
-            value = tensor_of(numbers(shape) * factor, kind, mesh)
-            self.layers[index % 2].register_parameter(f"p{index}", nn.Parameter(value))
-
-
 def trained(kind, factor=1.0, steps=1):
-    model = Model(kind, factor)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+    """Parameters in one layout, in two layers, which began as their values times `factor`."""
     mesh = mesh_of(kind)
+    layers = ([tensor_of(numbers(shape) * factor, kind, mesh) for shape in SHAPES[at::2]] for at in (0, 1))
+    model = nn.ModuleList(map(nn.ParameterList, layers))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
     for step in range(steps):
         for each in model.parameters():
             each.grad = tensor_of(numbers(each.shape, seed=step), kind, mesh)
@@ -143,17 +134,12 @@ def assert_trained(model, optimizer, steps):
 
 
 def save_training(kind, folder):
-    model, optimizer = trained(kind, steps=2)
-    values, states = get_state_dict(model, optimizer)
-    dcp.save({"model": values, "optimizer": states}, checkpoint_id=folder)
+    checkpoints.save(*trained(kind, steps=2), folder)
 
 
 def load_training(kind, folder):
     model, optimizer = trained(kind, factor=0.5)
-    values, states = get_state_dict(model, optimizer)
-    dcp.load({"model": values, "optimizer": states}, checkpoint_id=folder)
-    set_model_state_dict(model, values)
-    set_optimizer_state_dict(model, optimizer, states)
+    checkpoints.load(model, optimizer, folder)
     assert_trained(model, optimizer, steps=2)
 
 
@@ -209,7 +195,7 @@ def test_sharded_state_dicts_stay_ragged():
             assert type(value) is RaggedDTensor
             assert value.cut in [like.cut for like in model.parameters()]
             assert each.device.type == "cpu"
-        assert type(states["state"]["layers.0.p0"]["exp_avg"]) is RaggedDTensor
+        assert type(states["state"]["0.0"]["exp_avg"]) is RaggedDTensor
 
 
 def full_states_set(kind, broadcast):
@@ -270,17 +256,12 @@ def test_an_optimizer_takes_whole_state():
         assert_trained(model, fresh, steps=2)
 
 
-def saved_in_background(kind, folder):
-    values = state(kind)
-    dcp.async_save(values, checkpoint_id=folder).result()
+@on_processes(2, kind=KINDS)
+def test_a_checkpoint_is_saved_in_the_background(tmp_path, kind):
+    dcp.async_save(state(kind), checkpoint_id=tmp_path / kind).result()
     found = state(kind, factor=0.0)
-    dcp.load(found, checkpoint_id=folder)
+    dcp.load(found, checkpoint_id=tmp_path / kind)
     assert_same(whole(found), state("plain"))
-
-
-def test_a_checkpoint_is_saved_in_the_background(world, tmp_path):
-    for kind in KINDS:
-        world(2).run(saved_in_background, kind, str(tmp_path / kind))
 
 
 def written(grid):

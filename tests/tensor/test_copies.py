@@ -17,9 +17,9 @@ from sherd.errors import PlacementError
 from sherd.layout.runs import Runs
 from sherd.tensor.placement import layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, distribute_ragged, ragged_dtensor, redistribute_to
-from tests.support.ranks.bodies import on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.tensor.cuts import KINDS, SHAPES, line, local_of, numbers, ragged, spec_for, uneven, whole_of
-from tests.tensor.grids import FOUR, GRIDS, LINES, local_on, placements_of, ragged_on
+from tests.tensor.grids import FOUR, GRIDS, LINES, local_on, on_grids, placements_of, ragged_on
 
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int64, torch.float8_e4m3fn)
 COPIED_ON = ["2 in a row", *FOUR, "two axes and columns"]
@@ -30,7 +30,9 @@ def kinds_on(grid):
     return KINDS if grid in LINES.values() else KINDS[:1]
 
 
-def everything_gathered(grid):
+@on_grids(GRIDS)
+@on_threads()
+def test_every_rank_holds_its_run_of_its_part_and_gets_the_whole(grid):
     mesh = grid.mesh()
     ways = product(KINDS, DTYPES) if grid in LINES.values() else zip(KINDS, DTYPES, strict=True)
     for (kind, dtype), shape in product(ways, (*SHAPES, (0, 3))):
@@ -44,26 +46,18 @@ def everything_gathered(grid):
         assert not whole.numel() or found.data_ptr() != tensor.to_local().data_ptr()
 
 
-@pytest.mark.parametrize("name", GRIDS)
-def test_every_rank_holds_its_run_of_its_part_and_gets_the_whole(threads, name):
-    threads(GRIDS[name].num_ranks).run(everything_gathered, GRIDS[name])
-
-
-def calls_to_gather(cut):
-    mesh = line(4)
-    tensor = ragged(numbers(cut.shape), cut, mesh)
-    with torch.profiler.profile(acc_events=True) as seen:
-        tensor.full_tensor()
-    return {event.key: event.count for event in seen.key_averages() if event.key.startswith("c10d::")}
-
-
-def test_a_gather_pads_to_at_most_twice_the_tensor_and_else_holders_send(world):
+@on_processes(4)
+def test_a_gather_pads_to_at_most_twice_the_tensor_and_else_holders_send():
     for first, ends, call in (
         (0, (5, 10, 15, 20), "_allgather_base_"),
         (0, (8, 12, 16, 20), "_allgather_base_"),
         (1, (0, 20), "broadcast_"),
     ):
-        assert world(4).run(calls_to_gather, Runs((20,), 4, first, ends))[0] == {f"c10d::{call}": 1}, ends
+        tensor = ragged(numbers((20,)), Runs((20,), 4, first, ends), line(4))
+        with torch.profiler.profile(acc_events=True) as seen:
+            tensor.full_tensor()
+        calls = {event.key: event.count for event in seen.key_averages() if event.key.startswith("c10d::")}
+        assert calls == {f"c10d::{call}": 1}, (ends, calls)
 
 
 def stock_placements(grid, shape):
@@ -138,7 +132,9 @@ def in_a_file(value):
     return torch.load(file)
 
 
-def kept(grid):
+@on_grids(COPIED_ON)
+@on_threads()
+def test_deep_copies_pickles_and_saved_files_keep_layout_and_parameters(grid):
     mesh = grid.mesh()
     for kind, shape in product(kinds_on(grid), SHAPES):
         tensor = ragged_on(grid, mesh, kind, numbers(shape))
@@ -164,25 +160,16 @@ def assert_same_runs(found, expected):
     assert torch.equal(found.to_local(), expected.to_local())
 
 
-@pytest.mark.parametrize("name", COPIED_ON)
-def test_deep_copies_pickles_and_saved_files_keep_layout_and_parameters(threads, name):
-    threads(GRIDS[name].num_ranks).run(kept, GRIDS[name])
-
-
-class Holder(nn.Module):
-    """A module of ragged parameters."""
-
-    def __init__(self, grid, mesh, kind, factor=1.0):
-        super().__init__()
-        for index, shape in enumerate(SHAPES):
-            value = ragged_on(grid, mesh, kind, numbers(shape) * factor)
-            self.register_parameter(f"p{index}", nn.Parameter(value))
-
-
-def moved_modules(grid):
+@on_grids(COPIED_ON)
+@on_threads()
+def test_modules_move_change_dtype_and_load(grid):
     mesh = grid.mesh()
+
+    def holder(factor=1.0):
+        return nn.ParameterList(ragged_on(grid, mesh, kind, numbers(shape) * factor) for shape in SHAPES)
+
     for kind in kinds_on(grid):
-        module = Holder(grid, mesh, kind)
+        module = holder()
         identities = [id(each) for each in module.parameters()]
         module.to(torch.bfloat16)
         assert [id(each) for each in module.parameters()] == identities
@@ -190,28 +177,21 @@ def moved_modules(grid):
             assert each.dtype == each.to_local().dtype == torch.bfloat16
             assert torch.equal(each.to_local(), local_on(grid, mesh, kind, numbers(shape).bfloat16()))
         module.float().double().requires_grad_(False)
-        loaded, assigned = Holder(grid, mesh, kind, factor=2.0), Holder(grid, mesh, kind, factor=3.0)
-        loaded.load_state_dict(Holder(grid, mesh, kind).state_dict())
-        assigned.load_state_dict(Holder(grid, mesh, kind).state_dict(), assign=True)
+        loaded, assigned = holder(factor=2.0), holder(factor=3.0)
+        loaded.load_state_dict(holder().state_dict())
+        assigned.load_state_dict(holder().state_dict(), assign=True)
         for taken in (loaded, assigned, copy.deepcopy(loaded)):
             for each, shape in zip(taken.parameters(), SHAPES, strict=True):
                 assert isinstance(each, nn.Parameter)
                 assert torch.equal(each.to_local(), local_on(grid, mesh, kind, numbers(shape)))
-        empty = Holder(grid, mesh, kind).to("meta").to_empty(device="cpu")
+        empty = holder().to("meta").to_empty(device="cpu")
         assert [each.cut for each in empty.parameters()] == [each.cut for each in loaded.parameters()]
         assert all(each.to_local().device.type == "cpu" for each in empty.parameters())
 
 
-@pytest.mark.parametrize("name", COPIED_ON)
-def test_modules_move_change_dtype_and_load(threads, name):
-    threads(GRIDS[name].num_ranks).run(moved_modules, GRIDS[name])
-
-
 @on_threads(2)
 def test_constructors_take_memory_as_it_is():
-    mesh = line(2)
-    cut = uneven((4, 3), 2)
-    whole = numbers((4, 3))
+    mesh, cut, whole = line(2), uneven((4, 3), 2), numbers((4, 3))
     view = distribute_ragged(whole, spec_for(cut, mesh))
     assert view.to_local().untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     local = view.to_local().clone()
@@ -232,7 +212,10 @@ FILLS = (
 )
 
 
-def drawn(grid):
+# Threads share the generator that ragged tensors draw from.
+@on_grids(["2 in a row", *FOUR])
+@on_processes()
+def test_random_numbers_are_those_of_the_whole_tensor(grid):
     mesh = grid.mesh()
     for kind, shape, fill in product(kinds_on(grid), SHAPES, FILLS):
         tensor, plain = ragged_on(grid, mesh, kind, torch.zeros(shape)), torch.zeros(shape)
@@ -242,13 +225,8 @@ def drawn(grid):
         assert torch.equal(result.to_local(), local_on(grid, mesh, kind, fill(plain)))
 
 
-@pytest.mark.parametrize("name", ["2 in a row", *FOUR])
-def test_random_numbers_are_those_of_the_whole_tensor(world, name):
-    # Threads share the generator that ragged tensors draw from.
-    world(GRIDS[name].num_ranks).run(drawn, GRIDS[name])
-
-
-def two_axes():
+@on_processes(4)
+def test_replicas_reduce_over_the_shard_axis_only_and_stay_equal():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     whole = numbers((7, 6))
     tensor = ragged(whole, uneven((7, 6), 2), mesh)
@@ -262,10 +240,6 @@ def two_axes():
     gathered = [torch.empty(7, 6) for _ in range(2)]
     dist.all_gather(gathered, mine, group=mesh.get_group("replicate"))
     assert torch.equal(*gathered)
-
-
-def test_replicas_reduce_over_the_shard_axis_only_and_stay_equal(world):
-    world(4).run(two_axes)
 
 
 @on_threads(2)

@@ -13,7 +13,7 @@ from sherd.tensor.ragged import RaggedDTensor
 from tests.support.comparing import assert_same, whole
 from tests.support.ranks.bodies import on_threads
 from tests.tensor.cuts import KINDS, SHAPES, cuts, last, line, numbers, ragged, uneven, whole_of
-from tests.tensor.grids import FOUR, GRIDS, local_on, placements_of, ragged_on
+from tests.tensor.grids import FOUR, GRIDS, local_on, on_grids, placements_of, ragged_on
 
 OPERATIONS = {
     "arithmetic": lambda a, b: (a * 2 + b / 3 - 1) ** 2,
@@ -55,9 +55,7 @@ def compare(grid, kinds, shapes):
             assert type(result) is RaggedDTensor, case
             assert result.placements == mine[0].placements, case
             assert (result.shape, result.dtype) == (shape, expected.dtype), case
-            torch.testing.assert_close(
-                result.to_local(), expected, equal_nan=True, msg=lambda text, case=case: f"{case}: {text}"
-            )
+            assert_same(result.to_local(), expected, case, rtol=None, atol=None)
 
 
 CASES = [
@@ -141,12 +139,13 @@ def test_a_list_may_hold_ragged_stock_and_plain_tensors():
         torch.testing.assert_close(result, value * 2 * (index + 1) + value)
 
 
-def read_whole(each):
-    return each.full_tensor() if isinstance(each, DTensor) else each
-
-
-def differentiated(grid):
+@on_grids(["2 in a row", "tp columns", "tp rows", "two axes"])
+@on_threads()
+def test_gradients_flow_through_operations_and_out_of_the_tensor(grid):
     mesh = grid.mesh()
+
+    def as_whole(each):
+        return each.full_tensor() if isinstance(each, DTensor) else each
 
     def as_part(each):
         return each.redistribute(placements=placements_of(grid, each.shape)) if isinstance(each, DTensor) else each
@@ -157,8 +156,8 @@ def differentiated(grid):
             lambda each: each * each + each.exp(),
             lambda each: (each * each).sum(),
             lambda each: (each * each).mean() + each.norm() * 0.1,
-            lambda each: (read_whole(each) ** 2).sum(),
-            lambda each: read_whole((each * each).sum()),
+            lambda each: (as_whole(each) ** 2).sum(),
+            lambda each: as_whole((each * each).sum()),
             lambda each: (as_part(each) ** 2).sum(),
         ):
             mine = nn.Parameter(ragged_on(grid, mesh, "uneven", plain.detach()))
@@ -171,11 +170,6 @@ def differentiated(grid):
         mine.grad = None
         (mine.to_local() * 3).backward(torch.ones_like(mine.to_local()))
         assert torch.equal(mine.grad.to_local(), torch.full_like(mine.to_local(), 3.0))
-
-
-@pytest.mark.parametrize("name", ["2 in a row", "tp columns", "tp rows", "two axes"])
-def test_gradients_flow_through_operations_and_out_of_the_tensor(threads, name):
-    threads(GRIDS[name].num_ranks).run(differentiated, GRIDS[name])
 
 
 @on_threads(2)

@@ -52,9 +52,7 @@ def compare(grid, kinds, shapes=SHAPES, dtypes=(torch.float32,)):
             result, case = reduction(mine), f"{name}, {kind}, {dtype}, {shape}"
             assert isinstance(result, DTensor), case
             assert result.placements == (Replicate(),) * mesh.ndim, case
-            torch.testing.assert_close(
-                result.to_local(), reduction(whole), **close, msg=lambda text, case=case: f"{case}: {text}"
-            )
+            torch.testing.assert_close(result.to_local(), reduction(whole), **close, msg=f"{case}: {{}}".format)
         other = whole.clone()
         other.view(-1)[-1] += 1
         assert torch.equal(mine, mine.clone())
@@ -85,8 +83,7 @@ def test_a_reduction_is_over_all_axes_that_shard_and_over_no_copies(threads, cas
 
 @on_threads(3)
 def test_whole_numbers_complex_numbers_nan_empty_and_single_ones():
-    mesh = line(3)
-    cut = uneven((4, 5), 3)
+    mesh, cut = line(3), uneven((4, 5), 3)
     for dtype in (torch.int64, torch.uint8, torch.int32):
         whole = numbers((4, 5), dtype)
         mine = ragged(whole, cut, mesh)
@@ -136,8 +133,7 @@ def clipped(grid, kind, foreach, norm_type):
 def test_clipping_a_model_of_ragged_and_stock_parameters(threads, foreach, norm_type):
     for kind in KINDS if norm_type == 2.0 else ("uneven", "last"):
         threads(2).run(clipped, LINES["2 in a row"], kind, foreach, norm_type)
-    replicas = Grid((2, 2), (None, None), (1,))
-    threads(4).run(clipped, replicas, "uneven", foreach, norm_type)
+    threads(4).run(clipped, Grid((2, 2), (None, None), (1,)), "uneven", foreach, norm_type)
 
 
 def unscaled(grid, kind, bad):
@@ -178,6 +174,7 @@ REFUSED = {
     "out of a sum": lambda a: torch.sum(a, dim=tuple(range(a.ndim)), out=torch.zeros(())),
     "out of a maximum": lambda a: torch.max(a, out=torch.zeros(())),
 }
+SINGLE = torch.float32
 WRONG = {
     "largest complex": lambda a: a.to(torch.complex64).amax(),
     "smallest complex": lambda a: a.to(torch.complex64).min(),
@@ -186,9 +183,7 @@ WRONG = {
     "norm of whole numbers in a list": lambda a: torch._foreach_norm([a.to(torch.int64)], 2),
     "norm in whole numbers": lambda a: torch.linalg.vector_norm(a, dtype=torch.int64),
     "norm in a complex dtype": lambda a: torch.linalg.vector_norm(a, dtype=torch.complex64),
-    "norm of complex numbers in a real dtype": lambda a: torch.linalg.vector_norm(
-        a.to(torch.complex64), dtype=torch.float32
-    ),
+    "norm of complex numbers in a real dtype": lambda a: torch.linalg.vector_norm(a.to(torch.complex64), dtype=SINGLE),
     "norm in a narrower dtype": lambda a: torch.linalg.vector_norm(a.double(), dtype=torch.float32),
     "mean of whole numbers": lambda a: a.to(torch.int64).mean(),
     "a dim too many": lambda a: a.sum(dim=(*range(a.ndim), 7)),
@@ -231,10 +226,6 @@ def test_parts_of_a_sum_are_float64_on_devices_that_can_add_it_up():
         on = SimpleNamespace(type=device)  # torch makes no device of a type that is registered from outside
         has_double = device in ("cpu", "cuda", "xpu")
         real, complex_ = (torch.float64, torch.complex128) if has_double else (torch.float32, torch.complex64)
-        for dtype, wider in (
-            (torch.bfloat16, real),
-            (torch.float32, real),
-            (torch.complex64, complex_),
-            (torch.int32, torch.int64),
-        ):
+        widened = {torch.bfloat16: real, torch.float32: real, torch.complex64: complex_, torch.int32: torch.int64}
+        for dtype, wider in widened.items():
             assert wide(dtype, on) == wider, (device, dtype)

@@ -9,16 +9,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sherd.tensor.replicated import ReplicatedDTensor
-from tests.support.ranks.bodies import on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.tensor.cuts import line, numbers, ragged, uneven, whole_of
 
 
 def value_of_ones():
-    mesh = line(2)
-    return ragged(torch.ones(3, 4), uneven((3, 4), 2), mesh).sum()
+    return ragged(torch.ones(3, 4), uneven((3, 4), 2), line(2)).sum()
 
 
-def computed():
+@on_processes(2)
+def test_a_known_value_is_computed_with_without_communication():
     value = value_of_ones()
     with torch.profiler.profile(acc_events=True) as seen:
         result = torch.stack([value, value * 2, value / torch.tensor(4.0)]).clamp(max=20).add_(1)
@@ -35,10 +35,6 @@ def computed():
     assert written.to_local().tolist() == [26, 42, 8]
     assert torch.max(result, dim=0)[1].to_local().item() == 1
     assert bool(torch.logical_or(value.isnan(), value.isinf())) is False
-
-
-def test_a_known_value_is_computed_with_without_communication(world):
-    world(2).run(computed)
 
 
 @on_threads(2)

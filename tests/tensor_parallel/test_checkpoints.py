@@ -74,11 +74,9 @@ def test_training_goes_on_from_mesh_to_mesh_to_one_process_and_back(world, tmp_p
 @on_processes(4)
 def test_state_dicts_of_shards_and_full_ones_load_into_any_cut():
     mesh = mesh_of((2, 2), "dp", "tp")
-    net = sharded(tensor_parallel(built(ODD), mesh["tp"]), mesh=mesh["dp"])
-    other = sharded(
-        tensor_parallel(built(ODD), mesh["tp"]),
-        mesh=mesh["dp"],
-        shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1),
+    net, other = (
+        sharded(tensor_parallel(built(ODD), mesh["tp"]), mesh=mesh["dp"], shard_placement_fn=placement)
+        for placement in (None, lambda parameter: Shard(parameter.ndim - 1))
     )
     shards = net.state_dict()
     full = whole(shards)

@@ -4,17 +4,16 @@ checkpointing, in whichever order a user's mesh has its axes."""
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sherd import Blocks, Flat, Owned
+from tests.support import checkpoints
 from tests.support.ranks.bodies import on_processes
 from tests.tensor_parallel.training import (
     ODD,
@@ -82,25 +81,20 @@ def test_runs_and_their_optimizer_state_go_through_torchs_checkpointing(names, p
     net, optimizer, rank = made(names, placement)
     step(net, optimizer, ODD, (0, rank))
     params, state = wholes(net), moments(net, optimizer)
-    ways = {
-        "whole": StateDictOptions(full_state_dict=True),
-        "from rank 0": StateDictOptions(full_state_dict=True, cpu_offload=True),
-        "as shards": StateDictOptions(),
-    }
-    for way, options in ways.items():
-        of_model, of_optimizer = get_state_dict(net, optimizer, options=options)
+    for way in ("whole", "from rank 0", "as shards"):
         other, its, _ = made(names, placement)
-        if way == "whole":
-            close(of_model, params)
-        if way == "from rank 0":
-            of_model, of_optimizer = (of_model, of_optimizer) if dist.get_rank() == 0 else ({}, {})
-            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         if way == "as shards":
-            dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=tmp_path)
-            read = dict(zip(("model", "optimizer"), get_state_dict(other, its), strict=True))
-            dcp.load(read, checkpoint_id=tmp_path)
-            set_state_dict(other, its, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
+            checkpoints.save(net, optimizer, tmp_path)
+            checkpoints.load(other, its, tmp_path)
         else:
+            of_first = way == "from rank 0"
+            options = StateDictOptions(full_state_dict=True, cpu_offload=of_first)
+            of_model, of_optimizer = get_state_dict(net, optimizer, options=options)
+            if not of_first:
+                close(of_model, params)
+            elif dist.get_rank():
+                of_model, of_optimizer = {}, {}
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=of_first)
             set_model_state_dict(other, of_model, options=options)
             set_optimizer_state_dict(other, its, of_optimizer, options=options)
         close(wholes(other), params, f" {way}")

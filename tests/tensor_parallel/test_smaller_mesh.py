@@ -97,7 +97,9 @@ PLAIN = ("rows", "columns", "all", "rows_odd")
 KINDS = {"exact": Exact, "inplace": InPlace}
 
 
-class Net(nn.Module):
+class Doubling(nn.Module):
+    """A root without parameters around a unit."""
+
     def __init__(self):
         super().__init__()
         self.springs = Kinds(SHAPES)
@@ -112,7 +114,7 @@ def on_last_dim(parameter):
 
 
 def built(mesh, keep, placement_fn=None):
-    model = Net()
+    model = Doubling()
     sherd.fully_shard(
         model.springs.on(mesh["tp"]), mesh=mesh["dp"], reshard_after_forward=keep, shard_placement_fn=placement_fn
     )
@@ -147,7 +149,7 @@ def train(model, ranks):
 
 @on_threads(8, placement_fn=[None, on_last_dim])
 def test_a_part_is_kept_of_every_kind_of_tensor_parallel_parameter_with_values_bit_for_bit_the_same(placement_fn):
-    mesh, plain = mesh_of((4, 2), "dp", "tp"), Net()
+    mesh, plain = mesh_of((4, 2), "dp", "tp"), Doubling()
     train(plain, range(4))
     models = [built(mesh, keep, placement_fn) for keep in (True, 2)]
     (losses, none), (same_losses, parts) = (train(model, [mesh.get_local_rank("dp")]) for model in models)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import fsdp
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import loss_parallel
 
 import sherd
 from sherd import DataParallelMeshDims
@@ -19,12 +20,12 @@ from tests.tensor_parallel.training import (
     assert_trains,
     built,
     close,
+    loss_of,
     mesh_of,
     plain,
     sharded,
     tensor_parallel,
     train,
-    train_with_parallel_loss,
     wholes,
 )
 
@@ -41,7 +42,8 @@ def trained(sizes, library=sherd, **options):
     mesh = mesh_of((2, 2), "dp", "tp")
     net = tensor_parallel(built(sizes), mesh["tp"])
     sharded(net, with_=library.fully_shard, mesh=mesh["dp"], **options)
-    return train_with_parallel_loss(net, sizes, mesh.get_local_rank("dp"))
+    with loss_parallel():
+        return train(net, sizes, [mesh.get_local_rank("dp")], loss_of)
 
 
 @pytest.mark.parametrize("placement_fn", [None, on_dim_1])
@@ -95,11 +97,11 @@ def pulled(model, samples):
     [
         (
             8,
-            ("replicate", "shard", "tp"),
-            {"shard": "shard", "replicate": "replicate"},
+            ("copy", "shard", "tp"),
+            {"shard": "shard", "replicate": "copy"},
             None,
             False,
-            "replicate=R shard=_S(0, 2) tp=S(0)",
+            "copy=R shard=_S(0, 2) tp=S(0)",
         ),
         (8, ("dp", "cp", "tp"), {"shard": ("dp", "cp")}, None, False, "dp_cp=_S(0, 2) tp=S(0)"),
         (8, ("dp", "cp", "tp"), {"shard": ("dp", "cp")}, None, True, "dp_cp=_S(0, 2) tp=S(0)"),

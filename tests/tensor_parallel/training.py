@@ -7,6 +7,7 @@ that runs the batches of all data-parallel coordinates in turn.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,14 +25,13 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
     parallelize_module,
 )
 
-import sherd
 from tests.support import comparing
 from tests.support.comparing import whole, whole_grads
 from tests.support.comparing import whole_params as wholes
+from tests.support.sharding import sharded as sharded
 from tests.support.training import make_optimizer
 
 SEQUENCE = 12
@@ -52,21 +52,13 @@ EVEN = Sizes(24, 12, 24)
 ODD = Sizes(23, 11, 13)
 
 
-class Mlp(nn.Module):
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.up = nn.Linear(sizes.width, sizes.hidden)
-        self.down = nn.Linear(sizes.hidden, sizes.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
 class Block(nn.Module):
+    """A norm, and two layers behind one another in a module of their own, for each has its place in a plan."""
+
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(sizes.width)
-        self.mlp = Mlp(sizes)
+        up, down = nn.Linear(sizes.width, sizes.hidden), nn.Linear(sizes.hidden, sizes.width)
+        self.norm, self.mlp = nn.LayerNorm(sizes.width), nn.Sequential(OrderedDict(up=up, gelu=nn.GELU(), down=down))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.norm(x))
@@ -154,6 +146,7 @@ def _part_of(parameter: DTensor) -> Tensor:
 
 
 def loss_of(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Under `loss_parallel`, in processes only."""
     given, wanted = batch
     return F.cross_entropy(net(given).flatten(0, 1), wanted.flatten())
 
@@ -164,14 +157,6 @@ def whole_loss_of(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     logits = net(given)
     logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
     return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
-
-
-def sharded(net: Net, with_: Callable[..., Any] = sherd.fully_shard, **options: Any) -> Net:
-    """Each block, then the rest."""
-    for block in net.blocks:
-        with_(block, **options)
-    with_(net, **options)
-    return net
 
 
 def tokens(sizes: Sizes, step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -225,12 +210,6 @@ def train(net: nn.Module, sizes: Sizes, ranks: list[int], loss_of: Loss = whole_
         optimizer.zero_grad()
     run.params = wholes(net)
     return run
-
-
-def train_with_parallel_loss(net: nn.Module, sizes: Sizes, rank: int) -> Run:
-    """In processes only."""
-    with loss_parallel():
-        return train(net, sizes, [rank], loss_of)
 
 
 def plain(sizes: Sizes, num_ranks: int) -> Run:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -20,7 +21,7 @@ from sherd.train.config import Config, InputError
 from sherd.train.folder import sweep
 from sherd.train.report import Silent
 from sherd.train.saved import Checkpoint, newest, place_in
-from tests.support.refusals import refusal
+from tests.support.refusals import one_line, refusal
 
 DATA = file_name("0a", 0)
 
@@ -63,6 +64,7 @@ def break_it(path, how):
         (path / DATA).rename(path / f"{DATA}.0a.part")
 
 
+refused = partial(one_line, InputError)
 BREAKS = {
     "no manifest": "manifest.json is missing",
     "cut manifest": "manifest.json is torn: it does not end with its checksum",
@@ -71,13 +73,6 @@ BREAKS = {
     "short file": f"{DATA} has 2 of 76 bytes",
     "never finished": "manifest.json is missing",
 }
-
-
-def refused(action, *args):
-    """The one line in which `action(*args)` is refused."""
-    said = refusal(InputError, action, *args)
-    assert "\n" not in said
-    return said
 
 
 def test_a_half_written_checkpoint_is_passed_over_with_a_note_or_refused_with_nothing_older_and_replaced(tmp_path):
@@ -176,8 +171,9 @@ def choice(**run):
     return Config.of({"run": run})
 
 
-def flip_in(file):
-    """Change one bit in the middle of a file."""
+def flip_in(folder, end):
+    """Change one bit in the middle of the file whose name ends so."""
+    (file,) = folder.glob(f"*{end}")
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
@@ -193,15 +189,13 @@ def damaged(out, flip):
         saving.save(2, choice())
     dist.barrier()
     if dist.get_rank() == 0:
-        (file,) = (out / "checkpoints" / "step-00000002").glob(f"*{flip}")
-        flip_in(file)
+        flip_in(out / "checkpoints" / "step-00000002", flip)
     dist.barrier()
     loaded = checkpoint.load(place_in(out), newest(out), model, optimizer)
     first_again = torch.equal(model.weight, first) or dist.get_rank() > 0
     dist.barrier()
     if dist.get_rank() == 0:
-        (file,) = (out / "checkpoints" / "step-00000001").glob("*-00000.safetensors")
-        flip_in(file)
+        flip_in(out / "checkpoints" / "step-00000001", "-00000.safetensors")
     dist.barrier()
     said = refused(lambda: checkpoint.load(place_in(out), newest(out), model, optimizer))
     return loaded.step, loaded.notes, first_again, said
@@ -230,8 +224,7 @@ def refused_on(number, what, run, out):
                 raise OSError(errno.ENOSPC, "No space left on device", name)
         real(self, name, chunks)
 
-    patched = mock.patch.object(Disk, "write", write) if dist.get_rank() == number else contextlib.nullcontext()
-    with patched:
+    with mock.patch.object(Disk, "write", write) if dist.get_rank() == number else contextlib.nullcontext():
         return refusal(NotSaved, save_twice, saver(out, model, optimizer), choice(**run))
 
 

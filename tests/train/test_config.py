@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 from sherd.api.placements import PRESETS
 from sherd.api.unit_sizes import WRAPPINGS
@@ -12,14 +13,9 @@ from sherd.train import config as configs
 from sherd.train.config import FREE, SECTIONS, Config, InputError, Split
 from sherd.train.fields import describe, page, write_config
 from sherd.train.trees import assigned, read_tree
-from tests.support.refusals import refusal
+from tests.support.refusals import one_line
 
-
-def refused(action, *args):
-    """The one line in which `action(*args)` is refused."""
-    said = refusal(InputError, action, *args)
-    assert "\n" not in said, args
-    return said
+refused = partial(one_line, InputError)
 
 
 def test_later_trees_change_what_earlier_ones_and_the_defaults_said_and_leave_the_rest():
@@ -103,12 +99,8 @@ def test_a_config_file_that_cannot_be_read_is_refused_in_one_line(tmp_path):
 
 def test_words_are_read_as_their_fields_types_and_refused_as_a_field_would_be():
     words = ["run.steps=5", "optimizer.lr=1e-3", "model.tied=false", "data.path=7", "run.prompt=a=b"]
-    assert assigned(words) == {
-        "run": {"steps": 5, "prompt": "a=b"},
-        "optimizer": {"lr": 1e-3},
-        "model": {"tied": False},
-        "data": {"path": "7"},
-    }
+    of_run, optimizer = {"steps": 5, "prompt": "a=b"}, {"lr": 1e-3}
+    assert assigned(words) == {"run": of_run, "optimizer": optimizer, "model": {"tied": False}, "data": {"path": "7"}}
     assert "run.steps = 'many' has the wrong type" in refused(Config.of, assigned(["run.steps=many"]))
     for word in ("steps", "steps=5", "run.steps"):
         assert "write section.field=value" in refused(assigned, [word]), word
@@ -144,7 +136,7 @@ def test_a_batch_that_does_not_fit_the_ranks_says_what_would():
         (16, 8, 2, 2, "and 2 stages, each with a micro-batch; the nearest that does is optimizer.batch=32; or set"),
         (2, 0, 1, 4, "does not fit 1 rank and 4 stages, each with a micro-batch; the nearest that does is"),
     ):
-        told = refusal(InputError, of_batch(batch, micro_batch).split, ranks, stages)
+        told = refused(of_batch(batch, micro_batch).split, ranks, stages)
         assert said in told
         remedy = int(re.search(r"optimizer.batch=(\d+)", told)[1])
         of_batch(remedy, micro_batch).split(ranks, stages)

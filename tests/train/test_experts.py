@@ -11,6 +11,7 @@ from sherd.train.exchange import ToExperts
 from sherd.train.experts import Experts, MixtureOfExperts, imbalance
 from sherd.train.sequence import CutSequence, WholeSequence
 from tests.support.models import noise
+from tests.support.ranks.bodies import on_processes
 from tests.support.training import made
 
 MODEL = Model(width=8, hidden=12, experts=4, top_k=2)
@@ -68,9 +69,12 @@ def test_the_loss_of_uneven_experts_is_added_to_any_loss_and_only_while_training
             torch.testing.assert_close(one.grad, other.grad)
 
 
-def through_experts(num_ranks):
-    """Each rank's rows through experts on all ranks, and through all experts here: outputs and gradients."""
-    mesh, rank = init_device_mesh("cpu", (num_ranks,)), dist.get_rank()
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@on_processes()
+def test_experts_on_several_ranks_get_the_rows_of_all_and_send_back_outputs_and_gradients():
+    """As through all experts on this rank."""
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (num_ranks,))
     generator = torch.Generator().manual_seed(7)
     weights = [torch.randn(4, *shape, generator=generator) / 3 for shape in ((12, 8), (12, 8), (8, 12))]
     # Rank 0 has no rows for expert 1, the last rank has none at all.
@@ -91,18 +95,14 @@ def through_experts(num_ranks):
         sum((outputs[each] ** 2).sum() for each in mine).backward()
         grads = [parameter.grad if local else parameter.grad[share] for parameter in experts.parameters()]
         found.append([outputs[rank], inputs[rank].grad, *grads])
-    return found
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_experts_on_several_ranks_get_the_rows_of_all_and_send_back_outputs_and_gradients(world, num_ranks):
-    for spread, here in world(num_ranks).run(through_experts, num_ranks):
-        for one, other in zip(spread, here, strict=True):
-            torch.testing.assert_close(one, other)
-
-
-def attend_in_parts(num_ranks):
-    mesh, rank = init_device_mesh("cpu", (num_ranks,)), dist.get_rank()
+@on_processes()
+def test_attention_over_parts_of_a_sequence_is_that_over_the_whole_with_its_gradients():
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (num_ranks,))
     q, k, v = (noise(3, number, 2, heads, 8, 4).requires_grad_() for number, heads in enumerate((4, 2, 2)))
     whole = WholeSequence().attend(q, k, v)
     whole.square().sum().backward()
@@ -114,11 +114,5 @@ def attend_in_parts(num_ranks):
     part.square().sum().backward()
     assert sequence.span(length) == range(here.start, here.stop)
     assert sequence.mean(torch.tensor([float(rank)])).item() == (num_ranks - 1) / 2
-    return [(part, whole[:, :, here])] + [(p.grad, w.grad[:, :, here]) for p, w in zip(parts, (q, k, v), strict=True)]
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_attention_over_parts_of_a_sequence_is_that_over_the_whole_with_its_gradients(world, num_ranks):
-    for pairs in world(num_ranks).run(attend_in_parts, num_ranks):
-        for part, whole in pairs:
-            torch.testing.assert_close(part, whole)
+    expected = [each[:, :, here] for each in (whole, q.grad, k.grad, v.grad)]
+    torch.testing.assert_close([part, *(each.grad for each in parts)], expected)

@@ -13,7 +13,7 @@ import pytest
 from sherd.train.config import Config, InputError
 from sherd.train.loggers import Loggers, require_loggers
 from sherd.train.report import Report
-from tests.support.refusals import refusal
+from tests.support.refusals import one_line
 from tests.train.test_report import RECORD
 
 MODULE = """
@@ -104,10 +104,8 @@ def test_a_logger_that_cannot_be_started_is_refused_in_one_line(tmp_path):
         ("mine:absent", "cannot be started: AttributeError"),
         ("no_such_module:start", "cannot be started: ModuleNotFoundError: No module named 'no_such_module'"),
     ):
-        found = refusal(InputError, Loggers, logging(name), tmp_path)
-        assert said in found, name
-        assert "\n" not in found, name
-    assert "must be module:function" in refusal(InputError, logging, "mine")
+        assert said in one_line(InputError, Loggers, logging(name), tmp_path), name
+    assert "must be module:function" in one_line(InputError, logging, "mine")
 
 
 def test_tensorboard_without_its_package_is_refused_before_anything_is_loaded(monkeypatch):

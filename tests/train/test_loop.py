@@ -27,6 +27,7 @@ from sherd.train.report_command import TIMELINE
 from sherd.train.saved import newest
 from sherd.train.text import read_corpus
 from tests.support.comparing import assert_same, whole_params
+from tests.support.ranks.bodies import on_processes
 from tests.support.refusals import refusal
 
 TREE = {
@@ -142,18 +143,14 @@ def test_a_run_resumed_on_another_number_of_ranks_has_the_same_losses(world, tex
     assert rest == pytest.approx({step: whole[step] for step in rest}, rel=1e-5)
 
 
-def stop_on_rank_1(config, out):
-    """Stop, told by rank 1 alone; and what a trainer of another shape then says."""
-    trainer = trainer_of(config)
-    finished = train(trainer, out, Silent(), lambda: dist.get_rank() == 1 and trainer.done == 1)
-    wider = trainer_of(Config.of(config.tree(), {"model": {"hidden": 32}}))
-    return finished, trainer.done, refusal(InputError, wider.resume, newest(out))
-
-
-def test_one_rank_told_to_stop_stops_all_after_the_same_step_and_other_shapes_do_not_load_it(world, text, tmp_path):
-    for finished, done, said in world(2).run(stop_on_rank_1, config(text), tmp_path):
-        assert (finished, done) == (False, 2)
-        assert "is a checkpoint of another model: its parameters have other names or shapes" in said
+@on_processes(2)
+def test_one_rank_told_to_stop_stops_all_after_the_same_step_and_other_shapes_do_not_load_it(text, tmp_path):
+    trainer = trainer_of(config(text))
+    finished = train(trainer, tmp_path, Silent(), lambda: dist.get_rank() == 1 and trainer.done == 1)
+    assert (finished, trainer.done) == (False, 2)
+    wider = trainer_of(Config.of(config(text).tree(), {"model": {"hidden": 32}}))
+    other = "is a checkpoint of another model: its parameters have other names or shapes"
+    assert other in refusal(InputError, wider.resume, newest(tmp_path))
 
 
 def plans(configs, planned_after):
@@ -190,19 +187,15 @@ def test_evaluation_and_sample_do_not_depend_on_the_number_of_ranks(world, text)
         assert result[2] == sample
 
 
-def blow_up(config):
-    trainer = trainer_of(config)
+@on_processes(2)
+def test_a_loss_that_is_no_number_ends_the_run_on_all_ranks_before_it_reaches_the_weights(text):
+    trainer = trainer_of(config(text))
     before = whole_params(trainer.model)
     trainer.model.register_forward_hook(lambda module, inputs, logits: logits * math.nan)
     said = refusal(InputError, trainer.step)
     assert_same(whole_params(trainer.model), before)
-    return said
-
-
-def test_a_loss_that_is_no_number_ends_the_run_on_all_ranks_before_it_reaches_the_weights(world, text):
-    for said in world(2).run(blow_up, config(text)):
-        assert said.startswith("step 1 has a loss of nan nats")
-        assert said.endswith("--resume with a lower optimizer.lr")
+    assert said.startswith("step 1 has a loss of nan nats")
+    assert said.endswith("--resume with a lower optimizer.lr")
 
 
 def write_report(config, out):

@@ -1,11 +1,13 @@
 """The words of --mesh are read as meant, refused by name where they do not fit, and each rank is put in its place."""
 
+from functools import partial
+
 from torch import distributed as dist
 
 from sherd.train.axes import Axes, axes_of, usual_ranks
 from sherd.train.config import Config, InputError
 from sherd.train.mesh import Grid
-from tests.support.refusals import refusal
+from tests.support.refusals import one_line
 
 TREE = {
     "model": {"layers": 2, "width": 24, "heads": 4, "kv_heads": 2, "hidden": 24, "experts": 6},
@@ -33,10 +35,7 @@ def test_words_give_the_axes_and_a_dp_not_named_gets_the_ranks_that_are_left_of_
     assert [usual_ranks(config(mesh), 8) for mesh in ("tp=2", "tp=3", "dp=2")] == [8, 9, 2]
 
 
-def refused(config, num_ranks):
-    said = refusal(InputError, axes_of, config, num_ranks)
-    assert "\n" not in said, said
-    return said
+refused = partial(one_line, InputError, axes_of)
 
 
 WRONG = [

@@ -16,11 +16,7 @@ MODELS = {
     "untied": "model.tied=false",
     "experts": "model.layers=1 model.experts=4 model.balance=0.1",
 }
-MESHES = {
-    "dense": ["cp=2,tp=2"],
-    "untied": ["pp=2,tp=2"],
-    "experts": ["dp=2,ep=2,cp=2", "replicate=2,dp=2,ep=2"],
-}
+MESHES = {"dense": ["cp=2,tp=2"], "untied": ["pp=2,tp=2"], "experts": ["dp=2,ep=2,cp=2", "replicate=2,dp=2,ep=2"]}
 
 
 def num_ranks(mesh):

@@ -11,7 +11,8 @@ from sherd.train.config import Config, InputError
 from sherd.train.parallel import build
 from sherd.train.saved import newest
 from sherd.train.trees import assigned
-from tests.support.refusals import refusal
+from tests.support.ranks.bodies import on_threads
+from tests.support.refusals import one_line
 from tests.train.test_loop import TREE, grid, plain_losses, run, trainer_of
 
 # Of what `sherd train` is told, that which is the same in all runs here.
@@ -117,15 +118,11 @@ def compiled_blocks(config):
     return found, [isinstance(module, FSDPModule) for module in compiled]
 
 
-def refused_here(config):
-    return refusal(InputError, build, config, grid(config))
-
-
-def test_what_the_engine_refuses_is_told_in_one_line(threads, text):
+@on_threads(2)
+def test_what_the_engine_refuses_is_told_in_one_line(text):
     chosen = config(text, "shard.transport=shared_memory")  # which needs gloo
-    for said in threads(2).run(refused_here, chosen):
-        assert said.startswith("[shard] does not go with this model or mesh: CommPolicy(transport='shared_memory')")
-        assert "\n" not in said
+    said = one_line(InputError, build, chosen, grid(chosen))
+    assert said.startswith("[shard] does not go with this model or mesh: CommPolicy(transport='shared_memory')")
 
 
 # Dynamo looks at `.grad` of every graph input, a block's hidden states too, and is warned for it.

@@ -15,6 +15,7 @@ from sherd.train.folder import claim
 from sherd.train.launch import start
 from sherd.train.ranks import on_rank_0, together
 from sherd.train.stop import Stop
+from tests.support.ranks.bodies import on_threads
 from tests.support.refusals import refusal
 from tests.train.test_checkpoint import put
 
@@ -93,9 +94,8 @@ def test_a_rank_that_is_stopped_is_named_and_a_second_ctrl_c_ends_all(capfd, mon
     stopped = r"rank 1 \(process \d+, stopped by SIGSTOP; SIGCONT lets it go on\)"
     assert re.fullmatch(rf"sherd train: waiting for {stopped}", first)
     assert "sherd train: stopping; Ctrl-C again to give up" in lines
-    assert any(
-        re.fullmatch(rf"sherd train: waiting for {stopped} since \d+ s; Ctrl-C again .*", each) for each in lines
-    )
+    waiting = re.compile(rf"sherd train: waiting for {stopped} since \d+ s; Ctrl-C again .*")
+    assert any(map(waiting.fullmatch, lines))
     assert lines[-2].startswith("sherd train: gave up on rank")
     assert lines[-1] == "sherd train: stopped without saving"
 
@@ -109,22 +109,14 @@ def test_ranks_told_to_leave_have_saved_nothing_and_are_given_up_after_the_time_
     assert "gave up on ranks 0, 1" in capfd.readouterr().err
 
 
-def refuse_on_rank_1():
+@on_threads(3)
+def test_together_gives_each_its_own_on_rank_0_all_the_first_ones_and_what_one_refuses_all_refuse():
     def action():
         if dist.get_rank() == 1:
             raise InputError("rank 1 cannot")
-        return "well"
 
-    return refusal(InputError, together, action)
-
-
-def own_ranks():
-    return together(dist.get_rank), on_rank_0(dist.get_rank)
-
-
-def test_together_gives_each_its_own_on_rank_0_all_the_first_ones_and_what_one_refuses_all_refuse(threads):
-    assert threads(3).run(refuse_on_rank_1) == ["rank 1 cannot"] * 3
-    assert threads(2).run(own_ranks) == [(0, 0), (1, 0)]
+    assert refusal(InputError, together, action) == "rank 1 cannot"
+    assert (together(dist.get_rank), on_rank_0(dist.get_rank)) == (dist.get_rank(), 0)
 
 
 def test_a_signal_is_noted_and_does_not_end_a_process_that_asks_and_one_that_came_ignored_stays_ignored():
