@@ -26,6 +26,7 @@ if "SHERD_FLIGHT_DIR" not in os.environ:
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+from hypothesis.internal.conjecture import providers  # noqa: E402
 
 from tests.support import suites  # noqa: E402
 
@@ -64,8 +65,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "pairs: every pair of values of the test's parameters will do")
     config.addinivalue_line("markers", "values: every value of each of the test's parameters will do")
     suites.begin(config.getoption("--suite"))
+    repeatable = config.getoption("--suite") != "thorough"
+    if repeatable:
+        # hypothesis draws also from the constants of all modules that are imported by then: other tests decide.
+        providers._get_local_constants = lambda: providers._local_constants
     hypothesis.settings.register_profile(
-        "sherd", deadline=None, derandomize=config.getoption("--suite") != "thorough", max_examples=suites.examples(100)
+        "sherd", deadline=None, derandomize=repeatable, max_examples=suites.examples(100)
     )
     hypothesis.settings.load_profile("sherd")
 

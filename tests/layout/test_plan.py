@@ -65,6 +65,7 @@ def test_one_rank_holds_everything_whatever_the_placement(group):
 
 
 @given(run_groups(rules=(consecutive,)))
+@example((1, wanted(Flat(), (), (0,))))
 def test_in_a_line_matrices_come_before_vectors_and_runs_are_equal_or_as_short_as_blocks_allow(group):
     ranks, each = group
     cuts = plan(each, ranks)
