@@ -53,6 +53,7 @@ __all__ = [
     "ShardedAccessError",
     "SherdError",
     "StateError",
+    "StorageError",
     "UnmanagedParameterError",
     "UnsupportedError",
     "WrapperStateError",
@@ -141,6 +142,11 @@ class CheckpointError(SherdError, RuntimeError):
 
 class NoCheckpointError(CheckpointError, FileNotFoundError):
     """A folder without a whole checkpoint, so that a run begins anew."""
+
+
+class StorageError(CheckpointError):
+    """The storage gives errors, so that nobody can tell whether a checkpoint is there and whole. An older one is not
+    taken in its place, and a run does not begin anew. Try again once the storage answers."""
 
 
 class ClusterError(SherdError, ValueError):

@@ -132,7 +132,7 @@ def save(
         PolicyError, PolicyTypeError: an argument is out of range, or of another type.
     """
     wanted = _Save.of("save", folder, items, step, user, per_rank, random, keep_last, keep_every)
-    ranks = Ranks(group)
+    ranks = Ranks(group, f"saves {_listed(items)} as step {step}")
     _last.wait()
     planned = wanted.planned(ranks)
     return wanted.finish(planned, ranks, contents_of(planned.parts, lambda _, tensor: lambda: chunks_of(tensor)))
@@ -225,7 +225,7 @@ def async_save(
     wanted = _Save.of("async_save", folder, items, step, user, per_rank, random, keep_last, keep_every)
     if staging_bytes is not None:
         require_int("async_save(staging_bytes={})", staging_bytes, 1)
-    ranks = Ranks(group)
+    ranks = Ranks(group, f"saves {_listed(items)} as step {step}")
     _last.wait()
     planned = wanted.planned(ranks)
     staging = Staging(staging_bytes)
@@ -289,10 +289,15 @@ def load(
     require_int("load(staging_bytes={})", staging_bytes, 1)
     if step is not None:
         require_int("load(step={})", step, 0)
-    ranks, place = Ranks(group), place_of(folder)
-    _last.wait()
     own = items_of(items, strict)
+    of_step = "the newest step" if step is None else f"step {step}"
+    ranks, place = Ranks(group, f"loads {_listed(items)} of {of_step}"), place_of(folder)
+    _last.wait()
     what = f"the look for a checkpoint in {place}"
     with contextlib.ExitStack() as lock:
         ranks.each(lambda: lock.enter_context(locked_to_read(folder)), what)
         return restore(Search(place, step), own, ranks, staging_bytes, random)
+
+
+def _listed(items: Items) -> str:
+    return ", ".join(map(repr, items)) or "nothing"

@@ -56,6 +56,9 @@ class Misfit:
 class Item(ABC):
     """One item. Its tensors are called `name/...` in the checkpoint, and its JSON is `values[name]`."""
 
+    takes_what_fits = False
+    """Whether a load leaves alone what only one side has."""
+
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -108,7 +111,7 @@ class ModuleItem(Item):
 
     def __init__(self, name: str, modules: Sequence[nn.Module], strict: bool) -> None:
         super().__init__(name)
-        self._strict = strict
+        self._strict, self.takes_what_fits = strict, not strict
         self._modules = modules
         self._tensors = [ModelTensors(module) for module in modules]
 

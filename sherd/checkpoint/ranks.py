@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from sherd.comm.groups import host_group_beside
 from sherd.comm.objects import all_gather_objects, device_of
-from sherd.errors import CheckpointError, NoCheckpointError
+from sherd.errors import CheckpointError, NoCheckpointError, StorageError
+from sherd.storage.place import says_absent
 
 T = TypeVar("T")
 
@@ -25,9 +26,11 @@ class Ranks:
 
     Args:
         group: the ranks; None: all, or this process alone where there is no process group.
+        call: what this rank does with the others, in words that all ranks have alike.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, call: str = "") -> None:
+        self.call = call
         group = group or (dist.group.WORLD if dist.is_initialized() else None)
         self._group: dist.ProcessGroup | None = None
         self.numbers, self.rank, self.size = [0], 0, 1
@@ -55,16 +58,22 @@ class Ranks:
         except Exception as raised:
             own = raised
         failure = None if own is None else (_kind_of(own), _text_of(own))
-        told = self.gather((result, failure), what)
-        failed = {rank: each for rank, (_, each) in zip(self.numbers, told, strict=True) if each is not None}
+        told = self.gather((self.call, result, failure), what)
+        calls = {rank: call for rank, (call, *_) in zip(self.numbers, told, strict=True)}
+        if len({*calls.values()}) > 1:
+            raise CheckpointError(
+                f"ranks call different things: {'; '.join(f'rank {rank} {call}' for rank, call in calls.items())}. All "
+                "of them must make the same call, with the same items"
+            ) from own
+        failed = {rank: each for rank, (*_, each) in zip(self.numbers, told, strict=True) if each is not None}
         if own is not None and failure is not None and failure[0] is OtherRankFailed:
             raise own
         if failed:
-            rank, (kind, text) = next(iter(failed.items()))
+            rank, (kind, text) = min(failed.items(), key=lambda each: each[1][0] is not StorageError)
             where = f"on rank {rank}: " if self.size > 1 else ""
             others = f" (and on {len(failed) - 1} other ranks)" if len(failed) > 1 else ""
             raise kind(text if kind is NoCheckpointError else f"{what} failed {where}{text}{others}") from own
-        return [cast(T, result) for result, _ in told]
+        return [cast(T, result) for _, result, _ in told]
 
     def first(self, action: Callable[[], T], what: str) -> T:
         """Returns, on all ranks, the result of `action` on the first. Raises as `each`."""
@@ -72,9 +81,12 @@ class Ranks:
 
 
 def _kind_of(error: Exception) -> type[CheckpointError]:
-    if isinstance(error, NoCheckpointError):
-        return NoCheckpointError
-    return CheckpointError if isinstance(error, CheckpointError | OSError) else OtherRankFailed
+    for kind in (NoCheckpointError, StorageError, CheckpointError):
+        if isinstance(error, kind):
+            return kind
+    if isinstance(error, OSError):
+        return CheckpointError if says_absent(error) else StorageError
+    return OtherRankFailed
 
 
 def _text_of(error: Exception) -> str:

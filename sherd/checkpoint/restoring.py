@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,8 @@ from sherd.checkpoint.tensor_bytes import read_tensor
 from sherd.checkpoint.tree import decoded
 from sherd.checkpoint.writing import GIVEN, PER_RANK, RANDOM
 from sherd.comm.agreement import in_short
-from sherd.errors import CheckpointError, NoCheckpointError
-from sherd.storage.folder import Folder
+from sherd.errors import CheckpointError, NoCheckpointError, StorageError
+from sherd.storage.folder import Folder, faults
 from sherd.storage.manifest import MANIFEST
 from sherd.storage.opened import Opened, read_manifest
 from sherd.storage.places import Place
@@ -101,7 +102,14 @@ def restore(search: Search, items: list[Item], ranks: Ranks, staging_bytes: int,
         try:
             with contextlib.ExitStack() as files:
                 source = _opened(search.folder_of(chosen.step), chosen.save_id, ranks, files)
-                return _loaded(source, items, ranks, staging_bytes, random, chosen.passed_over)
+                if any(item.takes_what_fits for item in items):
+                    _require_undamaged(source, ranks)  # or the one before would be mixed into what this one has
+                restored = _loaded(source, items, ranks, staging_bytes, random, chosen.passed_over)
+                if chosen.passed_over and ranks.rank == 0:
+                    passed = "; ".join(chosen.passed_over)
+                    told = f"{search.place}: {passed}; step {restored.step} is loaded instead"
+                    warnings.warn(told, stacklevel=3)
+                return restored
         except _Damaged as error:
             if ranks.first(lambda at=chosen: search.is_replaced(at), what):  # type: ignore[misc]
                 continue
@@ -126,11 +134,21 @@ def _opened(place: Place, save_id: str, ranks: Ranks, files: contextlib.ExitStac
 
     try:
         ranks.each(take, f"the load of {place}")
-    except OtherRankFailed:
+    except (OtherRankFailed, StorageError):
         raise
     except CheckpointError as error:
         raise _Damaged(Exception.__str__(error)) from error
     return opened[0]
+
+
+def _require_undamaged(source: Opened, ranks: Ranks) -> None:
+    """Read all files, each on one rank. Raises `_Damaged` on all ranks if one is not what was written."""
+    manifest = source.manifest
+    mine = manifest.files[ranks.rank :: ranks.size]
+    what = f"the check of {source.place}"
+    found = ranks.each(lambda: list(faults(source.place, mine, manifest.block_bytes, verify=True).values()), what)
+    if any(found):
+        raise _Damaged("; ".join(text for of_rank in found for text in of_rank))
 
 
 def _loaded(
@@ -170,7 +188,7 @@ def _loaded(
 
     try:
         ranks.each(take, what)
-    except OtherRankFailed:
+    except (OtherRankFailed, StorageError):
         raise
     except CheckpointError as error:
         raise _Damaged(Exception.__str__(error)) from error

@@ -216,6 +216,7 @@ def write(plan: Plan, contents: Mapping[str, Content], ranks: Ranks, folder: Fol
     except Exception:
         with contextlib.suppress(OSError):
             place.remove(name)
+            place.drop()
         raise
     # What it leaves behind if it fails is for the folder to say: the manifest may have been written.
     ranks.first(lambda: folder.finish(plan.step, manifests[0]), what)

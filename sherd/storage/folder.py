@@ -18,15 +18,14 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from sherd.errors import CheckpointError, PolicyError
+from sherd.errors import CheckpointError, PolicyError, StorageError
 from sherd.storage.blocks import Checked
 from sherd.storage.manifest import FORMAT, MANIFEST, File, Manifest, OtherFormat
-from sherd.storage.opened import read_manifest
-from sherd.storage.place import read_exactly
+from sherd.storage.opened import read_manifest, step_of
+from sherd.storage.place import read_exactly, unreadable
 from sherd.storage.places import PART, Lock, Place, place_of
 
 LATEST = "latest"
-_STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
 _DATA = re.compile(r"[0-9a-f]{1,32}-[0-9]{5,10}\.safetensors")
 _UNFINISHED = re.compile(rf"({_DATA.pattern}|{re.escape(MANIFEST)}|{LATEST})(\.[0-9a-f]+)?{re.escape(PART)}")
 _SAVE_ID = re.compile(rb'\n"save_id": "([0-9a-f]{1,32})"')
@@ -79,18 +78,16 @@ class Folder:
 
     def steps(self) -> list[int]:
         """Returns the steps that have a folder, whole or not, the newest first."""
-        named = map(_STEP.fullmatch, self.place.names())
-        return sorted((int(match.group(1)) for match in named if match), reverse=True)
+        return sorted((step for step in map(step_of, self.place.names()) if step is not None), reverse=True)
 
     def found(self, step: int, *, verify: bool = False) -> Found:
         """Returns the checkpoint of `step`. It is whole if its manifest is not damaged and its files have their length,
-        and, with `verify`, if all bytes that they have are those of their checksums. Raises `OtherFormat`."""
+        and, with `verify`, if all bytes that they have are those of their checksums. Raises `OtherFormat`, and
+        StorageError if that cannot be told."""
         place = self.folder_of(step)
         try:
             manifest = checked(place, verify=verify)
-            if manifest.step != step:
-                raise CheckpointError(f"{place} has a manifest of step {manifest.step}")
-        except OtherFormat:
+        except (OtherFormat, StorageError):
             raise
         except CheckpointError as error:
             return Found(step, place, None, str(error))
@@ -132,6 +129,7 @@ class Folder:
         except OSError:
             if not _may_be_of(place, manifest):
                 _remove(place, own)
+                place.drop()
             raise
         latest = json.dumps({"format": FORMAT, "folder": f"step-{step:08d}", "step": step}).encode() + b"\n"
         with contextlib.suppress(OSError):  # the checkpoint is whole, and nothing relies on the hint
@@ -200,7 +198,7 @@ def locked_to_read(path: str | os.PathLike[str]) -> contextlib.AbstractContextMa
         return Folder(place).locked()
     above, name = os.path.split(os.fspath(path).rstrip("/"))
     # A copy of a checkpoint under another name is nobody's to remove.
-    return Folder(place_of(above or ".")).locked() if _STEP.fullmatch(name) else contextlib.nullcontext(Lock.NONE)
+    return Folder(place_of(above or ".")).locked() if step_of(name) is not None else contextlib.nullcontext(Lock.NONE)
 
 
 def faults(place: Place, files: Sequence[File], block_bytes: int, *, verify: bool = False) -> dict[int, str]:
@@ -210,6 +208,8 @@ def faults(place: Place, files: Sequence[File], block_bytes: int, *, verify: boo
     def fault(file: File) -> str:
         try:
             _check(place, file, block_bytes, verify)
+        except StorageError:
+            raise
         except CheckpointError as error:
             return str(error)
         return ""
@@ -267,7 +267,7 @@ def _check(place: Place, of: File, block_bytes: int, verify: bool) -> None:
     try:
         file = place.open(of.name)
     except OSError as error:
-        raise CheckpointError(f"{place}: {of.name} cannot be read: {error.strerror or error}") from error
+        raise unreadable(f"{place}: {of.name} cannot be read", error) from error
     with contextlib.closing(file):
         checked = Checked(file, of.nbytes, of.crc32, block_bytes)
         block = memoryview(bytearray(min(block_bytes, of.nbytes) if verify else 0))

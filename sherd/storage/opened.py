@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Iterator
 
@@ -10,9 +11,12 @@ from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box
 from sherd.storage.blocks import Checked
 from sherd.storage.manifest import MANIFEST, MOST_BYTES, Entry, Manifest, name_in_file, parsed
+from sherd.storage.place import says_absent, unreadable
 from sherd.storage.places import Place
 from sherd.storage.safetensors import Stored, header_length
 from sherd.storage.safetensors import parsed as parsed_header
+
+_STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
 
 
 class OpenFile:
@@ -67,9 +71,7 @@ class Opened:
                 try:
                     file = self.place.open(of.name)
                 except OSError as error:
-                    raise CheckpointError(
-                        f"{self.place}: {of.name} cannot be read: {error.strerror or error}"
-                    ) from error
+                    raise unreadable(f"{self.place}: {of.name} cannot be read", error) from error
                 self._files[number] = OpenFile(Checked(file, of.nbytes, of.crc32, self.manifest.block_bytes))
             return self._files[number]
 
@@ -94,7 +96,12 @@ class Opened:
 
 
 def read_manifest(place: Place) -> Manifest:
-    """Returns the manifest of the checkpoint in `place`. Raises CheckpointError if there is none, or it is damaged."""
+    """Returns the manifest of the checkpoint in `place`.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it is of another step than the folder's name says.
+        StorageError: it cannot be read, and may be whole.
+    """
     try:
         with contextlib.closing(place.open(MANIFEST)) as file:
             if file.nbytes > MOST_BYTES:
@@ -102,6 +109,18 @@ def read_manifest(place: Place) -> Manifest:
             raw = bytearray(file.nbytes)
             file.read_into(0, memoryview(raw))
     except (OSError, EOFError) as error:
-        why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+        if isinstance(error, OSError) and not says_absent(error):
+            raise unreadable(f"{place}: {MANIFEST} cannot be read", error) from error
+        why = "is missing" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None) or "ends early"
         raise CheckpointError(f"{place} is no whole checkpoint: {MANIFEST} {why}") from None
-    return parsed(bytes(raw), f"{place}/{MANIFEST}")
+    manifest = parsed(bytes(raw), f"{place}/{MANIFEST}")
+    step = step_of(str(place).rstrip("/").rpartition("/")[2])
+    if step not in (None, manifest.step):
+        raise CheckpointError(f"{place} has a manifest of step {manifest.step}")
+    return manifest
+
+
+def step_of(name: str) -> int | None:
+    """Returns the step whose checkpoint is in a folder of this `name`; None if it is no such name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None

@@ -7,7 +7,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 
-from sherd.errors import CheckpointError
+from sherd.errors import CheckpointError, StorageError
 
 Chunks = Callable[[], Iterable[memoryview]]
 """Returns the bytes of a file from its begin, one chunk after the other; called once more where a write is repeated."""
@@ -42,12 +42,23 @@ class Readable(ABC):
         """Let go of the file."""
 
 
+def says_absent(error: OSError) -> bool:
+    """Returns whether a file is not there, or is no file. After any other error it may be there, and whole."""
+    return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+
+
+def unreadable(what: str, error: OSError | EOFError) -> CheckpointError:
+    """Returns the error for `what` could not be read: a StorageError, unless the file is not there or ends early."""
+    kind = StorageError if isinstance(error, OSError) and not says_absent(error) else CheckpointError
+    return kind(f"{what}: {getattr(error, 'strerror', None) or str(error) or 'it ends'}")
+
+
 def read_exactly(file: Readable, start: int, into: memoryview) -> None:
     """Fill `into` with the bytes of `file` from `start` on. Raises CheckpointError if that fails."""
     try:
         file.read_into(start, into)
     except (OSError, EOFError) as error:
-        raise CheckpointError(f"{file.name} cannot be read at byte {start}: {str(error) or 'it ends'}") from error
+        raise unreadable(f"{file.name} cannot be read at byte {start}", error) from error
 
 
 class Place(ABC):

@@ -12,17 +12,20 @@ import fcntl
 import os
 import secrets
 import stat
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-from sherd.errors import CheckpointError
+from sherd.errors import CheckpointError, StorageError
 from sherd.storage.place import PART, Chunks, Lock, Place, Readable
 from sherd.storage.remote import Remote
 
 __all__ = ["PART", "Chunks", "Disk", "Lock", "Place", "Readable", "place_of"]
 
 LOCK = ".lock"
+LOCK_LIMIT_S = 30
+"""A shared lock is waited for so long: whoever holds it alone removes files, and reads nothing."""
 _NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -97,7 +100,16 @@ class Disk(Place):
             yield Lock.NONE
             return
         try:
-            found = _flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = _flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+            until = time.monotonic() + LOCK_LIMIT_S
+            while shared and found is Lock.BUSY:
+                if time.monotonic() > until:
+                    raise StorageError(
+                        f"{self.path / LOCK} has been locked for {LOCK_LIMIT_S} s by {_holder_of(fd)}: nothing can be "
+                        "saved or loaded here; wait until it is done, or end it"
+                    )
+                time.sleep(0.05)
+                found = _flock(fd, fcntl.LOCK_SH)
             try:
                 yield found
             finally:
@@ -116,7 +128,7 @@ class _DiskFile(Readable):
         found = os.fstat(self._fd)
         if not stat.S_ISREG(found.st_mode):
             self._close()
-            raise OSError(errno.EINVAL, "it is no file", self.name)
+            raise IsADirectoryError(errno.EISDIR, "it is no file", self.name)
         self.nbytes = found.st_size
 
     def read_into(self, start: int, into: memoryview) -> None:
@@ -170,9 +182,22 @@ def _lock_file(path: Path, lacking: tuple[int, ...]) -> int | None:
         return None
 
 
+def _holder_of(fd: int) -> str:
+    """Returns who holds the lock of an open file, as far as this machine's kernel says it."""
+    inode = os.fstat(fd).st_ino
+    with contextlib.suppress(OSError, IndexError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()  # 1: FLOCK ADVISORY WRITE 1234 08:01:5678 0 EOF
+            if words[1] == "FLOCK" and words[5].endswith(f":{inode}"):
+                name = Path(f"/proc/{words[4]}/comm").read_text().strip()
+                return f"process {words[4]} ({name})"
+    return "a process that this machine does not know"
+
+
 def _flock(fd: int, how: int) -> Lock:
+    """Ask for a lock, without waiting for it."""
     try:
-        fcntl.flock(fd, how)
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return Lock.BUSY
     except OSError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import warnings
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -165,7 +166,9 @@ def load(place: Place, checkpoint: Checkpoint, model: nn.Module, optimizer: Opti
     """
     _require_same_parameters(checkpoint, model)
     try:
-        restored = load_items(str(place), {"model": model, "optimizer": optimizer})
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* is loaded instead$")  # a note of the run says so
+            restored = load_items(str(place), {"model": model, "optimizer": optimizer})
     except CheckpointError as error:
         raise InputError(f"{Exception.__str__(error)}; name another --out") from error
     if restored.step == checkpoint.step:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sherd.errors import CheckpointError
+from sherd.errors import CheckpointError, StorageError
 from sherd.storage.folder import Folder, Found, checked
 from sherd.storage.manifest import FORMAT, MANIFEST, Manifest
 from sherd.storage.opened import Opened
@@ -154,10 +154,12 @@ def whole(place: Place) -> Checkpoint:
 
     Raises:
         NoCheckpoint: it is half-written.
-        InputError: it is of another format or program.
+        InputError: it is of another format or program, or the storage gives errors.
     """
     try:
         return _of_a_run(place, checked(place))
+    except StorageError as error:
+        raise InputError(str(error)) from error
     except CheckpointError as error:
         _require_format(place)
         raise NoCheckpoint(str(error)) from error

@@ -26,7 +26,7 @@ class Imagined(Ranks):
     """Ranks that all say the same as this one."""
 
     def __init__(self, size):
-        self.rank, self.size, self.numbers = 0, size, list(range(size))
+        self.call, self.rank, self.size, self.numbers = "", 0, size, list(range(size))
 
     def gather(self, mine, what):
         return [mine] * self.size

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
+import torch
+
 from sherd.comm.collectives import UsersCollectives
 from sherd.comm.transport import Transport
 from sherd.engine.run.unit import Unit
 from sherd.errors import StateError
 from sherd.policy import UnitPolicy
 from sherd.schedule.actions import Action, Await, Discard, FinishReduce, Free, Gather, Reduce, Shrink
+from sherd.schedule.agreed import Kind, Step
 from sherd.schedule.state import Live
 
 
@@ -145,3 +148,19 @@ DO: dict[type[Action], Callable[[Unit], None]] = {
     Discard: discard,
 }
 """By kind of action: the function that carries it out on a whole unit."""
+
+
+def start_for_others(step: Step, unit: Unit, but: Collection[int] = ()) -> None:
+    """Start what `step` wants of `unit` on ranks that did not want it, for all groups `but` those."""
+    start = gather_for_others if step.kind is Kind.GATHER else reduce_for_others
+    start(unit, bool(step.detail), but)
+
+
+@torch.no_grad()
+def pay(step: Step, unit: Unit, but: Collection[int]) -> None:
+    """Start the collectives of `step` for all groups of `unit` `but` those, and drop what they bring."""
+    start_for_others(step, unit, but)
+    if step.kind is Kind.GATHER:
+        unit.free()
+    else:
+        finish_for_others(unit)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn, Protocol
 
@@ -23,9 +23,10 @@ from sherd.comm.groups import host_group_beside
 from sherd.comm.objects import all_gather_objects, start_all_gather
 from sherd.engine.run.attempt import Attempt, Failure, GivenUp
 from sherd.engine.run.away import ReducedGradients, Settings, refusal, settings_of, take_settings
-from sherd.engine.run.carry_out import finish_for_others, gather_for_others, have_again, reduce_for_others
+from sherd.engine.run.carry_out import finish_for_others, have_again, pay, start_for_others
 from sherd.engine.run.ledger import Ledger, Table
-from sherd.engine.run.order_check import PlannedCollective
+from sherd.engine.run.likeness import made_as
+from sherd.engine.run.order_check import PlannedCollective, differently_made
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.optimizers import watcher
 from sherd.errors import CommError, StateError
@@ -40,8 +41,9 @@ class _Flight(Protocol):
         """Whether its collective was started, and has not been waited for."""
 
 
-VOTE = struct.Struct("<5q")
-"""The kind of the step that a rank wants, of what, its detail, where it stands, and how many units the rank has."""
+VOTE = struct.Struct("<6q")
+"""The kind of the step that a rank wants, of what, its detail, where it stands, how many units the rank has, and at the
+begin of a forward a number for how the model's units are made."""
 LEAVE = Step(Kind.LEAVE)
 GOES_ON = 4
 """In the detail of a `BEGIN`: of an accumulation it is not the first, so that what is kept unsharded is up to date."""
@@ -262,15 +264,16 @@ class Coordinator:
     def _vote(self, wish: Wish) -> list[Wish]:
         """Returns what all ranks want. All of them must call this."""
         stands = wish.in_backward + 2 * wish.in_attempt + 4 * self._has_abandoned
-        own = VOTE.pack(*wish.step, stands, len(self._units))
+        root = self._units[wish.step.which]() if wish.step.kind is Kind.BEGIN else None
+        own = VOTE.pack(*wish.step, stands, len(self._units), made_as(root) if root else 0)
         votes = [bytearray(VOTE.size) for _ in self._ranks]
         words = self._in_words(wish.step)
         asking = named(f"the vote of ranks, of which rank {dist.get_rank()} {words},", self._group())
         with self._ledger.waiting(PlannedCollective(words, ())), asking:
             start_all_gather(own, votes, self._group()).wait()
         unpacked = [VOTE.unpack(vote) for vote in votes]
-        self._fewest_units = min(units for *_, units in unpacked)
-        abandoned = [rank for rank, (*_, at, _) in zip(self._ranks, unpacked, strict=True) if at & 4]
+        self._fewest_units = min(units for *_, units, _ in unpacked)
+        abandoned = [rank for rank, (*_, at, _, _) in zip(self._ranks, unpacked, strict=True) if at & 4]
         if len(abandoned) == len(self._ranks):
             self._has_abandoned = False
         elif abandoned:
@@ -279,7 +282,10 @@ class Coordinator:
                 "and others were not. Let the error end the program, or make the step inside sherd.step, which all "
                 "ranks skip then; go on from a checkpoint"
             )
-        return [Wish(Step(Kind(kind), *which), bool(at & 1), bool(at & 2)) for kind, *which, at, _ in unpacked]
+        wishes = [Wish(Step(Kind(kind), *which), bool(at & 1), bool(at & 2)) for kind, *which, at, _, _ in unpacked]
+        if root and len({wish.step[:2] for wish in wishes}) == 1 and len({made for *_, made in unpacked}) > 1:
+            raise CommError(differently_made(root, self._ranks, self._group()))
+        return wishes
 
     def _group(self) -> dist.ProcessGroup:
         parent = self._parent()
@@ -344,7 +350,7 @@ class Coordinator:
             return
         live = unit.live
         with torch.no_grad():
-            self._start(step, unit, partial(_start_for_others, step))
+            self._start(step, unit, partial(start_for_others, step))
             if step.kind is Kind.GATHER:
                 self._ledger.run(Await, unit, {Await: partial(have_again, live=live)})
             else:
@@ -359,7 +365,7 @@ class Coordinator:
             self._ledger.start(action, unit, step.detail if is_gather else 0, {action: run})
         except Exception:
             flights: Sequence[_Flight] = unit.weights if is_gather else unit.gradients
-            self._owed = partial(_pay, step, unit, {at for at, each in enumerate(flights) if each.is_in_flight})
+            self._owed = partial(pay, step, unit, {at for at, each in enumerate(flights) if each.is_in_flight})
             raise
 
     def _step_along(self, number: int) -> None:
@@ -383,18 +389,3 @@ class Coordinator:
             if isinstance(each, str):
                 raise CommError(each)
         return next(settings for settings in found if isinstance(settings, list))
-
-
-def _start_for_others(step: Step, unit: Unit, but: Collection[int] = ()) -> None:
-    start = gather_for_others if step.kind is Kind.GATHER else reduce_for_others
-    start(unit, bool(step.detail), but)
-
-
-@torch.no_grad()
-def _pay(step: Step, unit: Unit, but: Collection[int]) -> None:
-    """Start the collectives of `step` for all groups of `unit` `but` those, and drop what they bring."""
-    _start_for_others(step, unit, but)
-    if step.kind is Kind.GATHER:
-        unit.free()
-    else:
-        finish_for_others(unit)

@@ -122,8 +122,7 @@ def overseen(do: Table, overseers: dict[int, Overseer]) -> Table:
     def starting(action: type[Action]) -> Callable[[Unit], None]:
         def run(unit: Unit) -> None:
             overseer = overseers.get(unit.id)
-            sends_nothing = action is Gather and unit.mesh.num_shards == 1 and not unit.compared.replicas_may_differ
-            if overseer is None or not unit.parameters or sends_nothing:
+            if overseer is None or not unit.parameters or (action is Gather and unit.mesh.num_shards == 1):
                 do[action](unit)
             else:
                 overseer.starts(action, unit, do)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.tensor import Shard
@@ -24,10 +25,10 @@ _ROW = 1024
 
 
 def parameter_in_words(parameter: ShardedParameter) -> str:
-    """Returns name, shape, dtype and placement, and "frozen" if it is."""
+    """Returns name, shape and dtype, and "frozen" if it is."""
     shape = "x".join(map(str, parameter.shape)) or "scalar"
     dtype = str(parameter.resting.dtype).removeprefix("torch.")
-    return f"{parameter.name} {shape} {dtype} {_cut(parameter)}" + ("" if parameter.requires_grad else " frozen")
+    return f"{parameter.name} {shape} {dtype}" + ("" if parameter.requires_grad else " frozen")
 
 
 def _cut(parameter: ShardedParameter) -> str:
@@ -37,7 +38,7 @@ def _cut(parameter: ShardedParameter) -> str:
 
 
 def terms_of(unit: Unit) -> tuple[str, ...]:
-    """Returns how the unit computes, sends and divides, in words; no two of which are alike."""
+    """Returns how the unit is cut, computes, sends and divides, in words. Units of one kind have the same."""
     policy, precision, comm = unit.policy, unit.precision, unit.mesh.comm
     divisor = unit.mesh.num_shards * unit.mesh.num_replicas if policy.divide_factor is None else policy.divide_factor
     terms = [f"gradients divided by {divisor:g}", f"transport {comm.transport!r}, parts of {comm.part_bytes} bytes"]
@@ -49,7 +50,8 @@ def terms_of(unit: Unit) -> tuple[str, ...]:
     terms += [f"{name} by {_name(call)}" for name, call in own.items() if call is not None]
     if policy.reduce_unused:
         terms.append("unused parameters are reduced")
-    return tuple(terms)
+    within = f"{unit.name}."
+    return (*terms, *(f"{each.name.removeprefix(within)} placed {_cut(each)}" for each in unit.parameters))
 
 
 def _name(call: object) -> str:
@@ -60,8 +62,22 @@ def digest_of(unit: Unit) -> int:
     """Returns a number that is another one when `unit` has other terms, without words for each call."""
     compared = unit.compared
     if compared.digest is None:
-        compared.digest = int.from_bytes(_hash("\n".join(terms_of(unit))), "little", signed=True)
+        compared.digest = _number("\n".join(terms_of(unit)))
     return compared.digest
+
+
+def model_of(root: Unit) -> Sequence[Unit]:
+    """Returns all units of the model with this root."""
+    runtime = root.sealed_into()
+    return (root,) if runtime is None else runtime.units
+
+
+def made_as(root: Unit) -> int:
+    """Returns a number that is the same on ranks that have made all units of a model alike, and frozen the same."""
+    units = model_of(root)
+    said = [str(digest_of(unit)) for unit in units]
+    said += ["".join("01"[parameter.requires_grad] for parameter in unit.parameters) for unit in units]
+    return _number(" ".join(said))
 
 
 def values_hash(unit: Unit) -> bytes:
@@ -78,6 +94,10 @@ def _sum(group: Group) -> int:
     full = bits.numel() // _ROW * _ROW
     rows = torch.cat((bits[:full].view(-1, _ROW).sum(1, dtype=torch.int64), bits[full:].sum(dtype=torch.int64).view(1)))
     return int((rows * torch.arange(1, rows.numel() + 1, device=rows.device)).sum())
+
+
+def _number(said: str) -> int:
+    return int.from_bytes(_hash(said), "little", signed=True)
 
 
 def _hash(said: str) -> bytes:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from sherd.comm import failures
 from sherd.comm.agreement import in_short
 from sherd.comm.objects import all_gather_objects, start_all_gather
-from sherd.engine.run.likeness import HASH_BYTES, parameter_in_words, terms_of
+from sherd.engine.run.likeness import HASH_BYTES, model_of, parameter_in_words, terms_of
 from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
 from sherd.schedule.actions import Action, Gather
@@ -44,10 +44,11 @@ class PlannedCollective:
         return hashlib.blake2b(said.encode(), digest_size=DIGEST_BYTES).digest()
 
     def describe(self, known: set[str]) -> str:
-        """Returns it in words, with its parameters. Those that are `known` are left out, unless all are."""
-        terms = [term for term in self.terms if known and term not in known]
-        named = [parameter for parameter in self.parameters if parameter not in known]
-        return f"{self.what} ({in_short([*named, *terms] or self.parameters)})"
+        """Returns it in words: with those parameters that are not `known`, else such terms, else all parameters."""
+        if not known:
+            return f"{self.what} ({in_short(self.parameters)})"
+        named, terms = ([each for each in of if each not in known] for of in (self.parameters, self.terms))
+        return f"{self.what} ({in_short(named or terms or self.parameters)})"
 
 
 MOST_STEPS = 4
@@ -122,6 +123,13 @@ def _unlike(collective: PlannedCollective, found: Mapping[int, bytes], copies: S
                 "weights of rank 0 before it is sharded, as the wrapper's sync_module_states=True does"
             )
     return ""
+
+
+def differently_made(root: Unit, ranks: Sequence[int], group: dist.ProcessGroup) -> str:
+    """Returns the text of the error of ranks that have made the model of `root` differently. All must call this."""
+    mine = [planned(Gather, unit, 0) for unit in model_of(root)]
+    found = all_gather_objects(mine, "the comparison of how units are made", group)
+    return different(ranks, next(each for each in zip(*found, strict=False) if len({*each}) > 1))
 
 
 def different(ranks: Sequence[int], collectives: Sequence[PlannedCollective]) -> str:

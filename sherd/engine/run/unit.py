@@ -171,6 +171,7 @@ class Unit:
         if self.live is not Live.SHARDED:
             raise StateError(f"unit {self.name}: its parameters cannot be regrouped while they are {self.live.name}")
         this = weakref.ref(self)
+        self.compared.changed()
         self.weights, self.gradients = [], []
         part_bytes = self.mesh.comm.part_bytes
         for batch in batches_of(self.parameters, self.streams, self.surrounds, self.gathers_as_one, part_bytes):
