@@ -985,6 +985,19 @@ def test_store_beside__is_one_of_all_processes():
     assert store.get(f"from {1 - rank}") == str(1 - rank).encode()
 
 
+@on_processes(2)
+def test_has_ended__is_false_until_the_others_come_and_leaves_the_work_as_it_was():
+    store = _torch.store_beside(dist.group.WORLD, "has ended")
+    if dist.get_rank() == 1:
+        store.get("asked")  # waits for it
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    if dist.get_rank() == 0:
+        assert not _torch.has_ended(work, 0.01)
+        assert not _torch.has_ended(work, 0)
+        store.set("asked", "")
+    assert _torch.has_ended(work, 60)
+
+
 @on_threads(2)
 def test_store_beside__is_none_where_ranks_are_threads():
     assert _torch.store_beside(dist.group.WORLD, "here") is None

@@ -87,6 +87,22 @@ def named_group(
     return group
 
 
+def has_ended(work: dist.Work, seconds: float) -> bool:
+    """Wait at most that long, at least a millisecond. Returns whether `work` has ended; raises what it has ended with.
+
+    `is_completed()` will not do: it keeps the interpreter's lock while it waits for that of the work, whose holder may
+    wait for the interpreter's. While a profiler runs, gloo's thread restores there what the thread of the call had,
+    hooks on saved tensors too (2.11 to 2.13).
+    """
+    try:
+        work.wait(timedelta(seconds=max(seconds, 1e-3)))
+    except RuntimeError as error:
+        if str(error).startswith("Operation timed out"):
+            return False
+        raise
+    return True
+
+
 class Store(Protocol):
     """The calls of a store, in which processes leave values for each other. torch's have no public type (2.11 to
     2.13)."""

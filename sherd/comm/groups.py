@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -21,6 +22,12 @@ _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int,
     weakref.WeakKeyDictionary()
 )
 """By parent, then by purpose and ranks. An entry goes with its parent, so a later group of that name begins anew."""
+
+_makers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""By parent: the thread that has made the first of these. Ranks may be threads, which know their own groups only."""
+
+_orphans: list[dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] = []
+"""Entries whose parents are no more. The garbage collector may come at any moment, so they are destroyed later."""
 
 _Meshes = dict[tuple[dist.ProcessGroup | None, str], DeviceMesh]
 """By replicate group, which is held: another group could get its id; and by the device's type."""
@@ -47,7 +54,11 @@ def group_beside(
     Raises:
         CommError: not all of `ranks` make the first call.
     """
-    groups = _beside.setdefault(parent, {})
+    _destroy_orphans()
+    if parent not in _beside:
+        _beside[parent], _makers[parent] = {}, threading.get_ident()
+        weakref.finalize(parent, _orphans.append, _beside[parent]).atexit = False
+    groups = _beside[parent]
     key = (purpose, tuple(ranks))
     if key not in groups:
         # The parent's name is the same on all of its ranks, and no other group alive has it.
@@ -56,6 +67,19 @@ def group_beside(
         with named(f"the start of the group for {purpose}", parent):
             groups[key] = named_group(name, ranks, timeout_of(parent, device), backend)
     return groups[key]
+
+
+def _destroy_orphans() -> None:
+    """Destroy the groups beside parents that were destroyed: each has sockets and threads."""
+    mine = [parent for parent, thread in list(_makers.items()) if thread == threading.get_ident()]
+    for parent in [each for each in mine if is_destroyed(each)]:
+        del _makers[parent]
+        _orphans.append(_beside.pop(parent, {}))
+    while _orphans:
+        groups = _orphans.pop()
+        while groups:
+            with contextlib.suppress(ValueError, RuntimeError):  # destroyed together with all groups
+                dist.destroy_process_group(groups.popitem()[1])
 
 
 def host_group_beside(

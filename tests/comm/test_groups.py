@@ -1,6 +1,7 @@
 """Sherd's own groups are made once, by their ranks alone, whatever groups a program has made or given up before."""
 
 import gc
+import os
 import weakref
 from datetime import timedelta
 
@@ -8,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from sherd import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from sherd.comm.groups import group_beside, one_rank_group
+from sherd.comm.groups import group_beside, is_destroyed, one_rank_group
 from sherd.comm.objects import all_gather_objects
 from sherd.errors import CommError
 from tests.support.ranks.bodies import on_processes
@@ -46,8 +48,9 @@ def test_a_group_is_made_once_for_each_purpose_and_ranks_beside_each_parent():
     assert all(each is one for each, one in zip(again, made, strict=True))
     assert len({id(each) for each in (*made, beside_other)}) == 4
     assert one_rank_group() is one_rank_group()
-    ranks = [dist.get_process_group_ranks(each) for each in (*made, beside_other, one_rank_group())]
-    assert ranks == [[0, 1, 2, 3], half, [0, 1, 2, 3], [0, 1, 2, 3], [rank]]
+    ranks = [dist.get_process_group_ranks(each) for each in (*made, one_rank_group())]
+    assert ranks == [[0, 1, 2, 3], half, [0, 1, 2, 3], [rank]]
+    assert is_destroyed(beside_other)
 
 
 @on_processes(2)
@@ -99,3 +102,20 @@ def test_a_destroyed_replicate_group_is_let_go_and_a_later_one_is_not_taken_for_
             assert torch.equal(each.grad.full_tensor(), torch.full((4, 4), 1.5 + number))
 
     assert live_after(use, lambda: dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]) == 0
+
+
+@on_processes(2)
+def test_what_was_made_beside_groups_goes_when_they_go():
+    """A model over a group of its own makes groups beside that: threads and sockets stay as many as they were."""
+    counts = []
+    for _ in range(6):
+        group = dist.new_group()
+        model = fully_shard(nn.Linear(4, 4), mesh=DeviceMesh.from_group(group, "cpu"))
+        model(torch.ones(2, 4)).sum().backward()
+        del model
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        counts.append([len(os.listdir(f"/proc/self/{each}")) for each in ("fd", "task")])
+    assert counts[2] == counts[-1]

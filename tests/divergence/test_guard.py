@@ -160,6 +160,14 @@ def test_settled_steps_compare_nothing(make):
 
 
 @on_processes(2)
+def test_ranks_that_compare_while_a_profiler_follows_them_do_not_hang():
+    model = sharded()
+    for _ in range(4):
+        with torch.profiler.profile(with_stack=True):
+            step(model)
+
+
+@on_processes(2)
 def test_models_that_share_a_mesh_take_turns():
     one, other = sharded(), wrapped()
     for number in range(6):

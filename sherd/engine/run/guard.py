@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 import weakref
 from itertools import islice
 from typing import NoReturn
@@ -25,7 +24,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from sherd._torch import users_line
+from sherd._torch import has_ended, users_line
 from sherd.comm.board import LOOK_EVERY_S, Answer, Board, Failure, Inquiry, Position
 from sherd.comm.failures import named
 from sherd.comm.groups import host_group_beside
@@ -125,18 +124,12 @@ class Guard:
 
         def wait(work: dist.Work) -> None:
             nonlocal inquiry
-            begun, pause = time.monotonic(), 2e-5
-            while not work.is_completed():
-                time.sleep(pause)
+            while not has_ended(work, INQUIRE_AFTER_S if inquiry is None else LOOK_EVERY_S):
                 if self._failure is not None:
                     self._raise_failure(self._failure, do)
-                pause = min(2 * pause, 2e-3 if inquiry is None else LOOK_EVERY_S)
-                if time.monotonic() - begun < INQUIRE_AFTER_S:
-                    continue
                 if inquiry is None:
                     inquiry = self._board.inquire(self.key, self._position)
                 self._give_up_if_alone(inquiry, collective)
-            work.wait()
 
         try:
             with self._ledger.waiting(collective):
