@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import threading
@@ -26,8 +25,9 @@ _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int,
 _makers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """By parent: the thread that has made the first of these. Ranks may be threads, which know their own groups only."""
 
-_orphans: list[dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] = []
-"""Entries whose parents are no more. The garbage collector may come at any moment, so they are destroyed later."""
+_orphans: list[weakref.ref[dist.ProcessGroup]] = []
+"""Groups whose parents are no more, if torch still has them. The garbage collector may come at any moment, so they are
+destroyed later."""
 
 _Meshes = dict[tuple[dist.ProcessGroup | None, str], DeviceMesh]
 """By replicate group, which is held: another group could get its id; and by the device's type."""
@@ -57,7 +57,6 @@ def group_beside(
     _destroy_orphans()
     if parent not in _beside:
         _beside[parent], _makers[parent] = {}, threading.get_ident()
-        weakref.finalize(parent, _orphans.append, _beside[parent]).atexit = False
     groups = _beside[parent]
     key = (purpose, tuple(ranks))
     if key not in groups:
@@ -65,7 +64,8 @@ def group_beside(
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()  # thousands of ranks would be long
         name = f"sherd/{parent.group_name}/{purpose}/{digest}"
         with named(f"the start of the group for {purpose}", parent):
-            groups[key] = named_group(name, ranks, timeout_of(parent, device), backend)
+            made = groups[key] = named_group(name, ranks, timeout_of(parent, device), backend)
+        weakref.finalize(parent, _orphans.append, weakref.ref(made)).atexit = False
     return groups[key]
 
 
@@ -74,12 +74,11 @@ def _destroy_orphans() -> None:
     mine = [parent for parent, thread in list(_makers.items()) if thread == threading.get_ident()]
     for parent in [each for each in mine if is_destroyed(each)]:
         del _makers[parent]
-        _orphans.append(_beside.pop(parent, {}))
+        _orphans.extend(map(weakref.ref, _beside.pop(parent, {}).values()))
     while _orphans:
-        groups = _orphans.pop()
-        while groups:
-            with contextlib.suppress(ValueError, RuntimeError):  # destroyed together with all groups
-                dist.destroy_process_group(groups.popitem()[1])
+        group = _orphans.pop()()
+        if group is not None and not is_destroyed(group):
+            dist.destroy_process_group(group)
 
 
 def host_group_beside(
