@@ -98,6 +98,9 @@ def may_become(case: Case) -> set[Outcome]:
         return ERRORS
     if fault.kind in ROUTES:
         return {Outcome.RIGHT} if joins else ERRORS
+    if leaves_out_a_step(fault, case.setting) and not joins:
+        # Where a rank holds nothing of a unit, nobody can tell from that one.
+        return {Outcome.RIGHT, *ERRORS} if case.setting.front == "owned" else ERRORS
     if fault.phase is Phase.CHECKPOINT or leaves_out_a_step(fault, case.setting):
         return {Outcome.RIGHT}
     if not joins:
@@ -140,7 +143,7 @@ def judged(case: Case, ends: Ends) -> Verdict:
             return verdict(Outcome.LEFT, words=f"rank {rank} has left {end.left}\n{all_of(ends)}")
     if ends.left:
         return verdict(Outcome.LEFT, words=f"{ends.left}\n{all_of(ends)}")
-    if Outcome.RIGHT in may_become(case):
+    if Outcome.RIGHT in may_become(case) and (not ERRORS & may_become(case) or ends.of_rank[0].values is not None):
         outcome, words = ended_right(case, ends)
     elif Outcome.ALIKE in may_become(case) and all(end.values is not None for end in ends.of_rank):
         outcome, words = with_values(Outcome.ALIKE, ends, ends.of_rank[0].values)

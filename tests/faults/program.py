@@ -174,7 +174,7 @@ def trained(setting: Setting, probe: Probe, folder: Path) -> dict[str, Tensor]:
 
 
 def leaves_out_a_step(fault: Fault | None, setting: Setting) -> bool:
-    """Returns whether one rank does not step its elements where all others step theirs, and nobody must notice."""
+    """Returns whether one rank does not step its elements where all others step theirs."""
     if fault is None or fault.kind not in CAUGHT:
         return False
     return fault.phase is Phase.STEP or (fault.phase is Phase.BEFORE_STEP and setting.divergence == "error")

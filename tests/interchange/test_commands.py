@@ -69,17 +69,17 @@ def test_convert_copies_what_lies_beside_the_weights_of_hf_and_gives_a_step_to_w
 
 def test_inspect_shows_tensors_pieces_values_and_an_optimizers_groups(tmp_path, run):
     w = torch.arange(8.0).view(4, 2)
-    put(tmp_path / "a", {"model/w": (w, Grid(0, (GridCut(0, 4, 1),)))}, {"model/tied": "model/w"}, user={"run": 1})
+    put(tmp_path / "a", {"model/w": (w, Grid(0, (GridCut(0, 2, 1),)))}, {"model/tied": "model/w"}, user={"run": 1})
     code, out, _ = run("inspect", tmp_path / "a")
     lines = out.splitlines()
     assert code == 0
     assert lines[0] == f"{tmp_path / 'a'}: sherd, step 7, 1 tensors, 32 B"
     assert "saved by 4 ranks" in lines[1]
     assert lines[3:6] == ["model: module, 1 tensors, 32 B", lines[4], "  tied = w"]
-    assert lines[4].split() == ["w", "F32", "[4,", "2]", "32", "B", "4", "pieces"]
+    assert lines[4].split() == ["w", "F32", "[4,", "2]", "32", "B", "2", "pieces"]
     code, out, _ = run("inspect", tmp_path / "a", "--json")
     found = json.loads(out)
-    assert found["tensors"] == {"model/w": {"dtype": "F32", "shape": [4, 2], "bytes": 32, "pieces": 4}}
+    assert found["tensors"] == {"model/w": {"dtype": "F32", "shape": [4, 2], "bytes": 32, "pieces": 2}}
     assert (found["step"], found["aliases"], found["user"]) == (7, {"model/tied": "model/w"}, {"run": 1})
     everything(tmp_path / "all")
     _, out, _ = run("inspect", tmp_path / "all")
