@@ -124,11 +124,7 @@ class ModuleItem(Item):
 
     def held(self, compare: bool) -> tuple[Tensors, Json]:
         """Returns parameters and buffers by their names in the model."""
-        tensors = Tensors()
-        for each in self._tensors:
-            each.require_at_rest("sherd.save")
-            for name, tensor in each.saved.items():
-                tensors.keep(self._named(name), tensor)
+        tensors = self._own("sherd.save")
         extra = {path: module.get_extra_state() for path, module in self._with_extra_state()}
         return tensors, {
             "kind": "module",
@@ -144,7 +140,7 @@ class ModuleItem(Item):
     def misfit(self, source: Opened) -> Misfit:
         """Compares names and shapes."""
         self.json(source, "module")
-        prefix, manifest, own = f"{self.name}/", source.manifest, self._own()
+        prefix, manifest, own = f"{self.name}/", source.manifest, self._own("sherd.load")
         stored = {name for name in (*manifest.tensors, *manifest.aliases) if name.startswith(prefix)}
         known = {*own, *self.aliases(), *(name for name in stored if name.startswith(f"{prefix}{EXTRA}/"))}
         entries = {name: entry for name in own if (entry := manifest.entry(name)) is not None}
@@ -155,16 +151,20 @@ class ModuleItem(Item):
             tuple(f"{name} has shape {a}, in the model {b}" for name, (a, b) in shapes.items() if a != b),
         )
 
-    def _own(self) -> dict[str, torch.Tensor]:
-        return {self._named(name): each for of in self._tensors for name, each in of.saved.items()}
+    def _own(self, call: str) -> Tensors:
+        own = Tensors()
+        for of in self._tensors:
+            of.require_at_rest(call)
+            for name, tensor in of.saved.items():
+                own.keep(self._named(name), tensor)
+        return own
 
     @torch.no_grad()
     def load(self, source: Opened, most_bytes: int) -> None:
         """Fill parameters and buffers where they lie."""
         for of in self._tensors:
-            of.require_at_rest("sherd.load")
             of.before_writing()
-        for name, tensor in self._own().items():
+        for name, tensor in self._own("sherd.load").items():
             if source.manifest.entry(name) is not None:
                 fill(source, name, tensor, most_bytes)
         for of in self._tensors:

@@ -72,8 +72,6 @@ class Layouts:
         Raises:
             CheckpointError: its dtype or layout is one that files do not have.
         """
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            raise CheckpointError(f"{name} is sparse or quantized, which checkpoints do not hold; make it dense")
         copies = self._copies(name, spec_of(tensor)) if isinstance(tensor, DTensor) and tensor.numel() else None
         return Described(dtype_name(tensor.dtype, name), tuple(tensor.shape), copies)
 

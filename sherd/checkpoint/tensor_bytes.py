@@ -6,7 +6,9 @@ import ctypes
 from collections.abc import Iterator
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from sherd._torch import local_tensor
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, spans, start_of_run, whole
 from sherd.storage.opened import Opened
@@ -44,6 +46,22 @@ def dtype_name(dtype: torch.dtype, what: str) -> str:
     if dtype not in _NAMES:
         raise CheckpointError(f"{what} is of {dtype}, which safetensors files do not have; save it in another dtype")
     return _NAMES[dtype]
+
+
+def require_bytes(tensor: torch.Tensor, what: str) -> None:
+    """Raises CheckpointError, about `what`, unless the elements of `tensor` are the bytes of its memory."""
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    if local.layout != torch.strided or local.is_quantized:
+        raise CheckpointError(f"{what} is sparse or quantized, which checkpoints do not hold; make it dense")
+    if local.is_meta:
+        raise CheckpointError(f"{what} is on the meta device; give it memory and values first")
+    kind = type(local)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise CheckpointError(
+            f"{what} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass without memory of its own, which "
+            "checkpoints do not hold; save or load the plain tensors in it, or what it stands for as a plain tensor "
+            "(torchao's tensors have dequantize()), or use torch.distributed.checkpoint"
+        )
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

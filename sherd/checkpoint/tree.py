@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from sherd.checkpoint.tensor_bytes import DTYPES, dtype_name
+from sherd.checkpoint.tensor_bytes import DTYPES, dtype_name, require_bytes
 from sherd.errors import CheckpointError
 
 Json = Any
@@ -35,7 +35,8 @@ class Tensors(dict[str, torch.Tensor]):
     """Tensors by their names in a checkpoint."""
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor. Raises CheckpointError if there is one of this name."""
+        """Add a tensor. Raises CheckpointError if there is one of this name, or its elements are not in its memory."""
+        require_bytes(tensor, name)
         if name in self:
             raise CheckpointError(
                 f"two tensors would be called {name} in the checkpoint; rename an item, module or key"
@@ -72,6 +73,7 @@ def _encoded(value: object, path: str, keep: Callable[[str, torch.Tensor], None]
         if value.dim() or value.is_complex() or isinstance(value, DTensor):
             keep(path, value)
             return {"$tensor": path}
+        require_bytes(value, path)
         number = value.item()
         return {"$scalar": [dtype_name(value.dtype, path), _encoded(number, path, keep)]}
     if isinstance(value, bytes | bytearray):

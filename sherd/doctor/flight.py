@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sherd.doctor.findings import FAILURE, Finding, as_json, as_table, exit_code
+from sherd.errors import CheckpointError
+from sherd.storage.places import read_file
 from sherd.train.config import InputError
+from sherd.train.terminal import say
 
 PATTERN = "sherd-flight-*.json"
 BRANCH = (
@@ -78,7 +81,7 @@ class Record:
 def tell(args: argparse.Namespace) -> int:
     """Print what the records say; returns the exit code. Raises InputError where there are none."""
     findings = list(judged(read([Path(name) for name in args.files])))
-    print(as_json(findings) if args.json else as_table(findings))
+    say(as_json(findings) if args.json else as_table(findings))
     return exit_code(findings, args.strict)
 
 
@@ -95,7 +98,7 @@ def read(paths: Sequence[Path]) -> list[Record]:
 
 def _record_of(file: Path) -> Record:
     try:
-        said = json.loads(file.read_text())
+        said = json.loads(read_file(file))
         meshes = [
             Mesh(
                 mesh["mesh"],
@@ -107,7 +110,7 @@ def _record_of(file: Path) -> Record:
             for mesh in said["meshes"]
         ]
         return _made(Record, {**said, "meshes": meshes})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
         raise InputError(f"{file} is no flight record: {type(error).__name__} {error}") from error
 
 

@@ -26,6 +26,7 @@ from sherd.storage.folder import Folder
 from sherd.storage.places import place_of
 from sherd.train.codes import NO_ROOM
 from sherd.train.config import InputError
+from sherd.train.terminal import say
 
 __all__ = ["run"]
 
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(f"sherd {args.interchange}: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        say(f"sherd {args.interchange}: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
         return NO_ROOM
 
 
@@ -73,10 +74,10 @@ def _convert(args: argparse.Namespace) -> int:
         print(json.dumps(told | {"left_out": left_out, "copied": beside}))
         return 0
     for note in left_out:
-        print(f"note   {note}", file=sys.stderr)
+        say(f"note   {note}", file=sys.stderr)
     if beside:
-        print(f"note   {', '.join(beside)} copied", file=sys.stderr)
-    print(f"{source_path} ({source.format}) is written to {target} ({to})", file=sys.stderr)
+        say(f"note   {', '.join(beside)} copied", file=sys.stderr)
+    say(f"{source_path} ({source.format}) is written to {target} ({to})", file=sys.stderr)
     return 0
 
 
@@ -96,7 +97,7 @@ def _numbers(given: list[str]) -> dict[str, int]:
 
 def _inspect(args: argparse.Namespace) -> int:
     with _opened(Path(args.source), args.from_format) as source:
-        print(json.dumps(showing.as_json(source)) if args.json else showing.as_text(source, args.source))
+        say(json.dumps(showing.as_json(source)) if args.json else showing.as_text(source, args.source))
     return 0
 
 
@@ -112,9 +113,9 @@ def _verify(args: argparse.Namespace) -> int:
         print(json.dumps({"path": args.source, "format": source.format, "checksums": checked, "damages": listed}))
     else:
         for each in found:
-            print(f"{each.file}: {each.what}")
+            say(f"{each.file}: {each.what}")
         how = "" if checked else f"; the format {source.format} has no checksums, so changed bytes are not noticed"
-        print(f"{args.source} is damaged" if found else f"{args.source} is whole{how}")
+        say(f"{args.source} is damaged" if found else f"{args.source} is whole{how}")
     return 1 if found else 0
 
 
@@ -132,8 +133,8 @@ def _diff(args: argparse.Namespace) -> int:
         return 1 if found else 0
     for each in found:
         most = "" if each.max_abs is None else f", at most by {each.max_abs:.6g} (relative {each.max_rel:.6g})"
-        print(f"{each.name}: {each.what}{most}")
-    print(f"{len(found)} differences" if found else f"{args.source} and {args.other} are the same")
+        say(f"{each.name}: {each.what}{most}")
+    say(f"{len(found)} differences" if found else f"{args.source} and {args.other} are the same")
     return 1 if found else 0
 
 
@@ -147,10 +148,10 @@ def _prune(args: argparse.Namespace) -> int:
         print(json.dumps({"removed": removed, "swept": swept, "left": folder.steps()}))
         return 0
     for step in removed:
-        print(f"step {step} is removed")
+        say(f"step {step} is removed")
     for path in swept:
-        print(f"{path} is removed")
-    print(f"{len(folder.steps())} checkpoints are left in {args.source}")
+        say(f"{path} is removed")
+    say(f"{len(folder.steps())} checkpoints are left in {args.source}")
     return 0
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from sherd.errors import CheckpointError
 from sherd.interchange.presets import PRESETS
+from sherd.storage.places import read_file
 from sherd.storage.safetensors import in_brief, read_json
 
 KINDS = ("rename", "transpose", "permute", "merge", "split", "stack", "unstack", "tie", "drop")
@@ -203,10 +204,10 @@ def numbers_of(path: Path) -> dict[str, int]:
     """Returns the numbers of a Hugging Face config.json in or beside `path`, as rules name them: heads, kv_heads."""
     for folder in (path, path.parent):
         try:
-            config = json.loads((folder / "config.json").read_text())
+            config = json.loads(read_file(folder / "config.json"))
             heads = config.get("num_attention_heads", config.get("n_head"))
             numbers = {"heads": heads, "kv_heads": config.get("num_key_value_heads", heads)}
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError, CheckpointError):
             continue
         return {name: value for name, value in numbers.items() if type(value) is int}
     return {}

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from sherd.interchange.pickles import Dict, Inert, UnknownName, Unpickler, inert
 from sherd.interchange.state_trees import Pending, collected, left_out_of_tree, tree_of
 from sherd.interchange.torch_files import Range, Strided, TorchFile
 from sherd.layout.boxes import Box, overlapping
-from sherd.storage.places import Disk, Readable
+from sherd.storage.places import Disk, Readable, read_file
 
 FORMAT = "dcp"
 METADATA = ".metadata"
@@ -135,10 +136,7 @@ def metadata_of(path: Path) -> Inert:
     """Returns what `path/.metadata` holds. Raises CheckpointError."""
     file = path / METADATA
     try:
-        if file.stat().st_size > _LONGEST_METADATA:
-            raise CheckpointError(f"{file} has {file.stat().st_size} bytes")
-        with open(file, "rb") as stream:
-            found = Unpickler(stream, NAMES, str(file)).read()
+        found = Unpickler(io.BytesIO(read_file(file, _LONGEST_METADATA)), NAMES, str(file)).read()
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
     if not isinstance(found, _Metadata):

@@ -29,6 +29,7 @@ from sherd.interchange.pickles import Inert
 from sherd.interchange.state_trees import Collected, is_lazy
 from sherd.interchange.torch_files import Strided, TorchFile, opened
 from sherd.layout.boxes import Box, spans, whole
+from sherd.storage.places import read_file
 
 FORMAT = "deepspeed"
 
@@ -120,8 +121,8 @@ def folder_of(path: Path, files: str = MODEL_FILES, latest: str = _LATEST) -> Pa
     if any(path.glob(files)):
         return path
     try:
-        named = (path / latest).read_text()[:200].strip()
-    except (OSError, ValueError):
+        named = read_file(path / latest)[:200].decode().strip()
+    except (OSError, ValueError, CheckpointError):
         return None
     below = path / named
     return below if named not in ("", "..") and "/" not in named and any(below.glob(files)) else None

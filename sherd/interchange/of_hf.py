@@ -20,7 +20,7 @@ from sherd.interchange.contents import MODEL, Contents, LazySource, Read, Spec, 
 from sherd.interchange.state_trees import Collected
 from sherd.layout.boxes import Box, overlapping, spans, whole
 from sherd.storage.place import read_exactly
-from sherd.storage.places import Disk, Readable
+from sherd.storage.places import Disk, Readable, read_file
 from sherd.storage.safetensors import Stored, header_length, header_of, nbytes_of, parsed, read_json
 
 FORMAT = "hf"
@@ -159,9 +159,10 @@ def _files(path: Path) -> dict[Path, set[str] | None]:
         if not alone.exists() and not others:
             raise CheckpointError(f"{path} has neither {INDEX} nor {ONE}")
         return {alone: None} if alone.exists() else dict.fromkeys(others)
-    if index.stat().st_size > _MOST_BESIDE:
-        raise CheckpointError(f"{index} has {index.stat().st_size} bytes")
-    fields = read_json(index.read_bytes(), str(index))
+    try:
+        fields = read_json(read_file(index, _MOST_BESIDE), str(index))
+    except OSError as error:
+        raise CheckpointError(f"{index} cannot be read: {error.strerror or error}") from None
     listed = fields.get("weight_map")
     if not isinstance(listed, dict):
         raise CheckpointError(f"{index} has no weight_map")
@@ -234,9 +235,11 @@ def _shards(tensors: Mapping[str, Spec], most: int) -> Iterator[list[str]]:
 
 def copy_beside(source: Path, target: Path) -> list[str]:
     """Copy what lies beside the weights in the folder `source`, such as config.json and a tokenizer's files, to
-    `target`. Returns the names."""
-    copied = []
+    `target`. Returns the names. A link to a file of another folder is not followed, but into the blobs of a cache."""
+    copied, own = [], source.resolve()
     for file in sorted(source.iterdir()):
+        if file.resolve().parent not in (own, own.parent.parent / "blobs"):
+            continue
         if _WEIGHTS.fullmatch(file.name) or not file.is_file() or file.stat().st_size > _MOST_BESIDE:
             continue
         if not (target / file.name).exists():

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -30,6 +31,7 @@ from sherd.interchange.of_torch import save
 from sherd.interchange.state_trees import GROUPS, PARAMS, STATE, Collected, Pending, tree_of
 from sherd.interchange.torch_files import Strided, TorchFile
 from sherd.storage.place import Readable
+from sherd.storage.places import Disk
 
 FORMAT = "universal"
 
@@ -56,16 +58,13 @@ class _Rested(Readable):
     """A file that is open only while it is read: a checkpoint has more of them than a process may hold open."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self.name, self.nbytes = path, str(path), path.stat().st_size
+        self._path, self.name = path, str(path)
+        with closing(Disk(path.parent).open(path.name)) as file:
+            self.nbytes = file.nbytes
 
     def read_into(self, start: int, into: memoryview) -> None:
-        with open(self._path, "rb", buffering=0) as file:
-            file.seek(start)
-            while len(into):
-                count = file.readinto(into)
-                if not count:
-                    raise EOFError
-                into = into[count:]
+        with closing(Disk(self._path.parent).open(self._path.name)) as file:
+            file.read_into(start, into)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, NoReturn, cast
 
 from sherd.errors import CheckpointError
 
 Names = Mapping[tuple[str, str], object]
 """Stand-ins for the classes and functions of a pickle, by module and name."""
+
+
+_FEW, _MOST_UNFOLDED = 1_000_000, 1_000
+"""A pickle may stand for so many objects, and for so many times those that hold others; optimizers share tuples."""
 
 
 class UnknownName(CheckpointError):
@@ -62,8 +66,10 @@ class Dict(dict[Any, Any], metaclass=_Sealed):
     def __setstate__(self, state: object) -> None: ...
 
 
-class Unpickler(pickle.Unpickler):
+class Unpickler(pickle._Unpickler):
     """Reads a pickle that is not trusted: it finds what is in `names`, and raises at anything else.
+
+    It is the one in Python: that in C takes as much memory as the numbers in the pickle say, which may be any.
 
     Args:
         file: the pickle.
@@ -93,10 +99,38 @@ class Unpickler(pickle.Unpickler):
     def read(self) -> Any:
         """Returns the object. Raises CheckpointError if it is not one."""
         try:
-            return self.load()
+            found = self.load()
+            _require_unfolded(found, self._where)
+            return found
         except CheckpointError:
             raise
         except RecursionError:
             raise CheckpointError(f"{self._where} is nested too deeply") from None
         except Exception as error:
             raise CheckpointError(f"{self._where} is no pickle of that kind: {error!r:.200}") from None
+
+
+def _require_unfolded(tree: object, where: str) -> None:
+    """Raises CheckpointError if `tree` has few objects that stand in one another so often that a walk would not end."""
+    sizes: dict[int, int] = {}
+    waiting: list[tuple[object, bool]] = [(tree, False)]
+    while waiting:
+        value, are_known = waiting.pop()
+        if are_known:
+            sizes[id(value)] = 1 + sum(sizes.get(id(each), 1) for each in _held_by(value))
+        elif id(value) not in sizes and (held := _held_by(value)):
+            sizes[id(value)] = 1
+            waiting.append((value, True))
+            waiting += [(each, False) for each in held]
+    if sizes.get(id(tree), 1) > _MOST_UNFOLDED * len(sizes) + _FEW:
+        raise CheckpointError(
+            f"{where} has lists in lists in several places, so that they would never be read to the end"
+        )
+
+
+def _held_by(value: object) -> Sequence[object]:
+    if isinstance(value, dict):
+        return [*value.values()]
+    if isinstance(value, Inert):
+        return [value.args, value.state]
+    return [*value] if isinstance(value, list | tuple | set) else ()

@@ -33,7 +33,7 @@ def as_json(source: Source) -> dict[str, Any]:
 
 def as_text(source: Source, path: str) -> str:
     """Returns the same in lines."""
-    return "\n".join(_lines(source, path))
+    return "\n".join(line.replace("\n", "\\n") for line in _lines(source, path))
 
 
 def _lines(source: Source, path: str) -> Iterator[str]:

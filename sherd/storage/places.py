@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sherd.errors import CheckpointError, StorageError
-from sherd.storage.place import PART, Chunks, Lock, Place, Readable
+from sherd.storage.place import PART, Chunks, Lock, Place, Readable, read_exactly
 from sherd.storage.remote import Remote
 
 __all__ = ["PART", "Chunks", "Disk", "Lock", "Place", "Readable", "place_of"]
@@ -140,6 +140,21 @@ class _DiskFile(Readable):
 
     def close(self) -> None:
         self._close()
+
+
+def read_file(path: Path, most_bytes: int = 256 << 20) -> bytes:
+    """Returns what the file at `path` holds.
+
+    Raises:
+        CheckpointError: it has more than `most_bytes`.
+        OSError: it cannot be read, or is a pipe, a device or a folder.
+    """
+    with contextlib.closing(_DiskFile(path)) as file:
+        if file.nbytes > most_bytes:
+            raise CheckpointError(f"{path} has {file.nbytes} bytes")
+        found = bytearray(file.nbytes)
+        read_exactly(file, 0, memoryview(found))
+    return bytes(found)
 
 
 def _make(folder: Path) -> None:

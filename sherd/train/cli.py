@@ -17,6 +17,7 @@ from sherd.train.config import InputError
 from sherd.train.fields import toml
 from sherd.train.loggers import require_loggers
 from sherd.train.stop import Stop, is_rank
+from sherd.train.terminal import say
 from sherd.train.uses import use
 from sherd.train.words import command_of, configure, corpus_of, parse, require_fit
 
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _train(args, words, stop)
     except (InputError, ClusterError) as error:
         if _speaks():
-            print(f"{command_of(words)}: {error}", file=sys.stderr)
+            say(f"{command_of(words)}: {error}", sys.stderr)
         return BAD_INPUT
 
 

@@ -16,6 +16,7 @@ from sherd.simulate.timeline import Timeline
 from sherd.train.codes import BAD_INPUT, NO_ROOM
 from sherd.train.config import InputError
 from sherd.train.report_command import TIMELINE, timeline_in
+from sherd.train.terminal import say
 
 __all__ = ["add_compare", "compared"]
 
@@ -53,7 +54,7 @@ def compare(args: argparse.Namespace) -> int:
     plan, trace = timeline_in(args.plan), timeline_in(args.trace)
     found = compared(plan, trace, args.share)
     told = json.dumps(found, indent=2) if args.json else "\n".join(_lines(plan, trace, found))
-    print(told.encode("utf-8", "replace").decode("utf-8"))  # names may hold anything
+    say(told)
     try:
         if args.out:
             args.out.write_text(page([plan, trace]), encoding="utf-8")

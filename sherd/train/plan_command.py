@@ -19,6 +19,7 @@ from sherd.simulate.settings import AXES, STRATEGIES, VALUES, usual_name
 from sherd.simulate.sharded import OPTIMIZERS
 from sherd.train.codes import BAD_INPUT, NO_ROOM
 from sherd.train.config import Config, InputError
+from sherd.train.terminal import escaped
 
 if TYPE_CHECKING:
     from sherd.planning.plan import Plan
@@ -95,7 +96,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(made) | {"notes": notes}))
     else:
-        print(made, *(f"\nnote        {note}\n" for note in notes), sep="", end="")
+        print(*map(escaped, (str(made), *(f"\nnote        {note}\n" for note in notes))), sep="", end="")
     try:
         _write(args, made, model)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A rank's stdout and stderr, without which it goes on: a run is worth more than the terminal that shows it."""
+"""The terminal: what it is not to obey, and a rank's stdout and stderr, without which it goes on."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import errno
 import io
 import os
 import sys
-from typing import Any
+from typing import Any, TextIO
 
-__all__ = ["outlive_the_terminal"]
+__all__ = ["escaped", "outlive_the_terminal", "say"]
 
 _GONE = (errno.EIO, errno.EPIPE)  # a closed terminal; a pipe without a reader
 
@@ -37,3 +37,18 @@ def _unlosable(descriptor: int, encoding: str) -> io.TextIOWrapper:
     # Without a buffer, as `python -u` has them: a line is there when a rank is killed.
     raw: Any = _Unlosable(descriptor, "w", closefd=False)
     return io.TextIOWrapper(raw, encoding, errors="backslashreplace", write_through=True)
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print `text`, in which there may be names from files of others, on stdout or `file`."""
+    print(escaped(text), file=file)
+
+
+def escaped(text: str) -> str:
+    """Returns `text` with an escape for each character that a terminal obeys or does not show as it is (controls,
+    changes of direction, halves of characters). Ends of lines stay."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each == "\n" or each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )

@@ -20,6 +20,7 @@ from sherd.train.extras import install
 from sherd.train.folder import last_run
 from sherd.train.saved import Checkpoint, newest_in, place_in, whole
 from sherd.train.stop import is_rank
+from sherd.train.terminal import say
 from sherd.train.text import read_corpus, read_whole
 
 __all__ = ["Asked", "add_uses", "asked", "pick", "require_target", "use"]
@@ -116,7 +117,7 @@ def use(args: argparse.Namespace, words: list[str]) -> int:
         return be_rank(args)
     ask = asked(args, pick(args.run, args.best))
     for note in ask.checkpoint.notes:
-        print(f"note   {note}; passed over", file=sys.stderr)
+        say(f"note   {note}; passed over", sys.stderr)
     if args.use == "export":
         form = require_target(Path(args.path), args.to, ask.config)
         from sherd.train.plain import export

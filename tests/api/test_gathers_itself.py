@@ -9,15 +9,17 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
+import sherd
 from sherd import Blocks, Flat, Owned, fully_shard
 from sherd._torch import local_tensor
 from sherd.engine.run.seal import unit_of
-from sherd.errors import PlacementError
+from sherd.errors import CheckpointError, PlacementError
 from sherd.memory.sizes import sizes_of
 from sherd.schedule.moments import MemoryKind
 from tests.api.checks import assert_refuses, untouched
 from tests.support.models.specimen import WIDTH
-from tests.support.ranks.bodies import on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
+from tests.support.refusals import refusal
 from tests.support.sharding import sharded
 
 
@@ -143,3 +145,25 @@ def test_a_tensor_that_gathers_itself_is_not_cut_into_runs():
         with untouched(model):
             words = ("0.weight", "Halves", "Shard(0)")
             assert_refuses(partial(fully_shard, model, placement=placement), PlacementError, *words)
+
+
+@on_processes(2)  # without the refusal a rank dies of a signal
+def test_a_tensor_without_memory_of_its_own_is_neither_saved_nor_loaded(tmp_path):
+    model, plain, one = sharded(made(in_halves)), made(), in_halves(torch.ones(3))
+    optimizer = torch.optim.SGD(plain.parameters())
+    optimizer.state[plain[0].weight] = {"momentum_buffer": in_halves(torch.ones(3, WIDTH))}
+    for name, kind, items, per_rank in (
+        ("model/0.weight", "Halves", {"model": model}, {}),
+        ("optimizer/0.weight/momentum_buffer", "Halves", {"model": plain, "optimizer": optimizer}, {}),
+        ("x/0", "Halves", {"x": [one]}, {}),
+        ("x/at", "Halves", {"x": {"at": in_halves(torch.tensor(1.0))}}, {}),
+        ("given/x", "Halves", {"y": 1}, {"x": one}),
+        ("x/0", "meta", {"x": [torch.ones(3, device="meta")]}, {}),
+    ):
+        for save in (sherd.save, sherd.async_save):
+            said = refusal(CheckpointError, save, tmp_path, items, step=0, per_rank=per_rank)
+            assert f"{name} is" in said, name
+            assert kind in said, name
+    assert not list(tmp_path.iterdir()), "before a byte is written"
+    sherd.save(tmp_path, {"model": plain}, step=0)
+    assert "model/0.weight is" in refusal(CheckpointError, sherd.load, tmp_path, {"model": model})

@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from sherd import fully_shard
+from sherd import FullyShardedDataParallel, fully_shard
+from sherd.errors import WriteBackError
 from tests.checkpoint.layouts import (
     LAYOUTS,
     PLACEMENTS,
@@ -24,6 +26,7 @@ from tests.checkpoint.layouts import (
 )
 from tests.support.comparing import assert_same, whole
 from tests.support.ranks.bodies import on_processes, on_threads
+from tests.support.refusals import refusal
 
 FIRST, LATER = range(1), range(1, 2)
 
@@ -73,6 +76,20 @@ def test_missing_names_keep_their_values_and_are_told_and_another_shape_is_refus
         del values["stranger"]
         assert_held(model.state_dict(), values | kept, layout)
         train(model, optimizer_of(model), FIRST)
+
+
+@on_processes(2)  # which rank 0 sends to; without the refusal, some take rows of others and some wait
+def test_values_of_another_shape_from_rank_0_are_refused_on_all_ranks():
+    wrong = {"blocks.0.cube": torch.zeros(5, 2, 2), "blocks.0.thin": torch.zeros(1), "embed.weight": torch.zeros(66)}
+    wrapped = FullyShardedDataParallel(built(), device_id=torch.device("cpu"), use_orig_params=True)
+    for model in (*map(model_in, RUNS), wrapped):
+        before = whole(model.state_dict())
+        for strict, (name, value) in itertools.product((True, False), wrong.items()):
+            given = {**built(1).state_dict(), name: value} if dist.get_rank() == 0 else {}
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
+            said = refusal(WriteBackError, set_model_state_dict, model, given, options=options)
+            assert str(tuple(value.shape)) in said, (name, strict, said)
+        assert_same(whole(model.state_dict())["blocks.0.cube"], before["blocks.0.cube"])
 
 
 @pytest.mark.parametrize("weights_only", [True, False], ids="weights_only_{}".format)

@@ -17,6 +17,7 @@ from sherd.errors import CheckpointError
 from sherd.interchange.formats import open_source
 from sherd.interchange.of_dcp import metadata_of
 from sherd.interchange.torch_files import opened
+from sherd.train.cli import main
 from tests.interchange.checkpoints import bytes_of, require_read_or_refused
 from tests.support.meshes import mesh_of
 from tests.support.refusals import NOTHING, refusal
@@ -214,3 +215,36 @@ def test_a_dtensor_in_a_file_of_torch_is_refused_by_name(tmp_path, threads):
     threads(1).run(save, tmp_path)
     with pytest.raises(CheckpointError, match="_rebuild_wrapper_subclass, which is not"):
         opened(tmp_path / "x.pt")
+
+
+def test_a_small_pickle_takes_neither_much_memory_nor_time(tmp_path):
+    lists = []
+    for _ in range(40):
+        lists = [lists, lists]
+    torch_file(tmp_path / "a.pt", pickle.dumps(lists))
+    assert "in several places" in refusal(CheckpointError, opened, tmp_path / "a.pt")
+    # Index 2**32 - 1 of a table of what was read: in C that is 64 GiB.
+    torch_file(tmp_path / "b.pt", b"\x80\x02}r\xff\xff\xff\xff.")
+    assert opened(tmp_path / "b.pt").tree == {}
+
+
+def test_pipes_devices_and_links_elsewhere_are_not_read_and_names_do_not_reach_the_terminal_as_they_are(
+    tmp_path, capsys
+):
+    folder, index = tmp_path / "in", "model.safetensors.index.json"
+    folder.mkdir()
+    for make in (lambda at: os.mkfifo(at), lambda at: at.symlink_to("/dev/zero")):
+        make(folder / index)
+        assert "it is no file" in refusal(CheckpointError, open_source, folder)
+        (folder / index).unlink()
+    name = "\x1b[2J\u202e\n"
+    save_file({name: torch.ones(1)}, folder / "model.safetensors")
+    (tmp_path / "private").write_text("secret")
+    (folder / "tokenizer.json").symlink_to("../private")
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--to", "hf"]) == 0
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    assert main(["inspect", str(folder)]) == 0
+    assert main(["inspect", str(tmp_path / name)]) != 0
+    said = "".join(capsys.readouterr())
+    assert "\\x1b[2J\\u202e\\n  " in said
+    assert "\x1b" not in said
