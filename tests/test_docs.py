@@ -23,6 +23,7 @@ from sherd.layout.plan import Wanted, plan
 from sherd.train.cli import main
 from sherd.train.config import SECTIONS
 from tests.layout.drawing import drawn
+from tests.support.ranks import forked
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -73,6 +74,19 @@ def run_document(name):
 @pytest.mark.parametrize("name", [name for name in WITH_CODE if name != "README.md"])
 def test_a_documents_code_runs_on_two_ranks(world, name):
     world(2).run(run_document, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_CODE)
+def test_a_documents_program_runs_under_torchrun_where_no_process_group_is_made_for_it(name, tmp_path):
+    """As a reader runs it: its blocks are one file."""
+    (tmp_path / "page.py").write_text("\n".join(block[1] for block in CODE_BLOCK.finditer(read(name))))
+    words = ["--standalone", "--nproc-per-node", "2", "page.py"]
+    process = forked.start(forked.torchrun, words, {}, folder=tmp_path, output=tmp_path / "said")
+    process.join(120)
+    is_done = process.exitcode == 0
+    process.kill()
+    assert is_done, (tmp_path / "said.err").read_text()
 
 
 def test_a_block_that_fails_is_named_by_its_documents_line(tmp_path, monkeypatch):
@@ -258,6 +272,13 @@ def test_every_make_target_that_a_document_names_exists():
     targets = set(re.findall(r"^(\w+):", read("Makefile"), re.M))
     named = {name for path in DOCUMENTS for name in re.findall(r"`make (\w+)", path.read_text())}
     assert {"test", "train"} <= named <= targets
+
+
+def test_a_source_distribution_holds_every_file_of_the_root():
+    taken_anyway = {"README.md", "LICENSE", "pyproject.toml", "MANIFEST.in"}
+    there = {path.name for path in ROOT.glob("[A-Za-z]*") if path.is_file()}
+    assert {"mkdocs.yml", "Makefile"} <= there
+    assert there - taken_anyway - set(read("MANIFEST.in").split()) == set()
 
 
 # Capabilities

@@ -60,7 +60,7 @@ def require_bytes(tensor: torch.Tensor, what: str) -> None:
         raise CheckpointError(
             f"{what} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass without memory of its own, which "
             "checkpoints do not hold; save or load the plain tensors in it, or what it stands for as a plain tensor "
-            "(torchao's tensors have dequantize()), or use torch.distributed.checkpoint"
+            "(torchao's tensors have dequantize())"
         )
 
 

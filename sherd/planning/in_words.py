@@ -13,12 +13,16 @@ from sherd.simulate.settings import Settings
 from sherd.simulate.timeline import Advice
 
 
-def facts_of(prediction: Prediction, settings: Settings, limit: int) -> dict[str, str]:
-    """Returns the figures of a plan by their names, in words."""
-    cluster = prediction.cluster
+def facts_of(prediction: Prediction, settings: Settings, limit: int, training: str) -> dict[str, str]:
+    """Returns the figures of a plan by their names, in words. `training`: the dtype and the optimizer."""
+    cluster, mesh = prediction.cluster, prediction.mesh
     cost, per = cost_of(prediction)
+    num_nodes, samples = -(-mesh.num_ranks // cluster.devices_per_node), settings.num_samples
+    tokens = prediction.tokens_per_second * prediction.timeline.seconds / samples
+    of = f" of {tokens:,.0f} tokens" if tokens else ""
     return {
-        "cluster": f"{prediction.mesh.num_ranks} x {cluster.device.name}",
+        "training": f"{_number(samples, 'sample')}{of} in a step, {training}",
+        "cluster": f"{mesh.num_ranks} x {cluster.device.name}, on {_number(num_nodes, 'node')}",
         "reserved": in_bytes(prediction.reserved_bytes),
         "of the device": f"{in_bytes(prediction.driver_bytes)} of {in_bytes(limit)}",
         **({"tokens/s": f"{prediction.tokens_per_second:,.0f}"} if prediction.tokens_per_second else {}),
@@ -28,6 +32,10 @@ def facts_of(prediction: Prediction, settings: Settings, limit: int) -> dict[str
         **({f"{cluster.currency} {per}": f"{cost:.3g}"} if cost is not None else {}),
         **{name.replace("_", "-"): words for name, words in settings.in_words().items()},
     }
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count > 1)}"
 
 
 def cost_of(prediction: Prediction) -> tuple[float | None, str]:
@@ -70,17 +78,18 @@ def _settings_in_lines(settings: Settings) -> Iterator[str]:
 
 
 def lines_of(
-    prediction: Prediction, settings: Settings, limit: int, found: Found | None, advice: Sequence[Advice]
+    prediction: Prediction, settings: Settings, limit: int, found: Found | None, advice: Sequence[Advice], training: str
 ) -> Iterator[str]:
     """Yields the lines of a plan."""
-    return _parted(_lines(prediction, settings, limit, found, advice))
+    return _parted(_lines(prediction, settings, limit, found, advice, training))
 
 
 def _lines(
-    prediction: Prediction, settings: Settings, limit: int, found: Found | None, advice: Sequence[Advice]
+    prediction: Prediction, settings: Settings, limit: int, found: Found | None, advice: Sequence[Advice], training: str
 ) -> Iterator[str]:
-    timeline, facts = prediction.timeline, facts_of(prediction, settings, limit)
+    timeline, facts = prediction.timeline, facts_of(prediction, settings, limit, training)
     yield f"{timeline.title}: {facts['cluster']}"
+    yield f"training    {facts['training']}"
     yield from _settings_in_lines(settings)
     yield f"step        {in_seconds(timeline.seconds)}, MFU {facts['MFU']}, {_speed(facts)}"
     waits = [f"{in_seconds(seconds)} for {lane}" for lane, seconds in timeline.exposed.items()]

@@ -29,7 +29,7 @@ from sherd.simulate.cluster_file import read_cluster
 from sherd.simulate.predict import Prediction
 from sherd.simulate.search import IMPOSSIBLE, Found, Outcome, cheapest_changes, merit, search
 from sherd.simulate.settings import NAMES, SHARES, VALUES, Mesh, Settings, Space
-from sherd.simulate.sharded import Optimizer
+from sherd.simulate.sharded import OPTIMIZERS, Optimizer
 from sherd.simulate.timeline import Advice, Candidate, Search, Timeline
 
 __all__ = ["Plan", "num_samples", "plan", "planned", "resized_batch"]
@@ -50,6 +50,7 @@ class Plan:
         found: the search; None if all settings were given.
         advice: where `settings` do not fit, the cheapest changes that would.
         compute_dtype: forward and backward compute in it; None: that of the parameters.
+        optimizer: steps the parameters.
     """
 
     settings: Settings
@@ -58,6 +59,16 @@ class Plan:
     found: Found | None
     advice: tuple[Advice, ...]
     compute_dtype: torch.dtype | None
+    optimizer: Optimizer
+
+    @property
+    def training_in_words(self) -> str:
+        """The dtype of forward and backward, and the optimizer."""
+        names = [name for name, each in OPTIMIZERS.items() if each == self.optimizer]
+        dtype = {None: "in the parameters' dtype", torch.bfloat16: "bf16"}.get(
+            self.compute_dtype, str(self.compute_dtype).removeprefix("torch.")
+        )
+        return f"{dtype}, {names[0] if names else 'an optimizer of its own'}"
 
     @property
     def fits(self) -> bool:
@@ -67,7 +78,9 @@ class Plan:
     @property
     def timeline(self) -> Timeline:
         """The predicted step, for `sherd report`."""
-        return replace(self.prediction.timeline, facts=facts_of(self.prediction, self.settings, self.limit))
+        return replace(
+            self.prediction.timeline, facts=facts_of(self.prediction, self.settings, self.limit, self.training_in_words)
+        )
 
     @property
     def search(self) -> Search | None:
@@ -96,7 +109,12 @@ class Plan:
         return fully_shard_args(self.settings, self.compute_dtype)
 
     def __str__(self) -> str:
-        return "\n".join(lines_of(self.prediction, self.settings, self.limit, self.found, self.advice)) + "\n"
+        return (
+            "\n".join(
+                lines_of(self.prediction, self.settings, self.limit, self.found, self.advice, self.training_in_words)
+            )
+            + "\n"
+        )
 
 
 def plan(
@@ -233,7 +251,7 @@ def planned(
     if prediction.driver_bytes > limit:
         space = replace(space, fixed=never, wrappings=_wrappings(evaluate, layout, settings))
         advice = _advice(evaluate, exactly, space, settings, prediction, limit)
-    return Plan(settings, prediction, limit, found, advice, training.compute_dtype)
+    return Plan(settings, prediction, limit, found, advice, training.compute_dtype, training.optimizer)
 
 
 Evaluate = Callable[[Settings], Outcome]

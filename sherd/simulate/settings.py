@@ -92,6 +92,11 @@ class Settings:
         return ", ".join(self.in_words().values())
 
     @property
+    def num_samples(self) -> int:
+        """In a step, over all ranks."""
+        return self.micro_batch * self.micro_batches * self.mesh.num_data
+
+    @property
     def conflict(self) -> str:
         """What does not go with the strategy: parameters that are kept on each rank cannot be other experts on others,
         or rest on the host. Empty if all goes together."""
@@ -110,8 +115,11 @@ class Settings:
         """Returns each setting that has an effect in words, by its name."""
         without_effect = self.without_effect
         names = [name for name in NAMES if name not in without_effect]
-        mesh = {"mesh": self.mesh.in_words(has_replicas=self.strategy == "auto")}
-        return {name: _words(name, getattr(self, name)) for name in names} | mesh
+        mesh = self.mesh
+        others = {"mesh": mesh.in_words(has_replicas=self.strategy == "auto")}
+        if self.strategy == "auto" and mesh.shard * mesh.cp == 1 and mesh.num_data > 1:
+            others["strategy"] = "not sharded"
+        return {name: _words(name, getattr(self, name)) for name in names} | others
 
     def differing(self, other: Settings) -> list[str]:
         """Returns the names of the settings that `other` has otherwise, and that have an effect there."""
@@ -222,7 +230,9 @@ class Space:
             shard = near.num_data // replicas
             ranks = shard * inside
             is_even = ranks % self.per_node == 0 or self.per_node % ranks == 0
-            if shard % near.ep == 0 and (shard == near.num_data or is_even):
+            # Who asks for a strategy asks that something is sharded.
+            is_asked = "strategy" not in self.fixed or shard * near.cp > 1 or near.num_data == 1
+            if shard % near.ep == 0 and (shard == near.num_data or is_even) and is_asked:
                 yield replace(near, shard=shard, replicate=replicas)
 
     def _sizes(self, axis: str) -> Iterator[int]:

@@ -22,6 +22,7 @@ __all__ = ["add_compare", "compared"]
 
 ABOUT = "compare a predicted step with a recorded one, or any two: seconds, memory, and where they part"
 CODES = f"exit code: 0, compared; {BAD_INPUT}, a timeline cannot be read; {NO_ROOM}, the page was not written"
+AS_RUN = "sherd plan RUN --timeline FILE plans the settings of the run in that folder, and chooses none"
 TRIFLE = 0.001
 """Two steps do not part by less than this share of the whole step, or of the peak."""
 
@@ -76,9 +77,9 @@ def compared(plan: Timeline, trace: Timeline, share: float = 0.05) -> dict[str, 
     """
     for number, (one, other) in enumerate(zip(plan.units, trace.units, strict=False)):
         if one.name != other.name:
-            raise InputError(f"unit {number} is {one.name!r} in one timeline and {other.name!r} in the other")
+            raise InputError(f"unit {number} is {one.name!r} in one timeline and {other.name!r} in the other; {AS_RUN}")
     if len(plan.units) != len(trace.units):
-        raise InputError(f"one timeline has {len(plan.units)} units and the other {len(trace.units)}")
+        raise InputError(f"one timeline has {len(plan.units)} units and the other {len(trace.units)}; {AS_RUN}")
     steps = plan, trace
     seconds = {"step": (plan.seconds, trace.seconds), **_both(steps, _seconds)}
     peak = {"all": (float(plan.peak.nbytes), float(trace.peak.nbytes)), **_both(steps, lambda each: each.peak.by_kind)}

@@ -77,10 +77,11 @@ class RichDisplay:
     def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.table import Column
 
         self._progress = Progress(
             BarColumn(),
-            MofNCompleteColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),  # what else does not fit, the bar alone gives
             TextColumn("{task.fields[figures]}"),
             TextColumn("{task.fields[left]} left"),
             console=Console(),
@@ -98,7 +99,7 @@ class RichDisplay:
     def progress(self, step: int, record: Record) -> None:
         """Move the bar to the step just done."""
         total, left = record["steps"] or None, _left(record)
-        others = f" {step}/{total or '?'}  {left} left "
+        others = f" {total or step}/{total or '?'}  {left} left "  # the bar pads the step to the width of the last
         room = self._progress.console.width - len(others) - self.SHORTEST_BAR
         figures = _fitting(_figures(record), room)
         self._progress.update(self._task, completed=step, total=total, figures=figures, left=left)

@@ -17,6 +17,7 @@ from sherd.planning.garbage import garbage_left
 from sherd.simulate.cluster_file import bytes_in, read_cluster, shipped_clusters
 from sherd.simulate.settings import AXES, STRATEGIES, VALUES, usual_name
 from sherd.simulate.sharded import OPTIMIZERS
+from sherd.train.axes import Axes, axes_of
 from sherd.train.codes import BAD_INPUT, NO_ROOM
 from sherd.train.config import Config, InputError
 from sherd.train.terminal import escaped
@@ -45,7 +46,10 @@ def add_plan(commands: Any) -> None:
         "model",
         metavar="MODEL",
         help="package.module:function or file.py:function that returns a module, (module, batch) or (module, batch, "
-        "loss); a config.json of Hugging Face; or a config of sherd train",
+        "loss); a config.json of Hugging Face; a config of sherd train; or a run's folder, planned as configured",
+    )
+    p.add_argument(
+        "--as-configured", action="store_true", help="take [shard] and run.mesh of sherd train's config, choose nothing"
     )
     p.add_argument("--cluster", default="h100", metavar="NAME", help=f"{', '.join(shipped_clusters())}, or a file")
     p.add_argument("--ranks", type=int, metavar="N", help="devices; unless told, those of one node")
@@ -124,8 +128,15 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
         mesh = mesh_of(_mesh(args, cluster.devices_per_node))
     except ArgumentError as error:
         raise InputError(f"--mesh {args.mesh}: {error.said}") from error
-    model = model_from(args.model, torch.float32)
-    config = model.config
+    is_run = Path(args.model).is_dir()
+    model = model_from(f"{args.model}/config.toml" if is_run else args.model, torch.float32)
+    config, given = model.config, _given(args)
+    if is_run or args.as_configured:
+        if config is None:
+            raise InputError("--as-configured needs a MODEL that is a config of sherd train, or a run's folder")
+        ranks = args.ranks or config.run.ranks or cluster.devices_per_node
+        axes = axes_of(config, ranks) if args.mesh is None else Axes(**_mesh(args, ranks))  # type: ignore[arg-type]
+        mesh, given = mesh_of(vars(axes)), _configured(config, axes) | given
     if args.write is not None and config is None:
         raise InputError("--write needs a MODEL that is a config of sherd train")
     if args.write is not None and args.optimizer != TRAINED:
@@ -150,7 +161,7 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
         first,
     )
     try:
-        return planned(training, cluster, mesh, samples, limit, _given(args), Path(args.model).name), model
+        return planned(training, cluster, mesh, samples, limit, given, Path(args.model).name), model
     except ArgumentError as error:
         flag, value = _flag(error.argument), getattr(args, error.argument, None)
         if value is None and error.argument == "mesh":
@@ -209,6 +220,21 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     words = {name: getattr(args, name) for name in names}
     flags = {name: YES_OR_NO.get(getattr(args, name)) for name in ("reshard", "offload")}
     return {name: value for name, value in (words | flags).items() if value is not None}
+
+
+def _configured(config: Config, axes: Axes) -> dict[str, Any]:
+    """Returns the settings of a run of sherd train. Raises InputError if a plan has none like them."""
+    shard, run = config.shard, config.run
+    for name, known in (("strategy", STRATEGIES), ("placement", VALUES["placement"]), ("reshard", ("auto", "never"))):
+        if getattr(shard, name) not in known:
+            raise InputError(f"shard.{name} = {getattr(shard, name)} is not planned; known are {', '.join(known)}")
+    return {
+        **{name: getattr(shard, name) for name in ("strategy", "placement", "wrapping", "prefetch", "offload")},
+        "reshard": shard.reshard == "auto" and STRATEGIES[shard.strategy] == "auto",
+        "checkpointing": run.checkpointing_share if run.checkpointing else 0.0,
+        **({"recompute": run.recompute} if run.checkpointing else {}),
+        "micro_batch": config.split(axes.num_data, axes.pp).micro_batch,
+    }
 
 
 def _mesh(args: argparse.Namespace, per_node: int) -> int | dict[str, int]:
@@ -295,6 +321,6 @@ def configured(config: Config, made: Plan, context: int) -> Config:
     }
     tree["optimizer"] |= {
         "micro_batch": settings.micro_batch,
-        "batch": settings.micro_batch * settings.micro_batches * mesh.num_data,
+        "batch": settings.num_samples,
     }
     return Config.of(tree)

@@ -29,7 +29,10 @@ def add_report(commands: Any) -> None:
     p.set_defaults(do=report)
     p.add_argument("source", type=Path, metavar="RUN", help=f"a timeline's JSON, or a run's folder with {TIMELINE}")
     p.add_argument(
-        "--out", type=Path, metavar="FILE", help="the page; report.html unless told, or another is asked for"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the page; report.html beside the timeline unless told, or another is asked",
     )
     p.add_argument("--perfetto", type=Path, metavar="FILE", help="a trace for ui.perfetto.dev and Chrome")
     p.add_argument("--png", type=Path, metavar="FILE", help="a picture; by the end of its name PNG, SVG or PDF")
@@ -53,7 +56,8 @@ def report(args: argparse.Namespace) -> int:
         InputError: the timeline cannot be read, or a picture cannot be drawn.
     """
     timeline = timeline_in(args.source)
-    out = args.out or (None if args.perfetto or args.png else Path("report.html"))
+    folder = args.source if args.source.is_dir() else args.source.parent
+    out = args.out or (None if args.perfetto or args.png else folder / "report.html")
     try:
         if args.png:
             picture(timeline, args.png)

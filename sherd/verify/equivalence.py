@@ -101,8 +101,8 @@ def verify_equivalence(
     compared, all models step with those of the plain one: so an update may differ by `margin` spacings of the
     parameter's own dtype only, and each step begins at the same point.
 
-    The caller's process groups, random state and grad mode stay as they are. Without a process group, and without
-    torchrun's environment, it makes a group of one rank for itself.
+    The caller's process groups, random state and grad mode stay as they are. Without a process group it makes that of
+    torchrun's environment, and leaves it as `fully_shard` does; without that, a group of one rank for this call.
 
     Args:
         build: returns the plain model. It is called on every rank, and twice more on rank 0, each time with the same
@@ -340,14 +340,12 @@ def _agreed(what: str, action: Callable[[], T]) -> T:
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """The default process group, made for this context where there is none."""
-    if dist.is_initialized():
+    """The default process group. One of torchrun's ranks stays, as with `fully_shard`; one of this rank alone goes."""
+    if dist.is_initialized() or "RANK" in os.environ:
+        default_group()
         yield
         return
-    if "RANK" in os.environ:
-        default_group()
-    else:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         yield
     finally:

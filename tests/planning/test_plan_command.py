@@ -128,7 +128,7 @@ def test_more_tokens_than_a_model_that_turns_positions_is_for_are_noted(files, c
 
 def test_a_mesh_may_have_blanks_a_strategy_its_usual_names_and_lines_fit_a_terminal(files, capsys):
     out = said(capsys, files / "llama.json", "--mesh", "replicate = 2, dp=2", "--strategy", "ZeRO-3")
-    assert out.splitlines()[1].startswith("settings    2 replicas x 2 ranks, all sharded, ")
+    assert "\nsettings    2 replicas x 2 ranks, all sharded, " in out
     out = said(capsys, files / "llama.json", "--mesh", "replicate=2", "--strategy", "shard_grad_op")
     assert "settings    2 ranks, zero2, " in out
     assert max(map(len, out.splitlines())) <= 100
@@ -192,3 +192,39 @@ def test_what_cannot_be_planned_is_told_in_one_line(files, capsys, monkeypatch):
     monkeypatch.chdir(files)
     for words, says in REFUSED:
         assert says in refusal(capsys, "plan", *words), words
+
+
+def test_a_run_is_planned_as_it_was_configured_and_so_compares_with_its_record(files, capsys):
+    run = files / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(CONFIG + '[shard]\nstrategy = "zero2"\n')
+    (run / "timeline.json").write_text("")
+    for of in ([run], [run / "config.toml", "--as-configured"]):
+        plan = json.loads(said(capsys, *of, "--cluster", "laptop", "--ranks", 2, "--json"))["settings"]
+        assert (plan["strategy"], plan["placement"], plan["wrapping"], plan["micro_batch"]) == (
+            "zero2",
+            "shard",
+            "auto",
+            4,
+        )
+    for name, cluster in (("one", "laptop"), ("other", "laptop")):
+        words = ["--wrapping", "pairs"] if name == "other" else []
+        said(capsys, run, "--cluster", cluster, "--ranks", 2, *words, "--timeline", files / name)
+    assert "sherd plan RUN --timeline FILE" in refusal(capsys, "compare", files / "one", files / "other")
+    (run / "config.toml").write_text(CONFIG + '[shard]\nplacement = "whole"\n')
+    assert "shard.placement = whole is not planned" in refusal(capsys, "plan", run, "--ranks", 2)
+
+
+def test_a_strategy_that_shards_is_given_a_mesh_that_shards_and_replicas_alone_are_not_called_sharded(files, capsys):
+    words = files / "train.toml", "--cluster", "laptop", "--ranks", 2
+    assert json.loads(said(capsys, *words, "--strategy", "zero3", "--json"))["settings"]["mesh"]["shard"] == 2
+    replicas = said(capsys, *words, "--mesh", "replicate=2", "--strategy", "zero3")
+    assert "2 replicas, not sharded" in replicas
+
+
+def test_a_plan_says_what_it_is_a_plan_of(files, capsys):
+    page = files / "p.html"
+    out = said(capsys, files / "llama.json", "--ranks", 16, "--context", 32, "--samples", 32, "--report", page)
+    for words in ("on 2 nodes", "32 samples of 32 tokens in a step, bf16, adamw-fused"):
+        assert words in out
+        assert words in page.read_text()

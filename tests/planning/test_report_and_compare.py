@@ -31,7 +31,7 @@ def folder(tmp_path, monkeypatch):
 def test_a_timeline_becomes_a_page_and_a_folder_of_a_run_stands_for_the_timeline_in_it(folder, capsys):
     for of in ("run/timeline.json", "run"):
         assert main(["report", of]) == 0
-        page = folder / "report.html"
+        page = folder / "run/report.html"
         assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
         assert "report.html" in capsys.readouterr().out
         page.unlink()

@@ -135,3 +135,17 @@ def test_what_was_done_after_the_step_that_a_run_went_on_from_does_not_count():
     read = [{"event": "step", "step": step, "loss": float(step)} for step in range(1, 9)]
     read += [{"event": "start", "step": 4}, {"event": "step", "step": 5, "loss": 50.0}]
     assert points(read, "step", "loss") == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 50.0}
+
+
+@pytest.mark.parametrize("step", [1, 61, 204, 1305])
+def test_a_bar_shows_the_step_whole_in_a_terminal_of_any_width(step, capsys, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    for columns in range(44, 180, 4):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        display = RichDisplay()
+        display.begin(0, 4000)
+        display.progress(step, RECORD | {"steps": 4000})
+        display.close()
+        last = capsys.readouterr().out.rstrip("\n").rpartition("\n")[2]
+        assert f"{step}/4000" in last, columns
