@@ -384,7 +384,7 @@ def _filling(
 
 def _of_lost(names: list[str]) -> StateError:
     return StateError(
-        f"{', '.join(names)} had .data set, or another Parameter put in its place, while it was whole, which is a copy "
-        "of the shards. FSDP does not support changing the parameters between forward and backward: change them "
-        "between steps, or in sherd.unsharded(model)"
+        f"{', '.join(names)} had .data set, or another Parameter or None put in its place, while it was whole, which "
+        "is a copy of the shards. FSDP does not support changing the parameters between forward and backward: change "
+        "them between steps, or in sherd.unsharded(model)"
     )
