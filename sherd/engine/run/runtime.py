@@ -63,12 +63,10 @@ class Runtime:
 
     def __init__(self, units: Sequence[Unit], unmanaged: Unmanaged, guests: Collection[int] = ()) -> None:
         self.units = tuple(units)
-        self.unmanaged = unmanaged
-        self.guests = frozenset(guests)
-        self.in_backward = False
+        self.unmanaged, self.guests = unmanaged, frozenset(guests)
+        self.in_backward = self._is_astray = False
         self.num_backwards, self.is_in_last_backward, self._is_last_backward = 0, True, True
         self._brings_gradients: bool | None = None
-        self._is_astray = False
         self._calls: list[Call] = []
         self._step_event: Any = None
         self.observer: Observer | None = None
@@ -392,12 +390,12 @@ class Runtime:
 
 
 def _require_not_lent(unit: Unit, call: str) -> None:
-    """Raise if parameters that `unit` uses are lent, as long as an unshard context lasts. A forward would gather what
-    is there; a backward would give gradients to shards that nobody sees, and that are written over."""
+    """Raise if parameters that `unit` uses are lent: a forward would gather over them, gradients would be lost."""
     lender = next((owner for owner in (unit, *unit.companions) if owner.lent is not None), None)
     if lender is not None:
-        of = "its parameters" if lender is unit else f"the parameters of unit {lender.name}, which it uses"
+        own = lender is unit and call == "forward"
         raise WrapperStateError(
-            f"{call} of unit {unit.name} inside an unshard context (unsharded, summon_full_params) that lends {of}; "
-            "leave the context first, or enter it with recurse=False on a unit above"
+            f"{call} of unit {unit.name} inside an unshard context (unsharded, summon_full_params) that lends "
+            f"{'its parameters' if own else f'the parameters of unit {lender.name}'}; leave the context first, or "
+            "enter it with recurse=False on a unit above; backward comes before or after it"
         )
