@@ -125,8 +125,7 @@ class Runtime:
     def enter(self, unit: Unit, module: nn.Module) -> Call:
         """A forward of `module`, one of `unit`'s, begins: make it whole.
 
-        A forward inside our own backward is a recomputation (activation checkpointing). One inside another model's
-        backward is like any other.
+        Inside our own backward it is a recomputation (activation checkpointing), inside another model's it is not.
         """
         _require_not_lent(unit, "forward")
         if self._calls and unit is self.root:
