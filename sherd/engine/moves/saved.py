@@ -139,6 +139,7 @@ class _Part:
     __slots__ = ("_counts", "_shape", "_source", "_was_read")
 
     def __init__(self, tensor: torch.Tensor, source: weakref.ref[Source], will_be_read: bool = True) -> None:
+        self._counts = False  # first, as Ctrl-C may come at any line
         self._shape = tensor.shape
         self._source = source
         self._was_read = not will_be_read

@@ -135,7 +135,7 @@ class UnshardedBuffer(Unsharded):
         moved = [index for index, parameter, offset in self._plain if parameter.data_ptr() != start + offset]
         lost = [self._records[index].name for index in moved if not self._put_back(index)] if moved else []
         for record, parameter, instead in hide_unsharded(self._records, self.parameters):
-            if not _are_same(instead, parameter):
+            if instead is None or not _are_same(instead, parameter):
                 lost.append(record.name)
         return lost
 

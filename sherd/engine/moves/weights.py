@@ -184,6 +184,12 @@ class Weights(Position, saved.Source):
         """Forget what was saved. Views that backward has not read were not on the way from the loss."""
         self.is_saved, self.num_unread_views = False, 0
 
+    def drop_gradients(self) -> None:
+        """Drop gradients of the parameters that nobody has taken, as an exception came in between."""
+        for made in self._by_dtype.values():
+            for parameter in made.parameters:
+                parameter.grad = None
+
     def bump_versions(self) -> None:
         """Let autograd notice, in a backward to come, that the parameters have other values than in its forward."""
         for made in self._by_dtype.values():
@@ -384,7 +390,7 @@ def _filling(
 
 def _of_lost(names: list[str]) -> StateError:
     return StateError(
-        f"{', '.join(names)} had .data set, or another Parameter put in its place, while it was whole, which is a copy "
-        "of the shards. FSDP does not support changing the parameters between forward and backward: change them "
-        "between steps, or in sherd.unsharded(model)"
+        f"{', '.join(names)} had .data set, or another Parameter or None put in its place, while it was whole, which "
+        "is a copy of the shards. FSDP does not support changing the parameters between forward and backward: change "
+        "them between steps, or in sherd.unsharded(model)"
     )

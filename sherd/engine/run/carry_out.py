@@ -134,6 +134,8 @@ def finish_for_others(unit: Unit) -> None:
 
 def discard(unit: Unit) -> None:
     """Drop gradients that have not reached the shards."""
+    for weights in unit.weights:
+        weights.drop_gradients()
     for gradients in unit.gradients:
         gradients.discard()
 

@@ -58,14 +58,13 @@ class Runtime:
 
     It belongs to the root module and holds no module. `in_backward`: one has begun and not ended, be it because it
     raised. `num_backwards` have begun. `is_in_last_backward`: the newest one is the last before a step.
-    `_brings_gradients`: whether it does for any unit; None until somebody has asked.
+    `_brings_gradients`: whether it does for any unit; None until somebody has asked. `_is_astray`: an action raised.
     """
 
     def __init__(self, units: Sequence[Unit], unmanaged: Unmanaged, guests: Collection[int] = ()) -> None:
         self.units = tuple(units)
-        self.unmanaged = unmanaged
-        self.guests = frozenset(guests)
-        self.in_backward = False
+        self.unmanaged, self.guests = unmanaged, frozenset(guests)
+        self.in_backward = self._is_astray = False
         self.num_backwards, self.is_in_last_backward, self._is_last_backward = 0, True, True
         self._brings_gradients: bool | None = None
         self._calls: list[Call] = []
@@ -98,6 +97,7 @@ class Runtime:
         if actions:
             # Outside of transforms: what is gathered under `vmap` or `grad` would be of that level, and gone after it.
             with torch.no_grad(), outside_transforms() if are_transforms_active() else nullcontext():
+                self._is_astray = True
                 for action in actions:
                     unit = self.units[action.unit]
                     if isinstance(action, FreeGroup):
@@ -109,6 +109,7 @@ class Runtime:
                         perform()
                     else:
                         self.observer.perform(action, perform)
+                self._is_astray = False
         if self.observer is not None:
             self.observer.ended(event)
 
@@ -124,15 +125,9 @@ class Runtime:
     def enter(self, unit: Unit, module: nn.Module) -> Call:
         """A forward of `module`, one of `unit`'s, begins: make it whole.
 
-        A forward inside our own backward is a recomputation (activation checkpointing). One inside another model's
-        backward is like any other.
+        Inside our own backward it is a recomputation (activation checkpointing), inside another model's it is not.
         """
-        if (lender := _lender_to(unit)) is not None:
-            of = "" if lender is unit else f", which uses parameters of unit {lender.name},"
-            raise WrapperStateError(
-                f"forward of unit {unit.name}{of} inside an unshard context (unsharded, summon_full_params) that lends "
-                "its parameters; leave the context first, or enter it with recurse=False on a unit above"
-            )
+        _require_not_lent(unit, "forward")
         if self._calls and unit is self.root:
             self._give_up_interrupted()
         recomputing = self.in_backward and in_backward()
@@ -178,8 +173,8 @@ class Runtime:
         return call
 
     def _begin_forward(self, unit: Unit) -> None:
-        if self.in_backward:
-            self._recover_from_backward(unit)
+        if self.in_backward or self._is_astray:
+            self._recover(unit)
         stage = splitting_stage()
         if stage is not None:
             raise StateError(
@@ -223,11 +218,7 @@ class Runtime:
 
     def before_backward(self, unit: Unit) -> None:
         """Autograd has reached an output of `unit`."""
-        if (lender := _lender_to(unit)) is not None:
-            raise WrapperStateError(
-                f"backward of unit {unit.name} inside an unshard context (unsharded, summon_full_params) that lends "
-                f"the parameters of unit {lender.name}; call backward before or after it"
-            )
+        _require_not_lent(unit, "backward")
         if not self.in_backward:
             self._look_for_unmanaged(in_backward=True)
             self.is_in_last_backward = self._is_last_backward
@@ -336,6 +327,9 @@ class Runtime:
         """Back to shards with nothing in flight; `gradients`: what has not reached the shards is lost."""
         for overseer in self.overseers if self.in_backward else ():
             overseer.abandon_backward(self.root)
+        with torch.no_grad():
+            for unit in self.units if self._is_astray else ():
+                unit.free()
         self.on(Reset(gradients))
         while self._calls:
             self._pop_call()
@@ -350,14 +344,14 @@ class Runtime:
         if self._calls and (first := self._calls[0].under_way) is not None and first.is_over:
             self.reset(gradients=self.in_backward)
 
-    def _recover_from_backward(self, unit: Unit) -> None:
-        """Reset after a backward that has raised, so that its final callback never ran."""
-        if unit is not self.root:
+    def _recover(self, unit: Unit) -> None:
+        """Reset after a backward that has raised, so that its final callback never ran, or an action that has."""
+        if self.in_backward and unit is not self.root:
             raise StateError(
-                f"forward of unit {unit.name} while the last backward of {self.root.name} has raised and left "
-                f"gradients half reduced; run {self.root.name}'s forward, or call its reset_iter_state(), first"
+                f"forward of unit {unit.name} after a backward of {self.root.name} that has raised, and left gradients "
+                f"half reduced; run {self.root.name}'s forward, or call its reset_iter_state(), first"
             )
-        self.reset()
+        self.reset(gradients=self.in_backward)
 
     # Choices
 
@@ -394,7 +388,13 @@ class Runtime:
         return None if ids is None else tuple(self._index[unit_id] for unit_id in ids if unit_id in self._index)
 
 
-def _lender_to(unit: Unit) -> Unit | None:
-    """Returns the unit that has lent parameters which `unit` uses, as long as an unshard context lasts. A forward would
-    gather what is there; a backward would give gradients to shards that nobody sees, and that are written over."""
-    return next((owner for owner in (unit, *unit.companions) if owner.lent is not None), None)
+def _require_not_lent(unit: Unit, call: str) -> None:
+    """Raise if parameters that `unit` uses are lent: a forward would gather over them, gradients would be lost."""
+    lender = next((owner for owner in (unit, *unit.companions) if owner.lent is not None), None)
+    if lender is not None:
+        own = lender is unit and call == "forward"
+        raise WrapperStateError(
+            f"{call} of unit {unit.name} inside an unshard context (unsharded, summon_full_params) that lends "
+            f"{'its parameters' if own else f'the parameters of unit {lender.name}'}; leave the context first, or "
+            "enter it with recurse=False on a unit above; backward comes before or after it"
+        )

@@ -23,7 +23,7 @@ from sherd._torch import DTensorSpec, attributes_of, dtensor, dtensor_spec, in_f
 from sherd.comm.mesh import DataMesh
 from sherd.engine.state.compared import Compared
 from sherd.engine.state.place import Place
-from sherd.errors import UnsupportedError, WriteBackError
+from sherd.errors import OwnershipError, UnsupportedError, WriteBackError
 from sherd.layout.placement import Cut
 from sherd.tensor.gather import part_given, shard_of
 from sherd.tensor.ragged import as_dtensor
@@ -244,6 +244,7 @@ class ShardedParameter:
 
         Raises:
             UnsupportedError: the Parameter is there for one call of `torch.func.functional_call`.
+            OwnershipError: it is another parameter's shard (tied weights), or there is none any more.
             WriteBackError: it has neither the unsharded shape, nor as many elements as this rank holds.
         """
         noticed = False
@@ -257,13 +258,18 @@ class ShardedParameter:
                     "would take its place. Call it on a plain copy of the model, made before fully_shard; to change "
                     "values for good, use load_state_dict() or sherd.unsharded(model)"
                 )
+            if shown is None and place.is_there:
+                raise _changed_by_hand(f"{self.name} was deleted, or set to None,")
             if isinstance(shown, nn.Parameter):
-                if record_of(shown) is self and _is_freed(shown):
+                other = record_of(shown)
+                if other is self and _is_freed(shown):
                     place.show(self.shard)  # an unsharded one, freed meanwhile, that functional_call has put back
                     continue
+                if other is not None and other is not self:
+                    raise _changed_by_hand(f"{self.name} was tied to {other.name}")
                 self._take_values(shown)
                 self.attributes.update(attributes_of(shown))
-                if record_of(shown) is None:  # else it is another shard, which stays what it is
+                if other is None:
                     self.claim(shown)
                     self._taken[id(shown)] = shown
                 place.show(self.shard)
@@ -326,6 +332,13 @@ class ShardedParameter:
         return found
 
 
+def _changed_by_hand(what: str) -> OwnershipError:
+    return OwnershipError(
+        f"{what} after it was sharded. Call sherd.refresh(model) after such a change, on all ranks; under "
+        "use_orig_params=False make it before the model is wrapped"
+    )
+
+
 # For all parameters of a group at once, since they are called twice per gather: one call instead of one for each.
 
 
@@ -349,9 +362,9 @@ def show_unsharded(records: Sequence[ShardedParameter], parameters: Sequence[nn.
 
 def hide_unsharded(
     records: Sequence[ShardedParameter], parameters: Sequence[nn.Parameter]
-) -> list[tuple[ShardedParameter, nn.Parameter, nn.Parameter]]:
+) -> list[tuple[ShardedParameter, nn.Parameter, nn.Parameter | None]]:
     """Show the shards where `parameters`, the unsharded form of each of `records`, were shown. Returns a record, its
-    parameter and the Parameter that a user had put there instead, for each place where there was one."""
+    parameter and what a user had put there instead, a Parameter or None, for each place where that was done."""
     replaced = []
     for record, parameter in zip(records, parameters, strict=True):
         for place in record.places if record.lent is None else ():
@@ -359,7 +372,7 @@ def hide_unsharded(
                 place.parameters[place.attribute] = record.shard
                 continue
             found = place.swap(parameter, record.shard)
-            if found is not None:
+            if found is not parameter:
                 replaced.append((record, parameter, found))
     return replaced
 

@@ -77,16 +77,17 @@ class Place:
             self._shown_in[self.attribute] = parameter
 
     def swap(self, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter | None:
-        """Show `new`. Returns the Parameter that was there, if it is neither `old` nor `new`."""
+        """Show `new`. Returns the Parameter that was there instead of `old`, or None if it was deleted; else `old`."""
         module = None if self.registered else self._module()
         shown = self.parameters if module is None else module.__dict__
         found = shown.get(self.attribute)
         if found is old:
             shown[self.attribute] = new
-            return None
+            return old
         found = self.shown
         self.show(new)
-        return found if isinstance(found, nn.Parameter) and found is not old and found is not new else None
+        is_other = found is not new and isinstance(found, nn.Parameter)
+        return found if is_other or (found is None and self.is_there) else old
 
     def register(self, registered: bool) -> None:
         """Make it one of the module's parameters, or a plain attribute. Its turn among the parameters stays."""
