@@ -60,10 +60,7 @@ def _name(call: object) -> str:
 
 def digest_of(unit: Unit) -> int:
     """Returns a number that is another one when `unit` has other terms, without words for each call."""
-    compared = unit.compared
-    if compared.digest is None:
-        compared.digest = _number("\n".join(terms_of(unit)))
-    return compared.digest
+    return unit.compared.know(lambda: _number("\n".join(terms_of(unit))))
 
 
 def model_of(root: Unit) -> Sequence[Unit]:

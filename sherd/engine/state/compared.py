@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from sherd.comm.mesh import DataMesh
 
 
@@ -33,6 +35,12 @@ class Compared:
     def changed(self) -> None:
         """The unit's terms have changed."""
         self.digest = None
+
+    def know(self, digest: Callable[[], int]) -> int:
+        """Returns the digest, and asks for it if there is none."""
+        if self.digest is None:
+            self.digest = digest()
+        return self.digest
 
     def agreed(self) -> None:
         """All ranks have compared this unit."""
