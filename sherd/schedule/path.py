@@ -60,13 +60,13 @@ class Path(Generic[Step]):
         """Begin a pass: the forward of a root module."""
         self._take(_Pass.BEGIN)
 
-    def take(self, step: Step) -> None:
-        """Take `step`."""
-        self._take(step)
+    def take(self, step: Step, doubts: bool = False) -> None:
+        """Take `step`. With `doubts` the rank is not sure of it, even if it is the known one."""
+        self._take(step, doubts)
 
-    def _take(self, step: Step | _Pass) -> None:
+    def _take(self, step: Step | _Pass, doubts: bool = False) -> None:
         place = self._place
-        if place.last != step:
+        if doubts or place.last != step:
             if self.is_sure:
                 self.is_sure = False
                 self._left_at = place, place.last, self._pass

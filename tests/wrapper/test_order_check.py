@@ -207,7 +207,7 @@ def test_without_shards_only_reductions_are_compared(world):
 def comparisons_of_a_settled_step(level):
     with detail(level), pytest.MonkeyPatch.context() as patch:
         model = sharded(made(branching))
-        for _ in range(4):  # no optimizer steps, so the first one is unlike the others
+        for _ in range(3):
             step(model, "first")
         compared = []
         patch.setattr(guard, "agree", lambda *_: compared.append(1))

@@ -50,6 +50,8 @@ class Guard:
         self._peers = [rank for rank in ranks if rank != dist.get_rank()]
         self._path: Path[tuple[type[Action], int, int, int, int]] = Path()
         self._position = Position()
+        self._steps: dict[int, tuple[int, int, int]] = {}
+        """By unit: its optimizer steps at its last gather, its gathers since the last step, and those before it."""
         self._ledger = Ledger(self.key, ranks, board.recorder)
         self._is_asking, self._agreed_at = False, 0
         self._failure: Failure | None = None
@@ -85,13 +87,16 @@ class Guard:
             num_trained = unit.backward.num_trained
             for arrivals in unit.backward.unflagged:
                 which = 2 * which + (arrivals.has_any or unit.policy.reduce_unused)
-        which *= MOST_STEPS
+        kind, new, doubts = which, 0, compared.replicas_may_differ
         if unit.is_on_all_ranks and (action is Gather or unit.mesh.num_shards == 1):
-            which += min(compared.num_steps, MOST_STEPS - 1)
-            compared.num_steps = 0
-        may_differ = compared.replicas_may_differ
-        self._path.take((action, unit.id, which, compared.digest or digest_of(unit), num_trained))
-        if not self._path.is_sure or may_differ or _is_detailed():
+            steps, since, usual = self._steps.get(unit.id, (0, 0, 0))
+            new = compared.num_steps - steps
+            # It also asks where a step comes after another number of gathers than the last one, or does not come.
+            doubts = doubts or (since != usual if new else since == usual)
+            self._steps[unit.id] = (compared.num_steps, 1, since) if new else (steps, since + 1, usual)
+        self._path.take((action, unit.id, kind, compared.digest or digest_of(unit), num_trained), doubts)
+        which = MOST_STEPS * kind + min(new, MOST_STEPS - 1)
+        if not self._path.is_sure or _is_detailed():
             self._ask(planned(action, unit, which, users_line(sys._getframe())), do, unit)
             compared.agreed()
         here = self._position
@@ -178,7 +183,7 @@ class Guard:
                 return
             if action is Reduce:
                 do[Discard](unit)
-                unit.backward.lack_nothing(which // MOST_STEPS)
+                unit.backward.lack_nothing(which)
                 do[Reduce](unit)
                 do[Discard](unit)
             else:

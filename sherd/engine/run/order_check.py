@@ -53,7 +53,7 @@ class PlannedCollective:
 
 MOST_STEPS = 4
 """Which of a unit's collectives: this times its kind, 1 for a `Gather` in full precision and for a `Reduce` what
-`Backward.lacking` reads, plus the optimizer steps since a collective of the unit was compared, fewer than this."""
+`Backward.lacking` reads, plus the optimizer steps since the last one, fewer than this."""
 
 
 def planned(action: type[Action], unit: Unit, which: int, line: str = "") -> PlannedCollective:

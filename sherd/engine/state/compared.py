@@ -12,7 +12,7 @@ class Compared:
 
     Attributes:
         digest: a number for the unit's terms, None after a change.
-        num_steps: the optimizer steps since the last gather; 1 before the first, which is then like all later ones.
+        num_steps: the optimizer steps that its shards have had.
         replicas_may_differ: replicas have not compared their values since they were made or loaded.
     """
 
@@ -21,7 +21,7 @@ class Compared:
     def __init__(self, mesh: DataMesh) -> None:
         self._has_replicas = mesh.num_replicas > 1 and not mesh.shards_replicas
         self.digest: int | None = None
-        self.num_steps = 1
+        self.num_steps = 0
         self.loaded()
 
     def stepped(self) -> None:
