@@ -156,3 +156,17 @@ def world(pools: ranks.Pools) -> Callable[[int], ranks.Processes]:
 def threads(pools: ranks.Pools) -> Callable[[int], ranks.Threads]:
     """`threads(n).run(fn, ...)` runs fn on n threads, 1 to 8; the results, index = rank."""
     return pools.threads
+
+
+@pytest.fixture
+def torchrun_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What torchrun sets for one rank alone. The default group that is made of it goes with the test."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # its agent keeps the store, as here
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

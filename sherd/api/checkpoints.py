@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -66,6 +66,10 @@ class _Save:
             raise PolicyTypeError(f"{call}(user=...): expected what JSON takes: {error}") from None
         own: dict[str, object] = {GIVEN: dict(per_rank or {}), **({RANDOM: random_state()} if random else {})}
         return _Save(folder, items_of(items), step, user, own, keep_last, keep_every)
+
+    def ranks(self, group: dist.ProcessGroup | None) -> Ranks:
+        """Returns the ranks that save together."""
+        return Ranks(group, f"saves {_listed(item.name for item in self.items)} as step {self.step}")
 
     def planned(self, ranks: Ranks) -> Plan:
         """Find out, with the other ranks, who writes what."""
@@ -132,7 +136,7 @@ def save(
         PolicyError, PolicyTypeError: an argument is out of range, or of another type.
     """
     wanted = _Save.of("save", folder, items, step, user, per_rank, random, keep_last, keep_every)
-    ranks = Ranks(group, f"saves {_listed(items)} as step {step}")
+    ranks = wanted.ranks(group)
     _last.wait()
     planned = wanted.planned(ranks)
     return wanted.finish(planned, ranks, contents_of(planned.parts, lambda _, tensor: lambda: chunks_of(tensor)))
@@ -225,7 +229,7 @@ def async_save(
     wanted = _Save.of("async_save", folder, items, step, user, per_rank, random, keep_last, keep_every)
     if staging_bytes is not None:
         require_int("async_save(staging_bytes={})", staging_bytes, 1)
-    ranks = Ranks(group, f"saves {_listed(items)} as step {step}")
+    ranks = wanted.ranks(group)
     _last.wait()
     planned = wanted.planned(ranks)
     staging = Staging(staging_bytes)
@@ -299,5 +303,5 @@ def load(
         return restore(Search(place, step), own, ranks, staging_bytes, random)
 
 
-def _listed(items: Items) -> str:
-    return ", ".join(map(repr, items)) or "nothing"
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "nothing"

@@ -111,7 +111,7 @@ class ModuleItem(Item):
 
     def __init__(self, name: str, modules: Sequence[nn.Module], strict: bool) -> None:
         super().__init__(name)
-        self._strict, self.takes_what_fits = strict, not strict
+        self.takes_what_fits = not strict
         self._modules = modules
         self._tensors = [ModelTensors(module) for module in modules]
 
@@ -146,8 +146,8 @@ class ModuleItem(Item):
         entries = {name: entry for name in own if (entry := manifest.entry(name)) is not None}
         shapes = {name: (entry.shape, tuple(own[name].shape)) for name, entry in entries.items()}
         return Misfit(
-            tuple(name for name in own if name not in entries) if self._strict else (),
-            frozenset(stored - known if self._strict else ()),
+            () if self.takes_what_fits else tuple(name for name in own if name not in entries),
+            frozenset() if self.takes_what_fits else frozenset(stored - known),
             tuple(f"{name} has shape {a}, in the model {b}" for name, (a, b) in shapes.items() if a != b),
         )
 

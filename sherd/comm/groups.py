@@ -54,12 +54,12 @@ def group_beside(
     Raises:
         CommError: not all of `ranks` make the first call.
     """
-    _destroy_orphans()
     if parent not in _beside:
         _beside[parent], _makers[parent] = {}, threading.get_ident()
     groups = _beside[parent]
     key = (purpose, tuple(ranks))
     if key not in groups:
+        _destroy_orphans()
         # The parent's name is the same on all of its ranks, and no other group alive has it.
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()  # thousands of ranks would be long
         name = f"sherd/{parent.group_name}/{purpose}/{digest}"

@@ -71,7 +71,11 @@ def check_transport(group: dist.ProcessGroup | None, device: torch.device, polic
 
 def _is_on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     # get_backend() would not do: it does not name the backends of a group that was made without naming any.
-    return device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group).split(",")
+    return device.type == "cpu" and _has_gloo(group, device)
+
+
+def _has_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
 def _made(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transport:
@@ -79,7 +83,7 @@ def _made(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transp
     if replaced is not None:
         return replaced(group, wanted)
     on_gloo = _is_on_gloo(group, device)
-    if not on_gloo and f"{device.type}:gloo" in dist.get_backend_config(group).split(","):
+    if not on_gloo and _has_gloo(group, device):
         # Coalesced calls are left out, too: gloo's end the process on CUDA tensors (torch 2.11).
         return PartByPart(group)
     if wanted in ("torch", "coalesced") or (wanted == "auto" and not on_gloo):

@@ -41,15 +41,9 @@ def test_without_a_process_group_the_error_says_torchrun(monkeypatch):
         assert not any(isinstance(each, sherd.FSDPModule) for each in model.modules()), name
 
 
-def test_what_torchrun_sets_is_enough(monkeypatch):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # its agent keeps the store, as here
-    try:
-        sherd.fully_shard(Block())(torch.ones(1, 8))
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("torchrun_of_one_rank")
+def test_what_torchrun_sets_is_enough():
+    sherd.fully_shard(Block())(torch.ones(1, 8))
 
 
 @on_processes(2)

@@ -229,18 +229,11 @@ def test_a_reference_is_written_and_read_without_a_process_group_and_one_that_do
         verify_equivalence(Stack, words(), shard=sharded, parts=2, **options)
 
 
-def test_it_makes_torchruns_group_once_and_leaves_it_for_the_next_call_and_for_the_program(monkeypatch):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # its agent keeps the store, as here
-    try:
-        groups = [verified("shard").ok and dist.group.WORLD for _ in range(2)]
-        assert dist.is_initialized()
-        assert groups[0] is groups[1]
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+@pytest.mark.usefixtures("torchrun_of_one_rank")
+def test_it_makes_torchruns_group_once_and_leaves_it_for_the_next_call_and_for_the_program():
+    groups = [verified("shard").ok and dist.group.WORLD for _ in range(2)]
+    assert dist.is_initialized()
+    assert groups[0] is groups[1]
 
 
 # Bad inputs

@@ -80,14 +80,14 @@ class Guard:
         """
         if self._failure is not None:
             self._raise_failure(self._failure, do)
-        compared, which, num_trained = unit.compared, 0, 0
+        compared, kind, num_trained = unit.compared, 0, 0
         if action is Gather:
-            which = int(unit.in_full_precision)
+            kind = int(unit.in_full_precision)
         else:
             num_trained = unit.backward.num_trained
             for arrivals in unit.backward.unflagged:
-                which = 2 * which + (arrivals.has_any or unit.policy.reduce_unused)
-        kind, new, doubts = which, 0, compared.replicas_may_differ
+                kind = 2 * kind + (arrivals.has_any or unit.policy.reduce_unused)
+        new, doubts = 0, compared.replicas_may_differ
         if unit.is_on_all_ranks and (action is Gather or unit.mesh.num_shards == 1):
             steps, since, usual = self._steps.get(unit.id, (0, 0, 0))
             new = compared.num_steps - steps

@@ -1,4 +1,4 @@
-"""What must be alike on all ranks for the bytes of a unit to mean the same, in words; and whether replicas are alike.
+"""The terms of a unit, in words, which all ranks must have alike, and hashes of them and of the values of replicas.
 
 A rank that cuts a parameter otherwise, or computes in another dtype, sends as many bytes as the others, in another
 order. So ranks compare these words with each collective that they compare, and a rank whose words have changed compares

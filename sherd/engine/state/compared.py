@@ -1,4 +1,4 @@
-"""What one rank remembers of a unit for its comparisons with the other ranks (`engine/run/guard.py`)."""
+"""The state of a unit's comparisons with the other ranks (`engine/run/guard.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sherd.comm.mesh import DataMesh
 
 
 class Compared:
-    """The present state of one unit.
+    """The part of that state which the unit itself changes, on this rank.
 
     Attributes:
         digest: a number for the unit's terms, None after a change.
