@@ -30,6 +30,7 @@ from sherd import _torch
 from tests.support import versions
 from tests.support.meshes import mesh_of
 from tests.support.ranks.bodies import on_processes, on_threads
+from tests.support.sockets import sockets
 
 CPU = torch.device("cpu")
 F32 = torch.float32
@@ -972,7 +973,7 @@ def test_named_group__splits_no_group_that_is_bound_to_a_device():
 @on_processes(2)
 def test_store_beside__is_one_of_all_processes():
     rank, world = dist.get_rank(), dist.group.WORLD
-    store, other = _torch.store_beside(world, "here"), _torch.store_beside(world, "there")
+    store, other = _torch.store_beside(world, "here")(), _torch.store_beside(world, "there")()
     assert not store.check([f"{rank}"])
     assert not other.check(["from 0"])
     store.set(f"from {rank}", str(rank))
@@ -985,9 +986,21 @@ def test_store_beside__is_one_of_all_processes():
     assert store.get(f"from {1 - rank}") == str(1 - rank).encode()
 
 
+@on_processes(4)
+def test_gloo_on_demand__connects_ranks_that_send_each_other_something():
+    rank, before = dist.get_rank(), len(sockets())
+    group = _torch.named_group("on demand", range(4), timedelta(seconds=9), _torch.gloo_on_demand())
+    assert timeout_of(group) == 9
+    assert len(sockets()) == before + 1  # it listens
+    numbers = [torch.zeros(1) for _ in range(4)]
+    dist.all_gather(numbers, torch.full((1,), float(rank)), group=group)  # in a ring
+    assert [int(each) for each in numbers] == [0, 1, 2, 3]
+    assert len(sockets()) == before + 3
+
+
 @on_processes(2)
 def test_has_ended__is_false_until_the_others_come_and_leaves_the_work_as_it_was():
-    store = _torch.store_beside(dist.group.WORLD, "has ended")
+    store = _torch.store_beside(dist.group.WORLD, "has ended")()
     if dist.get_rank() == 1:
         store.get("asked")  # waits for it
     work = dist.all_reduce(torch.ones(1), async_op=True)

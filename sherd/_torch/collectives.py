@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -87,6 +90,32 @@ def named_group(
     return group
 
 
+@functools.cache
+def gloo_on_demand() -> str:
+    """Returns the name of a backend that is gloo but for its connections: two ranks connect when they first send each
+    other something, where gloo connects all of them with each other at once.
+
+    `_Options` and its fields have no public names; torch's own way is an environment variable, TORCH_GLOO_LAZY_INIT,
+    for all groups of the process (2.11 to 2.13).
+    """
+
+    def make(
+        store: torch._C._distributed_c10d.Store, rank: int, size: int, timeout: timedelta
+    ) -> dist.ProcessGroupGloo:
+        gloo, interface = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        lazy = {"lazy_init": True}
+        options = gloo._Options()  # type: ignore[attr-defined]
+        options._devices = [
+            gloo.create_device(interface=interface, **lazy) if interface else gloo.create_default_device(**lazy)
+        ]
+        made = gloo(store, rank, size, options)
+        made._set_default_timeout(timeout)
+        return made
+
+    dist.Backend.register_backend("gloo_on_demand", make, devices=["cpu"])
+    return "gloo_on_demand"
+
+
 def has_ended(work: dist.Work, seconds: float) -> bool:
     """Wait at most that long, at least a millisecond. Returns whether `work` has ended; raises what it has ended with.
 
@@ -101,6 +130,9 @@ def has_ended(work: dist.Work, seconds: float) -> bool:
             return False
         raise
     return True
+
+
+_CONNECTS_WITHIN_S = 3.0
 
 
 class Store(Protocol):
@@ -119,10 +151,13 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool:
         """Returns whether something was left under all of `keys`."""
 
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Leave `desired` if `expected` was there, or if nothing was and that is ""; returns what is there now."""
 
-def store_beside(group: dist.ProcessGroup, prefix: str) -> Store | None:
-    """Returns a store of the processes of `group`, over a connection of its own, whose keys begin with `prefix`; None
-    if `group` was not made over one that connects processes.
+
+def store_beside(group: dist.ProcessGroup, prefix: str) -> Callable[[], Store] | None:
+    """Returns what connects to a store of the processes of `group`, whose keys begin with `prefix`, and raises
+    RuntimeError if it is gone; None if `group` was not made over one that connects processes.
 
     `_world` has no public name (2.11 to 2.13).
     """
@@ -130,8 +165,21 @@ def store_beside(group: dist.ProcessGroup, prefix: str) -> Store | None:
     below = store
     while isinstance(below, distributed_c10d.PrefixStore):
         below = below.underlying_store
-    connects = isinstance(below, dist.TCPStore | dist.FileStore)  # type: ignore[attr-defined]
-    return distributed_c10d.PrefixStore(prefix, below.clone()) if connects else None  # type: ignore[attr-defined]
+    if isinstance(below, dist.FileStore):  # type: ignore[attr-defined]
+        return lambda: distributed_c10d.PrefixStore(prefix, below.clone())  # type: ignore[attr-defined]
+    if not isinstance(below, dist.TCPStore):  # type: ignore[attr-defined]
+        return None
+    host, port = below.host, below.port
+
+    def connect() -> Store:
+        try:
+            socket.create_connection((host, port), _CONNECTS_WITHIN_S).close()  # torch's would try for long
+        except OSError as error:
+            raise RuntimeError(f"the store of the process group at {host}:{port}: {error}") from error
+        beside = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+        return distributed_c10d.PrefixStore(prefix, beside)
+
+    return connect
 
 
 def read_objects_with(read: Callable[[torch.Tensor], object]) -> None:

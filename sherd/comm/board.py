@@ -20,14 +20,17 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import Store, store_beside, timeout_of
-from sherd.comm.bounded_store import BoundedStore
+from sherd.comm.bounded_store import BoundedStore, StoreOnDemand
 from sherd.comm.flight import OFTEN_UP_TO, Recorder
 from sherd.comm.groups import is_destroyed
 from sherd.comm.watchdog import Watchdog
 
 LOOK_EVERY_S = 0.05
-"""The thread looks this often whether its rank is blocked, and at the board if it is; less often if there are more than
-`OFTEN_UP_TO` ranks, which all ask one store."""
+"""The thread looks this often whether its rank is blocked, and at the board if it is."""
+FEW = 4
+"""The process of rank 0 has a connection of each rank that is at the board. If there are more ranks than these, they
+look every `SELDOM_S`, less often if there are more than `OFTEN_UP_TO`, and are connected while they look."""
+SELDOM_S = 0.5
 HEARD_WITHIN_S = 2.0
 """A rank that declares what went wrong waits this long for the others to hear of it."""
 
@@ -66,8 +69,8 @@ class Party(Protocol):
     """The same on all ranks of the mesh, and on no other's."""
 
     @property
-    def is_blocked(self) -> bool:
-        """Whether its rank may not come out of a collective by itself."""
+    def blocked_s(self) -> float:
+        """How long its rank has been in a collective, of which it may not come out by itself; 0 if it is not."""
 
     def answer(self, position: Position) -> Answer | None:
         """Returns the answer to a rank that stands at `position` and wants to leave the path; None as long as this rank
@@ -100,8 +103,10 @@ class Inquiry:
 class Board:
     """The board of one default group, as one rank sees it; its `recorder` knows the ledgers of all meshes."""
 
-    def __init__(self, group: dist.ProcessGroup, store: Store) -> None:
+    def __init__(self, group: dist.ProcessGroup, store: StoreOnDemand) -> None:
         self._group, self._store, self._rank, self.num_ranks = weakref.ref(group), store, group.rank(), group.size()
+        is_few = self.num_ranks <= FEW
+        self.pause_s = LOOK_EVERY_S if is_few else SELDOM_S * max(1, self.num_ranks / OFTEN_UP_TO)
         devices = (torch.device("cpu"), torch.accelerator.current_accelerator())
         timeouts = (timeout_of(group, device) for device in devices if device is not None)
         timeout = next((each for each in timeouts if each is not None), dist.default_pg_timeout)
@@ -146,7 +151,7 @@ class Board:
 
     def _look_at_store(self) -> None:
         self.recorder.look()
-        if any(party.is_blocked for party in list(self._parties.values())):
+        if any(party.blocked_s > self.pause_s for party in list(self._parties.values())):
             while self._store.check([str(self._num_read + 1)]):
                 self._num_read += 1
                 key, position = json.loads(self._store.get(str(self._num_read)))
@@ -154,6 +159,8 @@ class Board:
             for number, (key, where) in list(self._open.items()):
                 if self._is_settled(number, self._parties.get(key), where):
                     del self._open[number]
+        if self.num_ranks > FEW:
+            self._store.hang_up()
 
     def _is_settled(self, number: int, party: Party | None, position: Position) -> bool:
         """Answer one inquiry. Returns whether nothing remains to be said or heard."""
@@ -184,7 +191,7 @@ def _answer_of(said: bytes) -> Answer:
 def _watch(board: weakref.ref[Board]) -> None:
     while (living := board()) is not None and not living.is_over:
         living.look()
-        pause = LOOK_EVERY_S * max(1, living.num_ranks / OFTEN_UP_TO)
+        pause = living.pause_s
         del living
         time.sleep(pause)
     if living is not None:
@@ -197,6 +204,6 @@ _boards: weakref.WeakKeyDictionary[dist.ProcessGroup, Board | None] = weakref.We
 def board_of(group: dist.ProcessGroup) -> Board | None:
     """Returns the board of `group`, the default one; None where its ranks have no store that connects processes."""
     if group not in _boards:
-        store = store_beside(group, "sherd/board")
-        _boards[group] = None if store is None else Board(group, store)
+        connect = store_beside(group, "sherd/board")
+        _boards[group] = None if connect is None else Board(group, StoreOnDemand(connect))
     return _boards[group]

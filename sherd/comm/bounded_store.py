@@ -1,4 +1,5 @@
-"""A store whose calls end. torch's wait for an answer without a timeout, also over a link that was cut."""
+"""Stores beside torch's: one whose calls end, where torch's wait for an answer without a timeout, also over a link that
+was cut; and one that is connected for as long as it is needed, because one process has the connections of all ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +12,45 @@ from typing import TypeVar
 from sherd._torch import Store
 
 T = TypeVar("T")
+
+
+class StoreOnDemand:
+    """What `connect` gives, from a call on until `hang_up`. Each call raises RuntimeError if the store is gone."""
+
+    def __init__(self, connect: Callable[[], Store]) -> None:
+        self._connect = connect
+        self._connected: Store | None = None
+
+    def hang_up(self) -> None:
+        """Let go of the connection; a call of another thread may still be using it."""
+        self._connected = None
+
+    def _now(self) -> Store:
+        store = self._connected
+        if store is None:
+            store = self._connected = self._connect()
+        return store
+
+    def set(self, key: str, value: str, /) -> None:
+        """As the store's."""
+        self._now().set(key, value)
+
+    def get(self, key: str, /) -> bytes:
+        """As the store's."""
+        return self._now().get(key)
+
+    def add(self, key: str, amount: int, /) -> int:
+        """As the store's."""
+        return self._now().add(key, amount)
+
+    def check(self, keys: list[str], /) -> bool:
+        """As the store's."""
+        return self._now().check(keys)
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """As the store's."""
+        return self._now().compare_set(key, expected, desired)
+
 
 ANSWERS_WITHIN_S = 3.0
 
@@ -40,6 +80,10 @@ class BoundedStore:
     def check(self, keys: Sequence[str], /) -> bool:
         """As the store's."""
         return self._ended(partial(self._store.check, list(keys)))
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """As the store's."""
+        return self._ended(partial(self._store.compare_set, key, expected, desired))
 
     def _ended(self, call: Callable[[], T]) -> T:
         """Returns what `call` does, if it ends in time."""

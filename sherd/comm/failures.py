@@ -10,19 +10,18 @@ import torch.distributed as dist
 from sherd.errors import CommError
 
 
-def unfinished(what: str, group: dist.ProcessGroup, error: Exception, peer: int | None = None) -> CommError:
-    """Returns the error of `what`, a collective over `group` that `error` has ended. `peer` is the rank to blame, by
-    its number in `group`, where there is a single one."""
-    ranks, own = dist.get_process_group_ranks(group), group.rank()
-    others = [rank for number, rank in enumerate(ranks) if number != own]
+def unfinished(what: str, ranks: Sequence[int], error: Exception, peer: int | None = None) -> CommError:
+    """Returns the error of `what`, a collective of `ranks` that `error` has ended. `peer` is the number in `ranks` of
+    the one to blame, where there is a single one."""
+    others = [rank for rank in ranks if rank != dist.get_rank()]
     if peer is not None:
         others = [ranks[peer]]
     with_whom = f" with rank {others[0]}" if len(others) == 1 else ""
     who = f"Rank {others[0]}" if len(others) == 1 else f"One of the ranks {in_short(others)}"
     return CommError(
-        f"{what} among ranks {in_short(ranks)} failed on rank {ranks[own]}{with_whom}: {error}. {who} has died, has "
-        "left, is late, or does not make this call (a branch on the rank?): look for the first error in the logs of "
-        "all ranks and start them again from the last checkpoint; this group is of no more use. If a rank was only "
+        f"{what} among ranks {in_short(ranks)} failed on rank {dist.get_rank()}{with_whom}: {error}. {who} has died, "
+        "has left, is late, or does not make this call (a branch on the rank?): look for the first error in the logs "
+        "of all ranks and start them again from the last checkpoint; this group is of no more use. If a rank was only "
         "late, give init_process_group a longer timeout"
     )
 
@@ -37,7 +36,7 @@ def named(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     except RuntimeError as error:
         group = group or dist.group.WORLD
         assert group is not None, "a collective has begun, so there is a group"
-        raise unfinished(what, group, error) from error
+        raise unfinished(what, dist.get_process_group_ranks(group), error) from error
 
 
 def in_short(ranks: Sequence[int]) -> str:

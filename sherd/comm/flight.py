@@ -95,7 +95,7 @@ class Recorder:
         folder = os.environ.get(FOLDER, ".")
         self._folder = os.path.abspath(folder) if folder else ""
         own = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        self.job = store.compare_set("job", "", own).decode()  # type: ignore[attr-defined]
+        self.job = store.compare_set("job", "", own).decode()
         self._pause_s = LOOK_EVERY_S * max(1, num_ranks / OFTEN_UP_TO)
         self.timeout_s = timeout.total_seconds()
         self._answered, self._next_look, self._has_warned = store.add("asked", 0), 0.0, False

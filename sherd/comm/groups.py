@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import threading
 import weakref
 from collections.abc import MutableMapping, Sequence
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sherd._torch import adopt_timeout, named_group, timeout_of
+from sherd._torch import adopt_timeout, gloo_on_demand, named_group, timeout_of
 from sherd.comm.failures import named
 from sherd.errors import MeshError
 
@@ -53,6 +54,7 @@ def group_beside(
 
     Raises:
         CommError: not all of `ranks` make the first call.
+        MeshError: this process cannot open as many files as the group takes.
     """
     if parent not in _beside:
         _beside[parent], _makers[parent] = {}, threading.get_ident()
@@ -60,6 +62,7 @@ def group_beside(
     key = (purpose, tuple(ranks))
     if key not in groups:
         _destroy_orphans()
+        _require_descriptors(_OF_A_GROUP, f"the group for {purpose}")
         # The parent's name is the same on all of its ranks, and no other group alive has it.
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()  # thousands of ranks would be long
         name = f"sherd/{parent.group_name}/{purpose}/{digest}"
@@ -84,12 +87,31 @@ def _destroy_orphans() -> None:
 def host_group_beside(
     parent: dist.ProcessGroup, purpose: str, ranks: Sequence[int], device: torch.device
 ) -> dist.ProcessGroup:
-    """Returns a group of the host, for `ranks` that work on `device`: as `group_beside`, over gloo if that is an
-    accelerator."""
+    """Returns a group of the host, for `ranks` that work on `device`: as `group_beside`, over `gloo_on_demand` if that
+    is an accelerator or `parent` is on gloo."""
     is_host = device.type == "cpu"
     if is_host:
         adopt_timeout(parent)
-    return group_beside(parent, purpose, ranks, device, None if is_host else "gloo")
+    on_gloo = not is_host or "cpu:gloo" in dist.get_backend_config(parent).split(",")
+    return group_beside(parent, purpose, ranks, device, gloo_on_demand() if on_gloo else None)
+
+
+_OF_A_GROUP = 16
+"""Descriptors that a group on demand takes at most: what it listens and waits with, and its connections."""
+
+
+def _require_descriptors(number: int, what: str) -> None:
+    """Raise MeshError if this process cannot open `number` files more, which `what` needs."""
+    may_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        is_open = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return  # not Linux
+    if 0 <= may_open < is_open + number:
+        raise MeshError(
+            f"this process may have {may_open} files and sockets open, and has {is_open}; {what} needs up to {number} "
+            "more: raise the limit where the ranks are started (ulimit -n 4096, LimitNOFILE= of a service)"
+        )
 
 
 def default_group() -> dist.ProcessGroup:
@@ -106,6 +128,8 @@ def default_group() -> dist.ProcessGroup:
                 "torch.distributed.init_process_group() before the model is sharded, and destroy_process_group() after "
                 f"its last use (of what torchrun sets, the environment lacks {', '.join(missing)})"
             )
+        size = int(os.environ["WORLD_SIZE"])
+        _require_descriptors(2 * size + _OF_A_GROUP, f"a process group in which {size} ranks connect to each other")
         dist.init_process_group()
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup), "it is initialized"

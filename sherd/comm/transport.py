@@ -217,7 +217,7 @@ class _Named:
         except CommError:
             raise
         except RuntimeError as error:
-            raise unfinished(self._what, self._group, error) from error
+            raise unfinished(self._what, dist.get_process_group_ranks(self._group), error) from error
 
 
 class SingleCalls(Transport):
@@ -280,7 +280,7 @@ class SingleCalls(Transport):
         except CommError:
             raise
         except RuntimeError as error:
-            raise unfinished(what, self._group, error) from error
+            raise unfinished(what, dist.get_process_group_ranks(self._group), error) from error
         return None if pending is None else _Named(pending, what, self._group)
 
 

@@ -16,6 +16,9 @@ from sherd.comm.transport import CoalescedCalls, OneRank, PartByPart, SingleCall
 from sherd.errors import MeshError
 from sherd.policy import CommPolicy
 
+MOST_NEIGHBOURS = 12
+"""The most ranks that share memory unless a policy says so: a rank holds three descriptors for each of the others."""
+
 _ONE_RANK = OneRank()
 _known: dict[dist.ProcessGroup, dict[str, Transport]] = {}
 """Kept as long as the group is registered with torch, not as long as it is used: garbage is collected at different
@@ -90,7 +93,8 @@ def _made(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transp
         # gloo's list forms refuse parts of unequal length.
         calls = CoalescedCalls if wanted == "coalesced" else SingleCalls
         return calls(group, for_uneven=Gloo(group) if on_gloo else None)
-    shared = SharedMemory.meet(group) if wanted != "gloo" else None
+    is_wanted = wanted == "shared_memory" or (wanted == "auto" and group.size() <= MOST_NEIGHBOURS)
+    shared = SharedMemory.meet(group) if is_wanted else None
     if shared is not None:
         return shared
     if wanted == "shared_memory":

@@ -9,6 +9,7 @@ refusals.py     `assert words in refusal(InputError, action, ...), row`
 gathered.py     many sharded tensors whole at once
 checkpoints.py  `save` and `load` a model and its optimizer by torch's distributed checkpointing
 meshes.py       `mesh_of((2, 2))`
+sockets.py      the sockets of this process, and what has come through them
 ranks/          `world(n)`: processes; `threads(n)`: threads; `@on_threads(n)`, `@on_processes(n)`: a test's body;
                 `ranks.forked`: programs without an import of torch
 suites.py       which cases a run takes: marks and shares

@@ -12,6 +12,7 @@ from torch import nn
 from sherd import MixedPrecision, ShardingStrategy
 from sherd._torch import named_group
 from sherd.comm.agreement import MOST_SHOWN
+from sherd.comm.tree import Tree
 from sherd.engine.run import guard
 from sherd.engine.run.order_check import PlannedCollective
 from sherd.errors import CommError
@@ -147,7 +148,7 @@ def test_full_precision_in_eval_on_one_rank_is_named(world):
 def one_rank_stays_away():
     with detail(), pytest.MonkeyPatch.context() as patch:
         soon = named_group("one_rank_stays_away", range(2), timedelta(seconds=1))
-        patch.setattr(guard.Guard, "_group", lambda _: soon)
+        patch.setattr(guard.Guard, "_tree", lambda _: Tree((0, 1), [soon], is_top=True, whole=lambda: soon))
         model = wrapped(made(branching))
         model(torch.ones(2, 4), "first")
         if dist.get_rank() == 1:

@@ -276,7 +276,7 @@ class _Call:
 
     def _named(self, error: RuntimeError, peer: int | None) -> CommError:
         what = f"{self._what} of {self._nbytes:,} bytes over gloo"
-        self._failure = unfinished(what, self._link.group, error, peer)
+        self._failure = unfinished(what, dist.get_process_group_ranks(self._link.group), error, peer)
         return self._failure
 
 

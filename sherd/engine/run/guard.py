@@ -16,6 +16,7 @@ of them raise the same error.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import weakref
 from itertools import islice
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from sherd._torch import has_ended, users_line
 from sherd.comm.board import LOOK_EVERY_S, Answer, Board, Failure, Inquiry, Position
 from sherd.comm.failures import named
-from sherd.comm.groups import host_group_beside
+from sherd.comm.tree import Tree, tree_beside
 from sherd.engine.run.ledger import Ledger, Table
 from sherd.engine.run.likeness import HASH_BYTES, digest_of, values_hash
 from sherd.engine.run.order_check import MOST_STEPS, PlannedCollective, agree, different, planned
@@ -132,16 +133,20 @@ class Guard:
             while not has_ended(work, INQUIRE_AFTER_S if inquiry is None else LOOK_EVERY_S):
                 if self._failure is not None:
                     self._raise_failure(self._failure, do)
-                if inquiry is None:
-                    inquiry = self._board.inquire(self.key, self._position)
-                self._give_up_if_alone(inquiry, collective)
+                try:
+                    inquiry = inquiry or self._board.inquire(self.key, self._position)
+                    self._give_up_if_alone(inquiry, collective)
+                except CommError:
+                    raise
+                except RuntimeError:
+                    pass  # the store is busy; or it is gone, and with it a rank, so `work` ends
 
         try:
             with self._ledger.waiting(collective):
                 may_differ = unit.compared.replicas_may_differ
                 values = values_hash(unit) if may_differ else bytes(HASH_BYTES)
                 copies = unit.mesh.copies_of_shards() if may_differ else []
-                text = agree(self._group(), collective, self._position.issued, wait, values, copies)
+                text = agree(self._tree(), collective, self._position.issued, wait, values, copies)
                 if text:
                     raise self._ledger.failure(text)
         except CommError:
@@ -152,15 +157,15 @@ class Guard:
             self._agreed_at, self._position = self._ledger.newest, Position(self._position.agreements + 1)
         self._path.agree()
 
-    def _group(self) -> dist.ProcessGroup:
-        """Returns the group that ranks compare over. It is used for nothing else, so that a comparison meets only other
-        comparisons, and it is one of the host, which is what waits."""
+    def _tree(self) -> Tree:
+        """Returns the tree that ranks compare over. It is used for nothing else, so that a comparison meets only other
+        comparisons, and its groups are the host's, which is what waits."""
         parent = self._parent()
         assert parent is not None, "the mesh of a unit holds it"
         # One that was made at DETAIL keeps the host waiting from the call on, when the level is no longer that.
         purpose = "order-detail" if _is_detailed() else "order"
         with named("the first comparison of what ranks are about to do", parent):
-            return host_group_beside(parent, purpose, self._ranks, self._device)
+            return tree_beside(parent, purpose, self._ranks, self._device)
 
     def _give_up_if_alone(self, inquiry: Inquiry, collective: PlannedCollective) -> None:
         """Declare a failure, if all other ranks have said where they are and some will not come."""
@@ -197,9 +202,9 @@ class Guard:
     # What the board asks
 
     @property
-    def is_blocked(self) -> bool:
-        """Whether a wait has lasted for a while; always on an accelerator, where the host may wait for it anywhere."""
-        return self._ledger.waits_s > LOOK_EVERY_S or self._is_asking or self._device.type != "cpu"
+    def blocked_s(self) -> float:
+        """For how long host or device have waited for other ranks; for ever while this one compares."""
+        return math.inf if self._is_asking else self._ledger.waits_s
 
     def answer(self, position: Position) -> Answer | None:
         """Returns the collective that this rank has started where another one stands; see `Party`."""

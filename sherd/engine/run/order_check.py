@@ -1,7 +1,7 @@
 """The comparison of what the ranks of a mesh are about to do, in words that a user reads.
 
-A comparison is one number from each rank, a hash of the collective that it is about to start. Only where those differ
-do the ranks exchange words.
+A comparison is a sum over the ranks of a hash of the collective that each is about to start, which is zero if the
+hashes are the same. Only where it is not do the ranks exchange words.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from sherd.comm import failures
 from sherd.comm.agreement import in_short
-from sherd.comm.objects import all_gather_objects, start_all_gather
+from sherd.comm.objects import all_gather_objects
+from sherd.comm.tree import Tree
 from sherd.engine.run.likeness import HASH_BYTES, model_of, parameter_in_words, terms_of
 from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
 from sherd.schedule.actions import Action, Gather
 
-DIGEST_BYTES = 8
 REMEDY = (
     "All ranks must run the same units, made alike, in the same order: look for a branch on the rank or on the data, "
     "in forward or around it; then restart all ranks"
@@ -38,10 +38,10 @@ class PlannedCollective:
     line: str = field(default="", compare=False)
 
     def digest(self, issued: int) -> bytes:
-        """Returns bytes that differ for different collectives and are the same for equal ones on any host; `issued` is
-        how many the rank has started since ranks compared last."""
+        """Returns `HASH_BYTES` that differ for different collectives and are the same for equal ones on any host;
+        `issued` is how many the rank has started since ranks compared last."""
         said = "\n".join((str(issued), self.what, *self.parameters, *self.terms))
-        return hashlib.blake2b(said.encode(), digest_size=DIGEST_BYTES).digest()
+        return hashlib.blake2b(said.encode(), digest_size=HASH_BYTES).digest()
 
     def describe(self, known: set[str]) -> str:
         """Returns it in words: with those parameters that are not `known`, else such terms, else all parameters."""
@@ -72,14 +72,14 @@ def planned(action: type[Action], unit: Unit, which: int, line: str = "") -> Pla
 
 
 def agree(
-    group: dist.ProcessGroup,
+    tree: Tree,
     collective: PlannedCollective,
     issued: int,
     wait: Callable[[dist.Work], None],
     values: bytes,
     copies: Sequence[Sequence[int]],
 ) -> str:
-    """Returns "" if all ranks of `group` are about to start `collective`, and have started as many since they compared
+    """Returns "" if all ranks of `tree` are about to start `collective`, and have started as many since they compared
     last; else, on all of them, the text of the error. All must call this; `wait` waits for the exchange.
 
     `values` is `likeness.values_hash`, or zeros for no comparison of values; `copies` are the ranks that have the same
@@ -88,25 +88,35 @@ def agree(
     Raises:
         CommError: a rank has died, or does not come before the timeout.
     """
-    ranks = dist.get_process_group_ranks(group)
-    own, found_digests = collective.digest(issued), [bytearray(DIGEST_BYTES + HASH_BYTES) for _ in ranks]
+    ranks = tree.ranks
+    alike = next((each for each in copies if dist.get_rank() in each), ())
+    own = 1, _zero_if_alike(collective.digest(issued), ranks), _zero_if_alike(values, alike)
     try:
-        wait(start_all_gather(own + values, found_digests, group))
-        if all(digest[:DIGEST_BYTES] == own for digest in found_digests):
-            return _unlike(collective, dict(zip(ranks, map(bytes, found_digests), strict=True)), copies)
-        found = all_gather_objects((collective, issued), "the comparison of what ranks do", group)
+        num_ranks, *sums = tree.add_up(own, wait)
+        if not any(sums) or num_ranks < len(ranks):  # imagined ranks, of a fake group, add nothing
+            return ""
+        found = all_gather_objects((collective, issued, values), "the comparison of what ranks do", tree.whole())
     except CommError:
         raise
     except RuntimeError as error:
         waiting = f"rank {dist.get_rank()} {collective.describe(set())} and waits for ranks {failures.in_short(ranks)}"
-        raise failures.unfinished(f"{waiting} to say what they do; this comparison", group, error) from error
-    if len({each for each, _ in found}) == 1:
-        counts = ", ".join(f"rank {rank} {number}" for rank, (_, number) in zip(ranks, found, strict=True))
+        raise failures.unfinished(f"{waiting} to say what they do; this comparison", ranks, error) from error
+    if len({each for each, *_ in found}) > 1:
+        return different(ranks, [each for each, *_ in found])
+    if len({number for _, number, _ in found}) > 1:
+        counts = ", ".join(f"rank {rank} {number}" for rank, (_, number, _) in zip(ranks, found, strict=True))
         return (
             f"ranks have started different numbers of collectives before each {collective.describe(set())}: {counts}. "
             f"One of them left a forward or backward early, or began one again. {REMEDY}"
         )
-    return different(ranks, [each for each, _ in found])
+    return _unlike(collective, {rank: said for rank, (*_, said) in zip(ranks, found, strict=True)}, copies)
+
+
+def _zero_if_alike(said: bytes, ranks: Sequence[int]) -> int:
+    """Returns this rank's summand of a sum over `ranks` in 64 bits that is zero if all have `said` the same: the last
+    one takes away what the others add. Of hashes that differ, one sum in about 2**47 is zero, too."""
+    summand = int.from_bytes(said, "little") * (1 - len(ranks) if dist.get_rank() in ranks[-1:] else 1)
+    return (summand * bool(ranks) + 2**63) % 2**64 - 2**63
 
 
 def _unlike(collective: PlannedCollective, found: Mapping[int, bytes], copies: Sequence[Sequence[int]]) -> str:

@@ -21,7 +21,7 @@ for wide meshes, but threads share the random generator, the arguments and every
 `@on_threads(n)` and `@on_processes(n)` of `ranks.bodies`, above a test, have its whole body run so.
 
 A failure is one `RanksFailed`, with each rank's traceback and `errors[rank] == (type name, message)`. A rank
-still busy after `run(..., timeout=60)` seconds shows its stack. After any failure the processes are killed;
+still busy after `run(..., timeout=300)` seconds shows its stack. After any failure the processes are killed;
 the next run gets fresh ones, forked in a fraction of a second from a server that has torch imported.
 """
 
@@ -51,7 +51,7 @@ __all__ = ["Pools", "Processes", "RanksFailed", "Setup", "Threads", "warm_up"]
 
 MAX_PROCESSES = 4
 MAX_THREADS = 8
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 # After a first failure the other ranks get this long to tell theirs; a rank stuck in a collective never will.
 GRACE_S = 5.0
 # Ranks with more groups than that between tests get successors. A group that somebody still knows, though it is

@@ -26,7 +26,7 @@ def on_threads(*counts: int, **listed: Iterable[Any]) -> Callable[[Body], Body]:
     return _on("threads", counts, listed, lambda ranks, body, values: ranks.run(body, **values))
 
 
-def on_processes(*counts: int, timeout: float = 60.0, **listed: Iterable[Any]) -> Callable[[Body], Body]:
+def on_processes(*counts: int, timeout: float = 300.0, **listed: Iterable[Any]) -> Callable[[Body], Body]:
     """Has gloo processes (`world`) run the body, as `on_threads` has threads. What the test is given is pickled.
 
     Args:

@@ -118,7 +118,7 @@ class Threads:
         self.num_ranks = num_ranks
         self._ranks: list[_Rank] = []
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any) -> list[Any]:
         """`fn(*args, **kwargs)` on every rank; the results, index = rank. Raises RanksFailed."""
         __tracebackhide__ = True
         task = _Task(lambda: fn(*args, **kwargs))
