@@ -999,6 +999,13 @@ def test_gloo_on_demand__connects_ranks_that_send_each_other_something():
 
 
 @on_processes(2)
+def test_wait_on_host__comes_back_with_what_the_collective_brings():
+    total = torch.ones(1)
+    _torch.wait_on_host(dist.all_reduce(total, async_op=True))
+    assert total.item() == 2
+
+
+@on_processes(2)
 def test_has_ended__is_false_until_the_others_come_and_leaves_the_work_as_it_was():
     store = _torch.store_beside(dist.group.WORLD, "has ended")()
     if dist.get_rank() == 1:

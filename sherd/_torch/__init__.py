@@ -52,6 +52,7 @@ from sherd._torch.collectives import (
     store_beside,
     symmetric_memory,
     timeout_of,
+    wait_on_host,
 )
 from sherd._torch.dtensors import (
     become_view,
@@ -205,6 +206,7 @@ __all__ = [
     "trace_nothing_in",
     "users_frame",
     "users_line",
+    "wait_on_host",
     "will_get_gradient",
     "write_into",
 ]

@@ -132,6 +132,13 @@ def has_ended(work: dist.Work, seconds: float) -> bool:
     return True
 
 
+def wait_on_host(work: dist.Work) -> None:
+    """Wait for a collective of gloo, and come back to the interpreter each second, for another thread may have raised
+    an error here. Not for sends and receives: a wait of theirs that times out breaks their connections."""
+    while not has_ended(work, 1.0):
+        pass
+
+
 _CONNECTS_WITHIN_S = 3.0
 
 

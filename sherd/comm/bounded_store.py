@@ -5,17 +5,48 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sherd._torch import Store
 
 T = TypeVar("T")
 
+ANSWERS_WITHIN_S = 3.0
 
-class StoreOnDemand:
-    """What `connect` gives, from a call on until `hang_up`. Each call raises RuntimeError if the store is gone."""
+
+class _Beside(ABC):
+    """The calls of a store, each of which is made by `_do`. They raise RuntimeError if the store is gone."""
+
+    @abstractmethod
+    def _do(self, call: Callable[[Store], T]) -> T:
+        """Returns what `call` does with the store."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """As the store's, as all of these."""
+        self._do(lambda store: store.set(key, value))
+
+    def get(self, key: str, /) -> bytes:
+        """As the store's."""
+        return self._do(lambda store: store.get(key))
+
+    def add(self, key: str, amount: int, /) -> int:
+        """As the store's."""
+        return self._do(lambda store: store.add(key, amount))
+
+    def check(self, keys: Sequence[str], /) -> bool:
+        """As the store's."""
+        return self._do(lambda store: store.check(list(keys)))
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """As the store's."""
+        return self._do(lambda store: store.compare_set(key, expected, desired))
+
+
+class StoreOnDemand(_Beside):
+    """What `connect` gives, from a call on until `hang_up`."""
 
     def __init__(self, connect: Callable[[], Store]) -> None:
         self._connect = connect
@@ -25,80 +56,36 @@ class StoreOnDemand:
         """Let go of the connection; a call of another thread may still be using it."""
         self._connected = None
 
-    def _now(self) -> Store:
+    def _do(self, call: Callable[[Store], T]) -> T:
         store = self._connected
         if store is None:
             store = self._connected = self._connect()
-        return store
-
-    def set(self, key: str, value: str, /) -> None:
-        """As the store's."""
-        self._now().set(key, value)
-
-    def get(self, key: str, /) -> bytes:
-        """As the store's."""
-        return self._now().get(key)
-
-    def add(self, key: str, amount: int, /) -> int:
-        """As the store's."""
-        return self._now().add(key, amount)
-
-    def check(self, keys: list[str], /) -> bool:
-        """As the store's."""
-        return self._now().check(keys)
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """As the store's."""
-        return self._now().compare_set(key, expected, desired)
+        return call(store)
 
 
-ANSWERS_WITHIN_S = 3.0
-
-
-class BoundedStore:
+class BoundedStore(_Beside):
     """`store`, for a main thread. Once it has not answered for `ANSWERS_WITHIN_S`, each call raises at once.
 
-    A thread makes each call, and stays with one that does not end: this is for what ranks do when something is wrong.
+    One thread makes the calls, and stays with one that does not end: this is for what ranks do when something is wrong.
+    It is not started for each call: an error that is raised in the main thread meanwhile (`Watchdog`) could leave
+    Python's own lock on threads locked.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._asked: queue.SimpleQueue[_Asked | None] | None = None
         self._is_silent = False
 
-    def set(self, key: str, value: str, /) -> None:
-        """As the store's. Raises RuntimeError also if there is no answer, as all of them do."""
-        self._ended(partial(self._store.set, key, value))
-
-    def get(self, key: str, /) -> bytes:
-        """As the store's."""
-        return self._ended(partial(self._store.get, key))
-
-    def add(self, key: str, amount: int, /) -> int:
-        """As the store's."""
-        return self._ended(partial(self._store.add, key, amount))
-
-    def check(self, keys: Sequence[str], /) -> bool:
-        """As the store's."""
-        return self._ended(partial(self._store.check, list(keys)))
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """As the store's."""
-        return self._ended(partial(self._store.compare_set, key, expected, desired))
-
-    def _ended(self, call: Callable[[], T]) -> T:
-        """Returns what `call` does, if it ends in time."""
-        ended: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                ended.put(call())
-            except Exception as error:
-                ended.put(error)
-
+    def _do(self, call: Callable[[Store], T]) -> T:
+        if self._asked is None:
+            self._asked = queue.SimpleQueue()
+            weakref.finalize(self, self._asked.put, None)
+            threading.Thread(target=_answer, args=(self._asked, self._store), name="sherd store", daemon=True).start()
+        answers: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
         if not self._is_silent:
-            threading.Thread(target=run, name="sherd store", daemon=True).start()
+            self._asked.put((call, answers))
         try:
-            outcome = ended.get(timeout=0 if self._is_silent else ANSWERS_WITHIN_S)
+            outcome = answers.get(timeout=0 if self._is_silent else ANSWERS_WITHIN_S)
         except queue.Empty:
             self._is_silent = True
             raise RuntimeError(
@@ -108,3 +95,16 @@ class BoundedStore:
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
+
+
+_Asked = tuple[Callable[[Store], Any], "queue.SimpleQueue[Any]"]
+
+
+def _answer(asked: queue.SimpleQueue[_Asked | None], store: Store) -> None:
+    while (each := asked.get()) is not None:
+        call, answers = each
+        try:
+            answers.put(call(store))
+        except Exception as error:
+            answers.put(error)
+        del call, answers, each

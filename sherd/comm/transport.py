@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from sherd._torch import all_gather_coalesced, all_gather_single, reduce_scatter_single
+from sherd._torch import all_gather_coalesced, all_gather_single, reduce_scatter_single, wait_on_host
 from sherd.comm.failures import unfinished
 from sherd.errors import CommError
 
@@ -205,15 +205,18 @@ class NoTransport(Transport):
 class _Named:
     """A call of torch under way, whose error will name the ranks of its group."""
 
-    __slots__ = ("_group", "_pending", "_what")
+    __slots__ = ("_group", "_is_on_host", "_pending", "_what")
 
-    def __init__(self, pending: Pending, what: str, group: dist.ProcessGroup) -> None:
-        self._pending, self._what, self._group = pending, what, group
+    def __init__(self, pending: Pending, what: str, group: dist.ProcessGroup, is_on_host: bool) -> None:
+        self._pending, self._what, self._group, self._is_on_host = pending, what, group, is_on_host
 
     def wait(self) -> None:
         """Wait for the call. Raises CommError."""
         try:
-            self._pending.wait()
+            if self._is_on_host and isinstance(self._pending, dist.Work):
+                wait_on_host(self._pending)
+            else:
+                self._pending.wait()
         except CommError:
             raise
         except RuntimeError as error:
@@ -281,7 +284,7 @@ class SingleCalls(Transport):
             raise
         except RuntimeError as error:
             raise unfinished(what, dist.get_process_group_ranks(self._group), error) from error
-        return None if pending is None else _Named(pending, what, self._group)
+        return None if pending is None else _Named(pending, what, self._group, self._for_uneven is not None)
 
 
 class CoalescedCalls(SingleCalls):

@@ -1,4 +1,5 @@
 """The watchdog: on an accelerator the device waits for other ranks and the host does not, so nothing raises by itself.
+On the host a killed rank closes its connections, unless a child that it has forked keeps them.
 
 The board's thread looks, without waiting for the device, for how long it has been in a collective. If that will not
 end, because a process is gone or the timeout has passed, the thread says which rank is to blame, has the main thread
@@ -37,7 +38,7 @@ EXIT_CODE = 75
 GRACE_S = 5.0
 """The main thread has as long to raise, before the process is ended."""
 DOUBT_AFTER_S = 1.0
-"""A rank whose device waits so long looks whether the others still exist."""
+"""A rank that waits so long, or whose device does, looks whether the others still exist."""
 CONNECTS_WITHIN_S = 0.2
 
 
@@ -98,20 +99,19 @@ class Watchdog:
     """The watchdog of one rank, for all that its device does; `recorder` knows the collectives of all meshes.
 
     Attributes:
-        is_on: there may be a device to watch.
+        is_on: there may be a device to watch, or a port tells of this process.
     """
 
     def __init__(self, recorder: Recorder, store: Store, rank: int) -> None:
         self._recorder, self._rank = recorder, rank
         self._port: Port | None = None
         self._next_look, self._has_acted = 0.0, False
-        self.is_on = torch.accelerator.is_available()
-        if self.is_on:
-            with contextlib.suppress(OSError):  # where there is no port to be had, the timeout is what counts
-                self._port = Port(store, rank)
+        with contextlib.suppress(OSError):  # where there is no port to be had, the timeout is what counts
+            self._port = Port(store, rank)
+        self.is_on = torch.accelerator.is_available() or self._port is not None
 
     def look(self, has_store: bool) -> None:
-        """See whether the device waits for what will not come; then say why, and end it."""
+        """See whether device or host wait for what will not come; then say why, and end it."""
         now = time.monotonic()
         if not self.is_on or self._has_acted or now < self._next_look:
             return
@@ -119,6 +119,7 @@ class Watchdog:
         waits = [(each.device_waits_s, each) for each in self._recorder.sources()]
         # Where it is the host that waits, it is to raise by itself, and gets the time to.
         found = [(max(waits_s, each.waits_s - GRACE_S), each) for waits_s, each in waits if waits_s is not None]
+        found = found or [(each.waits_s, each) for _, each in waits if each.waits_s > DOUBT_AFTER_S]
         if not found:
             return
         waits_s, source = max(found, key=lambda each: each[0])
@@ -131,7 +132,7 @@ class Watchdog:
         if gone:
             who = f"rank {gone[0]} has died" if len(gone) == 1 else f"ranks {gone} have died"
             text = f"{where}: {who}, or left the group: no such process is there. Look for the first error in its log"
-        elif waits_s >= self._recorder.timeout_s:
+        elif waits_s >= self._recorder.timeout_s and source.device_waits_s is not None:
             text = f"{where}, the timeout of the default group is {self._recorder.timeout_s:g} s"
         else:
             return

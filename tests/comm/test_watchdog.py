@@ -138,14 +138,18 @@ def test_nothing_ends_if_the_user_does_not_want_it(aborts, monkeypatch, capfd):
     assert "CommError" in capfd.readouterr().err
 
 
-def test_without_an_accelerator_nothing_is_opened_and_nothing_seen(monkeypatch, aborts):
+@pytest.mark.usefixtures("nobody_answers")
+def test_without_an_accelerator_a_host_that_waits_finds_who_has_died_and_its_call_has_the_time_out(monkeypatch, aborts):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     source = Waiting(1e9)
-    watchdog, _, _other = watchdogs(source)
-    watchdog.look(has_store=True)
-    assert watchdog._port is None
-    assert not watchdog.is_on
+    source.device_waits_s = None
+    watchdog, _, other = watchdogs(source)
+    look_again(watchdog)
     assert aborts == []
+    other._port.close()
+    look_again(watchdog)
+    assert "rank 1 has died" in source.lost
+    assert aborts == [source.lost, "abort"]
 
 
 def test_of_many_ranks_each_is_looked_after_by_those_before_it():

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -24,8 +25,10 @@ from sherd.comm.flight import FOLDER
 from sherd.doctor.flight import judged, read
 from sherd.engine.run.ledger import NUM_RECENT
 from sherd.engine.run.seal import runtime_of, unit_of
+from sherd.errors import CommError
 from tests.comm.test_shared_memory_deaths import ends
 from tests.divergence.programs import comm_errors, joined, sharded, step, wrapped
+from tests.support.ranks import RanksFailed
 
 TIMEOUT_S = 4.0
 
@@ -266,3 +269,24 @@ def ends_its_group(tell: Callable[[Any], None]) -> str:
 
 def test_nobody_asks_the_store_once_the_group_is_destroyed():
     assert [each.said for each in ends(2, ends_its_group)] == ["1 0"] * 2
+
+
+def killed_beside_a_child(transport: str, folder: str) -> None:
+    model = sharded(transport)
+    step(model)
+    if dist.get_rank() == 1:
+        if not os.fork():
+            time.sleep(20)  # with the sockets of its parent
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CommError, match="rank 1 has died"):
+        step(model)
+    Path(folder, "raised").touch()
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "torch"])
+def test_a_killed_rank_is_named_though_a_child_keeps_its_sockets(world, tmp_path, transport):
+    with pytest.raises(RanksFailed, match="rank 1 died"):
+        world(2).run(killed_beside_a_child, transport, str(tmp_path))
+    assert (tmp_path / "raised").exists()

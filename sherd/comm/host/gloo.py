@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from sherd._torch import adopt_timeout
+from sherd._torch import adopt_timeout, wait_on_host
 from sherd.comm.failures import unfinished
 from sherd.comm.host import sums
 from sherd.comm.transport import Pending, Transport, parts
@@ -188,6 +188,7 @@ class _Call:
         # Receives that are asked for late must not meet the bytes of a later call.
         self._tag = _FIRST_TAG + self.number % _NUM_TAGS
         self._works: list[tuple[dist.Work, int | None]] = []
+        self._messages: list[tuple[dist.Work, int]] = []
         self._is_done = False
         self._failure: CommError | None = None
 
@@ -221,12 +222,13 @@ class _Call:
         """Begin to send `part` to `peer`, which knows its length. An empty part needs no message."""
         if part.numel():
             group, tag = self._link.group, self._tag
-            self._begin(lambda: dist.isend(_bytes_of(part), group_dst=peer, group=group, tag=tag), peer)
+            sent = self._begun(lambda: dist.isend(_bytes_of(part), group_dst=peer, group=group, tag=tag), peer)
+            self._messages.append((sent, peer))
 
     def fill(self, part: torch.Tensor, peer: int) -> None:
         """Begin to fill `part` from `peer`; `wait()` waits for it. An empty part needs no message."""
         if part.numel():
-            self._works.append((self.receive(part, peer), peer))
+            self._messages.append((self.receive(part, peer), peer))
 
     def receive(self, part: torch.Tensor, peer: int) -> dist.Work:
         """Begin to fill `part` from `peer`. Returns the work, for which the caller waits."""
@@ -263,14 +265,20 @@ class _Call:
     def finish(self) -> None:
         """Wait for this call alone."""
         for work, peer in self._works:
-            self.wait_for(work, peer)
+            self._named_wait(wait_on_host, work, peer)
+        for message, sender in self._messages:
+            self.wait_for(message, sender)
         self._works.clear()
+        self._messages.clear()
         self._is_done = True
 
-    def wait_for(self, work: dist.Work, peer: int | None) -> None:
+    def wait_for(self, message: dist.Work, peer: int) -> None:
         """Wait for one send or receive."""
+        self._named_wait(dist.Work.wait, message, peer)
+
+    def _named_wait(self, wait: Callable[[dist.Work], object], work: dist.Work, peer: int | None) -> None:
         try:
-            work.wait()
+            wait(work)
         except RuntimeError as error:
             raise self._named(error, peer) from error
 
