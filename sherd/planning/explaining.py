@@ -18,7 +18,6 @@ from sherd.engine.run.seal import runtime_of
 from sherd.errors import MemoryLimitError
 from sherd.memory.report import root_unit
 from sherd.planning.in_words import advice_of, lines_of_advice
-from sherd.planning.report.in_words import in_bytes
 from sherd.planning.rough import or_impossible
 from sherd.planning.running import Forwards, LossOfOutput, Running, most_within, optimizer_of
 from sherd.planning.sharding import stepped
@@ -33,6 +32,7 @@ from sherd.simulate.predict import Prediction
 from sherd.simulate.search import Outcome, cheapest_changes
 from sherd.simulate.settings import Settings
 from sherd.simulate.work import TensorKind
+from sherd.units import in_bytes
 
 __all__ = ["explain_memory"]
 

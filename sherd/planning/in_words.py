@@ -5,12 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from sherd.planning.report.in_words import in_bytes, in_seconds, three_digits
 from sherd.simulate.goodput import Faults, goodput
 from sherd.simulate.predict import Prediction
 from sherd.simulate.search import Found, Outcome
 from sherd.simulate.settings import Settings
 from sherd.simulate.timeline import Advice
+from sherd.units import in_bytes, in_seconds, three_digits
 
 
 def facts_of(prediction: Prediction, settings: Settings, limit: int, training: str) -> dict[str, str]:

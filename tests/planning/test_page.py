@@ -12,8 +12,8 @@ from pathlib import Path
 import sherd
 from sherd.planning.report import page
 from sherd.planning.report.folded import KINDS, SPANS, branches, kinds_of, levels
-from sherd.planning.report.in_words import in_bytes, in_seconds
 from sherd.simulate.timeline import Candidate, Change, Lane, Peak, Search, Timeline, TimelineUnit
+from sherd.units import in_bytes, in_seconds
 from tests.planning.made_up import ADVICE, HOSTILE, search, timeline, units_of
 
 ROOT = Path(__file__).parents[2]

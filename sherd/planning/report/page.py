@@ -11,8 +11,8 @@ from dataclasses import asdict
 from importlib.resources import files
 
 from sherd.planning.report.folded import OTHER, SPANS, Branch, Levels, branches, exposed_wait, kinds_of, levels, longest
-from sherd.planning.report.in_words import in_bytes, in_seconds
 from sherd.simulate.timeline import Advice, Candidate, Lane, Search, Timeline
+from sherd.units import in_bytes, in_seconds
 
 __all__ = ["page"]
 
