@@ -30,7 +30,8 @@ def facts_of(prediction: Prediction, settings: Settings, limit: int, training: s
         "MFU": f"{prediction.mfu:.1%}",
         **{f"sent {link}": in_bytes(nbytes) for link, nbytes in prediction.sent.items()},
         **({f"{cluster.currency} {per}": f"{cost:.3g}"} if cost is not None else {}),
-        **{name.replace("_", "-"): words for name, words in settings.in_words().items()},
+        **{name: words for name, words in settings.in_words().items() if "micro_batch" not in name},
+        "micro-batches": f"{settings.micro_batches:,} of {_number(settings.micro_batch, 'sample')}",
     }
 
 
@@ -158,4 +159,4 @@ def _reasons(found: Found) -> Iterator[str]:
         else:
             memory = f"{in_bytes(abs(more))} {'more' if more > 0 else 'less'}" if more else "in as much memory"
             said = f"take {_costs(outcome.seconds - best.seconds)}, {memory}"
-        yield f"  {chosen[name]}: {words} would {said}"
+        yield f"  {words} instead of {chosen[name]} would {said}"
