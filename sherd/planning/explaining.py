@@ -202,7 +202,9 @@ def _advice(running: Running, size: Callable[[Prediction], int], limit: int) -> 
 
     settings = running.settings
     found = cheapest_changes(or_impossible(outcome), running.space, settings, limit)
-    yield f"{'what would fit' if found else 'nothing that was tried would fit'}, instead of {settings}"
+    yield (
+        f"what would fit, instead of {settings}" if found else f"no other settings that were tried fit; now: {settings}"
+    )
     yield from lines_of_advice([advice_of(settings, outcome(settings), *each) for each in found])
 
 

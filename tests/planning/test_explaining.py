@@ -177,7 +177,7 @@ def test_only_changes_that_the_model_runs_with_are_named_and_none_where_nothing_
         assert not any("at once" in change for change in changes)
     for changes, note in world(2).run(applied, composed, 0.3):
         assert changes == []
-        assert note.startswith("explained by sherd: nothing that was tried would fit, instead of 2 ranks, ")
+        assert note.startswith("explained by sherd: no other settings that were tried fit; now: 2 ranks, ")
 
 
 def below_what_rests():
