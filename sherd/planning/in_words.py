@@ -93,7 +93,9 @@ def _lines(
     yield f"training    {facts['training']}"
     yield from _settings_in_lines(settings)
     yield f"step        {in_seconds(timeline.seconds)}, MFU {facts['MFU']}, {_speed(facts)}"
-    waits = [f"{in_seconds(seconds)} for {lane}" for lane, seconds in timeline.exposed.items()]
+    gathered = "copies to the device" if prediction.mesh.shard * prediction.mesh.cp == 1 else "all-gather"
+    lanes = {lane.replace("all-gather", gathered): seconds for lane, seconds in timeline.exposed.items()}
+    waits = [f"{in_seconds(seconds)} for {lane}" for lane, seconds in lanes.items()]
     yield f"waits       {', '.join(waits) or 'none'}"
     sent = [f"{in_bytes(nbytes)} {link}" for link, nbytes in prediction.sent.items()]
     yield f"sends       {', '.join(sent) or 'nothing'}, each rank in a step"

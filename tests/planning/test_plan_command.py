@@ -150,6 +150,13 @@ def test_a_plan_of_another_model_ends_with_the_program_that_trains_so(files, cap
     assert namespace["mesh"].mesh_dim_names == ("replicate", "dp")
 
 
+def test_one_rank_with_offload_waits_for_copies_and_not_for_an_all_gather(files, capsys):
+    words = [each if each != "no" or FIXED[at - 1] != "--offload" else "yes" for at, each in enumerate(FIXED)]
+    waits = said(capsys, files / "llama.json", "--ranks", 1, *words).partition("\nwaits ")[2].splitlines()[0]
+    assert "for copies to the device" in waits
+    assert "all-gather" not in waits
+
+
 def test_nodes_are_all_of_their_devices(files, capsys):
     assert said(capsys, files / "llama.json", "--nodes", 2, *FIXED).startswith("llama.json: 16 x NVIDIA H100")
 
