@@ -8,6 +8,7 @@ import ast
 import re
 from pathlib import Path
 
+from griffe import Extension, Object
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -15,10 +16,21 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("*.md", "docs/**/*.md")
-OTHER_FILES = ("LICENSE", "docs/*.svg", "examples/*", "configs/*")
+OTHER_FILES = ("LICENSE", "docs/*.svg", "docs/*.css", "examples/*", "configs/*")
 """Files that documents show or link to; the site gets copies of them."""
 ENTRY = re.compile(r"^## (.+)$|^- \[([^\]]+)\]\(([^)#]+)\)", re.MULTILINE)
-MODULE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+MODULE = re.compile(r"^::: ([\w.]+)((?: \w+)*)$", re.MULTILINE)
+NOT_IN_SEARCH = re.compile(r"docs/(decisions/|predictions|packing)|CHANGELOG")
+"""Pages that name everything and explain how to use none of it."""
+
+
+class Summaries(Extension):
+    """The first paragraph of a docstring is one line: the list at the head of a page takes the first line."""
+
+    def on_object(self, *, obj: Object, **_: object) -> None:
+        if obj.docstring:
+            first, blank, rest = obj.docstring.value.partition("\n\n")
+            obj.docstring.value = " ".join(first.split()) + blank + rest
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -51,14 +63,22 @@ def _file(source: str, config: MkDocsConfig) -> File:
     return File(source, str(ROOT), config.site_dir, config.use_directory_urls, dest_uri=place)
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
-    """A page that describes a module (`::: module`) describes all of its public names."""
-    return MODULE.sub(lambda found: f"{found[0]}\n    options:\n      members: {public_names(found[1])}", markdown)
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """A page that describes a module (`::: module`) describes all of its public names, or those that follow."""
+    if NOT_IN_SEARCH.match(page.file.src_uri):
+        page.meta["search"] = {"exclude": True}
+
+    def described(found: re.Match[str]) -> str:
+        members = found[2].split() or public_names(found[1])
+        order = "\n      group_by_category: false" if found[2] else ""  # as they are listed
+        return f"::: {found[1]}\n    options:\n      members: {members}{order}"
+
+    return MODULE.sub(described, markdown)
 
 
 def on_page_content(html: str, page: Page, **_: object) -> None:
     """Each of them has its place on the page."""
-    for module in MODULE.findall(page.markdown or ""):
+    for module, _ in {*MODULE.findall(page.markdown or "")}:
         missing = [name for name in public_names(module) if f'id="{module}.{name}"' not in html]
         if missing:
             raise PluginError(f"{page.file.src_uri}: {module} has public names that are not on the page: {missing}")

@@ -64,12 +64,12 @@ __all__ = [
 class SherdError(Exception):
     """The base of all errors of sherd. The text begins with the rank if RANK is set, as torchrun does."""
 
-    names_rank: ClassVar[bool] = True
+    _names_rank: ClassVar[bool] = True
     """False for an error that one rank reports for all ranks."""
 
     def __str__(self) -> str:
         rank = os.environ.get("RANK")
-        return super().__str__() if rank is None or not self.names_rank else f"[rank {rank}] {super().__str__()}"
+        return super().__str__() if rank is None or not self._names_rank else f"[rank {rank}] {super().__str__()}"
 
 
 class ModuleError(SherdError, ValueError):
@@ -137,7 +137,7 @@ class GradientError(SherdError, RuntimeError):
 class CheckpointError(SherdError, RuntimeError):
     """A checkpoint that cannot be written or read: a file is missing, damaged, or not what it says it is."""
 
-    names_rank = False
+    _names_rank = False
 
 
 class NoCheckpointError(CheckpointError, FileNotFoundError):
@@ -152,14 +152,14 @@ class StorageError(CheckpointError):
 class ClusterError(SherdError, ValueError):
     """A cluster file that cannot be read, or that holds something wrong. The message is one line."""
 
-    names_rank = False
+    _names_rank = False
 
 
 class InputError(SherdError, ValueError):
     """Something that a user gave to the `sherd` command or to `plan`, and that cannot be used. The message is one line:
     the command prints it and exits with 2."""
 
-    names_rank = False
+    _names_rank = False
 
 
 class MemoryLimitError(SherdError, MemoryError):
@@ -169,7 +169,7 @@ class MemoryLimitError(SherdError, MemoryError):
 class EquivalenceError(SherdError, AssertionError):
     """A sharded training that differs from the plain one: `verify_equivalence(...).require()`."""
 
-    names_rank = False
+    _names_rank = False
 
 
 class CommError(SherdError, RuntimeError):
@@ -179,7 +179,7 @@ class CommError(SherdError, RuntimeError):
 class RanksDifferError(CommError):
     """Ranks have changed a model in different ways. All of them raise it, with one text."""
 
-    names_rank: ClassVar[bool] = False
+    _names_rank: ClassVar[bool] = False
 
 
 def reason_of(error: BaseException) -> str:

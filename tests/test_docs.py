@@ -174,6 +174,11 @@ def test_a_list_stands_as_the_sites_markdown_wants_it():
     assert in_documents(misplaced_lists) == {}
 
 
+def test_commands_with_comments_fit_the_site_at_1280_pixels():
+    for name in ("README.md", "docs/config.md", "docs/index.md", "docs/recipes.md"):
+        assert [line for line in read(name).splitlines() if line.startswith("    ") and len(line) > 110] == [], name
+
+
 def missing_paths(document):
     return [path for path in PATH_IN_CODE.findall(document.read_text()) if not (ROOT / path).exists()]
 
@@ -205,7 +210,7 @@ def test_the_index_lists_every_page_once():
 def test_every_module_that_documents_and_examples_import_from_is_in_the_reference():
     """All of its names: the site is not built where one is missing on the page."""
     pages = [path.read_text() for path in ROOT.glob("docs/reference/*.md")]
-    described = {module for page in pages for module in re.findall(r"^::: (.+)$", page, re.MULTILINE)}
+    described = {module for page in pages for module in re.findall(r"^::: (\S+)", page, re.MULTILINE)}
     programs = [path.read_text() for path in (*DOCUMENTS, *ROOT.glob("examples/*.py"))]
     imported = {
         name for text in programs for name in re.findall(r"^ *(?:from|import) (sherd[\w.]*)", text, re.MULTILINE)

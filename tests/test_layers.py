@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "sherd"
 # `<`: the left is known to the right and not the other way round. `|`: these do not know each other.
 # `sherd` is the package's own __init__, `_public` the public names.
 RULE = """
-errors, policy, requirements, _torch < layout | schedule | comm | comm_hooks | wrap < tensor | storage < engine
+errors, policy, requirements, units, _torch < layout | schedule | comm | comm_hooks | wrap < tensor | storage < engine
 < checkpoint, optim, backward_steps, clip, grad_scaler, memory < api < port < verify < planning < _public, sherd
 < interop, train, doctor, interchange, __main__
 """

@@ -55,7 +55,7 @@ def optim_state_dict(
         optim,
         optim_state_dict,
         full=full,
-        rank0_only=config.on_rank0_only,
+        rank0_only=config._on_rank0_only,
         offload_to_cpu=config.offload_to_cpu,
         in_rows=config.in_rows,
         group=group,
@@ -93,7 +93,7 @@ def optim_state_dict_to_load(
         optim_state_dict,
         is_named=is_named_optimizer,
         load_directly=load_directly,
-        from_rank_0=full and config.on_rank0_only,
+        from_rank_0=full and config._on_rank0_only,
         group=group,
     )
 

@@ -53,7 +53,7 @@ def _set(
     optim_config = optim_wanted() if optim_state_dict_config is None else optim_state_dict_config
     _require_kind("state_dict_config", config, wanted)
     _require_kind("optim_state_dict_config", optim_config, optim_wanted)
-    config.require_one_form()
+    config._require_one_form()
     before = get_state_dict_type(module)
     for state in _states(module):
         state.use(StateDictSettings(state_dict_type, config, optim_config))

@@ -44,16 +44,16 @@ class StateDictConfig:
     offload_to_cpu: bool = False
 
     @property
-    def on_rank0_only(self) -> bool:
+    def _on_rank0_only(self) -> bool:
         """Returns whether ranks of the shard axis other than rank 0 get no sharded parameter."""
         return False
 
     @property
-    def wanted(self) -> ShardedForm:
+    def _wanted(self) -> ShardedForm:
         """Returns the form of shards, in a state dict that has shards."""
         return ShardedForm.RUNS
 
-    def require_one_form(self) -> None:
+    def _require_one_form(self) -> None:
         """Raise `PolicyTypeError` or `PolicyError` if the fields do not say one form of shards."""
 
 
@@ -64,7 +64,7 @@ class FullStateDictConfig(StateDictConfig):
     rank0_only: bool = False
 
     @property
-    def on_rank0_only(self) -> bool:
+    def _on_rank0_only(self) -> bool:
         """Returns `rank0_only`."""
         return self.rank0_only
 
@@ -82,11 +82,11 @@ class ShardedStateDictConfig(StateDictConfig):
     form: ShardedForm = ShardedForm.RUNS
 
     @property
-    def wanted(self) -> ShardedForm:
+    def _wanted(self) -> ShardedForm:
         """Returns the form, whichever field says it."""
         return ShardedForm.ROWS if self._use_dtensor else self.form
 
-    def require_one_form(self) -> None:
+    def _require_one_form(self) -> None:
         """Raise `PolicyTypeError` if `form` is no form, `PolicyError` if `_use_dtensor` contradicts it."""
         if not isinstance(self.form, ShardedForm):
             raise PolicyTypeError(f"ShardedStateDictConfig(form={self.form!r}): expected a sherd.ShardedForm")
@@ -104,7 +104,7 @@ class OptimStateDictConfig:
     offload_to_cpu: bool = True
 
     @property
-    def on_rank0_only(self) -> bool:
+    def _on_rank0_only(self) -> bool:
         """Returns whether ranks other than rank 0 get nothing."""
         return False
 
@@ -121,7 +121,7 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
     rank0_only: bool = False
 
     @property
-    def on_rank0_only(self) -> bool:
+    def _on_rank0_only(self) -> bool:
         """Returns `rank0_only`."""
         return self.rank0_only
 

@@ -117,13 +117,13 @@ def _after_save(wrapper: nn.Module, state_dict: StateDict, prefix: str, local_me
     assert config is not None, "a wrapper has a config"
     hidden: set[str] = set()
     if kind is StateDictType.FULL_STATE_DICT:
-        shown = not _lends_elsewhere(unit) and (not config.on_rank0_only or dist.get_rank(state.process_group) == 0)
+        shown = not _lends_elsewhere(unit) and (not config._on_rank0_only or dist.get_rank(state.process_group) == 0)
         _put_full(state_dict, state, contents, shown, config.offload_to_cpu)
         hidden = set() if shown else {*contents.parameters, *contents.buffers}
     elif kind is StateDictType.LOCAL_STATE_DICT:
         hidden = _put_flat(state_dict, unit, contents, prefix)
-    elif config.wanted is not ShardedForm.RUNS:
-        _put_rows(state_dict, state, contents, config.wanted, config.offload_to_cpu)
+    elif config._wanted is not ShardedForm.RUNS:
+        _put_rows(state_dict, state, contents, config._wanted, config.offload_to_cpu)
     for key in hidden:
         state_dict.pop(key, None)
     _finish_buffers(state_dict, contents, kind)

@@ -8,8 +8,7 @@ from typing import Any
 
 from sherd.interchange.contents import Source
 from sherd.interchange.state_trees import GROUPS, PARAMS, STATE, references
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+from sherd.units import in_bytes
 
 
 def as_json(source: Source) -> dict[str, Any]:
@@ -39,18 +38,18 @@ def as_text(source: Source, path: str) -> str:
 def _lines(source: Source, path: str) -> Iterator[str]:
     contents, pieces = source.contents, source.pieces()
     step = "" if contents.step is None else f", step {contents.step}"
-    yield f"{path}: {source.format}{step}, {len(contents.tensors)} tensors, {nbytes_said(contents.nbytes)}"
+    yield f"{path}: {source.format}{step}, {len(contents.tensors)} tensors, {in_bytes(contents.nbytes)}"
     yield from source.notes()
     for item, value in contents.values.items():
         mine = contents.of_item(item)
-        total = nbytes_said(sum(spec.nbytes for spec in mine.values()))
+        total = in_bytes(sum(spec.nbytes for spec in mine.values()))
         yield ""
         yield f"{item}: {value.get('kind', 'values')}, {len(mine)} tensors, {total}"
         width = max(map(len, mine), default=0)
         for name, spec in mine.items():
             number = pieces.get(f"{item}/{name}", 1)
             of = f"  {number} pieces" if number > 1 else ""
-            yield f"  {name:{width}}  {spec.dtype:5}{list(spec.shape)!s:20} {nbytes_said(spec.nbytes)}{of}"
+            yield f"  {name:{width}}  {spec.dtype:5}{list(spec.shape)!s:20} {in_bytes(spec.nbytes)}{of}"
         begin = f"{item}/"
         for alias, other in contents.aliases.items():
             if alias.startswith(begin):
@@ -78,11 +77,3 @@ def _values(value: dict[str, Any]) -> Iterator[str]:
         held = {key: each for key, each in value.items() if key != "kind"}
         if held:
             yield f"  {json.dumps(held)[:300]}"
-
-
-def nbytes_said(nbytes: int) -> str:
-    """Returns a number of bytes, as people read it."""
-    size, unit = float(nbytes), 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{nbytes} B" if not unit else f"{size:.1f} {_UNITS[unit]}"

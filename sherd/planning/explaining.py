@@ -18,7 +18,6 @@ from sherd.engine.run.seal import runtime_of
 from sherd.errors import MemoryLimitError
 from sherd.memory.report import root_unit
 from sherd.planning.in_words import advice_of, lines_of_advice
-from sherd.planning.report.in_words import in_bytes
 from sherd.planning.rough import or_impossible
 from sherd.planning.running import Forwards, LossOfOutput, Running, most_within, optimizer_of
 from sherd.planning.sharding import stepped
@@ -33,6 +32,7 @@ from sherd.simulate.predict import Prediction
 from sherd.simulate.search import Outcome, cheapest_changes
 from sherd.simulate.settings import Settings
 from sherd.simulate.work import TensorKind
+from sherd.units import in_bytes
 
 __all__ = ["explain_memory"]
 
@@ -202,7 +202,9 @@ def _advice(running: Running, size: Callable[[Prediction], int], limit: int) -> 
 
     settings = running.settings
     found = cheapest_changes(or_impossible(outcome), running.space, settings, limit)
-    yield f"{'what would fit' if found else 'nothing that was tried would fit'}, instead of {settings}"
+    yield (
+        f"what would fit, instead of {settings}" if found else f"no other settings that were tried fit; now: {settings}"
+    )
     yield from lines_of_advice([advice_of(settings, outcome(settings), *each) for each in found])
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from sherd.planning.report.in_words import in_bytes, in_seconds, three_digits
 from sherd.simulate.goodput import Faults, goodput
 from sherd.simulate.predict import Prediction
 from sherd.simulate.search import Found, Outcome
 from sherd.simulate.settings import Settings
 from sherd.simulate.timeline import Advice
+from sherd.units import in_bytes, in_seconds, three_digits
 
 
 def facts_of(prediction: Prediction, settings: Settings, limit: int, training: str) -> dict[str, str]:
@@ -30,7 +30,8 @@ def facts_of(prediction: Prediction, settings: Settings, limit: int, training: s
         "MFU": f"{prediction.mfu:.1%}",
         **{f"sent {link}": in_bytes(nbytes) for link, nbytes in prediction.sent.items()},
         **({f"{cluster.currency} {per}": f"{cost:.3g}"} if cost is not None else {}),
-        **{name.replace("_", "-"): words for name, words in settings.in_words().items()},
+        **{name: words for name, words in settings.in_words().items() if "micro_batch" not in name},
+        "micro-batches": f"{settings.micro_batches:,} of {_number(settings.micro_batch, 'sample')}",
     }
 
 
@@ -92,7 +93,9 @@ def _lines(
     yield f"training    {facts['training']}"
     yield from _settings_in_lines(settings)
     yield f"step        {in_seconds(timeline.seconds)}, MFU {facts['MFU']}, {_speed(facts)}"
-    waits = [f"{in_seconds(seconds)} for {lane}" for lane, seconds in timeline.exposed.items()]
+    gathered = "copies to the device" if prediction.mesh.shard * prediction.mesh.cp == 1 else "all-gather"
+    lanes = {lane.replace("all-gather", gathered): seconds for lane, seconds in timeline.exposed.items()}
+    waits = [f"{in_seconds(seconds)} for {lane}" for lane, seconds in lanes.items()]
     yield f"waits       {', '.join(waits) or 'none'}"
     sent = [f"{in_bytes(nbytes)} {link}" for link, nbytes in prediction.sent.items()]
     yield f"sends       {', '.join(sent) or 'nothing'}, each rank in a step"
@@ -158,4 +161,4 @@ def _reasons(found: Found) -> Iterator[str]:
         else:
             memory = f"{in_bytes(abs(more))} {'more' if more > 0 else 'less'}" if more else "in as much memory"
             said = f"take {_costs(outcome.seconds - best.seconds)}, {memory}"
-        yield f"  {chosen[name]}: {words} would {said}"
+        yield f"  {words} instead of {chosen[name]} would {said}"

@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from sherd._torch import composed_on_meta
-from sherd.planning import recurrent
 from sherd.simulate.work import Op, OpKind
 
 __all__ = ["WITHOUT_VALUES", "kernels_of", "op_of", "tensors_among"]
@@ -21,12 +20,13 @@ __all__ = ["WITHOUT_VALUES", "kernels_of", "op_of", "tensors_among"]
 _ATEN = torch.ops.aten
 _KINDS = {
     OpKind.ATTENTION: "attention",
-    OpKind.MATMUL: "mm conv linear dot mv rnn",
+    OpKind.MATMUL: "mm conv linear dot mv",
     OpKind.LOOKUP: "embedding index gather scatter take",
     OpKind.REDUCTION: "norm softmax loss sum mean var std max min pool topk sort prod any all bincount",
     OpKind.COPY: "clone copy cat stack pad slice select repeat zero ones fill full arange split roll flip",
 }
 """Parts of names that tell an operation's kind, of which the first that fits does; any other one is POINTWISE."""
+_RECURRENT = ("rnn_relu", "rnn_tanh", "lstm", "gru")
 _COUNTS = {
     **flop_registry,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
@@ -34,10 +34,8 @@ _COUNTS = {
         _ATEN._scaled_dot_product_flash_attention_backward
     ],
     _ATEN._grouped_mm: lambda rows, matrices, *_, **__: 2 * rows.numel() * matrices.shape[-1],
-    **recurrent.FLOPS,
 }
-"""Torch's table of floating-point operations, and what it leaves out: experts side by side, attention on a CPU, and
-recurrent layers."""
+"""Torch's table of floating-point operations, and what it leaves out: experts side by side, and attention on a CPU."""
 
 
 def op_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Op | None:
@@ -106,19 +104,23 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 
 def kernels_of(device_type: str) -> AbstractContextManager[None]:
     """A context in which operations on meta tensors are those that a device of this type would run: fused attention;
-    on an accelerator, fused dropout and RMSNorm too. Recurrent layers are those of cuDNN, also on a CPU.
+    on an accelerator, fused dropout and RMSNorm too. Recurrent layers raise NotImplementedError.
 
     Args:
         device_type: "cpu", or an accelerator: any is taken for CUDA.
     """
     fused = _attention_on_cpu if device_type == "cpu" else _attention_on_cuda
     functions: dict[str, Callable[..., object]] = {
-        **recurrent.LAYERS,
+        **{f"{name}.{form}": _recurrent for name in _RECURRENT for form in ("input", "data")},
         "scaled_dot_product_attention": partial(_attention, fused),
     }
     if device_type != "cpu":
         functions |= {"dropout": _dropout, "rms_norm": _rms_norm}
     return composed_on_meta(functions)
+
+
+def _recurrent(*_: Any) -> NoReturn:
+    raise NotImplementedError("recurrent layers (nn.RNN, nn.LSTM, nn.GRU) are not planned")
 
 
 def _attention(
@@ -200,7 +202,6 @@ def _rand(size: Sequence[int], **options: Any) -> Tensor:
 
 
 WITHOUT_VALUES: dict[Any, Callable[..., Any]] = {
-    **recurrent.WITHOUT_KERNELS,
     _ATEN.mse_loss.default: _mse_loss,
     _ATEN.all.default: lambda mask: torch.ones((), dtype=torch.bool, device="cpu"),
     _ATEN.any.default: lambda mask: torch.zeros((), dtype=torch.bool, device="cpu"),

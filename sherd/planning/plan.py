@@ -171,7 +171,8 @@ def plan(
         InputError: the model does not run without values; the message names the module.
     """
     if not isinstance(model, nn.Module):
-        raise ModuleError(f"plan expects a module, got {type(model).__name__}")
+        hint = f"; call it: plan({getattr(model, '__name__', 'build')}(), ...)" if callable(model) else ""
+        raise ModuleError(f"plan expects a module, got {type(model).__name__}{hint}")
     require_arguments(cluster, compute_dtype, loss, shard, parallelize)
     found = cluster if isinstance(cluster, Cluster) else read_cluster(cluster)
     shape = mesh_of(mesh)

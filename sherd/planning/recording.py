@@ -16,7 +16,6 @@ from sherd._torch import TorchDispatchMode, are_fake
 from sherd.planning.collectives import collective_of, is_communication
 from sherd.planning.known_results import KnownResults
 from sherd.planning.operations import WITHOUT_VALUES, op_of, tensors_among
-from sherd.planning.recurrent import steps_of
 from sherd.simulate.work import (
     Allocate,
     EndForward,
@@ -135,7 +134,7 @@ class Recording(TorchDispatchMode):
             self._events += [] if collective is None else [collective]
         else:
             op = op_of(func, args, kwargs, result)
-            self._events += [] if op is None else steps_of(op, func, args)
+            self._events += [] if op is None else [op]
         return result
 
     def _use(self, args: tuple[Any, ...]) -> None:

@@ -37,7 +37,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class NotSaved(SherdError):
     """A checkpoint or record could not be written. The message is one line; all ranks of a save raise it."""
 
-    names_rank = False
+    _names_rank = False
 
 
 class Saver:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sherd.planning.report.in_words import in_bytes, in_seconds
 from sherd.planning.report.page import page
 from sherd.simulate.timeline import Timeline
 from sherd.train.codes import BAD_INPUT, NO_ROOM
 from sherd.train.config import InputError
 from sherd.train.report_command import TIMELINE, timeline_in
 from sherd.train.terminal import say
+from sherd.units import in_bytes, in_seconds
 
 __all__ = ["add_compare", "compared"]
 

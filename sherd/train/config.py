@@ -15,6 +15,7 @@ from sherd.simulate.settings import UNITS
 
 __all__ = ["Config", "Data", "InputError", "Model", "Optimizer", "Run", "Shard", "Split"]
 
+NO_HF_CONFIG = "model.hf = {!r} is no file; give the path of a Hugging Face config.json"
 T = TypeVar("T")
 LARGEST_MICRO_BATCH = 8  # samples; more of them take memory, and are hardly faster
 # The engine's strategies, alike over all ranks that read samples, or over replicate otherwise than over dp; and its
@@ -135,7 +136,7 @@ class Run:
 
     out: str = _field("", "folder of the run; empty: the first free of runs/1, runs/2, ...")
     steps: int = _at_least(0, 0, "optimizer steps; 0: as many as fit into run.minutes")
-    minutes: float = _above(0, 3.0, "of training, on top of which come start, evaluation and saving")
+    minutes: float = _above(0, 3.0, "of training; start, evaluation and saving take time beside")
     ranks: int = _at_least(0, 0, "ranks the run must have; 0: as many as there are")
     mesh: str = _field("", "axes of ranks, as in dp=2,tp=2; of replicate, dp, ep, cp, tp, pp; empty: all are dp")
     seed: int = _at_least(0, 0, "decides first weights, order of samples and the text sample")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any, Protocol
+from typing import Any
 
-__all__ = ["Display", "NoDisplay", "PlainDisplay", "RichDisplay"]
+__all__ = ["Display", "PlainDisplay", "RichDisplay"]
 
 Record = dict[str, Any]  # the figures of a step, as in metrics.jsonl
 
 
-class Display(Protocol):
-    """The place where rank 0 shows what happens."""
+class Display:
+    """The place where rank 0 shows what happens. This one shows nothing, for `--quiet`."""
 
     def say(self, text: str) -> None:
         """Show a line."""
@@ -27,23 +27,7 @@ class Display(Protocol):
         """Give the screen back."""
 
 
-class NoDisplay:
-    """Shows nothing, for `--quiet`."""
-
-    def say(self, text: str) -> None:
-        """Show nothing."""
-
-    def begin(self, done: int, steps: int) -> None:
-        """Show nothing."""
-
-    def progress(self, step: int, record: Record) -> None:
-        """Show nothing."""
-
-    def close(self) -> None:
-        """Nothing to put back."""
-
-
-class PlainDisplay:
+class PlainDisplay(Display):
     """A line every few seconds, for files and pipes."""
 
     SECONDS = 5.0
@@ -55,9 +39,6 @@ class PlainDisplay:
         """Print a line."""
         print(text, flush=True)
 
-    def begin(self, done: int, steps: int) -> None:
-        """The first step's line tells as much."""
-
     def progress(self, step: int, record: Record) -> None:
         """Show the step just done, unless another was shown a moment ago."""
         if time.monotonic() - self._last < self.SECONDS and step != record["steps"]:
@@ -65,11 +46,8 @@ class PlainDisplay:
         self._last = time.monotonic()
         self.say(f"step {step:>6}/{record['steps'] or '?'}  {'  '.join(_figures(record))}  {_left(record)} left")
 
-    def close(self) -> None:
-        """Nothing to put back."""
 
-
-class RichDisplay:
+class RichDisplay(Display):
     """A progress bar, for terminals. Raises ImportError where rich is missing."""
 
     SHORTEST_BAR = 4

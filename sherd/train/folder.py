@@ -7,6 +7,7 @@ and Lustre mounted with `flock` have it for all machines, others for the process
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -65,9 +66,12 @@ class Folder:
         os.close(self.lock)
 
     def drop_if_empty(self) -> None:
-        """Remove the folder, if this run has made it and nothing of worth has come into it."""
+        """Remove the folder, if this run has made it and nothing of worth has come into it; and `runs`, if empty."""
         if self.made and is_free(self.path):
             _remove(self.path)
+            if self.path.parent == RUNS:
+                with contextlib.suppress(OSError):  # other runs are there
+                    RUNS.rmdir()
 
 
 def claim(config: Config) -> Folder:

@@ -80,6 +80,7 @@ def _environment(num_ranks: int, port: int, folder: Folder | None) -> dict[str, 
     return {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)),
         "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else a rank that lost the launcher shows frames of torch's store
         SAVING_S: _seconds_to_save(),
         **os.environ,
         "WORLD_SIZE": str(num_ranks),

@@ -249,7 +249,9 @@ def train(
                 trace or min(begun + 3, trainer.config.run.steps or begun + 3)
             ):
                 make = partial(_recorded, trainer, out, report)
-            step = make(stop(), saver.is_written)
+            before, step = trainer.config, make(stop(), saver.is_written)
+            for note in trainer.config.notes() if trainer.config is not before else ():
+                report.say(f"note   {note}")  # run.minutes is a number of steps now
             if step.saved:
                 saver.settle()
             _tell(trainer, step, report)

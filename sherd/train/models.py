@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sherd.train.config import InputError, Model
+from sherd.train.config import NO_HF_CONFIG, InputError, Model
 from sherd.train.data import seeded
 from sherd.train.experts import MixtureOfExperts
 from sherd.train.extras import install
@@ -223,7 +223,7 @@ def _hf_config(path: str, context: int) -> Any:
     except ImportError as error:
         raise InputError(f"model.hf needs transformers: {install('hf')}") from error
     if not Path(path).is_file():
-        raise InputError(f"model.hf = {path!r} is no file; give the path of a Hugging Face config.json")
+        raise InputError(NO_HF_CONFIG.format(path))
     try:
         config = AutoConfig.from_pretrained(path)
     except Exception as error:  # of its validators, and of packages that these come from

@@ -29,6 +29,7 @@ from sherd.train.device import ranks_to_plan
 from sherd.train.mesh import Grid
 from sherd.train.models import Decoder
 from sherd.train.parallel import on_meta, parallelize
+from sherd.units import in_bytes
 
 __all__ = ["Plan", "plan", "planned"]
 
@@ -88,14 +89,7 @@ class Plan:
 
 def _table(rows: dict[str, int | None]) -> Iterator[str]:
     for name, nbytes in rows.items():
-        yield f"  {name:20} {'not known' if nbytes is None else _in_units(nbytes):>12}"
-
-
-def _in_units(nbytes: int) -> str:
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
-        if nbytes >= size:
-            return f"{nbytes / size:,.1f} {unit}"
-    return f"{nbytes / 2**10:,.1f} KiB"
+        yield f"  {name:20} {'not known' if nbytes is None else in_bytes(nbytes):>12}"
 
 
 def plan(config: Config, num_ranks: int | None) -> str:

@@ -8,6 +8,7 @@ import gc
 import json
 import math
 import sys
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,7 @@ def add_plan(commands: Any) -> None:
     )
     p.add_argument("--cluster", default="h100", metavar="NAME", help=f"{', '.join(shipped_clusters())}, or a file")
     p.add_argument("--ranks", type=int, metavar="N", help="devices; unless told, those of one node")
+    p.add_argument("--nodes", type=int, metavar="N", help="instead of --ranks: all devices of so many nodes")
     p.add_argument("--mesh", metavar="AXES", help="as replicate=2,dp=8,tp=4, and no other; unless told, the best one")
     p.add_argument("--samples", type=int, metavar="N", help="of a step, over all ranks; unless told, one per rank")
     p.add_argument("--context", type=int, metavar="N", help="tokens of a sample; unless told, the model's own")
@@ -100,7 +102,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(made) | {"notes": notes}))
     else:
-        print(*map(escaped, (str(made), *(f"\nnote        {note}\n" for note in notes))), sep="", end="")
+        lines = (str(made), _next(made, model), *(f"\nnote        {note}\n" for note in notes))
+        print(*map(escaped, lines), sep="", end="")
     try:
         _write(args, made, model)
     except OSError as error:
@@ -109,11 +112,27 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if made.fits else DOES_NOT_FIT
 
 
+def _next(made: Plan, model: Planned) -> str:
+    """Returns what makes the training that was planned."""
+    if model.config is not None or not made.fits:
+        return ""
+    from sherd.planning.program import program_of
+
+    device_type = "cuda" if made.prediction.cluster.device.overlaps else "cpu"
+    program = "\n".join(program_of(made.settings, made.compute_dtype, model.model, device_type))
+    return f"\na program that trains so\n{textwrap.indent(program, '  ')}\n"
+
+
 def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
-    for name, least in (("context", 1), ("samples", 1), ("ranks", 1), ("micro_batch", 1), ("prefetch", 0)):
+    for name in ("context", "samples", "ranks", "nodes", "micro_batch", "prefetch"):
+        least = int(name != "prefetch")
         if getattr(args, name) is not None and getattr(args, name) < least:
             raise InputError(f"{_flag(name)} {getattr(args, name)}: expected at least {least}")
     cluster = read_cluster(args.cluster)
+    if args.nodes is not None:
+        if args.ranks is not None:
+            raise InputError(f"--nodes {args.nodes}: --ranks is there too; leave one of them out")
+        args.ranks = args.nodes * cluster.devices_per_node
     limit = None if args.limit is None else bytes_in(args.limit, "--limit")
     if limit == 0:
         raise InputError(f"--limit {args.limit}: expected a byte at least")

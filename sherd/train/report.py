@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sherd.train.display import Display, NoDisplay, PlainDisplay, RichDisplay
+from sherd.train.display import Display, PlainDisplay, RichDisplay
 from sherd.train.extras import install
 from sherd.train.loggers import Loggers
 
@@ -64,7 +64,7 @@ class Report(Silent):
         self.out, self.quiet = out, quiet
         self._metrics = _opened(out / METRICS)
         self._loggers = loggers
-        self._display: Display = NoDisplay() if quiet else PlainDisplay()
+        self._display = Display() if quiet else PlainDisplay()
 
     def __enter__(self) -> Report:
         if sys.stdout.isatty() and not self.quiet:

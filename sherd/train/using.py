@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from sherd._torch import set_timeout
@@ -30,6 +31,8 @@ from sherd.train.uses import Asked, asked, pick
 
 __all__ = ["be_alone", "be_rank", "generate", "loaded", "score"]
 
+FEW_PARAMETERS = 10_000_000
+"""Below so many, several threads take longer for a token than one."""
 BETWEEN = "---------------\n"
 
 
@@ -69,6 +72,9 @@ def alone() -> Iterator[None]:
 
 def _do(args: argparse.Namespace, ask: Asked) -> None:
     model = together(lambda: loaded(ask))
+    if args.use == "generate" and dist.get_world_size() == 1 and "OMP_NUM_THREADS" not in os.environ:
+        few = sum(each.numel() for each in model.model.parameters()) < FEW_PARAMETERS
+        torch.set_num_threads(1 if few else torch.get_num_threads())
     write = _write if dist.get_rank() == 0 else _write_nothing
     if args.use == "generate":
         for piece in generate(model, ask, args):

@@ -16,7 +16,7 @@ from sherd.doctor.words import add_doctor
 from sherd.interchange.words import add_interchange
 from sherd.train.axes import axes_of
 from sherd.train.compare_command import add_compare
-from sherd.train.config import SECTIONS, Config, InputError, Tree
+from sherd.train.config import NO_HF_CONFIG, SECTIONS, Config, InputError, Tree
 from sherd.train.fields import describe
 from sherd.train.folder import is_free, last_run
 from sherd.train.plan_command import add_plan
@@ -243,14 +243,17 @@ def _to_resume(args: argparse.Namespace, trees: Sequence[Tree]) -> tuple[Path, C
 
 
 def require_fit(args: argparse.Namespace, config: Config) -> None:
-    """Refuse a number of ranks, where the words or the config name one, that the batch or the mesh does not fit.
+    """Refuse a model's config that is no file, and a number of ranks, where the words or the config name one, that the
+    batch or the mesh does not fit.
 
     Raises:
-        InputError: they do not fit.
+        InputError: it is none, or they do not fit.
     """
     num_ranks = args.nproc if args.nproc is not None else config.run.ranks
     if args.nproc is not None and num_ranks < 1:
         raise InputError(f"--nproc {num_ranks} is too few; a run needs at least one process")
+    if config.model.hf and not Path(config.model.hf).is_file():
+        raise InputError(NO_HF_CONFIG.format(config.model.hf))
     if num_ranks:
         axes = axes_of(config, num_ranks)
         config.split(axes.num_data, axes.pp)

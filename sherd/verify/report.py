@@ -29,7 +29,7 @@ class Difference:
             parameter".
         name: the parameter or buffer, or the module that put it out, by its name in the plain model.
         step: counted from 1; 0 is before the first step.
-        rank: the rank that has it.
+        rank: the rank that has it; of parameters, gradients and buffers, one that has gathered it from all.
         index: the element that differs most, which is `found` and should be `expected`.
         absolute: the largest difference.
         relative: that over the largest absolute value of the tensor; of updated parameters and buffers, over the
@@ -56,7 +56,8 @@ class Difference:
         return 0.0 if self.absolute == 0 else self.absolute / self.allowed if self.allowed else math.inf
 
     def __str__(self) -> str:
-        where = f"step {self.step}, {self.kind} of {self.name} on rank {self.rank}"
+        holder = "on" if self.kind in ("forward output", "loss") else "as gathered by"
+        where = f"step {self.step}, {self.kind} of {self.name} {holder} rank {self.rank}"
         return f"{where}: " + (
             self.problem
             or f"{self.found:.9g} at {list(self.index)}, expected {self.expected:.9g}; off by {self.absolute:.3g} "
@@ -106,7 +107,8 @@ class EquivalenceReport:
         lines.append("  compared             number  off by   allowed  share  closest to its limit")
         for kind in (kind for kind in KINDS if kind in self.closest):
             at = self.closest[kind]
-            figures = f"{self.counts[kind]:>6}  {at.absolute:7.1e}  {at.allowed:7.1e}  {at.share:5.0%}"
+            share = f"{at.share:.0%}" if at.share < 10 else ">10x"
+            figures = f"{self.counts[kind]:>6}  {at.absolute:7.1e}  {at.allowed:7.1e}  {share:>5}"
             lines.append(f"  {kind:20} {figures}  {at.name}, step {at.step}, rank {at.rank}")
         return "\n".join(lines)
 

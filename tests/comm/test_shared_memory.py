@@ -157,10 +157,10 @@ def test_where_one_rank_cannot_share_memory_none_does(what):
 
 
 THEIRS = {
-    "op": "reduce-scatter of 2.0 MiB (2,097,152 bytes) of float32",
+    "op": "reduce-scatter of 2,097,152 bytes of float32",
     "size": "all-gather of 80 bytes of float32",
-    "dtype": "all-gather of 1.0 MiB (1,048,576 bytes) of bfloat16",
-    "parts": "all-gather of 2.0 MiB (2,097,152 bytes) of float32 in parts of other sizes",
+    "dtype": "all-gather of 1,048,576 bytes of bfloat16",
+    "parts": "all-gather of 2,097,152 bytes of float32 in parts of other sizes",
 }
 
 
@@ -178,7 +178,7 @@ def test_ranks_that_ask_for_different_things_are_told_so(what):
     first, again = refusal(CommError, call), refusal(CommError, call)
     assert again == first != NOTHING
     assert "ranks diverged in round 0" in first
-    assert "all-gather of 2.0 MiB (2,097,152 bytes) of float32" in first
+    assert "all-gather of 2,097,152 bytes of float32" in first
     assert THEIRS[what] in first or what == "parts"
     assert f"rank {1 - rank} (process" in first
 

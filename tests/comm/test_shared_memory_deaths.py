@@ -184,7 +184,7 @@ def is_stopped(tell: Callable[[Any], None]) -> str | None:
 def test_a_stopped_rank_is_named_when_time_is_up():
     first, stopped, third = ends(3, is_stopped)
     for each in (first, third):
-        assert f"waited 1 s for rank 1 (process {stopped.pid}) in the all-gather of 12.0 MiB" in each.said
+        assert f"waited 1 s for rank 1 (process {stopped.pid}) in the all-gather of 12,582,912 bytes" in each.said
         assert each.when - stopped.when > 0.5
 
 

@@ -16,9 +16,9 @@ from bench.peak import LiveBytes
 from sherd._torch import imagined_ranks
 from sherd.errors import ClusterError, MemoryLimitError, ModuleError, PolicyError, StateError, UnsupportedError
 from sherd.planning.plain import plain_copy
-from sherd.planning.report.in_words import in_bytes
 from sherd.planning.tracing import traced
 from sherd.policy import MixedPrecisionPolicy, PrefetchPolicy
+from sherd.units import in_bytes
 from tests.planning.models import Calls, next_token
 from tests.planning.tied_stack import LENGTH, SAMPLES, VOCABULARY, WIDTH, Stack, composed, tokens, wrapped
 from tests.support.meshes import mesh_of
@@ -177,7 +177,7 @@ def test_only_changes_that_the_model_runs_with_are_named_and_none_where_nothing_
         assert not any("at once" in change for change in changes)
     for changes, note in world(2).run(applied, composed, 0.3):
         assert changes == []
-        assert note.startswith("explained by sherd: nothing that was tried would fit, instead of 2 ranks, ")
+        assert note.startswith("explained by sherd: no other settings that were tried fit; now: 2 ranks, ")
 
 
 def below_what_rests():

@@ -12,8 +12,8 @@ from pathlib import Path
 import sherd
 from sherd.planning.report import page
 from sherd.planning.report.folded import KINDS, SPANS, branches, kinds_of, levels
-from sherd.planning.report.in_words import in_bytes, in_seconds
 from sherd.simulate.timeline import Candidate, Change, Lane, Peak, Search, Timeline, TimelineUnit
+from sherd.units import in_bytes, in_seconds
 from tests.planning.made_up import ADVICE, HOSTILE, search, timeline, units_of
 
 ROOT = Path(__file__).parents[2]
@@ -70,9 +70,29 @@ def test_the_page_says_the_facts_the_peak_the_units_the_advice_and_the_best_sett
     assert "Recorded while it ran" in alone.text
     assert "Settings" not in alone.text
     assert "What to change first" not in alone.text
-    for level, kind in enumerate(alone.data["kinds"]):  # though it takes nothing at the peak
-        assert f"<i class=key style='background:var(--k{level})'></i>{kind}" in recorded
+    for color, kind in zip(alone.data["colors"], alone.data["kinds"], strict=True):  # though it takes none at the peak
+        assert f"<i class=key style='background:var(--k{color})'></i>{kind}" in recorded
     assert "gradients 0 B 0.0%" in alone.text
+
+
+def test_a_kind_of_memory_has_the_same_colour_on_all_pages():
+    def colors(*kinds):
+        return kinds_of([of_changes(*((0.0, kind, 1) for kind in kinds))])
+
+    assert colors("shards", "gradients", "activations") == {"shards": 0, "gradients": 2, "activations": 3}
+    assert colors("a", "activations", "shards") == {"shards": 0, "activations": 3, "a": 1}
+    assert {*colors(*map(str, range(KINDS + 3))).values()} == {*range(KINDS)}
+
+
+def test_of_settings_beside_the_best_it_is_told_what_differs():
+    both = {"mesh": "8 ranks", "prefetch": "1 prefetched"}
+    other = both | {"prefetch": "2 prefetched"}
+    made = [
+        Candidate(", ".join(each.values()), each, 3.0 - at, at + 1, True, "") for at, each in enumerate((other, both))
+    ]
+    text = Reader(page([timeline()], Search(tuple(made), 1, None))).text
+    assert "what differs step peak memory 2 prefetched 3.00 s" in text
+    assert "8 ranks, 1 prefetched best 2.00 s" in text
 
 
 def hostile():

@@ -209,6 +209,22 @@ def test_no_label_of_a_chart_is_cut_off_at_its_border(shown):
         assert shown("one", width).ask(CUT) == [], width
 
 
+TOPS = """[...document.querySelectorAll('ul.units .unit')].filter((each) => each.checkVisibility()).map((each) =>
+  [".name", ".number:last-child"].map((part) => {
+    const range = document.createRange(); // without what stands before a name
+    range.selectNodeContents(each.querySelector(part));
+    return range.getClientRects()[0].top; }))"""
+LONG = "document.querySelectorAll('ul.units .name').forEach((each) => { each.textContent = 'a'.repeat(60); })"
+
+
+def test_units_names_stand_beside_their_figures_also_on_a_phone(shown):
+    tab = shown("one", 390)
+    tab.ask(LONG)
+    tops = tab.ask(TOPS)
+    assert tops
+    assert all(abs(name - figure) < 8 for name, figure in tops)
+
+
 def test_a_timeline_of_nothing_and_a_search_without_a_result_bear_all_keys(shown):
     tab = shown("empty")
     for chart in ("[data-chart=memory]", "[data-chart=gantt]", ".point"):

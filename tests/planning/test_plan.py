@@ -297,6 +297,8 @@ def test_what_cannot_be_planned_is_refused_in_words():
         assert "\n" not in str(raised.value), options
     with pytest.raises(PolicyError, match=r"expected the number of ranks, \(replicas, shards\), or"):
         made(mesh="8")
+    with pytest.raises(ModuleError, match=r"got function; call it: plan\(decoder\(\), \.\.\.\)"):
+        plan(decoder, 2, tokens())
     with pytest.raises(ModuleError, match="got type"):
         made(nn.Linear)
     with pytest.raises(ClusterError, match="did you mean"):

@@ -1,13 +1,21 @@
 """`sherd plan` prints what it finds, writes what runs, and refuses in one line."""
 
+import functools
 import json
+import textwrap
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
+import sherd
+from sherd._torch import imagined_ranks
 from sherd.planning.files import from_json
 from sherd.simulate.settings import UNITS
 from sherd.train.cli import main
 from sherd.train.config import Config
+from sherd.train.planned_model import model_from
 from sherd.train.trees import read_tree
 from tests.planning.models import LLAMA
 from tests.support.commands import refusal
@@ -32,7 +40,7 @@ IMAGES = """
 import torch
 from torch import nn
 def make():
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.LSTM(288, 4)), (torch.zeros(4, 3, 8, 8),)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)), (torch.zeros(4, 3, 8, 8),)
 """
 # All settings, so that nothing is searched.
 FIXED = ["--checkpointing", "no", "--reshard", "yes", "--offload", "no", "--prefetch", "1", "--placement", "shard"]
@@ -126,6 +134,33 @@ def test_more_tokens_than_a_model_that_turns_positions_is_for_are_noted(files, c
     assert "note" not in said(capsys, *words, 128)
 
 
+def test_a_plan_of_another_model_ends_with_the_program_that_trains_so(files, capsys):
+    words = ["--checkpointing", "0.5", "--recompute", "selective", "--mesh", "replicate=2,dp=2", "--samples", 8]
+    out = said(capsys, files / "llama.json", *words, "--micro-batch", 1, "--reshard", "no", "--placement", "flat")
+    program, steps, _ = out.partition("\na program that trains so\n")[2].partition("  with sherd.accumulate(model, 2):")
+    assert steps
+    model = model_from(str(files / "llama.json")).model
+    namespace = {"model": model, "sherd": sherd, "checkpoint": checkpoint, "functools": functools, "torch": torch}
+    namespace["init_device_mesh"] = lambda _, *shape, **names: init_device_mesh("cpu", *shape, **names)
+    with imagined_ranks(4):
+        exec(textwrap.dedent(program), namespace)
+        assert isinstance(model.model.layers[0].self_attn.q_proj.weight, sherd.RaggedDTensor)
+    checkpointed = [isinstance(each.forward, functools.partial) for each in model.model.layers]
+    assert checkpointed == [False, True] * (len(checkpointed) // 2)
+    assert namespace["mesh"].mesh_dim_names == ("replicate", "dp")
+
+
+def test_one_rank_with_offload_waits_for_copies_and_not_for_an_all_gather(files, capsys):
+    words = [each if each != "no" or FIXED[at - 1] != "--offload" else "yes" for at, each in enumerate(FIXED)]
+    waits = said(capsys, files / "llama.json", "--ranks", 1, *words).partition("\nwaits ")[2].splitlines()[0]
+    assert "for copies to the device" in waits
+    assert "all-gather" not in waits
+
+
+def test_nodes_are_all_of_their_devices(files, capsys):
+    assert said(capsys, files / "llama.json", "--nodes", 2, *FIXED).startswith("llama.json: 16 x NVIDIA H100")
+
+
 def test_a_mesh_may_have_blanks_a_strategy_its_usual_names_and_lines_fit_a_terminal(files, capsys):
     out = said(capsys, files / "llama.json", "--mesh", "replicate = 2, dp=2", "--strategy", "ZeRO-3")
     assert "\nsettings    2 replicas x 2 ranks, all sharded, " in out
@@ -148,6 +183,7 @@ REFUSED = [
     (["made.py:make"], "the model (Linear) does not run without values"),
     (["llama.json", "--cluster", "cluster.toml"], "cluster.toml: device.name is missing"),
     (["llama.json", "--limit", "80"], "expected bytes"),
+    (["llama.json", "--nodes", "2", "--ranks", "8"], "--nodes 2: --ranks is there too"),
     (["llama.json", "--ranks", "0"], "--ranks 0: expected at least 1"),
     (["llama.json", "--mesh", "dp=2,dp=2"], "--mesh dp=2,dp=2: dp is there twice"),
     (["llama.json", "--mesh", "xp=2"], "--mesh xp=2: 'xp=2' is no axis; expected pp=N, "),

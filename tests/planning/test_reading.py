@@ -1,6 +1,5 @@
 """What is read from a model on the meta device is what a real step on the CPU then takes."""
 
-import copy
 import threading
 from functools import partial
 
@@ -8,10 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from sherd.engine.run.structures import tensors_in
 from sherd.planning.operations import kernels_of
 from sherd.planning.reading import own_or_usual_loss, read_work
-from sherd.planning.recording import Recording
 from sherd.simulate.work import (
     Allocate,
     EndForward,
@@ -200,54 +197,14 @@ def test_experts_side_by_side_are_counted_and_in_float32_it_is_told_what_to_do()
         read_in(torch.float32)
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind, **options):
-        super().__init__()
-        self.layers = kind(24, 32, 2, dropout=0.1, **options)
+def test_a_recurrent_layer_is_refused_by_its_name():
+    def build(layer):
+        return nn.Sequential(nn.Linear(4, 4), layer(4, 4)), torch.zeros(3, 2, 4)
 
-    def forward(self, x):
-        out, last = self.layers(x)
-        return out.sum() + sum(each.sum() for each in (last if isinstance(last, tuple) else (last,)))
-
-
-GATES = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}
-
-
-@pytest.mark.pairs
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize("options", [{}, {"batch_first": True, "bidirectional": True}, {"bias": False}], ids=str)
-@pytest.mark.parametrize("kind", GATES)
-def test_a_recurrent_layer_is_a_kernel_for_each_step_of_each_layer(kind, options, device_type):
-    samples, steps = 3, 50
-    shape = (samples, steps, 24) if options.get("batch_first") else (steps, samples, 24)
-    model, x = made(lambda: (Recurrent(kind, **options), torch.zeros(shape, requires_grad=True)))
-    work = read_work(model, x, lambda model, x: model(x), device_type)
-    forward, backward = (
-        [each for each in ops(work) if each.name == f"aten._cudnn_rnn{end}"] for end in ("", "_backward")
-    )
-    assert len(forward) == len(backward) == 2 * steps
-    assert {each.kind for each in forward} == {OpKind.MATMUL}
-    assert len(ops(work)) - len(forward) - len(backward) < 20
-    matrices = sum(each.numel() for each in model.parameters() if each.dim() > 1)
-    assert sum(each.flops for each in forward) == 2 * samples * steps * matrices
-    assert sum(each.flops for each in backward) == 4 * samples * steps * matrices
-    directions = 1 + options.get("bidirectional", False)
-    kept = directions * 2 * GATES[kind] * 32 * samples * steps * 4
-    weights = 4 * sum(each.numel() for each in model.parameters())
-    assert {kept, weights, directions * 32 * samples * steps * 4} <= {*of_kind(work, TensorKind.ACTIVATION)}
-    assert min(heights(work)) == 0
-    assert {event.parameter for event in work.events if isinstance(event, Gradient)} == {*range(len(work.parameters))}
-
-
-@pytest.mark.filterwarnings("ignore:LSTM with projections")
-def test_recurrent_layers_return_what_torchs_do():
-    def shapes(model, x):
-        return [tuple(each.shape) for each in tensors_in(model(x))]
-
-    for model in (nn.LSTM(8, 6, 2, proj_size=4), nn.LSTM(8, 6, bidirectional=True), nn.GRU(8, 6, 3, batch_first=True)):
-        expected = shapes(model, torch.zeros(5, 3, 8))
-        with torch.device("meta"), kernels_of("cuda"), Recording([], [], []):
-            assert shapes(copy.deepcopy(model).to("meta"), torch.zeros(5, 3, 8)) == expected
+    for layer in (nn.RNN, nn.LSTM, nn.GRU):
+        said = rf"^1 \({layer.__name__}\) does not run .*: recurrent layers .* not planned$"
+        with pytest.raises(InputError, match=said):
+            read(partial(build, layer), models.sum_of_all)
 
 
 def test_fewer_heads_of_keys_take_the_fused_kernel_only_if_asked():

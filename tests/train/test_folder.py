@@ -12,6 +12,7 @@ from sherd.train.config import Config, InputError
 from sherd.train.folder import HELD, claim, is_free, last_run, sweep
 from sherd.train.saved import newest
 from sherd.train.text import read_corpus
+from tests.support.commands import refusal
 from tests.train.test_checkpoint import DATA, break_it, names, put
 
 forks = multiprocessing.get_context("fork")
@@ -184,3 +185,11 @@ def test_what_was_never_finished_is_swept_and_what_is_damaged_once_a_whole_one_o
     put(tmp_path, 4)
     assert sweep(tmp_path) == [f"{file} is removed: no checkpoint needs it"]
     assert newest(tmp_path).step == 4
+
+
+def test_a_run_that_leaves_nothing_leaves_no_folder_of_runs(capsys):
+    with claim(Config()) as left:
+        left.drop_if_empty()
+    assert not Path("runs").exists()
+    assert "model.hf = 'absent.json' is no file" in refusal(capsys, "train", "model.hf=absent.json")
+    assert not Path("runs").exists()

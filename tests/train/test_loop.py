@@ -236,6 +236,18 @@ def test_a_run_that_is_all_warm_up_begins_with_a_note(world, text, tmp_path):
     assert said[3].startswith("note   optimizer.warmup = 2 lasts longer than the run of 1 steps")
 
 
+def write_report_of_minutes(config, path):
+    with mock.patch.object(loop, "PLANNED_AFTER", 1):
+        return write_report(config, path)
+
+
+def test_minutes_that_are_all_warm_up_are_noted_once_they_are_a_number_of_steps(world, text, tmp_path):
+    chosen = config(text, steps=0, minutes=1e-9, sample=0)
+    chosen = Config.of(chosen.tree(), {"optimizer": {"warmup": 5}})
+    said = world(1).run(write_report_of_minutes, chosen, tmp_path)[0].splitlines()
+    assert sum("optimizer.warmup = 5 lasts longer than the run of 2 steps" in line for line in said) == 1
+
+
 def test_the_rate_climbs_to_its_peak_stays_there_while_the_steps_are_unknown_and_falls_along_half_a_cosine():
     choice = Optimizer(lr=1.0, warmup=4, final_lr=0.1)
     rates = [learning_rate(step, 25, choice) for step in range(25)]

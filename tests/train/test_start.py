@@ -134,3 +134,9 @@ def test_a_signal_is_noted_and_does_not_end_a_process_that_asks_and_one_that_cam
             assert not stop()
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_ranks_show_no_frames_of_torchs_store_unless_asked(monkeypatch):
+    assert launch._environment(2, 1, None)["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
+    assert launch._environment(2, 1, None)["TORCH_CPP_LOG_LEVEL"] == "INFO"

@@ -92,6 +92,19 @@ def said(trained, text, tmp_path_factory):
     return folder, answers
 
 
+def threads_of(out, few):
+    os.environ.pop("OMP_NUM_THREADS", None)
+    torch.set_num_threads(2)
+    with mock.patch.object(using, "FEW_PARAMETERS", few):
+        ((code, *_),) = commands(out, ["generate", out, "--length", 1])
+    return code, torch.get_num_threads()
+
+
+def test_a_small_model_writes_on_one_thread_unless_the_user_says_how_many(trained):
+    assert answer_of(threads_of, trained[0], using.FEW_PARAMETERS) == (0, 1)
+    assert answer_of(threads_of, trained[0], 1) == (0, 2)
+
+
 def text_of(answer):
     code, out, err = answer
     assert (code, err) == (0, "")

@@ -1,5 +1,6 @@
 """A correct training is found equivalent in every layout, and the first wrong tensor of an incorrect one is named."""
 
+import dataclasses
 import random
 
 import pytest
@@ -186,8 +187,10 @@ def test_require_raises_one_error_with_the_table():
     good = sherd.EquivalenceReport((), {}, {}, 1, "nothing")
     good.require()
     bad = sherd.EquivalenceReport((PLANTED,), {}, {}, 1, "nothing")
-    with pytest.raises(errors.EquivalenceError, match="step 1, gradient of w on rank 0: 2 at"):
+    with pytest.raises(errors.EquivalenceError, match="step 1, gradient of w as gathered by rank 0: 2 at"):
         bad.require()
+    far = dataclasses.replace(PLANTED, allowed=0.0)
+    assert "  >10x  w, step 1" in str(dataclasses.replace(bad, closest={"gradient": far}, counts={"gradient": 1}))
 
 
 # Files

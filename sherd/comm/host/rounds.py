@@ -46,14 +46,7 @@ def _digest(sizes: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _described(op: int, dtype: int, is_async: int, digest: int, total: int) -> str:
-    return f"{_NAMES[op]} of {_in_words(total)} of {str(_DTYPES[dtype]).removeprefix('torch.')}"
-
-
-def _in_words(nbytes: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit} ({nbytes:,} bytes)"
-    return f"{nbytes} bytes"
+    return f"{_NAMES[op]} of {total:,} bytes of {str(_DTYPES[dtype]).removeprefix('torch.')}"
 
 
 class Round(ABC):

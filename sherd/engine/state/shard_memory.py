@@ -81,7 +81,7 @@ class ShardMemory:
         self.note()
         if lost:
             raise WriteBackError(
-                f".data of {', '.join(lost)} was assigned another DTensor, of which one of torch's takes nothing: the "
+                f".data of {', '.join(lost)} was assigned another DTensor. torch keeps the old memory then: the "
                 "values are lost. Write into the memory that it has, p.data.copy_(value) or p.data -= ...; or give "
                 "the module a new one, module.weight = nn.Parameter(value)"
             )

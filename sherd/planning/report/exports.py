@@ -6,8 +6,8 @@ from pathlib import Path
 
 from sherd.errors import InputError
 from sherd.planning.report.folded import exposed_wait, is_exposed, kinds_of, levels
-from sherd.planning.report.in_words import in_bytes, in_seconds
 from sherd.simulate.timeline import Lane, Timeline
+from sherd.units import in_bytes, in_seconds
 
 __all__ = ["perfetto", "picture"]
 

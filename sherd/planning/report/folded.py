@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -18,6 +18,8 @@ KINDS, PARTS, SPANS = 8, 800, 30_000
 """The most kinds of memory, parts of the step and spans that a page tells apart."""
 BOTTOM = (MemoryKind.SHARDS, MemoryKind.OPTIMIZER, MemoryKind.GRADIENTS, MemoryKind.PART, TensorKind.INPUT)
 """The kinds at the bottom of the stack, which change least. Above are activations, and then what comes and goes."""
+USUAL = (*BOTTOM[:3], TensorKind.ACTIVATION, TensorKind.TEMPORARY, MemoryKind.UNSHARDED, TensorKind.LOGITS)
+"""The kinds whose colours are the same on all pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,9 @@ class Levels:
         return max(map(sum, zip(*self.of.values(), strict=True)), default=0)
 
 
-def kinds_of(timelines: Sequence[Timeline]) -> list[str]:
-    """Returns the kinds that take most, from the bottom of the stack to its top. The others are one: `other`."""
+def kinds_of(timelines: Sequence[Timeline]) -> dict[str, int]:
+    """Returns the kinds that take most, from the bottom of the stack to its top, each with the number of its colour.
+    The others are one: `other`."""
     most: Counter[str] = Counter()
     for timeline in timelines:
         now: Counter[str] = Counter()
@@ -45,10 +48,12 @@ def kinds_of(timelines: Sequence[Timeline]) -> list[str]:
     named = ranked if len(ranked) <= KINDS else [*ranked[: KINDS - 1], OTHER]
     order = [*BOTTOM, TensorKind.ACTIVATION, TensorKind.LOGITS, *MemoryKind]
     place = {kind.value: number for number, kind in reversed(list(enumerate(order)))}
-    return sorted(named, key=lambda kind: place.get(kind, len(order)))
+    left = iter(sorted(set(range(KINDS)) - {USUAL.index(kind) for kind in named if kind in USUAL}))
+    kinds = sorted(named, key=lambda kind: place.get(kind, len(order)))
+    return {kind: USUAL.index(kind) if kind in USUAL else next(left) for kind in kinds}
 
 
-def levels(timeline: Timeline, kinds: Sequence[str]) -> Levels:
+def levels(timeline: Timeline, kinds: Iterable[str]) -> Levels:
     """Returns the memory over the step. Of each of its parts, the fullest moment and the last one are kept."""
     now = dict.fromkeys(kinds, 0)
     fullest: dict[int, tuple[float, list[int]]] = {}

@@ -110,7 +110,7 @@ function step(figure, number) {
         up += `${i ? "L" : "M"}${x(time).toFixed(1)} ${high(i).toFixed(1)}H${until(i)}`;
         down = `L${until(i)} ${low(i).toFixed(1)}H${x(time).toFixed(1)}` + down;
       });
-      if (up) add(svg, "path", { class: "band", d: up + down + "Z", style: `fill:var(--k${level})` });
+      if (up) add(svg, "path", { class: "band", d: up + down + "Z", style: `fill:var(--k${data.colors[level]})` });
       const half = kind.length * 3.4 + 4; // the label stands where its band is highest over all of its width
       for (let middle = half; middle <= x(TICKS) - half; middle += 8) {
         let top = 0, bottom = MEMORY;
@@ -211,7 +211,8 @@ function scatter(figure) {
     add(svg, "text", { x: width, y: height - 4, "text-anchor": "end" }, "peak memory →"); add(svg, "text", { x: 0, y: 12 }, "↑ step time");
     if (limit) {
       add(svg, "path", { class: "limit", d: `M${x(limit)} 18V${base}` });
-      add(svg, "text", { class: "halo", x: x(limit) - 6, y: 30, "text-anchor": "end" }, "limit " + inBytes(limit));
+      const after = x(limit) < 200; // left of it stand the times
+      add(svg, "text", { class: "halo", x: x(limit) + (after ? 6 : -6), y: 30, "text-anchor": after ? "start" : "end" }, "limit " + inBytes(limit));
     }
     const front = points.filter((each) => each.pareto);
     add(svg, "path", { class: "front", d: front.map((each, i) => (i ? `H${x(each.peak_bytes)}V${y(each.step_seconds)}` : `M${x(each.peak_bytes)} ${y(each.step_seconds)}`)).join("") });
@@ -228,10 +229,7 @@ function scatter(figure) {
       return node;
     });
     const best = points.find((each) => each.index === found.best);
-    if (best) {
-      const text = "best: " + best.name.slice(0, 40), half = text.length * 3.5;
-      add(svg, "text", { class: "strong halo", x: clamp(x(best.peak_bytes), half, width - half), y: y(best.step_seconds) + 22, "text-anchor": "middle" }, text);
-    }
+    if (best) add(svg, "text", { class: "strong halo", x: clamp(x(best.peak_bytes), 80, width - 16), y: y(best.step_seconds) + 22, "text-anchor": "middle" }, "best");
     if (kept) nodes[chosen].focus();
   });
 }

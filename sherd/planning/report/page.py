@@ -6,13 +6,13 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 
 from sherd.planning.report.folded import OTHER, SPANS, Branch, Levels, branches, exposed_wait, kinds_of, levels, longest
-from sherd.planning.report.in_words import in_bytes, in_seconds
 from sherd.simulate.timeline import Advice, Candidate, Lane, Search, Timeline
+from sherd.units import in_bytes, in_seconds
 
 __all__ = ["page"]
 
@@ -30,8 +30,7 @@ def page(timelines: Sequence[Timeline], search: Search | None = None, advice: Se
     Several timelines stand side by side, on the same scales. Names may hold anything: none of it becomes markup.
     """
     kinds = kinds_of(timelines)
-    folded = [levels(timeline, kinds) for timeline in timelines]
-    data = json.dumps(_data(timelines, folded, search), allow_nan=False, separators=(",", ":"))
+    data = json.dumps(_data(timelines, kinds, search), allow_nan=False, separators=(",", ":"))
     style, script = (files(__package__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     title = " and ".join(timeline.title for timeline in timelines)
@@ -119,9 +118,9 @@ def _step(timeline: Timeline, number: int, left_out: int) -> str:
     )
 
 
-def _peak(timeline: Timeline, kinds: Sequence[str]) -> str:
+def _peak(timeline: Timeline, kinds: Mapping[str, int]) -> str:
     peak = timeline.peak
-    color = {kind: f"<i class=key style='background:var(--k{level})'></i>" for level, kind in enumerate(kinds)}
+    color = {kind: f"<i class=key style='background:var(--k{number})'></i>" for kind, number in kinds.items()}
     other = color.get(OTHER, "<i class=key></i>")
 
     def rows(parts: Iterable[tuple[str, int]]) -> list[list[str]]:
@@ -181,30 +180,32 @@ def _search(search: Search | None) -> str:
     if search is None or not search.candidates:
         return ""
     best = search.candidates[search.best] if search.best >= 0 else None
-    rows = [
-        [
-            f"<span class=name>{_text(each.name)}</span>{' <b>best</b>' if each is best else ''}",
-            in_seconds(each.step_seconds),
-            in_bytes(each.peak_bytes),
-        ]
-        for each in _front(search)
-    ]
+
+    def name(each: Candidate) -> str:
+        told = each.name
+        if best is not None and each is not best:
+            told = ", ".join(word for key, word in each.settings.items() if best.settings.get(key) != word) or told
+        return f"<span class=name>{_text(told)}</span>{' <b>best</b>' if each is best else ''}"
+
+    rows = [[name(each), in_seconds(each.step_seconds), in_bytes(each.peak_bytes)] for each in _front(search)]
     said = f"{len(search.candidates):,} settings were tried; {sum(each.fits for each in search.candidates):,} fit."
     return (
         f"<h2>Settings</h2><p>{said} Down and to the left is better: none beats those on the line in both.</p>"
         "<figure class=search style='margin:0'><div class=scatter></div><p class=readout aria-live=polite></p></figure>"
-        f"{_table(['settings on the line', 'step', 'peak memory'], rows)}"
+        f"{_table(['settings on the line; of others than the best, what differs', 'step', 'peak memory'], rows)}"
     )
 
 
-def _data(steps: Sequence[Timeline], folded: Sequence[Levels], search: Search | None) -> dict[str, object]:
+def _data(steps: Sequence[Timeline], kinds: Mapping[str, int], search: Search | None) -> dict[str, object]:
     """Returns what page.js draws. Whole numbers in columns: thousands of spans are to take few bytes."""
+    folded = [levels(step, kinds) for step in steps]
     most = max(max(each.most, step.peak.nbytes) for each, step in zip(folded, steps, strict=True))
     unit = max(1, most // 20_000)
     seen = {span.lane for step in steps for span in step.spans}
     lanes = [lane for lane in Lane if lane in seen]
     lines = [_line(step, each, lanes, unit, SPANS // len(steps)) for step, each in zip(steps, folded, strict=True)]
-    about = {"kinds": list(folded[0].of), "unit": unit, "most": most, "seconds": max(step.seconds for step in steps)}
+    seconds = max(step.seconds for step in steps)
+    about = {"kinds": [*kinds], "colors": [*kinds.values()], "unit": unit, "most": most, "seconds": seconds}
     return {**about, "steps": lines, "search": _points(search) if search else None}
 
 
