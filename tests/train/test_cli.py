@@ -237,7 +237,8 @@ def test_a_run_stopped_by_sigterm_is_saved_and_goes_on_with_the_losses_of_one_ne
     process.terminate()
     process.join()
     out, err = (tmp_path / "said").read_text(), (tmp_path / "said.err").read_text()
-    assert (process.exitcode, err) == (143, "")
+    assert process.exitcode == 143
+    assert err == "" or "coverage" in sys.modules, err  # which complains there of a process that a signal has ended
     first = losses(tmp_path / "run")
     assert f"stopped after step {max(first)}, which is saved" in out
     assert Config.of(read_tree(str(tmp_path / "run" / "config.toml"))) == Config.of(tree)
