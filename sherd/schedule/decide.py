@@ -246,8 +246,10 @@ class _Turn:
             self.free(unit)
 
     def mark_stale(self, unit: int) -> None:
-        # Not freed at once: the optimizer may be stepping inside backward, while the old values are still being read.
-        if self.state.live[unit] is not Live.SHARDED:
+        # Not freed while they may be read: an optimizer may be stepping inside backward.
+        if not (self.state.running or self.state.entered):
+            self.free(unit)
+        elif self.state.live[unit] is not Live.SHARDED:
             self.state = replace(self.state, stale=self.state.stale | {unit})
 
     def reset(self, gradients: bool) -> None:

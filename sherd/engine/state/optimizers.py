@@ -144,6 +144,10 @@ class _Watcher:
         known = self._known.get(optimizer)
         if known is None:
             return
+        # Foreach and fused forms leave no trace on a DTensor.
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        stepped = [each for each in parameters if each.grad is not None and isinstance(each, DTensor)]
+        torch.autograd.graph.increment_version(stepped)
         for ref in known[1]:
             owner = ref()
             if owner is not None:
