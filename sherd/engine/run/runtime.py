@@ -242,6 +242,9 @@ class Runtime:
         return self._brings_gradients
 
     def _gradients_complete(self, index: int, group: int | None, is_done: bool) -> None:
+        unit = self.units[index]
+        if unit.surrounds and unit.policy.reduce_unused:
+            return  # ranks that lack some reduce it behind the units inside, and so does this one
         if group is None:
             # Autograd may pass the unit's inputs much later (they may be many units' inputs): free it as soon as that
             # is safe.
