@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sherd import ShardingStrategy, fully_shard
+from sherd import FSDPModule, ShardingStrategy, fully_shard
 from sherd.errors import GradientError, StateError
 from tests.support.comparing import assert_named_close, assert_same, whole, whole_grads
 from tests.support.models import Wired
@@ -143,6 +143,23 @@ def test_after_a_forward_without_gradients_and_a_step_modules_show_what_the_opti
         model(torch.ones(4, 8))
     optimizer.step()
     assert all(map(is_, model.parameters(), optimizer.param_groups[0]["params"]))
+
+
+@on_threads(2)
+def test_a_unit_that_stays_whole_sees_a_step_that_was_made_inside_of_backward():
+    for front in FRONTS:
+        models = [made(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))) for _ in range(2)]
+        kept: Any = {} if front in WRAPPERS else {"reshard_after_forward": False}
+        models[0] = sharded(models[0], front, **kept)
+        for model in models:
+            if isinstance(model, FSDPModule):
+                model.set_reshard_after_backward(False)
+            x, optimizer = torch.ones(4, 8, requires_grad=True) * 1, torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                model(x).square().mean().backward(retain_graph=True)
+            x.register_hook(lambda _, optimizer=optimizer: optimizer.step())
+            model(x).square().mean().backward()
+        assert_same(models[0](torch.ones(4, 8)), models[1](torch.ones(4, 8)), front, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("foreach", [True, False])

@@ -52,6 +52,7 @@ class Runtime:
         self.in_backward = self._is_astray = False
         self.num_backwards, self.is_in_last_backward, self._is_last_backward = 0, True, True
         self._brings_gradients: bool | None = None
+        self._num_forwards = self._usual_forwards = 0  # before the next backward, and before the last one
         self._calls: list[Call] = []
         self._step_event: Any = None
         self.observer: Observer | None = None
@@ -126,9 +127,8 @@ class Runtime:
             for hooks, key, _ in unit.touch_hooks:  # there also if it rests unsharded
                 hooks.pop(key, None)
         handling, opens_run = sys.exc_info()[1], unit.runs is None or unit.runs.begin()
-        call = Call(
-            unit, id(module), outermost, opens_run, recomputing, handling, under_way, begin_watching(unit.backward)
-        )
+        watches = begin_watching(unit.backward)
+        call = Call(unit, id(module), outermost, opens_run, recomputing, handling, under_way, watches)
         self._calls.append(call)
         if recomputing:
             unit.backward.recompute_begins()
@@ -201,6 +201,7 @@ class Runtime:
             if unit.runs is not None and unit.runs.give_up():  # a list unit of which the forward ran only some modules
                 self.on(do.AfterForward(index))
         self.on(do.EndForward(differentiable))
+        self._num_forwards += differentiable
 
     def gathers_follow(self, event: Any) -> None:
         """The next forward's gathers wait for `event`, the optimizer's, instead of for all of compute."""
@@ -236,15 +237,16 @@ class Runtime:
     def _has_gradients(self) -> bool:
         """Returns whether the present backward brings gradients for any unit, as `torch.autograd.grad` need not."""
         if self._brings_gradients is None:
-            self._brings_gradients = any(
-                unit.backward.has_received or unit.backward.awaits_gradients for unit in self.units
-            )
+            backwards = [unit.backward for unit in self.units]
+            self._brings_gradients = any(each.has_received or each.awaits_gradients for each in backwards)
         return self._brings_gradients
 
     def _gradients_complete(self, index: int, group: int | None, is_done: bool) -> None:
         unit = self.units[index]
         if unit.surrounds and unit.policy.reduce_unused:
             return  # ranks that lack some reduce it behind the units inside, and so does this one
+        # What was learnt of one forward says nothing of more: each may be run again, by a checkpoint.
+        is_done = is_done and self._num_forwards <= self._usual_forwards
         if group is None:
             # Autograd may pass the unit's inputs much later (they may be many units' inputs): free it as soon as that
             # is safe.
@@ -273,6 +275,8 @@ class Runtime:
         for overseer in self.overseers:
             overseer.end_backward(self.root)
         self.in_backward, self._brings_gradients = False, None
+        if self._num_forwards:  # else the forward goes on, or another backward went before
+            self._usual_forwards, self._num_forwards = self._num_forwards, 0
         if self.unmanaged.replicated and self.root.policy.reduce_gradients:
             self.unmanaged.average_gradients()
 
@@ -313,8 +317,10 @@ class Runtime:
         self.reshard(unit)
 
     def shards_written(self, unit: Unit) -> None:
-        """Note that `unit`'s shards have new values, so that its unsharded parameters, if there are any, are stale."""
-        self.on(do.ShardsChanged(self._index[unit.id]))
+        """Free `unit`'s unsharded parameters, as its shards have new values. Not if they are being read, as where an
+        optimizer steps inside backward: the next forward sees that they are outdated."""
+        if not (self.in_backward or any(unit in (call.unit, *call.unit.companions) for call in self._calls)):
+            self.reshard(unit)
 
     # When things go wrong
 
@@ -360,11 +366,9 @@ class Runtime:
         specs = tuple(self._spec(unit) for unit in self.units)
         state = self.schedule.state
         live = state.live if state.specs else tuple(unit.live for unit in self.units)
-        prefetch = self.root.policy.prefetch
+        ahead = self.root.policy.prefetch
         buffers = max(unit.reduce_buffers for unit in self.units)
-        limits = Limits(
-            prefetch.forward_depth, prefetch.backward_depth, prefetch.bytes_in_flight, buffers, prefetch.after_backward
-        )
+        limits = Limits(ahead.forward_depth, ahead.backward_depth, ahead.bytes_in_flight, buffers, ahead.after_backward)
         self.schedule.move_to(replace(state, specs=specs, limits=limits, live=live))
 
     def _spec(self, unit: Unit) -> UnitSpec:
