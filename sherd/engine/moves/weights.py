@@ -18,7 +18,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from sherd._torch import increment_versions, will_get_gradient
+from sherd._torch import will_get_gradient
 from sherd.comm.buffers import Buffer
 from sherd.comm.streams import Handoff, Streams
 from sherd.comm.transport import CopyIntoPlace, Pending, Transport
@@ -195,11 +195,6 @@ class Weights(Position, saved.Source):
             for parameter in made.parameters:
                 parameter.grad = None
 
-    def bump_versions(self) -> None:
-        """Let autograd notice, in a backward to come, that the parameters have other values than in its forward."""
-        for made in self._by_dtype.values():
-            increment_versions(made.parameters)
-
     def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
         """Yields everything whose memory is in its hands now, freed buffers too: what a memory report counts."""
         yield from self.group.held()
@@ -227,7 +222,7 @@ class Weights(Position, saved.Source):
         self.move(Live.GATHERING)
         part, self._part = self._part, None
         if part is None:
-            self.as_of = list(map(STAND, self.group.shard_memory.optimizer_params))
+            self.as_of = list(map(STAND, self.group.shard_memory.versioned))
             self._gather_shards(transport, full_precision)
         else:
             handoff = self._gather_into_buffers(part.transport, part.tensors, part.size)

@@ -61,10 +61,10 @@ def outdated(units: Sequence[Unit]) -> list[Unit]:
     found = []
     for unit in units:
         for weights in unit.weights:
-            if weights.live is Live.SHARDED:
+            made = weights.made
+            if weights.live is Live.SHARDED or made is None:
                 continue
-            now, made = list(map(STAND, weights.group.shard_memory.optimizer_params)), weights.made
-            assert made is not None, "a gather makes it"
+            now = list(map(STAND, weights.group.shard_memory.versioned))
             is_told = weights.live is Live.UNSHARDED and made.trained != list(map(IS_TRAINED, made.parameters))
             if is_told or now != weights.as_of:
                 found.append(unit)

@@ -256,12 +256,6 @@ class Unit:
         self.lent = terms
         self.shards.register(terms is not None)
 
-    def bump_versions(self) -> None:
-        """Note that unsharded parameters were written which autograd may have kept: a backward that needs them raises,
-        as it does for a plain parameter that is changed in place."""
-        for weights in self.weights:
-            weights.bump_versions()
-
     def show_shards(self) -> None:
         """Have the modules show shards, for something that is about to read or write them.
 

@@ -142,7 +142,7 @@ class _Watcher:
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         known = self._known.get(optimizer)
-        if known is None:
+        if known is None or not known[1]:
             return
         # Foreach and fused forms leave no trace on a DTensor.
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

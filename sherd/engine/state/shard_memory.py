@@ -32,7 +32,8 @@ _storage_of = torch.Tensor.untyped_storage
 
 
 class ShardMemory:
-    """The memory of one group's `optimizer_params`, as it was when they became views of the shard buffer."""
+    """The memory of one group's optimizer parameters, as it was when they became views of the shard buffer. torch
+    counts the writes to those that are `versioned`: none that were made in inference mode."""
 
     def __init__(self, records: Sequence[ShardedParameter]) -> None:
         self._records = records
@@ -40,10 +41,11 @@ class ShardMemory:
 
     def note(self) -> None:
         """Remember the optimizer parameters, which may be other objects than before, and their memory."""
-        self.optimizer_params = [as_sharded(record.optimizer_param) for record in self._records]
+        self._optimizer_params = [as_sharded(record.optimizer_param) for record in self._records]
+        self.versioned = [] if any(map(torch.is_inference, self._optimizer_params)) else self._optimizer_params
         self._locals = [record.resting for record in self._records]
         # Held, so that no other storage can be where one of them was.
-        self._shells = [each for each in self.optimizer_params if not isinstance(each, RaggedDTensor)]
+        self._shells = [each for each in self._optimizer_params if not isinstance(each, RaggedDTensor)]
         self._storages = [_storage_of(each) for each in self._shells]
 
     @property
@@ -51,7 +53,7 @@ class ShardMemory:
         """True if every optimizer parameter has the memory that it was given. Every forward asks, so C does most of
         it."""
         try:
-            now = list(map(local_tensor, self.optimizer_params))
+            now = list(map(local_tensor, self._optimizer_params))
         except AttributeError:  # it is no DTensor any more
             return False
         return all(map(is_, now, self._locals)) and all(map(is_, map(_storage_of, self._shells), self._storages))
