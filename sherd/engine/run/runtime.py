@@ -288,9 +288,8 @@ class Runtime:
 
     def unshard(self, unit: Unit, wait: bool) -> None:
         """Start `unit`'s all-gather, and wait for it if told so."""
-        unit.may_be_written()
-        for each in outdated((unit,)):
-            self.shards_written(each)
+        if unit.keeps_copies or unit.shards.have_moved or outdated((unit,)):
+            unit.may_be_written()
         self.revise()
         if not self._calls and not self.in_backward:  # else no optimizer has stepped since the forward began
             unit.streams.begin_step()
