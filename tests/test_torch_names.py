@@ -1134,6 +1134,12 @@ def test_will_get_gradient__is_true_of_leaves_that_backward_accumulates_in():
     assert told == [[True, False, True], [False, False, True], [False, False, False]]
 
 
+def test_increment_versions__adds_a_write_to_each():
+    tensors = [torch.ones(2), torch.ones(2)]
+    _torch.increment_versions(tensors)
+    assert [each._version for each in tensors] == [1, 1]
+
+
 def test_set_versions__counts_writes_that_nobody_made():
     x = torch.ones(2, requires_grad=True)
     y = x * x

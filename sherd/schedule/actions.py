@@ -87,14 +87,7 @@ class Unshard:
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """The user asks for the unit's unsharded parameters to be freed."""
-
-    unit: int
-
-
-@dataclass(frozen=True, slots=True)
-class ShardsChanged:
-    """The unit's shards were written (optimizer step, load): unsharded parameters made from the old ones are stale."""
+    """The user asks for the unit's unsharded parameters to be freed, or has written to its shards."""
 
     unit: int
 
@@ -117,7 +110,6 @@ Event = (
     | EndBackward
     | Unshard
     | Reshard
-    | ShardsChanged
     | Reset
 )
 

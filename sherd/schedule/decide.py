@@ -40,7 +40,6 @@ from sherd.schedule.actions import (
     Reduce,
     Reset,
     Reshard,
-    ShardsChanged,
     Shrink,
     Unshard,
 )
@@ -72,14 +71,11 @@ def decide(state: State, event: Event) -> Decision:
         case EndBackward(last):
             turn.end_backward(last)
         case Unshard(unit, wait):
-            turn.free_if_stale(unit)
             turn.gather(unit, again=True)
             if wait:
                 turn.wait(unit)
         case Reshard(unit):
             turn.free(unit)
-        case ShardsChanged(unit):
-            turn.mark_stale(unit)
         case Reset(gradients):
             turn.reset(gradients)
     return turn.state, tuple(turn.actions)
@@ -95,10 +91,7 @@ class _Turn:
     # Forward
 
     def enter_forward(self, unit: int) -> None:
-        needed = (unit, *self.state.specs[unit].companions)
-        for used in needed:
-            self.free_if_stale(used)
-        self._make_unsharded(needed, again=True)
+        self._make_unsharded((unit, *self.state.specs[unit].companions), again=True)
         running = self.state.running | {unit}
         self.state = replace(self.state, forward=self.state.forward.after(unit), running=running)
         explicit = self.state.specs[unit].forward_prefetch
@@ -240,15 +233,6 @@ class _Turn:
         if self.state.live[unit] is not Live.SHARDED:
             self.actions.append(Free(unit))
             self.state = self.state.with_live(unit, Live.SHARDED)
-
-    def free_if_stale(self, unit: int) -> None:
-        if unit in self.state.stale:
-            self.free(unit)
-
-    def mark_stale(self, unit: int) -> None:
-        # Not freed at once: the optimizer may be stepping inside backward, while the old values are still being read.
-        if self.state.live[unit] is not Live.SHARDED:
-            self.state = replace(self.state, stale=self.state.stale | {unit})
 
     def reset(self, gradients: bool) -> None:
         for unit in range(len(self.state.specs)):

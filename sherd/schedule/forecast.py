@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from sherd.schedule import actions as do
-from sherd.schedule.actions import EndBackward, ShardsChanged
+from sherd.schedule.actions import EndBackward
 from sherd.schedule.moments import Arrival, GroupSizes, MemoryKind, Moment, begins_step
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Limits, Live, UnitSpec
@@ -59,7 +59,7 @@ def forecast(
     buffers = Buffers(sizes, batch_bytes)
     for is_learnt in (False, True):
         buffers.begin_step()
-        for event in [ShardsChanged(unit) for unit in range(len(specs))] if is_learnt else []:
+        for event in [do.Reshard(unit) for unit in range(len(specs))] if is_learnt else []:
             buffers.live_through(schedule, event)
         for choices in (*(waiting,) * unsynced, syncing):
             schedule.move_to(replace(schedule.state, specs=choices))

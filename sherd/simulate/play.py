@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sherd.schedule import actions as do
-from sherd.schedule.actions import ShardsChanged
 from sherd.schedule.forecast import Buffers
 from sherd.schedule.moments import Arrival, GroupSizes, MemoryKind, Moment
 from sherd.schedule.schedule import Schedule
@@ -111,7 +110,7 @@ class _Player:
     def begin_step(self) -> None:
         """Begin a step: the optimizer has stepped, and dropped the gradients."""
         for unit in range(len(self._sharded.units)):
-            self._buffers.live_through(self._schedule, ShardsChanged(unit))
+            self._buffers.live_through(self._schedule, do.Reshard(unit))
         self._buffers.begin_step()
         self._see_buffers()
         self.clock = Clock(self._costs)

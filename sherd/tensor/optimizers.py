@@ -29,6 +29,8 @@ OnRuns = Callable[[Aten, Args, Kwargs], Sequence[torch.Tensor] | None]
 @answers("_foreach_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 def on_lists(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Compute on the lists of this rank's runs. Results, if there are any, are laid out as the first list is."""
+    if is_in_place(func):
+        torch.autograd.graph.increment_version(_first_list(args))
     return by_kind(_on_runs, func, args, kwargs)
 
 

@@ -88,6 +88,7 @@ class RaggedDTensor(DTensor):
             )
         with torch.no_grad():
             local.copy_(part)
+            torch.autograd.graph.increment_version(self)
 
     def __repr__(self) -> str:  # type: ignore[override]
         shape = tuple(self.shape)

@@ -142,3 +142,13 @@ def test_shards_may_be_written_by_hand_after_reshard():
                 shard.sub_(shard.grad, alpha=LR)
         model.zero_grad()
     assert_named_close(whole_params(model), train_job_plain(chain(3), mean_square, 2, 2), "parameter", 1e-5, 1e-6)
+
+
+@on_threads(2)
+def test_a_frozen_model_may_be_sharded_and_run_in_inference_mode():
+    for front in ("shard", "flat"):
+        model, plain = (made(bare_stack).requires_grad_(False) for _ in range(2))
+        with torch.inference_mode():
+            model = sharded(model, front)
+            for _ in range(2):
+                torch.testing.assert_close(model(noise(0, 0)), plain(noise(0, 0)))

@@ -89,6 +89,24 @@ def test_a_store_that_has_died_is_named():
         step(model)
 
 
+def write_alone_to_what_stays_whole() -> None:
+    model = sharded(reshard_after_forward=False)
+    shards = list(model.parameters())
+    for _ in range(3):
+        step(model)
+    with torch.no_grad():
+        model(batch())
+        for shard in shards if dist.get_rank() == 1 else ():
+            shard.mul_(0.5)
+    step(model)
+
+
+def test_a_rank_that_alone_writes_to_shards_of_units_that_stay_whole_is_named(world):
+    first, second = texts_of(world(2), write_alone_to_what_stays_whole)
+    assert first == second
+    assert "rank 1 gathers unit" in first, first
+
+
 # Another kind of pass
 
 

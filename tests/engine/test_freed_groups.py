@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from sherd import fully_shard
 from sherd.engine.run.seal import unit_of
 from sherd.memory.watch import watched
 from sherd.schedule.actions import AfterBackward, GradientsReady, GroupPassed
 from sherd.schedule.state import Live
 from tests.engine.gradients import assert_as_plain, gradients
 from tests.support import training
-from tests.support.comparing import Named
+from tests.support.comparing import Named, assert_named_close, whole_grads
 from tests.support.models import Wired
 from tests.support.ranks.bodies import on_threads
 from tests.support.sharding import sharded
@@ -185,3 +186,19 @@ def test_a_unit_inside_of_a_checkpoint_is_freed_before_its_reduction():
     assert AfterBackward(1, unreduced=True) in complete, complete
     assert AfterBackward(2, unreduced=True) in complete, complete
     assert not any(isinstance(each, GradientsReady) for each in complete)
+
+
+def under_a_checkpoint() -> nn.Module:
+    def run(self: Any, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.large, self.first(x), use_reentrant=True).tanh())
+
+    return Wired(run, first=nn.Linear(8, WIDTH), large=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, 2))
+
+
+@on_threads(2)
+def test_more_forwards_before_a_backward_than_before_may_each_be_run_again():
+    model, plain = fully_shard(training.made(under_a_checkpoint)), training.made(under_a_checkpoint)
+    for num_forwards in (1, 2, 1, 2):
+        for each in (model, plain):
+            sum(each(torch.ones(2, 8)).square().mean() for _ in range(num_forwards)).backward()
+    assert_named_close(whole_grads(model), whole_grads(plain), "gradient", rtol=1e-5, atol=1e-6)

@@ -127,7 +127,7 @@ def plain_gradients(way: str = "") -> Named:
 def live_of(model: nn.Module) -> dict[str, bool]:
     """Of the root's parameters: whether their memory is there."""
     return {
-        parameter.name: weights.live is Live.UNSHARDED and weights._made.buffer.tensor.untyped_storage().nbytes() > 0
+        parameter.name: weights.live is Live.UNSHARDED and weights.made.buffer.tensor.untyped_storage().nbytes() > 0
         for weights in unit_of(model).weights
         for parameter in weights.group.parameters
     }

@@ -176,3 +176,28 @@ def test_a_backward_for_an_input_alone_reduces_nothing(threads):
     with mock.patch.object(Gradients, "reduce") as reduce:
         threads(2).run(by_its_input)
     reduce.assert_not_called()
+
+
+def with_two_heads() -> nn.Module:
+    def forward(self: Any, x: Tensor, used: tuple[int, ...]) -> Tensor:
+        hidden = torch.tanh(self.block(x))
+        return sum((self.heads[at](hidden) for at in used), torch.zeros(()))
+
+    return Wired(forward, block=nn.Linear(8, 8), heads=nn.ModuleList([nn.Linear(8, 8) for _ in range(2)]))
+
+
+HEADS = [((0, 1), (0, 1)), ((0, 1), (0,)), ((1,), (0, 1)), ((1,), (0,))]
+
+
+@pytest.mark.parametrize("front", ["shard", "flat"])
+def test_ranks_may_use_different_heads_of_the_root_after_a_step_with_the_same(threads, front):
+    def job(model: Any, rank: int, step: int) -> Tensor:
+        return model(noise(step, rank), HEADS[step][rank]).square().sum()
+
+    def run() -> list[Named]:
+        model = made(with_two_heads, seed=7)
+        sharded(model, front, [model.block, model])
+        model.set_reduce_scatter_unused_params(True)
+        return gradients(model, job, len(HEADS))
+
+    assert_gradients_are_the_mean(threads(2).run(run), with_two_heads, job)

@@ -3,11 +3,13 @@
 import contextlib
 import gc
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.api.own_collectives import GatherByList
 from tests.support.comparing import is_close, whole_grads
 from tests.support.models import noise
 from tests.support.ranks.bodies import on_threads
@@ -76,3 +78,32 @@ def test_a_step_that_raised_anywhere_leaves_nothing_behind(first, front) -> None
                 return
     finally:
         gc.enable()
+
+
+class Fails(GatherByList):
+    """Once, after another unit was gathered within."""
+
+    other: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        other, self.other = self.other, None
+        if other is not None:
+            other.unshard()
+            raise RuntimeError("once")
+        return super().__call__(*args, **kwargs)
+
+
+@on_threads(2)
+def test_what_raises_after_something_within_it_has_ended_well_leaves_nothing_behind() -> None:
+    model, plain = sharded(made(net)), made(net)
+    gather = Fails()
+    model[2].set_custom_all_gather(gather)
+    step(model, 0)
+    model.zero_grad()
+    gather.other = model[0]
+    model[0].reshard()
+    with pytest.raises(RuntimeError, match="once"):
+        model[2].unshard()
+    step(model, 1)
+    step(plain, 1)
+    assert is_close(gradient(model), gradient(plain), rtol=1e-5, atol=1e-6)

@@ -1,18 +1,20 @@
 """Parameters are whole, and of today, wherever they are used: by several units or calls, or unsharded by hand."""
 
 import itertools
+from operator import is_
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from sherd import fully_shard
-from sherd.errors import StateError
+from sherd import FSDPModule, ShardingStrategy, fully_shard
+from sherd.errors import GradientError, StateError
 from tests.support.comparing import assert_named_close, assert_same, whole, whole_grads
 from tests.support.models import Wired
 from tests.support.ranks.bodies import on_threads
-from tests.support.sharding import sharded
+from tests.support.refusals import refusal
+from tests.support.sharding import FRONTS, WRAPPERS, sharded
 from tests.support.training import made
 
 
@@ -104,6 +106,106 @@ def test_after_a_step_unshard_shows_what_the_optimizer_wrote_though_parameters_w
     optimizer.step()
     model.unshard()
     torch.testing.assert_close(whole(model.weight), whole(optimizer.param_groups[0]["params"][0]))
+
+
+WRITES = {
+    "lerp_": lambda shards, others: [shard.lerp_(other, 0.5) for shard, other in zip(shards, others, strict=True)],
+    "copy_": lambda shards, others: [shard.copy_(2 * other) for shard, other in zip(shards, others, strict=True)],
+    ".data": lambda shards, others: [setattr(shard, "data", torch.ones(shard.shape)) for shard in shards],
+    "swap_tensors": lambda shards, others: [
+        torch.utils.swap_tensors(shard, nn.Parameter(2 * other)) for shard, other in zip(shards, others, strict=True)
+    ],
+    "_foreach_lerp_": lambda shards, others: torch._foreach_lerp_(shards, others, 0.5),
+}
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@on_threads(2)
+def test_a_unit_that_stays_whole_sees_that_its_shards_are_written_in_place(front):
+    kept = (
+        {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if front in WRAPPERS else {"reshard_after_forward": False}
+    )
+    # torch's own DTensors show no trace of a list operation.
+    for how, write in WRITES.items() if front != "shard" else list(WRITES.items())[:-1]:
+        model, plain = (made(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))) for _ in range(2))
+        model = sharded(model, front, **kept)
+        pairs = [list(each.parameters()) for each in (model, plain)]
+        for turn in range(3):
+            with torch.no_grad():
+                found, expected = model(torch.ones(4, 8)), plain(torch.ones(4, 8))
+                assert_same(found, expected, f"{how} {turn}", rtol=1e-5, atol=1e-6)
+                for params in pairs:
+                    write(params, [param + 1 for param in params])
+
+
+@on_threads(2)
+def test_after_a_forward_without_gradients_and_a_step_modules_show_what_the_optimizer_wrote():
+    model = sharded(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(4, 8)).sum().backward()
+    with torch.no_grad():
+        model(torch.ones(4, 8))
+    optimizer.step()
+    assert all(map(is_, model.parameters(), optimizer.param_groups[0]["params"]))
+
+
+@on_threads(2)
+def test_a_unit_that_stays_whole_sees_a_step_that_was_made_inside_of_backward():
+    for front in FRONTS:
+        models = [made(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))) for _ in range(2)]
+        kept: Any = {} if front in WRAPPERS else {"reshard_after_forward": False}
+        models[0] = sharded(models[0], front, **kept)
+        for model in models:
+            if isinstance(model, FSDPModule):
+                model.set_reshard_after_backward(False)
+            x, optimizer = torch.ones(4, 8, requires_grad=True) * 1, torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                model(x).square().mean().backward(retain_graph=True)
+            x.register_hook(lambda _, optimizer=optimizer: optimizer.step())
+            model(x).square().mean().backward()
+        assert_same(models[0](torch.ones(4, 8)), models[1](torch.ones(4, 8)), front, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@on_threads(2)
+def test_a_loss_of_before_a_step_cannot_be_differentiated_after_it_but_what_was_not_stepped_can(foreach):
+    for front in FRONTS:
+        model = sharded(made(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), front)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
+        for _ in range(2):
+            model(torch.ones(4, 8)).sum().backward()
+        old = model(torch.ones(4, 8)).sum()
+        optimizer.step()
+        assert "modified by an inplace operation" in refusal(GradientError, old.backward), front
+    two = Wired(
+        lambda self, x, which: getattr(self, which)(x.requires_grad_()), one=nn.Linear(8, 8), two=nn.Linear(8, 8)
+    )
+    fully_shard(two)
+    optimizer = torch.optim.SGD(two.one.parameters(), lr=0.1, foreach=foreach)
+    old = two(torch.ones(4, 8), "two").sum()
+    two(torch.ones(4, 8), "one").sum().backward()
+    optimizer.step()
+    old.backward()
+
+
+@pytest.mark.parametrize("front", ["shard", "wrapper"])
+@on_threads(2)
+def test_a_parameter_that_is_trained_again_after_a_backward_that_raised_has_gradients_in_the_next_step(front):
+    for of_model in (True, False):
+        model = sharded(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), front)
+        held = list(model.parameters())
+        held[-1].requires_grad_(False)
+        model(torch.ones(4, 8)).sum().backward()
+        loss = model(torch.ones(4, 8))
+        loss.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.sum().backward()
+        for param in model.parameters() if of_model else held:
+            param.requires_grad_(True)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(4, 8)).sum().backward()
+            assert held[-1].grad is not None, of_model
 
 
 def with_an_empty_parameter(shape: tuple[int, ...], used: bool) -> nn.Module:

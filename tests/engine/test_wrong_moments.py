@@ -1,12 +1,16 @@
 """What is said when a gradient cannot be reduced, or shards are asked for while they are needed whole."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from sherd import fully_shard
-from sherd.errors import GradientError, StateError
+from sherd.errors import GradientError, OwnershipError, StateError
 from tests.support.comparing import assert_refused, whole
+from tests.support.models import Wired
 from tests.support.ranks.bodies import on_threads
+from tests.support.refusals import refusal
 
 
 @on_threads(2)
@@ -42,3 +46,28 @@ def test_between_forward_and_backward_the_shards_are_shown_when_asked_for():
     assert torch.equal(saved, whole(model.weight))
     loss.backward()
     assert model.weight.grad is not None
+
+
+@on_threads(2)
+def test_a_second_root_over_a_unit_is_refused_until_the_first_is_gone_and_one_module_may_have_both():
+    def two_roots() -> nn.ModuleDict:
+        encoder = nn.Linear(8, 8)
+        heads = {name: nn.Sequential(encoder, nn.Linear(8, 3)) for name in ("actor", "critic")}
+        for unit in (encoder, *heads.values()):
+            fully_shard(unit)
+        return nn.ModuleDict(heads)
+
+    x, heads = torch.ones(2, 8), two_roots()
+    heads["actor"](x).sum().backward()
+    said = refusal(OwnershipError, heads["critic"], x)
+    assert "a module that has both" in said, said
+    heads["actor"](x).sum().backward()
+    del heads["actor"]
+    heads["critic"](x).sum().backward()
+    parts = dict(two_roots().items())
+    both: Any = fully_shard(Wired(lambda self, x: self.actor(x).sum() * self.critic(x).sum(), **parts))
+    both(x).backward()
+    both.actor(x).sum().backward()
+    with torch.no_grad():
+        both.critic(x)
+    (both.actor(x).sum() * both.critic(x).sum()).backward()

@@ -1,6 +1,7 @@
 """What torch's optimizers cannot step, and those without a flat form, are refused by name, with what to do."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from sherd.errors import OptimizerError, SherdError
 from sherd.optim import flatten_optimizer
 from tests.support.comparing import assert_refused
 from tests.support.ranks.bodies import on_threads
+from tests.support.refusals import refusal
 from tests.support.training import made
 
 # By name: the optimizer, and the placement that it steps; None: it takes only unsharded parameters.
@@ -150,3 +152,16 @@ def test_what_is_no_optimizer_is_named():
     for given in (None, [], nn.Linear(2, 2)):
         named = f"expects a torch.optim.Optimizer, got a {type(given).__name__}"
         assert_refused(lambda given=given: flatten_optimizer(given), SherdError, TypeError, named)
+
+
+@on_threads(2)
+def test_a_list_of_shards_and_plain_parameters_is_refused_where_torch_makes_one():
+    ways = {"foreach": optim.SGD, "fused": optim.Adam}
+    for (form, kind), placement in itertools.product(ways.items(), (None, Flat())):
+        model = made(odd)
+        fully_shard(model, ignored_params={model[2].bias}, placement=placement)
+        model(torch.ones(3, 4)).sum().backward()
+        said = refusal(OptimizerError, kind(model.parameters(), lr=0.1, **{form: True}).step)
+        assert (f"{form}=False" in said) == (placement is None), (form, placement, said)
+        own = [[model[2].bias], [each for each in model.parameters() if each is not model[2].bias]]
+        kind([{"params": each} for each in own], lr=0.1, **{form: True}).step()

@@ -20,7 +20,6 @@ from sherd.schedule.actions import (
     Reduce,
     Reset,
     Reshard,
-    ShardsChanged,
     Unshard,
 )
 from sherd.schedule.order import Order
@@ -223,29 +222,6 @@ def test_unshard_by_hand_waits_or_only_starts_as_asked_and_reshard_gives_it_back
     assert schedule.on(BeforeForward(1)) == (Await(1),), "a forward gathers it again"
 
 
-def test_whole_parameters_older_than_their_shards_are_gathered_anew_by_the_next_forward_or_unshard():
-    stays = UnitSpec(10, Keep.ALWAYS, reshard_after_backward=False)
-    schedule = Schedule((stays, stays))
-    answers(schedule, [*step(2), ShardsChanged(0), ShardsChanged(1)])
-    assert schedule.on(BeforeForward(0)) == (Free(0), Gather(0), Await(0))
-    assert schedule.on(BeforeForward(1)) == (Free(1), Gather(1), Await(1))
-    assert schedule.state.stale == frozenset()
-    schedule = Schedule((UnitSpec(10), stays, UnitSpec(10, companions=(1,))))
-    answers(schedule, [Unshard(1), ShardsChanged(1), BeforeForward(0)])
-    assert schedule.on(BeforeForward(2)) == (Free(1), Gather(2), Gather(1), Await(2), Await(1)), "of a companion"
-    schedule = Schedule(specs(2))
-    assert schedule.on(ShardsChanged(1)) == ()
-    assert schedule.state.stale == frozenset(), "there is nothing whole"
-    answers(schedule, [Unshard(1), ShardsChanged(1)])
-    assert schedule.on(Unshard(1)) == (Free(1), Gather(1), Await(1))
-
-
-def test_old_whole_parameters_stay_until_then_because_a_backward_may_still_read_them():
-    schedule = in_backward_of_the_last((UnitSpec(10, Keep.ALWAYS),) * 2)
-    assert schedule.on(ShardsChanged(1)) == ()
-    assert schedule.state.live[1] is Live.UNSHARDED
-
-
 # When things go wrong
 
 
@@ -303,5 +279,5 @@ def test_groups_that_were_needed_again_all_the_same_are_kept_from_then_on():
         schedule, _ = steps_until_backward(root={})
         assert schedule.on(event)[:2] == (Gather(0), Await(0)), event
         answers(schedule, [AfterForward(0), EndForward(), BeforeBackward(0), AfterBackward(0), EndBackward()])
-        answers(schedule, [ShardsChanged(0), BeforeForward(0)])
+        answers(schedule, [Reshard(0), BeforeForward(0)])
         assert schedule.on(AfterForward(0, unread=(1, 2))) == (), event

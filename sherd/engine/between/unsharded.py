@@ -97,11 +97,10 @@ class UnshardedCopies:
                 present[id(record)] = _present(record, lent, found)
             except PlacementError as error:
                 wrong.append(error)
-        # A list first: each is written, whatever came of the one before.
-        changed = [self._keep(record, present[id(record)]) for record, _, _ in taken if id(record) in present]
+        kept = [record for record, _, _ in taken if id(record) in present]
+        changed = [record.optimizer_param for record in kept if self._keep(record, present[id(record)])]
+        torch.autograd.graph.increment_version([each for each in changed if not each.is_inference()])
         self.unit.shards_written()
-        if any(changed):
-            self.unit.bump_versions()
         if self._terms.with_grads:
             for weights in self.unit.weights:
                 _keep_gradients(weights.group, present)
@@ -112,7 +111,7 @@ class UnshardedCopies:
     def _keep(self, record: ShardedParameter, unsharded: torch.Tensor) -> bool:
         """Write this rank's part into the shard. Returns whether any rank's part has changed.
 
-        All ranks must come to the same answer, since a change makes them give up a backward that is under way. So the
+        All ranks must come to the same answer, since a change makes them give up a backward that is to come. So the
         unsharded tensor is compared, by its digest, which takes less memory than a copy.
         """
         record.local.copy_(_part_of(record, unsharded))

@@ -66,7 +66,7 @@ class _Unsharded(Unsharded):
 class SelfGatheredWeights(Weights):
     """The weights of a group of one such parameter, whose views and dtype only the subclass knows."""
 
-    _made: _Unsharded | None
+    made: _Unsharded | None
 
     def __init__(
         self,
@@ -97,13 +97,13 @@ class SelfGatheredWeights(Weights):
     @property
     def unsharded_bytes(self) -> int:
         """Bytes of all that the subclass has told us of; of the parameter before the first gather."""
-        known = sum(buffer.tensor.nbytes for buffer in self._made.buffers) if self._made is not None else 0
+        known = sum(buffer.tensor.nbytes for buffer in self.made.buffers) if self.made is not None else 0
         return max(super().unsharded_bytes, known)
 
     def part_bytes(self, size: int) -> int:
         """Returns the bytes of the part kept for a mesh of `size` ranks; 0 before the first gather, which tells what
         there is."""
-        gathered = self._made.gathered if self._made is not None else ()
+        gathered = self.made.gathered if self.made is not None else ()
         return sum(buffer.tensor.numel() // size * buffer.tensor.element_size() for buffer in gathered)
 
     def _gather_shards(self, transport: Transport, full_precision: bool) -> None:
@@ -112,9 +112,9 @@ class SelfGatheredWeights(Weights):
         tensors, metadata = self._ask(group.place.fetch(self._record.local, group.device))
         padded = tuple(self._padded(tensor) for tensor in tensors)
         sources = tuple(tensor.contiguous().view(-1) for tensor in padded)
-        if self._made is None:
+        if self.made is None:
             buffers = tuple(Buffer(num_ranks * each.numel(), each.dtype, group.device) for each in sources)
-            self._made = _Unsharded(group.parameters, buffers)
+            self.made = _Unsharded(group.parameters, buffers)
         self._terms = _Terms(tuple(tensor.shape for tensor in padded), metadata)
         self._flight = Flight(self._gather_into_buffers(transport, sources, num_ranks), (), group.version)
 
@@ -149,7 +149,7 @@ class SelfGatheredWeights(Weights):
     def _land(self, flight: Flight) -> None:
         """Have the subclass make the unsharded parameter of what has come."""
         flight.handoff.wait()
-        made, terms = self._made, self._terms
+        made, terms = self.made, self._terms
         assert made is not None and terms is not None, "an all-gather is waited for once it was started"
         gathered = tuple(
             self._trimmed(buffer.tensor.view(self.group.packing.num_ranks, *shape))
@@ -182,7 +182,7 @@ class SelfGatheredWeights(Weights):
     @property
     def _may_keep_part(self) -> bool:
         """Whether the subclass has not written to what it was given."""
-        return self._made is not None and self._arrived == self._made.versions
+        return self.made is not None and self._arrived == self.made.versions
 
     def free(self) -> None:
         """Show the shard again and give the memory back, whatever the state."""

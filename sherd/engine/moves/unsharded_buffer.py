@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import cycle
+from operator import attrgetter
 
 import torch
 from torch import nn
 
-from sherd._torch import set_versions, storage_uses
+from sherd._torch import increment_versions, set_versions, storage_uses
 from sherd.comm.buffers import Buffer
 from sherd.comm.streams import Lane
 from sherd.engine.moves.buffer_views import copy_out
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import ShardedParameter, hide_unsharded, show_unsharded
 from sherd.layout.packing import Slot
+
+IS_TRAINED = attrgetter("requires_grad")
 
 
 class Guard:
@@ -34,7 +38,7 @@ class Guard:
     def raise_up(self) -> None:
         """Their memory is about to go."""
         if not self._is_up:
-            torch.autograd.graph.increment_version(self._parameters)
+            increment_versions(self._parameters)
             self._is_up = True
 
     def take_down(self) -> None:
@@ -54,6 +58,8 @@ class Unsharded:
         self.parameters: list[nn.Parameter] = []
         self.guard = Guard(())
         self._own_references = 0
+        self._as_of: list[tuple[int, bool]] = []
+        self.trained: list[bool] = []  # each parameter, as it was shown
 
     @property
     def num_foreign_views(self) -> int:
@@ -73,16 +79,24 @@ class Unsharded:
             found += sys.getrefcount(parameter) - sum(place.shows(parameter) for place in record.places)
         return found
 
-    def show(self) -> None:
-        """Show the parameters to the modules."""
+    def show(self, as_of: list[tuple[int, bool]]) -> None:
+        """Show the parameters to the modules, `as_of` those versions of what the optimizer owns.
+
+        A parameter that was written there is modified in place to autograd, too: a backward raises that reads it for a
+        forward of before.
+        """
         self.guard.take_down()
+        if as_of != self._as_of:
+            stands = zip(self.parameters, cycle(as_of), cycle(self._as_of), strict=False)  # there may be one flat one
+            increment_versions([parameter for parameter, now, then in stands if now[0] != then[0]])
+            self._as_of = as_of
         show_unsharded(self._records, self.parameters)
+        self.trained = list(map(IS_TRAINED, self.parameters))
 
     def hide(self) -> list[str]:
         """Show the shards instead. Returns the names of parameters that a user has given other values in a way that
         shards do not notice, as far as that is known."""
-        for record in self._records:
-            record.show(record.shard)
+        hide_unsharded(self._records, self.parameters, self.trained)
         return []
 
     def free(self, lane: Lane | None = None) -> None:
@@ -134,7 +148,7 @@ class UnshardedBuffer(Unsharded):
         start = self.buffer.tensor.data_ptr()
         moved = [index for index, parameter, offset in self._plain if parameter.data_ptr() != start + offset]
         lost = [self._records[index].name for index in moved if not self._put_back(index)] if moved else []
-        for record, parameter, instead in hide_unsharded(self._records, self.parameters):
+        for record, parameter, instead in hide_unsharded(self._records, self.parameters, self.trained):
             if instead is None or not _are_same(instead, parameter):
                 lost.append(record.name)
         return lost

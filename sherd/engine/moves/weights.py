@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -62,6 +63,9 @@ class _Handoffs:
             handoff.wait_on_host()
 
 
+STAND = attrgetter("_version", "requires_grad")
+"""Returns how many writes in place a parameter has seen, and whether it is trained. All in C, as every gather asks."""
+
 MOVES = {
     Live.SHARDED: {Live.GATHERING},
     Live.GATHERING: {Live.UNSHARDED, Live.SHARDED},
@@ -108,10 +112,11 @@ class Weights(Position, saved.Source):
         # In each dtype that was asked for, and in that of the last gather. Made at the first gather: a model that is
         # only built or loaded has none.
         self._by_dtype: dict[torch.dtype, UnshardedBuffer] = {}
-        self._made: Unsharded | None = None
+        self.made: Unsharded | None = None
         self._ids: set[int] = set()  # of all unsharded parameters that were made
         self._dtype = group.compute_dtype
         self._flight: Flight | None = None
+        self.as_of: list[tuple[int, bool]] = []  # `STAND` of each optimizer parameter at the last gather from shards
         self._versions: dict[torch.dtype, int] = {}
         self._part: KeptPart | None = None
         # Whether the unsharded buffer is the gather lane's memory, which writes it ahead of compute, or compute's own.
@@ -153,7 +158,7 @@ class Weights(Position, saved.Source):
     def is_viewed(self) -> bool:
         """Whether somebody else than autograd seems to have a view of the parameters, which freeing them would leave
         without memory. It may also be garbage that waits to be collected."""
-        made = self._made
+        made = self.made
         if made is None or not self.plan.frees_unsharded:
             return False
         return made.num_foreign_views > self.num_saved_views
@@ -162,7 +167,7 @@ class Weights(Position, saved.Source):
     def is_held(self) -> bool:
         """Whether anybody seems to have one of the parameters or a view of one, other than by the attribute of a
         module, as `ctx.weight = weight`. It may also be garbage that waits to be collected."""
-        made = self._made
+        made = self.made
         return made is not None and (made.num_foreign_views > 0 or made.num_foreign_references > 0)
 
     @property
@@ -173,7 +178,7 @@ class Weights(Position, saved.Source):
     @property
     def awaits_gradients(self) -> bool:
         """Whether the present backward will bring a gradient for one of the parameters."""
-        made = self._made
+        made = self.made
         return made is not None and any(each.requires_grad and will_get_gradient(each) for each in made.parameters)
 
     def is_parameter(self, tensor: torch.Tensor) -> bool:
@@ -190,16 +195,10 @@ class Weights(Position, saved.Source):
             for parameter in made.parameters:
                 parameter.grad = None
 
-    def bump_versions(self) -> None:
-        """Let autograd notice, in a backward to come, that the parameters have other values than in its forward."""
-        for made in self._by_dtype.values():
-            for parameter in made.parameters:
-                torch.autograd.graph.increment_version(parameter)
-
     def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
         """Yields everything whose memory is in its hands now, freed buffers too: what a memory report counts."""
         yield from self.group.held()
-        for buffer in self._made.buffers if self._made is not None else ():
+        for buffer in self.made.buffers if self.made is not None else ():
             yield MemoryKind.UNSHARDED, buffer.tensor
         for part in self._part.tensors if self._part is not None else ():
             yield MemoryKind.PART, part
@@ -223,6 +222,7 @@ class Weights(Position, saved.Source):
         self.move(Live.GATHERING)
         part, self._part = self._part, None
         if part is None:
+            self.as_of = list(map(STAND, self.group.shard_memory.versioned))
             self._gather_shards(transport, full_precision)
         else:
             handoff = self._gather_into_buffers(part.transport, part.tensors, part.size)
@@ -232,7 +232,7 @@ class Weights(Position, saved.Source):
         """Start an all-gather of the shards, and make the buffers for it if there are none yet."""
         group, plan = self.group, self.plan
         self._dtype = group.dtype if full_precision else group.compute_dtype
-        made = self._made = self._by_dtype.get(self._dtype) or self._make()
+        made = self.made = self._by_dtype.get(self._dtype) or self._make()
         if transport is not self._transport:
             self._transport, self._fill = transport, plan.fill_by(transport)
         if plan.is_never_gathered or (not plan.frees_unsharded and self._versions.get(self._dtype) == group.version):
@@ -267,8 +267,7 @@ class Weights(Position, saved.Source):
             return transport.all_gather(rows, source, group.shard_sizes, async_op)
 
         handoff = self._streams.gather.run(start)
-        rows, *sources = flight
-        return Flight(handoff, tuple(sources), group.version, None if in_place else rows)
+        return Flight(handoff, tuple(flight[1:]), group.version, None if in_place else flight[0])
 
     def _strips(
         self, made: UnshardedBuffer, source: torch.Tensor | None
@@ -305,7 +304,7 @@ class Weights(Position, saved.Source):
 
     def _gather_into_buffers(self, transport: Transport, sources: tuple[torch.Tensor, ...], num_ranks: int) -> Handoff:
         """Start to fill each buffer with every rank's tensor of the same place in `sources`."""
-        made, lane = self._made, self._streams.gather
+        made, lane = self.made, self._streams.gather
         assert made is not None, "it is made when the first gather is started"
         for buffer in made.gathered if not self._lane_owns_buffer else ():
             buffer.allocate()
@@ -317,12 +316,12 @@ class Weights(Position, saved.Source):
     def wait(self) -> None:
         """Let compute go on only with the unsharded parameters in place, and show them to the modules."""
         self.require_move(Live.UNSHARDED)
-        flight, made = self._flight, self._made
+        flight, made = self._flight, self.made
         assert flight is not None and made is not None, "an all-gather is waited for once it was started"
         self._land(flight)
         self._flight = None
         self.live = Live.UNSHARDED
-        made.show()
+        made.show(self.as_of)
 
     def _land(self, flight: Flight) -> None:
         """Let compute go on once the all-gather is done, and make the unsharded parameters of what has come."""
@@ -345,7 +344,7 @@ class Weights(Position, saved.Source):
         """Show the shards again and give the memory back, whatever the state."""
         if self.live is Live.SHARDED:
             return
-        made = self._made
+        made = self.made
         lost = made.hide() if made is not None and self.live is Live.UNSHARDED else []
         if self._flight is not None:
             if self.plan.frees_unsharded:
@@ -362,7 +361,7 @@ class Weights(Position, saved.Source):
 
     def shrink(self, size: int) -> None:
         """Show the shards, and keep this rank's part of what was gathered for a mesh of `size` ranks."""
-        made = self._made
+        made = self.made
         assert made is not None, "only what was gathered is shrunk"
         self._part = KeptPart(made.gathered, self.group.mesh, size) if self._may_keep_part else None
         self.move(Live.SHRUNK)

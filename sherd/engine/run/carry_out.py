@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
 
 from sherd.comm.collectives import UsersCollectives
 from sherd.comm.transport import Transport
+from sherd.engine.moves.unsharded_buffer import IS_TRAINED
+from sherd.engine.moves.weights import STAND
 from sherd.engine.run.unit import Unit
 from sherd.errors import StateError
 from sherd.policy import UnitPolicy
@@ -51,6 +53,22 @@ def shrink(unit: Unit) -> None:
     for weights in unit.weights:
         weights.shrink(size)
     notice_touches(unit)
+
+
+def outdated(units: Sequence[Unit]) -> list[Unit]:
+    """Returns those of `units` that are kept as of other shards than they have now, which were written in place since,
+    or of which one form was told to be trained, or not to be. One call for all units, as a step may keep each."""
+    found = []
+    for unit in units:
+        for weights in unit.weights:
+            made = weights.made
+            if weights.live is Live.SHARDED or made is None:
+                continue
+            now = list(map(STAND, weights.group.shard_memory.versioned))
+            is_told = weights.live is Live.UNSHARDED and made.trained != list(map(IS_TRAINED, made.parameters))
+            if is_told or now != weights.as_of:
+                found.append(unit)
+    return found
 
 
 def notice_touches(unit: Unit) -> None:

@@ -23,7 +23,8 @@ from sherd.schedule.actions import Action, Gather
 
 REMEDY = (
     "All ranks must run the same units, made alike, in the same order: look for a branch on the rank or on the data, "
-    "in forward or around it; then restart all ranks"
+    "in forward or around it (if ranks use other parameters of a unit around units, call its "
+    "set_reduce_scatter_unused_params(True)); then restart all ranks"
 )
 
 

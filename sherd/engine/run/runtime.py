@@ -19,29 +19,14 @@ from torch import nn
 from sherd._torch import are_transforms_active, at_end_of_backward, in_backward, outside_transforms, splitting_stage
 from sherd.engine.moves.saved import begin_watching, end_watching
 from sherd.engine.run.call_stack import Call, UnderWay
-from sherd.engine.run.carry_out import DO, notice_touches
+from sherd.engine.run.carry_out import DO, notice_touches, outdated
 from sherd.engine.run.divergence import overseen, overseers_of
 from sherd.engine.run.observer import Observer
 from sherd.engine.run.unit import Unit
 from sherd.engine.run.unmanaged import Unmanaged, registrations
 from sherd.errors import StateError, WrapperStateError
 from sherd.policy import UnitPolicy
-from sherd.schedule.actions import (
-    AfterBackward,
-    AfterForward,
-    BeforeBackward,
-    BeforeForward,
-    EndBackward,
-    EndForward,
-    Event,
-    FreeGroup,
-    GradientsReady,
-    GroupPassed,
-    Reset,
-    Reshard,
-    ShardsChanged,
-    Unshard,
-)
+from sherd.schedule import actions as do
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, Live, UnitSpec
 
@@ -67,6 +52,7 @@ class Runtime:
         self.in_backward = self._is_astray = False
         self.num_backwards, self.is_in_last_backward, self._is_last_backward = 0, True, True
         self._brings_gradients: bool | None = None
+        self._num_forwards = self._usual_forwards = 0  # before the next backward, and before the last one
         self._calls: list[Call] = []
         self._step_event: Any = None
         self.observer: Observer | None = None
@@ -89,27 +75,29 @@ class Runtime:
 
     # Events
 
-    def on(self, event: Event) -> None:
+    def on(self, event: do.Event) -> None:
         """Carry out what the schedule answers."""
         if self.observer is not None:
             self.observer.begins(event)
         actions = self.schedule.on(event)
         if actions:
             # Outside of transforms: what is gathered under `vmap` or `grad` would be of that level, and gone after it.
-            with torch.no_grad(), outside_transforms() if are_transforms_active() else nullcontext():
+            try:
+                with torch.no_grad(), outside_transforms() if are_transforms_active() else nullcontext():
+                    for action in actions:
+                        unit = self.units[action.unit]
+                        if isinstance(action, do.FreeGroup):
+                            group = action.group
+                            perform = partial(unit.lookups.free, group) if action.unread else unit.weights[group].free
+                        else:
+                            perform = partial(self._do[type(action)], unit)
+                        if self.observer is None:
+                            perform()
+                        else:
+                            self.observer.perform(action, perform)
+            except BaseException:
                 self._is_astray = True
-                for action in actions:
-                    unit = self.units[action.unit]
-                    if isinstance(action, FreeGroup):
-                        group = action.group
-                        perform = partial(unit.lookups.free, group) if action.unread else unit.weights[group].free
-                    else:
-                        perform = partial(self._do[type(action)], unit)
-                    if self.observer is None:
-                        perform()
-                    else:
-                        self.observer.perform(action, perform)
-                self._is_astray = False
+                raise
         if self.observer is not None:
             self.observer.ended(event)
 
@@ -139,14 +127,13 @@ class Runtime:
             for hooks, key, _ in unit.touch_hooks:  # there also if it rests unsharded
                 hooks.pop(key, None)
         handling, opens_run = sys.exc_info()[1], unit.runs is None or unit.runs.begin()
-        call = Call(
-            unit, id(module), outermost, opens_run, recomputing, handling, under_way, begin_watching(unit.backward)
-        )
+        watches = begin_watching(unit.backward)
+        call = Call(unit, id(module), outermost, opens_run, recomputing, handling, under_way, watches)
         self._calls.append(call)
         if recomputing:
             unit.backward.recompute_begins()
             self._expect_gradients(unit)
-        self.on(BeforeForward(self._index[unit.id], recomputing))
+        self.on(do.BeforeForward(self._index[unit.id], recomputing))
         return call
 
     def leave(self, module: nn.Module, differentiable: bool, in_use: bool = False) -> bool:
@@ -162,7 +149,7 @@ class Runtime:
         ends = unit.runs is None or unit.runs.end(module) or raised
         if ends and all(outer.unit is not unit for outer in self._calls):  # not from inside its own other method
             unread = unit.lookups.after_forward() if unit.lookups.groups and differentiable and not raised else ()
-            self.on(AfterForward(self._index[unit.id], call.recomputing, in_use, unread))
+            self.on(do.AfterForward(self._index[unit.id], call.recomputing, in_use, unread))
         if call.outermost:
             self._end_forward(differentiable and not raised)
         return not raised
@@ -195,6 +182,9 @@ class Runtime:
                 # Most units keep no copies and find their shards where they were, so nothing more is called for them.
                 if member.keeps_copies or member.shards.have_moved:
                     member.may_be_written()
+            kept = [unit for unit in self.units for each in unit.weights if each.live is not Live.SHARDED]
+            for member in outdated(kept) if kept else ():
+                self.shards_written(member)
         self.revise()
         event, self._step_event = self._step_event, None
         for streams in {id(member.streams): member.streams for member in self.units}.values():
@@ -209,8 +199,9 @@ class Runtime:
             if unit.policy.on_touch == "unshard":
                 notice_touches(unit)
             if unit.runs is not None and unit.runs.give_up():  # a list unit of which the forward ran only some modules
-                self.on(AfterForward(index))
-        self.on(EndForward(differentiable))
+                self.on(do.AfterForward(index))
+        self.on(do.EndForward(differentiable))
+        self._num_forwards += differentiable
 
     def gathers_follow(self, event: Any) -> None:
         """The next forward's gathers wait for `event`, the optimizer's, instead of for all of compute."""
@@ -231,7 +222,7 @@ class Runtime:
             self.revise()
             at_end_of_backward(self._end_backward)
         self._expect_gradients(unit)
-        self.on(BeforeBackward(self._index[unit.id]))
+        self.on(do.BeforeBackward(self._index[unit.id]))
 
     def _expect_gradients(self, unit: Unit) -> None:
         unit.backward.expect(unit.policy, partial(self._gradients_complete, self._index[unit.id]))
@@ -240,24 +231,28 @@ class Runtime:
         """Autograd is past the inputs of `unit`."""
         if self.in_backward:
             unreduced = unit.backward.awaits_reduction(unit.policy, self._has_gradients)
-            self.on(AfterBackward(self._index[unit.id], unreduced))
+            self.on(do.AfterBackward(self._index[unit.id], unreduced))
             unit.backward.leave()
 
     def _has_gradients(self) -> bool:
         """Returns whether the present backward brings gradients for any unit, as `torch.autograd.grad` need not."""
         if self._brings_gradients is None:
-            self._brings_gradients = any(
-                unit.backward.has_received or unit.backward.awaits_gradients for unit in self.units
-            )
+            backwards = [unit.backward for unit in self.units]
+            self._brings_gradients = any(each.has_received or each.awaits_gradients for each in backwards)
         return self._brings_gradients
 
     def _gradients_complete(self, index: int, group: int | None, is_done: bool) -> None:
+        unit = self.units[index]
+        if unit.surrounds and unit.policy.reduce_unused:
+            return  # ranks that lack some reduce it behind the units inside, and so does this one
+        # What was learnt of one forward says nothing of more: each may be run again, by a checkpoint.
+        is_done = is_done and self._num_forwards <= self._usual_forwards
         if group is None:
             # Autograd may pass the unit's inputs much later (they may be many units' inputs): free it as soon as that
             # is safe.
-            self.on(AfterBackward(index, unreduced=True) if is_done else GradientsReady(index))
+            self.on(do.AfterBackward(index, unreduced=True) if is_done else do.GradientsReady(index))
         elif is_done:
-            self.on(GroupPassed(index, group))
+            self.on(do.GroupPassed(index, group))
 
     def _end_backward(self) -> None:
         """Autograd is done: whatever is left over is reduced and freed."""
@@ -265,7 +260,7 @@ class Runtime:
             return
         for index, unit in enumerate(self.units):
             if unit.backward.awaits_reduction(unit.policy, self._has_gradients):
-                self.on(AfterBackward(index, unreduced=True))
+                self.on(do.AfterBackward(index, unreduced=True))
         if (counted := self.root.policy.accumulation) is not None:
             has_received = any(unit.backward.has_received for unit in self.units)
             counted.end_backward(self.root.id, has_received or self.unmanaged.has_gradients)
@@ -273,13 +268,15 @@ class Runtime:
             unit.backward.end()
             if unit.policy.on_touch == "unshard":
                 notice_touches(unit)
-        self.on(EndBackward(self._is_last_backward))
+        self.on(do.EndBackward(self._is_last_backward))
         for unit in self.units:
             if unit.place.is_elsewhere:
                 unit.land_gradients()
         for overseer in self.overseers:
             overseer.end_backward(self.root)
         self.in_backward, self._brings_gradients = False, None
+        if self._num_forwards:  # else the forward goes on, or another backward went before
+            self._usual_forwards, self._num_forwards = self._num_forwards, 0
         if self.unmanaged.replicated and self.root.policy.reduce_gradients:
             self.unmanaged.average_gradients()
 
@@ -291,20 +288,21 @@ class Runtime:
 
     def unshard(self, unit: Unit, wait: bool) -> None:
         """Start `unit`'s all-gather, and wait for it if told so."""
-        unit.may_be_written()
+        if unit.keeps_copies or unit.shards.have_moved or outdated((unit,)):
+            unit.may_be_written()
         self.revise()
         if not self._calls and not self.in_backward:  # else no optimizer has stepped since the forward began
             unit.streams.begin_step()
-        self.on(Unshard(self._index[unit.id], wait))
+        self.on(do.Unshard(self._index[unit.id], wait))
 
     def finish_unshard(self, unit: Unit) -> None:
         """Wait for `unit`'s all-gather, if one is in flight, and gather what was freed after forward."""
         if unit.live is Live.GATHERING or self._index[unit.id] in self.schedule.state.unread:
-            self.on(Unshard(self._index[unit.id], wait=True))
+            self.on(do.Unshard(self._index[unit.id], wait=True))
 
     def reshard(self, unit: Unit) -> None:
         """Free `unit`'s unsharded parameters."""
-        self.on(Reshard(self._index[unit.id]))
+        self.on(do.Reshard(self._index[unit.id]))
 
     def show_shards(self, unit: Unit) -> None:
         """As `reshard`, for somebody who will read or write shards; refused while they are needed whole."""
@@ -318,8 +316,10 @@ class Runtime:
         self.reshard(unit)
 
     def shards_written(self, unit: Unit) -> None:
-        """Note that `unit`'s shards have new values, so that its unsharded parameters, if there are any, are stale."""
-        self.on(ShardsChanged(self._index[unit.id]))
+        """Free `unit`'s unsharded parameters, as its shards have new values. Not if they are being read, as where an
+        optimizer steps inside backward: the next forward sees that they are outdated."""
+        if not (self.in_backward or any(unit in (call.unit, *call.unit.companions) for call in self._calls)):
+            self.reshard(unit)
 
     # When things go wrong
 
@@ -330,7 +330,8 @@ class Runtime:
         with torch.no_grad():
             for unit in self.units if self._is_astray else ():
                 unit.free()
-        self.on(Reset(gradients))
+        self.on(do.Reset(gradients))
+        self._is_astray = False
         while self._calls:
             self._pop_call()
         self.in_backward, self._brings_gradients = False, None
@@ -364,11 +365,9 @@ class Runtime:
         specs = tuple(self._spec(unit) for unit in self.units)
         state = self.schedule.state
         live = state.live if state.specs else tuple(unit.live for unit in self.units)
-        prefetch = self.root.policy.prefetch
+        ahead = self.root.policy.prefetch
         buffers = max(unit.reduce_buffers for unit in self.units)
-        limits = Limits(
-            prefetch.forward_depth, prefetch.backward_depth, prefetch.bytes_in_flight, buffers, prefetch.after_backward
-        )
+        limits = Limits(ahead.forward_depth, ahead.backward_depth, ahead.bytes_in_flight, buffers, ahead.after_backward)
         self.schedule.move_to(replace(state, specs=specs, limits=limits, live=live))
 
     def _spec(self, unit: Unit) -> UnitSpec:

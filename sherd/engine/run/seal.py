@@ -67,7 +67,7 @@ def seal(root: nn.Module) -> Runtime:
     Raises:
         ModuleError: torch's own FSDP has a module below `root`.
         StateError: a unit is at work in another runtime, or parameters still have no data (meta device).
-        OwnershipError: a parameter was made tensor parallel after it was sharded.
+        OwnershipError: a unit belongs to another root, or a parameter was made tensor parallel after it was sharded.
     """
     below = units_below(root)
     ids = {unit.id for unit in below}
@@ -75,6 +75,12 @@ def seal(root: nn.Module) -> Runtime:
     units = [*below, *owners.values()]
     for unit in units:
         earlier = runtime_over(unit)
+        if earlier is not None and unit in below and earlier.root not in below and unit.id not in earlier.guests:
+            raise OwnershipError(
+                f"unit {unit.name} has run below the root {earlier.root.name}, and cannot be taken under a second one, "
+                f"{type(root).__name__}: fully_shard a module that has both, and run its forward first; or delete the "
+                "first root, if it is used no more"
+            )
         if earlier is not None and not earlier.is_idle:
             raise StateError(
                 f"unit {unit.name} is still at work below {earlier.root.name}, so it cannot be taken under a new root "

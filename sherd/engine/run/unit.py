@@ -256,12 +256,6 @@ class Unit:
         self.lent = terms
         self.shards.register(terms is not None)
 
-    def bump_versions(self) -> None:
-        """Note that unsharded parameters were written which autograd may have kept: a backward that needs them raises,
-        as it does for a plain parameter that is changed in place."""
-        for weights in self.weights:
-            weights.bump_versions()
-
     def show_shards(self) -> None:
         """Have the modules show shards, for something that is about to read or write them.
 
@@ -285,20 +279,16 @@ class Unit:
             WriteBackError: they are lost, or of another shape.
         """
         self.notice_moved()
-        self._mark_shards_written()
+        self.shards_written()
 
     def shards_written(self) -> None:
-        """Shards have new values: unsharded parameters made from the old ones are stale."""
-        self._mark_shards_written()
+        """Shards have new values: unsharded parameters made from the old ones are stale, and what is kept of them by
+        placements that say so is brought up to date at the next gather."""
+        for weights in self.weights:
+            weights.group.mark_shards_written()
         conductor = self.sealed_into()
         if conductor is not None and self.live is not Live.SHARDED:
             conductor.shards_written(self)
-
-    def _mark_shards_written(self) -> None:
-        """Have what is kept of the shards unsharded, by placements that say so, brought up to date at the next
-        gather."""
-        for weights in self.weights:
-            weights.group.mark_shards_written()
 
     def zero_grad(self, set_to_none: bool, module_ids: Collection[int]) -> None:
         """Drop or zero the gradients of what hangs on these modules, and drop what waits of them for a reduction.

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from sherd._torch import dynamo_disabled, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from sherd.comm.agreement import in_short
 from sherd.engine.state.parameter import Owner, ShardedParameter, record_of
-from sherd.engine.state.steppable import require_steppable
+from sherd.engine.state.steppable import require_alike, require_steppable
 from sherd.errors import OptimizerError
 from sherd.tensor.ragged import local_part
 
@@ -142,8 +142,12 @@ class _Watcher:
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         known = self._known.get(optimizer)
-        if known is None:
+        if known is None or not known[1]:
             return
+        # Foreach and fused forms leave no trace on a DTensor.
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        stepped = [each for each in parameters if each.grad is not None and isinstance(each, DTensor)]
+        torch.autograd.graph.increment_version(stepped)
         for ref in known[1]:
             owner = ref()
             if owner is not None:
@@ -189,6 +193,7 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
     present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     owners: dict[int, weakref.ref[Owner]] = {}
     for group in optimizer.param_groups:
+        require_alike(optimizer, group)
         for position, parameter in enumerate(group["params"]):
             record = record_of(parameter)
             if record is None:

@@ -361,12 +361,15 @@ def show_unsharded(records: Sequence[ShardedParameter], parameters: Sequence[nn.
 
 
 def hide_unsharded(
-    records: Sequence[ShardedParameter], parameters: Sequence[nn.Parameter]
+    records: Sequence[ShardedParameter], parameters: Sequence[nn.Parameter], trained: Sequence[bool]
 ) -> list[tuple[ShardedParameter, nn.Parameter, nn.Parameter | None]]:
-    """Show the shards where `parameters`, the unsharded form of each of `records`, were shown. Returns a record, its
-    parameter and what a user had put there instead, a Parameter or None, for each place where that was done."""
+    """Show the shards where `parameters`, the unsharded form of each of `records`, were shown, `trained` or not, and
+    have a shard trained as the user has told its unsharded form. Returns a record, its parameter and what a user had
+    put there instead, a Parameter or None, for each place where that was done."""
     replaced = []
-    for record, parameter in zip(records, parameters, strict=True):
+    for record, parameter, was_trained in zip(records, parameters, trained, strict=True):
+        if parameter.requires_grad != was_trained:
+            record.optimizer_param.requires_grad_(parameter.requires_grad)
         for place in record.places if record.lent is None else ():
             if place.registered and place.parameters.get(place.attribute) is parameter:
                 place.parameters[place.attribute] = record.shard

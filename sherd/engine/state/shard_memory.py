@@ -32,7 +32,8 @@ _storage_of = torch.Tensor.untyped_storage
 
 
 class ShardMemory:
-    """The memory of one group's optimizer parameters, as it was when they became views of the shard buffer."""
+    """The memory of one group's optimizer parameters, as it was when they became views of the shard buffer. torch
+    counts the writes to those that are `versioned`: none that were made in inference mode."""
 
     def __init__(self, records: Sequence[ShardedParameter]) -> None:
         self._records = records
@@ -41,6 +42,7 @@ class ShardMemory:
     def note(self) -> None:
         """Remember the optimizer parameters, which may be other objects than before, and their memory."""
         self._optimizer_params = [as_sharded(record.optimizer_param) for record in self._records]
+        self.versioned = [] if any(map(torch.is_inference, self._optimizer_params)) else self._optimizer_params
         self._locals = [record.resting for record in self._records]
         # Held, so that no other storage can be where one of them was.
         self._shells = [each for each in self._optimizer_params if not isinstance(each, RaggedDTensor)]

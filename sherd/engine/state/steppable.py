@@ -6,6 +6,7 @@ Torch would raise in the middle of the step, and name only the operation that DT
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Optimizer, Rprop
@@ -35,6 +36,19 @@ def require_steppable(optimizer: Optimizer, group: Mapping[str, object], record:
         raise OptimizerError(
             f"{type(optimizer).__name__}{form} cannot step {record.name}, of shape "
             f"{tuple(record.optimizer_param.shape)}, as it is sharded; {remedy}"
+        )
+
+
+def require_alike(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+    """Raise `OptimizerError` if `optimizer`, of torch's classes, steps lists of plain parameters and torch's DTensors.
+    Those with ragged tensors are computed kind by kind."""
+    trained = [each for each in group["params"] if each.requires_grad]
+    kinds = {RaggedDTensor if isinstance(each, RaggedDTensor) else isinstance(each, DTensor) for each in trained}
+    form = next((form for form in ("foreach", "fused") if group.get(form)), None)
+    if form and kinds == {True, False} and type(optimizer).__module__.startswith("torch.optim"):
+        raise OptimizerError(
+            f"{type(optimizer).__name__}({form}=True) steps plain parameters (ignored ones?) and shards in one group, "
+            f"of which torch makes one list and fails; give each kind a group of its own, or {form}=False"
         )
 
 
