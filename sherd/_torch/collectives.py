@@ -93,7 +93,7 @@ def named_group(
 @functools.cache
 def gloo_on_demand() -> str:
     """Returns the name of a backend that is gloo but for its connections: two ranks connect when they first send each
-    other something, where gloo connects all of them with each other at once.
+    other something, where gloo connects all of them with each other at once. Its start waits for the two ranks beside.
 
     `_Options` and its fields have no public names; torch's own way is an environment variable, TORCH_GLOO_LAZY_INIT,
     for all groups of the process (2.11 to 2.13).
@@ -110,6 +110,9 @@ def gloo_on_demand() -> str:
         ]
         made = gloo(store, rank, size, options)
         made._set_default_timeout(timeout)
+        # Connecting waits for as long as the store does, whatever the timeout of the group.
+        store.set(f"here/{rank}", "")
+        store.wait([f"here/{(rank + step) % size}" for step in (1, -1)], timeout)
         return made
 
     dist.Backend.register_backend("gloo_on_demand", make, devices=["cpu"])
@@ -139,7 +142,7 @@ def wait_on_host(work: dist.Work) -> None:
         pass
 
 
-_CONNECTS_WITHIN_S = 3.0
+_CONNECTS_WITHIN = timedelta(seconds=60)
 
 
 class Store(Protocol):
@@ -180,10 +183,12 @@ def store_beside(group: dist.ProcessGroup, prefix: str) -> Callable[[], Store] |
 
     def connect() -> Store:
         try:
-            socket.create_connection((host, port), _CONNECTS_WITHIN_S).close()  # torch's would try for long
-        except OSError as error:
+            socket.create_connection((host, port), 1.0).close()
+        except ConnectionRefusedError as error:  # torch would go on trying, as it is to where a link is down
             raise RuntimeError(f"the store of the process group at {host}:{port}: {error}") from error
-        beside = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+        except OSError:
+            pass
+        beside = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECTS_WITHIN)  # type: ignore[attr-defined]
         return distributed_c10d.PrefixStore(prefix, beside)
 
     return connect
