@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _composable, fsdp, pipelining
+from torch.distributed import _composable, _state_dict_utils, fsdp, pipelining
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -818,6 +818,10 @@ def test_answer_checkpointing__is_asked_once_for_a_function_that_torchs_state_di
     asked.clear()
     state_dict.set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=states)
     assert asked == ["_load_optim_state_dict", "_init_optim_state"]
+    original = _state_dict_utils._broadcast_tensors
+    monkeypatch.setattr(_state_dict_utils, "_broadcast_tensors", original)
+    _torch.answer_checkpointing({"_broadcast_tensors": answer})
+    assert _state_dict_utils._broadcast_tensors.__wrapped__ is original
 
 
 @on_threads(2)

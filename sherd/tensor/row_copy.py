@@ -14,21 +14,19 @@ from contextvars import ContextVar
 import torch
 
 from sherd._torch import NO_TORCH_FUNCTION
-from sherd.errors import WriteBackError
-from sherd.layout.placement import Shape
 from sherd.layout.runs import Runs
 
 # torch makes slices of the answer, which can carry nothing else, and asks for `to_local()` next. So the answer is kept
 # for this thread until then (test_rows_that_torch_asks_for_are_taken_by_the_next_local_tensor_alone). A run that could
 # always take rows would be of a subclass, on which optimizers lose their fused kernels.
-_told: ContextVar[tuple[Runs, Shape] | None] = ContextVar("told", default=None)
+_told: ContextVar[Runs | None] = ContextVar("told", default=None)
 
 
 def rows_told(cut: Runs, num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
     """Returns how many of `num_rows` rows torch is told that `rank` holds, one of `num_ranks` on a mesh axis, and the
     first of them. They are more than the run if that is not of whole rows."""
+    _told.set(cut)
     if num_ranks != cut.num_ranks or not cut.shape or num_rows != cut.shape[0]:
-        _told.set((cut, cut.shape))
         return num_rows, 0
     piece = cut.piece(rank)
     if not piece.numel or not cut.inner:
@@ -36,7 +34,6 @@ def rows_told(cut: Runs, num_rows: int, num_ranks: int, rank: int) -> tuple[int,
     else:
         first = piece.start // cut.inner
         count = -(-piece.stop // cut.inner) - first
-    _told.set((cut, (count, *cut.shape[1:])))
     return count, first
 
 
@@ -47,32 +44,21 @@ class _Run(torch.Tensor):
     __torch_function__ = NO_TORCH_FUNCTION
     cut: Runs
     rank: int
-    rows: Shape
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        """Copy this rank's elements out of `source`: all rows, the rows around them, or what has the run's shape.
-
-        Raises:
-            WriteBackError: `source` has another shape. torch would broadcast it, or take elements of other rows.
-        """
+        """Copy this rank's elements out of `source`: all rows, the rows around them, or what has the run's shape."""
         cut, piece, shape = self.cut, self.cut.piece(self.rank), tuple(source.shape)
-        if shape in (cut.shape, self.rows):
+        if shape != cut.local_shape(self.rank):
             start = piece.start if shape == cut.shape else piece.start % max(cut.inner, 1)
             source = source.reshape(-1)[start : start + piece.numel].view(cut.local_shape(self.rank))
-        elif self.rows == cut.shape or shape != cut.local_shape(self.rank):
-            raise WriteBackError(
-                f"rows of shape {shape} were given for rows of shape {self.rows}, of a parameter or state of which "
-                f"shape {cut.shape} is cut; load what was saved of a model with the same shapes"
-            )
         return super().copy_(source, non_blocking)
 
 
 def as_told(local: torch.Tensor, cut: Runs, rank: int) -> torch.Tensor:
     """Returns the run `local` itself; just after torch was told of its rows, a view of it that takes these rows."""
-    told = _told.get()
-    if told is None or told[0] != cut:
+    if _told.get() != cut:
         return local
     _told.set(None)
     run = local.as_subclass(_Run)
-    run.cut, run.rank, run.rows = cut, rank, told[1]
+    run.cut, run.rank = cut, rank
     return run

@@ -337,6 +337,11 @@ def test_a_local_state_dict_is_what_the_optimizer_sees_and_loads_back():
         other.load_state_dict(found)
     assert [name for name, _ in other.named_parameters()] == ["_flat_param"]
     assert_holds(other, expected)
+    of_5, of_6 = (FullyShardedDataParallel(nn.Linear(4, rows), use_orig_params=False) for rows in (5, 6))
+    given = state_of(of_5, LOCAL)
+    given["_flat_param"] = state_of(of_6, LOCAL)["_flat_param"]  # as where padding makes both of one length
+    with pytest.raises(ValueError, match=r"_flat_param of unit .* of .*6, 4.* here and .*5, 4.* there"):
+        of_6.load_state_dict(given)
     for kind in (LOCAL, SHARDED):
         unsharded_model = wrapped(False, nested=False, sharding_strategy=ShardingStrategy.NO_SHARD)
         with pytest.warns(UserWarning, match=r"NO_SHARD, so a full state dict is given, though"):
