@@ -12,10 +12,11 @@ from functools import reduce
 from itertools import zip_longest
 
 import torch
+from torch import nn
 
 from sherd.checkpoint.choosing import Choice, Party, choose, is_written_here
 from sherd.checkpoint.items import Item
-from sherd.checkpoint.pieces import Described, Layouts, grid_of, pieces_here
+from sherd.checkpoint.pieces import Described, Layouts, grid_of, pieces_here, sampled
 from sherd.checkpoint.ranks import Ranks
 from sherd.checkpoint.tensor_bytes import dtype_name
 from sherd.checkpoint.tree import Json, Tensors, encoded
@@ -93,12 +94,39 @@ def plan(items: Sequence[Item], ranks: Ranks, step: int, user: Json, own: Mappin
         parties = [Party(who, of) for who, (of, _, _) in zip(members, leaders, strict=True)]
         values = reduce(_together, [each for _, each, _ in leaders])
         aliases = {name: other for _, _, each in leaders for name, other in each.items()}
+        _require_one(held, parties, ranks)
     choices = choose(parties)
     parts: list[Parts] = []
     ranks.each(lambda: parts.append(_parts(held, choices, ranks.rank, own)), "the look at what this rank saves")
     everything = {name: tensor for party in reversed(parties) for name, tensor in party.tensors.items()}
     ordered = {name: everything[name] for name in choices}
     return Plan(step, save_id, ordered, choices, aliases, values, user, parts[0])
+
+
+def _require_one(held: _Held, parties: Sequence[Party], ranks: Ranks) -> None:
+    """Compare parameters that some ranks hold in one way and some in another, as norms under tensor parallelism.
+
+    Raises:
+        CheckpointError: they have other shapes, or elements further apart than rounding brings copies of one tensor.
+    """
+    variants: dict[str, dict[tuple[object, ...], int]] = {}
+    for party in parties:
+        for name, of in party.tensors.items():
+            if of.copies is not None:
+                variants.setdefault(name, {}).setdefault(of.variant, party.ranks[0])
+    several = {name: having for name, having in variants.items() if len(having) > 1}
+    mine = {name: each for name in several if isinstance(each := held.tensors.get(name), nn.Parameter)}
+    told = ranks.each(lambda: {name: sampled(name, each) for name, each in mine.items()}, "the comparison of copies")
+    for name, having in several.items():
+        found = [each[name] for each in told if name in each]
+        seen = {at: value for each in found for at, value in each.items()}
+        far = max(map(abs, seen.values()), default=0) / 100
+        if any(abs(value - seen[at]) > far for each in found for at, value in each.items()):
+            raise CheckpointError(
+                f"{name} is not one tensor: ranks {[ranks.numbers[rank] for rank in having.values()]} hold other values"
+                " of it, each on a mesh of its own. Make it a DTensor over the mesh axis that tells them apart, as "
+                "experts are in docs/strategies.md, or give it a name of its own on each of them"
+            )
 
 
 class _Held:
