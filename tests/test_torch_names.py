@@ -408,6 +408,23 @@ def test_in_functional_call__is_true_while_a_module_runs_with_values_from_outsid
     assert seen == [True, False]
 
 
+@on_threads(2)
+def test_asked_by_spec__is_true_while_a_spec_compares_its_placements():
+    class Asks(Shard):
+        def __eq__(self, other):
+            asked.append(_torch.asked_by_spec())
+            return Shard(self.dim) == other
+
+        __hash__ = Shard.__hash__
+
+    asked = []
+    made = DTensor.from_local(torch.ones(2), mesh_of((2,)), [Asks(0)])
+    assert True in asked
+    asked.clear()
+    assert made.placements[0] == Shard(0)
+    assert asked == [False]
+
+
 # Autograd
 
 

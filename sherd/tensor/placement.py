@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from sherd._torch import DTensorSpec, device_of, dtensor_spec
+from sherd._torch import DTensorSpec, asked_by_spec, device_of, dtensor_spec
 from sherd.errors import PlacementError
 from sherd.layout.extent import Extent, chunks
 from sherd.layout.placement import Shape
@@ -55,6 +55,11 @@ class RaggedShard(Shard):
         self.stride = stride
 
     def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RaggedShard) and asked_by_spec():
+            raise PlacementError(
+                f"{self} is the placement of a RaggedDTensor, which DTensor.from_local does not make; make one like "
+                "another that lies so: made = torch.empty_like(it), and then made.to_local().copy_(local)"
+            )
         return (
             isinstance(other, RaggedShard)
             and self.stride == other.stride
