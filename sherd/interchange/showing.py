@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from sherd.checkpoint.writing import RANDOM
 from sherd.interchange.contents import Source
 from sherd.interchange.state_trees import GROUPS, PARAMS, STATE, references
 
@@ -75,9 +76,14 @@ def _values(value: dict[str, Any]) -> Iterator[str]:
         for text, number in alike.items():
             yield f"  state of {number} parameters: {text}"
     else:
-        held = {key: each for key, each in value.items() if key != "kind"}
+        held = {key: _without_generators(each) for key, each in value.items() if key != "kind"}
         if held:
             yield f"  {json.dumps(held)[:300]}"
+
+
+def _without_generators(of_rank: Any) -> Any:
+    """Returns what a rank has for itself without the states of its random generators, which are numbers to nobody."""
+    return {key: each for key, each in of_rank.items() if key != RANDOM} if isinstance(of_rank, dict) else of_rank
 
 
 def nbytes_said(nbytes: int) -> str:
