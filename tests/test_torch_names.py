@@ -835,10 +835,13 @@ def test_answer_checkpointing__is_asked_once_for_a_function_that_torchs_state_di
     asked.clear()
     state_dict.set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=states)
     assert asked == ["_load_optim_state_dict", "_init_optim_state"]
-    original = _state_dict_utils._broadcast_tensors
-    monkeypatch.setattr(_state_dict_utils, "_broadcast_tensors", original)
-    _torch.answer_checkpointing({"_broadcast_tensors": answer})
-    assert _state_dict_utils._broadcast_tensors.__wrapped__ is original
+    theirs = _state_dict_utils._distribute_tensors
+    theirs = getattr(theirs, "__wrapped__", theirs)
+    monkeypatch.setattr(_state_dict_utils, "_distribute_tensors", theirs)
+    _torch.answer_checkpointing({"_distribute_tensors": answer})
+    asked.clear()
+    _state_dict_utils._distribute_tensors({}, [], CPU, object())
+    assert asked == ["_distribute_tensors"]
 
 
 @on_threads(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -109,23 +110,23 @@ def _require_one(held: _Held, parties: Sequence[Party], ranks: Ranks) -> None:
     Raises:
         CheckpointError: they have other shapes, or elements further apart than rounding brings copies of one tensor.
     """
-    variants: dict[str, dict[tuple[object, ...], int]] = {}
+    variants: dict[str, set[tuple[object, ...]]] = {}
     for party in parties:
         for name, of in party.tensors.items():
-            if of.copies is not None:
-                variants.setdefault(name, {}).setdefault(of.variant, party.ranks[0])
-    several = {name: having for name, having in variants.items() if len(having) > 1}
+            variants.setdefault(name, set()).update([of.variant] if of.copies else [])
+    several = [name for name, each in variants.items() if len(each) > 1]
     mine = {name: each for name in several if isinstance(each := held.tensors.get(name), nn.Parameter)}
     told = ranks.each(lambda: {name: sampled(name, each) for name, each in mine.items()}, "the comparison of copies")
-    for name, having in several.items():
+    for name in several:
         found = [each[name] for each in told if name in each]
-        seen = {at: value for each in found for at, value in each.items()}
-        far = max(map(abs, seen.values()), default=0) / 100
-        if any(abs(value - seen[at]) > far for each in found for at, value in each.items()):
+        one = ChainMap(*found)
+        far = max(map(abs, one.values()), default=0) / 100
+        if any(abs(value - one[at]) > far for each in found for at, value in each.items()):
+            firsts = [ranks.numbers[party.ranks[0]] for party in parties if name in party.tensors]
             raise CheckpointError(
-                f"{name} is not one tensor: ranks {[ranks.numbers[rank] for rank in having.values()]} hold other values"
-                " of it, each on a mesh of its own. Make it a DTensor over the mesh axis that tells them apart, as "
-                "experts are in docs/strategies.md, or give it a name of its own on each of them"
+                f"{name} is not one tensor: ranks {firsts} hold other values of it, each on a mesh of its own. Make it "
+                "a DTensor over the mesh axis that tells them apart, as experts are in docs/strategies.md, or give it "
+                "another name on each of them"
             )
 
 

@@ -28,10 +28,9 @@ class Format:
 
 
 def _is_sherd(path: Path) -> bool:
-    if any(path.glob(f"step-*/{MANIFEST}")) or (path / MANIFEST).is_file():
-        return True
     # One that was not saved to its end has files of tensors only, under names that no other format gives.
-    return path.is_dir() and any(of_sherd.FILE.fullmatch(each.name) for each in path.iterdir())
+    here = any(each.name == MANIFEST or of_sherd.FILE.fullmatch(each.name) for each in path.glob("*"))
+    return here or any(path.glob(f"step-*/{MANIFEST}"))
 
 
 def _is_hf(path: Path) -> bool:

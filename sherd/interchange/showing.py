@@ -76,14 +76,11 @@ def _values(value: dict[str, Any]) -> Iterator[str]:
         for text, number in alike.items():
             yield f"  state of {number} parameters: {text}"
     else:
-        held = {key: _without_generators(each) for key, each in value.items() if key != "kind"}
+        held = {key: each for key, each in value.items() if key != "kind"}
+        for rank, own in held.items():  # what a rank has for itself, but the states of its random generators
+            held[rank] = {key: each for key, each in own.items() if key != RANDOM} if isinstance(own, dict) else own
         if held:
             yield f"  {json.dumps(held)[:300]}"
-
-
-def _without_generators(of_rank: Any) -> Any:
-    """Returns what a rank has for itself without the states of its random generators, which are numbers to nobody."""
-    return {key: each for key, each in of_rank.items() if key != RANDOM} if isinstance(of_rank, dict) else of_rank
 
 
 def nbytes_said(nbytes: int) -> str:

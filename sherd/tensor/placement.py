@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from torch import SymInt
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -18,7 +17,6 @@ from sherd.errors import PlacementError
 from sherd.layout.extent import Extent, chunks
 from sherd.layout.placement import Shape
 from sherd.layout.runs import Runs
-from sherd.tensor.row_copy import rows_told
 from sherd.tensor.vectors import VectorShard, counted
 
 
@@ -68,13 +66,6 @@ class RaggedShard(Shard):
 
     def __hash__(self) -> int:
         return hash((self.cut, self.stride))
-
-    def _local_shard_size_and_offset(
-        self, curr_local_size: int, num_chunks: int, rank: int | SymInt
-    ) -> tuple[int, int]:
-        """Returns how many rows a rank holds, and the first of them; or more rows, from which the next `to_local()` can
-        take its run (`row_copy.py`). torch asks, by position and keyword, when it copies from an unsharded tensor."""
-        return rows_told(self.cut, curr_local_size, num_chunks, int(rank))
 
     def __repr__(self) -> str:
         cut = self.cut

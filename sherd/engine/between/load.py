@@ -6,19 +6,19 @@ without communication, since every rank has all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from sherd._torch import answer_checkpointing, dtensor_spec, replace_local_tensor
+from sherd._torch import dtensor_spec, replace_local_tensor
 from sherd.engine.run.hooks import eager
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.group import group_key_of
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.parameter import ShardedParameter, as_sharded, record_of
-from sherd.errors import StateError, WriteBackError
+from sherd.errors import StateError
 from sherd.tensor.placement import is_ragged, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, distribute_ragged
 
@@ -29,25 +29,6 @@ def install(unit: Unit, holders: Iterable[nn.Module]) -> None:
         holder.register_state_dict_pre_hook(eager(before_save, unit))
         holder.register_load_state_dict_pre_hook(eager(before_load, unit))
         holder.register_load_state_dict_post_hook(eager(after_load, unit))
-    answer_checkpointing({"_broadcast_tensors": _broadcast_alike})
-
-
-def _broadcast_alike(
-    theirs: Callable[..., None], given: dict[str, object], held: dict[str, object], keys: list[str], *more: object
-) -> None:
-    """Have torch send tensors from rank 0 into DTensors. A tensor is `given` on rank 0, its `size` alone on the others.
-
-    Raises:
-        WriteBackError: one has another shape, on all ranks. torch would let some take rows of others, and some wait.
-    """
-    for key in keys:
-        into, shape = held.get(key), tuple(getattr(given[key], "shape", ()) or getattr(given[key], "size", ()))
-        if isinstance(into, DTensor) and shape != into.shape:
-            raise WriteBackError(
-                f"{key}: rank 0 sends a tensor of shape {shape}, and that of the model or optimizer has shape "
-                f"{tuple(into.shape)}; load what was saved of a model with the same shapes"
-            )
-    theirs(given, held, keys, *more)
 
 
 def before_save(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:

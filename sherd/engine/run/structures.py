@@ -20,10 +20,8 @@ from torch import nn
 from sherd._torch import write_into
 from sherd.errors import UnsupportedError
 
-_CLOSED = (str, bytes, int, bool, float, complex, type(None), torch.dtype, torch.device)
+_CLOSED = frozenset((str, bytes, int, bool, float, complex, type(None), torch.dtype, torch.device))
 """The types that hold no tensor."""
-_CLOSED_ALL = frozenset(_CLOSED)
-"""The same, to ask of a million numbers at once."""
 
 
 def tensors_in(value: object, in_any_object: bool = False) -> list[torch.Tensor]:
@@ -35,7 +33,7 @@ def tensors_in(value: object, in_any_object: bool = False) -> list[torch.Tensor]
         return tensor
 
     def look_into(other: object) -> None:
-        if not isinstance(other, _CLOSED):
+        if type(other) not in _CLOSED:
             found.extend(tensors_held_by(other))
 
     map_tensors(note, value, look_into if in_any_object else None)
@@ -64,7 +62,7 @@ def tensors_held_by(*roots: Any) -> Iterator[torch.Tensor]:
             waiting.extend(value.flat if getattr(value, "dtype", None) == "object" else ())
         elif not isinstance(value, (type, nn.Module, ModuleType)):
             within = gc.get_referents(value)[:MOST_OBJECTS]
-            waiting.extend(() if _CLOSED_ALL.issuperset(map(type, within)) else within)
+            waiting.extend(() if _CLOSED.issuperset(map(type, within)) else within)
 
 
 def map_tensors(
@@ -82,11 +80,8 @@ def map_tensors(
         if isinstance(value, Mapping):
             return _map_mapping(change, value, see)
         if isinstance(value, (list, tuple, set, frozenset)):
-            new = (
-                value
-                if _CLOSED_ALL.issuperset(map(type, value))
-                else [map_tensors(change, each, see) for each in value]
-            )
+            is_closed = _CLOSED.issuperset(map(type, value))
+            new = value if is_closed else [map_tensors(change, each, see) for each in value]
             if all(map(is_, new, value)):
                 return value
             return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
