@@ -104,7 +104,7 @@ def _before_save(wrapper: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 @torch.no_grad()
-def _after_save(wrapper: nn.Module, state_dict: StateDict, prefix: str, local_metadata: dict[str, object]) -> None:
+def _after_save(wrapper: nn.Module, state_dict: StateDict, prefix: str, local_metadata: StateDict) -> None:
     """Give the keys clean names and the values the kind that was asked for."""
     _strip(state_dict, prefix)
     state, contents = state_of(wrapper), _Contents.of(wrapper, prefix)
@@ -217,9 +217,7 @@ def _flat_parameter(unit: Unit) -> FlatParameter | None:
     return owned if isinstance(owned, FlatParameter) else None
 
 
-def _put_flat(
-    state_dict: StateDict, unit: Unit, contents: _Contents, prefix: str, metadata: dict[str, object]
-) -> set[str]:
+def _put_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: str, metadata: StateDict) -> set[str]:
     """Put the flat parameter, if the unit has one, before the unit's other keys, and its shapes into the `metadata`.
 
     Returns:
@@ -277,7 +275,7 @@ def _before_load(
     wrapper: nn.Module,
     state_dict: StateDict,
     prefix: str,
-    local_metadata: dict[str, object],
+    local_metadata: StateDict,
     strict: bool,
     missing_keys: list[str],
     unexpected_keys: list[str],
@@ -326,9 +324,7 @@ def _same_beside(given: DTensor, record: ShardedParameter) -> bool:
     return all(theirs == ours for name, theirs, ours in pairs if name not in own)
 
 
-def _take_flat(
-    state_dict: StateDict, unit: Unit, contents: _Contents, prefix: str, metadata: dict[str, object]
-) -> None:
+def _take_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: str, metadata: StateDict) -> None:
     """Replace a flat parameter by the shards that it stands for, which are views of it.
 
     Raises:

@@ -22,6 +22,7 @@ from tests.checkpoint.layouts import (
     PLACEMENTS,
     RUNS,
     WIDTH,
+    Odd,
     Stack,
     assert_held,
     built,
@@ -172,3 +173,18 @@ def test_a_model_without_memory_takes_whole_values(assign):
         losses = train(model, optimizer_of(model), FIRST)
         reference = built(3)
         torch.testing.assert_close(losses, train(reference, optimizer_of(reference), FIRST), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # which torch raises at what it calls itself
+@on_processes(2)
+def test_a_model_without_memory_takes_what_rank_0_sends():
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for layout in RUNS:
+        with torch.device("meta"):
+            model = Odd()
+        sharded = fully_shard(model, **PLACEMENTS[layout])
+        expected = Odd().state_dict() if dist.get_rank() == 0 else {}
+        set_model_state_dict(sharded, dict(expected), options=options)
+        sent = [expected]
+        dist.broadcast_object_list(sent)
+        assert_held(sharded.state_dict(), sent[0], layout)
