@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _composable, fsdp, pipelining
+from torch.distributed import _composable, _state_dict_utils, fsdp, pipelining
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -407,6 +407,23 @@ def test_in_functional_call__is_true_while_a_module_runs_with_values_from_outsid
     torch.func.functional_call(module, {"bias": torch.ones(1)}, (torch.ones(1),))
     module(torch.ones(1))
     assert seen == [True, False]
+
+
+@on_threads(2)
+def test_asked_by_spec__is_true_while_a_spec_compares_its_placements():
+    class Asks(Shard):
+        def __eq__(self, other):
+            asked.append(_torch.asked_by_spec())
+            return Shard(self.dim) == other
+
+        __hash__ = Shard.__hash__
+
+    asked = []
+    made = DTensor.from_local(torch.ones(2), mesh_of((2,)), [Asks(0)])
+    assert True in asked
+    asked.clear()
+    assert made.placements[0] == Shard(0)
+    assert asked == [False]
 
 
 # Autograd
@@ -819,6 +836,13 @@ def test_answer_checkpointing__is_asked_once_for_a_function_that_torchs_state_di
     asked.clear()
     state_dict.set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=states)
     assert asked == ["_load_optim_state_dict", "_init_optim_state"]
+    theirs = _state_dict_utils._distribute_tensors
+    theirs = getattr(theirs, "__wrapped__", theirs)
+    monkeypatch.setattr(_state_dict_utils, "_distribute_tensors", theirs)
+    _torch.answer_checkpointing({"_distribute_tensors": answer})
+    asked.clear()
+    _state_dict_utils._distribute_tensors({}, [], CPU, object())
+    assert asked == ["_distribute_tensors"]
 
 
 @on_threads(2)

@@ -23,6 +23,7 @@ from sherd._torch.autograd import (
 from sherd._torch.call_stack import (
     MODULE_CALL,
     asked_by_checkpointing,
+    asked_by_spec,
     frames_from,
     in_functional_call,
     splitting_stage,
@@ -134,6 +135,7 @@ __all__ = [
     "are_fake",
     "are_transforms_active",
     "asked_by_checkpointing",
+    "asked_by_spec",
     "at_end_of_backward",
     "attributes_of",
     "backend_of",

@@ -46,6 +46,12 @@ def in_functional_call() -> bool:
     return any(frame.f_code is code for frame in frames_from(sys._getframe()))
 
 
+def asked_by_spec() -> bool:
+    """Returns whether a `DTensorSpec` that is being made compares its placements, in the caller of our caller. It asks
+    them nothing else that could tell a user what to do instead (2.9 to 2.13)."""
+    return sys._getframe(2).f_code.co_name == "_verify_shard_order"
+
+
 def asked_by_checkpointing(directly: bool = False) -> bool:
     """Returns whether the present call comes from `torch.distributed.checkpoint.state_dict` (`get_state_dict` and its
     kin).

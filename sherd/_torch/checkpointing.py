@@ -1,4 +1,4 @@
-"""Private names of checkpointing: functions of `torch.distributed.checkpoint.state_dict`, and `ShardedTensor`."""
+"""Private names of checkpointing: functions behind `torch.distributed.checkpoint.state_dict`, and `ShardedTensor`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
+import torch.distributed._state_dict_utils as _utilities
 
 from sherd._torch.writes import write_into
 
@@ -21,15 +22,17 @@ _originals: dict[str, Callable[..., object]] = {}
 
 
 def answer_checkpointing(answers: dict[str, Callable[..., object]]) -> None:
-    """Have functions of `torch.distributed.checkpoint.state_dict`, by name, run as `answer(original, *args)` from now
-    on.
+    """Have functions of `torch.distributed.checkpoint.state_dict`, or of the file that sends and cuts full states for
+    it, run as `answer(original, *args)` from now on, by name.
 
-    That file learns the names of an optimizer's parameters from the model's `named_parameters()` and from instances of
-    torch's FSDP only, and has no public function to be told them (2.2 to 2.13). It is imported by now: it asks us.
+    The former learns the names of an optimizer's parameters from the model's `named_parameters()` and from instances of
+    torch's FSDP only, and has no public function to be told them. It is imported by now: it asks us. The latter
+    compares no shapes (2.2 to 2.13).
     """
-    module = sys.modules["torch.distributed.checkpoint.state_dict"]
+    modules = _utilities, sys.modules.get("torch.distributed.checkpoint.state_dict")
     for name, answer in answers.items():
         if name not in _originals:
+            module = next(each for each in modules if hasattr(each, name))
             original = _originals[name] = getattr(module, name)
             write_into(module, name, functools.wraps(original)(functools.partial(answer, original)))
 

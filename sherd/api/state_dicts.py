@@ -104,7 +104,7 @@ def _before_save(wrapper: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 @torch.no_grad()
-def _after_save(wrapper: nn.Module, state_dict: StateDict, prefix: str, local_metadata: object) -> None:
+def _after_save(wrapper: nn.Module, state_dict: StateDict, prefix: str, local_metadata: StateDict) -> None:
     """Give the keys clean names and the values the kind that was asked for."""
     _strip(state_dict, prefix)
     state, contents = state_of(wrapper), _Contents.of(wrapper, prefix)
@@ -121,7 +121,7 @@ def _after_save(wrapper: nn.Module, state_dict: StateDict, prefix: str, local_me
         _put_full(state_dict, state, contents, shown, config.offload_to_cpu)
         hidden = set() if shown else {*contents.parameters, *contents.buffers}
     elif kind is StateDictType.LOCAL_STATE_DICT:
-        hidden = _put_flat(state_dict, unit, contents, prefix)
+        hidden = _put_flat(state_dict, unit, contents, prefix, local_metadata)
     elif config._wanted is not ShardedForm.RUNS:
         _put_rows(state_dict, state, contents, config._wanted, config.offload_to_cpu)
     for key in hidden:
@@ -217,8 +217,8 @@ def _flat_parameter(unit: Unit) -> FlatParameter | None:
     return owned if isinstance(owned, FlatParameter) else None
 
 
-def _put_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: str) -> set[str]:
-    """Put the flat parameter, if the unit has one, before the unit's other keys.
+def _put_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: str, metadata: StateDict) -> set[str]:
+    """Put the flat parameter, if the unit has one, before the unit's other keys, and its shapes into the `metadata`.
 
     Returns:
         The keys of the parameters that it stands for.
@@ -229,6 +229,7 @@ def _put_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: st
     after = [(key, state_dict.pop(key)) for key in list(state_dict) if key.startswith(prefix)]
     state_dict[prefix + FLAT_PARAM] = as_dtensor(local_tensor(flat).detach(), spec_of(flat))
     state_dict.update(after)
+    metadata[FLAT_PARAM] = flat.shapes
     return {key for key, record in contents.parameters.items() if record.flat is not None}
 
 
@@ -274,7 +275,7 @@ def _before_load(
     wrapper: nn.Module,
     state_dict: StateDict,
     prefix: str,
-    local_metadata: object,
+    local_metadata: StateDict,
     strict: bool,
     missing_keys: list[str],
     unexpected_keys: list[str],
@@ -286,7 +287,7 @@ def _before_load(
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[prefix + plain_name(key[len(prefix) :])] = state_dict.pop(key)
     contents = _Contents.of(wrapper, prefix)
-    _take_flat(state_dict, state.unit, contents, prefix)
+    _take_flat(state_dict, state.unit, contents, prefix, local_metadata)
     for key, record in contents.parameters.items():
         if key in state_dict:
             state_dict[key] = _taken_up(state, record, state_dict[key])
@@ -323,7 +324,7 @@ def _same_beside(given: DTensor, record: ShardedParameter) -> bool:
     return all(theirs == ours for name, theirs, ours in pairs if name not in own)
 
 
-def _take_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: str) -> None:
+def _take_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: str, metadata: StateDict) -> None:
     """Replace a flat parameter by the shards that it stands for, which are views of it.
 
     Raises:
@@ -332,13 +333,14 @@ def _take_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: s
     own = _flat_parameter(unit)
     if own is None or prefix + FLAT_PARAM not in state_dict:
         return
-    given = state_dict.pop(prefix + FLAT_PARAM)
-    if not isinstance(given, RaggedDTensor) or given.placements != own.placements or given.shape != own.shape:
+    given, shapes = state_dict.pop(prefix + FLAT_PARAM), metadata.get(FLAT_PARAM, own.shapes)
+    is_alike = isinstance(given, RaggedDTensor) and given.placements == own.placements and given.shape == own.shape
+    if not is_alike or shapes != own.shapes:
         found = f"{tuple(given.shape)} with {given.placements}" if isinstance(given, DTensor) else f"a {type(given)}"
         raise PlacementError(
             f"{prefix}{FLAT_PARAM} of unit {unit.name} is {tuple(own.shape)} with {own.placements}, and {found} in the "
-            "state dict; a LOCAL_STATE_DICT loads into the wrapping and the number of ranks that it comes from, a "
-            "SHARDED_STATE_DICT into any"
+            f"state dict, of {own.shapes} here and {shapes} there; a LOCAL_STATE_DICT loads into the wrapping and the "
+            "number of ranks that it comes from, a SHARDED_STATE_DICT into any"
         )
     (group,) = (weights.group for weights in unit.weights)
     vector, rank = local_tensor(given), group.mesh.piece

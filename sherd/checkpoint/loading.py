@@ -111,7 +111,7 @@ def to_load(
     made = {"state": states | users_own, "param_groups": _numbered_groups(read, groups, choices, keys)}
     if load_directly:
         assert optim is not None, "there is something to load it into"
-        optim.load_state_dict(made)
+        type(optim).load_state_dict(optim, made)
     return made
 
 

@@ -118,6 +118,19 @@ def pieces_here(name: str, tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor
     return [(box, local)] if box.numel else []
 
 
+def sampled(name: str, tensor: torch.Tensor) -> dict[int, complex]:
+    """Returns the elements of `tensor`, by their number in it, that this rank holds of some 64 all over it."""
+    found: dict[int, complex] = {}
+    at = torch.arange(0, tensor.numel(), max(tensor.numel() // 64, 1))
+    for box, part in pieces_here(name, tensor):
+        index = [of - first for of, first in zip(torch.unravel_index(at, tensor.shape), box.offsets, strict=True)]
+        within = [(of >= 0) & (of < size) for of, size in zip(index, box.sizes, strict=True)]
+        inside = torch.stack([torch.ones_like(at, dtype=torch.bool), *within]).all(0)
+        here = part[tuple(of[inside].to(part.device) for of in index)].reshape(-1)
+        found.update(zip(at[inside].tolist(), here.to(torch.complex128).tolist(), strict=True))
+    return found
+
+
 def local_shape_of(name: str, spec: DTensorSpec) -> Shape:
     """Returns the shape of this rank's part of the tensor `name`, which lies as `spec` says."""
     if is_ragged(spec):

@@ -59,7 +59,7 @@ def optim_state_dict(
     """
     if not optim.state:
         watcher.adopt(optim)  # it may have been built before the model was sharded
-    raw: StateDict = optim.state_dict() if given is None else given
+    raw: StateDict = type(optim).state_dict(optim) if given is None else given  # torch may have patched its own
     catalog = Catalog(model)
     groups = catalog.groups_of(optim)
     states, users_own = _sorted_out(raw, groups, catalog)
@@ -97,7 +97,7 @@ def state_in_parts(catalog: Catalog, optim: Optimizer, compare: bool) -> StateDi
     Raises:
         OptimStateError: a parameter of the optimizer is not in the catalog; or ranks have different states.
     """
-    raw: StateDict = optim.state_dict()
+    raw: StateDict = type(optim).state_dict(optim)
     groups = catalog.groups_of(optim)
     states, users_own = _sorted_out(raw, groups, catalog)
     if compare:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -12,10 +13,11 @@ from functools import reduce
 from itertools import zip_longest
 
 import torch
+from torch import nn
 
 from sherd.checkpoint.choosing import Choice, Party, choose, is_written_here
 from sherd.checkpoint.items import Item
-from sherd.checkpoint.pieces import Described, Layouts, grid_of, pieces_here
+from sherd.checkpoint.pieces import Described, Layouts, grid_of, pieces_here, sampled
 from sherd.checkpoint.ranks import Ranks
 from sherd.checkpoint.tensor_bytes import dtype_name
 from sherd.checkpoint.tree import Json, Tensors, encoded
@@ -93,12 +95,39 @@ def plan(items: Sequence[Item], ranks: Ranks, step: int, user: Json, own: Mappin
         parties = [Party(who, of) for who, (of, _, _) in zip(members, leaders, strict=True)]
         values = reduce(_together, [each for _, each, _ in leaders])
         aliases = {name: other for _, _, each in leaders for name, other in each.items()}
+        _require_one(held, parties, ranks)
     choices = choose(parties)
     parts: list[Parts] = []
     ranks.each(lambda: parts.append(_parts(held, choices, ranks.rank, own)), "the look at what this rank saves")
     everything = {name: tensor for party in reversed(parties) for name, tensor in party.tensors.items()}
     ordered = {name: everything[name] for name in choices}
     return Plan(step, save_id, ordered, choices, aliases, values, user, parts[0])
+
+
+def _require_one(held: _Held, parties: Sequence[Party], ranks: Ranks) -> None:
+    """Compare parameters that some ranks hold in one way and some in another, as norms under tensor parallelism.
+
+    Raises:
+        CheckpointError: they have other shapes, or elements further apart than rounding brings copies of one tensor.
+    """
+    variants: dict[str, set[tuple[object, ...]]] = {}
+    for party in parties:
+        for name, of in party.tensors.items():
+            variants.setdefault(name, set()).update([of.variant] if of.copies else [])
+    several = [name for name, each in variants.items() if len(each) > 1]
+    mine = {name: each for name in several if isinstance(each := held.tensors.get(name), nn.Parameter)}
+    told = ranks.each(lambda: {name: sampled(name, each) for name, each in mine.items()}, "the comparison of copies")
+    for name in several:
+        found = [each[name] for each in told if name in each]
+        one = ChainMap(*found)
+        far = max(map(abs, one.values()), default=0) / 100
+        if any(abs(value - one[at]) > far for each in found for at, value in each.items()):
+            firsts = [ranks.numbers[party.ranks[0]] for party in parties if name in party.tensors]
+            raise CheckpointError(
+                f"{name} is not one tensor: ranks {firsts} hold other values of it, each on a mesh of its own. Make it "
+                "a DTensor over the mesh axis that tells them apart, as experts are in docs/strategies.md, or give it "
+                "another name on each of them"
+            )
 
 
 class _Held:

@@ -21,6 +21,7 @@ from sherd.interchange.contents import Source
 from sherd.interchange.converting import convert
 from sherd.interchange.formats import FORMATS, open_source
 from sherd.interchange.mapping import numbers_of, rules_of
+from sherd.interchange.of_sherd import SherdSource
 from sherd.interchange.verifying import damages
 from sherd.storage.folder import Folder
 from sherd.storage.places import place_of
@@ -107,15 +108,22 @@ def _verify(args: argparse.Namespace) -> int:
         _progress("verify", source.contents.nbytes) as progress,
     ):
         found = list(damages(source, progress))
-    checked = source.format == "sherd"
+    checked, step, others = source.format == "sherd", source.contents.step, {}
+    what = args.source
+    if isinstance(source, SherdSource) and source.folder != Path(what):
+        below = Folder(place_of(what)).each()
+        others = {each.step: each.why for each in below if each.why and each.step != step}
+        what = f"step {step} of {what}"
     if args.json:
-        listed = [asdict(each) for each in found]
-        print(json.dumps({"path": args.source, "format": source.format, "checksums": checked, "damages": listed}))
+        told = {"path": args.source, "format": source.format, "checksums": checked, "step": step, "not_whole": others}
+        print(json.dumps(told | {"damages": [asdict(each) for each in found]}))
     else:
         for each in found:
             say(f"{each.file}: {each.what}")
+        for number, why in others.items():
+            say(f"step {number} is not whole: {why}")
         how = "" if checked else f"; the format {source.format} has no checksums, so changed bytes are not noticed"
-        say(f"{args.source} is damaged" if found else f"{args.source} is whole{how}")
+        say(f"{what} is damaged" if found else f"{what} is whole{how}")
     return 1 if found else 0
 
 

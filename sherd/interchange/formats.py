@@ -28,7 +28,9 @@ class Format:
 
 
 def _is_sherd(path: Path) -> bool:
-    return (path / MANIFEST).is_file() or any(path.glob(f"step-*/{MANIFEST}"))
+    # One that was not saved to its end has files of tensors only, under names that no other format gives.
+    here = any(each.name == MANIFEST or of_sherd.FILE.fullmatch(each.name) for each in path.glob("*"))
+    return here or any(path.glob(f"step-*/{MANIFEST}"))
 
 
 def _is_hf(path: Path) -> bool:

@@ -26,6 +26,8 @@ FILE_BYTES = 4 << 30
 """A file takes no further tensor once it has as many bytes."""
 
 _STEP = re.compile(r"step-(\d{8,})")
+FILE = re.compile(r"[0-9a-f]{8,}-\d{5,}\.safetensors(\.part.*)?")
+"""The names of files of tensors."""
 
 
 class SherdSource:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from sherd.checkpoint.writing import RANDOM
 from sherd.interchange.contents import Source
 from sherd.interchange.state_trees import GROUPS, PARAMS, STATE, references
 from sherd.units import in_bytes
@@ -75,5 +76,7 @@ def _values(value: dict[str, Any]) -> Iterator[str]:
             yield f"  state of {number} parameters: {text}"
     else:
         held = {key: each for key, each in value.items() if key != "kind"}
+        for rank, own in held.items():  # what a rank has for itself, but the states of its random generators
+            held[rank] = {key: each for key, each in own.items() if key != RANDOM} if isinstance(own, dict) else own
         if held:
             yield f"  {json.dumps(held)[:300]}"

@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from torch import SymInt
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from sherd._torch import DTensorSpec, device_of, dtensor_spec
+from sherd._torch import DTensorSpec, asked_by_spec, device_of, dtensor_spec
 from sherd.errors import PlacementError
 from sherd.layout.extent import Extent, chunks
 from sherd.layout.placement import Shape
 from sherd.layout.runs import Runs
-from sherd.tensor.row_copy import rows_told
 from sherd.tensor.vectors import VectorShard, counted
 
 
@@ -55,6 +53,11 @@ class RaggedShard(Shard):
         self.stride = stride
 
     def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RaggedShard) and asked_by_spec():
+            raise PlacementError(
+                f"{self} is the placement of a RaggedDTensor, which DTensor.from_local does not make; make one like "
+                "another that lies so: made = torch.empty_like(it), and then made.to_local().copy_(local)"
+            )
         return (
             isinstance(other, RaggedShard)
             and self.stride == other.stride
@@ -63,13 +66,6 @@ class RaggedShard(Shard):
 
     def __hash__(self) -> int:
         return hash((self.cut, self.stride))
-
-    def _local_shard_size_and_offset(
-        self, curr_local_size: int, num_chunks: int, rank: int | SymInt
-    ) -> tuple[int, int]:
-        """Returns how many rows a rank holds, and the first of them; or more rows, from which the next `to_local()` can
-        take its run (`row_copy.py`). torch asks, by position and keyword, when it copies from an unsharded tensor."""
-        return rows_told(self.cut, curr_local_size, num_chunks, int(rank))
 
     def __repr__(self) -> str:
         cut = self.cut

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from sherd._torch import (
     DTensorSpec,
+    answer_checkpointing,
     attributes_of,
     dispatches_itself,
     dtensor,
@@ -31,7 +32,6 @@ from sherd.layout.runs import Runs
 from sherd.tensor.checkpoint import box_at, chunk_list, write_items
 from sherd.tensor.gather import gather, gather_part, part_given, piece_of, shard_of
 from sherd.tensor.placement import Layout, RaggedShard, has_ragged, is_ragged, layout_of
-from sherd.tensor.row_copy import as_told
 from sherd.tensor.table import Args, Aten, Kwargs, operation_for
 from sherd.tensor.vectors import VectorShard
 
@@ -103,8 +103,7 @@ class RaggedDTensor(DTensor):
         if grad_placements is not None and tuple(grad_placements) != self.placements:
             raise PlacementError(f"to_local(grad_placements={grad_placements}): gradients have the tensor's layout")
         if not torch.is_grad_enabled():
-            layout = layout_of(spec_of(self))
-            return as_told(local_tensor(self), layout.cut, layout.rank)
+            return local_tensor(self)
         local: torch.Tensor = _Read.apply(self, *_AS_RUN)  # type: ignore[no-untyped-call]  # of torch
         return local
 
@@ -335,3 +334,27 @@ def redistribute_to(tensor: DTensor, to: Runs | DTensorSpec) -> RaggedDTensor:
     with torch.no_grad():
         full = tensor.full_tensor()
     return dtensor_of(RaggedDTensor, piece_of(full, layout).clone(), layout.spec(full.dtype), False)
+
+
+def _distributed(theirs: Callable[..., None], held: dict[str, object], keys: list[str], *more: object) -> None:
+    """Take this rank's parts out of tensors of a full state that rank 0 has sent to all, where they are cut into runs,
+    which torch knows nothing of. `held` has a pair under each of `keys`, the DTensor and the whole tensor.
+
+    Raises:
+        WriteBackError: one has another shape, on all ranks. torch would let some take rows of others, and some wait.
+    """
+    for key in keys:
+        into, full = pair if isinstance(pair := held.get(key), tuple) else (None, None)
+        if not isinstance(into, DTensor):
+            continue
+        if into.shape != full.shape:
+            raise WriteBackError(
+                f"{key}: rank 0 sends a tensor of shape {tuple(full.shape)}, and that of the model or optimizer has "
+                f"shape {tuple(into.shape)}; load what was saved of a model with the same shapes"
+            )
+        if isinstance(into, RaggedDTensor):
+            held[key] = distribute_ragged(full, spec_of(into)).clone() if into.is_meta else into.copy_(full)
+    theirs(held, keys, *more)
+
+
+answer_checkpointing({"_distribute_tensors": _distributed})

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from torch import SymInt
 from torch.distributed.tensor import Shard
 
 from sherd.layout.extent import Extent
@@ -41,12 +40,6 @@ class VectorShard(Shard):
         """The elements that each rank of the axis has, counted in what other axes leave to it."""
         starts = accumulate(self.sizes, initial=0)
         return tuple(Extent(start, size) for start, size in zip(starts, self.sizes, strict=False))
-
-    def _local_shard_size_and_offset(
-        self, curr_local_size: int, num_chunks: int, rank: int | SymInt
-    ) -> tuple[int, int]:
-        """Returns how many elements a rank of the axis has, and the first of them. torch asks as for `RaggedShard`."""
-        return self.sizes[int(rank)], self.extents[int(rank)].start
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, VectorShard) and (self.sizes, self.copies) == (other.sizes, other.copies)

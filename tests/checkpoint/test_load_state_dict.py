@@ -7,15 +7,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from sherd import FullyShardedDataParallel, fully_shard
-from sherd.errors import WriteBackError
+from sherd.errors import SherdError, WriteBackError
 from tests.checkpoint.layouts import (
     LAYOUTS,
     PLACEMENTS,
     RUNS,
+    WIDTH,
+    Odd,
+    Stack,
     assert_held,
     built,
     model_in,
@@ -79,17 +87,45 @@ def test_missing_names_keep_their_values_and_are_told_and_another_shape_is_refus
 
 
 @on_processes(2)  # which rank 0 sends to; without the refusal, some take rows of others and some wait
-def test_values_of_another_shape_from_rank_0_are_refused_on_all_ranks():
-    wrong = {"blocks.0.cube": torch.zeros(5, 2, 2), "blocks.0.thin": torch.zeros(1), "embed.weight": torch.zeros(66)}
+def test_values_of_another_shape_from_rank_0_are_refused_on_all_ranks_by_name():
+    wrong = {"blocks.0.cube": (5, 2, 2), "blocks.0.thin": (1,), "embed.weight": (12, 6)}
     wrapped = FullyShardedDataParallel(built(), device_id=torch.device("cpu"), use_orig_params=True)
-    for model in (*map(model_in, RUNS), wrapped):
+    for model in (*map(model_in, PLACEMENTS), wrapped):
         before = whole(model.state_dict())
-        for strict, (name, value) in itertools.product((True, False), wrong.items()):
-            given = {**built(1).state_dict(), name: value} if dist.get_rank() == 0 else {}
+        for strict, (name, shape) in itertools.product((True, False), wrong.items()):
+            given = {**built(1).state_dict(), name: torch.zeros(shape)} if dist.get_rank() == 0 else {}
             options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
             said = refusal(WriteBackError, set_model_state_dict, model, given, options=options)
-            assert str(tuple(value.shape)) in said, (name, strict, said)
+            assert f"{name}: rank 0 sends a tensor of shape {shape}" in said, (strict, said)
         assert_same(whole(model.state_dict())["blocks.0.cube"], before["blocks.0.cube"])
+
+
+@on_processes(2)
+def test_optimizer_state_of_another_shape_is_refused_on_all_ranks_however_it_comes():
+    ways = {way: dict.fromkeys(way.split(), True) for way in (FULL, f"{FULL} broadcast_from_rank0", FLATTENED, "")}
+    plain = Stack(nn.Linear(WIDTH, WIDTH))
+    wrapped = FullyShardedDataParallel(plain, device_id=torch.device("cpu"), use_orig_params=False)
+    for model, (way, chosen) in itertools.product((*map(model_in, PLACEMENTS), wrapped), ways.items()):
+        optimizer, options = torch.optim.Adam(model.parameters()), StateDictOptions(**chosen)
+        state = get_optimizer_state_dict(model, optimizer, options=options)
+        wrong = torch.zeros(12, WIDTH) if FULL in way else model_of_12().embed.weight.detach()
+        if FLATTENED in way:
+            state["state.embed.weight.exp_avg"] = wrong
+        else:
+            state["state"]["embed.weight"] = {**state["state"]["embed.weight"], "exp_avg": wrong}
+        given = {} if "rank0" in way and dist.get_rank() else state
+        said = refusal(SherdError, set_optimizer_state_dict, model, optimizer, given, options=options)
+        assert "embed.weight" in said, (way, said)
+        assert "(12, 6)" in said, (way, said)
+
+
+FULL, FLATTENED = "full_state_dict", "flatten_optimizer_state_dict"
+
+
+def model_of_12():
+    model = built()
+    model.embed = model.head = nn.Embedding(12, WIDTH)
+    return fully_shard(model)
 
 
 @pytest.mark.parametrize("weights_only", [True, False], ids="weights_only_{}".format)
@@ -137,3 +173,18 @@ def test_a_model_without_memory_takes_whole_values(assign):
         losses = train(model, optimizer_of(model), FIRST)
         reference = built(3)
         torch.testing.assert_close(losses, train(reference, optimizer_of(reference), FIRST), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # which torch raises at what it calls itself
+@on_processes(2)
+def test_a_model_without_memory_takes_what_rank_0_sends():
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for layout in RUNS:
+        with torch.device("meta"):
+            model = Odd()
+        sharded = fully_shard(model, **PLACEMENTS[layout])
+        expected = Odd().state_dict() if dist.get_rank() == 0 else {}
+        set_model_state_dict(sharded, dict(expected), options=options)
+        sent = [expected]
+        dist.broadcast_object_list(sent)
+        assert_held(sharded.state_dict(), sent[0], layout)

@@ -9,7 +9,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import sherd
 from sherd import fully_shard
+from sherd.errors import CheckpointError
 from tests.support.comparing import assert_same, plain_name, whole
+from tests.support.ranks.bodies import on_threads
+from tests.support.refusals import refusal
 from tests.support.sharding import FRONTS, sharded
 from tests.support.suites import part
 from tests.tensor_parallel.training import ODD, built, mesh_of, optimizer_of, tensor_parallel, tokens, whole_loss_of
@@ -121,6 +124,23 @@ def test_experts_on_a_mesh_of_their_own(world, tmp_path):
     spoil(plain)
     sherd.load(str(tmp_path), {"model": plain})
     assert_same(whole(plain.state_dict()), whole(Experts().state_dict()))
+
+
+@on_threads(4)
+def test_experts_of_one_name_that_differ_between_ranks_are_refused_by_name_and_copies_are_not(tmp_path):
+    for shape in ((2, 2), (1, 4)):
+        module, mesh = Experts(), init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
+        module.scale = nn.Parameter(torch.tensor(float(1 + mesh.get_local_rank("ep"))))
+        fully_shard(module, mesh=mesh["dp"])
+        said = refusal(CheckpointError, sherd.save, str(tmp_path), {"model": module}, step=1)
+        assert f"model/scale is not one tensor: ranks {[0, 1, 2, 3][: shape[1]]} hold other values" in said, said
+        del module.scale
+        sherd.refresh(module)
+        sherd.save(str(tmp_path), {"model": module}, step=1)
+        with torch.no_grad():
+            module.w.to_local().add_(mesh.get_local_rank("ep"))
+        said = refusal(CheckpointError, sherd.save, str(tmp_path), {"model": module}, step=2)
+        assert "model/w is not one tensor" in said, said
 
 
 def stages(folder):

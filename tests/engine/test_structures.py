@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from sherd.engine.run.structures import map_tensors, tensors_held_by, tensors_in
+from sherd.errors import UnsupportedError
+from tests.support.refusals import refusal
 
 Pair = namedtuple("Pair", ["left", "right"])
 ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
@@ -124,6 +126,19 @@ def test_what_holds_no_tensor_is_neither_walked_nor_copied():
     for value in (None, 3, "text", Pair, Frozen, {1, 2}, range(3)):
         assert list(tensors_in(value)) == []
         assert map_tensors(twice, value) is value
+
+
+def test_a_million_numbers_are_not_walked_and_what_contains_itself_is_refused_by_name():
+    numbers, seen = list(range(1_000_000)), []
+    holder = type("Holder", (), {})()
+    holder.numbers, holder.tensor = numbers, ONE
+    assert map_tensors(partial(torch.add, ONE), numbers, seen.append) is numbers
+    assert seen == []
+    assert tensors_in([holder, numbers], in_any_object=True) == [ONE]
+    child = MadeOtherwise(2)
+    child.tensor, child.made_by = ONE, child
+    for whole in (child, [child], {"root": child}):
+        assert "a MadeOtherwise that a module takes or returns contains" in refusal(UnsupportedError, tensors_in, whole)
 
 
 def test_a_container_none_of_whose_tensors_changed_is_returned_as_the_same_object():

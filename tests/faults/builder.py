@@ -59,19 +59,26 @@ class Kind(Enum):
     CATCH_FULL_DISK = "the disk is full, and the loop goes on"
     CUT = "its machine's link is cut"
     BREAK = "its machine's link is cut, and soon mended"
+    OTHERWISE = "has made its units otherwise, or changes them"
+    ANYWHERE = "raises at any call into sherd, and the loop goes on"
+    READ = "a file of the checkpoint that it loads gives a read error"
 
 
 ROUTES = {Kind.SKIP, Kind.REPEAT, Kind.REORDER}
 """They change which units run in a forward, and in which order."""
 DISK = {Kind.FULL_DISK, Kind.CATCH_FULL_DISK}
 LINK = {Kind.CUT, Kind.BREAK}
-CAUGHT = {Kind.CATCH, Kind.CATCH_OOM, Kind.CATCH_FULL_DISK}
+CAUGHT = {Kind.CATCH, Kind.CATCH_OOM, Kind.CATCH_FULL_DISK, Kind.ANYWHERE}
 FATAL = {Kind.RAISE, Kind.OOM, Kind.LEAVE, Kind.EXIT, Kind.KILL, Kind.FULL_DISK}
 """The rank's process ends."""
 HARMLESS = {Kind.PAUSE, Kind.SLOW, Kind.BREAK, Kind.CATCH_FULL_DISK}
 """They change nothing."""
 SILENT = {Kind.STOP, Kind.LATE, Kind.CUT}
 """Nothing is heard of the rank until the timeout of the process group."""
+
+MADE = ("placement", "strategy", "computed in", "reduced in", "parts")
+CHANGED = ("divided by", "frozen", "unused", "hook")
+"""The ways in which units are made, or changed before a forward, otherwise."""
 
 EXIT_CODE = 3
 MOMENT_S = 0.3
@@ -83,6 +90,10 @@ def phases_of(kind: Kind) -> tuple[Phase, ...]:
     if kind in ROUTES:
         return (Phase.FORWARD,)
     if kind in DISK:
+        return (Phase.CHECKPOINT,)
+    if kind in (Kind.OTHERWISE, Kind.ANYWHERE):
+        return (Phase.BEFORE_FORWARD,)
+    if kind is Kind.READ:
         return (Phase.CHECKPOINT,)
     if kind is Kind.NAN:
         return Phase.BEFORE_FORWARD, Phase.FORWARD, Phase.BACKWARD
@@ -106,7 +117,12 @@ class Fault:
     phase: Phase
     kind: Kind
     unit: int = 1
-    """The unit that is skipped or repeated, or in whose forward or backward it happens."""
+    """The unit that is skipped, repeated or changed, or in whose forward or backward it happens; the file that cannot
+    be read."""
+    way: str = ""
+    """What is otherwise about units."""
+    share: float = 0.0
+    """Which of a step's calls raises: where it is among all."""
 
     def __post_init__(self) -> None:
         if self.phase not in phases_of(self.kind):
@@ -130,7 +146,8 @@ class Fault:
 
     def __str__(self) -> str:
         where = f" {self.unit}" if self.has_unit else ""
-        return f"rank {self.rank}, step {self.step}, {self.phase.value}{where}: {self.kind.value}"
+        more = f" ({self.way})" if self.way else f" ({self.share:.3f})" if self.kind is Kind.ANYWHERE else ""
+        return f"rank {self.rank}, step {self.step}, {self.phase.value}{where}: {self.kind.value}{more}"
 
 
 @dataclass(slots=True)
@@ -151,6 +168,8 @@ class Probe:
     late_s: float = 1.0
     step: int = -1
     has_acted: bool = False
+    num_calls: int = 0
+    """Into sherd, in the step before the one with the fault, where one of them is to raise."""
 
     def at(self, phase: Phase, x: Any = None, unit: int | None = None) -> Any:
         """Act, if the fault is here; returns `x`, or what the fault makes of it."""
@@ -162,9 +181,58 @@ class Probe:
         if fault.phase is Phase.BACKWARD and phase is Phase.FORWARD:
             x.register_hook(self._in_backward)
             return x
-        if fault.phase is not phase or fault.kind in DISK:
+        if fault.kind is Kind.ANYWHERE:
+            return self._act(x) if phase is Phase.CHECKPOINT else x  # the step had fewer calls than the one before
+        if fault.phase is not phase or fault.kind in DISK | {Kind.OTHERWISE, Kind.READ}:
             return x
         return self._act(x)
+
+    def watch_calls(self) -> None:
+        """In the step before that of the fault count calls into sherd; in that of the fault raise at one."""
+        fault = self.fault
+        if fault is None or fault.kind is not Kind.ANYWHERE or fault.rank != self.rank:
+            return
+        left = 1 + int(fault.share * self.num_calls)
+
+        def called(frame: Any, event: str, arg: object) -> None:
+            nonlocal left
+            # Python ignores what is raised in a `__del__`, a weak reference's callback and a generator that is closed.
+            is_heard = frame.f_code.co_name not in ("__del__", "_forget", "<genexpr>")
+            if event != "call" or not is_heard or "/sherd/engine/" not in frame.f_code.co_filename:
+                return
+            if self.step < fault.step:
+                self.num_calls += 1
+            elif left > 0:
+                left -= 1
+                if not left:
+                    sys.setprofile(None)
+                    self._act(None)
+
+        sys.setprofile(called if self.step in (fault.step - 1, fault.step) and not self.has_acted else None)
+
+    def made_otherwise(self) -> str:
+        """Returns in which way this rank makes its units otherwise."""
+        fault = self.fault
+        if fault is None or fault.way not in MADE or fault.rank != self.rank:
+            return ""
+        self._note()
+        return fault.way
+
+    def changes_otherwise(self) -> str:
+        """Returns in which way this rank changes a unit now."""
+        fault = self.fault
+        if fault is None or fault.way not in CHANGED or (fault.rank, fault.step) != (self.rank, self.step):
+            return ""
+        self._note()
+        return fault.way
+
+    def cannot_read(self) -> int | None:
+        """Returns the number of the file that this rank cannot read now; None for all that are well."""
+        fault = self.fault
+        if fault is None or fault.kind is not Kind.READ or fault.step != self.step or fault.rank != self.rank:
+            return None
+        self._note()
+        return fault.unit
 
     def _in_backward(self, grad: Tensor) -> Tensor:
         return grad if self.has_acted else self._act(grad)
@@ -199,7 +267,7 @@ class Probe:
         match kind:
             case Kind.NAN:
                 return x * float("nan")
-            case Kind.RAISE | Kind.CATCH:
+            case Kind.RAISE | Kind.CATCH | Kind.ANYWHERE:
                 raise Injected(str(self.fault))
             case Kind.OOM | Kind.CATCH_OOM:
                 raise torch.OutOfMemoryError(str(self.fault))

@@ -18,7 +18,20 @@ import torch
 from torch import Tensor
 
 from tests.faults import builder
-from tests.faults.builder import CAUGHT, FATAL, HARMLESS, LINK, ROUTES, SILENT, Fault, Kind, Phase, phases_of
+from tests.faults.builder import (
+    CAUGHT,
+    CHANGED,
+    FATAL,
+    HARMLESS,
+    LINK,
+    MADE,
+    ROUTES,
+    SILENT,
+    Fault,
+    Kind,
+    Phase,
+    phases_of,
+)
 from tests.faults.crews import Case, Crew, End, Ends
 from tests.faults.program import DIVERGENCES, NUM_BLOCKS, NUM_STEPS, TRANSPORTS, Setting, leaves_out_a_step, reference
 from tests.machines.hosts import NotAllowed
@@ -78,12 +91,18 @@ def drawn(seed: int) -> Case:
     num_ranks = draw.choice((2, 2, 3, 4))
     phase = draw.choice(phases_of(kind))
     fault = Fault(draw.randrange(num_ranks), draw.randrange(NUM_STEPS - 1), phase, kind, draw.randrange(NUM_BLOCKS))
+    if kind is Kind.OTHERWISE:
+        fault = replace(fault, way=draw.choice(MADE + CHANGED))
+    elif kind is Kind.ANYWHERE:
+        fault = replace(fault, step=max(fault.step, 1), share=draw.random())
     # One in three is of `fully_shard`, of whichever placement.
     front = draw.choice(("", *WRAPPERS))
     transport, divergence = draw.choice(TRANSPORTS), draw.choice(DIVERGENCES)
     placement = draw.choice(list(PLACEMENTS))
     is_hybrid = num_ranks == 4 and draw.random() < 0.5
     setting = Setting(num_ranks, front or placement, transport, divergence, is_hybrid)
+    if kind is Kind.OTHERWISE:  # which the wrapper has no words for
+        setting = replace(setting, front=placement, is_hybrid=is_hybrid and fault.way != "strategy")
     if leaves_out_a_step(fault, setting) or Outcome.ALIKE in may_become(Case(setting, fault)):
         setting = replace(setting, is_hybrid=False)  # else the replicas of one shard differ from then on
     return Case(setting, fault, keeps_store=kind in LINK or draw.random() < 0.25)
@@ -94,8 +113,12 @@ def may_become(case: Case) -> set[Outcome]:
     fault, joins = case.fault, case.setting.divergence == "join"
     if fault is None or fault.kind in HARMLESS or fault.kind is Kind.NAN:
         return {Outcome.RIGHT}
-    if fault.kind in FATAL | SILENT:
+    if fault.kind in FATAL | SILENT | {Kind.OTHERWISE}:
         return ERRORS
+    if fault.kind is Kind.ANYWHERE:
+        return {Outcome.ALIKE, *ERRORS}
+    if fault.kind is Kind.READ:
+        return {Outcome.RIGHT, *ERRORS}  # right where the rank needs nothing of that file
     if fault.kind in ROUTES:
         return {Outcome.RIGHT} if joins else ERRORS
     if leaves_out_a_step(fault, case.setting) and not joins:
@@ -214,7 +237,7 @@ def ended_by_name(case: Case, ends: Ends) -> tuple[Outcome, str]:
         end = ends.of_rank[rank]
         if end.error is None:
             return Outcome.WRONG, f"rank {rank} has noticed nothing"
-        if end.error != "CommError":
+        if end.error != ("StorageError" if fault.kind is Kind.READ else "CommError"):
             return Outcome.UNNAMED, f"rank {rank} raised {end.error}"
         found.append(naming(end.text, rank, fault, case))
         if found[-1] is Outcome.UNNAMED:
@@ -236,7 +259,7 @@ def naming(text: str, rank: int, fault: Fault, case: Case) -> Outcome:
     if case.is_across_hosts:
         here = case.host_of(rank)
         blamed = {each for each in range(case.setting.num_ranks) if case.host_of(each) != here}
-    if rank == fault.rank and fault.kind not in CAUGHT:
+    if rank == fault.rank and fault.kind not in CAUGHT | {Kind.READ}:
         blamed = {each for each in range(case.setting.num_ranks) if each != rank}  # it was away, and finds them gone
     if blamed & alone:
         return Outcome.NAMED

@@ -332,7 +332,7 @@ class Crew:
 
     def _look_around(self) -> None:
         found = {path.name for path in self.folder.iterdir()}
-        allowed = {f"{rank}.{kind}" for rank in range(len(self._pipes)) for kind in ("ckpt", "stack")}
+        allowed = {f"{rank}.{kind}" for rank in range(len(self._pipes)) for kind in ("ckpt", "stack")} | {"whole"}
         self.ends.left += [f"file {name}" for name in sorted(found - allowed)]
         self.ends.left += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if "sherd" in name]
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
+import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import sherd
+from sherd.storage import places
 from tests.faults.builder import CAUGHT, Fault, Kind, Phase, Probe, is_caught
 from tests.support import sharding
 from tests.support.comparing import plain_name
@@ -76,10 +79,23 @@ class Chain(nn.Module):
         return self.head(x)
 
 
-def sharded(setting: Setting, model: Any) -> Any:
-    """Returns `model` with a unit a block."""
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "": {},
+    "strategy": {"placements": "zero2"},
+    "computed in": {"mp_policy": sherd.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)},
+    "reduced in": {"mp_policy": sherd.MixedPrecisionPolicy(reduce_dtype=torch.float64)},
+}
+"""Arguments of `fully_shard` by the way in which a rank makes units otherwise."""
+
+
+def sharded(setting: Setting, model: Any, way: str = "") -> Any:
+    """Returns `model` with a unit a block; made otherwise than on other ranks in a `way` of `MADE`."""
     policy = sherd.CommPolicy(transport=setting.transport, divergence=setting.divergence)
-    options: dict[str, Any] = {"comm_policy": policy}
+    if way == "parts":
+        policy = replace(policy, part_bytes=2 * policy.part_bytes)
+    elif way == "placement":
+        setting = replace(setting, front="shard" if setting.front == "flat" else "flat")
+    options: dict[str, Any] = {"comm_policy": policy, **OTHERWISE.get(way, {})}
     if setting.is_hybrid:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
         if setting.front in WRAPPERS:
@@ -87,6 +103,19 @@ def sharded(setting: Setting, model: Any) -> Any:
         else:
             options["mesh"] = mesh
     return sharding.sharded(model, setting.front, [*model.blocks, model], **options)
+
+
+def change(unit: Any, way: str) -> None:
+    """Change a unit in a `way` of `CHANGED`."""
+    match way:
+        case "divided by":
+            unit.set_gradient_divide_factor(7.0)
+        case "frozen":
+            unit.linear.weight.requires_grad_(False)
+        case "unused":
+            unit.set_reduce_scatter_unused_params(True)
+        case "hook":
+            unit.set_all_reduce_hook(lambda gradient: None)
 
 
 def batch(rank: int, step: int) -> Tensor:
@@ -120,7 +149,7 @@ def save(probe: Probe, model: Any, folder: Path) -> None:
     """
     is_here = probe.fault is not None and probe.fault.phase is Phase.CHECKPOINT
     goes_on = is_here and probe.fault.kind in CAUGHT
-    if is_here and not goes_on:
+    if (is_here and not goes_on) or (probe.fault is not None and probe.fault.kind is Kind.ANYWHERE):
         probe.at(Phase.CHECKPOINT)
     with sherd.unsharded(model) if is_here else contextlib.nullcontext():
         if goes_on:
@@ -128,12 +157,29 @@ def save(probe: Probe, model: Any, folder: Path) -> None:
         values = {name: local(each).tolist() for name, each in model.named_parameters()}
     path = folder / f"{probe.rank}.ckpt"
     part = path.with_suffix(".part")
+    if is_here and probe.fault.kind is Kind.READ and probe.fault.step == probe.step:
+        saved_and_loaded(probe, model, folder / "whole")
     try:
         with open(probe.disk(str(part)), "wb") as file:
             pickle.dump(values, file)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def saved_and_loaded(probe: Probe, model: Any, folder: Path) -> None:
+    """Save by `sherd.save`, and load that; on the rank of the fault one of the files gives a read error."""
+    path = Path(sherd.save(folder, {"model": model}, step=probe.step))
+    names, number = sorted(each.name for each in path.iterdir()), probe.cannot_read()
+    theirs = places._DiskFile.read_into
+
+    def read_into(file: Any, start: int, into: memoryview) -> None:
+        if number is not None and file.name.endswith(names[number % len(names)]):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        theirs(file, start, into)
+
+    places._DiskFile.read_into = read_into  # type: ignore[method-assign]  # in this rank's process
+    sherd.load(folder, {"model": model})
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -143,6 +189,8 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def one_step(probe: Probe, model: Any, optimizer: Any, folder: Path) -> None:
+    if way := probe.changes_otherwise():
+        change(model.blocks[probe.fault.unit], way)
     x = probe.at(Phase.BEFORE_FORWARD, batch(probe.rank, probe.step))
     loss = model(x, probe.route(ALL)).square().sum()
     probe.at(Phase.BETWEEN)
@@ -156,7 +204,7 @@ def one_step(probe: Probe, model: Any, optimizer: Any, folder: Path) -> None:
 def trained(setting: Setting, probe: Probe, folder: Path) -> dict[str, Tensor]:
     """Returns the parameters after a training with the fault that `probe` has, whole, and for a fault after which only
     some of the ranks have stepped, who steps which elements (`owner of ...`)."""
-    model = sharded(setting, Chain(probe))
+    model = sharded(setting, Chain(probe), probe.made_otherwise())
     owned = owners(model) if leaves_out_a_step(probe.fault, setting) else {}
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     optimizer.register_step_pre_hook(lambda *_: probe.at(Phase.STEP))
@@ -164,12 +212,15 @@ def trained(setting: Setting, probe: Probe, folder: Path) -> dict[str, Tensor]:
     with sherd.join(model, optimizer) if joins else contextlib.nullcontext():
         for step in range(NUM_STEPS):
             probe.step = step
+            probe.watch_calls()
             try:
                 one_step(probe, model, optimizer, folder)
             except Exception as error:
                 if not is_caught(probe.fault, error):
                     raise
                 optimizer.zero_grad()
+            finally:
+                sys.setprofile(None)
     return {**whole(model), **{f"owner of {name}": each for name, each in owned.items()}}
 
 
@@ -189,7 +240,7 @@ def reference(setting: Setting, fault: Fault | None, owned: dict[str, Tensor]) -
     A batch that a rank gives up in forward or before backward counts as none: its next ones come a step earlier. With
     `owned`, who steps which elements, the rank of the fault leaves out its step.
     """
-    gives_up = fault is not None and fault.kind in CAUGHT - {Kind.CATCH_FULL_DISK}
+    gives_up = fault is not None and fault.kind in CAUGHT - {Kind.CATCH_FULL_DISK, Kind.ANYWHERE}
     gives_up_batch = gives_up and fault.phase in (Phase.BEFORE_FORWARD, Phase.FORWARD, Phase.BETWEEN)
     batches = [list(range(NUM_STEPS)) for _ in range(setting.num_ranks)]
     if gives_up_batch:

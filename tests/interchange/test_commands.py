@@ -1,10 +1,12 @@
 """The commands do what they say, with exit codes, one line for what cannot be, and JSON."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
+import sherd
 from sherd.interchange.formats import open_source
 from sherd.layout.boxes import Grid, GridCut
 from sherd.storage import places
@@ -91,7 +93,8 @@ def test_inspect_shows_tensors_pieces_values_and_an_optimizers_groups(tmp_path, 
 def test_verify_names_each_file_that_was_changed_or_cut_off_and_says_where_there_are_no_checksums(tmp_path, run):
     tensors = {f"model/{at}": (torch.ones(64), Grid(at)) for at in range(4)}
     path = put(tmp_path / "a", tensors)
-    assert run("verify", tmp_path / "a") == (0, f"{tmp_path / 'a'} is whole\n", "")
+    assert run("verify", tmp_path / "a") == (0, f"step 7 of {tmp_path / 'a'} is whole\n", "")
+    assert run("verify", path) == (0, f"{path} is whole\n", "")
     changed, cut, missing = (path / f"abc-0000{at}.safetensors" for at in (1, 2, 3))
     raw = bytearray(changed.read_bytes())
     raw[-1] ^= 1
@@ -103,12 +106,32 @@ def test_verify_names_each_file_that_was_changed_or_cut_off_and_says_where_there
     lines = out.splitlines()
     assert [line.split(":")[0] for line in lines[:3]] == [changed.name, cut.name, missing.name]
     assert "the checksum of bytes" in lines[0]
-    assert lines[-1] == f"{tmp_path / 'a'} is damaged"
+    assert lines[-1] == f"step 7 of {tmp_path / 'a'} is damaged"
     code, out, _ = run("verify", tmp_path / "a", "--json")
     assert (code, len(json.loads(out)["damages"])) == (1, 3)
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
     said = f"{tmp_path / 'x.pt'} is whole; the format torch has no checksums, so changed bytes are not noticed\n"
     assert run("verify", tmp_path / "x.pt") == (0, said, "")
+
+
+def test_a_save_that_was_not_finished_is_told_by_inspect_and_beside_the_whole_one(tmp_path, run):
+    model = torch.nn.Linear(2, 2)
+    for step in (40, 50):
+        torn = Path(sherd.save(tmp_path / "a", {"model": model}, step=step))
+    (torn / MANIFEST).unlink()
+    code, _, said = run("inspect", torn)
+    assert (code, "is no whole checkpoint: manifest.json is missing" in said) == (2, True), said
+    code, out, _ = run("verify", tmp_path / "a")
+    first, last = out.splitlines()
+    assert (code, last) == (0, f"step 40 of {tmp_path / 'a'} is whole")
+    assert first.startswith("step 50 is not whole: ")
+    assert list(json.loads(run("verify", tmp_path / "a", "--json")[1])["not_whole"]) == ["50"]
+
+
+def test_inspect_leaves_the_states_of_random_generators_out(tmp_path, run):
+    sherd.save(tmp_path, {"model": torch.nn.Linear(2, 2)}, step=1, per_rank={"seen": 12})
+    code, out, _ = run("inspect", tmp_path)
+    assert (code, '"seen": 12' in out, "python" in out) == (0, True, False), out
 
 
 def test_verify_reads_every_byte_and_a_header_that_the_manifest_contradicts(tmp_path, run):

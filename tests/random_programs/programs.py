@@ -50,6 +50,7 @@ TABLES = ("parameter", "slice")
 
 PLACEMENTS = ("shard", "shard1", "flat", "blocks", "whole")
 FRONTS = ("fully_shard", "wrapper", "wrapper_flat")
+OTHERWISE = ("placement", "parts", "divisor")
 
 REENTRANT = ("around_reentrant", "inside_reentrant")
 RECOMPUTES = ("around", "inside", *REENTRANT)
@@ -128,6 +129,8 @@ class Program:
     """What runs before the first step."""
     garbage: bool = False
     """Some ranks make garbage that only a collection finds, with views of parameters in it."""
+    otherwise: str = ""
+    """In what the last rank has made its units otherwise, so that all raise."""
 
     @property
     def tolerance(self) -> float:
@@ -179,6 +182,7 @@ def draw(seed: int, num_ranks: int | None = None) -> Program:
         between=_rarely(dice, 0.4, ("no_grad", "inference", "inner", "unsharded"), ""),
         first=_rarely(dice, 0.2, ("no_grad", "inference", "inner", "inner_trained"), ""),
         garbage=dice.random() < 0.1,
+        otherwise=_rarely(dice, 0.06, OTHERWISE, ""),
     )
     return legal(program)
 
@@ -272,10 +276,11 @@ def _legal_front(program: Program) -> Program:
         placement = program.placement if program.strategy and program.placement != "shard1" else "flat"
         program = replace(program, placement=placement, transport="auto", lists=False)
         program = replace(program, setters=tuple(each for each in program.setters if each == "is_last_backward"))
+        program = replace(program, otherwise="")
     else:
         program = replace(program, policy=False)
     if program.strategy == "ddp":
-        program = replace(program, setters=())
+        program = replace(program, setters=(), otherwise="parts" if program.otherwise else "")
     return replace(program, root_reshard=_legal_reshard(program.root_reshard, program))
 
 

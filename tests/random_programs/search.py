@@ -24,8 +24,13 @@ class Failing:
 
 
 def failing(world: World, programs: Sequence[Program], timeout: float = 60.0) -> Iterator[Failing]:
-    """Those of `programs`, all on equally many ranks, that fail; all together first, for speed."""
-    for program, found in each_on(world(programs[0].num_ranks), programs, judged, timeout):
+    """Those of `programs`, all on equally many ranks, that fail; all together first, for speed, but those in which all
+    ranks are to raise."""
+    for program in programs:
+        if program.otherwise and (said := _unnoticed(world, program, timeout)):
+            yield Failing(program, "invalid" if "invalid" in said else "unnoticed", said)
+    alike = [each for each in programs if not each.otherwise]
+    for program, found in each_on(world(programs[0].num_ranks), alike, judged, timeout):
         if isinstance(found, RanksFailed):
             yield Failing(program, _kind_of(found), str(found))
             continue
@@ -33,6 +38,16 @@ def failing(world: World, programs: Sequence[Program], timeout: float = 60.0) ->
         wrong = [said for each in found for said in each.wrong]
         if invalid or wrong:
             yield Failing(program, "invalid" if invalid else "wrong", invalid or "\n".join(wrong[:6]))
+
+
+def _unnoticed(world: World, program: Program, timeout: float) -> str:
+    """Returns what is wrong if not all ranks raise a CommError; nothing if they do."""
+    try:
+        found = world(program.num_ranks).run(judged, (program,), timeout=timeout)
+    except RanksFailed as error:
+        return "" if {kind for kind, _ in error.errors.values()} == {"CommError"} else str(error)
+    invalid = next((each.invalid for (each,) in found if each.invalid), "")
+    return f"invalid: {invalid}" if invalid else "no rank has raised"
 
 
 def _kind_of(error: RanksFailed) -> str:

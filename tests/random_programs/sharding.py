@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -98,6 +99,9 @@ def _is_within(inner: Group, outer: Group) -> bool:
 
 def _shard(program: Program, group: Group, layer: Layer | None) -> None:
     placement = program.placement if layer is None or not layer.placement else layer.placement
+    is_otherwise = dist.get_rank() == program.num_ranks - 1
+    if is_otherwise and program.otherwise == "placement":
+        placement = "whole" if placement == "flat" else "flat"
     is_root = isinstance(group[0], Root)
     options: dict[str, Any] = {
         "mesh": mesh_of({"": None, "1d": (program.num_ranks,), "2d": (2, 2)}[program.mesh]),
@@ -109,6 +113,8 @@ def _shard(program: Program, group: Group, layer: Layer | None) -> None:
         options["shard_placement_fn"] = _last_dim
     else:
         options["placement"] = _CUTS[placement]
+    if is_otherwise and program.otherwise == "parts":
+        options["comm_policy"] = sherd.CommPolicy(program.transport, part_bytes=1 << 16)
     if program.strategy:
         options["placements"] = program.strategy
     if program.offload:
@@ -136,6 +142,9 @@ def _set(program: Program, model: Any) -> None:
     if "divide_factor" in program.setters:
         for each in units:
             each.set_gradient_divide_factor(float(program.num_ranks))
+    if program.otherwise == "divisor" and dist.get_rank() == program.num_ranks - 1:
+        for each in units:
+            each.set_gradient_divide_factor(program.num_ranks + 3.0)
     if program.lists:
         dice = Random(program.seed)
         for each in units:

@@ -17,8 +17,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from sherd.layout.runs import Runs
-from sherd.tensor.placement import RaggedShard
 from sherd.tensor.ragged import RaggedDTensor
 from tests.support import checkpoints
 from tests.support.comparing import assert_same, whole, whole_params
@@ -219,25 +217,6 @@ def test_full_state_dicts_load_from_rank_0_and_from_all(world, broadcast):
             world(num_ranks).run(full_states_set, kind, broadcast)
     for kind in part(ON_TWO_AXES, broadcast, 2):
         world(4).run(full_states_set, kind, broadcast)
-
-
-@on_threads(2)
-def test_rows_that_torch_asks_for_are_taken_by_the_next_local_tensor_alone():
-    mesh, shape = line(2), (4, 5)
-    cut = Runs(shape, 2, 0, (7, 20))
-    one, state, other = (ragged(numbers(shape), cut, mesh) for cut in (cut, cut, Runs(shape, 2, 0, (8, 20))))
-    placement, before = one.placements[0], hash(one.placements[0])
-    rank = mesh.get_local_rank()
-    size, first = placement._local_shard_size_and_offset(4, 2, rank)
-    assert (size, first) == ((2, 0), (3, 1))[rank]
-    with torch.no_grad():
-        assert type(other.to_local()) is torch.Tensor
-        told = one.to_local()
-        assert type(state.to_local()) is type(one.to_local()) is torch.Tensor
-        told.copy_(numbers(shape, seed=1)[first : first + size])
-    assert vars(placement) == vars(RaggedShard(cut))
-    assert hash(placement) == before
-    assert torch.equal(one.to_local(), numbers(shape, seed=1).view(-1)[slice(7, 20) if rank else slice(0, 7)])
 
 
 @on_threads(2)

@@ -18,6 +18,7 @@ from sherd.layout.runs import Runs
 from sherd.tensor.placement import layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, distribute_ragged, ragged_dtensor, redistribute_to
 from tests.support.ranks.bodies import on_processes, on_threads
+from tests.support.refusals import refusal
 from tests.tensor.cuts import KINDS, SHAPES, line, local_of, numbers, ragged, spec_for, uneven, whole_of
 from tests.tensor.grids import FOUR, GRIDS, LINES, local_on, on_grids, placements_of, ragged_on
 
@@ -247,3 +248,18 @@ def test_a_cut_for_another_number_of_ranks_is_refused():
     for cut in (Runs((4, 3), 3, 0, (5, 12)), Runs((4, 3), 3, 2, (12,), by_rows=True)):
         with pytest.raises(PlacementError, match=r"is cut for 3 ranks, but axis 0 of .* has 2"):
             ragged(numbers((4, 3)), cut, line(2))
+
+
+@on_threads(2)
+def test_torch_is_told_what_makes_a_tensor_with_a_ragged_placement():
+    cut, full = Runs((4, 5), 2, 0, (7, 20)), numbers((4, 5))
+    like = ragged(full, cut, line(2))
+    for sizes in ({}, {"shape": like.shape, "stride": like.stride()}):
+        placed = like.device_mesh, like.placements
+        said = refusal(PlacementError, DTensor.from_local, like.to_local(), *placed, **sizes)
+        assert "made = torch.empty_like(it), and then made.to_local().copy_(local)" in said, sizes
+    made, of_full = torch.empty_like(like), torch.empty_like(like)
+    made.to_local().copy_(like.to_local())
+    of_full.copy_(full)
+    assert torch.equal(made.full_tensor(), full)
+    assert torch.equal(of_full.full_tensor(), full)

@@ -301,6 +301,15 @@ def test_a_sharded_state_dict_has_each_parameter_under_its_name_in_the_form_aske
             assert_holds(into, expected)
 
 
+@on_threads(2)
+def test_a_local_state_dict_of_other_shapes_is_refused_where_padding_makes_both_of_one_length():
+    of_5, of_6 = (FullyShardedDataParallel(nn.Linear(4, rows), use_orig_params=False) for rows in (5, 6))
+    given = state_of(of_5, LOCAL)
+    given["_flat_param"] = state_of(of_6, LOCAL)["_flat_param"]
+    with pytest.raises(ValueError, match=r"_flat_param of unit .* of .*6, 4.* here and .*5, 4.* there"):
+        of_6.load_state_dict(given)
+
+
 def assert_loads_back(use_orig, kind, **more):
     expected = plain().state_dict()
     found = {name: copy.deepcopy(value) for name, value in state_of(wrapped(use_orig, **more), kind).items()}

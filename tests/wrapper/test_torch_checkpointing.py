@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -156,6 +157,16 @@ def test_any_optimizer_has_its_state_by_name():
     assert set(state["state"]) == set(full_state(*made("plain", adam, steps=BEFORE))["state"])
     set_optimizer_state_dict(again, others, state)
     assert_alike(get_optimizer_state_dict(again, others, options=FULL), whole(state))
+
+
+@on_threads(2)
+def test_an_optimizer_whose_own_methods_torch_has_replaced_is_saved_and_loaded():
+    (model, optimizer), (into, other) = made("flat nested", adam, steps=BEFORE), made("flat nested", adam, seed=1)
+    expected = get_optimizer_state_dict(model, optimizer)
+    for each in ((model, optimizer), (into, other)):
+        state_dict._patch_optimizer_state_dict(each[0], optimizers=each[1])
+    other.load_state_dict(optimizer.state_dict())
+    assert_alike(whole(other.state_dict()), whole(expected))
 
 
 def in_two_optimizers(seed):

@@ -152,4 +152,6 @@ def different(ranks: Sequence[int], collectives: Sequence[PlannedCollective]) ->
         described.append(f"rank{'s' * (len(by) > 1)} {', '.join(by)} {collective.describe(in_all)}")
     lines = [f"rank {rank} at {each.line}" for rank, each in zip(ranks, collectives, strict=True) if each.line]
     where = f" In your code: {', '.join(lines)}." if lines else ""
+    if len({(each.what, *(of.partition(" ")[2] for of in each.parameters)) for each in collectives}) == 1:
+        where += ' If ranks only name the same layers differently, CommPolicy(divergence="trust") lets them.'
     return f"ranks are about to start different collectives: {'; '.join(described)}.{where} {REMEDY}"

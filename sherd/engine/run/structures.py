@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Mapping
+from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -17,8 +18,9 @@ import torch
 from torch import nn
 
 from sherd._torch import write_into
+from sherd.errors import UnsupportedError
 
-_CLOSED = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
+_CLOSED = frozenset((str, bytes, int, bool, float, complex, type(None), torch.dtype, torch.device))
 """The types that hold no tensor."""
 
 
@@ -31,7 +33,7 @@ def tensors_in(value: object, in_any_object: bool = False) -> list[torch.Tensor]
         return tensor
 
     def look_into(other: object) -> None:
-        if not isinstance(other, _CLOSED):
+        if type(other) not in _CLOSED:
             found.extend(tensors_held_by(other))
 
     map_tensors(note, value, look_into if in_any_object else None)
@@ -59,29 +61,39 @@ def tensors_held_by(*roots: Any) -> Iterator[torch.Tensor]:
         elif type(value).__module__ == "numpy":  # an array does not tell the garbage collector what is in it
             waiting.extend(value.flat if getattr(value, "dtype", None) == "object" else ())
         elif not isinstance(value, (type, nn.Module, ModuleType)):
-            waiting.extend(gc.get_referents(value))
+            within = gc.get_referents(value)[:MOST_OBJECTS]
+            waiting.extend(() if _CLOSED.issuperset(map(type, within)) else within)
 
 
 def map_tensors(
     change: Callable[[torch.Tensor], torch.Tensor], value: Any, see: Callable[[object], None] | None = None
 ) -> Any:
     """Returns `value` with every tensor changed; containers that hold a changed one are rebuilt, all else stays as it
-    is. `see`, if given, is called with each object that is neither a tensor nor a tuple, list, set or mapping."""
+    is. `see`, if given, is called with each object that is neither a tensor nor a tuple, list, set or mapping.
+
+    Raises:
+        UnsupportedError: `value` contains itself.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, Mapping):
-        return _map_mapping(change, value, see)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        new = [map_tensors(change, each, see) for each in value]
-        if all(after is before for after, before in zip(new, value, strict=True)):
-            return value
-        if hasattr(value, "_fields"):
-            return type(value)(*new)
-        return type(value)(new)
-    if see is not None:
-        see(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_dataclass(change, value)
+    try:
+        if isinstance(value, Mapping):
+            return _map_mapping(change, value, see)
+        if isinstance(value, (list, tuple, set, frozenset)):
+            is_closed = _CLOSED.issuperset(map(type, value))
+            new = value if is_closed else [map_tensors(change, each, see) for each in value]
+            if all(map(is_, new, value)):
+                return value
+            return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
+        if see is not None:
+            see(value)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return _map_dataclass(change, value)
+    except RecursionError:
+        raise UnsupportedError(
+            f"a {type(value).__name__} that a module takes or returns contains itself, or too many others in one "
+            "another: a dataclass that knows its parent? Give the module parts that do not know the whole"
+        ) from None
     return value
 
 

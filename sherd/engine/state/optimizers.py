@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from sherd._torch import dynamo_disabled, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from sherd.comm.agreement import in_short
 from sherd.engine.state.parameter import Owner, ShardedParameter, record_of
-from sherd.engine.state.steppable import require_alike, require_steppable
+from sherd.engine.state.steppable import require_alike, require_shapes, require_steppable
 from sherd.errors import OptimizerError
 from sherd.tensor.ragged import local_part
 
@@ -68,11 +68,12 @@ class StepListener(Protocol):
 
 
 class _Watcher:
-    """The two global optimizer hooks, and the units whose shards each optimizer steps."""
+    """The two global optimizer hooks, the hook of each optimizer's loads, and the units whose shards it steps."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], list[weakref.ref[Owner]]]]
         self._known = weakref.WeakKeyDictionary()
+        self._asked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._listeners: weakref.WeakSet[StepListener] = weakref.WeakSet()
         self._installed = False
         self._news: list[News] = []
@@ -104,6 +105,9 @@ class _Watcher:
         if known is None or known[0] != _sizes(optimizer):
             owners = _adopt(optimizer)
             self._tell(optimizer, owners)
+            if optimizer not in self._asked:
+                optimizer.register_load_state_dict_pre_hook(require_shapes)
+                self._asked.add(optimizer)
             self._known[optimizer] = known = (_sizes(optimizer), owners)
         return known[1]
 

@@ -1,4 +1,4 @@
-"""Refuses, by name and before the step, the optimizers of torch.optim that cannot step shards.
+"""Refuses, by name, the optimizers of torch.optim that cannot step shards, and state of another shape.
 
 Torch would raise in the middle of the step, and name only the operation that DTensor does not support.
 """
@@ -11,9 +11,10 @@ from typing import Any
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Optimizer, Rprop
 
-from sherd.engine.state.parameter import ShardedParameter, as_sharded
-from sherd.errors import OptimizerError
-from sherd.tensor.ragged import RaggedDTensor
+from sherd.engine.state.parameter import ShardedParameter, as_sharded, name_of
+from sherd.errors import OptimizerError, OptimStateError
+from sherd.tensor.ragged import RaggedDTensor, local_part
+from sherd.tensor.state_kind import StateKind, kind_of
 
 _USE_FLAT = "shard with placement=Flat(), of which it steps this rank's run, or flatten_optimizer(optimizer)"
 _USE_OWNED = "shard with placement=Owned(), of which each tensor's owner steps it"
@@ -76,3 +77,18 @@ def _is_even(optimizer_param: DTensor) -> bool:
         each.is_replicate() or (isinstance(each, Shard) and each.dim == 0 and divides)
         for each in optimizer_param.placements
     )
+
+
+def require_shapes(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Raise `OptimStateError` if `optimizer` is about to load a tensor of another shape where it keeps an element for
+    each of a parameter's. torch does not compare them."""
+    for group, given in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        for parameter, key in zip(group["params"], given["params"], strict=False):
+            kept, shape, local = optimizer.state.get(parameter, {}), parameter.shape, local_part(parameter).shape
+            for name, value in state_dict["state"].get(key, {}).items():
+                kinds = [kind_of(name, each, shape, local) for each in (kept.get(name), value)]
+                if kinds == [StateKind.ELEMENTS, StateKind.OTHER] and value.shape != shape:
+                    raise OptimStateError(
+                        f"{name_of(parameter)}: its state {name!r} has shape {tuple(shape)}, and {tuple(value.shape)} "
+                        "in what is loaded; load it into the model that it was saved from"
+                    )
