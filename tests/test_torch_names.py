@@ -1016,6 +1016,7 @@ def test_gloo_on_demand__connects_ranks_that_send_each_other_something():
     group = _torch.named_group("on demand", range(4), timedelta(seconds=9), _torch.gloo_on_demand())
     assert timeout_of(group) == 9
     assert len(sockets()) == before + 1  # it listens
+    dist.barrier()
     numbers = [torch.zeros(1) for _ in range(4)]
     dist.all_gather(numbers, torch.full((1,), float(rank)), group=group)  # in a ring
     assert [int(each) for each in numbers] == [0, 1, 2, 3]

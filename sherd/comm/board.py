@@ -30,7 +30,7 @@ LOOK_EVERY_S = 0.05
 FEW = 4
 """The process of rank 0 has a connection of each rank that is at the board. If there are more ranks than these, they
 look every `SELDOM_S`, less often if there are more than `OFTEN_UP_TO`, and are connected while they look."""
-SELDOM_S = 0.5
+SELDOM_S = 1.0
 HEARD_WITHIN_S = 2.0
 """A rank that declares what went wrong waits this long for the others to hear of it."""
 

@@ -49,7 +49,7 @@ class Port:
     """
 
     def __init__(self, store: Store, rank: int) -> None:
-        self._store, self._host = store, socket.gethostname()
+        self._store, self._host = store, [socket.gethostname(), _network()]
         self._listener = socket.create_server(("", 0))
         self._listener.setblocking(False)
         self._close = weakref.finalize(self, self._listener.close)
@@ -57,14 +57,16 @@ class Port:
         os.register_at_fork(after_in_child=self._close)
         self._addresses: dict[int, tuple[str, int]] = {}
         self._unknown: set[int] = set()
-        store.set(f"port/{rank}", json.dumps([self._host, self._listener.getsockname()[1]]))
+        store.set(f"port/{rank}", json.dumps([*self._host, self._listener.getsockname()[1]]))
 
     def find(self, ranks: Sequence[int]) -> None:
         """Read the addresses of `ranks`, as long as there is a store that has them."""
         for rank in ranks:
             if rank not in self._addresses and self._store.check([key := f"port/{rank}"]):
-                host, number = json.loads(self._store.get(key))
-                self._addresses[rank] = ("127.0.0.1" if host == self._host else host), number
+                *host, number = json.loads(self._store.get(key))
+                if host[0] == self._host[0] and host != self._host:
+                    self._unknown.add(rank)  # a name that leads to ourselves
+                self._addresses[rank] = ("127.0.0.1" if host == self._host else host[0]), number
 
     def accept(self) -> None:
         """Let go of connections that others have made."""
@@ -93,6 +95,14 @@ class Port:
     def close(self) -> None:
         """Close the port."""
         self._close()
+
+
+def _network() -> str:
+    """Returns the network that this process sees: hosts of one name may be namespaces of one machine."""
+    try:
+        return os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""
 
 
 class Watchdog:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from sherd._torch import in_backward
+from sherd._torch import in_backward, wait_on_host
 from sherd.comm.failures import named
 from sherd.comm.groups import host_group_beside
 from sherd.comm.objects import all_gather_objects, start_all_gather
@@ -270,7 +270,7 @@ class Coordinator:
         words = self._in_words(wish.step)
         asking = named(f"the vote of ranks, of which rank {dist.get_rank()} {words},", self._group())
         with self._ledger.waiting(PlannedCollective(words, ())), asking:
-            start_all_gather(own, votes, self._group()).wait()
+            wait_on_host(start_all_gather(own, votes, self._group()))
         unpacked = [VOTE.unpack(vote) for vote in votes]
         self._fewest_units = min(units for *_, units, _ in unpacked)
         abandoned = [rank for rank, (*_, at, _, _) in zip(self._ranks, unpacked, strict=True) if at & 4]
