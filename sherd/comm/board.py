@@ -32,7 +32,7 @@ FEW = 4
 look every `SELDOM_S`, less often if there are more than `OFTEN_UP_TO`, and are connected while they look."""
 SELDOM_S = 1.0
 HEARD_WITHIN_S = 2.0
-"""A rank that declares what went wrong waits this long for the others to hear of it."""
+"""A rank that declares what went wrong waits this long for the others to hear of it, longer if they look seldom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ class Party(Protocol):
 class Inquiry:
     """A question that is on the board, as its rank sees it."""
 
-    def __init__(self, store: Store, number: int) -> None:
-        self._store, self._key = store, str(number)
+    def __init__(self, store: Store, number: int, heard_within_s: float = HEARD_WITHIN_S) -> None:
+        self._store, self._key, self._heard_within_s = store, str(number), heard_within_s
 
     def answers(self, ranks: Sequence[int]) -> dict[int, Answer]:
         """Returns the answers that have come, by rank."""
@@ -94,7 +94,7 @@ class Inquiry:
     def declare(self, failure: Failure, ranks: Sequence[int]) -> None:
         """Tell the other `ranks` what went wrong, and wait until they have heard it."""
         self._store.set(f"{self._key}/declared", json.dumps(asdict(failure)))
-        missing, deadline = set(ranks), time.monotonic() + HEARD_WITHIN_S
+        missing, deadline = set(ranks), time.monotonic() + self._heard_within_s
         while missing and time.monotonic() < deadline:
             missing = {rank for rank in missing if not self._store.check([f"{self._key}/heard/{rank}"])}
             time.sleep(LOOK_EVERY_S / 5)
@@ -134,7 +134,7 @@ class Board:
         """Put on the board that this rank's party of this key wants to leave the path at `position`."""
         number = self._bounded.add("number", 1)
         self._bounded.set(str(number), json.dumps([key, asdict(position)]))
-        return Inquiry(self._bounded, number)
+        return Inquiry(self._bounded, number, max(HEARD_WITHIN_S, 2 * self.pause_s))
 
     def look(self) -> None:
         """Serve recorder and watchdog; and answer what can be answered, if one of the parties is blocked."""
