@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import queue
 import socket
 import threading
 import time
@@ -165,15 +166,18 @@ def test_the_main_thread_raises_where_it_is_and_goes_no_further():
     raised, aborted = threading.Event(), threading.Event()
 
     def end() -> None:
+        waits.get()
         module._raise_in_main_thread("rank 1 has died", raised)
         aborted.set()
 
     def wait() -> None:
-        thread.start()
+        waits.put(None)
         aborted.wait(10)
         raise AssertionError("it went on")
 
+    waits: queue.SimpleQueue[None] = queue.SimpleQueue()
     thread = threading.Thread(target=end)
+    thread.start()  # before, for an error within leaves Python's own books of threads wrong
     with pytest.raises(CommError, match="rank 1 has died") as caught:
         wait()
     thread.join()
