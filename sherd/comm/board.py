@@ -117,7 +117,10 @@ class Board:
         self._parties: weakref.WeakValueDictionary[str, Party] = weakref.WeakValueDictionary()
         self._open: dict[int, tuple[str, Position]] = {}
         self._num_read = 0
-        threading.Thread(target=_watch, args=(weakref.ref(self),), name="sherd board", daemon=True).start()
+        if not is_few:
+            store.hang_up()
+        turn_s = 0.0 if is_few else self.pause_s * self._rank / self.num_ranks
+        threading.Thread(target=_watch, args=(weakref.ref(self), turn_s), name="sherd board", daemon=True).start()
 
     @property
     def is_over(self) -> bool:
@@ -188,7 +191,8 @@ def _answer_of(said: bytes) -> Answer:
     return Answer(**fields)
 
 
-def _watch(board: weakref.ref[Board]) -> None:
+def _watch(board: weakref.ref[Board], turn_s: float) -> None:
+    time.sleep(turn_s)  # so that ranks look one after the other
     while (living := board()) is not None and not living.is_over:
         living.look()
         pause = living.pause_s
