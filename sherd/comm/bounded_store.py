@@ -46,7 +46,7 @@ class _Beside(ABC):
 
 
 class StoreOnDemand(_Beside):
-    """What `connect` gives, from a call on until `hang_up`."""
+    """A store that is connected by the first call, and by the first one after each `hang_up`."""
 
     def __init__(self, connect: Callable[[], Store]) -> None:
         self._connect = connect

@@ -136,10 +136,9 @@ class Guard:
                 try:
                     inquiry = inquiry or self._board.inquire(self.key, self._position)
                     self._give_up_if_alone(inquiry, collective)
-                except CommError:
-                    raise
-                except RuntimeError:
-                    pass  # the store is busy; or it is gone, and with it a rank, so `work` ends
+                except RuntimeError as error:  # of a store that is busy, or gone with a rank, which ends `work`
+                    if isinstance(error, CommError):
+                        raise
 
         try:
             with self._ledger.waiting(collective):
