@@ -86,13 +86,25 @@ def settled_faults(*mebibytes):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc is what is taught")
 def test_buffers_that_come_and_go_together_cost_no_page_faults():
     assert answer_of(settled_faults, 12, 12, 12) < 100, "three times 3,072 pages"
-    if _has_large_pages():
-        assert answer_of(settled_faults, 64) < 2048, "of 16,384 pages: larger than malloc keeps"
 
 
-def _has_large_pages():
-    try:
-        with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
-            return "[never]" not in file.read()
-    except OSError:
-        return False
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what the kernel is asked for")
+def test_a_buffer_larger_than_malloc_keeps_asks_for_large_pages():
+    buffer = Buffer(64 << 20, torch.uint8, CPU)
+    buffer.free()
+    buffer.allocate()
+    assert "hg" in flags_of_the_mapping(buffer.tensor.data_ptr() + (8 << 20))
+
+
+def flags_of_the_mapping(address):
+    """What the kernel was told of the memory at `address`: proc(5), VmFlags of smaps."""
+    is_there = False
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            first, *rest = line.split()
+            if first == "VmFlags:" and is_there:
+                return rest
+            if "-" in first:
+                begin, end = (int(each, 16) for each in first.split("-"))
+                is_there = begin <= address < end
+    return []
