@@ -75,7 +75,6 @@ from sherd._torch.dynamo import (
     are_fake,
     composed_on_meta,
     dynamo_disabled,
-    fake_tensors,
     not_traced,
     trace_nothing_in,
 )
@@ -149,7 +148,6 @@ __all__ = [
     "dtensor_of",
     "dtensor_spec",
     "dynamo_disabled",
-    "fake_tensors",
     "flatten_mesh",
     "frames_from",
     "full_of_sharded_tensor",

@@ -40,20 +40,9 @@ def not_traced(reason: str) -> Exception:
     return Unsupported(reason)
 
 
-def fake_tensors() -> contextlib.AbstractContextManager[object]:
-    """A context in which new tensors have a device but no memory.
-
-    Operations are those of the device, unlike on meta. torch.compile stands on it; nothing public names it (2.0 to
-    2.13).
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode()
-
-
 def are_fake(kinds: Iterable[type]) -> bool:
-    """Returns whether one of these classes is that of `fake_tensors`. DTensor computes with such tensors to learn the
-    shapes of results, once for each kind of operation. The class is private (2.0 to 2.13)."""
+    """Returns whether one of these classes is that of tensors with a device but no memory. DTensor computes with such
+    to learn the shapes of results, once for each kind of operation. The class is private (2.0 to 2.13)."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return any(issubclass(each, FakeTensor) for each in kinds)

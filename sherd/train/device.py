@@ -10,7 +10,15 @@ from torch import distributed as dist
 from sherd.train.axes import axes_of, usual_ranks
 from sherd.train.config import Config, InputError
 
-__all__ = ["accelerator", "backend_for", "default_ranks", "device_type", "ranks_to_plan", "require_ranks"]
+__all__ = [
+    "accelerator",
+    "backend_for",
+    "default_ranks",
+    "device_to_plan",
+    "device_type",
+    "ranks_to_plan",
+    "require_ranks",
+]
 
 
 def accelerator() -> str | None:
@@ -57,8 +65,13 @@ def default_ranks(config: Config) -> int:
 
 def ranks_to_plan(config: Config) -> int:
     """Returns the same number for a run that is only planned, and may be for a device that is not here."""
-    here = accelerator() or "cpu"
-    return usual_ranks(config, _num_devices(here if config.run.device in ("auto", here) else "cpu") or 2)
+    device = device_to_plan(config)
+    return usual_ranks(config, _num_devices(device if device == accelerator() else "cpu") or 2)
+
+
+def device_to_plan(config: Config) -> str:
+    """Returns `cpu` or the type of the accelerator of a run that is only planned, which need not be here."""
+    return (accelerator() or "cpu") if config.run.device == "auto" else config.run.device
 
 
 def _num_devices(device: str) -> int:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sherd.planning.plan import Plan
     from sherd.train.planned_model import Planned
 
-__all__ = ["add_plan"]
+__all__ = ["TRAINED", "add_plan", "as_configured"]
 
 ABOUT = "tell what training a model takes: memory, time, price, and which settings are the fastest that fit"
 DOES_NOT_FIT = 1
@@ -139,8 +139,7 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
     import torch
 
     from sherd.planning.arguments import ArgumentError, mesh_of
-    from sherd.planning.plan import num_samples, planned, resized_batch
-    from sherd.planning.planner import Training
+    from sherd.planning.plan import planned
     from sherd.train.planned_model import model_from
 
     try:
@@ -155,7 +154,7 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
             raise InputError("--as-configured needs a MODEL that is a config of sherd train, or a run's folder")
         ranks = args.ranks or config.run.ranks or cluster.devices_per_node
         axes = axes_of(config, ranks) if args.mesh is None else Axes(**_mesh(args, ranks))  # type: ignore[arg-type]
-        mesh, given = mesh_of(vars(axes)), _configured(config, axes) | given
+        mesh, given = mesh_of(vars(axes)), as_configured(config, axes) | given
     if args.write is not None and config is None:
         raise InputError("--write needs a MODEL that is a config of sherd train")
     if args.write is not None and args.optimizer != TRAINED:
@@ -168,17 +167,8 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
     precision = args.precision or (config.run.precision if config else "bf16")
     dtype = torch.bfloat16 if precision == "bf16" else None
     num_data = mesh if isinstance(mesh, int) else mesh.num_data
-    batch = model.batch(1, context)
-    first = num_samples(batch)  # of a factory's own batch maybe more than one
-    samples = args.samples or (config.optimizer.batch if config else first * num_data)
-    training = Training(
-        model.model,
-        lambda size: resized_batch(batch, first, size),
-        model.layout,
-        OPTIMIZERS[args.optimizer],
-        dtype,
-        first,
-    )
+    training = model.training(context, OPTIMIZERS[args.optimizer], dtype)
+    samples = args.samples or (config.optimizer.batch if config else training.samples * num_data)
     try:
         return planned(training, cluster, mesh, samples, limit, given, Path(args.model).name), model
     except ArgumentError as error:
@@ -241,7 +231,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in (words | flags).items() if value is not None}
 
 
-def _configured(config: Config, axes: Axes) -> dict[str, Any]:
+def as_configured(config: Config, axes: Axes) -> dict[str, Any]:
     """Returns the settings of a run of sherd train. Raises InputError if a plan has none like them."""
     shard, run = config.shard, config.run
     for name, known in (("strategy", STRATEGIES), ("placement", VALUES["placement"]), ("reshard", ("auto", "never"))):

@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from sherd.engine.run.structures import tensors_in
 from sherd.errors import reason_of
 from sherd.planning.axes import CUT_AXES, Layout
+from sherd.planning.plan import num_samples, resized_batch
+from sherd.planning.planner import Training
 from sherd.planning.reading import own_or_usual_loss
+from sherd.simulate.sharded import Optimizer
 from sherd.train.config import SECTIONS, Config, InputError
 from sherd.train.models import Decoder
 from sherd.train.parallel import on_meta
@@ -24,7 +27,7 @@ from sherd.train.planned_axes import TrainedLayout, spread_evenly, transformers_
 from sherd.train.planned_transformers import batch_of, context_of, has_positions, read_model
 from sherd.train.trees import read_tree
 
-__all__ = ["Planned", "model_from", "token_batch"]
+__all__ = ["Planned", "model_from", "token_batch", "trained"]
 
 HINT = "name a factory as package.module:function or file.py:function, or give a config.json or a config of sherd train"
 
@@ -54,6 +57,14 @@ class Planned:
         one, two = ([each.shape for each in tensors_in(self.batch(1, length))] for length in (1, 2))
         return one != two
 
+    def training(self, context: int, optimizer: Optimizer, compute_dtype: torch.dtype | None) -> Training:
+        """Returns the training of the model with samples of `context` tokens."""
+        batch = self.batch(1, context)
+        first = num_samples(batch)  # of a factory's own batch maybe more than one
+        return Training(
+            self.model, lambda size: resized_batch(batch, first, size), self.layout, optimizer, compute_dtype, first
+        )
+
 
 def model_from(spec: str, dtype: torch.dtype | None = None) -> Planned:
     """Returns the model that `spec` names, plain and on the meta device.
@@ -78,7 +89,7 @@ def model_from(spec: str, dtype: torch.dtype | None = None) -> Planned:
         raise InputError(f"{spec} names no function in it; write {spec}:FUNCTION")
     else:
         tree = read_tree(spec)
-        planned = _hugging_face(spec) if "model_type" in tree else _trained(spec, tree)
+        planned = _hugging_face(spec) if "model_type" in tree else trained(_config(spec, tree))
     config = planned.config
     if dtype is None and config and config.run.precision == "bf16":
         dtype = torch.bfloat16
@@ -140,10 +151,14 @@ def _hugging_face(path: str) -> Planned:
     )
 
 
-def _trained(path: str, tree: Any) -> Planned:
+def _config(path: str, tree: Any) -> Config:
     if path.endswith(".json") and not tree.keys() & SECTIONS.keys():
         raise InputError(f"{path} has neither a model_type, as Hugging Face configs have, nor sections of sherd train")
-    config = Config.of(tree)
+    return Config.of(tree)
+
+
+def trained(config: Config) -> Planned:
+    """Returns the model of a run of `sherd train`, plain and on the meta device. Raises InputError as `build` does."""
     model, names = on_meta(config), []
     if isinstance(model, Decoder):
         spread_evenly(model)

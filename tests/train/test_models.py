@@ -184,5 +184,4 @@ def test_a_hugging_face_model_is_planned_on_the_meta_device(tmp_path):
     config = Config.of({"model": {"hf": hf_config(tmp_path)}})
     plan = planned(config, 8)
     model = HuggingFace(config.model.hf, seed=0, context=8)
-    assert plan.num_parameters == sum(each.numel() for each in model.parameters())
-    assert plan.activations is None
+    assert f"{sum(each.numel() for each in model.parameters()):,} parameters, dp=8" in str(plan)
