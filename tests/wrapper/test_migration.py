@@ -68,11 +68,6 @@ def with_original_parameters(**more):
     return {"use_orig_params": True, **more}
 
 
-def one_block_under(name, model, api):
-    """All blocks are wrapped, one of them with another strategy."""
-    return CustomPolicy(lambda each: strategy(api, name) if each is model.blocks[1] else isinstance(each, Block))
-
-
 def pair():
     """Each rank is a shard group of its own, and both are copies; as a user makes them."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
@@ -93,12 +88,6 @@ CASES = {
     "a_policy_without_a_name": lambda model, api: {
         "auto_wrap_policy": lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, Block)
     },
-    "a_policy_with_other_arguments": lambda model, api: with_original_parameters(
-        auto_wrap_policy=one_block_under("SHARD_GRAD_OP", model, api)
-    ),
-    "a_policy_with_copies_of_a_block": lambda model, api: with_original_parameters(
-        auto_wrap_policy=one_block_under("NO_SHARD", model, api)
-    ),
     "no_shard": lambda model, api: strategy(api, "NO_SHARD", **by_blocks()),
     "no_shard_of_a_group": lambda model, api: strategy(api, "NO_SHARD", process_group=dist.new_group([0, 1])),
     "no_shard_of_a_mesh": lambda model, api: strategy(api, "NO_SHARD", device_mesh=mesh_of(2)),
@@ -191,27 +180,21 @@ def set_up(text, model, arguments):
     modules = [each for each in model.modules() if each not in ignored]
     kept = {each for module in ignored for each in module.parameters()} or set(given)
     if "- meta device: before the calls" in notes:
-        for module in modules:
-            arguments["param_init_fn"](module)
+        give_values(modules, notes, arguments)
     if "- sync_module_states: before the calls" in notes:
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor not in kept:
                 dist.broadcast(tensor.detach(), group_src=0)  # the groups of each mesh here are one rank or all ranks
     if "- device_id: before the calls" in notes:
         model.to(arguments["device_id"])
-    names = {**vars(sherd), **vars(sherd.wrap), "functools": functools, "torch": torch, "nn": nn, "Block": Block}
+    names = {**vars(sherd), **vars(sherd.wrap), "torch": torch}
     names |= {"DeviceMesh": DeviceMesh, "init_device_mesh": init_device_mesh, "model": model, **arguments}
     # As the notes say: one node of two ranks, and a pair whose shard groups have one rank each.
     names |= {"ignored_params": kept} if "- ignored_params: the set of" in notes else {}
     names |= {"num_nodes": 1, "ranks_per_node": 2, "ranks": torch.tensor([[0], [1]])}
     exec(compile(text, "explained", "exec"), names)
     if "- meta device: after the calls" in notes:
-        model.to_empty(device="cpu")
-        for module in modules:
-            if "reset_parameters()" not in notes:
-                arguments["param_init_fn"](module)
-            elif [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-                module.reset_parameters()
+        give_values(modules, notes, arguments)
     if "- buffer_dtype: after the calls" in notes:
         precise = arguments["mixed_precision"]._module_classes_to_ignore if "auto_wrap_policy" in arguments else ()
         for module in modules:
@@ -220,12 +203,21 @@ def set_up(text, model, arguments):
                     setattr(module, name, buffer.to(arguments["mixed_precision"].buffer_dtype))
 
 
+def give_values(modules, notes, arguments):
+    for module in modules:
+        module.to_empty(device="cpu", recurse=False)
+        if "reset_parameters()" not in notes:
+            arguments["param_init_fn"](module)
+        elif [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            module.reset_parameters()
+
+
 def both_ways(name, know_the_module):
     """Training by the wrapper, and by the calls that `explain_migration` writes."""
     model = built(name)
     wrapped = trained(FullyShardedDataParallel(model, **CASES[name](model, sherd)), flat=False)
     model = built(name)
-    arguments = CASES[name](model, sherd if "a_policy_with_" in name else torch_fsdp)
+    arguments = CASES[name](model, torch_fsdp)
     set_up(explain_migration(model if know_the_module else None, **arguments), model, arguments)
     return wrapped, trained(model, flat=not arguments.get("use_orig_params", False))
 
@@ -250,7 +242,8 @@ def test_the_calls_that_are_explained_train_as_the_wrapper_does(threads, monkeyp
 def test_without_a_function_modules_on_meta_reset_themselves():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    set_up(explain_migration(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})), model, {})
+    arguments = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
+    set_up(explain_migration(model, **arguments), model, arguments)
     model(torch.ones(1, 4)).sum().backward()
     for each in whole_params(model).values():
         assert 0 < each.abs().max() <= 0.5  # a Linear of 4 inputs draws from -0.5 to 0.5
@@ -292,34 +285,19 @@ def test_torchs_values_are_said_as_sherds_are():
         assert f"    {each},\n" in text
 
 
-def test_a_policy_is_written_out_or_called_by_its_argument():
-    linears = functools.partial(torch_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block, nn.Linear})
-    always = functools.partial(torch_wrap._or_policy, policies=[torch_wrap.always_wrap_policy])
-    for policy, source in (
-        (torch_wrap.ModuleWrapPolicy({nn.Linear}), "ModuleWrapPolicy({nn.Linear})"),
-        (torch_wrap.always_wrap_policy, "always_wrap_policy"),
-        (linears, "functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block, nn.Linear})"),
-        (always, "functools.partial(or_policy, policies=[always_wrap_policy])"),
-        (lambda module, recurse, nonwrapped_numel: True, "auto_wrap_policy"),
-    ):
-        text = explain_migration(auto_wrap_policy=policy)
-        names = {**vars(sherd.wrap), "functools": functools, "nn": nn, "Block": Block, "auto_wrap_policy": policy}
-        assert callable(eval(source, names)), source
-        assert f"model,\n    {source},\n" in text or f"auto_shard(model, {source}, " in text, source
-
-
-def test_two_classes_of_one_name_are_not_mistaken_for_each_other():
-    policy = ModuleWrapPolicy({Block, type("Block", (nn.Module,), {"__module__": "__main__"})})
-    text = explain_migration(auto_wrap_policy=policy)
-    assert "auto_shard(model, auto_wrap_policy, " in text
-    assert "# - auto_wrap_policy: what you pass to FSDP1 under this name." in text
+def test_a_policy_is_called_by_its_argument_and_norms_are_units_in_full_precision_if_there_are_any():
+    lines = explain_migration(auto_wrap_policy=BLOCKS, mixed_precision=sherd.MixedPrecision(torch.float16))
+    assert "auto_shard(\n    model, auto_wrap_policy,\n" in lines
+    assert "mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float16)" in lines
+    without = explain_migration(Block(), auto_wrap_policy=BLOCKS, mixed_precision=sherd.MixedPrecision(torch.float16))
+    assert "_module_classes_to_ignore" not in without
 
 
 def test_what_has_no_counterpart_is_told():
     text = explain_migration(
         limit_all_gathers=True, auto_wrap_policy=CustomPolicy(fill), mixed_precision=sherd.MixedPrecision(torch.float16)
     )
-    for each in ("limit_all_gathers: nothing to say", "_BatchNorm units of their own", "flatten_optimizer(optimizer)"):
+    for each in ("limit_all_gathers: nothing to say", "returns dicts", "flatten_optimizer(optimizer)"):
         assert each in text
 
 
@@ -327,8 +305,9 @@ def test_a_call_has_no_lines_above_it_but_those_that_make_its_mesh():
     text = explain_migration(sharding_strategy=sherd.ShardingStrategy.HYBRID_SHARD, auto_wrap_policy=BLOCKS)
     lines = [line for line in text.splitlines() if line and not line.startswith(("#", " "))]
     mesh = 'mesh = init_device_mesh("cpu", (num_nodes, ranks_per_node), mesh_dim_names=("replicate", "shard"))'
-    assert lines == [mesh, "auto_shard(", ")"]
-    assert "# - ranks_per_node: LOCAL_WORLD_SIZE of the environment" in text
+    call = "auto_shard(model, auto_wrap_policy, mesh=mesh, prefetch_policy=PrefetchPolicy(forward_depth=0), "
+    assert lines == [mesh, f"{call}placement=Flat())"]
+    assert "# - ranks_per_node: LOCAL_WORLD_SIZE" in text
 
 
 def test_placements_are_said_as_they_are():
