@@ -202,24 +202,20 @@ def _copied(tensor: torch.Tensor, dtype: torch.dtype | None = None, device: torc
 
 
 def _move(pairs: list[tuple[torch.Tensor, torch.Tensor]], weight: float) -> None:
-    """Move the first of each pair towards the second: all of one kind at once, but in batches what must be converted,
-    so that not all of it is there twice."""
-    kinds: dict[tuple[object, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    """Move the first of each pair towards the second: all that are alike at once, and in batches what must be
+    converted, so that not all of it is there twice."""
+    alike: list[tuple[torch.Tensor, torch.Tensor]] = []
+    others: list[tuple[torch.Tensor, torch.Tensor]] = []
     for average, value in pairs:
-        kinds.setdefault((average.dtype, average.device, value.dtype, value.device), []).append((average, value))
-    for (dtype, device, *of), members in kinds.items():
-        is_alike = [dtype, device] == of
-        size = len(members) if is_alike else _BATCH
-        for at in range(0, len(members), size):
-            averages, values = (list(each) for each in zip(*members[at : at + size], strict=True))
-            if not is_alike and weight < 1:
-                converted = [torch.empty_like(each) for each in averages]
-                torch._foreach_copy_(converted, values)
-                values = converted
-            if weight < 1:
-                torch._foreach_lerp_(averages, values, weight)
-            else:
-                torch._foreach_copy_(averages, values)
+        are_alike = (average.dtype, average.device) == (value.dtype, value.device)
+        (alike if are_alike else others).append((average, value))
+    for batch in (alike, *(others[at : at + _BATCH] for at in range(0, len(others), _BATCH))):
+        averages, values = [average for average, _ in batch], [value for _, value in batch]
+        if batch is not alike:
+            values = [torch.empty_like(each) for each in averages]
+            torch._foreach_copy_(values, [value for _, value in batch])
+        if averages:
+            torch._foreach_lerp_(averages, values, weight)
 
 
 def _matched(call: str, given: Named, wanted: Named) -> dict[str, torch.Tensor]:
