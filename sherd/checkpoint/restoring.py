@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,13 +132,18 @@ def _opened(place: Place, save_id: str, ranks: Ranks, files: contextlib.ExitStac
         if opened[0].manifest.save_id != save_id:
             raise CheckpointError("it reads another checkpoint than the first rank; all ranks need to share the folder")
 
+    _read_on_each(take, f"the load of {place}", ranks)
+    return opened[0]
+
+
+def _read_on_each(read: Callable[[], None], what: str, ranks: Ranks) -> None:
+    """Have each rank `read`. Raises `_Damaged` if what it reads is not what was written."""
     try:
-        ranks.each(take, f"the load of {place}")
+        ranks.each(read, what)
     except (OtherRankFailed, StorageError):
         raise
     except CheckpointError as error:
         raise _Damaged(Exception.__str__(error)) from error
-    return opened[0]
 
 
 def _require_undamaged(source: Opened, ranks: Ranks) -> None:
@@ -186,12 +191,7 @@ def _loaded(
             if random and RANDOM in own:
                 restore_random_state(own[RANDOM])
 
-    try:
-        ranks.each(take, what)
-    except (OtherRankFailed, StorageError):
-        raise
-    except CheckpointError as error:
-        raise _Damaged(Exception.__str__(error)) from error
+    _read_on_each(take, what, ranks)
     manifest = source.manifest
     return Restored(
         manifest.step,

@@ -49,7 +49,7 @@ class Port:
     """
 
     def __init__(self, store: Store, rank: int) -> None:
-        self._store, self._host = store, [socket.gethostname(), _network()]
+        self._store, self._host = store, [socket.gethostname(), network()]
         self._listener = socket.create_server(("", 0))
         self._listener.setblocking(False)
         self._close = weakref.finalize(self, self._listener.close)
@@ -97,8 +97,8 @@ class Port:
         self._close()
 
 
-def _network() -> str:
-    """Returns the network that this process sees: hosts of one name may be namespaces of one machine."""
+def network() -> str:
+    """Returns the network that this process sees, or "": hosts of one name may be namespaces of one machine."""
     try:
         return os.readlink("/proc/self/ns/net")
     except OSError:

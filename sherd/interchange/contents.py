@@ -179,6 +179,20 @@ class LazySource:
         return self._pieces
 
 
+def in_files(tensors: Mapping[str, Spec], most_bytes: int) -> Iterator[list[str]]:
+    """Yields the names of the tensors of each file: as many as have `most_bytes` together, one at least."""
+    names: list[str] = []
+    nbytes = 0
+    for name, spec in tensors.items():
+        if names and nbytes + spec.nbytes > most_bytes:
+            yield names
+            names, nbytes = [], 0
+        names.append(name)
+        nbytes += spec.nbytes
+    if names:
+        yield names
+
+
 def path_inside(folder: Path, name: object, where: str) -> Path:
     """Returns the path of the file `name` of a checkpoint. Raises CheckpointError if it is not in `folder`."""
     if not isinstance(name, str) or not name or os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:

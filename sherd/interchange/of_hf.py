@@ -16,7 +16,7 @@ import torch
 
 from sherd.checkpoint.tensor_bytes import DTYPES, memory_of
 from sherd.errors import CheckpointError
-from sherd.interchange.contents import MODEL, Contents, LazySource, Read, Spec, path_inside
+from sherd.interchange.contents import MODEL, Contents, LazySource, Read, Spec, in_files, path_inside
 from sherd.interchange.state_trees import Collected
 from sherd.layout.boxes import Box, overlapping, spans, whole
 from sherd.storage.place import read_exactly
@@ -194,7 +194,7 @@ def write(path: Path, contents: Contents, read: Read, shard_bytes: int = SHARD_B
     tensors, begin = contents.of_item(item), f"{item}/"
     aliases = {alias[len(begin) :]: name[len(begin) :] for alias, name in contents.aliases.items()}
     one = path.suffix == ".safetensors"
-    files = [list(tensors)] if one else list(_shards(tensors, shard_bytes))
+    files = [list(tensors)] if one else [*in_files(tensors, shard_bytes)] or [[]]
     folder = path.parent if one else path
     folder.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
@@ -219,18 +219,6 @@ def _chunks(fields: bytes, names: Sequence[str], read: Read) -> Iterator[memoryv
     yield memoryview(fields)
     for name in names:
         yield from read(name)
-
-
-def _shards(tensors: Mapping[str, Spec], most: int) -> Iterator[list[str]]:
-    names: list[str] = []
-    nbytes = 0
-    for name, spec in tensors.items():
-        if names and nbytes + spec.nbytes > most:
-            yield names
-            names, nbytes = [], 0
-        names.append(name)
-        nbytes += spec.nbytes
-    yield names
 
 
 def copy_beside(source: Path, target: Path) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 
 from sherd.checkpoint.tensor_bytes import read_into
 from sherd.errors import CheckpointError
-from sherd.interchange.contents import Contents, Read, Spec
+from sherd.interchange.contents import Contents, Read, Spec, in_files
 from sherd.layout.boxes import Box, Grid
 from sherd.storage.folder import Folder, file_name
 from sherd.storage.manifest import MANIFEST, Entry, File, Manifest
@@ -88,7 +88,7 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
     place = folder.folder_of(step)
     files: list[File] = []
     entries: dict[str, Entry] = {}
-    for names in _files(contents):
+    for names in in_files(contents.tensors, FILE_BYTES):
         for each in names:
             spec = contents.tensors[each]
             entries[each] = Entry(spec.dtype, spec.shape, Grid(len(files)))
@@ -110,17 +110,3 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
     )
     folder.finish(step, manifest)
     return ()
-
-
-def _files(contents: Contents) -> Iterator[list[str]]:
-    """Yields the names of the tensors of each file."""
-    names: list[str] = []
-    nbytes = 0
-    for name, spec in contents.tensors.items():
-        if names and nbytes + spec.nbytes > FILE_BYTES:
-            yield names
-            names, nbytes = [], 0
-        names.append(name)
-        nbytes += spec.nbytes
-    if names:
-        yield names

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from sherd.comm.host.segments import Segment
 from sherd.comm.objects import all_gather_objects
+from sherd.comm.watchdog import network
 from sherd.errors import CommError
 
 _POST, _READ, _ABORT, _LEAVE = range(4)
@@ -273,7 +274,7 @@ def _place() -> tuple[object, ...]:
     """Returns facts that two processes must share to reach one another: machine, network namespace, user, torch."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read(), os.readlink("/proc/self/ns/net"), os.getuid(), torch.__version__
+            return file.read(), network() or secrets.token_hex(16), os.getuid(), torch.__version__
     except OSError:
         return (secrets.token_hex(16),)  # differs from that of any other rank
 
