@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from sherd.checkpoint.catalog import Entry
@@ -59,17 +58,12 @@ def agree(entries: list[Entry], states: dict[int, State]) -> None:
     for mesh, sharded in by_mesh.items():
         by_rank = [[_holding(entry, states.get(id(entry))) for entry in sharded]]
         for group in () if mesh is None else mesh.piece_groups:
-            by_rank = _of_all_ranks(by_rank, group)
+            gathered = all_gather_objects(by_rank, "the comparison of optimizer states", group)
+            by_rank = [holdings for each in gathered for holdings in each]  # one rank after the other
         for entry, *holdings in zip(sharded, *by_rank, strict=True):
             state = _completed(entry, states.get(id(entry)), holdings)
             if state is not None:
                 states[id(entry)] = state
-
-
-def _of_all_ranks(holdings: list[list[Holding]], group: dist.ProcessGroup) -> list[list[Holding]]:
-    """Returns the holdings that the ranks of `group` know of, one rank after the other."""
-    gathered: list[list[list[Holding]]] = all_gather_objects(holdings, "the comparison of optimizer states", group)
-    return [holding for by_rank in gathered for holding in by_rank]
 
 
 def _holding(entry: Entry, state: State | None) -> Holding:

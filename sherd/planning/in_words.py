@@ -58,7 +58,7 @@ WIDTH = 100
 """Lines for a terminal are no longer than that."""
 
 
-def _parted(lines: Iterable[str]) -> Iterator[str]:
+def parted(lines: Iterable[str]) -> Iterator[str]:
     """Yields `lines`, the long ones in several."""
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()) + 4)
@@ -81,18 +81,13 @@ def _settings_in_lines(settings: Settings) -> Iterator[str]:
 def lines_of(
     prediction: Prediction, settings: Settings, limit: int, found: Found | None, advice: Sequence[Advice], training: str
 ) -> Iterator[str]:
-    """Yields the lines of a plan."""
-    return _parted(_lines(prediction, settings, limit, found, advice, training))
-
-
-def _lines(
-    prediction: Prediction, settings: Settings, limit: int, found: Found | None, advice: Sequence[Advice], training: str
-) -> Iterator[str]:
+    """Yields the lines of a plan, which may be too long for a terminal."""
     timeline, facts = prediction.timeline, facts_of(prediction, settings, limit, training)
     yield f"{timeline.title}: {facts['cluster']}"
     yield f"training    {facts['training']}"
     yield from _settings_in_lines(settings)
-    yield f"step        {in_seconds(timeline.seconds)}, MFU {facts['MFU']}, {_speed(facts)}"
+    speed = f"{facts['tokens/s']} tokens/s" if "tokens/s" in facts else f"{facts['samples/s']} samples/s"
+    yield f"step        {in_seconds(timeline.seconds)}, MFU {facts['MFU']}, {speed}"
     gathered = "copies to the device" if prediction.mesh.shard * prediction.mesh.cp == 1 else "all-gather"
     lanes = {lane.replace("all-gather", gathered): seconds for lane, seconds in timeline.exposed.items()}
     waits = [f"{in_seconds(seconds)} for {lane}" for lane, seconds in lanes.items()]
@@ -135,10 +130,6 @@ def lines_of_advice(advice: Sequence[Advice]) -> Iterator[str]:
     for each in advice:
         longer = _costs(each.costs_seconds)
         yield f"  {each.change}: saves {in_bytes(each.saves_bytes)}, {'takes ' * (longer == 'as long')}{longer}"
-
-
-def _speed(facts: dict[str, str]) -> str:
-    return f"{facts['tokens/s']} tokens/s" if "tokens/s" in facts else f"{facts['samples/s']} samples/s"
 
 
 def _costs(seconds: float) -> str:

@@ -19,7 +19,7 @@ from sherd.planning.arguments import ArgumentError, beginning, mesh_of, named, o
 from sherd.planning.axes import Cut, Layout, Shards, auto_units
 from sherd.planning.blocks import shares_of_blocks
 from sherd.planning.garbage import garbage_left
-from sherd.planning.in_words import advice_of, facts_of, lines_of
+from sherd.planning.in_words import advice_of, facts_of, lines_of, parted
 from sherd.planning.planner import Planner, Training, fully_shard_args
 from sherd.planning.reading import Loss, own_or_usual_loss
 from sherd.planning.rough import RoughPlanner, or_impossible, outcome_of
@@ -109,12 +109,8 @@ class Plan:
         return fully_shard_args(self.settings, self.compute_dtype)
 
     def __str__(self) -> str:
-        return (
-            "\n".join(
-                lines_of(self.prediction, self.settings, self.limit, self.found, self.advice, self.training_in_words)
-            )
-            + "\n"
-        )
+        lines = lines_of(self.prediction, self.settings, self.limit, self.found, self.advice, self.training_in_words)
+        return "\n".join(parted(lines)) + "\n"
 
 
 def plan(

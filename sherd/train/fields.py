@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from sherd.train.config import FREE, SECTIONS, Config, InputError
 
@@ -19,14 +18,9 @@ def describe() -> str:
     for name, section in SECTIONS.items():
         lines.append(f"[{name}]")
         for f in dataclasses.fields(section):
-            lines.append(f"  {f.name + ' = ' + json.dumps(f.default):24} {_about(f)}")
+            rule = f" ({rule})" if (rule := f.metadata["rule"]) else ""
+            lines.append(f"  {f.name + ' = ' + json.dumps(f.default):24} {f.metadata['about']}{rule}")
     return "\n".join(lines)
-
-
-def _about(f: dataclasses.Field[Any]) -> str:
-    rule = f.metadata["rule"]
-    about: str = f.metadata["about"]
-    return about + (f" ({rule})" if rule else "")
 
 
 def page() -> str:

@@ -58,14 +58,9 @@ def assigned(assignments: Iterable[str]) -> Tree:
             homes = [each for each, fields in SECTIONS.items() if equals and where in get_type_hints(fields)]
             example = f"did you mean {homes[0]}.{word}?" if homes else "as in optimizer.lr=0.001"
             raise InputError(f"{word!r} is not an assignment; write section.field=value, {example}")
-        tree.setdefault(section, {})[name] = _literal(text, _type_of(section, name))
+        kinds = get_type_hints(SECTIONS[section]) if section in SECTIONS else {}
+        tree.setdefault(section, {})[name] = _literal(text, kinds.get(name, str))  # what is no field `Config.of` says
     return tree
-
-
-def _type_of(section: str, name: str) -> type:
-    """The type of a field; `str` where there is none such, which `Config.of` then says."""
-    kind: type = get_type_hints(SECTIONS[section]).get(name, str) if section in SECTIONS else str
-    return kind
 
 
 def _literal(text: str, kind: type) -> Any:

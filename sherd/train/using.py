@@ -75,7 +75,7 @@ def _do(args: argparse.Namespace, ask: Asked) -> None:
     if args.use == "generate" and dist.get_world_size() == 1 and "OMP_NUM_THREADS" not in os.environ:
         few = sum(each.numel() for each in model.model.parameters()) < FEW_PARAMETERS
         torch.set_num_threads(1 if few else torch.get_num_threads())
-    write = _write if dist.get_rank() == 0 else _write_nothing
+    write = _write if dist.get_rank() == 0 else lambda text: True
     if args.use == "generate":
         for piece in generate(model, ask, args):
             if not write(piece) and dist.get_world_size() == 1:
@@ -145,8 +145,4 @@ def _write(text: str) -> bool:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more when it ends
         return False
-    return True
-
-
-def _write_nothing(text: str) -> bool:
     return True

@@ -50,7 +50,7 @@ def page(timelines: Sequence[Timeline], search: Search | None = None, advice: Se
         _side_by_side(map(_units, timelines)),
         _search(search),
     ]
-    return _without_surrogates(
+    page = (
         f"<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>{_text(title)}</title>"
         '<meta name=viewport content="width=device-width,initial-scale=1">'
         "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'; "
@@ -59,14 +59,11 @@ def page(timelines: Sequence[Timeline], search: Search | None = None, advice: Se
         f"<script id=data type=application/json>{data.replace('<', chr(92) + 'u003c')}</script>"
         f"<script>{script}</script></body></html>\n"
     )
+    return page.encode("utf-8", "replace").decode("utf-8")  # without lone surrogates
 
 
 def _text(words: object) -> str:
     return html.escape(str(words))
-
-
-def _without_surrogates(text: str) -> str:
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _side_by_side(parts: Iterable[str]) -> str:
@@ -132,14 +129,11 @@ def _peak(timeline: Timeline, kinds: Mapping[str, int]) -> str:
 
     every_kind = {**dict.fromkeys(kinds, 0), **peak.by_kind}  # the table is the key to the colours, too
     by_kind = [(color.get(kind, other) + _text(kind), nbytes) for kind, nbytes in every_kind.items()]
-    by_unit = [(_text(_unit_name(timeline, unit)), nbytes) for unit, nbytes in peak.by_unit.items() if nbytes]
+    names = {-1: "of no unit", **{number: unit.name or "(root)" for number, unit in enumerate(timeline.units)}}
+    by_unit = [(_text(names[unit]), nbytes) for unit, nbytes in peak.by_unit.items() if nbytes]
     tables = [_table(["kind", "bytes", "share"], rows(by_kind)), _table(["unit", "bytes", "share"], rows(by_unit))]
     moment = f"{in_bytes(peak.nbytes)} at {in_seconds(peak.time)}, {_text(peak.moment)}."
     return f"<p>{moment}</p><div class=tables>{''.join(f'<div>{table}</div>' for table in tables)}</div>"
-
-
-def _unit_name(timeline: Timeline, unit: int) -> str:
-    return "of no unit" if unit < 0 else timeline.units[unit].name or "(root)"
 
 
 def _units(timeline: Timeline) -> str:
