@@ -31,7 +31,7 @@ def steps_of(spec: str, sizes: Sequence[int]) -> Iterator[Step]:
     Raises:
         InputError: there is no such model, or it cannot be made.
     """
-    planned = model_from(spec, torch.float32)
+    planned = model_from(spec)
     precisions = {"fp32": torch.float32, "bf16": torch.bfloat16}
     for dtype in DTYPES if planned.config is None else [precisions[planned.config.run.precision]]:
         model = _with_values(planned, dtype)

@@ -147,7 +147,7 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
     except ArgumentError as error:
         raise InputError(f"--mesh {args.mesh}: {error.said}") from error
     is_run = Path(args.model).is_dir()
-    model = model_from(f"{args.model}/config.toml" if is_run else args.model, torch.float32)
+    model = model_from(f"{args.model}/config.toml" if is_run else args.model)
     config, given = model.config, _given(args)
     if is_run or args.as_configured:
         if config is None:

@@ -66,16 +66,14 @@ class Planned:
         )
 
 
-def model_from(spec: str, dtype: torch.dtype | None = None) -> Planned:
-    """Returns the model that `spec` names, plain and on the meta device.
+def model_from(spec: str) -> Planned:
+    """Returns the model that `spec` names, plain and on the meta device, with float32 parameters for the optimizer.
 
     Args:
         spec: `package.module:function` or `path/file.py:function`, which is called without arguments and returns a
             module, (module, batch), (module, batch, loss) or (module, batch, loss, cuts), with the loss of (module,
             batch), and the functions that `sherd.plan` takes as `parallelize`; or the path of a Hugging Face
             config.json, of a causal LM; or that of a config of `sherd train`.
-        dtype: what parameters are cast to, as in mixed precision; None: that of the model, or of the config's
-            `run.precision`.
 
     Raises:
         InputError: there is no such model, or it cannot be made. The message is one line.
@@ -90,12 +88,9 @@ def model_from(spec: str, dtype: torch.dtype | None = None) -> Planned:
     else:
         tree = read_tree(spec)
         planned = _hugging_face(spec) if "model_type" in tree else trained(_config(spec, tree))
-    config = planned.config
-    if dtype is None and config and config.run.precision == "bf16":
-        dtype = torch.bfloat16
     for parameter in planned.model.parameters():
-        if dtype is not None and parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)  # buffers stay, as under a MixedPrecisionPolicy
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
     return planned
 
 

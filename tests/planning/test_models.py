@@ -69,27 +69,24 @@ def test_a_factory_makes_a_module_of_tokens_or_brings_a_batch_and_a_loss(written
     assert work_of(model_from("tests.planning.models:perceptron")).samples == 32, "a factory in a package"
 
 
-def test_a_hugging_face_config_makes_a_causal_lm_in_any_dtype_that_downloads_nothing(written, monkeypatch):
+def test_a_hugging_face_config_makes_a_causal_lm_with_float32_parameters_and_downloads_nothing(written, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    planned = model_from(written("config.json", LLAMA), torch.bfloat16)
+    planned = model_from(written("config.json", LLAMA | {"dtype": "bfloat16"}))
     assert type(planned.model).__name__ == "LlamaForCausalLM"
     assert planned.context == 128
-    assert {each.dtype for each in planned.model.parameters()} == {torch.bfloat16}
-    assert {each.dtype for each in planned.model.buffers()} == {torch.float32}
+    assert {each.dtype for each in planned.model.parameters()} == {torch.float32}
     assert work_of(planned).tokens == 32
-    tied = model_from(written("config.json", {**LLAMA, "tie_word_embeddings": True}), torch.bfloat16).model
+    tied = model_from(written("config.json", {**LLAMA, "tie_word_embeddings": True})).model
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_config_of_sherd_train_makes_its_model_in_its_precision(written, precision):
-    tree = {"model": {"layers": 2, "width": 64, "hidden": 96}, "data": {"context": 48}, "run": {"precision": precision}}
+def test_a_config_of_sherd_train_makes_its_model_with_the_parameters_that_are_stepped(written):
+    tree = {"model": {"layers": 2, "width": 64, "hidden": 96}, "data": {"context": 48}, "run": {"precision": "bf16"}}
     planned = model_from(written("train.json", tree))
     assert (planned.context, planned.config.model.layers) == (48, 2)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    assert {each.dtype for each in planned.model.parameters()} == {dtype}
+    assert {each.dtype for each in planned.model.parameters()} == {torch.float32}
     as_toml = "[model]\nlayers = 2\nwidth = 64\nhidden = 96\n[data]\ncontext = 48\n"
-    again = model_from(written("train.toml", f'{as_toml}[run]\nprecision = "{precision}"\n'))
+    again = model_from(written("train.toml", f'{as_toml}[run]\nprecision = "bf16"\n'))
     assert work_of(again) == work_of(planned)
 
 
