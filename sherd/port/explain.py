@@ -273,7 +273,7 @@ class _Explanation:
             and 'NO_SHARD: placements="ddp", as sherd.replicate: every rank holds everything, and gradients are '
             "all-reduced.",
             "placement=Flat(): cut anywhere, as FSDP1 does. Without it each parameter is cut on its dim 0, into a "
-            "stock DTensor.",
+            "DTensor.",
             not choices.use_orig_params
             and "use_orig_params=False: here the optimizer sees the model's own parameters, not flat ones. With "
             "optimizer = sherd.flatten_optimizer(optimizer) it steps whole buffers all the same.",

@@ -28,14 +28,14 @@ from sherd.tensor.ragged import RaggedDTensor, as_result
 from sherd.tensor.table import Args, Aten, Kwargs, answers, is_in_place, name_of, tensors_among
 
 # Elementwise too, though torch does not tag them so.
-_ALSO = (
+ALSO_ELEMENTWISE = (
     "_conj", "_conj_physical", "_neg_view", "_pin_memory", "_to_copy", "alias", "conj", "detach", "detach_",
     "empty_like", "fill", "fill_", "full_like", "imag", "is_pinned", "lift_fresh", "masked_fill_", "ones_like",
     "pin_memory", "real", "record_stream", "resolve_conj", "resolve_neg", "where", "zero", "zero_", "zeros_like",
 )  # fmt: skip
 
 
-@answers("pointwise", *_ALSO)
+@answers("pointwise", *ALSO_ELEMENTWISE)
 def elementwise(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Compute on this rank's run. The result is laid out as the operands are."""
     runs = _runs_of_one_spec(args) if not kwargs or _all_numbers(kwargs) else None
