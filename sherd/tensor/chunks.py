@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import local_tensor, spec_of
-from sherd.tensor.elementwise import ALSO_ELEMENTWISE
+from sherd.tensor.elementwise import ALSO_ELEMENTWISE, filled_where
 from sherd.tensor.operands import lone_value
 from sherd.tensor.placement import places_of
 from sherd.tensor.places import Places
@@ -42,14 +43,7 @@ def elementwise(func: Aten, args: Args, kwargs: Kwargs) -> object:
     return _placed(result, places)
 
 
-@SHARDED.answers("index_put_")
-def filled_where(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """`tensor[mask] = number`, for a mask that lies as the tensor does."""
-    tensor, indices, value, *accumulate = args
-    mask, number = indices[0] if len(indices) == 1 else None, lone_value(value)
-    if not isinstance(mask, ShardedDTensor) or mask.dtype != torch.bool or number is None or any(accumulate):
-        return by_torch(func, args, kwargs)
-    return elementwise(torch.ops.aten.masked_fill_.Tensor, (tensor, mask, number.to(tensor.dtype).reshape(())), {})
+SHARDED.answers("index_put_")(functools.partial(filled_where, otherwise=by_torch))
 
 
 def _keeps_strides(places: Places, kwargs: Kwargs) -> bool:

@@ -45,5 +45,9 @@ class OwnDTensor(DTensor):
             torch.autograd.graph.increment_version(self)
 
     @abstractmethod
+    def around(self, local: torch.Tensor) -> OwnDTensor:
+        """Returns a tensor that lies as this one, around `local`, this rank's part of it, outside autograd."""
+
+    @abstractmethod
     def _piece_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of an unsharded tensor of this shape."""

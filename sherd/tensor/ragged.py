@@ -63,6 +63,10 @@ class RaggedDTensor(OwnDTensor):
         """The run of each rank: of the tensor, or of the part of it at this rank's coordinates on other axes."""
         return layout_of(spec_of(self)).cut
 
+    def around(self, local: torch.Tensor) -> RaggedDTensor:
+        """Returns a tensor that lies as this one, around `local`, this rank's run of it, outside autograd."""
+        return result_like(local, spec_of(self))
+
     def _piece_of(self, full: torch.Tensor) -> torch.Tensor:
         return piece_of(full, layout_of(spec_of(self)))
 

@@ -49,6 +49,10 @@ class ShardedDTensor(OwnDTensor):
         """Answer an operation on the chunks, or have torch answer it."""
         return SHARDED.operation_for(func)(func, args, kwargs or {})
 
+    def around(self, local: torch.Tensor) -> ShardedDTensor:
+        """Returns a tensor that lies as this one, around `local`, this rank's chunk of it, outside autograd."""
+        return sharded_dtensor(local, places_of(spec_of(self)).spec(local.dtype))
+
     def _piece_of(self, full: torch.Tensor) -> torch.Tensor:
         whole = DTensor.from_local(full, self.device_mesh, run_check=False)
         return local_tensor(whole.redistribute(placements=self.placements))

@@ -28,6 +28,7 @@ class Aten(Protocol):
 
 
 Operation = Callable[[Aten, Args, Kwargs], object]
+Answer = TypeVar("Answer", bound=Operation)
 
 
 class Table:
@@ -37,13 +38,13 @@ class Table:
         self._named: dict[str, Operation] = {}
         self._found: dict[Aten, Operation] = {}
 
-    def answers(self, *names: str) -> Callable[[Operation], Operation]:
+    def answers(self, *names: str) -> Callable[[Answer], Answer]:
         """Let a function answer all overloads of these operations of `torch.ops.aten`.
 
         Some names stand for many: "pointwise" (all that torch tags so), "_foreach_" (all that begin so), "other".
         """
 
-        def enter(operation: Operation) -> Operation:
+        def enter(operation: Answer) -> Answer:
             for name in names:
                 assert name not in self._named, f"two functions answer {name}"
                 self._named[name] = operation
