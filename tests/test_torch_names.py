@@ -609,6 +609,28 @@ def test_dtensor_of__makes_a_subclass_around_what_it_is_given():
 
 
 @on_threads(1)
+def test_maker_of__makes_the_same_without_a_call_of_python():
+    spec = _torch.dtensor_spec(mesh_of((1,)), (Shard(0),), torch.Size([2]), F32)
+    make, local, called = _torch.maker_of(Sub), torch.ones(2), []
+    sys.setprofile(lambda frame, event, arg: called.append(event))
+    tensor = make(local, spec)
+    sys.setprofile(None)
+    assert "call" not in called
+    assert (type(tensor), tensor.requires_grad) == (Sub, False)
+    assert (_torch.local_tensor(tensor), _torch.spec_of(tensor)) == (local, spec)
+
+
+@on_threads(1)
+def test_replace_class__makes_the_same_object_one_of_a_subclass():
+    parameter = nn.Parameter(ones())
+    spec = _torch.dtensor_spec(parameter.device_mesh, parameter.placements, parameter.shape, F32)
+    _torch.replace_class(parameter, Sub, spec)
+    assert type(parameter) is Sub
+    assert isinstance(parameter, nn.Parameter)
+    assert _torch.spec_of(parameter) is spec
+
+
+@on_threads(1)
 def test_spec_of__is_the_very_object_that_the_dtensor_holds():
     tensor = ones()
     assert _torch.spec_of(tensor) is tensor._spec

@@ -60,6 +60,12 @@ def dtensor_of(kind: type[DTensorKind], local: torch.Tensor, spec: DTensorSpec, 
     return made
 
 
+def maker_of(kind: type[DTensorKind]) -> Callable[[torch.Tensor, DTensorSpec], DTensorKind]:
+    """Returns `dtensor_of` for one subclass and tensors without gradients, which calls no Python."""
+    new: Callable[..., Any] = DTensor.__new__
+    return functools.partial(new, kind, requires_grad=False)
+
+
 local_tensor: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 """Returns the shard inside a DTensor, the very object it holds; `to_local()` would make a new view on each call."""
 
@@ -91,6 +97,13 @@ def replace_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
     `module.to()` and `load_state_dict(assign=True)` move shards out of their buffer.
     """
     tensor._local_tensor = local
+
+
+def replace_class(tensor: DTensor, kind: type[DTensor], spec: DTensorSpec) -> None:
+    """Make a DTensor one of a subclass, described by `spec`, while it stays the same object. `torch.utils.swap_tensors`
+    writes the class likewise, but takes another tensor's hooks and memory with it."""
+    tensor.__class__ = kind
+    tensor._spec = spec
 
 
 def swap_devices(tensor: DTensor, other: DTensor) -> None:

@@ -188,7 +188,7 @@ def _steps(module: nn.Module | None, given: Mapping[str, Any], choices: Choices,
 
 def _differences(given: Mapping[str, Any], choices: Choices) -> Iterator[str]:
     """Yields what is said otherwise, or not at all."""
-    yield "placement=Flat(): cuts anywhere, as FSDP1 does. Without it a parameter is a stock DTensor, cut on its dim 0."
+    yield "placement=Flat(): cuts anywhere, as FSDP1 does. Without it a parameter is a DTensor, cut on its dim 0."
     if not choices.use_orig_params:
         yield (
             "use_orig_params=False: here the optimizer sees the model's own parameters, not flat ones. With "

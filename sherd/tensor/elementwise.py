@@ -23,19 +23,20 @@ from sherd.tensor.operands import (
     refuse_plain_out,
     unknown,
 )
+from sherd.tensor.own import OwnDTensor
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_result
-from sherd.tensor.table import Args, Aten, Kwargs, answers, is_in_place, name_of, tensors_among
+from sherd.tensor.table import Args, Aten, Kwargs, Operation, answers, is_in_place, name_of, tensors_among
 
 # Elementwise too, though torch does not tag them so.
-_ALSO = (
+ALSO_ELEMENTWISE = (
     "_conj", "_conj_physical", "_neg_view", "_pin_memory", "_to_copy", "alias", "conj", "detach", "detach_",
     "empty_like", "fill", "fill_", "full_like", "imag", "is_pinned", "lift_fresh", "masked_fill_", "ones_like",
     "pin_memory", "real", "record_stream", "resolve_conj", "resolve_neg", "where", "zero", "zero_", "zeros_like",
 )  # fmt: skip
 
 
-@answers("pointwise", *_ALSO)
+@answers("pointwise", *ALSO_ELEMENTWISE)
 def elementwise(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Compute on this rank's run. The result is laid out as the operands are."""
     runs = _runs_of_one_spec(args) if not kwargs or _all_numbers(kwargs) else None
@@ -116,19 +117,18 @@ def same_view(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 
 @answers("index_put_")
-def filled_where(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """`tensor[mask] = number`, for a mask that lies as the tensor does; other indices need an owner."""
+def filled_where(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = on_owner) -> object:
+    """`tensor[mask] = number`, for a mask that lies as the tensor does; `otherwise` answers other indices."""
     tensor, indices, value, *accumulate = args
     one, index = lone_value(value), indices[0] if len(indices) == 1 else None
     if one is None or index is None or any(accumulate):
-        return on_owner(func, args, kwargs)
-    if isinstance(index, RaggedDTensor) and index.dtype == torch.bool:
-        number = one.to(tensor.dtype).reshape(())
-        return elementwise(torch.ops.aten.masked_fill_.Tensor, (tensor, index, number), {})
+        return otherwise(func, args, kwargs)
+    if isinstance(index, OwnDTensor) and index.dtype == torch.bool:
+        return tensor.masked_fill_(index, one.to(tensor.dtype).reshape(()))
     if tensor.shape == (1,) and not isinstance(index, DTensor):
         # A scalar, and its mask as torch gives it: the index 0, or none. It is the same on all ranks.
-        return elementwise(torch.ops.aten.fill_.Tensor, (tensor, one.reshape(())), {}) if index.numel() else tensor
-    return on_owner(func, args, kwargs)
+        return tensor.fill_(one.reshape(())) if index.numel() else tensor
+    return otherwise(func, args, kwargs)
 
 
 # Other values

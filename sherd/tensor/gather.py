@@ -14,6 +14,7 @@ from sherd.comm.failures import named
 from sherd.layout.placement import Cut
 from sherd.layout.runs import Runs
 from sherd.tensor.placement import Layout, Split
+from sherd.tensor.places import Places
 
 PADDING_LIMIT = 2
 """An all-gather pads every piece to the largest. Up to this many times the tensor's size one call is worth it; beyond,
@@ -128,7 +129,7 @@ def part_given(
     return value.view_as(local) if value.dim() in (1, local.dim()) and value.numel() == local.numel() else None
 
 
-def counted_here(local: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+def counted_here(local: torch.Tensor, layout: Places) -> list[torch.Tensor]:
     """Returns what a reduction counts of this rank's run: views, in order. Each element counts on one rank."""
     if layout.counted is None:
         return [local]

@@ -9,7 +9,7 @@ load unsharded tensors. Both are cut like the parameter: when they are loaded, o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,57 +17,58 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec, local_tensor, register_optimizer_step_pre_hook, spec_of, specs_of
+from sherd.tensor.chunks import on_chunks
 from sherd.tensor.operands import common_owner, layouts_in, local_of, lone_value, mixed
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor, distribute_ragged, redistribute_to, result_like
+from sherd.tensor.sharded import ShardedDTensor, by_torch, sharded_dtensor
 from sherd.tensor.state_kind import StateKind, kind_of
-from sherd.tensor.table import Args, Aten, Kwargs, answers, is_in_place, tensors_among
+from sherd.tensor.table import RAGGED, SHARDED, Args, Aten, Kwargs, first_list, is_in_place, is_list_of_tensors
 
-OnRuns = Callable[[Aten, Args, Kwargs], Sequence[torch.Tensor] | None]
+OnLists = Callable[[Aten, Args, Kwargs], object]
+ON_LISTS = ("_foreach_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 
-@answers("_foreach_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+@SHARDED.answers(*ON_LISTS)
+@RAGGED.answers(*ON_LISTS)
 def on_lists(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Compute on the lists of this rank's runs. Results, if there are any, are laid out as the first list is."""
+    """Compute on the lists of this rank's pieces. Results, if there are any, are laid out as the first list is."""
     if is_in_place(func):
-        torch.autograd.graph.increment_version(_first_list(args))
-    return by_kind(_on_runs, func, args, kwargs)
+        torch.autograd.graph.increment_version(first_list(args))
+    return by_kind({RaggedDTensor: _on_runs, ShardedDTensor: on_chunks}, func, args, kwargs)
 
 
-def by_kind(on_runs: OnRuns, func: Aten, args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor] | None:
-    """Give the ragged part of the lists to `on_runs`, and the rest back to torch."""
-    first = _first_list(args)
-    if _all_ragged(first):
-        return on_runs(func, args, kwargs)
-    found: dict[int, torch.Tensor] = {}
+def by_kind(answers: Mapping[type[torch.Tensor], OnLists], func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Give each part of the lists to what answers for its class, and the rest back to torch."""
+    first = first_list(args)
+    if len(set(map(type, first))) == 1 and (answer := answers.get(_kind_of(first[0]))):
+        return answer(func, args, kwargs)
     kinds = [_kind_of(tensor) for tensor in first]
-    for kind in (RaggedDTensor, DTensor, torch.Tensor):
+    found: dict[int, torch.Tensor] = {}
+    made: Any
+    others: list[type[torch.Tensor]] = [DTensor, torch.Tensor]
+    for kind in [*answers, *others]:
         chosen = [index for index, other in enumerate(kinds) if other is kind]
         if not chosen:
             continue
         picked = tuple(_picked(value, chosen, len(first)) for value in args)
         named = {key: _picked(value, chosen, len(first)) for key, value in kwargs.items()}
-        if kind is RaggedDTensor:
-            made = on_runs(func, picked, named)
+        if kind in answers:
+            made = answers[kind](func, picked, named)
         else:
             if kind is torch.Tensor:
                 picked, named = tuple(map(_plain, picked)), {key: _plain(value) for key, value in named.items()}
             for layout in layouts_in(picked, {}):
                 raise mixed(func, layout, first[chosen[0]])
-            made = func(*picked, **named)
+            made = by_torch(func, picked, named)
         found |= zip(chosen, made or (), strict=False)
     return [found[index] for index in range(len(first))] if found else None
-
-
-def _first_list(args: Args) -> list[Any]:
-    """Returns the first list of tensors, which the results are like."""
-    return list(next(value for value in args if isinstance(value, list | tuple)))
 
 
 def _kind_of(tensor: torch.Tensor) -> type[torch.Tensor]:
     if isinstance(tensor, RaggedDTensor):
         return RaggedDTensor
-    return DTensor if type(tensor) is DTensor else torch.Tensor
+    return type(tensor) if type(tensor) in (ShardedDTensor, DTensor) else torch.Tensor
 
 
 def _picked(value: object, chosen: list[int], length: int) -> object:
@@ -84,7 +85,7 @@ def _plain(value: object) -> object:
 
 
 def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor] | None:
-    first = _first_list(args)
+    first = first_list(args)
     specs = specs_of(first)
     local_args = [_local_of(value, first, specs, func) for value in args]
     local_kwargs = {key: _local_of(value, first, specs, func) for key, value in kwargs.items()}
@@ -102,7 +103,7 @@ def _local_of(given: object, first: Sequence[RaggedDTensor], specs: list[DTensor
         if one is None:
             raise mixed(func, layout_of(specs[0]), given)
         return one.reshape(())
-    if not isinstance(given, list | tuple) or not any(True for _ in tensors_among(given)):
+    if not is_list_of_tensors(given):
         return given
     if not _all_ragged(given):
         # The step counts of optimizers, or scalars to multiply by.
@@ -137,7 +138,8 @@ _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def adopt_state(optimizer: Optimizer) -> None:
-    """Cut the state of ragged parameters as the parameters are. All ranks must call it, as it may gather.
+    """Cut the state of ragged parameters as they are. DTensors of torch, as files bring them, become ours. All ranks
+    must call it, as it may gather.
 
     The state of a scalar, which torch leaves plain, becomes a DTensor with a copy on every rank, as the scalar is.
     """
@@ -158,8 +160,10 @@ def adopt_state(optimizer: Optimizer) -> None:
                 continue
             if layout is not None:
                 state[key] = _cut(value, layout)
+            elif type(value) is DTensor:
+                state[key] = sharded_dtensor(local_tensor(value), spec_of(value))
             elif not parameter.ndim and not isinstance(value, DTensor) and kind is StateKind.ELEMENTS:
-                state[key] = DTensor.from_local(value, parameter.device_mesh, parameter.placements, run_check=False)
+                state[key] = sharded_dtensor(value, spec_of(parameter))
 
 
 def _cut(value: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -7,21 +7,16 @@ rank 1 | z3 |                 | re3 im3 |
 
 from __future__ import annotations
 
-import functools
-
 import torch
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
 
-from sherd._torch import DTensorSpec, local_tensor, spec_of
+from sherd._torch import dtensor_spec, local_tensor, spec_of
 from sherd.layout.placement import Shape
 from sherd.layout.runs import Runs
 from sherd.tensor.operands import on_owner, unknown
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_result
-from sherd.tensor.table import Args, Aten, Kwargs, answers
-
-Shardings = list[tuple[list[Replicate | Shard], list[Replicate | Shard]]]
+from sherd.tensor.sharded import sharded_dtensor
+from sherd.tensor.table import SHARDED, Args, Aten, Kwargs, answers
 
 
 @answers("view_as_real")
@@ -60,16 +55,11 @@ def _recut(local: torch.Tensor, layout: Layout, cut: Runs, shape: Shape) -> Ragg
     return as_result(local.view(made.local_shape), made)
 
 
-@functools.cache
-def see_complex_shards_as_pairs() -> None:
-    """Let `view_as_real` of torch's own DTensor be a view of its shard, however it is sharded.
-
-    Torch replicates a tensor that is sharded on its last dim, a vector say, and makes pairs of that copy. Adam and its
-    like step the copy, and train nothing (`test_complex_parameters_train_under_every_placement`).
-    """
-
-    def shardings(tensor: DTensorSpec) -> Shardings:
-        sharded: Shardings = [([Shard(dim)], [Shard(dim)]) for dim in range(tensor.ndim)]
-        return [([Replicate()], [Replicate()]), *sharded]
-
-    register_sharding(torch.ops.aten.view_as_real.default)(shardings)
+@SHARDED.answers("view_as_real")
+def chunk_as_pairs(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Returns a view of this rank's chunk. Torch replicates a tensor that is sharded on its last dim, a vector say, and
+    makes pairs of that copy; Adam and its like would step the copy, and train nothing."""
+    tensor = args[0]
+    local, spec = func(local_tensor(tensor)), spec_of(tensor)
+    shape, strides = torch.Size((*tensor.shape, 2)), (*(2 * each for each in spec.stride), 1)
+    return sharded_dtensor(local, dtensor_spec(spec.mesh, spec.placements, shape, local.dtype, strides))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from sherd._torch import DTensorSpec, asked_by_spec, device_of, dtensor_spec
+from sherd._torch import DTensorSpec, asked_by_spec
 from sherd.errors import PlacementError
 from sherd.layout.extent import Extent, chunks
 from sherd.layout.placement import Shape
 from sherd.layout.runs import Runs
+from sherd.tensor.places import Places
 from sherd.tensor.vectors import VectorShard, counted
 
 
@@ -149,27 +150,17 @@ class Split:
     rank: int
 
 
-class Layout:
-    """The places of one ragged tensor's pieces, seen from this rank. Read once from a spec, and kept with it.
+class Layout(Places):
+    """The places of one ragged tensor's pieces, seen from this rank.
 
-    shape: the shape of the unsharded tensor.
     ragged: the placements of the mesh axes that it is cut into runs over, by axis; all have the same `cut`.
     splits: the mesh axes with `Shard(dim)`, which cut the tensor before the runs do.
     offsets, cut.shape: the first index and the size, in each dim, of the part that the splits leave to this rank.
     axes: the mesh axes whose ranks hold the runs of this part, the fastest first. `rank` is this rank's number there.
     owner: the one of these ranks that holds the tensor unsharded, in its own shape; None if there is none.
-    joined_axes: the mesh axes whose ranks hold different elements: reductions go over these.
-    copied_axes: the mesh axes whose ranks hold the same elements.
-    is_of_vectors: the tensor is a flat parameter over tensor parallelism.
-    counted: the extents of this rank's run that a reduction counts here, for a flat parameter over tensor parallelism,
-        of which other ranks count some elements; None if this rank counts all.
-    strides: of a tensor at one owner whose elements are not in order there (a transposed view); else None.
     """
 
-    __slots__ = (
-        "axes", "by_dtype", "copied_axes", "counted", "cut", "is_of_vectors", "joined_axes", "local_shape", "mesh",
-        "numel", "offsets", "owner", "placements", "ragged", "rank", "shape", "splits", "strides", "value_specs",
-    )  # fmt: skip
+    __slots__ = ("axes", "cut", "local_shape", "offsets", "owner", "ragged", "rank", "splits")
 
     def __init__(
         self,
@@ -178,11 +169,7 @@ class Layout:
         shape: Shape,
         strides: tuple[int, ...] | None = None,
     ) -> None:
-        self.mesh = mesh
-        self.placements = placements
-        self.shape = shape
-        self.numel = prod(shape)
-        self.strides = strides
+        super().__init__(mesh, placements, shape, strides)
         self.ragged, sharded = _by_axis(placements)
         self.cut = next(iter(self.ragged.values())).cut
         coordinate = mesh.get_coordinate()
@@ -193,13 +180,8 @@ class Layout:
         self.splits, self.offsets = self._splits_before_runs(sharded, vectors, coordinate)
         self.rank: int = sum(coordinate[axis] * self.ragged[axis].stride for axis in self.axes)
         self.local_shape = self.cut.local_shape(self.rank)
-        many = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-        self.joined_axes = tuple(axis for axis in many if not placements[axis].is_replicate())
-        self.copied_axes = tuple(axis for axis in many if placements[axis].is_replicate())
         self.counted = counted(vectors, self.cut.piece(self.rank), coordinate)
         self.owner = None if any(axis in self.joined_axes for axis in sharded) else _owner(self.cut)
-        self.by_dtype: dict[torch.dtype, DTensorSpec] = {}
-        self.value_specs: dict[tuple[torch.Size, torch.dtype], DTensorSpec] = {}
 
     def _axes_of_runs(self, coordinate: Sequence[int] | None) -> tuple[int, ...]:
         """Returns the axes that the runs are on, the fastest first."""
@@ -253,33 +235,11 @@ class Layout:
             )
         return tuple(splits), tuple(offsets)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Layout:
-        return self
-
-    @property
-    def device(self) -> torch.device:
-        """The device of results on ranks that had no part in them."""
-        return device_of(self.mesh)
-
-    @property
-    def groups(self) -> tuple[ProcessGroup, ...]:
-        """The process groups whose ranks hold different elements: to reduce over all of them is to reduce over the
-        tensor."""
-        return tuple(self.mesh.get_group(axis) for axis in self.joined_axes)
-
     @property
     def part_placements(self) -> tuple[Placement, ...]:
         """The placements of the tensor once its runs are gathered, and nothing else. They are torch's own, unless it is
         a flat parameter over tensor parallelism."""
         return tuple(Replicate() if axis in self.ragged else each for axis, each in enumerate(self.placements))
-
-    def spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """Returns the spec of a tensor of `dtype` in this layout; the same object each time."""
-        found = self.by_dtype.get(dtype)
-        if found is None:
-            found = dtensor_spec(self.mesh, self.placements, torch.Size(self.shape), dtype, self.strides)
-            self.by_dtype[dtype] = attach(found, self)
-        return found
 
     def owned_cut(self, shape: Shape) -> Runs:
         """Returns the cut of a tensor of `shape` that is where this one is: unsharded at its owner."""
@@ -303,12 +263,6 @@ class Layout:
         `others` on the other axes."""
         ragged = {axis: RaggedShard(cut, placement.stride) for axis, placement in self.ragged.items()}
         return Layout(self.mesh, tuple(ragged.get(axis, each) for axis, each in enumerate(others)), shape, strides)
-
-    def same_as(self, other: Layout) -> bool:
-        """Returns True if both layouts have the same elements on the same ranks."""
-        return self is other or (
-            self.placements == other.placements and self.shape == other.shape and self.mesh == other.mesh
-        )
 
     def shares_ranks_with(self, other: Layout) -> bool:
         """Returns True if the same ranks hold the pieces of both tensors, one by one."""
@@ -358,24 +312,35 @@ def _owner(cut: Runs) -> int | None:
     return cut.first if not holding else holding[0] if len(holding) == 1 else None
 
 
-def attach(spec: DTensorSpec, layout: Layout) -> DTensorSpec:
-    """Keep `layout` with `spec`, for `layout_of`: every operation on a ragged tensor asks for it."""
-    spec.sherd_layout = layout
-    return spec
-
-
 def layout_of(spec: DTensorSpec) -> Layout:
-    """Returns the layout that a spec describes.
+    """Returns the layout that the spec of a ragged tensor describes.
 
     Raises:
         PlacementError: no ragged tensor can have this spec.
     """
-    found: Layout | None = spec.__dict__.get("sherd_layout")
+    found: Layout | None = spec.__dict__.get("sherd_places")
     if found is None:
         found = Layout(spec.mesh, spec.placements, tuple(spec.shape))
-        assert spec.tensor_meta is not None, "a DTensor's spec has it"
-        found.by_dtype[spec.tensor_meta.dtype] = attach(spec, found)
+        found.keep_with(spec)
     return found
+
+
+def places_of(spec: DTensorSpec) -> Places:
+    """Returns the places that the spec of any sharded tensor describes, of runs or of equal chunks."""
+    found: Places | None = spec.__dict__.get("sherd_places")
+    if found is None:
+        if has_ragged(spec.placements):
+            return layout_of(spec)
+        # Torch hands its specs on, also to files; so these places are kept with specs of their own only.
+        key = id(spec.mesh), spec.placements, spec.shape, spec.stride
+        found = _alike.get(key)
+        if found is None:
+            found = _alike[key] = Places(spec.mesh, spec.placements, tuple(spec.shape), spec.stride)
+    return found
+
+
+# Tensors that lie alike have the same object, so that lists of them are compared at once. It keeps the mesh.
+_alike: weakref.WeakValueDictionary[object, Places] = weakref.WeakValueDictionary()
 
 
 def has_ragged(placements: Sequence[Placement]) -> bool:

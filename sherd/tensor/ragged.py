@@ -19,7 +19,6 @@ from sherd._torch import (
     answer_checkpointing,
     attributes_of,
     dispatches_itself,
-    dtensor,
     dtensor_of,
     local_tensor,
     not_traced,
@@ -30,15 +29,17 @@ from sherd.errors import PlacementError, WriteBackError
 from sherd.layout.extent import Extent
 from sherd.layout.runs import Runs
 from sherd.tensor.checkpoint import box_at, chunk_list, write_items
-from sherd.tensor.gather import gather, gather_part, part_given, piece_of, shard_of
+from sherd.tensor.gather import gather, gather_part, piece_of, shard_of
+from sherd.tensor.own import OwnDTensor
 from sherd.tensor.placement import Layout, RaggedShard, has_ragged, is_ragged, layout_of
-from sherd.tensor.table import Args, Aten, Kwargs, operation_for
+from sherd.tensor.sharded import sharded_dtensor
+from sherd.tensor.table import RAGGED, Args, Aten, Kwargs
 from sherd.tensor.vectors import VectorShard
 
 Reading = Callable[[torch.Tensor, Layout], torch.Tensor]
 
 
-class RaggedDTensor(DTensor):
+class RaggedDTensor(OwnDTensor):
     """A tensor of which each rank of one mesh axis, or of several, holds a run of elements (`sherd.layout.runs.Runs`).
     It is the ragged shard of veScale-FSDP and Megatron-FSDP, as a DTensor. On other axes it may be sharded on a dim too
     (tensor parallel): then the part that each rank there has is cut into runs.
@@ -55,40 +56,19 @@ class RaggedDTensor(DTensor):
         cls, func: Aten, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """Answer an operation, or raise `PlacementError` for one that has no answer."""
-        return operation_for(func)(func, args, kwargs or {})
+        return RAGGED.operation_for(func)(func, args, kwargs or {})
 
     @property
     def cut(self) -> Runs:
         """The run of each rank: of the tensor, or of the part of it at this rank's coordinates on other axes."""
         return layout_of(spec_of(self)).cut
 
-    @property
-    def data(self) -> torch.Tensor:
-        """The tensor outside autograd. It can be set to a tensor of this layout, an unsharded tensor, or this
-        rank's run: the values are copied into the memory that the tensor has.
+    def around(self, local: torch.Tensor) -> RaggedDTensor:
+        """Returns a tensor that lies as this one, around `local`, this rank's run of it, outside autograd."""
+        return result_like(local, spec_of(self))
 
-        Raises:
-            WriteBackError: it is set to a tensor of another shape.
-        """
-        plain: Any = torch.Tensor.data
-        found: torch.Tensor = plain.__get__(self)
-        return found
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        layout, local = layout_of(spec_of(self)), local_tensor(self)
-        if isinstance(value, DTensor):
-            same = isinstance(value, RaggedDTensor) and layout_of(spec_of(value)).same_as(layout)
-            value = local_tensor(value) if same else value.full_tensor()
-        part = part_given(value, layout.shape, local, lambda full: piece_of(full, layout))
-        if part is None:
-            raise WriteBackError(
-                f".data = a tensor of shape {tuple(value.shape)}: this one is {tuple(self.shape)}, of which this rank "
-                f"holds {local.numel()} elements; give the whole tensor or this rank's run"
-            )
-        with torch.no_grad():
-            local.copy_(part)
-            torch.autograd.graph.increment_version(self)
+    def _piece_of(self, full: torch.Tensor) -> torch.Tensor:
+        return piece_of(full, layout_of(spec_of(self)))
 
     def __repr__(self) -> str:  # type: ignore[override]
         shape = tuple(self.shape)
@@ -282,8 +262,9 @@ def ragged_dtensor(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Returns a DTensor around `local`, uncopied and outside autograd: ragged if the spec is, else torch's own."""
-    return ragged_dtensor(local, spec) if is_ragged(spec) else dtensor(local, spec)
+    """Returns a DTensor around `local`, uncopied and outside autograd: ragged if the spec is, else in equal
+    chunks."""
+    return ragged_dtensor(local, spec) if is_ragged(spec) else sharded_dtensor(local, spec)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

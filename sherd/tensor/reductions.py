@@ -1,4 +1,5 @@
-"""Sums, norms, extrema and tests over a whole ragged tensor: each becomes one value that every rank knows.
+"""Sums, norms, extrema and tests over a whole ragged tensor, and norms of one in equal chunks: each becomes one value
+that every rank knows.
 
 Each rank reduces its run; one all-reduce over each mesh axis that shards the tensor joins the ranks' values
 (`sherd.tensor.reduction_table`). Replicas know the same already. The answer is a replicated DTensor.
@@ -13,12 +14,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import local_tensor, spec_of
+from sherd._torch import local_tensor, spec_of, specs_of
 from sherd.tensor.elementwise import elementwise
 from sherd.tensor.gather import counted_here, gather
 from sherd.tensor.operands import layouts_in, local_of, lone_value, on_owner, unknown
 from sherd.tensor.optimizers import by_kind
-from sherd.tensor.placement import Layout, layout_of
+from sherd.tensor.placement import Layout, layout_of, places_of
+from sherd.tensor.places import Places
 from sherd.tensor.ragged import RaggedDTensor
 from sherd.tensor.reduction_table import (
     ALL,
@@ -32,10 +34,12 @@ from sherd.tensor.reduction_table import (
     norm_of_order,
     wide,
 )
-from sherd.tensor.replicated import known
-from sherd.tensor.table import Args, Aten, Kwargs, answers
+from sherd.tensor.replicated import known, known_scalars
+from sherd.tensor.sharded import ShardedDTensor, by_torch
+from sherd.tensor.table import RAGGED, SHARDED, Args, Aten, Kwargs, answers
 
 OfAll = Callable[[Aten, torch.Tensor, Layout, Kwargs], torch.Tensor]
+PIECES = (RaggedDTensor, ShardedDTensor)
 
 
 def answers_for_all(*names: str) -> Callable[[OfAll], OfAll]:
@@ -54,11 +58,10 @@ def answers_for_all(*names: str) -> Callable[[OfAll], OfAll]:
             if given.get("out") is not None:
                 raise unknown(func, layout, "out= of a reduction")
             dim = given.get("dim")
-            dims = None if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
             if dim == [] and func.name() in ("aten::all.dims", "aten::any.dims"):
                 return elementwise(func, args, kwargs)  # no dims are none to these two, and all to others
             # max.dim and min.dim give the places too.
-            if func.name() in ("aten::max.dim", "aten::min.dim") or not _covers(dims, layout):
+            if func.name() in ("aten::max.dim", "aten::min.dim") or not _covers(dim, layout):
                 return on_owner(func, args, kwargs)
             _require_accepted(func, tensor, rest, kwargs)
             return _answer(reduce(func, local_tensor(tensor), layout, kwargs), layout, bool(given.get("keepdim")))
@@ -68,9 +71,12 @@ def answers_for_all(*names: str) -> Callable[[OfAll], OfAll]:
     return enter
 
 
-def _covers(dims: Sequence[int] | None, layout: Layout) -> bool:
+def _covers(dim: int | Sequence[int] | None, layout: Places) -> bool:
+    """Returns True if these dims are all that a tensor has; none stands for all."""
+    if dim is None or dim == []:
+        return True
     ndim = len(layout.shape)
-    return dims is None or {dim % ndim if ndim else 0 for dim in dims} >= set(range(ndim))
+    return {each % ndim if ndim else 0 for each in ([dim] if isinstance(dim, int) else dim)} >= set(range(ndim))
 
 
 _accepted: set[tuple[Aten, int, torch.dtype, str]] = set()
@@ -88,11 +94,11 @@ def _require_accepted(func: Aten, tensor: torch.Tensor, rest: Sequence[object], 
         _accepted.add(tried)
 
 
-def _answer(value: torch.Tensor, layout: Layout, keepdim: bool) -> DTensor:
+def _answer(value: torch.Tensor, layout: Places, keepdim: bool) -> DTensor:
     return known(value.reshape((1,) * len(layout.shape)) if keepdim else value, layout)
 
 
-def _counted(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+def _counted(local: torch.Tensor, layout: Places) -> torch.Tensor:
     """Returns this rank's run without the elements that another rank counts."""
     if layout.counted is None:
         return local
@@ -142,7 +148,7 @@ def extreme(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> 
     return _extreme(local, LARGEST if "max" in func.name() else SMALLEST, layout)
 
 
-def _extreme(local: torch.Tensor, row: Reduction, layout: Layout) -> torch.Tensor:
+def _extreme(local: torch.Tensor, row: Reduction, layout: Places) -> torch.Tensor:
     if local.is_complex():  # said here, since a rank without elements would not find out
         raise NotImplementedError(f"{local.dtype} numbers have no largest or smallest; compare their abs()")
     dtype = wide(local.dtype, local.device)
@@ -150,16 +156,17 @@ def _extreme(local: torch.Tensor, row: Reduction, layout: Layout) -> torch.Tenso
     return row.over(here, layout.groups).to(local.dtype)
 
 
-@answers("_foreach_max")
+@SHARDED.answers("_foreach_max")
+@RAGGED.answers("_foreach_max")
 def maxima_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Returns the largest element of each tensor."""
 
-    def of_runs(func: Aten, args: Args, kwargs: Kwargs) -> list[DTensor]:
-        layouts = [layout_of(spec_of(tensor)) for tensor in args[0]]
+    def of_pieces(func: Aten, args: Args, kwargs: Kwargs) -> list[DTensor]:
+        layouts = [places_of(spec_of(tensor)) for tensor in args[0]]
         locals_ = map(local_tensor, args[0])
         return [known(_extreme(local, LARGEST, layout), layout) for local, layout in zip(locals_, layouts, strict=True)]
 
-    return by_kind(of_runs, func, args, kwargs)
+    return by_kind(dict.fromkeys(PIECES, of_pieces), func, args, kwargs)
 
 
 @answers_for_all("all", "any")
@@ -191,62 +198,86 @@ def item(func: Aten, args: Args, kwargs: Kwargs) -> object:
 @answers("linalg_vector_norm", "norm")
 def norm(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Returns the p-norm of all elements."""
-    tensor, *rest = args
+    given = _norm_given(func, args, kwargs)
+    layout = layout_of(spec_of(args[0]))
+    if given.get("out") is not None:
+        raise unknown(func, layout, "out= of a reduction")
+    return (
+        _norm(func, args, kwargs, given) if _covers(given.get("dim") or None, layout) else on_owner(func, args, kwargs)
+    )
+
+
+@SHARDED.answers("linalg_vector_norm", "norm")
+def norm_of_chunks(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Returns the p-norm of all elements, which torch would leave to the first who reads it: `item()` reads one rank's
+    part of an infinity norm."""
+    given = _norm_given(func, args, kwargs)
+    covers = _covers(given.get("dim") or None, places_of(spec_of(args[0])))
+    return (
+        by_torch(func, args, kwargs) if given.get("out") is not None or not covers else _norm(func, args, kwargs, given)
+    )
+
+
+def _norm_given(func: Aten, args: Args, kwargs: Kwargs) -> Kwargs:
+    """Returns the arguments of a norm by their names."""
+    _, *rest = args
     given = dict(zip(("ord", "dim", "keepdim", "dtype"), rest, strict=False)) | kwargs
     if func.name() == "aten::norm.ScalarOpt_dtype":
         given = {"ord": rest[0], "dtype": rest[1] if len(rest) > 1 else kwargs["dtype"]}
-    layout = layout_of(spec_of(tensor))
+    return given
+
+
+def _norm(func: Aten, args: Args, kwargs: Kwargs, given: Kwargs) -> DTensor:
+    tensor, *rest = args
+    layout = places_of(spec_of(tensor))
     power = given.get("ord", given.get("p"))
-    power = 2.0 if power is None else float(power)
-    if given.get("out") is not None:
-        raise unknown(func, layout, "out= of a reduction")
-    if not _covers(given.get("dim") or None, layout):
-        return on_owner(func, args, kwargs)
     _require_accepted(func, tensor, rest, kwargs)
-    (value,) = norms([tensor], power, given.get("dtype"), layout)
+    (value,) = norms([tensor], 2.0 if power is None else float(power), given.get("dtype"), layout)
     return _answer(value, layout, bool(given.get("keepdim")))
 
 
-@answers("_foreach_norm")
+@SHARDED.answers("_foreach_norm")
+@RAGGED.answers("_foreach_norm")
 def norms_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Returns the p-norm of each tensor. Tensors sharded over the same mesh axes share one all-reduce per axis."""
 
-    def of_runs(func: Aten, args: Args, kwargs: Kwargs) -> list[DTensor]:
+    def of_pieces(func: Aten, args: Args, kwargs: Kwargs) -> list[DTensor]:
         tensors, *rest = args
         given = dict(zip(("ord", "dtype"), rest, strict=False)) | kwargs
         values: dict[int, DTensor] = {}
         for layout, indices in _by_axes(tensors).items():
-            together = [tensors[index] for index in indices]
+            together = tensors if len(indices) == len(tensors) else [tensors[index] for index in indices]
             found = norms(together, float(given.get("ord", 2)), given.get("dtype"), layout)
-            values |= {index: known(value, layout) for index, value in zip(indices, found, strict=True)}
+            values.update(zip(indices, known_scalars(found, layout), strict=True))
         return [values[index] for index in range(len(tensors))]
 
-    return by_kind(of_runs, func, args, kwargs)
+    return by_kind(dict.fromkeys(PIECES, of_pieces), func, args, kwargs)
 
 
-def _by_axes(tensors: Sequence[RaggedDTensor]) -> dict[Layout, list[int]]:
-    """Returns which tensors are sharded over the same mesh axes, by the layout of the first of them."""
-    leaders: dict[tuple[DeviceMesh, tuple[int, ...]], Layout] = {}
-    found: dict[Layout, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        layout = layout_of(spec_of(tensor))
-        leader = leaders.setdefault((layout.mesh, layout.joined_axes), layout)
-        found.setdefault(leader, []).append(index)
+def _by_axes(tensors: Sequence[DTensor]) -> dict[Places, list[int]]:
+    """Returns which tensors are sharded over the same mesh axes, by the places of the first of them."""
+    places = list(map(places_of, specs_of(tensors)))
+    by_axes: dict[tuple[DeviceMesh, tuple[int, ...]], Places] = {}
+    leaders = {each: by_axes.setdefault((each.mesh, each.joined_axes), each) for each in dict.fromkeys(places)}
+    found: dict[Places, list[int]] = {each: [] for each in by_axes.values()}
+    for index, each in enumerate(places):
+        found[leaders[each]].append(index)
     return found
 
 
-def norms(
-    tensors: Sequence[RaggedDTensor], power: float, dtype: torch.dtype | None, layout: Layout
-) -> list[torch.Tensor]:
+def norms(tensors: Sequence[DTensor], power: float, dtype: torch.dtype | None, layout: Places) -> list[torch.Tensor]:
     """Returns the p-norm of each tensor, in `dtype` (None: in its own); one all-reduce per axis. All are sharded over
     the axes that `layout` is sharded over."""
-    locals_ = [_counted(local_tensor(tensor), layout_of(spec_of(tensor))) for tensor in tensors]
+    locals_ = list(map(local_tensor, tensors))
+    if any(each.is_of_vectors for each in (layout, *map(places_of, specs_of(tensors)))):
+        locals_ = [_counted(local, places_of(spec_of(each))) for local, each in zip(locals_, tensors, strict=True)]
     locals_ = locals_ if dtype is None else [local.to(dtype) for local in locals_]
-    wrong = next((local.dtype for local in locals_ if not (local.is_floating_point() or local.is_complex())), None)
-    if wrong is not None:  # said here, since a rank without elements would not find out
-        raise RuntimeError(f"a norm is of floating point or complex numbers, not of {wrong}")
+    dtypes = {local.dtype for local in locals_}
+    for each in dtypes:
+        if not (each.is_floating_point or each.is_complex):  # a rank without elements would not find out
+            raise RuntimeError(f"a norm is of floating point or complex numbers, not of {each}")
     row = norm_of_order(power)
-    if len({local.dtype for local in locals_}) == 1 and all(local.numel() for local in locals_):
+    if len(dtypes) == 1 and all(local.numel() for local in locals_):
         here = local_norms(locals_, power, foreach=True)
     else:
         here = [
@@ -256,24 +287,27 @@ def norms(
             for local in locals_
         ]
     joint = row.over(torch.stack(here).to(wide(torch.float32, locals_[0].device)), layout.groups)
-    by_dtype = {kind: joint.to(kind).unbind() for kind in {local.dtype.to_real() for local in locals_}}
+    by_dtype = {kind: joint.to(kind).unbind() for kind in {each.to_real() for each in dtypes}}
+    if len(dtypes) == 1:
+        return list(*by_dtype.values())
     return [by_dtype[local.dtype.to_real()][index] for index, local in enumerate(locals_)]
 
 
 # Gradient scaling
 
 
-@answers("_amp_foreach_non_finite_check_and_unscale_")
+@SHARDED.answers("_amp_foreach_non_finite_check_and_unscale_")
+@RAGGED.answers("_amp_foreach_non_finite_check_and_unscale_")
 def unscaled(func: Aten, args: Args, kwargs: Kwargs) -> None:
-    """Unscale this rank's runs; `found_inf` is set on all ranks when it is on one."""
+    """Unscale this rank's pieces; `found_inf` is set on all ranks when it is on one."""
 
-    def on_runs(func: Aten, args: Args, kwargs: Kwargs) -> None:
-        runs, found, inverse = args
-        for layout, indices in _by_axes(runs).items():
+    def on_pieces(func: Aten, args: Args, kwargs: Kwargs) -> None:
+        pieces, found, inverse = args
+        for layout, indices in _by_axes(pieces).items():
             found_here = torch.zeros_like(found)
-            func([local_tensor(runs[index]) for index in indices], found_here, inverse)
+            func([local_tensor(pieces[index]) for index in indices], found_here, inverse)
             torch.maximum(found, ANY.over(found_here, layout.groups), out=found)
 
     grads, *numbers = args
     plain = [number if one is None else one for number in numbers for one in [lone_value(number)]]
-    by_kind(on_runs, func, (grads, *plain), kwargs)
+    by_kind(dict.fromkeys(PIECES, on_pieces), func, (grads, *plain), kwargs)

@@ -12,9 +12,19 @@ from typing import NoReturn
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from sherd._torch import dispatches_itself, dtensor, dtensor_of, dtensor_spec, local_tensor, not_traced, spec_of
-from sherd.tensor.placement import Layout
-from sherd.tensor.table import Args, Aten, Kwargs, operation_for, tensors_among, with_changed
+from sherd._torch import (
+    DTensorSpec,
+    dispatches_itself,
+    dtensor,
+    dtensor_of,
+    dtensor_spec,
+    local_tensor,
+    maker_of,
+    not_traced,
+    spec_of,
+)
+from sherd.tensor.places import Places
+from sherd.tensor.table import Args, Aten, Kwargs, tensors_among, with_changed
 
 
 class ReplicatedDTensor(DTensor):
@@ -38,8 +48,9 @@ class ReplicatedDTensor(DTensor):
                 only_scalars = only_scalars and tensor.ndim == 0
         if only_scalars and not dtensors:
             return _computed(func, args, kwargs, replicated[0])
-        if any(type(dtensor) is not DTensor for dtensor in dtensors):
-            return operation_for(func)(func, args, kwargs)
+        for other in dtensors:
+            if type(other) is not DTensor:
+                return other.__torch_dispatch__(func, types, args, kwargs)
         stock_args, stock_kwargs = with_changed((args, kwargs), ReplicatedDTensor, _stock)
         return func(*stock_args, **stock_kwargs)
 
@@ -71,11 +82,24 @@ def _computed(func: Aten, args: Args, kwargs: Kwargs, like: ReplicatedDTensor) -
     return with_changed(result, torch.Tensor, replicated)
 
 
-def known(value: torch.Tensor, layout: Layout) -> ReplicatedDTensor:
+def known(value: torch.Tensor, layout: Places) -> ReplicatedDTensor:
     """Returns a value that all ranks of a mesh have, as a DTensor on it."""
+    return _around(value, _spec_of_value(value, layout))
+
+
+def known_scalars(values: Sequence[torch.Tensor], layout: Places) -> list[ReplicatedDTensor]:
+    """Returns `known` of each of many values without dimensions."""
+    specs = {dtype: _spec_of_value(torch.empty((), dtype=dtype), layout) for dtype in {value.dtype for value in values}}
+    return [_around(value, specs[value.dtype]) for value in values]
+
+
+_around = maker_of(ReplicatedDTensor)
+
+
+def _spec_of_value(value: torch.Tensor, layout: Places) -> DTensorSpec:
     key = (value.shape, value.dtype)
     spec = layout.value_specs.get(key)
     if spec is None:
         mesh = layout.mesh
         spec = layout.value_specs[key] = dtensor_spec(mesh, (Replicate(),) * mesh.ndim, value.shape, value.dtype)
-    return dtensor_of(ReplicatedDTensor, value, spec, False)
+    return spec

@@ -1,9 +1,9 @@
-"""The table of operations on ragged tensors, filled by the files that answer them; and walks over arguments."""
+"""The tables of operations on sharded tensors, filled by the files that answer them; and walks over arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
 
@@ -19,43 +19,59 @@ class Aten(Protocol):
     @property
     def tags(self) -> Sequence[torch.Tag]: ...
 
+    @property
+    def is_view(self) -> bool: ...
+
     def name(self) -> str: ...
 
     def __call__(self, *args: object, **kwargs: object) -> Any: ...
 
 
 Operation = Callable[[Aten, Args, Kwargs], object]
-
-_named: dict[str, Operation] = {}
-_found: dict[Aten, Operation] = {}
+Answer = TypeVar("Answer", bound=Operation)
 
 
-def answers(*names: str) -> Callable[[Operation], Operation]:
-    """Let a function answer all overloads of these operations of `torch.ops.aten`.
+class Table:
+    """What answers each operation on tensors of one class."""
 
-    Some names stand for many: "pointwise" (all that torch tags so), "_foreach_" (all that begin so), "other".
-    """
+    def __init__(self) -> None:
+        self._named: dict[str, Operation] = {}
+        self._found: dict[Aten, Operation] = {}
 
-    def enter(operation: Operation) -> Operation:
-        for name in names:
-            assert name not in _named, f"two functions answer {name}"
-            _named[name] = operation
+    def answers(self, *names: str) -> Callable[[Answer], Answer]:
+        """Let a function answer all overloads of these operations of `torch.ops.aten`.
+
+        Some names stand for many: "pointwise" (all that torch tags so), "_foreach_" (all that begin so), "other".
+        """
+
+        def enter(operation: Answer) -> Answer:
+            for name in names:
+                assert name not in self._named, f"two functions answer {name}"
+                self._named[name] = operation
+            return operation
+
+        return enter
+
+    def operation_for(self, func: Aten) -> Operation:
+        """Returns the function that answers `func`, looked up once."""
+        operation = self._found.get(func)
+        if operation is None:
+            namespace, _, name = func.name().partition("::")
+            name = name.partition(".")[0]
+            if namespace != "aten" or name not in self._named:
+                name = "_foreach_" if name.startswith("_foreach_") else ""
+                name = name or ("pointwise" if torch.Tag.pointwise in func.tags else "other")
+            operation = self._found[func] = self._named[name]
         return operation
 
-    return enter
 
+RAGGED = Table()
+"""Answers operations on tensors that are cut into runs."""
 
-def operation_for(func: Aten) -> Operation:
-    """Returns the function that answers `func`, looked up once."""
-    operation = _found.get(func)
-    if operation is None:
-        namespace, _, name = func.name().partition("::")
-        name = name.partition(".")[0]
-        if namespace != "aten" or name not in _named:
-            name = "_foreach_" if name.startswith("_foreach_") else ""
-            name = name or ("pointwise" if torch.Tag.pointwise in func.tags else "other")
-        operation = _found[func] = _named[name]
-    return operation
+SHARDED = Table()
+"""Answers operations on tensors that are cut into equal chunks; "other" are torch's."""
+
+answers = RAGGED.answers
 
 
 def is_in_place(func: Aten) -> bool:
@@ -76,6 +92,16 @@ def tensors_among(values: Iterable[object]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_among(value)
+
+
+def first_list(args: Args) -> list[Any]:
+    """Returns the first list of tensors, which the results of an operation on lists are like."""
+    return list(next(value for value in args if isinstance(value, list | tuple)))
+
+
+def is_list_of_tensors(value: object) -> TypeGuard[Sequence[Any]]:
+    """Returns True for a list with a tensor in it."""
+    return isinstance(value, list | tuple) and any(True for _ in tensors_among(value))
 
 
 def with_changed(values: Any, kind: type[Changed], change: Callable[[Changed], object]) -> Any:

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import sherd
 from sherd import fully_shard
 from sherd.errors import ModuleError, RanksDifferError, StateError, UnsupportedError
+from sherd.tensor.ragged import as_dtensor
 from tests.adoption.adapters import LAYOUTS, Adapter, Tied, adapt, assert_alike, inner, net, sgd, shards, steps
 from tests.support.comparing import assert_same, whole, whole_params
 from tests.support.models import WIDTH, noise
@@ -97,7 +98,9 @@ def stepped_in_the_place_of_dropped_parameters():
     assert len(sherd.refresh(model).dropped) == 200
     gc.collect()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    new = [nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])) for _ in range(2000)]
+    stock = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    # Of the class that shards have, or their memory does not fit.
+    new = [nn.Parameter(as_dtensor(torch.ones_like(stock.to_local()), stock._spec)) for _ in range(2000)]
     in_their_place = [each for each in new if id(each) in places]
     assert in_their_place, "no parameter was made where a dropped one had been"
     for each in in_their_place:

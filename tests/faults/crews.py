@@ -314,7 +314,7 @@ class Crew:
         return (self.folder / f"{rank}.stack").read_text()
 
     def _end(self) -> None:
-        patience = time.monotonic() + 2
+        patience = time.monotonic() + 30  # for an exit on a busy machine
         for process, end in zip(self._processes, self.ends.of_rank, strict=False):
             if not end.is_stuck:
                 process.join(max(0.0, patience - time.monotonic()))

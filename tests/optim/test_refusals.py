@@ -13,17 +13,20 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from sherd import Flat, Owned, fully_shard, replicate
 from sherd.errors import OptimizerError, SherdError
 from sherd.optim import flatten_optimizer
-from tests.support.comparing import assert_refused
+from tests.support.comparing import assert_refused, assert_same, whole_params
 from tests.support.ranks.bodies import on_threads
-from tests.support.refusals import refusal
 from tests.support.training import made
+
+# Not of DTensors of torch, which have no rule for their operations.
+STEPPED = {
+    "SGD": functools.partial(optim.SGD, lr=0.1, fused=True),
+    "Adagrad": functools.partial(optim.Adagrad, fused=True),
+    "Rprop": functools.partial(optim.Rprop, foreach=True),
+    "Rprop for-loop": functools.partial(optim.Rprop, foreach=False),
+}
 
 # By name: the optimizer, and the placement that it steps; None: it takes only unsharded parameters.
 REFUSED = {
-    "SGD": (functools.partial(optim.SGD, lr=0.1, fused=True), Flat()),
-    "Adagrad": (functools.partial(optim.Adagrad, fused=True), Flat()),
-    "Rprop": (functools.partial(optim.Rprop, foreach=True), Flat()),
-    "Rprop for-loop": (functools.partial(optim.Rprop, foreach=False), Flat()),
     "Adafactor": (functools.partial(optim.Adafactor, foreach=True), Owned()),
     "Adafactor for-loop": (functools.partial(optim.Adafactor, foreach=False), Owned()),
     "LBFGS": (optim.LBFGS, None),
@@ -57,6 +60,15 @@ def test_what_cannot_be_stepped_is_named_and_the_remedy_works(name):
         trained(fully_shard(made(odd)), make)
     remedied = fully_shard(made(odd), placement=works) if works else replicate(made(odd))
     assert trained(remedied, make) == pytest.approx(trained(made(odd), make), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", STEPPED)
+@on_threads(2)
+def test_what_torch_has_no_rule_for_is_stepped_chunk_by_chunk(name):
+    make = STEPPED[name]
+    for placement in (None, Flat()):
+        found = trained(fully_shard(made(odd), placement=placement), make)
+        assert found == pytest.approx(trained(made(odd), make), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -155,13 +167,15 @@ def test_what_is_no_optimizer_is_named():
 
 
 @on_threads(2)
-def test_a_list_of_shards_and_plain_parameters_is_refused_where_torch_makes_one():
-    ways = {"foreach": optim.SGD, "fused": optim.Adam}
-    for (form, kind), placement in itertools.product(ways.items(), (None, Flat())):
-        model = made(odd)
+def test_shards_and_plain_parameters_are_stepped_and_clipped_in_one_list():
+    for (form, kind), placement in itertools.product(
+        {"foreach": optim.SGD, "fused": optim.Adam}.items(), (None, Flat())
+    ):
+        plain, model = made(odd), made(odd)
         fully_shard(model, ignored_params={model[2].bias}, placement=placement)
-        model(torch.ones(3, 4)).sum().backward()
-        said = refusal(OptimizerError, kind(model.parameters(), lr=0.1, **{form: True}).step)
-        assert (f"{form}=False" in said) == (placement is None), (form, placement, said)
-        own = [[model[2].bias], [each for each in model.parameters() if each is not model[2].bias]]
-        kind([{"params": each} for each in own], lr=0.1, **{form: True}).step()
+        for each in (plain, model):
+            each(torch.ones(3, 4)).sum().backward()
+            norm = nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+            kind(each.parameters(), lr=0.1, **{form: True}).step()
+        assert norm.full_tensor() > 0.5
+        assert_same(whole_params(model), whole_params(plain))

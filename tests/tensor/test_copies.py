@@ -17,6 +17,7 @@ from sherd.errors import PlacementError
 from sherd.layout.runs import Runs
 from sherd.tensor.placement import layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, distribute_ragged, ragged_dtensor, redistribute_to
+from sherd.tensor.sharded import ShardedDTensor
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.refusals import refusal
 from tests.tensor.cuts import KINDS, SHAPES, line, local_of, numbers, ragged, spec_for, uneven, whole_of
@@ -200,7 +201,7 @@ def test_constructors_take_memory_as_it_is():
         assert ragged_dtensor(local, spec_for(cut, mesh)).to_local() is local
     assert type(as_dtensor(local, spec_for(cut, mesh))) is RaggedDTensor
     stock = distribute_tensor(whole, mesh, [Shard(0)])
-    assert type(as_dtensor(stock.to_local(), stock._spec)) is DTensor
+    assert type(as_dtensor(stock.to_local(), stock._spec)) is ShardedDTensor
 
 
 FILLS = (

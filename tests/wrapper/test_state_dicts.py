@@ -287,7 +287,7 @@ def test_a_sharded_state_dict_has_each_parameter_under_its_name_in_the_form_aske
         if name in dict(plain().named_parameters(remove_duplicate=False)):
             chunks = value.chunk(dist.get_world_size())
             mine = chunks[rank] if rank < len(chunks) else value[:0]
-            assert type(rows[name]) is DTensor
+            assert isinstance(rows[name], DTensor)
             assert torch.equal(rows[name].to_local(), mine)
             assert isinstance(tensors[name], ShardedTensor)
             shards = tensors[name].local_shards()

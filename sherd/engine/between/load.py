@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from sherd._torch import dtensor_spec, replace_local_tensor
+from sherd._torch import dtensor_spec
 from sherd.engine.run.hooks import eager
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.group import group_key_of
@@ -21,6 +21,7 @@ from sherd.engine.state.parameter import ShardedParameter, as_sharded, record_of
 from sherd.errors import StateError
 from sherd.tensor.placement import is_ragged, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, distribute_ragged
+from sherd.tensor.sharded import rest_on
 
 
 def install(unit: Unit, holders: Iterable[nn.Module]) -> None:
@@ -87,7 +88,7 @@ def _exchange(record: ShardedParameter, parameter: nn.Parameter) -> bool:
     if key.gathers_itself or place.is_meta or not is_alike:
         return True
     place.copy_(record.local)
-    replace_local_tensor(as_sharded(parameter), place)
+    rest_on(as_sharded(parameter), place)
     return False
 
 

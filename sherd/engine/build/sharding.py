@@ -25,7 +25,6 @@ from sherd.errors import ModuleError, PlacementError
 from sherd.layout.placement import Cut, Placement, Replicate, Shard
 from sherd.layout.plan import Wanted, plan
 from sherd.layout.runs import RunPlacement, Runs
-from sherd.tensor.pairs import see_complex_shards_as_pairs
 
 AnyPlacement = Placement | RunPlacement
 
@@ -83,8 +82,6 @@ def sharding_plans(
 
 def _plan_of(each: Found, mesh: DataMesh, cut: Cut, plan_id: int) -> ShardingPlan:
     parameter, data = each.parameter, _data(each)
-    if data.is_complex() and not cut.in_line:
-        see_complex_shards_as_pairs()
     if not isinstance(parameter, DTensor):
         _require_own_mesh(each, mesh)
         return ShardingPlan(mesh, cut, plan_id, own_spec(mesh, cut, parameter.shape, parameter.dtype), None, data)

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import (
     DTensorSpec,
     after_accumulation_hooks,
-    dtensor,
     gradient_hooks,
     have_gradient_hooks,
     local_tensor,
@@ -21,6 +20,7 @@ from sherd.engine.state.group import Group, parameters_of
 from sherd.errors import GradientError
 from sherd.tensor.placement import is_ragged
 from sherd.tensor.ragged import as_dtensor, ragged_dtensor
+from sherd.tensor.sharded import around_chunk
 
 
 class ShardGradients:
@@ -29,7 +29,7 @@ class ShardGradients:
     def __init__(self, group: Group) -> None:
         self._group = group
         specs = [optimizer_param.gradient_spec(group.grad_dtype) for optimizer_param in group.optimizer_params]
-        self._forms = [(spec, ragged_dtensor if is_ragged(spec) else dtensor) for spec in specs]
+        self._forms = [(spec, ragged_dtensor if is_ragged(spec) else around_chunk) for spec in specs]
 
     def give(self, reduced: torch.Tensor, with_gradient: frozenset[int]) -> None:
         """Add `reduced`, 1-D, this rank's part of the reduced gradients, to the shards' `.grad`, of the parameters

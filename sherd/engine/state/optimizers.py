@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from sherd._torch import dynamo_disabled, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from sherd.comm.agreement import in_short
 from sherd.engine.state.parameter import Owner, ShardedParameter, record_of
-from sherd.engine.state.steppable import require_alike, require_shapes, require_steppable
+from sherd.engine.state.steppable import require_shapes, require_steppable
 from sherd.errors import OptimizerError
 from sherd.tensor.ragged import local_part
 
@@ -197,7 +197,6 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
     present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     owners: dict[int, weakref.ref[Owner]] = {}
     for group in optimizer.param_groups:
-        require_alike(optimizer, group)
         for position, parameter in enumerate(group["params"]):
             record = record_of(parameter)
             if record is None:
@@ -210,7 +209,7 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
                     raise OptimizerError(_BOTH.format(kind=type(optimizer).__name__, name=record.name))
                 group["params"][position] = record.shard
                 present.add(id(record.shard))
-            require_steppable(optimizer, group, record)
+            require_steppable(optimizer, record)
             owner = record.owner
             if owner is not None:
                 owners.setdefault(owner.id, weakref.ref(owner))

@@ -26,6 +26,7 @@ from sherd.engine.state.place import Place
 from sherd.errors import OwnershipError, UnsupportedError, WriteBackError
 from sherd.layout.placement import Cut
 from sherd.tensor.gather import part_given, shard_of
+from sherd.tensor.placement import places_of
 from sherd.tensor.ragged import as_dtensor
 
 _records: dict[int, tuple[weakref.ref[ShardedParameter], weakref.ref[torch.Tensor] | None]] = {}
@@ -85,7 +86,7 @@ def as_sharded(parameter: torch.Tensor) -> DTensor:
 def in_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     """Returns `spec` for a tensor of `dtype`."""
     assert spec.tensor_meta is not None, "a DTensor's spec knows its dtype"
-    return spec if spec.tensor_meta.dtype == dtype else dtensor_spec(spec.mesh, spec.placements, spec.shape, dtype)
+    return spec if spec.tensor_meta.dtype == dtype else places_of(spec).spec(dtype)
 
 
 class Merged(Protocol):

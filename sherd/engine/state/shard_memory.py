@@ -3,14 +3,8 @@ values into the shard buffer.
 
     the user does                                    and finds                              and we
     w.data -= ..., w.data.copy_(...), nn.init...     new values in the shard buffer         do nothing
+    w.data = ...                                     new values, which w copied itself      do nothing
     torch.utils.swap_tensors(w, other)               another local tensor                   copy its values
-    w.data = unsharded, a plain tensor               a shell with a storage that has bytes  copy this rank's part
-    w.data = w.data - ..., a DTensor of torch's      a shell with another, empty storage    raise: values are lost
-    w.data = ... on a ragged tensor                  new values, which it copied itself     do nothing
-
-A DTensor of torch's is a shell around its local tensor. An assignment to its `.data` changes the shell and leaves the
-local tensor as it is. Only the shell's storage, which has no bytes, shows that it happened. Operations in place leave
-that storage.
 """
 
 from __future__ import annotations
@@ -22,13 +16,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import dtensor, has_bytes, local_tensor, move_hooks, replace_local_tensor, spec_of, swap_devices
+from sherd._torch import local_tensor, move_hooks, spec_of, swap_devices
 from sherd.engine.state.parameter import ShardedParameter, as_sharded
 from sherd.errors import UnsupportedError, WriteBackError
-from sherd.tensor.gather import part_given
-from sherd.tensor.ragged import RaggedDTensor, as_dtensor
-
-_storage_of = torch.Tensor.untyped_storage
+from sherd.tensor.ragged import as_dtensor
+from sherd.tensor.sharded import rest_on
 
 
 class ShardMemory:
@@ -44,9 +36,6 @@ class ShardMemory:
         self._optimizer_params = [as_sharded(record.optimizer_param) for record in self._records]
         self.versioned = [] if any(map(torch.is_inference, self._optimizer_params)) else self._optimizer_params
         self._locals = [record.resting for record in self._records]
-        # Held, so that no other storage can be where one of them was.
-        self._shells = [each for each in self._optimizer_params if not isinstance(each, RaggedDTensor)]
-        self._storages = [_storage_of(each) for each in self._shells]
 
     @property
     def are_taken(self) -> bool:
@@ -56,7 +45,7 @@ class ShardMemory:
             now = list(map(local_tensor, self._optimizer_params))
         except AttributeError:  # it is no DTensor any more
             return False
-        return all(map(is_, now, self._locals)) and all(map(is_, map(_storage_of, self._shells), self._storages))
+        return all(map(is_, now, self._locals))
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -65,28 +54,13 @@ class ShardMemory:
         One of another dtype or on another device is left as it is: the unit is grouped anew.
 
         Raises:
-            WriteBackError: values are lost, or have another shape.
+            WriteBackError: it was swapped with a tensor that is not sharded as it is.
         """
-        storages = dict(zip(map(id, self._shells), self._storages, strict=True))
-        lost = []
         for record, local in zip(self._records, self._locals, strict=True):
-            optimizer_param = record.optimizer_param
-            _require_alike(record, optimizer_param)
-            storage = storages.get(id(optimizer_param))
+            _require_alike(record, record.optimizer_param)
             if record.resting is not local:
-                _take_swapped(record, as_sharded(optimizer_param), local)
-            elif storage is not None and _storage_of(optimizer_param) is not storage:
-                if has_bytes(_storage_of(optimizer_param)):
-                    _take_plain(record, optimizer_param, local)
-                else:
-                    lost.append(record.name)
+                _take_swapped(as_sharded(record.optimizer_param), local)
         self.note()
-        if lost:
-            raise WriteBackError(
-                f".data of {', '.join(lost)} was assigned another DTensor. torch keeps the old memory then: the "
-                "values are lost. Write into the memory that it has, p.data.copy_(value) or p.data -= ...; or give "
-                "the module a new one, module.weight = nn.Parameter(value)"
-            )
 
 
 def _require_alike(record: ShardedParameter, optimizer_param: torch.Tensor) -> None:
@@ -103,27 +77,12 @@ def _require_alike(record: ShardedParameter, optimizer_param: torch.Tensor) -> N
         )
 
 
-def _take_swapped(record: ShardedParameter, optimizer_param: DTensor, local: torch.Tensor) -> None:
+def _take_swapped(optimizer_param: DTensor, local: torch.Tensor) -> None:
     given = local_tensor(optimizer_param)
     is_own = type(given) is type(local) is torch.Tensor and not local.is_meta
     if is_own and (given.shape, given.dtype, given.device) == (local.shape, local.dtype, local.device):
         local.copy_(given)
-        replace_local_tensor(optimizer_param, local)
-
-
-def _take_plain(record: ShardedParameter, optimizer_param: torch.Tensor, local: torch.Tensor) -> None:
-    """Copy the values of a plain tensor that was assigned to `.data`, and turn the shell into a DTensor's again."""
-    size, stride = tuple(optimizer_param.shape), optimizer_param.stride()
-    value = torch.empty(0, dtype=optimizer_param.dtype, device=optimizer_param.device)
-    value.set_(_storage_of(optimizer_param), optimizer_param.storage_offset(), size, stride)
-    optimizer_param.data = dtensor(local, record.shard_spec)
-    part = part_given(value, tuple(record.shape), local, record.part_of)
-    if part is None:
-        raise WriteBackError(
-            f".data of {record.name} was assigned a tensor of shape {size}; it is {tuple(record.shape)}, of which this "
-            f"rank holds {local.numel()} elements: give the whole tensor or this rank's part"
-        )
-    local.copy_(part)
+        rest_on(optimizer_param, local)
 
 
 def give_memory(record: ShardedParameter, parameter: nn.Parameter, local: torch.Tensor) -> None:
@@ -152,5 +111,5 @@ def give_memory(record: ShardedParameter, parameter: nn.Parameter, local: torch.
                 f"{record.name} is on {parameter.device}, its shard rests on {local.device}, and it cannot be brought "
                 f"back ({error}). Leave the model where it was when it was sharded"
             ) from error
-    replace_local_tensor(sharded, local)
+    rest_on(sharded, local)
     record.claim(parameter)

@@ -9,65 +9,45 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Optimizer, Rprop
+from torch.optim import LBFGS, Adafactor, Optimizer
 
 from sherd.engine.state.parameter import ShardedParameter, as_sharded, name_of
 from sherd.errors import OptimizerError, OptimStateError
 from sherd.tensor.ragged import RaggedDTensor, local_part
 from sherd.tensor.state_kind import StateKind, kind_of
 
-_USE_FLAT = "shard with placement=Flat(), of which it steps this rank's run, or flatten_optimizer(optimizer)"
 _USE_OWNED = "shard with placement=Owned(), of which each tensor's owner steps it"
-_NOT_FUSED = "leave out fused=True, or shard with placement=Flat()"
 _NEEDS_EVEN = (
     "it joins all parameters in one line, whose elements would be on all ranks in turn; shard so that dim 0 of every "
     "parameter divides by the number of ranks, or replicate(model)"
 )
 
 
-def require_steppable(optimizer: Optimizer, group: Mapping[str, object], record: ShardedParameter) -> None:
+def require_steppable(optimizer: Optimizer, record: ShardedParameter) -> None:
     """Raise `OptimizerError` if `optimizer` is of one of torch's own classes and cannot step `record`'s parameter.
 
-    `group` is the parameter's group in the optimizer. A subclass may step otherwise, so it is never refused.
+    A subclass may step otherwise, so it is never refused.
     `test_what_is_refused_torch_cannot_step` tries each refusal on torch.
     """
-    remedy = _remedy(type(optimizer), group, as_sharded(record.optimizer_param))
+    remedy = _remedy(type(optimizer), as_sharded(record.optimizer_param))
     if remedy is not None:
-        form = "(fused=True)" if remedy is _NOT_FUSED else ""
         raise OptimizerError(
-            f"{type(optimizer).__name__}{form} cannot step {record.name}, of shape "
+            f"{type(optimizer).__name__} cannot step {record.name}, of shape "
             f"{tuple(record.optimizer_param.shape)}, as it is sharded; {remedy}"
         )
 
 
-def require_alike(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
-    """Raise `OptimizerError` if `optimizer`, of torch's classes, steps lists of plain parameters and torch's DTensors.
-    Those with ragged tensors are computed kind by kind."""
-    trained = [each for each in group["params"] if each.requires_grad]
-    kinds = {RaggedDTensor if isinstance(each, RaggedDTensor) else isinstance(each, DTensor) for each in trained}
-    form = next((form for form in ("foreach", "fused") if group.get(form)), None)
-    if form and kinds == {True, False} and type(optimizer).__module__.startswith("torch.optim"):
-        raise OptimizerError(
-            f"{type(optimizer).__name__}({form}=True) steps plain parameters (ignored ones?) and shards in one group, "
-            f"of which torch makes one list and fails; give each kind a group of its own, or {form}=False"
-        )
-
-
-def _remedy(kind: type[Optimizer], group: Mapping[str, object], optimizer_param: DTensor) -> str | None:
+def _remedy(kind: type[Optimizer], optimizer_param: DTensor) -> str | None:
     if kind not in _EXAMINED or optimizer_param.device_mesh.size() == 1:
         return None
     stock = not isinstance(optimizer_param, RaggedDTensor)
     sharded = any(not each.is_replicate() for each in optimizer_param.placements)
     if kind is LBFGS:
         return _NEEDS_EVEN if sharded and not (stock and _is_even(optimizer_param)) else None
-    if not stock or not sharded:
-        return None
-    if kind in (SGD, Adagrad):
-        return _NOT_FUSED if group.get("fused") else None
-    return _USE_FLAT if kind is Rprop else _USE_OWNED
+    return _USE_OWNED if stock and sharded else None
 
 
-_EXAMINED = (SGD, Adagrad, Rprop, Adafactor, LBFGS)
+_EXAMINED = (Adafactor, LBFGS)
 
 
 def _is_even(optimizer_param: DTensor) -> bool:
