@@ -214,8 +214,10 @@ def _move(pairs: list[tuple[torch.Tensor, torch.Tensor]], weight: float) -> None
         if batch is not alike:
             values = [torch.empty_like(each) for each in averages]
             torch._foreach_copy_(values, [value for _, value in batch])
-        if averages:
+        if averages and weight < 1:
             torch._foreach_lerp_(averages, values, weight)
+        elif averages:
+            torch._foreach_copy_(averages, values)  # a step towards a value from infinity would be nan
 
 
 def _matched(call: str, given: Named, wanted: Named) -> dict[str, torch.Tensor]:
