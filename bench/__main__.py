@@ -18,6 +18,7 @@ import torch
 from . import (
     bytes,
     checkpoints,
+    host,
     mesh,
     overhead,
     padding_row,
@@ -43,6 +44,7 @@ FIGURES: dict[str, Callable[[Conditions], Figure]] = {
     "bytes": bytes.measure,
     "overhead": overhead.measure_overhead,
     "scale": overhead.measure_scale,
+    "host": host.measure,
     "shard": shard_time.measure,
     "optimizer": small.measure_optimizer,
     "clip": small.measure_clip,

@@ -75,7 +75,7 @@ def lap_on_fake_group(mesh: DeviceMesh, quick: bool, num_rounds: int) -> dict[st
     A share of the plain module's time does depend on the batch: it is of the batch that `steps` trains on.
     """
     num_blocks = 4 if quick else 12
-    runners = _runners(gpt(1, 32, num_blocks), [(system, mesh.size()) for system in COMPARED], {mesh.size(): mesh})
+    runners = runners_of(gpt(1, 32, num_blocks), [(system, mesh.size()) for system in COMPARED], {mesh.size(): mesh})
     runners[PLAIN_STEP] = _runner(Trainee(PLAIN, gpt(2, 128, num_blocks), mesh))
     return _lap(runners, num_rounds)
 
@@ -90,7 +90,7 @@ def lap_on_silent_group(mesh: DeviceMesh, num_rounds: int) -> dict[str, list[Lap
     silent_group.register(mesh.device_type)
     contenders = [(system, size) for size in (MANY, MOST) for system in (FSDP2, SHERD, FLAT)]
     meshes = {size: first_ranks(mesh, size, silent_group.NAME) for size in (MANY, MOST)}
-    return _lap(_runners(bottleneck(num_blocks=48), contenders, meshes), num_rounds)
+    return _lap(runners_of(bottleneck(num_blocks=48), contenders, meshes), num_rounds)
 
 
 def _lap(runners: Mapping[str, Runner], num_rounds: int) -> dict[str, list[Lap]]:
@@ -99,7 +99,7 @@ def _lap(runners: Mapping[str, Runner], num_rounds: int) -> dict[str, list[Lap]]
         return interleaved(runners, num_rounds)
 
 
-def _runners(workload: Workload, contenders: list[Contender], meshes: Mapping[int, DeviceMesh]) -> dict[str, Runner]:
+def runners_of(workload: Workload, contenders: list[Contender], meshes: Mapping[int, DeviceMesh]) -> dict[str, Runner]:
     """Forward and backward of the plain module and of all contenders."""
     any_mesh = next(iter(meshes.values()))
     trainees = {PLAIN.name: Trainee(PLAIN, workload, any_mesh)}

@@ -1267,6 +1267,52 @@ def test_share_saving_hooks__changes_nothing_where_there_are_only_others():
             torch.func.grad(torch.sin)(torch.tensor(0.5))
 
 
+def test_storage_address__is_that_of_each_view_and_raises_where_there_is_no_storage():
+    tensor = torch.ones(2, 3)
+    assert _torch.storage_address(tensor.t()[1:]) == tensor.untyped_storage()._cdata
+    tensor.untyped_storage().resize_(0)
+    assert _torch.storage_address(tensor) == tensor.untyped_storage()._cdata
+    with pytest.raises(NotImplementedError):
+        _torch.storage_address(torch.ones(2).to_sparse())
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        result = x * 2
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+@pytest.mark.parametrize(
+    ("makes", "saves_it"),
+    [
+        (torch.exp, True),
+        (lambda x: x.softmax(-1), True),
+        (Doubled.apply, True),
+        (lambda x: x + 1, False),
+        (lambda x: x * x, False),
+        (lambda x: x @ x, False),
+        (lambda x: x.view(-1), False),
+        (nn.functional.silu, False),
+    ],
+)
+def test_save_no_result__has_nodes_that_save_arguments_only(makes, saves_it):
+    result = makes(torch.ones(3, 3, requires_grad=True))
+    assert (type(result.grad_fn) in _torch.SAVE_NO_RESULT) is not saves_it
+
+
+def test_save_no_result__has_no_node_that_names_a_result():
+    nodes = [node for node in vars(torch._C._functions).values() if isinstance(node, type)]
+    named = [node for node in nodes if any(re.search("_raw_saved_(result|out)", name) for name in vars(node))]
+    assert len(named) > 50
+    assert _torch.SAVE_NO_RESULT.isdisjoint(named)
+
+
 # Files that are written
 
 

@@ -101,12 +101,14 @@ from sherd._torch.optimizers import (
 )
 from sherd._torch.saved_files import rebuild_tensor, rebuild_tensor_of_bytes, storage_info
 from sherd._torch.saved_tensors import (
+    SAVE_NO_RESULT,
     SavingHooks,
     may_hook_saving,
     pop_saving_hooks,
     push_saving_hooks,
     saving_hooks,
     share_saving_hooks,
+    storage_address,
 )
 from sherd._torch.tensors import (
     NO_TORCH_FUNCTION,
@@ -123,6 +125,7 @@ from sherd._torch.writes import write_into
 __all__ = [
     "MODULE_CALL",
     "NO_TORCH_FUNCTION",
+    "SAVE_NO_RESULT",
     "DTensorSpec",
     "SavingHooks",
     "Store",
@@ -202,6 +205,7 @@ __all__ = [
     "split_factor_of",
     "splitting_stage",
     "steps_in_backward",
+    "storage_address",
     "storage_info",
     "storage_uses",
     "store_beside",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from types import ModuleType
@@ -16,6 +17,7 @@ SavingHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]
 """A pair of hooks: autograd calls the first with each tensor that it saves, and the second with the first one's result
 when backward reads the tensor."""
 
+_core: ModuleType = torch._C
 _stack: ModuleType = torch._C._autograd
 _push = _stack._push_saved_tensors_default_hooks
 
@@ -35,6 +37,19 @@ def push_saving_hooks(hooks: SavingHooks) -> None:
     `with` block (2.11 to 2.13)."""
     _push(*hooks)
 
+
+storage_address: Callable[[torch.Tensor], int] = _core._storage_address
+"""Returns the `_cdata` of the tensor's storage, without making a storage object, which takes longer. It raises
+`RuntimeError` where there is none. No public name tells (2.11 to 2.13)."""
+
+SAVE_NO_RESULT = frozenset(
+    node
+    for node in filter(inspect.isclass, vars(torch._C._functions).values())
+    if {name for name in vars(node) if name.startswith("_raw_saved_")}
+    <= {f"_raw_saved_{argument}" for argument in ("self", "other", "mat1", "mat2")}
+)
+"""The classes of such a `grad_fn` as saves arguments only, and not what it makes, unless that is written in place: the
+names of attributes tell, for there is one for each tensor that is saved. No public name does (2.11 to 2.13)."""
 
 pop_saving_hooks: Callable[[], None] = _stack._pop_saved_tensors_default_hooks
 """Pop the innermost default hooks, as leaving `torch.autograd.graph.saved_tensors_hooks` does (2.11 to 2.13)."""

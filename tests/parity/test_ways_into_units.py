@@ -158,6 +158,34 @@ def positioned(part: slice) -> nn.Module:
     return Units(run, Positions(part), Block())
 
 
+class ThroughData(torch.autograd.Function):
+    """Its result lies in the memory of its input, of which autograd knows nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Aliased(nn.Module):
+    """Autograd saves tensors that lie in its weight's memory, and does not know them for views of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        alias = ThroughData.apply(self.weight)
+        return (x @ alias.t()).tanh() + (x * alias[1]).tanh() * self.weight.data[0] + x @ self.weight.detach()
+
+
+def aliased() -> nn.Module:
+    return Units(lambda units, x: units[1](units[0](x)), Aliased(), Block())
+
+
 class Writing(nn.Module):
     """It writes into its argument and returns nothing."""
 
@@ -320,6 +348,7 @@ WAYS = {
     "a parameter": (functools.partial(positioned, slice(None)), mean_square),
     "a part of a parameter": (functools.partial(positioned, slice(0, 4)), mean_square),
     "an argument": (written, mean_square),
+    "memory of a parameter": (aliased, mean_square),
     "a gradient penalty": (normed, gradient_penalty),
     "a gradient penalty on what is kept apart": (lambda: nn.Sequential(Surrounded(), Surrounded()), gradient_penalty),
     "forces": (Forces, mean_square),
@@ -366,18 +395,42 @@ def test_training_is_that_of_one_process_whatever_way_backward_takes(world, turn
 # What is saved
 
 
+class SavedExponential(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = x.exp()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0]
+
+
+EXPONENTIALS = {
+    "operation": torch.exp,
+    "in place": lambda x: (x + 0).exp_(),
+    "in place, of a view": lambda x: (x + 0).view(-1).exp_(),
+    "function": SavedExponential.apply,
+}
+
+
 class Exponential(Block):
-    """Its last node saves its own result."""
+    """Its last node but one saves its own result."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x).exp()
+        y = EXPONENTIALS[self.kind](super().forward(x))
         self.result = weakref.ref(y)
-        return y * 2
+        return y.view_as(x) * 2
 
 
-@on_processes(2)
-def test_a_graph_without_a_backward_is_freed_at_once():
-    model = sharded(nn.Sequential(Exponential(), nn.Linear(WIDTH, WIDTH)).double())
+@on_processes(2, kind=EXPONENTIALS)
+def test_a_graph_without_a_backward_is_freed_at_once(kind):
+    model = sharded(nn.Sequential(Exponential(kind), nn.Linear(WIDTH, WIDTH)).double())
     gc.disable()  # a cycle is no way to be freed
     try:
         loss = mean_square(model, 0, 0)

@@ -16,6 +16,7 @@ and those that are put over ours (activation checkpointing inside of a unit) are
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -23,9 +24,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import (
+    SAVE_NO_RESULT,
     SavingHooks,
     in_backward,
     local_tensor,
@@ -34,6 +37,7 @@ from sherd._torch import (
     push_saving_hooks,
     saving_hooks,
     share_saving_hooks,
+    storage_address,
 )
 from sherd.errors import GradientError
 from sherd.schedule.state import Live
@@ -41,11 +45,11 @@ from sherd.schedule.state import Live
 
 class Source(ABC):
     """Parameters in memory that comes and goes. `unshard()` is called when backward is about to read them and they were
-    freed.
+    freed. It raises `StateError` where there is no backward, or the user has said that it does not need them.
 
     `is_saved`: autograd has saved one of them, or a view, since the last backward, for itself or for hooks of others.
-    `num_saved_views`: how many views of them autograd holds; `num_unread_views`: how many it has saved and not read
-    since. The second is the same on all ranks, for it does not depend on when garbage is collected:
+    `num_unread_views`: how many views of them it has saved and not read since. Unlike `num_saved_views` this is the
+    same on all ranks, for it does not depend on when garbage is collected:
     test_when_garbage_is_collected_does_not_say_when_ranks_gather.
     """
 
@@ -53,21 +57,19 @@ class Source(ABC):
 
     def __init__(self, unshard: Callable[[], None]) -> None:
         self.is_saved = False
-        self.num_saved_views = self.num_unread_views = 0
-        self._unshard = unshard
+        self.num_unread_views = 0
+        self.view_mark = object()  # is held by each view that autograd holds
+        self._own_references = sys.getrefcount(self.view_mark)
+        self.unshard = unshard
+
+    @property
+    def num_saved_views(self) -> int:
+        """How many views of the parameters autograd holds."""
+        return sys.getrefcount(self.view_mark) - self._own_references
 
     @abstractmethod
     def is_parameter(self, tensor: torch.Tensor) -> bool:
         """Returns whether `tensor` is one of the parameters itself, not a view of one."""
-
-    def require_unsharded(self) -> None:
-        """Backward is about to read the parameters: have them gathered if they were freed.
-
-        Raises:
-            StateError: there is no backward, or the user has said that it does not need them.
-        """
-        if self.live is not Live.UNSHARDED:
-            self._unshard()
 
 
 class Reader(Protocol):
@@ -104,7 +106,7 @@ def source_of(tensor: torch.Tensor) -> weakref.ref[Source] | None:
     try:
         if type(tensor) is not torch.Tensor and isinstance(tensor, DTensor):
             tensor = local_tensor(tensor)
-        return _sources.get(tensor.untyped_storage()._cdata)
+        return _sources.get(storage_address(tensor))
     except (RuntimeError, NotImplementedError):  # sparse, or wrapped by a transform: it has no storage
         return None
 
@@ -132,68 +134,54 @@ def is_running(unit: Reader) -> bool:
 # What is saved
 
 
-class _Part:
-    """A parameter that was saved, or a view of one, which lies in the memory of `source`. `will_be_read`: by the node
-    that saves it."""
-
-    __slots__ = ("_counts", "_shape", "_source", "_was_read")
-
-    def __init__(self, tensor: torch.Tensor, source: weakref.ref[Source], will_be_read: bool = True) -> None:
-        self._counts = False  # first, as Ctrl-C may come at any line
-        self._shape = tensor.shape
-        self._source = source
-        self._was_read = not will_be_read
-        owner = source()
-        self._counts = owner is not None and not owner.is_parameter(tensor)
-        if owner is not None:
-            owner.is_saved = True
-        if owner is not None and self._counts:
-            owner.num_saved_views += 1
-            owner.num_unread_views += will_be_read
-
-    def __del__(self) -> None:
-        owner = self._source() if self._counts else None
-        if owner is not None:
-            owner.num_saved_views -= 1
-
-    def owner(self) -> Source:
-        """Returns the unit's parameters, of which this is one. Raises `GradientError` if they are gone."""
-        owner = self._source()
-        if owner is None:
-            raise GradientError(
-                f"backward needs a parameter of shape {tuple(self._shape)} of a sharded model that was deleted, moved "
-                "or cast since its forward; keep the model as it is until backward is done"
-            )
-        return owner
-
-    def read(self, owner: Source) -> None:
-        """A node is about to read it: have it there."""
-        owner.require_unsharded()
-        if self._counts and not self._was_read:
-            self._was_read = True
-            owner.num_unread_views -= 1
-
+_Part = list[Any]
+"""A parameter that was saved, or a view: whose memory it is, its shape, the mark of a view, whether that is unread."""
 
 _Saved = tuple[Any, int | None, Reader | None, _Part | None]
 """A tensor that was saved: what is kept of it, itself or what other hooks have made of it; the version of the first;
 the unit whose forward was running; and of a parameter, which part that is. No class: there are hundreds in a step."""
 
+_PLAIN = frozenset((torch.Tensor, nn.Parameter))
+
 
 def _pack(running: Sequence[Reader | None], tensor: torch.Tensor) -> _Saved:
     """Keep `tensor`. The last one in `running` is the unit whose forward runs."""
-    source = source_of(tensor)
+    # As few calls as can be: test_calls.py counts them.
+    version, source = tensor._version, None
+    if tensor.__class__ in _PLAIN:
+        try:
+            if (address := storage_address(tensor)) in _sources:
+                source = _sources[address]
+        except (RuntimeError, KeyError):  # as in `source_of`; or it died this moment
+            pass
+    else:
+        source = source_of(tensor)
     if source is not None:
-        return tensor, tensor._version, running[-1], _Part(tensor, source)
-    # Not itself, unless it is a leaf: it may be the result of the very node that saves it, and the two would keep each
-    # other alive. test_a_graph_without_a_backward_is_freed_at_once.
-    kept = tensor if tensor.is_leaf else tensor.detach()
-    return kept, kept._version, running[-1], None
+        part: _Part = [source, tensor.shape, None, False]
+        owner = source()
+        if owner is not None:
+            owner.is_saved = True
+            if tensor.__class__ is torch.Tensor or not owner.is_parameter(tensor):
+                part[2:] = owner.view_mark, True
+                owner.num_unread_views += 1
+        return tensor, version, running[-1], part
+    if (version or tensor.grad_fn.__class__ not in SAVE_NO_RESULT) and not tensor.is_leaf:
+        # It may be the result of the very node that saves it, and the two would keep each other alive:
+        # test_a_graph_without_a_backward_is_freed_at_once.
+        tensor = tensor.detach()
+    return tensor, version, running[-1], None
 
 
 def _unpack(saved: _Saved) -> Any:
-    """Returns what was kept, now that a node is about to read it, once a parameter is there to be read."""
+    """Returns what was kept, now that a node is about to read it, once a parameter is there to be read. Raises
+    `GradientError` if the parameters are gone, or it was changed in place."""
     kept, version, unit, part = saved
-    owner = None if part is None else part.owner()
+    owner: Source | None = None if part is None else part[0]()
+    if part is not None and owner is None:
+        raise GradientError(
+            f"backward needs a parameter of shape {tuple(part[1])} of a sharded model that was deleted, moved or cast "
+            "since its forward; keep the model as it is until backward is done"
+        )
     if unit is not None and not unit.is_entered and in_backward():
         unit.enter_backward()
     if torch.is_grad_enabled() and in_backward() and saving_hooks() is None:
@@ -201,7 +189,11 @@ def _unpack(saved: _Saved) -> Any:
         # after each node, so what is pushed here ends with the node that reads.
         push_saving_hooks(_hooks([unit]))
     if part is not None and owner is not None:
-        part.read(owner)
+        if owner.live is not Live.UNSHARDED:
+            owner.unshard()
+        if part[3]:
+            part[3] = False
+            owner.num_unread_views -= 1
     if version is not None and kept._version != version:
         raise GradientError(
             f"a tensor of shape {tuple(kept.shape)} that backward needs has been modified by an inplace operation "
@@ -213,12 +205,16 @@ def _unpack(saved: _Saved) -> Any:
 def _pack_through(
     running: Sequence[Reader | None], other: Callable[[torch.Tensor], Any], tensor: torch.Tensor
 ) -> _Saved:
-    source, kept, unit = source_of(tensor), other(tensor), running[-1]
+    kept = other(tensor)
+    _, _, unit, part = _pack(running, tensor)
     if unit is not None and not unit.is_under_other_hooks:
         unit.runs_under_other_hooks()
-    # What runs again in backward for hooks of others gives them what the nodes of forward will read; its own never run:
-    # test_a_unit_inside_of_a_checkpoint_is_freed_before_its_reduction.
-    return kept, None, unit, None if source is None else _Part(tensor, source, will_be_read=not in_backward())
+    if part is not None and part[3] and in_backward():
+        # What runs again in backward for hooks of others gives them what the nodes of forward will read; its own never
+        # run: test_a_unit_inside_of_a_checkpoint_is_freed_before_its_reduction.
+        part[3] = False
+        part[0]().num_unread_views -= 1
+    return kept, None, unit, part
 
 
 def _unpack_through(other: Callable[[Any], torch.Tensor], saved: _Saved) -> torch.Tensor:
