@@ -62,6 +62,23 @@ def test_all_gather_single__fills_one_tensor_in_rank_order_without_a_warning():
 
 
 @on_processes(2, async_op=[False, True])
+def test_bound_all_gather__fills_one_tensor_in_rank_order(async_op):
+    output, call = torch.empty(2), _torch.bound_all_gather(dist.group.WORLD)[async_op]
+    for rank in (float(dist.get_rank()), dist.get_rank() + 2.0):
+        if (pending := call(output, torch.tensor([rank]))) is not None:
+            pending.wait()
+    assert output.tolist() == [2, 3]
+
+
+@on_processes(2, async_op=[False, True])
+def test_bound_reduce_scatter__sums_each_ranks_part(async_op):
+    output, call = torch.empty(1), _torch.bound_reduce_scatter(dist.group.WORLD)[async_op]
+    if (pending := call(output, torch.tensor([1.0, 2.0]))) is not None:
+        pending.wait()
+    assert output.item() == 2 * (1 + dist.get_rank())
+
+
+@on_processes(2, async_op=[False, True])
 def test_all_gather_coalesced__fills_each_tensor_in_rank_order(async_op):
     outputs, rank = [torch.empty(2), torch.empty(4)], float(dist.get_rank())
     pending = _torch.all_gather_coalesced(
