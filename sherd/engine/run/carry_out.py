@@ -11,7 +11,9 @@ from sherd.comm.collectives import UsersCollectives
 from sherd.comm.transport import Transport
 from sherd.engine.moves.unsharded_buffer import IS_TRAINED
 from sherd.engine.moves.weights import STAND
-from sherd.engine.run.unit import Unit
+from sherd.engine.run.unit import Unit, put_first
+from sherd.engine.state.optimizers import watcher
+from sherd.engine.state.parameter import notice_replaced
 from sherd.errors import StateError
 from sherd.policy import UnitPolicy
 from sherd.schedule.actions import Action, Await, Discard, FinishReduce, Free, Gather, Reduce, Shrink
@@ -28,8 +30,11 @@ def gather(unit: Unit, in_full_precision: bool | None = None, but: Collection[in
             weights.free()  # other ranks have freed it
         if number in but or weights.live is Live.UNSHARDED:
             continue  # other groups of the unit were freed alone
-        precisely = unit.in_full_precision if in_full_precision is None else in_full_precision
-        unit.notice_replaced(weights.group.parameters)
+        precisely = in_full_precision
+        if precisely is None:
+            precisely = unit.precision.full_precision_in_eval and unit.in_full_precision
+        if unit.policy.notices_replaced and notice_replaced(weights.group.parameters):
+            watcher.sharded_again()
         mesh = weights.group.mesh
         transport = mesh.gather_transport if user is None else UsersCollectives(user, mesh.shard_group)
         weights.gather(transport, precisely)
@@ -41,7 +46,8 @@ def wait(unit: Unit) -> None:
         if weights.live is not Live.UNSHARDED:
             weights.wait()
     for hooks, key, _ in unit.touch_hooks:
-        hooks.pop(key, None)
+        if key in hooks:
+            del hooks[key]
     if unit.lookups.groups:
         unit.lookups.unwatch()
 
@@ -52,7 +58,7 @@ def shrink(unit: Unit) -> None:
     assert isinstance(size, int), "only an int asks for a smaller mesh"
     for weights in unit.weights:
         weights.shrink(size)
-    notice_touches(unit)
+    put_first(unit.touch_hooks)
 
 
 def outdated(units: Sequence[Unit]) -> list[Unit]:
@@ -69,17 +75,6 @@ def outdated(units: Sequence[Unit]) -> list[Unit]:
             if is_told or now != weights.as_of:
                 found.append(unit)
     return found
-
-
-def notice_touches(unit: Unit) -> None:
-    """Have calls of modules inside of the unit noticed, as when it is freed.
-
-    One that gathers for them does so also where it rests unsharded: it is kept for the backward of such a call then,
-    and renewed if an optimizer has stepped.
-    """
-    for hooks, key, hook in unit.touch_hooks:
-        hooks[key] = hook
-        hooks.move_to_end(key, last=False)
 
 
 def reduce(unit: Unit, policy: UnitPolicy | None = None, but: Collection[int] = ()) -> None:

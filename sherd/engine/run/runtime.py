@@ -19,10 +19,10 @@ from torch import nn
 from sherd._torch import are_transforms_active, at_end_of_backward, in_backward, outside_transforms, splitting_stage
 from sherd.engine.moves.saved import begin_watching, end_watching
 from sherd.engine.run.call_stack import Call, UnderWay
-from sherd.engine.run.carry_out import DO, notice_touches, outdated
+from sherd.engine.run.carry_out import DO, outdated
 from sherd.engine.run.divergence import overseen, overseers_of
 from sherd.engine.run.observer import Observer
-from sherd.engine.run.unit import Unit
+from sherd.engine.run.unit import Unit, put_first
 from sherd.engine.run.unmanaged import Unmanaged, registrations
 from sherd.errors import StateError, WrapperStateError
 from sherd.policy import UnitPolicy
@@ -197,7 +197,7 @@ class Runtime:
     def _end_forward(self, differentiable: bool) -> None:
         for index, unit in enumerate(self.units):
             if unit.policy.on_touch == "unshard":
-                notice_touches(unit)
+                put_first(unit.touch_hooks)
             if unit.runs is not None and unit.runs.give_up():  # a list unit of which the forward ran only some modules
                 self.on(do.AfterForward(index))
         self.on(do.EndForward(differentiable))
@@ -267,7 +267,7 @@ class Runtime:
         for unit in self.units:
             unit.backward.end()
             if unit.policy.on_touch == "unshard":
-                notice_touches(unit)
+                put_first(unit.touch_hooks)
         self.on(do.EndBackward(self._is_last_backward))
         for unit in self.units:
             if unit.place.is_elsewhere:
