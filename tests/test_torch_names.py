@@ -1176,6 +1176,14 @@ def test_will_get_gradient__is_true_of_leaves_that_backward_accumulates_in():
     assert told == [[True, False, True], [False, False, True], [False, False, False]]
 
 
+def test_set_grad_enabled__does_as_no_grad():
+    x = torch.ones(2, requires_grad=True)
+    _torch.set_grad_enabled(False)
+    quiet = x * 2
+    _torch.set_grad_enabled(True)
+    assert (quiet.requires_grad, (x * 2).requires_grad) == (False, True)
+
+
 def test_increment_versions__adds_a_write_to_each():
     tensors = [torch.ones(2), torch.ones(2)]
     _torch.increment_versions(tensors)

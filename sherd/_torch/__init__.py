@@ -17,6 +17,7 @@ from sherd._torch.autograd import (
     increment_versions,
     move_hooks,
     outside_transforms,
+    set_grad_enabled,
     set_versions,
     will_get_gradient,
 )
@@ -195,6 +196,7 @@ __all__ = [
     "replace_local_tensor",
     "saving_hooks",
     "say_fully_sharded",
+    "set_grad_enabled",
     "set_timeout",
     "set_versions",
     "sharded_tensor_of_rows",

@@ -1,9 +1,13 @@
-"""The functions that carry out the schedule's actions on a unit, on one group after the other."""
+"""The functions that carry out the schedule's actions on a unit, on one group after the other.
+
+They look at the unit's groups and policy when they are called, so a call that is bound once (`tape.py`) stays right.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -16,7 +20,7 @@ from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.parameter import notice_replaced
 from sherd.errors import StateError
 from sherd.policy import UnitPolicy
-from sherd.schedule.actions import Action, Await, Discard, FinishReduce, Free, Gather, Reduce, Shrink
+from sherd.schedule.actions import Action, Await, Discard, FinishReduce, Free, FreeGroup, Gather, Reduce, Shrink
 from sherd.schedule.agreed import Kind, Step
 from sherd.schedule.state import Live
 
@@ -163,6 +167,14 @@ DO: dict[type[Action], Callable[[Unit], None]] = {
     Discard: discard,
 }
 """By kind of action: the function that carries it out on a whole unit."""
+
+
+def bound(action: Action, unit: Unit) -> Callable[[], None]:
+    """Returns the call that carries out `action` on `unit`."""
+    if isinstance(action, FreeGroup):
+        group = action.group
+        return (lambda: unit.lookups.free(group)) if action.unread else (lambda: unit.weights[group].free())
+    return partial(DO[type(action)], unit)
 
 
 def start_for_others(step: Step, unit: Unit, but: Collection[int] = ()) -> None:
