@@ -63,6 +63,23 @@ def test_all_gather_single__fills_one_tensor_in_rank_order_without_a_warning():
 
 
 @on_processes(2, async_op=[False, True])
+def test_bound_all_gather__fills_one_tensor_in_rank_order(async_op):
+    output, call = torch.empty(2), _torch.bound_all_gather(dist.group.WORLD)[async_op]
+    for rank in (float(dist.get_rank()), dist.get_rank() + 2.0):
+        if (pending := call(output, torch.tensor([rank]))) is not None:
+            pending.wait()
+    assert output.tolist() == [2, 3]
+
+
+@on_processes(2, async_op=[False, True])
+def test_bound_reduce_scatter__sums_each_ranks_part(async_op):
+    output, call = torch.empty(1), _torch.bound_reduce_scatter(dist.group.WORLD)[async_op]
+    if (pending := call(output, torch.tensor([1.0, 2.0]))) is not None:
+        pending.wait()
+    assert output.item() == 2 * (1 + dist.get_rank())
+
+
+@on_processes(2, async_op=[False, True])
 def test_all_gather_coalesced__fills_each_tensor_in_rank_order(async_op):
     outputs, rank = [torch.empty(2), torch.empty(4)], float(dist.get_rank())
     pending = _torch.all_gather_coalesced(
@@ -1171,6 +1188,14 @@ def test_will_get_gradient__is_true_of_leaves_that_backward_accumulates_in():
     torch.autograd.backward(y.sum(), inputs=[x], retain_graph=True)
     torch.autograd.grad(y.sum(), x, retain_graph=True)
     assert told == [[True, False, True], [False, False, True], [False, False, False]]
+
+
+def test_set_grad_enabled__does_as_no_grad():
+    x = torch.ones(2, requires_grad=True)
+    _torch.set_grad_enabled(False)
+    quiet = x * 2
+    _torch.set_grad_enabled(True)
+    assert (quiet.requires_grad, (x * 2).requires_grad) == (False, True)
 
 
 def test_increment_versions__adds_a_write_to_each():

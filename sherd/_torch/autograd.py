@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch.autograd import Variable
 
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Has autograd record from now on, or not. `torch.no_grad` calls it too, after ten other calls (2.11 to 2.13)."""
+
 
 def in_backward() -> bool:
     """Returns whether this thread is inside a backward pass. No public name tells (2.11 to 2.13)."""

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from sherd._torch import all_gather_coalesced, all_gather_single, reduce_scatter_single, wait_on_host
+from sherd._torch import all_gather_coalesced, bound_all_gather, bound_reduce_scatter, wait_on_host
 from sherd.comm.failures import unfinished
 from sherd.errors import CommError
 
@@ -157,7 +157,7 @@ class Sizes(tuple[int, ...]):
 
 def are_even(sizes: Sequence[int]) -> bool:
     """Returns whether all sizes are equal."""
-    return (sizes if isinstance(sizes, Sizes) else Sizes(sizes)).are_even
+    return (sizes if type(sizes) is Sizes else Sizes(sizes)).are_even
 
 
 class OneRank(Transport):
@@ -235,51 +235,48 @@ class SingleCalls(Transport):
 
     def __init__(self, group: dist.ProcessGroup, for_uneven: Transport | None = None) -> None:
         self._group = group
+        self._gather_evenly, self._reduce_evenly = bound_all_gather(group), bound_reduce_scatter(group)
         self._for_uneven = for_uneven
 
     def all_gather(
         self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """One call into one buffer, or into its parts."""
-        is_even = are_even(sizes)
-        if not is_even and self._for_uneven is not None:
+        what = f"all-gather of {rows.nbytes:,} bytes"
+        if are_even(sizes):
+            if rows.dtype.is_complex:
+                rows, shard_buffer = torch.view_as_real(rows), torch.view_as_real(shard_buffer)
+            return self._called(self._gather_evenly[async_op], rows, shard_buffer, what=what, async_op=async_op)
+        if self._for_uneven is not None:
             return self._for_uneven.all_gather(rows, shard_buffer, sizes, async_op)
-
-        def call() -> Pending | None:
-            if is_even:
-                return all_gather_single(rows, shard_buffer, group=self._group, async_op=async_op)
-            work: Pending | None = dist.all_gather(parts(rows, sizes), shard_buffer, self._group, async_op)
-            return work
-
-        return self._called(call, f"all-gather of {rows.nbytes:,} bytes")
+        return self._called(dist.all_gather, parts(rows, sizes), shard_buffer, self._group, async_op, what=what)
 
     def reduce_scatter(
         self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """One call from one buffer, or from its parts."""
-        is_even = are_even(sizes)
-        if not is_even and self._for_uneven is not None:
+        what = f"reduce-scatter of {rows.nbytes:,} bytes"
+        if are_even(sizes):
+            return self._called(self._reduce_evenly[async_op], shard_buffer, rows, what=what, async_op=async_op)
+        if self._for_uneven is not None:
             return self._for_uneven.reduce_scatter(shard_buffer, rows, sizes, async_op)
-        op = dist.ReduceOp.SUM
-
-        def call() -> Pending | None:
-            if is_even:
-                return reduce_scatter_single(shard_buffer, rows, op=op, group=self._group, async_op=async_op)
-            work: Pending | None = dist.reduce_scatter(shard_buffer, parts(rows, sizes), op, self._group, async_op)
-            return work
-
-        return self._called(call, f"reduce-scatter of {rows.nbytes:,} bytes")
+        op, into = dist.ReduceOp.SUM, parts(rows, sizes)
+        return self._called(dist.reduce_scatter, shard_buffer, into, op, self._group, async_op, what=what)
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
         """One call, in place."""
-        return self._called(
-            lambda: dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._group, async_op=async_op),
-            f"all-reduce of {tensor.nbytes:,} bytes",
-        )
+        what = f"all-reduce of {tensor.nbytes:,} bytes"
+        return self._called(dist.all_reduce, tensor, dist.ReduceOp.SUM, self._group, async_op, what=what)
 
-    def _called(self, call: Callable[[], Pending | None], what: str) -> Pending | None:
+    def _called(
+        self, call: Callable[..., Pending | None], *args: object, what: str, async_op: bool = True
+    ) -> Pending | None:
+        """Returns what `call(*args)` returns, with its errors named. Without `async_op` it is waited for here."""
         try:
-            pending = call()
+            pending = call(*args)
+            if pending is not None and not async_op:
+                pending.wait()
+                return None
         except CommError:
             raise
         except RuntimeError as error:
@@ -297,10 +294,8 @@ class CoalescedCalls(SingleCalls):
         self, targets: Sequence[torch.Tensor], shard_buffers: Sequence[torch.Tensor], async_op: bool
     ) -> Pending | None:
         """One coalesced call."""
-        return self._called(
-            lambda: all_gather_coalesced(targets, shard_buffers, self._group, async_op),
-            f"all-gather of {len(targets)} tensors at once",
-        )
+        what = f"all-gather of {len(targets)} tensors at once"
+        return self._called(all_gather_coalesced, targets, shard_buffers, self._group, async_op, what=what)
 
 
 class PartByPart(SingleCalls):
@@ -322,7 +317,7 @@ class PartByPart(SingleCalls):
                 if part.numel():
                     dist.broadcast(part.view(torch.uint8), group_src=root, group=self._group)
 
-        return self._called(broadcast_all, f"all-gather of {rows.nbytes:,} bytes")
+        return self._called(broadcast_all, what=f"all-gather of {rows.nbytes:,} bytes")
 
     def reduce_scatter(
         self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool

@@ -141,13 +141,13 @@ class StageUnits:
             runtime.revise()
             for index, unit in reversed(list(enumerate(runtime.units))):
                 if unit.backward.has_unreduced:
-                    runtime.on(GradientsReady(index))
+                    runtime.tape.play(GradientsReady, index)
 
     def finish_reductions(self) -> None:
         """Finish the reductions; the shards have their gradients afterwards."""
         for runtime in self._each_runtime():
             runtime.expect_last_backward(True)
-            runtime.on(EndBackward())
+            runtime.tape.play(EndBackward)
 
     def _each_runtime(self) -> list[Runtime]:
         return list({id(runtime): runtime for runtime, _ in self.runtimes}.values())

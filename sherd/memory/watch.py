@@ -208,10 +208,10 @@ def observed(
     Raises:
         StateError: somebody observes the model already.
     """
-    if runtime.observer is not None:
+    if runtime.tape.observer is not None:
         raise StateError(f"the memory of {runtime.root.name} is tracked already; leave that `with` block first")
     with ExitStack() as observers:
-        observers.enter_context(runtime.observed(observer))
+        observers.enter_context(runtime.tape.observed(observer))
         for number, owner in enumerate(runtime.units):
             for group, gradients in enumerate(owner.gradients):
                 seen = of_gradients(number, group, gradients.group.parameters)

@@ -6,6 +6,9 @@ From the second step on a training loop goes round in the nodes it knows, and an
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ParamSpec
+
 from sherd.schedule.actions import Action, Event
 from sherd.schedule.decide import decide
 from sherd.schedule.state import Limits, State, UnitSpec
@@ -14,12 +17,24 @@ MOST_NODES = 20_000
 """Discard the graph beyond this many states: a model that never repeats itself must not fill the memory."""
 
 
+P = ParamSpec("P")
+
+
+class Edge:
+    """The way out of a state by one event: the `actions` it asks for, and the node `to` which it leads."""
+
+    __slots__ = ("actions", "event", "to")
+
+    def __init__(self, event: Event, to: _Node, actions: tuple[Action, ...]) -> None:
+        self.event, self.to, self.actions = event, to, actions
+
+
 class _Node:
     __slots__ = ("edges", "state")
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.edges: dict[Event, tuple[_Node, tuple[Action, ...]]] = {}
+        self.edges: dict[object, Edge] = {}
 
 
 class Schedule:
@@ -36,12 +51,19 @@ class Schedule:
 
     def on(self, event: Event) -> tuple[Action, ...]:
         """Returns the actions that `event` asks for. The caller carries them out, in order."""
-        edge = self._node.edges.get(event)
+        return self.follow(_itself, event).actions
+
+    def follow(self, kind: Callable[P, Event], *args: P.args, **kwargs: P.kwargs) -> Edge:
+        """Returns the edge of the event `kind(*args)`, which is made where it is new in the present state only. The
+        caller carries out its actions, in order."""
+        assert not kwargs, "an event is looked up by what comes in order"
+        edge = self._node.edges.get((kind, args))
         if edge is None:
+            event = kind(*args, **kwargs)
             state, actions = decide(self._node.state, event)
-            edge = self._node.edges[event] = (self._at(state), actions)
-        self._node, actions = edge
-        return actions
+            edge = self._node.edges[kind, args] = Edge(event, self._at(state), actions)
+        self._node = edge.to
+        return edge
 
     def move_to(self, state: State) -> None:
         """Go to `state`: the same moment under other choices, or with parameters that were live before."""
@@ -54,3 +76,7 @@ class Schedule:
         if node is None:
             node = self._nodes[state] = _Node(state)
         return node
+
+
+def _itself(event: Event) -> Event:
+    return event

@@ -1,5 +1,7 @@
 """Which transport a group gets, and who is told that it cannot have the one it asked for."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -50,6 +52,7 @@ def test_a_group_is_on_gloo_by_what_it_has_for_the_cpu(monkeypatch):
 
 
 def test_on_an_accelerator_gloo_is_asked_for_parts_and_others_for_what_a_policy_says(monkeypatch):
+    group = SimpleNamespace(all_gather_single=print, reduce_scatter_single=print)
     for backends, wanted, expected in (
         ("cpu:gloo,cuda:gloo", "auto", PartByPart),
         ("cpu:gloo,cuda:gloo", "coalesced", PartByPart),
@@ -57,7 +60,7 @@ def test_on_an_accelerator_gloo_is_asked_for_parts_and_others_for_what_a_policy_
         ("cpu:gloo,cuda:nccl", "coalesced", CoalescedCalls),
     ):
         monkeypatch.setattr(dist, "get_backend_config", lambda group, backends=backends: backends)
-        assert type(transports._made(None, torch.device("cuda"), wanted)) is expected, (backends, wanted)
+        assert type(transports._made(group, torch.device("cuda"), wanted)) is expected, (backends, wanted)
 
 
 def test_a_transport_that_nobody_knows_is_refused():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +18,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from sherd import FullyShardedDataParallel, MixedPrecisionPolicy, unsharded
 from sherd.interop.pipelining import PipelineStage
-from sherd.schedule.actions import Action, Event, Gather, Reduce
-from sherd.schedule.schedule import Schedule
+from sherd.schedule.actions import Event, Gather, Reduce
+from sherd.schedule.schedule import Edge, Schedule
 from sherd.wrap import ModuleWrapPolicy
 from tests.support import comparing
 from tests.support.comparing import Named, plain_name, whole, whole_grads, whole_params
@@ -115,14 +115,14 @@ def plain(num_stages: int, num_ranks: int, steps: int) -> Run:
 def counted() -> Iterator[Counter[str]]:
     """How many units were gathered and reduced inside."""
     counts: Counter[str] = Counter()
-    answered = Schedule.on
+    followed = Schedule.follow
 
-    def noting(self: Schedule, event: Event) -> tuple[Action, ...]:
-        actions = answered(self, event)
-        counts.update(type(action).__name__ for action in actions if isinstance(action, Gather | Reduce))
-        return actions
+    def noting(self: Schedule, kind: Callable[..., Event], *args: object) -> Edge:
+        edge = followed(self, kind, *args)
+        counts.update(type(action).__name__ for action in edge.actions if isinstance(action, Gather | Reduce))
+        return edge
 
-    with mock.patch.object(Schedule, "on", noting):
+    with mock.patch.object(Schedule, "follow", noting):
         yield counts
 
 

@@ -393,7 +393,7 @@ def uses():
         step(model, optimizer)
     with sherd.explain_memory(model, optimizer):  # nothing is followed without a limit
         assert _get_current_dispatch_mode() is None
-        assert model._sherd_runtime.observer is None
+        assert model._sherd_runtime.tape.observer is None
     # One inside of another one: the error is explained once, and by the one whose limit it was.
     notes = []
     for outer, inner in ((None, None), (None, "2.5 MiB"), ("2.5 MiB", None)):

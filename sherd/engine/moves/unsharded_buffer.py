@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from itertools import cycle
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from sherd.engine.state.parameter import ShardedParameter, hide_unsharded, show_
 from sherd.layout.packing import Slot
 
 IS_TRAINED = attrgetter("requires_grad")
+ADDRESS = methodcaller("data_ptr")
 
 
 class Guard:
@@ -130,11 +131,10 @@ class UnshardedBuffer(Unsharded):
         del tensor
         self._slots = group.packing.slots
         offsets = [_offset_of(*each, dtype) for each in zip(group.parameters, self._slots, strict=True)]
-        self._plain = [
-            (index, parameter, offset)
-            for index, (parameter, offset) in enumerate(zip(self.parameters, offsets, strict=True))
-            if offset is not None
-        ]
+        # What a user's `.data = ...` can move, by index, and where it belongs.
+        self._plain = [index for index, offset in enumerate(offsets) if offset is not None]
+        self._movable = [self.parameters[index] for index in self._plain]
+        self._offsets = [offset for offset in offsets if offset is not None]
         self.guard = Guard(self.parameters)
         self._address = self.buffer.address
         self._own_uses = storage_uses(self._address)
@@ -145,9 +145,12 @@ class UnshardedBuffer(Unsharded):
 
     def hide(self) -> list[str]:
         """Show the shards instead. Parameters that a user has only moved are put back."""
-        start = self.buffer.tensor.data_ptr()
-        moved = [index for index, parameter, offset in self._plain if parameter.data_ptr() != start + offset]
-        lost = [self._records[index].name for index in moved if not self._put_back(index)] if moved else []
+        found = list(map(ADDRESS, self._movable))  # all in C, as it is asked in each free
+        own = list(map(self.buffer.tensor.data_ptr().__add__, self._offsets))
+        lost = []
+        if found != own:
+            moved = [index for index, is_at, of in zip(self._plain, found, own, strict=True) if is_at != of]
+            lost = [self._records[index].name for index in moved if not self._put_back(index)]
         for record, parameter, instead in hide_unsharded(self._records, self.parameters, self.trained):
             if instead is None or not _are_same(instead, parameter):
                 lost.append(record.name)

@@ -1,9 +1,13 @@
-"""The functions that carry out the schedule's actions on a unit, on one group after the other."""
+"""The functions that carry out the schedule's actions on a unit, on one group after the other.
+
+They look at the unit's groups and policy when they are called, so a call that is bound once (`tape.py`) stays right.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -11,10 +15,12 @@ from sherd.comm.collectives import UsersCollectives
 from sherd.comm.transport import Transport
 from sherd.engine.moves.unsharded_buffer import IS_TRAINED
 from sherd.engine.moves.weights import STAND
-from sherd.engine.run.unit import Unit
+from sherd.engine.run.unit import Unit, put_first
+from sherd.engine.state.optimizers import watcher
+from sherd.engine.state.parameter import notice_replaced
 from sherd.errors import StateError
 from sherd.policy import UnitPolicy
-from sherd.schedule.actions import Action, Await, Discard, FinishReduce, Free, Gather, Reduce, Shrink
+from sherd.schedule.actions import Action, Await, Discard, FinishReduce, Free, FreeGroup, Gather, Reduce, Shrink
 from sherd.schedule.agreed import Kind, Step
 from sherd.schedule.state import Live
 
@@ -28,8 +34,11 @@ def gather(unit: Unit, in_full_precision: bool | None = None, but: Collection[in
             weights.free()  # other ranks have freed it
         if number in but or weights.live is Live.UNSHARDED:
             continue  # other groups of the unit were freed alone
-        precisely = unit.in_full_precision if in_full_precision is None else in_full_precision
-        unit.notice_replaced(weights.group.parameters)
+        precisely = in_full_precision
+        if precisely is None:
+            precisely = unit.precision.full_precision_in_eval and unit.in_full_precision
+        if unit.policy.notices_replaced and notice_replaced(weights.group.parameters):
+            watcher.sharded_again()
         mesh = weights.group.mesh
         transport = mesh.gather_transport if user is None else UsersCollectives(user, mesh.shard_group)
         weights.gather(transport, precisely)
@@ -41,7 +50,8 @@ def wait(unit: Unit) -> None:
         if weights.live is not Live.UNSHARDED:
             weights.wait()
     for hooks, key, _ in unit.touch_hooks:
-        hooks.pop(key, None)
+        if key in hooks:
+            del hooks[key]
     if unit.lookups.groups:
         unit.lookups.unwatch()
 
@@ -52,7 +62,7 @@ def shrink(unit: Unit) -> None:
     assert isinstance(size, int), "only an int asks for a smaller mesh"
     for weights in unit.weights:
         weights.shrink(size)
-    notice_touches(unit)
+    put_first(unit.touch_hooks)
 
 
 def outdated(units: Sequence[Unit]) -> list[Unit]:
@@ -69,17 +79,6 @@ def outdated(units: Sequence[Unit]) -> list[Unit]:
             if is_told or now != weights.as_of:
                 found.append(unit)
     return found
-
-
-def notice_touches(unit: Unit) -> None:
-    """Have calls of modules inside of the unit noticed, as when it is freed.
-
-    One that gathers for them does so also where it rests unsharded: it is kept for the backward of such a call then,
-    and renewed if an optimizer has stepped.
-    """
-    for hooks, key, hook in unit.touch_hooks:
-        hooks[key] = hook
-        hooks.move_to_end(key, last=False)
 
 
 def reduce(unit: Unit, policy: UnitPolicy | None = None, but: Collection[int] = ()) -> None:
@@ -168,6 +167,14 @@ DO: dict[type[Action], Callable[[Unit], None]] = {
     Discard: discard,
 }
 """By kind of action: the function that carries it out on a whole unit."""
+
+
+def bound(action: Action, unit: Unit) -> Callable[[], None]:
+    """Returns the call that carries out `action` on `unit`."""
+    if isinstance(action, FreeGroup):
+        group = action.group
+        return (lambda: unit.lookups.free(group)) if action.unread else (lambda: unit.weights[group].free())
+    return partial(DO[type(action)], unit)
 
 
 def start_for_others(step: Step, unit: Unit, but: Collection[int] = ()) -> None:

@@ -24,7 +24,7 @@ from sherd.comm.objects import all_gather_objects, start_all_gather
 from sherd.engine.run.attempt import Attempt, Failure, GivenUp
 from sherd.engine.run.away import ReducedGradients, Settings, refusal, settings_of, take_settings
 from sherd.engine.run.carry_out import finish_for_others, have_again, pay, start_for_others
-from sherd.engine.run.ledger import Ledger, Table
+from sherd.engine.run.ledger import Ledger
 from sherd.engine.run.likeness import made_as
 from sherd.engine.run.order_check import PlannedCollective, differently_made
 from sherd.engine.run.unit import Unit
@@ -106,7 +106,7 @@ class Coordinator:
         gradients are in the sums of all ranks, others are not. All raise at the next vote, unless all have done so."""
         self._has_abandoned = self._attempt is None
 
-    def starts(self, action: type[Action], unit: Unit, do: Table) -> None:
+    def starts(self, action: type[Action], unit: Unit, carry_out: Callable[[], None]) -> None:
         """Carry out `action`, a collective of `unit`, when it is its turn on all ranks.
 
         Raises:
@@ -121,11 +121,11 @@ class Coordinator:
         else:
             step = Step(Kind.REDUCE, number, int(unit.policy.all_reduce_gradients))
             self._reach(step, is_in_backward)
-        self._start(step, unit, do[action])
+        self._start(step, unit, carry_out)
 
-    def waits(self, action: type[Action], unit: Unit, do: Table) -> None:
+    def waits(self, action: type[Action], unit: Unit, carry_out: Callable[[], None]) -> None:
         """Carry out `action`. Raises CommError as `begin`."""
-        self._ledger.run(action, unit, do)
+        self._ledger.run(action, unit, carry_out)
 
     def before_step(self, optimizer: Optimizer, unit_ids: Sequence[int]) -> None:
         """`optimizer` is about to step the shards of these units: go on when all ranks that are not away do.
@@ -350,19 +350,19 @@ class Coordinator:
             return
         live = unit.live
         with torch.no_grad():
-            self._start(step, unit, partial(start_for_others, step))
+            self._start(step, unit, partial(start_for_others, step, unit))
             if step.kind is Kind.GATHER:
-                self._ledger.run(Await, unit, {Await: partial(have_again, live=live)})
+                self._ledger.run(Await, unit, partial(have_again, unit, live))
             else:
-                self._ledger.run(FinishReduce, unit, {FinishReduce: finish_for_others})
+                self._ledger.run(FinishReduce, unit, partial(finish_for_others, unit))
 
-    def _start(self, step: Step, unit: Unit, run: Callable[[Unit], None]) -> None:
+    def _start(self, step: Step, unit: Unit, run: Callable[[], None]) -> None:
         """Call `run`, which starts the collectives of `step`. If it raises (there was no memory for what is to come),
         remember those that were not started: the other ranks wait for them."""
         is_gather = step.kind is Kind.GATHER
         action: type[Action] = Gather if is_gather else Reduce
         try:
-            self._ledger.start(action, unit, step.detail if is_gather else 0, {action: run})
+            self._ledger.start(action, unit, step.detail if is_gather else 0, run)
         except Exception:
             flights: Sequence[_Flight] = unit.weights if is_gather else unit.gradients
             self._owed = partial(pay, step, unit, {at for at, each in enumerate(flights) if each.is_in_flight})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from sherd.comm.groups import default_group, group_of
 from sherd.comm.mesh import DataMesh
 from sherd.engine.run.coordinator import Coordinator
 from sherd.engine.run.guard import Guard
-from sherd.engine.run.ledger import Ledger, Table
+from sherd.engine.run.ledger import Ledger
 from sherd.engine.run.unit import Unit
 from sherd.errors import PolicyError
 from sherd.schedule.actions import Action, Await, FinishReduce, Gather, Reduce
@@ -40,10 +41,10 @@ class Overseer(Protocol):
     def abandon_backward(self, unit: Unit) -> None:
         """A backward of the model of `unit`, a root, has raised in its middle, and the program goes on."""
 
-    def starts(self, action: type[Action], unit: Unit, do: Table) -> None:
+    def starts(self, action: type[Action], unit: Unit, carry_out: Callable[[], None]) -> None:
         """Carry out `action`, a collective of `unit`, when all ranks do."""
 
-    def waits(self, action: type[Action], unit: Unit, do: Table) -> None:
+    def waits(self, action: type[Action], unit: Unit, carry_out: Callable[[], None]) -> None:
         """Carry out `action`, which may wait for the other ranks."""
 
 
@@ -114,31 +115,15 @@ def _overseer_of(mesh: DataMesh) -> Overseer | None:
     return known[policy, ranks]
 
 
-def overseen(do: Table, overseers: dict[int, Overseer]) -> Table:
-    """Returns `do`, the table by which a runtime carries out its actions, with `overseers` of units looking on."""
-    if not overseers:
-        return do
-
-    def starting(action: type[Action]) -> Callable[[Unit], None]:
-        def run(unit: Unit) -> None:
-            overseer = overseers.get(unit.id)
-            if overseer is None or not unit.parameters or (action is Gather and unit.mesh.num_shards == 1):
-                do[action](unit)
-            else:
-                overseer.starts(action, unit, do)
-
-        return run
-
-    def waiting(action: type[Action]) -> Callable[[Unit], None]:
-        def run(unit: Unit) -> None:
-            overseer = overseers.get(unit.id)
-            if overseer is None:
-                do[action](unit)
-            else:
-                overseer.waits(action, unit, do)
-
-        return run
-
-    starts: Sequence[type[Action]] = (Gather, Reduce)
-    waits: Sequence[type[Action]] = (Await, FinishReduce)
-    return {**do, **{each: starting(each) for each in starts}, **{each: waiting(each) for each in waits}}
+def overseen(
+    overseer: Overseer | None, action: Action, unit: Unit, carry_out: Callable[[], None]
+) -> Callable[[], None]:
+    """Returns `carry_out`, the call that carries out `action` on `unit`, with `overseer` looking on if it may wait for
+    other ranks."""
+    kind = type(action)
+    if overseer is None or kind not in (Gather, Reduce, Await, FinishReduce):
+        return carry_out
+    if kind in (Await, FinishReduce):
+        return partial(overseer.waits, kind, unit, carry_out)
+    is_alone = not unit.parameters or (kind is Gather and unit.mesh.num_shards == 1)
+    return carry_out if is_alone else partial(overseer.starts, kind, unit, carry_out)

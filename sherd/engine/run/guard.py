@@ -19,6 +19,7 @@ import contextlib
 import math
 import sys
 import weakref
+from collections.abc import Callable
 from itertools import islice
 from typing import NoReturn
 
@@ -29,12 +30,13 @@ from sherd._torch import has_ended, users_line
 from sherd.comm.board import LOOK_EVERY_S, Answer, Board, Failure, Inquiry, Position
 from sherd.comm.failures import named
 from sherd.comm.tree import Tree, tree_beside
-from sherd.engine.run.ledger import Ledger, Table
+from sherd.engine.run.carry_out import discard, gather, reduce, wait
+from sherd.engine.run.ledger import Ledger
 from sherd.engine.run.likeness import HASH_BYTES, digest_of, values_hash
 from sherd.engine.run.order_check import MOST_STEPS, PlannedCollective, agree, different, planned
 from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
-from sherd.schedule.actions import Action, Await, Discard, Free, Gather, Reduce
+from sherd.schedule.actions import Action, Gather, Reduce
 from sherd.schedule.path import Path
 from sherd.schedule.state import Live
 
@@ -73,14 +75,14 @@ class Guard:
     def abandon_backward(self, unit: Unit) -> None:
         """A backward of the model of `unit`, a root, has raised in its middle: the next collective shows it."""
 
-    def starts(self, action: type[Action], unit: Unit, do: Table) -> None:
+    def starts(self, action: type[Action], unit: Unit, carry_out: Callable[[], None]) -> None:
         """Carry out `action`, a collective of `unit`, as all ranks do.
 
         Raises:
             CommError: not all ranks do, or one has died.
         """
         if self._failure is not None:
-            self._raise_failure(self._failure, do)
+            self._raise_failure(self._failure)
         compared, kind, num_trained = unit.compared, 0, 0
         if action is Gather:
             kind = int(unit.in_full_precision)
@@ -98,33 +100,33 @@ class Guard:
         self._path.take((action, unit.id, kind, compared.digest or digest_of(unit), num_trained), doubts)
         which = MOST_STEPS * kind + min(new, MOST_STEPS - 1)
         if not self._path.is_sure or _is_detailed():
-            self._ask(planned(action, unit, which, users_line(sys._getframe())), do, unit)
+            self._ask(planned(action, unit, which, users_line(sys._getframe())), unit)
             compared.agreed()
         here = self._position
         self._position = Position(here.agreements, here.issued + 1)
-        self._ledger.start(action, unit, which, do)
+        self._ledger.start(action, unit, which, carry_out)
         if self._failure is not None:
-            self._raise_failure(self._failure, do)
+            self._raise_failure(self._failure)
 
-    def waits(self, action: type[Action], unit: Unit, do: Table) -> None:
+    def waits(self, action: type[Action], unit: Unit, carry_out: Callable[[], None]) -> None:
         """Carry out `action`, which may wait for the other ranks.
 
         Raises:
             CommError: while it waited, it was declared that ranks went different ways; or one has died.
         """
-        self._ledger.run(action, unit, do)
+        self._ledger.run(action, unit, carry_out)
         if self._failure is not None:
-            self._raise_failure(self._failure, do)
+            self._raise_failure(self._failure)
 
-    def _raise_failure(self, failure: Failure, do: Table) -> NoReturn:
+    def _raise_failure(self, failure: Failure) -> NoReturn:
         error = self._ledger.failure(failure.text)  # recorded before the farewell, which no program has asked for
         with contextlib.suppress(CommError):
-            self._release(failure.issued - self._position.issued, do)
+            self._release(failure.issued - self._position.issued)
         raise error
 
     # The comparison
 
-    def _ask(self, collective: PlannedCollective, do: Table, unit: Unit) -> None:
+    def _ask(self, collective: PlannedCollective, unit: Unit) -> None:
         self._is_asking = True
         inquiry: Inquiry | None = None
 
@@ -132,7 +134,7 @@ class Guard:
             nonlocal inquiry
             while not has_ended(work, INQUIRE_AFTER_S if inquiry is None else LOOK_EVERY_S):
                 if self._failure is not None:
-                    self._raise_failure(self._failure, do)
+                    self._raise_failure(self._failure)
                 try:
                     inquiry = inquiry or self._board.inquire(self.key, self._position)
                     self._give_up_if_alone(inquiry, collective)
@@ -177,7 +179,7 @@ class Guard:
         self._failure = Failure(text, max(answer.issued for answer in answers.values()))
         inquiry.declare(self._failure, self._peers)
 
-    def _release(self, number: int, do: Table) -> None:
+    def _release(self, number: int) -> None:
         """Take part in the next `number` collectives, which others have started, so that they do not wait for ever."""
         number = max(number, 0)
         self._position = Position(self._position.agreements, self._position.issued + number)
@@ -186,17 +188,17 @@ class Guard:
             if unit is None:
                 return
             if action is Reduce:
-                do[Discard](unit)
+                discard(unit)
                 unit.backward.lack_nothing(which)
-                do[Reduce](unit)
-                do[Discard](unit)
+                reduce(unit)
+                discard(unit)
             else:
                 if unit.live is Live.GATHERING:
-                    do[Await](unit)
-                do[Free](unit)
-                do[Gather](unit)
-                do[Await](unit)
-                do[Free](unit)
+                    wait(unit)
+                unit.free()
+                gather(unit)
+                wait(unit)
+                unit.free()
 
     # What the board asks
 

@@ -110,7 +110,7 @@ def before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) ->
         args, kwargs = map_tensors(functools.partial(_cast, precision.param_dtype), (args, kwargs))
     if call.opens_run and torch.is_grad_enabled():
         inputs = _inputs_in(args, kwargs)
-        if any(tensor.requires_grad and tensor.is_leaf for tensor in inputs):
+        if [tensor for tensor in inputs if tensor.requires_grad and tensor.is_leaf]:
             args, kwargs = map_tensors(_not_a_leaf, (args, kwargs))
             inputs = _inputs_in(args, kwargs)
         _watch_inputs(runtime, unit, inputs)
@@ -146,8 +146,12 @@ def after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> Any
 
 def _inputs_in(args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor]:
     """Returns the tensors among a forward's arguments."""
-    if not kwargs and all(isinstance(value, torch.Tensor) for value in args):
-        return args  # as most are, which need not be walked through
+    if not kwargs:
+        for value in args:
+            if not isinstance(value, torch.Tensor):
+                break
+        else:
+            return args  # as most are, which need not be walked through
     return tensors_in((args, kwargs))
 
 
@@ -218,7 +222,7 @@ def _watch_inputs(runtime: Runtime, unit: Unit, inputs: Iterable[torch.Tensor]) 
     for node in _nodes_of(inputs):
         borders = _borders_of(node)
         # An output of the unit itself that it is given again: backward has not passed it there.
-        if not any(each.is_output and each.unit is unit for each in borders):
+        if not [each for each in borders if each.is_output and each.unit is unit]:
             borders.append(_Border(unit, False, runtime))
 
 

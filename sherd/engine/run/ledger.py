@@ -21,9 +21,6 @@ from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
 from sherd.schedule.actions import Action, Await, FinishReduce, Gather, Reduce
 
-Table = dict[type[Action], Callable[[Unit], None]]
-"""By kind of action: the function that carries it out on a unit."""
-
 NUM_RECENT = 1000
 
 NOTHING = PlannedCollective("", ())
@@ -80,18 +77,18 @@ class Ledger:
         """The number of the collective that was started last, 0 if there is none."""
         return self.started[-1][0] if self.started else 0
 
-    def start(self, action: type[Action], unit: Unit, which: int, do: Table) -> None:
+    def start(self, action: type[Action], unit: Unit, which: int, carry_out: Callable[[], None]) -> None:
         """Carry out `action`, which starts a collective of `unit`. Raises CommError as `run` does."""
         is_gather = action is Gather
         self.started.append((next(self._numbers), time.time(), in_backward(), is_gather, unit.id, which))
         if unit.streams.in_host_order:
-            self.run(action, unit, do)
+            self.run(action, unit, carry_out)
         else:
             with unit.streams.noting(self._queued):
-                self.run(action, unit, do)
+                self.run(action, unit, carry_out)
 
-    def run(self, action: type[Action], unit: Unit, do: Table) -> None:
-        """Carry out `action`, which may wait for the other ranks.
+    def run(self, action: type[Action], unit: Unit, carry_out: Callable[[], None]) -> None:
+        """Carry out `action` on `unit`, by `carry_out()`, which may wait for the other ranks.
 
         Raises:
             CommError: a rank has died, or did not come; the text says where the ranks are that did not.
@@ -100,7 +97,7 @@ class Ledger:
             raise CommError(self._lost)
         self.thread, self._entered = threading.get_ident(), time.monotonic()
         try:
-            do[action](unit)
+            carry_out()
         except CommError as error:
             raise self._explained(error) from error.__cause__
         finally:

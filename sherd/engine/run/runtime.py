@@ -7,28 +7,30 @@ that is used on its own before has a runtime of its own, which the root's one re
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from sherd._torch import are_transforms_active, at_end_of_backward, in_backward, outside_transforms, splitting_stage
+from sherd._torch import at_end_of_backward, in_backward, splitting_stage
 from sherd.engine.moves.saved import begin_watching, end_watching
 from sherd.engine.run.call_stack import Call, UnderWay
-from sherd.engine.run.carry_out import DO, notice_touches, outdated
-from sherd.engine.run.divergence import overseen, overseers_of
-from sherd.engine.run.observer import Observer
-from sherd.engine.run.unit import Unit
+from sherd.engine.run.carry_out import outdated
+from sherd.engine.run.divergence import overseers_of
+from sherd.engine.run.tape import Tape
+from sherd.engine.run.unit import Unit, put_first
 from sherd.engine.run.unmanaged import Unmanaged, registrations
 from sherd.errors import StateError, WrapperStateError
 from sherd.policy import UnitPolicy
 from sherd.schedule import actions as do
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, Live, UnitSpec
+
+UNIT_OF = attrgetter("unit")
 
 
 def runtime_over(unit: Unit) -> Runtime | None:
@@ -43,24 +45,24 @@ class Runtime:
 
     It belongs to the root module and holds no module. `in_backward`: one has begun and not ended, be it because it
     raised. `num_backwards` have begun. `is_in_last_backward`: the newest one is the last before a step.
-    `_brings_gradients`: whether it does for any unit; None until somebody has asked. `_is_astray`: an action raised.
+    `_brings_gradients`: whether it does for any unit; None until somebody has asked.
     """
 
     def __init__(self, units: Sequence[Unit], unmanaged: Unmanaged, guests: Collection[int] = ()) -> None:
         self.units = tuple(units)
         self.unmanaged, self.guests = unmanaged, frozenset(guests)
-        self.in_backward = self._is_astray = False
+        self.in_backward = False
         self.num_backwards, self.is_in_last_backward, self._is_last_backward = 0, True, True
         self._brings_gradients: bool | None = None
         self._num_forwards = self._usual_forwards = 0  # before the next backward, and before the last one
         self._calls: list[Call] = []
         self._step_event: Any = None
-        self.observer: Observer | None = None
         self._index = {unit.id: index for index, unit in enumerate(self.units)}
         self._policies: list[UnitPolicy] = []
         overseers = overseers_of(self.units)
-        self.overseers, self._do = set(overseers.values()), overseen(DO, overseers)
+        self.overseers = set(overseers.values())
         self.schedule = Schedule(())
+        self.tape = Tape(self.schedule, self.units, overseers)
         self.revise()
 
     @property
@@ -75,47 +77,13 @@ class Runtime:
 
     # Events
 
-    def on(self, event: do.Event) -> None:
-        """Carry out what the schedule answers."""
-        if self.observer is not None:
-            self.observer.begins(event)
-        actions = self.schedule.on(event)
-        if actions:
-            # Outside of transforms: what is gathered under `vmap` or `grad` would be of that level, and gone after it.
-            try:
-                with torch.no_grad(), outside_transforms() if are_transforms_active() else nullcontext():
-                    for action in actions:
-                        unit = self.units[action.unit]
-                        if isinstance(action, do.FreeGroup):
-                            group = action.group
-                            perform = partial(unit.lookups.free, group) if action.unread else unit.weights[group].free
-                        else:
-                            perform = partial(self._do[type(action)], unit)
-                        if self.observer is None:
-                            perform()
-                        else:
-                            self.observer.perform(action, perform)
-            except BaseException:
-                self._is_astray = True
-                raise
-        if self.observer is not None:
-            self.observer.ended(event)
-
-    @contextmanager
-    def observed(self, observer: Observer) -> Iterator[None]:
-        """Have `observer` see all events and actions inside the context."""
-        self.observer = observer
-        try:
-            yield
-        finally:
-            self.observer = None
-
     def enter(self, unit: Unit, module: nn.Module) -> Call:
         """A forward of `module`, one of `unit`'s, begins: make it whole.
 
         Inside our own backward it is a recomputation (activation checkpointing), inside another model's it is not.
         """
-        _require_not_lent(unit, "forward")
+        if unit.lent is not None or unit.companions:
+            _require_not_lent(unit, "forward")
         if self._calls and unit is self.root:
             self._give_up_interrupted()
         recomputing = self.in_backward and in_backward()
@@ -133,7 +101,7 @@ class Runtime:
         if recomputing:
             unit.backward.recompute_begins()
             self._expect_gradients(unit)
-        self.on(do.BeforeForward(self._index[unit.id], recomputing))
+        self.tape.play(do.BeforeForward, self._index[unit.id], recomputing)
         return call
 
     def leave(self, module: nn.Module, differentiable: bool, in_use: bool = False) -> bool:
@@ -147,9 +115,9 @@ class Runtime:
         call = self._pop_call()
         unit, raised = call.unit, sys.exc_info()[1] is not call.handling
         ends = unit.runs is None or unit.runs.end(module) or raised
-        if ends and all(outer.unit is not unit for outer in self._calls):  # not from inside its own other method
+        if ends and unit not in map(UNIT_OF, self._calls):  # not from inside its own other method
             unread = unit.lookups.after_forward() if unit.lookups.groups and differentiable and not raised else ()
-            self.on(do.AfterForward(self._index[unit.id], call.recomputing, in_use, unread))
+            self.tape.play(do.AfterForward, self._index[unit.id], call.recomputing, in_use, unread)
         if call.outermost:
             self._end_forward(differentiable and not raised)
         return not raised
@@ -160,7 +128,7 @@ class Runtime:
         return call
 
     def _begin_forward(self, unit: Unit) -> None:
-        if self.in_backward or self._is_astray:
+        if self.in_backward or self.tape.is_astray:
             self._recover(unit)
         stage = splitting_stage()
         if stage is not None:
@@ -197,10 +165,10 @@ class Runtime:
     def _end_forward(self, differentiable: bool) -> None:
         for index, unit in enumerate(self.units):
             if unit.policy.on_touch == "unshard":
-                notice_touches(unit)
+                put_first(unit.touch_hooks)
             if unit.runs is not None and unit.runs.give_up():  # a list unit of which the forward ran only some modules
-                self.on(do.AfterForward(index))
-        self.on(do.EndForward(differentiable))
+                self.tape.play(do.AfterForward, index)
+        self.tape.play(do.EndForward, differentiable)
         self._num_forwards += differentiable
 
     def gathers_follow(self, event: Any) -> None:
@@ -209,7 +177,8 @@ class Runtime:
 
     def before_backward(self, unit: Unit) -> None:
         """Autograd has reached an output of `unit`."""
-        _require_not_lent(unit, "backward")
+        if unit.lent is not None or unit.companions:
+            _require_not_lent(unit, "backward")
         if not self.in_backward:
             self._look_for_unmanaged(in_backward=True)
             self.is_in_last_backward = self._is_last_backward
@@ -222,7 +191,7 @@ class Runtime:
             self.revise()
             at_end_of_backward(self._end_backward)
         self._expect_gradients(unit)
-        self.on(do.BeforeBackward(self._index[unit.id]))
+        self.tape.play(do.BeforeBackward, self._index[unit.id])
 
     def _expect_gradients(self, unit: Unit) -> None:
         unit.backward.expect(unit.policy, partial(self._gradients_complete, self._index[unit.id]))
@@ -231,7 +200,7 @@ class Runtime:
         """Autograd is past the inputs of `unit`."""
         if self.in_backward:
             unreduced = unit.backward.awaits_reduction(unit.policy, self._has_gradients)
-            self.on(do.AfterBackward(self._index[unit.id], unreduced))
+            self.tape.play(do.AfterBackward, self._index[unit.id], unreduced)
             unit.backward.leave()
 
     def _has_gradients(self) -> bool:
@@ -250,9 +219,12 @@ class Runtime:
         if group is None:
             # Autograd may pass the unit's inputs much later (they may be many units' inputs): free it as soon as that
             # is safe.
-            self.on(do.AfterBackward(index, unreduced=True) if is_done else do.GradientsReady(index))
+            if is_done:
+                self.tape.play(do.AfterBackward, index, True)
+            else:
+                self.tape.play(do.GradientsReady, index)
         elif is_done:
-            self.on(do.GroupPassed(index, group))
+            self.tape.play(do.GroupPassed, index, group)
 
     def _end_backward(self) -> None:
         """Autograd is done: whatever is left over is reduced and freed."""
@@ -260,15 +232,15 @@ class Runtime:
             return
         for index, unit in enumerate(self.units):
             if unit.backward.awaits_reduction(unit.policy, self._has_gradients):
-                self.on(do.AfterBackward(index, unreduced=True))
+                self.tape.play(do.AfterBackward, index, True)
         if (counted := self.root.policy.accumulation) is not None:
             has_received = any(unit.backward.has_received for unit in self.units)
             counted.end_backward(self.root.id, has_received or self.unmanaged.has_gradients)
         for unit in self.units:
             unit.backward.end()
             if unit.policy.on_touch == "unshard":
-                notice_touches(unit)
-        self.on(do.EndBackward(self._is_last_backward))
+                put_first(unit.touch_hooks)
+        self.tape.play(do.EndBackward, self._is_last_backward)
         for unit in self.units:
             if unit.place.is_elsewhere:
                 unit.land_gradients()
@@ -293,16 +265,16 @@ class Runtime:
         self.revise()
         if not self._calls and not self.in_backward:  # else no optimizer has stepped since the forward began
             unit.streams.begin_step()
-        self.on(do.Unshard(self._index[unit.id], wait))
+        self.tape.play(do.Unshard, self._index[unit.id], wait)
 
     def finish_unshard(self, unit: Unit) -> None:
         """Wait for `unit`'s all-gather, if one is in flight, and gather what was freed after forward."""
         if unit.live is Live.GATHERING or self._index[unit.id] in self.schedule.state.unread:
-            self.on(do.Unshard(self._index[unit.id], wait=True))
+            self.tape.play(do.Unshard, self._index[unit.id], True)
 
     def reshard(self, unit: Unit) -> None:
         """Free `unit`'s unsharded parameters."""
-        self.on(do.Reshard(self._index[unit.id]))
+        self.tape.play(do.Reshard, self._index[unit.id])
 
     def show_shards(self, unit: Unit) -> None:
         """As `reshard`, for somebody who will read or write shards; refused while they are needed whole."""
@@ -328,10 +300,10 @@ class Runtime:
         for overseer in self.overseers if self.in_backward else ():
             overseer.abandon_backward(self.root)
         with torch.no_grad():
-            for unit in self.units if self._is_astray else ():
+            for unit in self.units if self.tape.is_astray else ():
                 unit.free()
-        self.on(do.Reset(gradients))
-        self._is_astray = False
+        self.tape.play(do.Reset, gradients)
+        self.tape.recovered()
         while self._calls:
             self._pop_call()
         self.in_backward, self._brings_gradients = False, None

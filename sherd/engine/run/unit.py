@@ -44,6 +44,18 @@ _ids = itertools.count()
 TouchHook = tuple[OrderedDict[int, Callable[..., Any]], int, Callable[..., Any]]
 
 
+def put_first(touch_hooks: Sequence[TouchHook]) -> None:
+    """Have calls of modules inside of a unit noticed by its `touch_hooks`, each before all other hooks on its module.
+
+    A unit that gathers for such calls has them noticed also where it rests unsharded, kept for the backward of one.
+    """
+    for hooks, key, hook in touch_hooks:
+        has_others = bool(hooks)
+        hooks[key] = hook
+        if has_others:
+            hooks.move_to_end(key, last=False)
+
+
 def _nowhere() -> None:
     """Returns None, the runtime that a unit has before its first forward."""
 
@@ -225,14 +237,14 @@ class Unit:
         if self.shards.settle() and not self.shards.are_in_buffer:
             self.rebind()  # some are of another dtype, or elsewhere
 
-    def notice_replaced(self, records: Sequence[ShardedParameter] | None = None) -> None:
-        """Take the values of Parameters that the user has put in the place of shards, of `records` or of all. They have
-        moved then if they were on the meta device.
+    def notice_replaced(self) -> None:
+        """Take the values of Parameters that the user has put in the place of shards. They have moved then if they were
+        on the meta device.
 
         Raises:
             WriteBackError: one of another shape.
         """
-        if self.policy.notices_replaced and notice_replaced(self.parameters if records is None else records):
+        if self.policy.notices_replaced and notice_replaced(self.parameters):
             watcher.sharded_again()
 
     def before_step(self) -> None:
@@ -319,9 +331,7 @@ class Unit:
 
     def free(self) -> None:
         """Shards from here on."""
-        for hooks, key, hook in self.touch_hooks:
-            hooks[key] = hook
-            hooks.move_to_end(key, last=False)
+        put_first(self.touch_hooks)
         if self.lookups.groups:
             self.lookups.unwatch()
         for weights in self.weights:

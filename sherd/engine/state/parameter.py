@@ -372,8 +372,9 @@ def hide_unsharded(
         if parameter.requires_grad != was_trained:
             record.optimizer_param.requires_grad_(parameter.requires_grad)
         for place in record.places if record.lent is None else ():
-            if place.registered and place.parameters.get(place.attribute) is parameter:
-                place.parameters[place.attribute] = record.shard
+            shown, attribute = place.parameters, place.attribute
+            if place.registered and attribute in shown and shown[attribute] is parameter:
+                shown[attribute] = record.shard
                 continue
             found = place.swap(parameter, record.shard)
             if found is not parameter:
@@ -386,7 +387,8 @@ def notice_replaced(records: Sequence[ShardedParameter]) -> bool:
     noticed = False
     for record in records:
         for place in record.places:
-            if place.registered and place.parameters.get(place.attribute) is record.shard:
+            shown, attribute = place.parameters, place.attribute
+            if place.registered and attribute in shown and shown[attribute] is record.shard:
                 continue  # as nearly all are, which is seen without a call
             if not place.shows(record.shard):
                 noticed |= record.notice_replaced()

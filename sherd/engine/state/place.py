@@ -63,10 +63,11 @@ class Place:
     def shows(self, parameter: nn.Parameter) -> bool:
         """Returns whether the module has `parameter` there now."""
         # As `shown`, without a call: this is asked for each parameter in each gather.
-        shown = self.parameters.get(self.attribute)
-        if shown is None and not self.registered and (module := self._module()) is not None:
-            shown = module.__dict__.get(self.attribute)
-        return shown is parameter
+        shown_in, attribute = self.parameters, self.attribute
+        if not self.registered and (attribute not in shown_in or shown_in[attribute] is None):
+            module = self._module()
+            shown_in = shown_in if module is None else module.__dict__
+        return attribute in shown_in and shown_in[attribute] is parameter
 
     def show(self, parameter: nn.Parameter) -> None:
         # Past nn.Module.__setattr__, which would cost ten times as much, four times a step.
@@ -74,15 +75,16 @@ class Place:
             self.parameters[self.attribute] = parameter
         else:
             self.parameters[self.attribute] = None
-            self._shown_in[self.attribute] = parameter
+            if (module := self._module()) is not None:
+                shown_in = module.__dict__
+                shown_in[self.attribute] = parameter
 
     def swap(self, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter | None:
         """Show `new`. Returns the Parameter that was there instead of `old`, or None if it was deleted; else `old`."""
         module = None if self.registered else self._module()
-        shown = self.parameters if module is None else module.__dict__
-        found = shown.get(self.attribute)
-        if found is old:
-            shown[self.attribute] = new
+        shown_in, attribute = self.parameters if module is None else module.__dict__, self.attribute
+        if attribute in shown_in and shown_in[attribute] is old:
+            shown_in[attribute] = new
             return old
         found = self.shown
         self.show(new)

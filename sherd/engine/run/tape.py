@@ -1,0 +1,100 @@
+"""The tape: the schedule's answers as calls, which a settled step plays and does not work out.
+
+    event           the schedule's edge                    its calls, bound once
+    BeforeForward   Await(2), Gather(3)                    wait(unit 2), gather(unit 3)
+                    under a guard's eyes                   guard.waits(wait(unit 2)), guard.starts(gather(unit 3))
+
+The calls look at the groups and the policy of a unit when they are played (`carry_out.py`). So they are bound again
+where an observer has come or gone, which drops them all, and where the schedule makes a new edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import ParamSpec
+
+import torch
+
+from sherd._torch import are_transforms_active, outside_transforms, set_grad_enabled
+from sherd.engine.run.carry_out import bound
+from sherd.engine.run.divergence import Overseer, overseen
+from sherd.engine.run.observer import Observer
+from sherd.engine.run.unit import Unit
+from sherd.schedule.actions import Event
+from sherd.schedule.schedule import MOST_NODES, Edge, Schedule
+
+P = ParamSpec("P")
+
+
+class Tape:
+    """Plays what `schedule` answers on `units`, of which `overseers` see some, by the units' ids.
+
+    Attributes:
+        observer: sees all events and actions, if there is one.
+        is_astray: an action has raised, and nobody has recovered from it.
+    """
+
+    def __init__(self, schedule: Schedule, units: Sequence[Unit], overseers: Mapping[int, Overseer]) -> None:
+        self.observer: Observer | None = None
+        self.is_astray = False
+        self._schedule, self._units, self._overseers = schedule, units, overseers
+        # Here and not on the edges: these go round in circles, and a deleted model must go at once.
+        self._calls: dict[Edge, tuple[Callable[[], None], ...]] = {}
+
+    def play(self, kind: Callable[P, Event], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Carry out what the schedule answers to the event `kind(*args)`."""
+        edge = self._schedule.follow(kind, *args, **kwargs)
+        is_grad_enabled = False
+        try:
+            if edge not in self._calls:
+                self._bind(edge)
+            calls = self._calls[edge]
+            if not calls:
+                return
+            is_grad_enabled = torch.is_grad_enabled()
+            if is_grad_enabled:
+                set_grad_enabled(False)
+            for call in (partial(_play_outside_transforms, calls),) if are_transforms_active() else calls:
+                call()
+        except BaseException:
+            self.is_astray = True
+            raise
+        finally:
+            if is_grad_enabled:
+                set_grad_enabled(True)
+
+    def _bind(self, edge: Edge) -> None:
+        if len(self._calls) >= MOST_NODES:
+            self._calls.clear()  # as the schedule drops its graph
+        calls, observer = [], self.observer
+        for action in edge.actions:
+            unit = self._units[action.unit]
+            call = overseen(self._overseers.get(unit.id), action, unit, bound(action, unit))
+            calls.append(call if observer is None else partial(observer.perform, action, call))
+        if observer is not None:
+            calls = [partial(observer.begins, edge.event), *calls, partial(observer.ended, edge.event)]
+        self._calls[edge] = tuple(calls)
+
+    def recovered(self) -> None:
+        """Note that everything is in its place again after an action that has raised."""
+        self.is_astray = False
+
+    @contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """Have `observer` see all events and actions inside the context."""
+        self.observer = observer
+        self._calls.clear()
+        try:
+            yield
+        finally:
+            self.observer = None
+            self._calls.clear()
+
+
+def _play_outside_transforms(calls: Sequence[Callable[[], None]]) -> None:
+    """Play `calls`; what is gathered under `vmap` or `grad` would be of that level, and gone after it."""
+    with outside_transforms():
+        for call in calls:
+            call()
