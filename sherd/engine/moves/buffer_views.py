@@ -48,7 +48,9 @@ class RowViews:
         targets = [target for index in tensors for target in self.tensors[index]]
         given = tensors.values()
         if all(map(torch.Tensor.is_contiguous, given)) and not any(map(torch.Tensor.storage_offset, given)):
-            return targets, [each.as_strided(*part) for index, each in tensors.items() for part in self._parts[index]]
+            wholes = [each for index, each in tensors.items() for _ in self._parts[index]]
+            parts = [part for index in tensors for part in self._parts[index]]
+            return targets, list(map(torch.Tensor.as_strided, wholes, *zip(*parts, strict=True)))
         return targets, [part for index, each in tensors.items() for part in self._sources(index, each)]
 
     def _sources(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
