@@ -38,7 +38,7 @@ FIGURES = {
     "isinstance per 1,000 code lines": (19.9, 20.0),
     "import cycles": (0, 0),
     "hops in forward": (140, 140),
-    "hops in backward": (198, 200),
+    "hops in backward": (196, 200),
 }
 
 # What is above a limit today. The lists shrink: a name whose limit holds again must go.

@@ -447,14 +447,14 @@ def test_gradient_hooks__are_those_of_register_hook():
     assert _torch.gradient_hooks(tensor) == []
 
 
-def test_have_gradient_hooks__tells_of_either_kind():
-    tensors = [torch.ones(1, requires_grad=True) for _ in range(2)]
-    assert not _torch.have_gradient_hooks(tensors)
-    for register in (tensors[1].register_hook, tensors[1].register_post_accumulate_grad_hook):
+def test_hooks_on_gradient__are_there_of_either_kind():
+    tensor = torch.ones(1, requires_grad=True)
+    assert not any(_torch.hooks_on_gradient(tensor))
+    for register in (tensor.register_hook, tensor.register_post_accumulate_grad_hook):
         handle = register(abs)
-        assert _torch.have_gradient_hooks(tensors)
+        assert any(_torch.hooks_on_gradient(tensor))
         handle.remove()
-    assert not _torch.have_gradient_hooks(tensors)
+    assert not any(_torch.hooks_on_gradient(tensor))
 
 
 def test_after_accumulation_hooks__are_those_of_that_method():
@@ -614,6 +614,18 @@ class Sub(DTensor):
 
 
 @on_threads(1)
+def test_new_dtensor__makes_one_of_a_class_outside_autograd():
+    local = torch.ones(2)
+    spec = _torch.dtensor_spec(mesh_of((1,)), (Shard(0),), torch.Size([2]), F32)
+    for kind in (Sub, DTensor):
+        tensor = _torch.new_dtensor(kind, local, spec)
+        assert type(tensor) is kind
+        assert _torch.local_tensor(tensor) is local
+        assert _torch.spec_of(tensor) is spec
+        assert not tensor.requires_grad
+
+
+@on_threads(1)
 def test_dtensor_of__makes_a_subclass_around_what_it_is_given():
     local = torch.ones(2)
     spec = _torch.dtensor_spec(mesh_of((1,)), (Shard(0),), torch.Size([2]), F32)
@@ -623,18 +635,6 @@ def test_dtensor_of__makes_a_subclass_around_what_it_is_given():
     assert _torch.spec_of(tensor) is spec
     assert tensor.requires_grad
     assert tensor.shape == (2,)
-
-
-@on_threads(1)
-def test_maker_of__makes_the_same_without_a_call_of_python():
-    spec = _torch.dtensor_spec(mesh_of((1,)), (Shard(0),), torch.Size([2]), F32)
-    make, local, called = _torch.maker_of(Sub), torch.ones(2), []
-    sys.setprofile(lambda frame, event, arg: called.append(event))
-    tensor = make(local, spec)
-    sys.setprofile(None)
-    assert "call" not in called
-    assert (type(tensor), tensor.requires_grad) == (Sub, False)
-    assert (_torch.local_tensor(tensor), _torch.spec_of(tensor)) == (local, spec)
 
 
 @on_threads(1)

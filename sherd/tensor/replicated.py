@@ -6,8 +6,9 @@ of 200 gradients takes 20 times as long the first time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -19,7 +20,7 @@ from sherd._torch import (
     dtensor_of,
     dtensor_spec,
     local_tensor,
-    maker_of,
+    new_dtensor,
     not_traced,
     spec_of,
 )
@@ -84,7 +85,7 @@ def _computed(func: Aten, args: Args, kwargs: Kwargs, like: ReplicatedDTensor) -
 
 def known(value: torch.Tensor, layout: Places) -> ReplicatedDTensor:
     """Returns a value that all ranks of a mesh have, as a DTensor on it."""
-    return _around(value, _spec_of_value(value, layout))
+    return dtensor_of(ReplicatedDTensor, value, _spec_of_value(value, layout), False)
 
 
 def known_scalars(values: Sequence[torch.Tensor], layout: Places) -> list[ReplicatedDTensor]:
@@ -93,7 +94,7 @@ def known_scalars(values: Sequence[torch.Tensor], layout: Places) -> list[Replic
     return [_around(value, specs[value.dtype]) for value in values]
 
 
-_around = maker_of(ReplicatedDTensor)
+_around: Callable[..., Any] = functools.partial(new_dtensor, ReplicatedDTensor)
 
 
 def _spec_of_value(value: torch.Tensor, layout: Places) -> DTensorSpec:

@@ -23,7 +23,6 @@ from sherd._torch import (
     dtensor_of,
     give_attributes,
     local_tensor,
-    maker_of,
     register_foreach_type,
     replace_class,
     replace_local_tensor,
@@ -82,11 +81,7 @@ def sharded_dtensor(local: torch.Tensor, spec: DTensorSpec) -> ShardedDTensor:
     """Returns a tensor around `local`, this rank's chunk, uncopied and outside autograd."""
     if "sherd_places" not in spec.__dict__:
         spec = places_of(spec).spec(local.dtype)
-    return around_chunk(local, spec)
-
-
-around_chunk: Callable[[torch.Tensor, DTensorSpec], ShardedDTensor] = maker_of(ShardedDTensor)
-"""The same without a call of Python, for a spec of another `ShardedDTensor`."""
+    return dtensor_of(ShardedDTensor, local, spec, False)
 
 
 def rest_on(tensor: DTensor, local: torch.Tensor) -> None:

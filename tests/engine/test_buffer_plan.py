@@ -58,3 +58,14 @@ def test_a_gradient_that_may_be_borrowed_is_scaled_once_it_was_summed():
     assert PLAN.scale_for(8, may_borrow=False) == Scale(before=1 / 8, after=1.0)
     assert PLAN.scale_for(8, may_borrow=True) == Scale(before=1.0, after=1 / 8)
     assert replace(PLAN, scales_sums=True).scale_for(8, may_borrow=False) == Scale(before=1.0, after=1 / 8)
+
+
+def test_a_batch_ends_once_it_has_enough_bytes_and_with_the_last_gradient():
+    for order, batch_bytes, ends in (
+        ((), 8, {}),
+        ((0,), 8, {0: {0}}),
+        ((2, 0, 1, 3), 100, {3: {0, 1, 2, 3}}),
+        ((2, 0, 1, 3), 8, {0: {0, 2}, 3: {0, 1, 2, 3}}),
+        ((3, 2, 0, 1), 8, {3: {3}, 0: {0, 2, 3}, 1: {0, 1, 2, 3}}),
+    ):
+        assert replace(PLAN, batch_bytes=batch_bytes).ends_of(order, {0: 4, 1: 4, 2: 4, 3: 8}) == ends, order

@@ -6,6 +6,7 @@ forecast counts it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 
@@ -118,6 +119,17 @@ class BufferPlan:
     def borrows(self, dtype: torch.dtype) -> bool:
         """Returns whether a contiguous gradient of `dtype`, the group's only one, may be sent from where it is."""
         return self.may_borrow and self.is_unpadded and dtype == self.reduce_dtype
+
+    def ends_of(self, order: Sequence[int], nbytes: Mapping[int, int]) -> dict[int, Set[int]]:
+        """Returns which gradients end a batch, each with all that have come by then, if they come in this `order`, of
+        their parameters' indices. A batch ends once it has `batch_bytes`, and with the last gradient."""
+        ends: dict[int, Set[int]] = {}
+        waiting = 0
+        for number, index in enumerate(order, start=1):
+            waiting += nbytes[index]
+            if waiting >= self.batch_bytes or number == len(order):
+                ends[index], waiting = frozenset(order[:number]), 0
+        return ends
 
     def scale_for(self, divide_by: float, may_borrow: bool) -> Scale:
         """Returns the scale of a mean over `divide_by`. A borrowed gradient is autograd's, and not written to: it is

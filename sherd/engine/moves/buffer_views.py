@@ -7,6 +7,8 @@ lists of views, so that one foreach copy moves a whole group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -39,22 +41,27 @@ class RowViews:
             for slot in packing.slots
         ]
         self.flags = self._flags(by_rank) if num_flags else []
-        self._parts: dict[int, list[_Strided]] = {}
 
-    def sources(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the parts of `tensor`, of the shape of slot `index`, that belong at `tensors[index]`, uncopied where
-        `tensor` is contiguous. Where the parts of such a tensor lie is worked out once."""
-        targets = self.tensors[index]
-        if len(targets) == 1 and targets[0].shape == tensor.shape:
-            return [tensor]
-        if not tensor.is_contiguous():
-            return sources_for(targets, tensor, self._packing.slots[index].cut)
-        start, parts = int(tensor.storage_offset()), self._parts.get(index)
-        if parts is None:
-            made = sources_for(targets, tensor, self._packing.slots[index].cut)
-            self._parts[index] = [(each.shape, each.stride(), int(each.storage_offset()) - start) for each in made]
-            return made
-        return [tensor.as_strided(shape, strides, start + offset) for shape, strides, offset in parts]
+    def pairs(self, tensors: Mapping[int, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns the places of `tensors`, of the slots with these numbers, and the matching parts of the tensors,
+        uncopied where they are contiguous. Where the parts of such a tensor lie is worked out once."""
+        targets = [target for index in tensors for target in self.tensors[index]]
+        given = tensors.values()
+        if all(map(torch.Tensor.is_contiguous, given)) and not any(map(torch.Tensor.storage_offset, given)):
+            wholes = [each for index, each in tensors.items() for _ in self._parts[index]]
+            parts = [part for index in tensors for part in self._parts[index]]
+            return targets, list(map(torch.Tensor.as_strided, wholes, *zip(*parts, strict=True)))
+        return targets, [part for index, each in tensors.items() for part in self._sources(index, each)]
+
+    def _sources(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return sources_for(self.tensors[index], tensor, self._packing.slots[index].cut)
+
+    @cached_property
+    def _parts(self) -> list[list[_Strided]]:
+        """The parts of each slot's tensor, if that is contiguous."""
+        wholes = (torch.empty(slot.cut.shape, device="meta") for slot in self._packing.slots)
+        parts = (self._sources(index, whole) for index, whole in enumerate(wholes))
+        return [[(each.shape, each.stride(), int(each.storage_offset())) for each in of_one] for of_one in parts]
 
     def _flags(self, by_rank: torch.Tensor | None) -> list[torch.Tensor]:
         if by_rank is not None:

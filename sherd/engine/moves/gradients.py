@@ -90,7 +90,7 @@ class Gradients:
 
     def may_lack(self, policy: UnitPolicy) -> bool:
         """Returns whether ranks that have no gradients take part in the reduction of those that others have."""
-        return (policy.reduce_unused or self.group.num_flags > 0) and self.arrivals.expects_any
+        return (policy.reduce_unused or self.group.num_flags > 0) and self.arrivals.num_expected > 0
 
     @property
     def is_in_flight(self) -> bool:
@@ -314,4 +314,3 @@ class Gradients:
             landing.handoff.wait_on_host()
         self._landings.clear()
         self.drop_unreduced()
-        self.arrivals.discard()

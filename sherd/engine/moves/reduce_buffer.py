@@ -34,11 +34,6 @@ class ReduceBuffer:
         """Made when they are first asked for: a gradient that is sent from where it is needs none."""
         return RowViews(self._packing, self.buffer.tensor, self._num_flags)
 
-    @cached_property
-    def views(self) -> list[list[torch.Tensor]]:
-        """The places of each tensor's elements."""
-        return self._places.tensors
-
     @classmethod
     def made(cls, group: Group, plan: BufferPlan, dtype: torch.dtype, lane: Lane | None) -> ReduceBuffer:
         """Returns rows of our own, to be used again, without memory yet: that is compute's, or that of `lane`."""
@@ -59,38 +54,37 @@ class ReduceBuffer:
         else:
             self._lane.lend(self.buffer.allocate)
 
-    @torch.no_grad()
     def fill(self, gradients: Mapping[int, torch.Tensor], scale: float) -> None:
         """Copy in `gradients`, by their parameters' indices in the group, times `scale`. One of a parameter that is
         `filled` is added to what is there."""
+        if torch.is_grad_enabled():  # in a backward that is differentiated, or after one
+            with torch.no_grad():
+                self.fill(gradients, scale)
+            return
         if not self.filled:
             self._allocate()
-        fresh: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        again: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        places = self._places
-        for index, gradient in gradients.items():
-            targets, sources = again if index in self.filled else fresh
-            targets.extend(places.tensors[index])
-            sources.extend(places.sources(index, gradient))
-            self.filled.add(index)
-        if again[0]:
-            torch._foreach_add_(*again, alpha=scale)
-        if scale == 1.0 and fresh[0]:
-            torch._foreach_copy_(*fresh)
-            return
-        for target, source in zip(*fresh, strict=True):
+        again = self.filled.intersection(gradients)
+        fresh = {at: each for at, each in gradients.items() if at not in again} if again else gradients
+        targets, sources = self._places.pairs({at: gradients[at] for at in again}) if again else ([], [])
+        if targets:  # tensors may have no elements
+            torch._foreach_add_(targets, sources, alpha=scale)
+        targets, sources = self._places.pairs(fresh)
+        if scale == 1.0 and targets:
+            torch._foreach_copy_(targets, sources)
+        for target, source in zip(targets, sources, strict=True) if scale != 1.0 else ():
             # Scaled while it is copied; a narrow gradient is widened first, or it would be rounded twice.
             if source.dtype == target.dtype:
                 torch.mul(source, scale, out=target)
             else:
                 target.copy_(source).mul_(scale)
+        self.filled.update(gradients)
 
     def complete(self) -> None:
         """Write zeros where no gradient has come, and the flags."""
         if not self.filled:
             self._allocate()
         missing = [index for index in range(len(self._packing.slots)) if index not in self.filled]
-        for view in (view for index in missing for view in self.views[index]):
+        for view in (view for index in missing for view in self._places.tensors[index]):
             view.zero_()
         for flags in self._places.flags if self._num_flags else ():
             flags.fill_(1)

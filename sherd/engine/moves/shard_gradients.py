@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,14 +14,14 @@ from sherd._torch import (
     DTensorSpec,
     after_accumulation_hooks,
     gradient_hooks,
-    have_gradient_hooks,
+    hooks_on_gradient,
     local_tensor,
+    new_dtensor,
 )
-from sherd.engine.state.group import Group, parameters_of
+from sherd.engine.state.group import Group, OptimizerParam
+from sherd.engine.state.parameter import as_sharded
 from sherd.errors import GradientError
-from sherd.tensor.placement import is_ragged
-from sherd.tensor.ragged import as_dtensor, ragged_dtensor
-from sherd.tensor.sharded import around_chunk
+from sherd.tensor.ragged import as_dtensor
 
 
 class ShardGradients:
@@ -28,8 +29,10 @@ class ShardGradients:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        specs = [optimizer_param.gradient_spec(group.grad_dtype) for optimizer_param in group.optimizer_params]
-        self._forms = [(spec, ragged_dtensor if is_ragged(spec) else around_chunk) for spec in specs]
+        all_of = group.optimizer_params
+        self._forms = [(type(as_sharded(each.parameter)), each.gradient_spec(group.grad_dtype)) for each in all_of]
+        self._places = [slice(each.extent.start, each.extent.stop) for each in all_of]
+        self._shapes = [each.shape for each in all_of]
 
     def give(self, reduced: torch.Tensor, with_gradient: frozenset[int]) -> None:
         """Add `reduced`, 1-D, this rank's part of the reduced gradients, to the shards' `.grad`, of the parameters
@@ -40,26 +43,26 @@ class ShardGradients:
         """
         sums: list[torch.Tensor] = []
         terms: list[torch.Tensor] = []
-        given: list[nn.Parameter] = []
+        given: list[nn.Parameter] = []  # which have hooks
         low_precision = self._group.grad_dtype != self._group.dtype
-        parameters = parameters_of(self._group.optimizer_params)
-        have_hooks = have_gradient_hooks(parameters)
-        for optimizer_param, parameter, form in zip(self._group.optimizer_params, parameters, self._forms, strict=True):
-            spec, as_gradient = form
-            if optimizer_param.members.isdisjoint(with_gradient) or not parameter.requires_grad:
+        parameters = _parameters_of(self._group.optimizer_params)
+        have_hooks = any(chain.from_iterable(map(hooks_on_gradient, parameters)))
+        lacks_some = len(with_gradient) < len(self._group.parameters)
+        views = map(torch.Tensor.view, map(reduced.__getitem__, self._places), self._shapes)
+        each_of = zip(self._group.optimizer_params, parameters, self._forms, views, strict=True)
+        for optimizer_param, parameter, (kind, spec), term in each_of:
+            if (lacks_some and optimizer_param.members.isdisjoint(with_gradient)) or not parameter.requires_grad:
                 continue
             for gap in optimizer_param.gaps:
                 # The reduction leaves there what it finds, and a norm would see it.
                 reduced[gap.start : gap.stop].zero_()
-            start = optimizer_param.extent.start
-            term = reduced[start : start + optimizer_param.extent.numel].view(optimizer_param.shape)
             for hook in gradient_hooks(parameter) if have_hooks else ():
                 term = _as_hook_says(optimizer_param.name, hook, term, spec)
             gradient = parameter.grad
             if gradient is None:
                 if low_precision:
                     optimizer_param.expect_gradients_in(self._group.grad_dtype)
-                parameter.grad = as_gradient(term, spec)
+                parameter.grad = new_dtensor(kind, term, spec)
             elif isinstance(gradient, DTensor):
                 sums.append(local_tensor(gradient))
                 terms.append(term)
@@ -68,10 +71,11 @@ class ShardGradients:
                     f"{optimizer_param.name}: its .grad is a {type(gradient).__name__}, not a DTensor, so the reduced "
                     "gradient cannot be added to it; set it to None, or to a DTensor placed as the parameter"
                 )
-            given.append(parameter)
+            if have_hooks:
+                given.append(parameter)
         if sums:
             torch._foreach_add_(sums, terms)
-        for parameter in given if have_hooks else ():
+        for parameter in given:
             for hook in after_accumulation_hooks(parameter):
                 hook(parameter)
 
@@ -89,3 +93,9 @@ def _as_hook_says(name: str, hook: Callable[[Any], Any], term: torch.Tensor, spe
     if changed.placements != spec.placements:
         changed = changed.redistribute(placements=spec.placements)
     return local_tensor(changed).contiguous()
+
+
+def _parameters_of(optimizer_params: Sequence[OptimizerParam]) -> list[nn.Parameter]:
+    """Returns the Parameter objects of `optimizer_params`."""
+    records = [each.record for each in optimizer_params]
+    return [each.shard if each.flat is None else each.flat.parameter for each in records]

@@ -123,12 +123,6 @@ class OptimizerParam:
         parameter.grad_dtype = dtype
 
 
-def parameters_of(optimizer_params: Sequence[OptimizerParam]) -> list[nn.Parameter]:
-    """Returns the Parameter objects of `optimizer_params`."""
-    records = [each.record for each in optimizer_params]
-    return [each.shard if each.flat is None else each.flat.parameter for each in records]
-
-
 class Group:
     """Parameters that are gathered in one all-gather and reduced in one reduce-scatter.
 
