@@ -464,6 +464,19 @@ def test_after_accumulation_hooks__are_those_of_that_method():
     assert _torch.after_accumulation_hooks(tensor) == [abs]
 
 
+def test_exchangeable_hook__has_another_told_in_its_place():
+    told = []
+    tensor = torch.ones(1, requires_grad=True)
+    exchange = _torch.exchangeable_hook(tensor, lambda tensor: told.append("first"))
+    for hook in (None, lambda tensor: told.append("second"), told.append):
+        if hook is not None:
+            exchange(hook)
+        (tensor * 2).backward()
+    assert told[:2] == ["first", "second"]
+    assert told[2] is tensor
+    assert len(_torch.after_accumulation_hooks(tensor)) == 1
+
+
 def test_move_hooks__takes_both_kinds_along_with_their_handles():
     source, target = (torch.ones(1, requires_grad=True) for _ in range(2))
     handles = [source.register_hook(abs), source.register_post_accumulate_grad_hook(abs)]

@@ -22,12 +22,12 @@ PACKAGE = Path(sherd.__file__).parent
 
 # A ceiling only ever falls: to what a change has made of it, in the same commit.
 CEILINGS = {
-    "default": 1097,
-    "Flat": 1019,
-    "wrapper": 1038,
-    "HSDP": 1118,
-    "two backwards in accumulate": 2474,
-    "engine over real groups": 740,
+    "default": 518,
+    "Flat": 510,
+    "wrapper": 573,
+    "HSDP": 538,
+    "two backwards in accumulate": 1434,
+    "engine over real groups": 490,
 }
 
 

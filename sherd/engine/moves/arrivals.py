@@ -8,14 +8,14 @@ autograd ──noted──▶ waiting, as they came ──1 MiB, or all──▶
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from sherd._torch import dynamo_disabled
+from sherd._torch import dynamo_disabled, exchangeable_hook
 from sherd.comm.streams import Lane
 from sherd.engine.moves.buffer_plan import BufferPlan
 from sherd.engine.moves.dense_gradient import as_dense
@@ -57,7 +57,7 @@ class GradientHooks:
     def __init__(self, plan: BufferPlan, may_note: bool) -> None:
         self.noted: list[torch.Tensor] = []
         self._plan, self._may_note = plan, may_note
-        self._hooks: dict[int, tuple[MutableMapping[int, Told], int, Told]] = {}
+        self._hooks: dict[int, tuple[Callable[[Told], None], Told]] = {}
         self._indices: dict[int, int] = {}
         self._nbytes: dict[int, int] = {}
         self.order: tuple[int, ...] = ()
@@ -65,19 +65,19 @@ class GradientHooks:
 
     def watch(self, index: int, parameter: torch.Tensor, told: Told) -> None:
         """Have `told` be called with `parameter`, the group's of that index, when it has a gradient."""
-        handle = parameter.register_post_accumulate_grad_hook(told)
+        exchange = exchangeable_hook(parameter, told)
         # In two dtypes there are two forms of each parameter, and what is learnt of the one is no good for the other.
         self._may_note &= index not in self._hooks
         self.forget()
-        self._hooks[index] = handle.hooks_dict_ref(), handle.id, told
+        self._hooks[index] = exchange, told
         self._indices[id(parameter)], self._nbytes[index] = index, parameter.nbytes
 
     def expect(self) -> None:
         """Note gradients from now on, if their order is learnt."""
         note = self.noted.append
-        for index, (hooks, key, _) in self._hooks.items() if self.ends else ():
+        for index, (exchange, _) in self._hooks.items() if self.ends else ():
             if index not in self.ends:
-                hooks[key] = note
+                exchange(note)
 
     def take(self) -> list[tuple[int, torch.Tensor]]:
         """Returns the parameters that are `noted`, each with its index, in the order in which their gradients came."""
@@ -86,8 +86,8 @@ class GradientHooks:
 
     def rest(self) -> None:
         """Tell of each gradient from now on, as between backwards, when one may come though nobody expects it."""
-        for hooks, key, told in self._hooks.values() if self.ends else ():
-            hooks[key] = told
+        for exchange, told in self._hooks.values() if self.ends else ():
+            exchange(told)
 
     def learn(self, order: tuple[int, ...]) -> None:
         """Learn from a backward in which all gradients came once, in this `order`; it is empty if they did not."""
