@@ -27,7 +27,6 @@ from sherd._torch import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
     spec_of,
-    specs_of,
 )
 from sherd.tensor.own import OwnDTensor
 from sherd.tensor.placement import places_of
@@ -47,13 +46,15 @@ class _Local:
         self._given = optimizer.state
         self._params = _params_of(optimizer)
         self._own = [each for each in self._params if isinstance(each, OwnDTensor)]
-        self._specs = specs_of(self._own)
         self._own_chunks = list(map(local_tensor, self._own))
         self._chunks = list(map(_chunk_of, self._params))
+        self._is_known = all(isinstance(each, OwnDTensor) or not isinstance(each, DTensor) for each in self._params)
         self.state: defaultdict[torch.Tensor, State] = defaultdict(dict)
         for parameter, chunk in zip(self._params, self._chunks, strict=True):
             state = self._given.get(parameter)
             if state is not None:
+                pieces = [value for value in state.values() if isinstance(value, DTensor)]
+                self._is_known &= all(isinstance(parameter, DTensor) and _lie_alike(parameter, each) for each in pieces)
                 # A plain parameter is its own chunk, and has one state.
                 local = {key: _chunk_of(value) for key, value in state.items()}
                 self.state[chunk] = state if parameter is chunk else local
@@ -75,18 +76,14 @@ class _Local:
         )
 
     def take_gradients(self) -> bool:
-        """Give each chunk what this rank holds of the gradient. Returns False, and gives none, if a gradient or a
-        parameter lies elsewhere than the other, or is of another class."""
+        """Give each chunk what this rank holds of the gradient. Returns False, and gives none, if a gradient or a piece
+        of state lies elsewhere than its parameter or has another dtype, or a parameter is a DTensor of torch."""
         gradients: list[Any] = [each.grad for each in self._own]
         there = [(own, grad) for own, grad in zip(self._own, gradients, strict=True) if grad is not None]
-        kinds = set(map(type, (grad for _, grad in there)))
-        if not all(issubclass(kind, OwnDTensor) for kind in kinds) or (
-            len(self._own) < len(self._params)
-            and any(isinstance(each, DTensor) and not isinstance(each, OwnDTensor) for each in self._params)
-        ):
+        if not self._is_known or not all(issubclass(kind, OwnDTensor) for kind in {type(grad) for _, grad in there}):
             return False
         # The very specs, but for gradients that a user has made.
-        if not all(own._spec is grad._spec or _lie_alike(own, grad) for own, grad in there):
+        if not all(own._spec is grad._spec or _has_its_dtype_and_places(own, grad) for own, grad in there):
             return False
         for chunk, gradient in zip(self._own_chunks, gradients, strict=True):
             chunk.grad = None if gradient is None else gradient._local_tensor
@@ -135,9 +132,12 @@ def _chunk_of(value: Any) -> Any:
     return local_tensor(value) if isinstance(value, DTensor) else value
 
 
-def _lie_alike(parameter: DTensor, gradient: DTensor) -> bool:
-    alike = places_of(spec_of(gradient)).same_as(places_of(spec_of(parameter)))
-    return alike and gradient.dtype is parameter.dtype
+def _lie_alike(parameter: DTensor, other: DTensor) -> bool:
+    return places_of(spec_of(other)).same_as(places_of(spec_of(parameter)))
+
+
+def _has_its_dtype_and_places(parameter: DTensor, gradient: DTensor) -> bool:
+    return gradient.dtype is parameter.dtype and _lie_alike(parameter, gradient)
 
 
 def _of_parameter(parameter: torch.Tensor, key: str, value: Any, elementwise: set[str]) -> Any:

@@ -113,7 +113,9 @@ def test_replicated_steps_keep_no_more_either(threads):
     # Threads share one heap, so only what all ranks hold together can be compared, while none of them runs.
     found = threads(1).run(growth, "mlp", mesh_shape=(1, 1))
     for early, late in found:
-        assert late[:2] == early[:2]
+        # What an earlier test of this process has left may go in between.
+        assert late[0] <= early[0]
+        assert late[1] <= early[1]
 
 
 @on_processes(2, reshard=(True, False))
