@@ -196,7 +196,7 @@ class Arrivals:
         if not self.is_expecting:
             self._begin()
         self._hooks.noted.append(unsharded)
-        self._take_noted()
+        self._take()
         if self._hooks.ends and self._hooks.ends.get(index) != self._arrived:
             self._hooks.forget()  # one is missing, or comes in another turn
         is_complete = len(self._arrived) >= self.num_expected
@@ -210,7 +210,7 @@ class Arrivals:
             self._arrived.clear()
             self._complete()
 
-    def _take_noted(self) -> None:
+    def _take(self) -> None:
         """Take the gradients of the parameters that were noted. They wait, or are borrowed as the rows."""
         gradients: dict[int, torch.Tensor] = {}
         for index, unsharded in self._hooks.take():
@@ -242,7 +242,7 @@ class Arrivals:
     def collect(self) -> None:
         """Copy what waits into the rows, and what is noted."""
         if self._hooks.noted:
-            self._take_noted()
+            self._take()
         if not self._waiting:
             return
         if self._observer is None:
@@ -342,7 +342,7 @@ class Arrivals:
     def drop(self) -> None:
         """Drop all gradients that are here."""
         if self._hooks.noted:
-            self._take_noted()
+            self._take()
         self._waiting.clear()
         self._waiting_bytes = 0
         if self._rows is not None:
