@@ -187,4 +187,4 @@ def test_a_thousand_steps_keep_nothing():
         if step in (99, 999):
             gc.collect()
             counts.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
-    assert counts[1] == counts[0]
+    assert counts[1] <= counts[0]  # what an earlier test of this process has left may go in between
