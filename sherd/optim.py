@@ -32,6 +32,7 @@ from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import record_of
 from sherd.engine.state.span import ShardState, ShardView, States, SteppedSpan
 from sherd.errors import OptimizerError, PolicyTypeError
+from sherd.tensor.local_step import ELEMENTWISE
 from sherd.tensor.state_kind import State, copy_of
 
 if TYPE_CHECKING:
@@ -40,20 +41,6 @@ else:
     _Optimizer = object  # the class of the user's own optimizer, which follows, brings Optimizer along
 
 Key = TypeVar("Key")
-
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
-"""Optimizers known to treat every element alike. AdamW is an Adam."""
 
 NOT_ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Adafactor,

@@ -150,19 +150,6 @@ def test_local_tensor__is_the_very_object_that_the_dtensor_holds():
 
 
 @on_threads(1)
-def test_has_bytes__tells_a_plain_tensors_storage_from_a_dtensors_which_only_an_assignment_exchanges():
-    tensor = ones(Replicate())
-    shell = tensor.untyped_storage()
-    assert not _torch.has_bytes(shell)
-    assert _torch.has_bytes(torch.ones(2).untyped_storage())
-    assert tensor.untyped_storage() is shell
-    tensor.data = tensor.data.add_(1)
-    assert tensor.untyped_storage() is shell
-    tensor.data = tensor + 1
-    assert tensor.untyped_storage() is not shell
-
-
-@on_threads(1)
 def test_replace_local_tensor__gives_other_memory_to_the_object_that_an_optimizer_holds():
     parameter = nn.Parameter(ones())
     optimizer = torch.optim.SGD([parameter], lr=1.0)

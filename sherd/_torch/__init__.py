@@ -120,7 +120,6 @@ from sherd._torch.tensors import (
     attributes_of,
     give_attributes,
     gradients_of,
-    has_bytes,
     steps_in_backward,
     storage_uses,
 )
@@ -168,7 +167,6 @@ __all__ = [
     "gradient_hooks",
     "gradients_of",
     "group_among",
-    "has_bytes",
     "has_ended",
     "hooked_step",
     "hooks_on_gradient",

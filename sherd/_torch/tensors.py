@@ -19,17 +19,6 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 private module (2.0 to 2.13)."""
 
 
-def has_bytes(storage: torch.UntypedStorage) -> bool:
-    """Returns whether `storage` has memory of its own. That of a DTensor has none: the memory is its local tensor's.
-
-    To ask such a storage for its address raises since 2.1, as no page says.
-    """
-    try:
-        return storage.data_ptr() != 0
-    except RuntimeError:
-        return False
-
-
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 """Returns how many tensors and handles share the memory of the storage of this `_cdata`. No public name tells (2.11 to
 2.13)."""

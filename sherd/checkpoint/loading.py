@@ -20,7 +20,7 @@ from sherd.checkpoint.relayout import around, full_of, laid_out
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.span import Span
 from sherd.errors import OptimStateError
-from sherd.optim import ELEMENTWISE
+from sherd.tensor.local_step import ELEMENTWISE
 from sherd.tensor.ragged import local_part
 from sherd.tensor.state_kind import State, StateKind, kind_of
 

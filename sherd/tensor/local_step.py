@@ -32,15 +32,26 @@ from sherd.tensor.own import OwnDTensor
 from sherd.tensor.placement import places_of
 from sherd.tensor.state_kind import State, StateKind, kind_of
 
-STEPPED = frozenset(
-    getattr(torch.optim, name)
-    for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
 )
-"""The optimizers whose own `step` treats each element by itself. A subclass may not."""
+"""Optimizers known to treat every element alike. AdamW is an Adam."""
+
+STEPPED = frozenset((*ELEMENTWISE, torch.optim.AdamW))
+"""The optimizers whose own `step` is known to do so. That of a subclass may not."""
 
 
 class _Local:
-    """What this rank holds of one optimizer's parameters, gradients and state."""
+    """This rank's parts of one optimizer's parameters, gradients and state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._given = optimizer.state
@@ -157,7 +168,7 @@ class _OnChunks:
 
     @functools.cached_property
     def local(self) -> _Local | None:
-        """What is stepped; None for the optimizer's own tensors."""
+        """The parts to step; None where the optimizer steps its own tensors."""
         local = _found.get(self._optimizer)
         if local is None or not local.is_of(self._optimizer):
             local = _found[self._optimizer] = _Local(self._optimizer)

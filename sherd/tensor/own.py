@@ -1,4 +1,4 @@
-"""What the DTensors of this library have in common: values that are assigned to `.data` go into their memory."""
+"""The base class of this library's DTensors: values that are assigned to `.data` go into their memory."""
 
 from __future__ import annotations
 

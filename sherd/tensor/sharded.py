@@ -99,8 +99,8 @@ def as_torchs(tensor: ShardedDTensor) -> DTensor:
 
 
 class CopiedView(DTensor):
-    """What torch's DTensor gives for a view of a sharded tensor whose elements other ranks have, `weight[i]` of rows:
-    a copy. What is written into it is written into the tensor too; torch's would be lost without a word.
+    """A view of a sharded tensor whose elements are on other ranks, such as `weight[i]` of rows. Torch's DTensor gives
+    a copy, and loses what is written into it without a word; writes into this one go into the tensor too.
     """
 
     viewed: ShardedDTensor | CopiedView

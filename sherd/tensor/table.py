@@ -32,7 +32,7 @@ Answer = TypeVar("Answer", bound=Operation)
 
 
 class Table:
-    """What answers each operation on tensors of one class."""
+    """The functions that answer operations on tensors of one class."""
 
     def __init__(self) -> None:
         self._named: dict[str, Operation] = {}
