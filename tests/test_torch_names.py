@@ -1028,7 +1028,7 @@ def test_named_group__splits_no_group_that_is_bound_to_a_device():
 @on_processes(2)
 def test_store_beside__is_one_of_all_processes():
     rank, world = dist.get_rank(), dist.group.WORLD
-    store, other = _torch.store_beside(world, "here")(), _torch.store_beside(world, "there")()
+    store, other = _torch.store_beside(world, "here"), _torch.store_beside(world, "there", connects=False)
     assert not store.check([f"{rank}"])
     assert not other.check(["from 0"])
     store.set(f"from {rank}", str(rank))
@@ -1055,6 +1055,17 @@ def test_gloo_on_demand__connects_ranks_that_send_each_other_something():
 
 
 @on_processes(2)
+def test_gloo_on_demand__gives_up_a_rank_that_listens_and_never_answers():
+    store = _torch.store_beside(dist.group.WORLD, "never answers")
+    group = _torch.named_group("never answers", range(2), timedelta(seconds=0.2), _torch.gloo_on_demand())
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError, match=r"[Tt]ime"):
+            dist.all_reduce(torch.ones(1), group=group)
+        store.set("gave up", "")
+    store.get("gave up")
+
+
+@on_processes(2)
 def test_wait_on_host__comes_back_with_what_the_collective_brings():
     total = torch.ones(1)
     _torch.wait_on_host(dist.all_reduce(total, async_op=True))
@@ -1063,7 +1074,7 @@ def test_wait_on_host__comes_back_with_what_the_collective_brings():
 
 @on_processes(2)
 def test_has_ended__is_false_until_the_others_come_and_leaves_the_work_as_it_was():
-    store = _torch.store_beside(dist.group.WORLD, "has ended")()
+    store = _torch.store_beside(dist.group.WORLD, "has ended")
     if dist.get_rank() == 1:
         store.get("asked")  # waits for it
     work = dist.all_reduce(torch.ones(1), async_op=True)

@@ -135,12 +135,12 @@ def gloo_on_demand() -> str:
         gloo, interface = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         lazy = {"lazy_init": True}
         options = gloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timeout
         options._devices = [
             gloo.create_device(interface=interface, **lazy) if interface else gloo.create_default_device(**lazy)
         ]
         made = gloo(store, rank, size, options)
-        made._set_default_timeout(timeout)
-        # Connecting waits for as long as the store does, whatever the timeout of the group.
+        # Its start waits for as long as the store does, whatever the timeout of the group.
         store.set(f"here/{rank}", "")
         store.wait([f"here/{(rank + step) % size}" for step in (1, -1)], timeout)
         return made
@@ -195,9 +195,11 @@ class Store(Protocol):
         """Leave `desired` if `expected` was there, or if nothing was and that is ""; returns what is there now."""
 
 
-def store_beside(group: dist.ProcessGroup, prefix: str) -> Callable[[], Store] | None:
-    """Returns what connects to a store of the processes of `group`, whose keys begin with `prefix`, and raises
-    RuntimeError if it is gone; None if `group` was not made over one that connects processes.
+def store_beside(group: dist.ProcessGroup, prefix: str, connects: bool = True) -> Store | None:
+    """Returns a store of the processes of `group`, whose keys begin with `prefix`; None if `group` was not made over
+    one that connects processes. Raises RuntimeError if it is gone.
+
+    One that `connects` has a connection of its own; else its calls wait for those of the group's store to end.
 
     `_world` has no public name (2.11 to 2.13).
     """
@@ -206,22 +208,19 @@ def store_beside(group: dist.ProcessGroup, prefix: str) -> Callable[[], Store] |
     while isinstance(below, distributed_c10d.PrefixStore):
         below = below.underlying_store
     if isinstance(below, dist.FileStore):  # type: ignore[attr-defined]
-        return lambda: distributed_c10d.PrefixStore(prefix, below.clone())  # type: ignore[attr-defined]
+        return distributed_c10d.PrefixStore(prefix, below.clone())  # type: ignore[attr-defined]
     if not isinstance(below, dist.TCPStore):  # type: ignore[attr-defined]
         return None
-    host, port = below.host, below.port
-
-    def connect() -> Store:
+    if connects:
+        host, port = below.host, below.port
         try:
             socket.create_connection((host, port), 1.0).close()
         except ConnectionRefusedError as error:  # torch would go on trying, as it is to where a link is down
             raise RuntimeError(f"the store of the process group at {host}:{port}: {error}") from error
         except OSError:
             pass
-        beside = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECTS_WITHIN)  # type: ignore[attr-defined]
-        return distributed_c10d.PrefixStore(prefix, beside)
-
-    return connect
+        below = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECTS_WITHIN)  # type: ignore[attr-defined]
+    return distributed_c10d.PrefixStore(prefix, below)
 
 
 def read_objects_with(read: Callable[[torch.Tensor], object]) -> None:

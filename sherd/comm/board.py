@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import Store, store_beside, timeout_of
-from sherd.comm.bounded_store import BoundedStore, StoreOnDemand
+from sherd.comm.bounded_store import BoundedStore
 from sherd.comm.flight import OFTEN_UP_TO, Recorder
 from sherd.comm.groups import is_destroyed
 from sherd.comm.watchdog import Watchdog
@@ -28,9 +28,14 @@ from sherd.comm.watchdog import Watchdog
 LOOK_EVERY_S = 0.05
 """The thread looks this often whether its rank is blocked, and at the board if it is."""
 FEW = 4
-"""The process of rank 0 has a connection of each rank that is at the board. If there are more ranks than these, they
-look every `SELDOM_S`, less often if there are more than `OFTEN_UP_TO`, and are connected while they look."""
+"""So many ranks connect to the store once more, for the board. The process that has the store holds a connection of
+each, so more ranks share the one of the default group, where a look waits while the main thread waits for a key; and
+they look every `SELDOM_S`, less often if there are more than `OFTEN_UP_TO`."""
 SELDOM_S = 1.0
+INQUIRE_AFTER_S = 0.2
+"""A rank that waits so long for the others to compare asks where they are; later if they look seldom."""
+MOST_INQUIRERS = 4
+"""If there are more than `FEW` ranks, so many of those that wait at one position ask, and declare it to all."""
 HEARD_WITHIN_S = 2.0
 """A rank that declares what went wrong waits this long for the others to hear of it, longer if they look seldom."""
 
@@ -101,12 +106,17 @@ class Inquiry:
 
 
 class Board:
-    """The board of one default group, as one rank sees it; its `recorder` knows the ledgers of all meshes."""
+    """The board of one default group, as one rank sees it; its `recorder` knows the ledgers of all meshes.
 
-    def __init__(self, group: dist.ProcessGroup, store: StoreOnDemand) -> None:
+    Attributes:
+        pause_s: how often the rank looks at it.
+        patience_s: how long a rank waits for the others to compare before it inquires.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, store: Store) -> None:
         self._group, self._store, self._rank, self.num_ranks = weakref.ref(group), store, group.rank(), group.size()
-        is_few = self.num_ranks <= FEW
-        self.pause_s = LOOK_EVERY_S if is_few else SELDOM_S * max(1, self.num_ranks / OFTEN_UP_TO)
+        self._is_few = self.num_ranks <= FEW
+        self.pause_s = LOOK_EVERY_S if self._is_few else SELDOM_S * max(1, self.num_ranks / OFTEN_UP_TO)
         devices = (torch.device("cpu"), torch.accelerator.current_accelerator())
         timeouts = (timeout_of(group, device) for device in devices if device is not None)
         timeout = next((each for each in timeouts if each is not None), dist.default_pg_timeout)
@@ -117,9 +127,8 @@ class Board:
         self._parties: weakref.WeakValueDictionary[str, Party] = weakref.WeakValueDictionary()
         self._open: dict[int, tuple[str, Position]] = {}
         self._num_read = 0
-        if not is_few:
-            store.hang_up()
-        turn_s = 0.0 if is_few else self.pause_s * self._rank / self.num_ranks
+        turn_s = 0.0 if self._is_few else self.pause_s * self._rank / self.num_ranks
+        self.patience_s = INQUIRE_AFTER_S if self._is_few else self.pause_s + turn_s
         threading.Thread(target=_watch, args=(weakref.ref(self), turn_s), name="sherd board", daemon=True).start()
 
     @property
@@ -133,8 +142,12 @@ class Board:
         """Answer for `party` from now on, as long as it exists."""
         self._parties[party.key] = party
 
-    def inquire(self, key: str, position: Position) -> Inquiry:
-        """Put on the board that this rank's party of this key wants to leave the path at `position`."""
+    def inquire(self, key: str, position: Position) -> Inquiry | None:
+        """Put on the board that this rank's party of this key wants to leave the path at `position`; None if others
+        have, and will declare what comes of it."""
+        at = f"inquirers/{key}/{position.agreements}/{position.issued}"
+        if not self._is_few and self._bounded.add(at, 1) > MOST_INQUIRERS:
+            return None
         number = self._bounded.add("number", 1)
         self._bounded.set(str(number), json.dumps([key, asdict(position)]))
         return Inquiry(self._bounded, number, max(HEARD_WITHIN_S, 2 * self.pause_s))
@@ -162,8 +175,6 @@ class Board:
             for number, (key, where) in list(self._open.items()):
                 if self._is_settled(number, self._parties.get(key), where):
                     del self._open[number]
-        if self.num_ranks > FEW:
-            self._store.hang_up()
 
     def _is_settled(self, number: int, party: Party | None, position: Position) -> bool:
         """Answer one inquiry. Returns whether nothing remains to be said or heard."""
@@ -208,6 +219,6 @@ _boards: weakref.WeakKeyDictionary[dist.ProcessGroup, Board | None] = weakref.We
 def board_of(group: dist.ProcessGroup) -> Board | None:
     """Returns the board of `group`, the default one; None where its ranks have no store that connects processes."""
     if group not in _boards:
-        connect = store_beside(group, "sherd/board")
-        _boards[group] = None if connect is None else Board(group, StoreOnDemand(connect))
+        store = store_beside(group, "sherd/board", connects=group.size() <= FEW)
+        _boards[group] = None if store is None else Board(group, store)
     return _boards[group]

@@ -1,12 +1,10 @@
-"""Stores beside torch's: one whose calls end, where torch's wait for an answer without a timeout, also over a link that
-was cut; and one that is connected for as long as it is needed, because one process has the connections of all ranks."""
+"""A store whose calls end, where torch's wait for an answer without a timeout, also over a link that was cut."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,15 +15,21 @@ T = TypeVar("T")
 ANSWERS_WITHIN_S = 3.0
 
 
-class _Beside(ABC):
-    """The calls of a store, each of which is made by `_do`. They raise RuntimeError if the store is gone."""
+class BoundedStore:
+    """`store`, for a main thread. Once it has not answered for `ANSWERS_WITHIN_S`, each call raises at once.
 
-    @abstractmethod
-    def _do(self, call: Callable[[Store], T]) -> T:
-        """Returns what `call` does with the store."""
+    One thread makes the calls, and stays with one that does not end: this is for what ranks do when something is wrong.
+    It is not started for each call: an error that is raised in the main thread meanwhile (`Watchdog`) could leave
+    Python's own lock on threads locked.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._asked: queue.SimpleQueue[_Asked | None] | None = None
+        self._is_silent = False
 
     def set(self, key: str, value: str, /) -> None:
-        """As the store's, as all of these."""
+        """As the store's, as all of these; they raise RuntimeError if it is gone."""
         self._do(lambda store: store.set(key, value))
 
     def get(self, key: str, /) -> bytes:
@@ -43,38 +47,6 @@ class _Beside(ABC):
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """As the store's."""
         return self._do(lambda store: store.compare_set(key, expected, desired))
-
-
-class StoreOnDemand(_Beside):
-    """A store that is connected by the first call, and by the first one after each `hang_up`."""
-
-    def __init__(self, connect: Callable[[], Store]) -> None:
-        self._connect = connect
-        self._connected: Store | None = None
-
-    def hang_up(self) -> None:
-        """Let go of the connection; a call of another thread may still be using it."""
-        self._connected = None
-
-    def _do(self, call: Callable[[Store], T]) -> T:
-        store = self._connected
-        if store is None:
-            store = self._connected = self._connect()
-        return call(store)
-
-
-class BoundedStore(_Beside):
-    """`store`, for a main thread. Once it has not answered for `ANSWERS_WITHIN_S`, each call raises at once.
-
-    One thread makes the calls, and stays with one that does not end: this is for what ranks do when something is wrong.
-    It is not started for each call: an error that is raised in the main thread meanwhile (`Watchdog`) could leave
-    Python's own lock on threads locked.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._asked: queue.SimpleQueue[_Asked | None] | None = None
-        self._is_silent = False
 
     def _do(self, call: Callable[[Store], T]) -> T:
         if self._asked is None:

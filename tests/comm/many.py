@@ -1,7 +1,7 @@
 """What one of many forked gloo ranks holds and receives for what sherd compares and watches.
 
-python -m tests.comm.many 64        prints the sockets that rank 0 has more after two steps than before the model
-                                    was sharded, and the bytes that all ranks have received over such and from the store
+python -m tests.comm.many 64        prints the sockets that a rank has more after two steps than before the model was
+                                    sharded, and the bytes that all ranks have received over such and from the store
 """
 
 import json

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import sherd
+from sherd.comm import board
 from sherd.engine.run import divergence, guard
 from sherd.engine.run.seal import runtime_of, unit_of
 from sherd.errors import CommError, PolicyError
@@ -75,6 +76,19 @@ def test_a_rank_that_runs_other_units_is_named_on_all_ranks(world, transport, or
 def test_ranks_of_four_that_go_other_ways_are_named_on_all(world, odd, make):
     for text in texts_of(world(4), go_other_ways, odd, make, 3):
         assert any(f"rank {rank} " in text or f"{rank}, " in text or f" {rank} " in text for rank in odd)
+
+
+def one_of_many_inquires(odd: dict[int, tuple[int, ...]]) -> None:
+    """As more than `board.FEW` ranks do, of which one that waits asks for all."""
+    on_board = board.board_of(dist.group.WORLD)
+    with mock.patch.object(board, "MOST_INQUIRERS", 1), mock.patch.object(on_board, "_is_few", False):
+        go_other_ways(odd, sharded, 3)
+
+
+def test_one_rank_of_many_that_wait_asks_for_all_of_them(world):
+    texts = texts_of(world(4), one_of_many_inquires, {2: (0, 2), 3: (0, 2)})
+    assert len(set(texts)) == 1
+    assert "ranks 0, 1 reduces" in texts[0]
 
 
 @on_processes(2)

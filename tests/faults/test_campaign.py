@@ -64,6 +64,13 @@ def test_a_rank_that_is_cut_off_from_the_store_and_compares_raises(tmp_path):
     assert verdict.outcome in ERRORS, verdict.words
 
 
+@pytest.mark.slow
+def test_a_rank_that_wakes_after_the_other_has_given_up_the_first_comparison_raises(tmp_path):
+    setting = Setting(num_ranks=2, front="flat wrapper", divergence="error")
+    verdict = run(Case(setting, Fault(1, 0, Phase.BEFORE_FORWARD, Kind.STOP)), tmp_path / "case")
+    assert verdict.outcome in ERRORS, verdict.words
+
+
 KILLED = Case(Setting(num_ranks=3), Fault(1, 2, Phase.BACKWARD, Kind.KILL))
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from itertools import islice
@@ -40,8 +41,9 @@ from sherd.schedule.actions import Action, Gather, Reduce
 from sherd.schedule.path import Path
 from sherd.schedule.state import Live
 
-INQUIRE_AFTER_S = 0.2
-"""A rank that waits so long for the others to compare asks where they are."""
+OVERTIME_S = 1.0
+"""A comparison that has not ended so long after the timeout never will. Gloo is to say so, but while it connects to a
+rank that has listened and given up, it tries five times, each as long as the timeout."""
 
 
 class Guard:
@@ -128,16 +130,21 @@ class Guard:
 
     def _ask(self, collective: PlannedCollective, unit: Unit) -> None:
         self._is_asking = True
-        inquiry: Inquiry | None = None
+        has_asked, inquiry = False, None
+        latest = time.monotonic() + self._board.recorder.timeout_s + OVERTIME_S
 
         def wait(work: dist.Work) -> None:
-            nonlocal inquiry
-            while not has_ended(work, INQUIRE_AFTER_S if inquiry is None else LOOK_EVERY_S):
+            nonlocal has_asked, inquiry
+            while not has_ended(work, LOOK_EVERY_S if has_asked else self._board.patience_s):
                 if self._failure is not None:
                     self._raise_failure(self._failure)
+                if time.monotonic() > latest:
+                    raise RuntimeError(f"it has not ended {OVERTIME_S:g} s after the timeout")
                 try:
-                    inquiry = inquiry or self._board.inquire(self.key, self._position)
-                    self._give_up_if_alone(inquiry, collective)
+                    if not has_asked:
+                        inquiry, has_asked = self._board.inquire(self.key, self._position), True
+                    if inquiry is not None:
+                        self._give_up_if_alone(inquiry, collective)
                 except RuntimeError as error:  # of a store that is busy, or gone with a rank, which ends `work`
                     if isinstance(error, CommError):
                         raise
