@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate
 import sherd
 from sherd import FullyShardedDataParallel, flatten_optimizer
 from sherd.errors import PolicyError, PolicyTypeError
-from sherd.port.explain import explain_migration
+from sherd.tools.migrate import explain_migration
 from sherd.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.support.comparing import assert_same, whole_params
 from tests.support.models.specimen import WIDTH, Block
