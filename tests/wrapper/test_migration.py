@@ -187,7 +187,7 @@ def set_up(text, model, arguments):
                 dist.broadcast(tensor.detach(), group_src=0)  # the groups of each mesh here are one rank or all ranks
     if "- device_id: before the calls" in notes:
         model.to(arguments["device_id"])
-    names = {**vars(sherd), **vars(sherd.wrap), "torch": torch}
+    names = {**{name: getattr(sherd, name) for name in sherd.__all__}, **vars(sherd.wrap), "torch": torch}
     names |= {"DeviceMesh": DeviceMesh, "init_device_mesh": init_device_mesh, "model": model, **arguments}
     # As the notes say: one node of two ranks, and a pair whose shard groups have one rank each.
     names |= {"ignored_params": kept} if "- ignored_params: the set of" in notes else {}
