@@ -312,7 +312,8 @@ def test_a_call_has_no_lines_above_it_but_those_that_make_its_mesh():
 
 def test_placements_are_said_as_they_are():
     text = explain_migration(sharding_strategy=sherd.Placements.preset("zero2", sherd.Flat()), use_orig_params=True)
-    placements = eval(text.partition("placements=")[2].partition(",\n)")[0], {**vars(sherd), "Replicate": Replicate})
+    names = {"Placements": sherd.Placements, "Flat": sherd.Flat, "Replicate": Replicate}
+    placements = eval(text.partition("placements=")[2].partition(",\n)")[0], names)
     assert placements == sherd.Placements.preset("zero2", sherd.Flat())
 
 
