@@ -18,7 +18,7 @@ errors, extras, policy, requirements, units, _torch < layout | schedule | comm |
 < _moved, sherd < train < cli < __main__
 """
 # The rooms of sherd/engine/, likewise.
-ROOMS = ("state", "moves", "run", "between", "build")
+ROOMS = ("state", "moves", "run", "between", "make")
 SIMULATE_KNOWS = {"layout", "schedule", "policy", "errors", "extras"}
 TRAIN_KNOWS = {"train/loop.py": "sherd.tools.plan", "train/rank.py": "sherd.explain_memory"}
 """What the trainer takes from the tools: the recording of a step, and the note at an out of memory error."""

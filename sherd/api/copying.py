@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from sherd._torch import write_into
-from sherd.engine.build.copying import Memo, deep_copied
+from sherd.engine.make.copying import Memo, deep_copied
 from sherd.engine.run.seal import FRONT_END
 from sherd.engine.run.unit import Unit
 

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from sherd.comm.agreement import broadcast_from_rank0, in_short, require_alike
 from sherd.comm.mesh import DataMesh
-from sherd.engine.build.build import borrow, is_taken, makings, owners_of, shard
-from sherd.engine.build.sharding import ShardingPlan, sharding_plans
+from sherd.engine.make.build import borrow, is_taken, makings, owners_of, shard
+from sherd.engine.make.sharding import ShardingPlan, sharding_plans
 from sherd.engine.run.at_rest import require_at_rest
 from sherd.engine.run.runtime import runtime_over
 from sherd.engine.run.seal import name_units, units_below

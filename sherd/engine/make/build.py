@@ -14,7 +14,7 @@ from sherd.comm.agreement import in_short
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import streams_for
 from sherd.engine.between import load
-from sherd.engine.build.sharding import ShardingPlan, ShardingRequest, sharding_plans
+from sherd.engine.make.sharding import ShardingPlan, ShardingRequest, sharding_plans
 from sherd.engine.run import hooks, touch
 from sherd.engine.run.seal import attach, unit_of
 from sherd.engine.run.unit import Unit

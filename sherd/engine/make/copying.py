@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from sherd._torch import spec_of, write_into
-from sherd.engine.build.build import Making, borrow, is_taken, makings
+from sherd.engine.make.build import Making, borrow, is_taken, makings
 from sherd.engine.run import hooks
 from sherd.engine.run.at_rest import require_at_rest
 from sherd.engine.run.methods import BoundForward
