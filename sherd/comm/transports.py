@@ -80,7 +80,7 @@ def _has_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _made(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transport:
-    # Loaded where ranks on gloo first need one: a program on accelerators needs neither.
+    # Loaded with the first transport of several ranks: one rank alone needs neither.
     from sherd.comm.host.gloo import Gloo
     from sherd.comm.host.shared_memory import SharedMemory
 
