@@ -74,9 +74,9 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each purpose: the second call finds it and installs nothing.
-$(VENV)/.test: EXTRAS := cli,hf,viz,tensorboard,test
-$(VENV)/.train: EXTRAS := cli,viz
-$(VENV)/.lint: EXTRAS := cli,hf,viz,test,dev
+$(VENV)/.test: EXTRAS := train,tools,hf,tensorboard,test
+$(VENV)/.train: EXTRAS := train
+$(VENV)/.lint: EXTRAS := train,tools,hf,test,dev
 $(VENV)/.test $(VENV)/.train $(VENV)/.lint: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@

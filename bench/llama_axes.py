@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from sherd.planning.axes import Laid, Layout
-from sherd.simulate.settings import Mesh
+from sherd.tools.plan.axes import Laid, Layout
+from sherd.tools.simulate.settings import Mesh
 
 
 class Stage(nn.Module):

@@ -31,19 +31,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import sherd
-from sherd.doctor.bandwidth import measured, measured_together
-from sherd.doctor.operations import EXACTLY, Operations, timed_operations, until, with_operations
-from sherd.doctor.own_model import step as own_step
-from sherd.planning.axes import Layout
-from sherd.planning.planner import Planner, Training, compute_in, fully_shard_args
-from sherd.planning.tracing import traced
+from sherd.cli.compare import compared
+from sherd.cli.own_model import step as own_step
 from sherd.policy import CommPolicy
-from sherd.simulate.cluster import Cluster
-from sherd.simulate.cluster_file import cluster_toml, read_cluster
-from sherd.simulate.settings import Mesh, Settings
-from sherd.simulate.sharded import OPTIMIZERS
-from sherd.simulate.timeline import Timeline
-from sherd.train.compare_command import compared
+from sherd.tools.doctor.bandwidth import measured, measured_together
+from sherd.tools.doctor.operations import EXACTLY, Operations, timed_operations, until, with_operations
+from sherd.tools.plan.axes import Layout
+from sherd.tools.plan.planner import Planner, Training, compute_in, fully_shard_args
+from sherd.tools.plan.tracing import traced
+from sherd.tools.simulate.cluster import Cluster
+from sherd.tools.simulate.cluster_file import cluster_toml, read_cluster
+from sherd.tools.simulate.settings import Mesh, Settings
+from sherd.tools.simulate.sharded import OPTIMIZERS
+from sherd.tools.simulate.timeline import Timeline
 from sherd.train.config import Model as Shape
 from sherd.train.models import Decoder as SherdDecoder
 

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from sherd.planning.axes import Layout
-from sherd.planning.planner import Planner, Training
-from sherd.planning.reading import own_or_usual_loss
-from sherd.simulate.cluster import Cluster, Link
-from sherd.simulate.cluster_file import read_cluster
-from sherd.simulate.settings import Mesh, Settings
-from sherd.simulate.sharded import OPTIMIZERS
+from sherd.tools.plan.axes import Layout
+from sherd.tools.plan.planner import Planner, Training
+from sherd.tools.plan.reading import own_or_usual_loss
+from sherd.tools.simulate.cluster import Cluster, Link
+from sherd.tools.simulate.cluster_file import read_cluster
+from sherd.tools.simulate.settings import Mesh, Settings
+from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.train.trees import read_tree
 
 from .llama_axes import LlamaLayout, Stage

@@ -85,12 +85,10 @@ def on_page_content(html: str, page: Page, **_: object) -> None:
 
 
 def public_names(module: str) -> list[str]:
-    """The names in `__all__` of the module, or of the module that it imports them from; `__version__` is left out."""
+    """The names in `__all__` of the module, or in the table that `__all__` is made of; `__version__` is left out."""
     path = ROOT / module.replace(".", "/")
     source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
     for statement in ast.walk(ast.parse(source)):
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) in ("_HOMES", "__all__"):
             return [name for name in ast.literal_eval(statement.value) if not name.startswith("__")]
-        if isinstance(statement, ast.ImportFrom) and "__all__" in [each.name for each in statement.names]:
-            return public_names(statement.module)
     raise PluginError(f"{module} has no `__all__`")

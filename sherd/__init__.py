@@ -5,39 +5,192 @@ Public are the names in `__all__`, and the modules `sherd.errors`, `sherd.wrap`,
 `sherd.train.plain`; the others may change without notice.
 """
 
+import sys
 import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from sherd._moved import Moved
 
 if TYPE_CHECKING:
-    from sherd._public import *
-    from sherd._public import __all__ as __all__
+    from sherd.api.accumulate import accumulate as accumulate
+    from sherd.api.auto_shard import auto_shard as auto_shard
+    from sherd.api.checkpoints import Saving as Saving
+    from sherd.api.checkpoints import async_save as async_save
+    from sherd.api.checkpoints import load as load
+    from sherd.api.checkpoints import save as save
+    from sherd.api.ema import Ema as Ema
+    from sherd.api.extensions import DTensorExtensions as DTensorExtensions
+    from sherd.api.extensions import FSDPExtensions as FSDPExtensions
+    from sherd.api.fsdp1 import BackwardPrefetch as BackwardPrefetch
+    from sherd.api.fsdp1 import CPUOffload as CPUOffload
+    from sherd.api.fsdp1 import MixedPrecision as MixedPrecision
+    from sherd.api.fsdp1 import ShardingStrategy as ShardingStrategy
+    from sherd.api.fully_shard import fully_shard as fully_shard
+    from sherd.api.guarded_step import step as step
+    from sherd.api.joining import join as join
+    from sherd.api.module import FSDPModule as FSDPModule
+    from sherd.api.module import UnshardHandle as UnshardHandle
+    from sherd.api.module import register_fsdp_forward_method as register_fsdp_forward_method
+    from sherd.api.module import share_comm_ctx as share_comm_ctx
+    from sherd.api.placements import OnMesh as OnMesh
+    from sherd.api.placements import Placements as Placements
+    from sherd.api.recompute import selective_contexts as selective_contexts
+    from sherd.api.refreshing import Refreshed as Refreshed
+    from sherd.api.refreshing import refresh as refresh
+    from sherd.api.replicate import replicate as replicate
+    from sherd.api.save_pretrained import save_pretrained as save_pretrained
+    from sherd.api.state_dict_type import FullOptimStateDictConfig as FullOptimStateDictConfig
+    from sherd.api.state_dict_type import FullStateDictConfig as FullStateDictConfig
+    from sherd.api.state_dict_type import LocalOptimStateDictConfig as LocalOptimStateDictConfig
+    from sherd.api.state_dict_type import LocalStateDictConfig as LocalStateDictConfig
+    from sherd.api.state_dict_type import OptimStateDictConfig as OptimStateDictConfig
+    from sherd.api.state_dict_type import ShardedForm as ShardedForm
+    from sherd.api.state_dict_type import ShardedOptimStateDictConfig as ShardedOptimStateDictConfig
+    from sherd.api.state_dict_type import ShardedStateDictConfig as ShardedStateDictConfig
+    from sherd.api.state_dict_type import StateDictConfig as StateDictConfig
+    from sherd.api.state_dict_type import StateDictSettings as StateDictSettings
+    from sherd.api.state_dict_type import StateDictType as StateDictType
+    from sherd.api.unsharded import unsharded as unsharded
+    from sherd.api.weights_out import iter_full_parameters as iter_full_parameters
+    from sherd.api.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
+    from sherd.backward_steps import StepsInBackward as StepsInBackward
+    from sherd.backward_steps import step_in_backward as step_in_backward
+    from sherd.checkpoint.rekeying import OptimStateKeyType as OptimStateKeyType
+    from sherd.checkpoint.restoring import Restored as Restored
+    from sherd.clip import clip_grad_norm_ as clip_grad_norm_
+    from sherd.engine.state.flat import FlatParameter as FlatParameter
+    from sherd.errors import SherdError as SherdError
+    from sherd.grad_scaler import ShardedGradScaler as ShardedGradScaler
+    from sherd.layout.runs import Blocks as Blocks
+    from sherd.layout.runs import Flat as Flat
+    from sherd.layout.runs import Owned as Owned
+    from sherd.memory.report import memory_report as memory_report
+    from sherd.memory.report import track_memory as track_memory
+    from sherd.optim import flatten_optimizer as flatten_optimizer
+    from sherd.policy import AllGather as AllGather
+    from sherd.policy import Comm as Comm
+    from sherd.policy import CommPolicy as CommPolicy
+    from sherd.policy import CPUOffloadPolicy as CPUOffloadPolicy
+    from sherd.policy import DataParallelMeshDims as DataParallelMeshDims
+    from sherd.policy import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from sherd.policy import OffloadPolicy as OffloadPolicy
+    from sherd.policy import PrefetchPolicy as PrefetchPolicy
+    from sherd.policy import ReduceScatter as ReduceScatter
+    from sherd.tensor.ragged import RaggedDTensor as RaggedDTensor
+    from sherd.tools.migrate import explain_migration as explain_migration
+    from sherd.tools.plan.explaining import explain_memory as explain_memory
+    from sherd.tools.plan.plan import Plan as Plan
+    from sherd.tools.plan.plan import plan as plan
+    from sherd.tools.verify.equivalence import verify_equivalence as verify_equivalence
+    from sherd.tools.verify.report import EquivalenceReport as EquivalenceReport
 
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AllGather": "sherd.policy",
+    "BackwardPrefetch": "sherd.api.fsdp1",
+    "Blocks": "sherd.layout.runs",
+    "CPUOffload": "sherd.api.fsdp1",
+    "CPUOffloadPolicy": "sherd.policy",
+    "Comm": "sherd.policy",
+    "CommPolicy": "sherd.policy",
+    "DTensorExtensions": "sherd.api.extensions",
+    "DataParallelMeshDims": "sherd.policy",
+    "Ema": "sherd.api.ema",
+    "EquivalenceReport": "sherd.tools.verify.report",
+    "FSDPExtensions": "sherd.api.extensions",
+    "FSDPModule": "sherd.api.module",
+    "Flat": "sherd.layout.runs",
+    "FlatParameter": "sherd.engine.state.flat",
+    "FullOptimStateDictConfig": "sherd.api.state_dict_type",
+    "FullStateDictConfig": "sherd.api.state_dict_type",
+    "FullyShardedDataParallel": "sherd.api.wrapper",
+    "LocalOptimStateDictConfig": "sherd.api.state_dict_type",
+    "LocalStateDictConfig": "sherd.api.state_dict_type",
+    "MixedPrecision": "sherd.api.fsdp1",
+    "MixedPrecisionPolicy": "sherd.policy",
+    "OffloadPolicy": "sherd.policy",
+    "OnMesh": "sherd.api.placements",
+    "OptimStateDictConfig": "sherd.api.state_dict_type",
+    "OptimStateKeyType": "sherd.checkpoint.rekeying",
+    "Owned": "sherd.layout.runs",
+    "Placements": "sherd.api.placements",
+    "Plan": "sherd.tools.plan.plan",
+    "PrefetchPolicy": "sherd.policy",
+    "RaggedDTensor": "sherd.tensor.ragged",
+    "ReduceScatter": "sherd.policy",
+    "Refreshed": "sherd.api.refreshing",
+    "Restored": "sherd.checkpoint.restoring",
+    "Saving": "sherd.api.checkpoints",
+    "ShardedForm": "sherd.api.state_dict_type",
+    "ShardedGradScaler": "sherd.grad_scaler",
+    "ShardedOptimStateDictConfig": "sherd.api.state_dict_type",
+    "ShardedStateDictConfig": "sherd.api.state_dict_type",
+    "ShardingStrategy": "sherd.api.fsdp1",
+    "SherdError": "sherd.errors",
+    "StateDictConfig": "sherd.api.state_dict_type",
+    "StateDictSettings": "sherd.api.state_dict_type",
+    "StateDictType": "sherd.api.state_dict_type",
+    "StepsInBackward": "sherd.backward_steps",
+    "UnshardHandle": "sherd.api.module",
+    "accumulate": "sherd.api.accumulate",
+    "async_save": "sherd.api.checkpoints",
+    "auto_shard": "sherd.api.auto_shard",
+    "clip_grad_norm_": "sherd.clip",
+    "explain_memory": "sherd.tools.plan.explaining",
+    "explain_migration": "sherd.tools.migrate",
+    "flatten_optimizer": "sherd.optim",
+    "fully_shard": "sherd.api.fully_shard",
+    "iter_full_parameters": "sherd.api.weights_out",
+    "join": "sherd.api.joining",
+    "load": "sherd.api.checkpoints",
+    "memory_report": "sherd.memory.report",
+    "plan": "sherd.tools.plan.plan",
+    "refresh": "sherd.api.refreshing",
+    "register_fsdp_forward_method": "sherd.api.module",
+    "replicate": "sherd.api.replicate",
+    "save": "sherd.api.checkpoints",
+    "save_pretrained": "sherd.api.save_pretrained",
+    "selective_contexts": "sherd.api.recompute",
+    "share_comm_ctx": "sherd.api.module",
+    "step": "sherd.api.guarded_step",
+    "step_in_backward": "sherd.backward_steps",
+    "track_memory": "sherd.memory.report",
+    "unsharded": "sherd.api.unsharded",
+    "verify_equivalence": "sherd.tools.verify.equivalence",
+}
+"""The public names, and the module that defines each: the imports above once more, as type checkers read those."""
+
+_MODULES = ("errors", "wrap", "comm_hooks", "interop")
+"""Public modules, which are attributes too."""
 
 _RENAMED = {"Whole": "Owned"}
 """Names that were public, and what they are called now. Each stays for one version."""
 
+__all__ = sorted([*_HOMES, "__version__"])
 
-# The names are loaded when the first of them is asked for, because torch takes seconds to load: the command `sherd`
-# reads its words, and refuses bad ones, before that (test_a_refusal_loads_no_torch).
+
+# A module is loaded when the first of its names is asked for. A program loads what it uses, and the command `sherd`
+# refuses bad words before torch is loaded, which takes seconds (test_a_refusal_loads_no_torch).
 def __getattr__(name: str) -> Any:
     if name in _RENAMED:
         warnings.warn(f"sherd.{name} is called sherd.{_RENAMED[name]} now", FutureWarning, stacklevel=2)
-        return getattr(import_module(__name__), _RENAMED[name])
-    if name == "__all__" or not name.startswith("__"):
-        public = vars(import_module("sherd._public"))
-        names = public.get("__all__", ())  # empty while the file is being loaded
-        globals().update({each: public[each] for each in names})
-        if names:
-            globals()["__all__"] = sorted([*names, "__version__"])
-        if name in globals():  # also a module that has been loaded by now, such as sherd.wrap
-            return globals()[name]
+        return getattr(sys.modules[__name__], _RENAMED[name])
+    if name in _HOMES:
+        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return value
+    if name in _MODULES:
+        return import_module(f"sherd.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     """Returns the public names, without the modules that define them."""
     own = [name for name in globals() if name.startswith("__")]
-    return sorted({*import_module("sherd._public").__all__, *own, "errors", "wrap"})
+    return sorted({*_HOMES, *own, "errors", "wrap"})
+
+
+# In front, since the ordinary look-up would find `sherd.planning.plan` in the folder of `sherd.planning`, which is
+# that of `sherd.tools.plan`, and load the file a second time.
+sys.meta_path.insert(0, Moved())

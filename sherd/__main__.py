@@ -2,7 +2,7 @@
 
 import sys
 
-from sherd.train.cli import main
+from sherd.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from sherd.cli.words import configure, parse, require_fit
 from sherd.train.config import Config
 from sherd.train.device import default_ranks, require_ranks
 from sherd.train.loop import Trainer
 from sherd.train.text import read_corpus
-from sherd.train.words import configure, parse, require_fit
 from tests.train.test_checkpoint import put
 from tests.train.test_loop import grid
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 import sherd
 from sherd import errors
+from sherd.cli.main import main
 from sherd.layout.packing import pack
 from sherd.layout.plan import Wanted, plan
-from sherd.train.cli import main
 from sherd.train.config import SECTIONS
 from tests.layout.drawing import drawn
 from tests.support.ranks import forked

@@ -1,6 +1,7 @@
 """Every file in sherd/ knows only what it may know, and says what it is for."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,17 +9,20 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "sherd"
 
 # `<`: the left is known to the right and not the other way round. `|`: these do not know each other.
-# `sherd` is the package's own __init__, `_public` the public names.
+# Up to interop it is the library; then come the tools, the trainer and the command line, a storey each. `sherd` is the
+# package's own __init__, which says where public names are.
 RULE = """
-errors, policy, requirements, units, _torch < layout | schedule | comm | comm_hooks | wrap < tensor | storage < engine
-< checkpoint, optim, backward_steps, clip, grad_scaler, memory < api < port < verify < planning < _public, sherd
-< interop, train, doctor, interchange, __main__
+errors, extras, policy, requirements, units, _torch < layout | schedule | comm | comm_hooks | wrap < tensor | storage
+< engine < checkpoint, optim, backward_steps, clip, grad_scaler, memory < api < interop
+< tools < tools/simulate < tools/report | tools/verify | tools/convert | tools/migrate < tools/plan < tools/doctor
+< _moved, sherd < train < cli < __main__
 """
 # The rooms of sherd/engine/, likewise.
-ROOMS = ("state", "moves", "run", "between", "build")
-SIMULATE_KNOWS = {"layout", "schedule", "policy", "errors"}
-KNOWS_SIMULATE = {"sherd", "interop", "train", "planning", "doctor", "__main__"}
-WITHOUT_TORCH = {"layout", "schedule", "storage", "simulate"}
+ROOMS = ("state", "moves", "run", "between", "make")
+SIMULATE_KNOWS = {"layout", "schedule", "policy", "errors", "extras"}
+TRAIN_KNOWS = {"train/loop.py": "sherd.tools.plan", "train/rank.py": "sherd.explain_memory"}
+"""What the trainer takes from the tools: the recording of a step, and the note at an out of memory error."""
+WITHOUT_TORCH = {"layout", "schedule", "storage", "tools/simulate", "tools/report"}
 RIVALS = (
     "torch.distributed.fsdp",
     "torch.distributed._composable.fsdp",
@@ -26,26 +30,24 @@ RIVALS = (
     "torch.distributed._composable.replicate_with_fsdp",
 )
 
-LEVELS = [re.findall(r"\w+", level) for level in RULE.split("<")]
+LEVELS = [re.findall(r"[\w/]+", level) for level in RULE.split("<")]
 LEVEL_OF = {layer: number for number, level in enumerate(LEVELS) for layer in level}
-APART = [set(re.findall(r"\w+", level)) for level in RULE.split("<") if "|" in level]
+APART = [set(re.findall(r"[\w/]+", level)) for level in RULE.split("<") if "|" in level]
 
 
 def may_know(layer: str, other: str) -> bool:
     if layer == other:
         return True
-    if layer == "simulate":
+    if layer == "tools/simulate":
         return other in SIMULATE_KNOWS
-    if other == "simulate":
-        return layer in KNOWS_SIMULATE
     apart = any({layer, other} <= group for group in APART)
     return LEVEL_OF[other] <= LEVEL_OF[layer] and not apart
 
 
 def layer_of(parts: tuple[str, ...]) -> str:
     """The layer of `sherd.<parts>`; a name that is no layer is a public one, of sherd/__init__.py."""
-    known = parts and (parts[0] in LEVEL_OF or parts[0] == "simulate")
-    return parts[0] if known else "sherd"
+    pairs = ("/".join(parts[:2]), *parts[:1])
+    return next((name for name in pairs if name in LEVEL_OF), "sherd")
 
 
 def room_of(parts: tuple[str, ...]) -> int | None:
@@ -72,15 +74,20 @@ def is_private(name: str) -> bool:
     return any(re.match(r"_(?!_)", part) for part in name.split("."))
 
 
-def broken_rules(layer: str, room: int | None, name: str) -> Iterator[str]:
-    """What is wrong with a file of `layer`, in `room` of the engine, importing `name`, in words."""
-    if is_under(name, "sherd"):
+def broken_rules(path: Path, name: str) -> Iterator[str]:
+    """What is wrong with the file `path` of sherd/ importing `name`, in words."""
+    layer, room = layer_of(places_in(path)), room_of(path.parts[:-1])
+    if is_under(name, "sherd") and name != "sherd.__version__":
         parts = tuple(name.split(".")[1:])
         other, other_room = layer_of(parts), room_of(parts)
         if not may_know(layer, other):
             yield f"{layer} may not know {other}"
         if room is not None and other_room is not None and other_room > room:
             yield f"engine/{ROOMS[room]} may not know engine/{ROOMS[other_room]}"
+        home = homes().get(name.removeprefix("sherd."), name)
+        listed = is_under(name, TRAIN_KNOWS.get(path.as_posix(), "nothing"))
+        if layer == "train" and is_under(home, "sherd.tools") and not listed:
+            yield f"train knows no tools but those of TRAIN_KNOWS in {Path(__file__).name}"
     if is_under(name, "torch"):
         if layer in WITHOUT_TORCH:
             yield f"{layer} does without torch"
@@ -90,18 +97,31 @@ def broken_rules(layer: str, room: int | None, name: str) -> Iterator[str]:
             yield "private torch names belong in sherd/_torch/"
 
 
+def places_in(path: Path) -> tuple[str, ...]:
+    """The dotted name of the file `path` of sherd/, in parts, without `sherd`."""
+    parts = path.with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+@functools.cache
+def homes() -> dict[str, str]:
+    """The module of each public name, as the imports for type checkers say it."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (guarded,) = (each for each in tree.body if isinstance(each, ast.If) and ast.unparse(each.test) == "TYPE_CHECKING")
+    return {name.rpartition(".")[2]: name.rpartition(".")[0] for _, name in imported(guarded, ("sherd",))}
+
+
 def violations(package: Path) -> list[str]:
     """Each import in `package` (a folder named sherd) that breaks the rule: where, what and why."""
     found = []
     for file in sorted(package.rglob("*.py")):
         path = file.relative_to(package)
-        layer = path.parts[0].removesuffix(".py").replace("__init__", "sherd")
-        if layer not in LEVEL_OF and layer != "simulate":
-            found.append(f"sherd/{path}: {layer} has no place in the rule; give it one in {Path(__file__).name}")
+        if path.as_posix() != "__init__.py" and layer_of(places_in(path)) == "sherd":
+            where = path.parts[0].removesuffix(".py")
+            found.append(f"sherd/{path}: {where} has no place in the rule; give it one in {Path(__file__).name}")
             continue
         for line, name in imported(ast.parse(file.read_text()), ("sherd", *path.parts[:-1])):
-            room = room_of((*path.parts[:-1],))
-            found += [f"sherd/{path}:{line}: imports {name}, but {why}" for why in broken_rules(layer, room, name)]
+            found += [f"sherd/{path}:{line}: imports {name}, but {why}" for why in broken_rules(path, name)]
     return found
 
 
@@ -130,9 +150,19 @@ WRONG = [
     ("engine/state/group.py", "from sherd.engine.moves.weights import Weights", "state may not know engine/moves"),
     ("engine/run/unit.py", "from ..between import load", "engine/run may not know engine/between"),
     ("api/wrapper.py", "from .. import fully_shard", "api may not know sherd"),
-    ("engine/unit.py", "from sherd.simulate import replay", "engine may not know simulate"),
-    ("simulate/replay.py", "from sherd.comm import mesh", "simulate may not know comm"),
-    ("__init__.py", "from sherd.train import cli", "sherd may not know train"),
+    ("engine/unit.py", "from sherd.tools.simulate import replay", "engine may not know tools/simulate"),
+    ("api/wrapper.py", "def late():\n    from sherd.tools.plan.plan import plan", "api may not know tools/plan"),
+    ("memory/report.py", "from sherd.train import loop", "memory may not know train"),
+    ("interop/step.py", "from sherd.cli import words", "interop may not know cli"),
+    ("tools/simulate/replay.py", "from sherd.comm import mesh", "tools/simulate may not know comm"),
+    ("tools/verify/report.py", "from sherd.tools.convert import formats", "tools/verify may not know tools/convert"),
+    ("tools/doctor/ranks.py", "from sherd.train.config import Config", "tools/doctor may not know train"),
+    ("tools/convert/formats.py", "from sherd.cli.terminal import say", "tools/convert may not know cli"),
+    ("tools/plan/plan.py", "from sherd import fully_shard", "tools/plan may not know sherd"),
+    ("train/loop.py", "from sherd.cli.terminal import say", "train may not know cli"),
+    ("train/data.py", "from sherd.tools.plan.files import to_json", "train knows no tools"),
+    ("train/data.py", "from sherd import explain_memory", "train knows no tools"),
+    ("__init__.py", "from sherd.train import loop", "sherd may not know train"),
     ("wrap/walks.py", "from sherd.comm import mesh", "wrap may not know comm"),
     ("wrap/walks.py", "from sherd.engine.run.unit import Unit", "wrap may not know engine"),
     ("layout/extent.py", "import torch", "layout does without torch"),
@@ -154,8 +184,13 @@ RIGHT = [
     ("optim.py", "from sherd.checkpoint import files"),
     ("wrap/walks.py", "from torch import nn\nfrom sherd.errors import PolicyError"),
     ("api/auto_shard.py", "from sherd.wrap import choose"),
-    ("simulate/replay.py", "from sherd import layout, schedule, policy"),
-    ("train/cli.py", "from sherd import __version__, fully_shard\nfrom sherd.simulate import replay"),
+    ("tools/simulate/replay.py", "from sherd import layout, schedule, policy"),
+    ("tools/doctor/machine.py", "from sherd import __version__\nfrom sherd.tools.plan.plan import Plan"),
+    ("train/loop.py", "from sherd import __version__, fully_shard\nfrom sherd.tools.plan.files import to_json"),
+    (
+        "cli/main.py",
+        "from sherd import fully_shard\nfrom sherd.train import loop\nfrom sherd.tools.simulate import replay",
+    ),
     ("__init__.py", "from sherd.api.fully_shard import fully_shard\nfrom torch import __version__"),
 ]
 

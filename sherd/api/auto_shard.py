@@ -15,7 +15,7 @@ from sherd.api.blocks import in_words, repeated_blocks
 from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import FSDPModule, require_module
 from sherd.api.unit_sizes import WRAPPINGS, UnitCall, Wrapping, rewrapped
-from sherd.engine.build.build import is_taken
+from sherd.engine.make.build import is_taken
 from sherd.engine.run.seal import unit_of
 from sherd.engine.state.ownership import belongings
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError

@@ -17,8 +17,8 @@ from sherd.api.module import FSDPModule, checked_reshard, require_divides, requi
 from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, rule_of, strategy_of
 from sherd.api.swap_class import swap_class
 from sherd.comm.mesh import DataMesh, data_mesh
-from sherd.engine.build.build import is_taken, make_unit
-from sherd.engine.build.sharding import ShardingRequest
+from sherd.engine.make.build import is_taken, make_unit
+from sherd.engine.make.sharding import ShardingRequest
 from sherd.engine.run.seal import unit_of
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.ownership import Found, belongings

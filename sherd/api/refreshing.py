@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from sherd.api.module import require_module
 from sherd.api.wrapper_state import find_state
-from sherd.engine.build.adoption import Refreshed, adopt_changes
+from sherd.engine.make.adoption import Refreshed, adopt_changes
 from sherd.engine.run.seal import units_below
 from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError

@@ -9,7 +9,6 @@ from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
 from torch import nn
 
-from sherd.api.copying import deep_copy
 from sherd.api.module import FSDPModule
 from sherd.engine.run.seal import unit_of
 from sherd.engine.run.sharded_access import met_a_shard
@@ -32,7 +31,7 @@ def swap_class(module: nn.Module) -> None:
     if original not in _classes:
         members: dict[str, object] = {
             "__new__": _new_of_the_original,
-            "__deepcopy__": deep_copy,
+            "__deepcopy__": _deep_copy,
             "__reduce_ex__": _refuse_copy,
             "__module__": original.__module__,
         }
@@ -47,6 +46,12 @@ def _new_of_the_original(cls: type[nn.Module], *args: object, **kwargs: object) 
     plain = original.__new__(original, *args, **kwargs)
     plain.__init__(*args, **kwargs)  # type: ignore[misc]  # Python does it only for instances of `cls`
     return plain
+
+
+def _deep_copy(self: nn.Module, memo: dict[int, object]) -> nn.Module:
+    from sherd.api.copying import deep_copy  # loaded with the first copy: few programs make one
+
+    return deep_copy(self, memo)
 
 
 def _refuse_copy(self: nn.Module, protocol: object) -> NoReturn:

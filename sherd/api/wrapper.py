@@ -32,7 +32,7 @@ from sherd.api.unsharded import unsharded
 from sherd.api.wrapper_state import before_forward, find_state
 from sherd.api.wrapping import make_wrappers_unit, wrap_below
 from sherd.clip import clip_grad_norm_
-from sherd.engine.build.copying import Memo
+from sherd.engine.make.copying import Memo
 from sherd.engine.run.runtime import runtime_over
 from sherd.engine.state.parameter import WRAPPED, plain_name
 from sherd.errors import ModuleError, UnsupportedError, WrapperStateError

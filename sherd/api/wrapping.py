@@ -17,8 +17,8 @@ from sherd.api.placements import rule_of
 from sherd.api.state_dicts import FLAT_PARAM
 from sherd.api.wrapper_state import WrapperState, find_state
 from sherd.comm.mesh import DataMesh
-from sherd.engine.build.build import is_taken, make_unit
-from sherd.engine.build.sharding import ShardingRequest
+from sherd.engine.make.build import is_taken, make_unit
+from sherd.engine.make.sharding import ShardingRequest
 from sherd.engine.state.flat import FlatParameter
 from sherd.engine.state.ownership import Belongings, belongings
 from sherd.errors import PlacementError, PolicyError

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 
 from sherd.comm.groups import forget_destroyed, require_alive
-from sherd.comm.host.gloo import Gloo
-from sherd.comm.host.shared_memory import SharedMemory
 from sherd.comm.transport import CoalescedCalls, OneRank, PartByPart, SingleCalls, Transport
 from sherd.errors import MeshError
 from sherd.policy import CommPolicy
@@ -82,6 +80,10 @@ def _has_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _made(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transport:
+    # Loaded with the first transport of several ranks: one rank alone needs neither.
+    from sherd.comm.host.gloo import Gloo
+    from sherd.comm.host.shared_memory import SharedMemory
+
     replaced = _replaced.get()
     if replaced is not None:
         return replaced(group, wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
@@ -31,6 +32,10 @@ Operation = Callable[[Aten, Args, Kwargs], object]
 Answer = TypeVar("Answer", bound=Operation)
 
 
+FILES = ("chunks", "elementwise", "local_step", "operands", "optimizers", "pairs", "reductions")
+"""The files of this folder that answer operations. They are loaded when the first operation is looked up."""
+
+
 class Table:
     """The functions that answer operations on tensors of one class."""
 
@@ -56,6 +61,8 @@ class Table:
         """Returns the function that answers `func`, looked up once."""
         operation = self._found.get(func)
         if operation is None:
+            for file in FILES:
+                import_module(f"sherd.tensor.{file}")
             namespace, _, name = func.name().partition("::")
             name = name.partition(".")[0]
             if namespace != "aten" or name not in self._named:

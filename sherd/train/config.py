@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_type_hints
 
 from sherd.errors import InputError
-from sherd.simulate.settings import UNITS
 
 __all__ = ["Config", "Data", "InputError", "Model", "Optimizer", "Run", "Shard", "Split"]
 
@@ -24,6 +23,7 @@ ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
 TWO_AXES = ("hsdp", "hsdp_zero2", "hfsdp", "zero1_across_zero2_within")
 KEEP_WHOLE = ("ddp", "zero1", "zero2", "hsdp_zero2", "zero1_across_zero2_within")
 TRANSPORTS = ("auto", "torch", "coalesced", "gloo", "shared_memory")
+WRAPPINGS = ("auto", "pairs", "parts", "ends")
 FREE = (
     *("data.path", "optimizer.micro_batch", "optimizer.flatten", "run.out", "run.ranks", "run.mesh", "run.timeout"),
     *("run.eval_every", "run.save_every", "run.keep", "run.prompt", "run.sample", "run.temperature"),
@@ -119,7 +119,7 @@ class Shard:
         ("auto", "always", "never"), "free whole parameters after forward; auto is always, but for the root"
     )
     wrapping: str = _one_of(
-        tuple(UNITS),
+        WRAPPINGS,
         "what is a unit; auto: a block; pairs: two blocks; parts: also attention and feed-forward; ends: also embedding"
         " and head",
     )

@@ -5,39 +5,12 @@ from __future__ import annotations
 import os
 
 import torch
-from torch import distributed as dist
 
+from sherd.comm.accelerator import accelerator
 from sherd.train.axes import axes_of, usual_ranks
 from sherd.train.config import Config, InputError
 
-__all__ = [
-    "accelerator",
-    "backend_for",
-    "default_ranks",
-    "device_to_plan",
-    "device_type",
-    "ranks_to_plan",
-    "require_ranks",
-]
-
-
-def accelerator() -> str | None:
-    """Returns the type of this machine's accelerator; None where there is none, or none that collectives reach."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found.type if found is not None and backend_for(found.type) else None
-
-
-def backend_for(device: str) -> str | None:
-    """Returns torch's default backend of process groups on devices of this type; None where it has none that works.
-
-    The backend itself is asked what it carries, because torch names gloo for "mps", whose tensors gloo refuses.
-    """
-    try:
-        backend = dist.get_default_backend_for_device(device)
-    except ValueError:
-        return None
-    carries = device in dist.Backend.backend_capability.get(backend, ())
-    return backend if carries and dist.is_backend_available(backend) else None
+__all__ = ["default_ranks", "device_to_plan", "device_type", "ranks_to_plan", "require_ranks"]
 
 
 def device_type(config: Config) -> str:

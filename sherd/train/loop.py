@@ -18,8 +18,6 @@ from torch import distributed as dist
 from torch import nn
 
 from sherd import clip_grad_norm_, flatten_optimizer
-from sherd.planning.files import to_json
-from sherd.planning.tracing import traced
 from sherd.storage.folder import Folder
 from sherd.train.axes import Axes
 from sherd.train.best import Best, read_best
@@ -32,7 +30,6 @@ from sherd.train.parallel import build
 from sherd.train.passes import Batch, passes
 from sherd.train.ranks import on_rank_0
 from sherd.train.report import Silent, peak_memory
-from sherd.train.report_command import TIMELINE
 from sherd.train.sampling import Draw, continued, readable
 from sherd.train.saved import Checkpoint, place_in
 from sherd.train.text import Corpus
@@ -272,6 +269,9 @@ def train(
 
 def _recorded(trainer: Trainer, out: Path, report: Silent, stop: bool, saved: bool) -> Step:
     """Make a step, and keep a timeline of it. All ranks record it, or the others would wait for rank 0."""
+    from sherd.tools.plan.files import TIMELINE, to_json
+    from sherd.tools.plan.tracing import traced
+
     number, path = trainer.done + 1, out / TIMELINE
     num_ranks = trainer.grid.axes.num_ranks
     title = f"step {number} of {out.name} on {num_ranks} rank{'s' if num_ranks > 1 else ''}"

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sherd.extras import install
 from sherd.train.config import NO_HF_CONFIG, InputError, Model
 from sherd.train.data import seeded
 from sherd.train.experts import MixtureOfExperts
-from sherd.train.extras import install
 from sherd.train.sequence import WholeSequence
 from sherd.train.text import VOCABULARY
 from sherd.train.transformers_configs import in_one_line, require_sizes

@@ -18,8 +18,8 @@ from sherd.storage.writing import Content, write_file
 from sherd.train.checkpoint import fill
 from sherd.train.config import Config, InputError
 from sherd.train.models import Decoder, HuggingFace
+from sherd.train.picking import pick
 from sherd.train.saved import Checkpoint
-from sherd.train.uses import pick
 
 __all__ = ["export", "load_model", "weights"]
 
@@ -75,7 +75,7 @@ def _filled(checkpoint: Checkpoint, config: Config) -> nn.Module:
 
 
 def export(checkpoint: Checkpoint, config: Config, target: Path, form: str) -> None:
-    """Write the model to `target`, in a form of `sherd.train.uses.require_target`.
+    """Write the model to `target`, in a form of `sherd.cli.uses.require_target`.
 
     Raises:
         InputError: it cannot be written, or the checkpoint is damaged.

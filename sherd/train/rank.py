@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import secrets
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,24 +34,36 @@ from sherd.train.ranks import group, on_rank_0, together
 from sherd.train.report import Report, Silent
 from sherd.train.saved import Checkpoint, going_on, place_in, point
 from sherd.train.stop import Stop, by_hand, leave, say
-from sherd.train.terminal import outlive_the_terminal
-from sherd.train.text import Corpus
-from sherd.train.words import configure, corpus_of
+from sherd.train.text import Corpus, corpus_of
 
-__all__ = ["be_rank", "grid_of"]
+__all__ = ["Request", "be_rank", "grid_of"]
 
 
-def be_rank(args: argparse.Namespace, stop: Stop) -> NoReturn:
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a rank is asked to do.
+
+    Attributes:
+        configure: returns what to run, and the checkpoint that it goes on from, if any. Raises InputError.
+        quiet: nothing is printed but what goes wrong.
+        trace: the step to record, as `train` takes it.
+    """
+
+    configure: Callable[[], tuple[Config, Checkpoint | None]]
+    quiet: bool
+    trace: int | None
+
+
+def be_rank(request: Request, stop: Stop) -> NoReturn:
     """One of the ranks a launcher started, here or on another machine: agree with the others, train, and leave."""
-    outlive_the_terminal()
-    leave(_code(args, stop))
+    leave(_code(request, stop))
 
 
-def _code(args: argparse.Namespace, stop: Stop) -> int:
+def _code(request: Request, stop: Stop) -> int:
     """Be the rank; returns its exit code, once the reason is said."""
     try:
         with group():
-            finished = _train(args, stop)
+            finished = _train(request, stop)
         return 0 if finished else STOPPED
     except (InputError, NotSaved) as refusal:  # on all ranks alike
         if dist.get_rank() == 0 if dist.is_initialized() else os.environ["RANK"] == "0":
@@ -77,11 +89,11 @@ def _crash(error: BaseException) -> int:
     return 1
 
 
-def _train(args: argparse.Namespace, stop: Stop) -> bool:
+def _train(request: Request, stop: Stop) -> bool:
     """Returns False for a run that was stopped before its last step."""
-    config, resumed = _configured(args)
+    config, resumed = _configured(request)
     together(lambda: require_ranks(dist.get_world_size(), config))
-    tell = print if dist.get_rank() == 0 and not args.quiet else _tell_nobody
+    tell = print if dist.get_rank() == 0 and not request.quiet else _tell_nobody
     tell("reading the text ...", flush=True)
     corpus = together(lambda: corpus_of(config, resumed))
     together(lambda: _same(corpus))
@@ -98,18 +110,18 @@ def _train(args: argparse.Namespace, stop: Stop) -> bool:
     # A model that was refused has left the folder empty, to be tried anew.
     on_rank_0(lambda: point(out, config.run.checkpoints))
     on_rank_0(lambda: write_config(config, out))
-    with _report(out, loggers, args.quiet) as report:
+    with _report(out, loggers, request.quiet) as report:
         introduce(trainer, out, resumed, report)
         for line in swept:
             report.say(f"note   {line}")
         limit = int(config.run.memory_limit * 2**30) or None
         with explain_memory(trainer.model, trainer.optimizer, limit=limit):
-            return train(trainer, out, report, stop, args.trace)
+            return train(trainer, out, report, stop, request.trace)
 
 
-def _configured(args: argparse.Namespace) -> tuple[Config, Checkpoint | None]:
+def _configured(request: Request) -> tuple[Config, Checkpoint | None]:
     """Returns the config to run, and the newest whole checkpoint if it goes on from one."""
-    config, resumed = together(lambda: configure(args))
+    config, resumed = together(request.configure)
     set_timeout(timedelta(seconds=config.run.timeout))
     together(partial(_same_start, resumed))
     return config, resumed

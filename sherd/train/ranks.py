@@ -9,21 +9,15 @@ from typing import TypeVar
 
 from torch import distributed as dist
 
+from sherd.comm.accelerator import backend
 from sherd.comm.objects import all_gather_objects, broadcast_object, do_without_numpy
 from sherd.train.config import InputError
-from sherd.train.device import accelerator, backend_for
 from sherd.train.machines import apart, lost_touch, take_the_way_to_the_others
 
-__all__ = ["backend", "group", "on_rank_0", "together"]
+__all__ = ["group", "on_rank_0", "together"]
 
 T = TypeVar("T")
 STARTING = timedelta(minutes=10)  # by which one rank may be ready later than another
-
-
-def backend() -> str:
-    """Returns the backends of a run's process groups, as `init_process_group` names them."""
-    device = accelerator()
-    return f"cpu:gloo,{device}:{backend_for(device)}" if device else "gloo"
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from sherd.extras import install
 from sherd.train.display import Display, PlainDisplay, RichDisplay
-from sherd.train.extras import install
 from sherd.train.loggers import Loggers
 
 __all__ = ["Report", "Silent", "curve", "peak_memory", "records"]
@@ -71,7 +71,7 @@ class Report(Silent):
             try:
                 self._display = RichDisplay()
             except ImportError:
-                self.say(f"for a progress bar: {install('cli')}")
+                self.say(f"for a progress bar: {install('train')}")
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -101,7 +101,7 @@ class Report(Silent):
         try:
             self._note(curve(self.out / METRICS, self.out / "curve.png", lzma_bits))
         except ImportError:
-            self.say(f"for a picture of the loss curve: {install('viz')}")
+            self.say(f"for a picture of the loss curve: {install('train')}")
         there = [name for name in ("curve.png", "sample.txt", METRICS) if (self.out / name).exists()]
         self.say(f"written   {', '.join(there)} in {self.out}")
 

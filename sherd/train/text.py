@@ -20,9 +20,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sherd.train.config import Data, InputError
+from sherd.train.config import Config, Data, InputError
+from sherd.train.saved import Checkpoint
 
-__all__ = ["SEPARATOR", "VOCABULARY", "Corpus", "read_corpus", "read_whole"]
+__all__ = ["SEPARATOR", "VOCABULARY", "Corpus", "corpus_of", "read_corpus", "read_whole"]
 
 VOCABULARY = 256
 SEPARATOR = b"\0"
@@ -114,3 +115,11 @@ def _files(folder: Path) -> Iterator[Path]:
             yield from _files(Path(entry.path))
         elif entry.is_file():
             yield Path(entry.path)
+
+
+def corpus_of(config: Config, resumed: Checkpoint | None) -> Corpus:
+    """Returns the text of a run. Raises InputError where it cannot be used, or is not that of the run resumed."""
+    corpus = read_corpus(config.data)
+    if resumed:
+        resumed.check_text(corpus.digest, corpus.source)
+    return corpus

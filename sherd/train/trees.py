@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from sherd.extras import install
 from sherd.train.config import SECTIONS, InputError, Tree
-from sherd.train.extras import install
 
 __all__ = ["assigned", "read_tree", "whole_number"]
 
@@ -40,7 +40,7 @@ def _toml(text: str) -> Any:
     try:
         toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     except ImportError as error:
-        raise InputError(f"Python 3.10 reads TOML with tomli: {install('cli')}, or write JSON") from error
+        raise InputError(f"Python 3.10 reads TOML with tomli: {install('train')}, or write JSON") from error
     return toml.loads(text)
 
 

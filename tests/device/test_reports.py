@@ -16,9 +16,9 @@ from torch import Tensor
 
 import sherd
 from sherd.errors import MemoryLimitError
-from sherd.planning.files import from_json, to_json
-from sherd.planning.tracing import traced
-from sherd.simulate.timeline import Lane
+from sherd.tools.plan.files import from_json, to_json
+from sherd.tools.plan.tracing import traced
+from sherd.tools.simulate.timeline import Lane
 from tests.device.test_peaks import NUM_BLOCKS, TOKENS, VOCABULARY, held_before, requested, sharded
 from tests.gpu.settings import Setting
 

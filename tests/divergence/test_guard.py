@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import sherd
 from sherd.comm import board
-from sherd.engine.run import divergence, guard
+from sherd.engine.run import guard
 from sherd.engine.run.seal import runtime_of, unit_of
 from sherd.errors import CommError, PolicyError
 from tests.divergence.programs import batch, comm_errors, hybrid, num_calls, sharded, step, wrapped
@@ -96,7 +96,7 @@ def test_a_store_that_has_died_is_named():
     gone = RuntimeError("the client socket has timed out")
     model = sharded(mesh=DeviceMesh.from_group(dist.new_group(), "cpu"))
     with (
-        mock.patch.object(divergence, "board_of", side_effect=gone),
+        mock.patch.object(board, "board_of", side_effect=gone),
         pytest.raises(CommError, match=r"the store.* among ranks \[0, 1\].* timed out"),
     ):
         step(model)

@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from sherd.doctor import bandwidth, operations
-from sherd.doctor.findings import FAILURE
-from sherd.simulate.cluster_file import cluster_toml, read_cluster
-from sherd.simulate.costs import Ranks, collective_seconds, op_seconds, waited
-from sherd.simulate.work import Op, OpKind
+from sherd.tools.doctor import bandwidth, operations
+from sherd.tools.doctor.findings import FAILURE
+from sherd.tools.simulate.cluster_file import cluster_toml, read_cluster
+from sherd.tools.simulate.costs import Ranks, collective_seconds, op_seconds, waited
+from sherd.tools.simulate.work import Op, OpKind
 from tests.doctor.started import findings_of
 from tests.support.commands import refusal
 from tests.support.ranks.forked import sherd as be_sherd

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from sherd import comm
+from sherd.cli import doctor as command
+from sherd.cli import main as cli
 from sherd.comm.host.shared_memory import SharedMemory
-from sherd.doctor import command, machine, ranks
-from sherd.doctor.findings import FAILURE, OK, WARNING, Finding, as_json, as_table, exit_code
-from sherd.train import cli
+from sherd.tools.doctor import machine, ranks
+from sherd.tools.doctor.findings import FAILURE, OK, WARNING, Finding, as_json, as_table, exit_code
 from tests.doctor.started import findings_of
 from tests.support.commands import refusal
 from tests.support.ranks.forked import sherd as be_sherd
@@ -103,7 +104,7 @@ def test_little_shared_memory_few_files_too_many_threads_and_an_old_torch_are_to
 
 
 def found_by_ranks():
-    return list(ranks.of_the_ranks())
+    return list(ranks.of_the_ranks(300.0))
 
 
 def test_two_ranks_find_their_transports_links_clocks_and_train(world):

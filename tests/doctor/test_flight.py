@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sherd.doctor.flight import judged, read
-from sherd.train import cli
+from sherd.cli import main as cli
+from sherd.tools.doctor.flight import judged, read
 from tests.support.commands import refusal
 
 FORWARD = ["gathers unit a", "gathers unit b", "gathers unit c"]
@@ -116,6 +116,6 @@ def test_what_is_no_record_or_a_folder_without_any_is_refused(tmp_path, capsys):
 def test_reading_loads_no_torch(tmp_path):
     write(tmp_path, 0, mesh(FORWARD))
     program = (
-        "import sys; from sherd.train.cli import main; main(['doctor', sys.argv[1]]); assert 'torch' not in sys.modules"
+        "import sys; from sherd.cli.main import main; main(['doctor', sys.argv[1]]); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, capture_output=True)

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sherd.doctor import operations
-from sherd.doctor.operations import timed_operations
-from sherd.doctor.own_model import steps_of
-from sherd.simulate.work import Op, OpKind
+from sherd.cli.own_model import steps_of
+from sherd.tools.doctor import operations
+from sherd.tools.doctor.operations import timed_operations
+from sherd.tools.simulate.work import Op, OpKind
 from tests.doctor.test_bandwidth import FACTORY
 from tests.planning.models import LLAMA
 from tests.support.commands import refusal

@@ -1,4 +1,4 @@
-"""Checkpoints for the tests of sherd/interchange/, and what they hold."""
+"""Checkpoints for the tests of sherd/tools/convert/, and what they hold."""
 
 import contextlib
 import json
@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from sherd.checkpoint.tensor_bytes import DTYPES, chunks_of, dtype_name
 from sherd.errors import CheckpointError
-from sherd.interchange.contents import Named
-from sherd.interchange.contents import chunks_of as read_chunks
-from sherd.interchange.formats import open_source
-from sherd.interchange.mapping import rules_of
-from sherd.interchange.state_trees import in_memory
 from sherd.layout.boxes import Box, Grid, GridCut, whole
 from sherd.layout.extent import chunks
 from sherd.storage.manifest import MANIFEST, Entry, Manifest, name_in_file
 from sherd.storage.places import Disk
 from sherd.storage.writing import Content, write_file
+from sherd.tools.convert.contents import Named
+from sherd.tools.convert.contents import chunks_of as read_chunks
+from sherd.tools.convert.formats import open_source
+from sherd.tools.convert.mapping import rules_of
+from sherd.tools.convert.state_trees import in_memory
 from tests.support.comparing import assert_same
 from tests.support.suites import examples
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import sherd
-from sherd.interchange.formats import open_source
+from sherd.cli.main import main
 from sherd.layout.boxes import Grid, GridCut
 from sherd.storage import places
 from sherd.storage.manifest import MANIFEST, signed
-from sherd.train.cli import main
+from sherd.tools.convert.formats import open_source
 from tests.interchange.checkpoints import bytes_of, put
 from tests.interchange.test_round_trips import everything
 

@@ -14,11 +14,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sherd.errors import CheckpointError
-from sherd.interchange.contents import Named
-from sherd.interchange.converting import convert
-from sherd.interchange.formats import open_source
-from sherd.interchange.mapped import Mapped
-from sherd.interchange.state_trees import in_memory
+from sherd.tools.convert.contents import Named
+from sherd.tools.convert.converting import convert
+from sherd.tools.convert.formats import open_source
+from sherd.tools.convert.mapped import Mapped
+from sherd.tools.convert.state_trees import in_memory
 from tests.interchange.checkpoints import model_tensor, rules_in
 from tests.support import checkpoints
 from tests.support.comparing import assert_same, whole

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from sherd.errors import CheckpointError
-from sherd.interchange.contents import Named
-from sherd.interchange.converting import convert
-from sherd.interchange.formats import open_source
-from sherd.interchange.state_trees import in_memory
 from sherd.layout.boxes import Box
+from sherd.tools.convert.contents import Named
+from sherd.tools.convert.converting import convert
+from sherd.tools.convert.formats import open_source
+from sherd.tools.convert.state_trees import in_memory
 from tests.interchange.checkpoints import bytes_of, model_tensor, require_read_or_refused
 from tests.support.refusals import refusal
 

@@ -13,11 +13,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.tensor import distribute_tensor
 
+from sherd.cli.main import main
 from sherd.errors import CheckpointError
-from sherd.interchange.formats import open_source
-from sherd.interchange.of_dcp import metadata_of
-from sherd.interchange.torch_files import opened
-from sherd.train.cli import main
+from sherd.tools.convert.formats import open_source
+from sherd.tools.convert.of_dcp import metadata_of
+from sherd.tools.convert.torch_files import opened
 from tests.interchange.checkpoints import bytes_of, require_read_or_refused
 from tests.support.meshes import mesh_of
 from tests.support.refusals import NOTHING, refusal

@@ -4,16 +4,16 @@ import pytest
 import torch
 import transformers as hf
 
+from sherd.cli import convert_words as words
 from sherd.errors import CheckpointError
-from sherd.interchange import words
-from sherd.interchange.contents import Named, whole
-from sherd.interchange.converting import convert
-from sherd.interchange.formats import open_source
-from sherd.interchange.mapped import Mapped
-from sherd.interchange.mapping import numbers_of, rules_of
-from sherd.interchange.presets import PRESETS
-from sherd.interchange.state_trees import in_memory
 from sherd.layout.boxes import Box, Grid
+from sherd.tools.convert.contents import Named, whole
+from sherd.tools.convert.converting import convert
+from sherd.tools.convert.formats import open_source
+from sherd.tools.convert.mapped import Mapped
+from sherd.tools.convert.mapping import numbers_of, rules_of
+from sherd.tools.convert.presets import PRESETS
+from sherd.tools.convert.state_trees import in_memory
 from sherd.train.config import Model
 from sherd.train.models import Decoder
 from tests.interchange.checkpoints import bytes_of, model_tensor, put, rules_in

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import sherd
-from sherd.interchange.contents import Named
-from sherd.interchange.converting import convert
-from sherd.interchange.formats import open_source
-from sherd.interchange.mapped import Mapped
-from sherd.interchange.state_trees import in_memory
+from sherd.tools.convert.contents import Named
+from sherd.tools.convert.converting import convert
+from sherd.tools.convert.formats import open_source
+from sherd.tools.convert.mapped import Mapped
+from sherd.tools.convert.state_trees import in_memory
 from tests.interchange.checkpoints import rules_in
 from tests.support.comparing import assert_same
 

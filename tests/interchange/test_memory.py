@@ -17,12 +17,12 @@ PROGRAM = """
 import json, re, sys
 from pathlib import Path
 import torch.distributed.checkpoint.filesystem  # what is loaded once is not counted
-from sherd.interchange.contents import Spec
-from sherd.interchange.converting import convert
-from sherd.interchange.formats import open_source
-from sherd.interchange.mapping import rules_of
-from sherd.interchange.of_torch import save
-from sherd.interchange.state_trees import Pending
+from sherd.tools.convert.contents import Spec
+from sherd.tools.convert.converting import convert
+from sherd.tools.convert.formats import open_source
+from sherd.tools.convert.mapping import rules_of
+from sherd.tools.convert.of_torch import save
+from sherd.tools.convert.state_trees import Pending
 from sherd.storage.safetensors import header_of
 
 folder, mib, part = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

@@ -7,12 +7,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from sherd.cli import convert_words as words
 from sherd.errors import CheckpointError
-from sherd.interchange import words
-from sherd.interchange.contents import Named, whole
-from sherd.interchange.converting import convert
-from sherd.interchange.formats import FORMATS, format_at, open_source
 from sherd.layout.boxes import Grid
+from sherd.tools.convert.contents import Named, whole
+from sherd.tools.convert.converting import convert
+from sherd.tools.convert.formats import FORMATS, format_at, open_source
 from tests.interchange.checkpoints import boxes_in, bytes_of, put, tensors
 from tests.support.refusals import refusal
 from tests.support.suites import examples

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sherd.errors import CheckpointError
-from sherd.interchange.contents import Named, whole
-from sherd.interchange.converting import convert
-from sherd.interchange.formats import open_source
-from sherd.interchange.state_trees import in_memory
-from sherd.interchange.torch_files import opened
 from sherd.layout.boxes import Grid
+from sherd.tools.convert.contents import Named, whole
+from sherd.tools.convert.converting import convert
+from sherd.tools.convert.formats import open_source
+from sherd.tools.convert.state_trees import in_memory
+from sherd.tools.convert.torch_files import opened
 from tests.interchange.checkpoints import CLASSES, assert_same_training, boxes_in, bytes_of, put, random_tensor, trained
 from tests.support.refusals import refusal
 from tests.support.suites import examples

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import sherd
+from sherd.cli import main as cli
 from sherd.errors import CheckpointError
-from sherd.interchange import of_universal
-from sherd.interchange.converting import convert
-from sherd.interchange.formats import open_source
-from sherd.interchange.state_trees import tree_of
 from sherd.layout.boxes import Grid
-from sherd.train import cli
+from sherd.tools.convert import of_universal
+from sherd.tools.convert.converting import convert
+from sherd.tools.convert.formats import open_source
+from sherd.tools.convert.state_trees import tree_of
 from tests.interchange.checkpoints import (
     assert_same_training,
     bytes_of,

@@ -2,7 +2,7 @@
 
 import re
 
-from sherd.train.words import MANY_MACHINES
+from sherd.cli.words import MANY_MACHINES
 from tests.machines.examples import KUBERNETES, SLURM, kubernetes, kubernetes_documents, slurm
 
 TRAIN = ["-m", "sherd", "train", "--config", "configs/small.toml"]

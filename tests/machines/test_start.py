@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from sherd.cli.words import configure, parse
 from sherd.errors import CommError
 from sherd.train import rank as ranks
 from sherd.train.config import InputError
 from sherd.train.machines import apart, lost_touch, take_the_way_to_the_others
 from sherd.train.ranks import together
 from sherd.train.saved import newest
-from sherd.train.words import configure, parse
 from tests.train.test_checkpoint import break_it, put
 
 # The same command, started again and again

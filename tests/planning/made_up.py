@@ -1,8 +1,8 @@
 """Timelines that look like real ones, made without a simulator, and a search."""
 
 from sherd.schedule.moments import MemoryKind
-from sherd.simulate.timeline import Advice, Candidate, Change, Lane, Peak, Search, Span, Timeline, TimelineUnit
-from sherd.simulate.work import TensorKind
+from sherd.tools.simulate.timeline import Advice, Candidate, Change, Lane, Peak, Search, Span, Timeline, TimelineUnit
+from sherd.tools.simulate.work import TensorKind
 
 MIB = 1 << 20
 WHOLE, ROWS, GRADIENTS = MemoryKind.UNSHARDED.value, MemoryKind.GRADIENT_ROWS.value, MemoryKind.GRADIENTS.value

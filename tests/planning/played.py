@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from bench.peak import LiveBytes
-from sherd.planning.reading import read_work
-from sherd.planning.tracing import traced
 from sherd.schedule.moments import MemoryKind
-from sherd.simulate.work import Allocate, Enter, Gradient, Leave, Op, Release, TensorKind
+from sherd.tools.plan.reading import read_work
+from sherd.tools.plan.tracing import traced
+from sherd.tools.simulate.work import Allocate, Enter, Gradient, Leave, Op, Release, TensorKind
 
 
 def _counted_as(name):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from sherd.schedule.moments import Arrival, GroupSizes
 from sherd.schedule.state import Keep, Limits, UnitSpec
-from sherd.simulate.clock import Costs
-from sherd.simulate.sharded import Optimizer, Sharded, Traffic, Unit
-from sherd.simulate.work import (
+from sherd.tools.simulate.clock import Costs
+from sherd.tools.simulate.sharded import Optimizer, Sharded, Traffic, Unit
+from sherd.tools.simulate.work import (
     Allocate,
     EndForward,
     Enter,

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sherd.schedule.moments import GroupSizes, MemoryKind
-from sherd.simulate.allocator import MIB, CachingAllocator
-from sherd.simulate.reserved import Reserved, lane_of
-from sherd.simulate.sharded import Unit
-from sherd.simulate.timeline import Lane
+from sherd.tools.simulate.allocator import MIB, CachingAllocator
+from sherd.tools.simulate.reserved import Reserved, lane_of
+from sherd.tools.simulate.sharded import Unit
+from sherd.tools.simulate.timeline import Lane
 from tests.support.suites import examples
 
 KIB = 1 << 10

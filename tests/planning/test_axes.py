@@ -7,19 +7,19 @@ from functools import cache
 import pytest
 import torch
 
-from sherd.planning.planner import Planner, Training
-from sherd.planning.reading import own_or_usual_loss
+from sherd.cli.planned_axes import TrainedLayout, spread_evenly
 from sherd.policy import CommPolicy
 from sherd.schedule.moments import MemoryKind
-from sherd.simulate.cluster_file import read_cluster
-from sherd.simulate.settings import AXES, Mesh, Settings
-from sherd.simulate.sharded import Optimizer
+from sherd.tools.plan.planner import Planner, Training
+from sherd.tools.plan.reading import own_or_usual_loss
+from sherd.tools.simulate.cluster_file import read_cluster
+from sherd.tools.simulate.settings import AXES, Mesh, Settings
+from sherd.tools.simulate.sharded import Optimizer
 from sherd.train.axes import Axes
 from sherd.train.config import Config
 from sherd.train.mesh import Grid
 from sherd.train.parallel import blocks_of, cut, on_meta, own_layers, run_as_asked, shard
 from sherd.train.passes import passes
-from sherd.train.planned_axes import TrainedLayout, spread_evenly
 from tests.planning.played import engine, settled
 
 SAMPLES, LENGTH, MICRO_BATCHES = 2, 32, 5

@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
 from sherd._torch import imagined_ranks
-from sherd.planning.blocks import shares_of_blocks, thin_out, with_blocks
-from sherd.planning.sharding import sharded_of
-from sherd.simulate.settings import SHARES
-from sherd.simulate.sharded import Optimizer
-from sherd.simulate.work import Module, Parameter, Work
+from sherd.tools.plan.blocks import shares_of_blocks, thin_out, with_blocks
+from sherd.tools.plan.sharding import sharded_of
+from sherd.tools.simulate.settings import SHARES
+from sherd.tools.simulate.sharded import Optimizer
+from sherd.tools.simulate.work import Module, Parameter, Work
 
 ADAMW = Optimizer(states=2, accesses=7, scalars=4, temporaries=1)
 

@@ -10,17 +10,17 @@ import tomllib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sherd.cli import main as cli
 from sherd.errors import ClusterError
-from sherd.simulate.cluster import Link, Timed
-from sherd.simulate.cluster_file import FIELDS, OPTIONAL, cluster_toml, read_cluster, shipped_clusters, texts_of
-from sherd.simulate.work import OpKind
-from sherd.train import cli
+from sherd.tools.simulate.cluster import Link, Timed
+from sherd.tools.simulate.cluster_file import FIELDS, OPTIONAL, cluster_toml, read_cluster, shipped_clusters, texts_of
+from sherd.tools.simulate.work import OpKind
 from tests.support.commands import refusal
 from tests.support.refusals import one_line
 from tests.support.suites import examples
 
 ROOT = Path(__file__).parents[2]
-H100 = (ROOT / "sherd/simulate/clusters/h100.toml").read_text()
+H100 = (ROOT / "sherd/tools/simulate/clusters/h100.toml").read_text()
 
 
 def read(tmp_path, text):

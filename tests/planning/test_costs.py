@@ -6,11 +6,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sherd.simulate.cluster import Link, Timed
-from sherd.simulate.cluster_file import read_cluster, shipped_clusters
-from sherd.simulate.costs import Ranks, collective_seconds, op_seconds, waited
-from sherd.simulate.predict import ClusterCosts
-from sherd.simulate.work import Group, Op, OpKind
+from sherd.tools.simulate.cluster import Link, Timed
+from sherd.tools.simulate.cluster_file import read_cluster, shipped_clusters
+from sherd.tools.simulate.costs import Ranks, collective_seconds, op_seconds, waited
+from sherd.tools.simulate.predict import ClusterCosts
+from sherd.tools.simulate.work import Group, Op, OpKind
 
 H100 = read_cluster("h100")
 # Round figures: 1 us and 100 GB/s within a node, 10 us and 10 GB/s per device across.

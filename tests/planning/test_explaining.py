@@ -15,9 +15,9 @@ import sherd
 from bench.peak import LiveBytes
 from sherd._torch import imagined_ranks
 from sherd.errors import ClusterError, MemoryLimitError, ModuleError, PolicyError, StateError, UnsupportedError
-from sherd.planning.plain import plain_copy
-from sherd.planning.tracing import traced
 from sherd.policy import MixedPrecisionPolicy, PrefetchPolicy
+from sherd.tools.plan.plain import plain_copy
+from sherd.tools.plan.tracing import traced
 from sherd.units import in_bytes
 from tests.planning.models import Calls, next_token
 from tests.planning.tied_stack import LENGTH, SAMPLES, VOCABULARY, WIDTH, Stack, composed, tokens, wrapped

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sherd.planning.files import from_json, search_from_json, to_json
-from sherd.simulate.timeline import Candidate, Change, Lane, Peak, Search, Span, Timeline, TimelineUnit
+from sherd.tools.plan.files import from_json, search_from_json, to_json
+from sherd.tools.simulate.timeline import Candidate, Change, Lane, Peak, Search, Span, Timeline, TimelineUnit
 from sherd.train.config import InputError
 from tests.planning.made_up import search, timeline
 from tests.support.refusals import NOTHING, one_line

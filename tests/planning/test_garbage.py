@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from sherd.planning.garbage import garbage_left
+from sherd.tools.plan.garbage import garbage_left
 
 
 @pytest.fixture

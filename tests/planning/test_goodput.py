@@ -6,7 +6,14 @@ from statistics import mean
 
 import pytest
 
-from sherd.simulate.goodput import Faults, best_interval, goodput, jitter_slowdown, straggler_slowdown, useful_share
+from sherd.tools.simulate.goodput import (
+    Faults,
+    best_interval,
+    goodput,
+    jitter_slowdown,
+    straggler_slowdown,
+    useful_share,
+)
 
 
 def test_jitter_and_one_slow_device_slow_all_ranks_down_to_the_slowest():

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from sherd.planning.reading import read_work
+from sherd.cli.planned_model import model_from, own_or_usual_loss
+from sherd.tools.plan.reading import read_work
 from sherd.train.config import InputError
-from sherd.train.planned_model import model_from, own_or_usual_loss
 from tests.planning import models
 from tests.planning.models import LLAMA
 from tests.planning.played import names

@@ -10,14 +10,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import sherd
-from sherd.planning.report import page
-from sherd.planning.report.folded import KINDS, SPANS, branches, kinds_of, levels
-from sherd.simulate.timeline import Candidate, Change, Lane, Peak, Search, Timeline, TimelineUnit
+from sherd.tools.report import page
+from sherd.tools.report.folded import KINDS, SPANS, branches, kinds_of, levels
+from sherd.tools.simulate.timeline import Candidate, Change, Lane, Peak, Search, Timeline, TimelineUnit
 from sherd.units import in_bytes, in_seconds
 from tests.planning.made_up import ADVICE, HOSTILE, search, timeline, units_of
 
 ROOT = Path(__file__).parents[2]
-REPORT = ROOT / "sherd" / "planning" / "report"
+REPORT = ROOT / "sherd" / "tools" / "report"
 CSS = (REPORT / "page.css").read_text()
 
 
@@ -275,4 +275,4 @@ def test_the_css_and_the_script_are_shipped():
     text = (ROOT / "pyproject.toml").read_text()
     patterns = re.findall(r'"([^"]+)"', re.search(r"^sherd = (\[.*\])$", text, re.MULTILINE)[1])
     for name in ("page.css", "page.js"):
-        assert any(fnmatch.fnmatch(f"planning/report/{name}", pattern) for pattern in patterns)
+        assert any(fnmatch.fnmatch(f"tools/report/{name}", pattern) for pattern in patterns)

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from sherd.planning.report import page
-from sherd.simulate.timeline import Candidate, Peak, Search, Timeline
+from sherd.tools.report import page
+from sherd.tools.simulate.timeline import Candidate, Peak, Search, Timeline
 from tests.planning.browser import browser, missing
 from tests.planning.made_up import ADVICE, HOSTILE, search, timeline
 from tests.planning.test_page import hostile

@@ -10,13 +10,13 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from sherd._torch import TorchDispatchMode, all_gather_single, imagined_ranks, reduce_scatter_single
+from sherd.cli.main import main
 from sherd.errors import InputError, PolicyError
-from sherd.planning.collectives import collective_of, is_communication
-from sherd.planning.plan import plan
-from sherd.simulate.settings import Mesh
-from sherd.simulate.timeline import Lane
-from sherd.simulate.work import Collective, Group
-from sherd.train.cli import main
+from sherd.tools.plan.collectives import collective_of, is_communication
+from sherd.tools.plan.plan import plan
+from sherd.tools.simulate.settings import Mesh
+from sherd.tools.simulate.timeline import Lane
+from sherd.tools.simulate.work import Collective, Group
 from tests.planning.models import FIXED, LLAMA
 from tests.planning.test_plan_command import FIXED as ALL_SETTINGS
 

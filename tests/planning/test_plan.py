@@ -13,14 +13,14 @@ import sherd
 from sherd._torch import imagined_ranks
 from sherd.errors import ClusterError, ModuleError, PolicyError, StateError
 from sherd.memory.report import memory_report
-from sherd.planning.axes import Layout
-from sherd.planning.plan import plan
-from sherd.planning.planner import MOST_PLAYED, Planner, Training
-from sherd.planning.rough import FEW, MORE, RoughPlanner
 from sherd.schedule.moments import MemoryKind
-from sherd.simulate.cluster_file import read_cluster
-from sherd.simulate.settings import Mesh, Settings
-from sherd.simulate.sharded import OPTIMIZERS
+from sherd.tools.plan.axes import Layout
+from sherd.tools.plan.plan import plan
+from sherd.tools.plan.planner import MOST_PLAYED, Planner, Training
+from sherd.tools.plan.rough import FEW, MORE, RoughPlanner
+from sherd.tools.simulate.cluster_file import read_cluster
+from sherd.tools.simulate.settings import Mesh, Settings
+from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.train.config import InputError, Model
 from sherd.train.models import Decoder
 from tests.planning.models import FIXED, Calls, next_token

@@ -11,16 +11,16 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 import sherd
 from sherd.api.blocks import evenly_spread
 from sherd.api.recompute import selective_contexts
+from sherd.cli.compare import compared
 from sherd.layout.runs import Flat
-from sherd.planning.axes import Layout, auto_units
-from sherd.planning.planner import Planner, Training
 from sherd.policy import CommPolicy, MixedPrecisionPolicy, PrefetchPolicy
 from sherd.schedule.moments import MemoryKind
-from sherd.simulate.cluster_file import read_cluster
-from sherd.simulate.settings import Mesh, Settings
-from sherd.simulate.sharded import Optimizer
-from sherd.simulate.timeline import Lane
-from sherd.train.compare_command import compared
+from sherd.tools.plan.axes import Layout, auto_units
+from sherd.tools.plan.planner import Planner, Training
+from sherd.tools.simulate.cluster_file import read_cluster
+from sherd.tools.simulate.settings import Mesh, Settings
+from sherd.tools.simulate.sharded import Optimizer
+from sherd.tools.simulate.timeline import Lane
 from sherd.train.config import Model
 from sherd.train.models import Decoder
 from tests.planning.played import engine, most, settled

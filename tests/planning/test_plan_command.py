@@ -11,11 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 import sherd
 from sherd._torch import imagined_ranks
-from sherd.planning.files import from_json
-from sherd.simulate.settings import UNITS
-from sherd.train.cli import main
+from sherd.cli.main import main
+from sherd.cli.planned_model import model_from
+from sherd.tools.plan.files import from_json
+from sherd.tools.simulate.settings import UNITS
 from sherd.train.config import Config
-from sherd.train.planned_model import model_from
 from sherd.train.trees import read_tree
 from tests.planning.models import LLAMA
 from tests.support.commands import refusal

@@ -11,13 +11,13 @@ import pytest
 from sherd.schedule.forecast import forecast
 from sherd.schedule.moments import MemoryKind
 from sherd.schedule.state import Limits
-from sherd.simulate import play as player
-from sherd.simulate.moments import moments_of
-from sherd.simulate.pipeline import Stage, begins
-from sherd.simulate.sharded import Optimizer
-from sherd.simulate.stretches import parts_of
-from sherd.simulate.timeline import Lane
-from sherd.simulate.work import Allocate, Group, Release, TensorKind
+from sherd.tools.simulate import play as player
+from sherd.tools.simulate.moments import moments_of
+from sherd.tools.simulate.pipeline import Stage, begins
+from sherd.tools.simulate.sharded import Optimizer
+from sherd.tools.simulate.stretches import parts_of
+from sherd.tools.simulate.timeline import Lane
+from sherd.tools.simulate.work import Allocate, Group, Release, TensorKind
 from tests.planning.played import most
 from tests.planning.stacks import KEPT, SHARD, RoundCosts, sharded_stack, stack
 

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from sherd.simulate.cluster_file import read_cluster
-from sherd.simulate.costs import Ranks, collective_seconds
-from sherd.simulate.predict import ClusterCosts, RankWork, predict
-from sherd.simulate.settings import Mesh
-from sherd.simulate.stretches import parts_of
-from sherd.simulate.timeline import Lane
-from sherd.simulate.transform import checkpointed
-from sherd.simulate.work import Collective, Group, Op, OpKind
+from sherd.tools.simulate.cluster_file import read_cluster
+from sherd.tools.simulate.costs import Ranks, collective_seconds
+from sherd.tools.simulate.predict import ClusterCosts, RankWork, predict
+from sherd.tools.simulate.settings import Mesh
+from sherd.tools.simulate.stretches import parts_of
+from sherd.tools.simulate.timeline import Lane
+from sherd.tools.simulate.transform import checkpointed
+from sherd.tools.simulate.work import Collective, Group, Op, OpKind
 from tests.planning.stacks import BACKWARD, FORWARD, WEIGHT, sharded_stack, stack
 
 H100 = read_cluster("h100")

@@ -25,10 +25,10 @@ from bench.published import (
     read_rows,
     throughputs,
 )
-from sherd.planning.planner import Planner
-from sherd.simulate.cluster_file import read_cluster
-from sherd.simulate.settings import Mesh, Settings
-from sherd.simulate.timeline import Lane
+from sherd.tools.plan.planner import Planner
+from sherd.tools.simulate.cluster_file import read_cluster
+from sherd.tools.simulate.settings import Mesh, Settings
+from sherd.tools.simulate.timeline import Lane
 from sherd.train.trees import read_tree
 from tests.planning.models import LLAMA
 

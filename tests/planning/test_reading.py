@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from sherd.planning.operations import kernels_of
-from sherd.planning.reading import own_or_usual_loss, read_work
-from sherd.simulate.work import (
+from sherd.tools.plan.operations import kernels_of
+from sherd.tools.plan.reading import own_or_usual_loss, read_work
+from sherd.tools.simulate.work import (
     Allocate,
     EndForward,
     Enter,

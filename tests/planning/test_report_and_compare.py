@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from sherd.planning.files import to_json
-from sherd.planning.report import perfetto, picture
-from sherd.simulate.timeline import Change, Lane, Peak, Span, Timeline
-from sherd.train.cli import main
+from sherd.cli.compare import compared
+from sherd.cli.main import main
+from sherd.tools.plan.files import to_json
+from sherd.tools.report import perfetto, picture
+from sherd.tools.simulate.timeline import Change, Lane, Peak, Span, Timeline
 from sherd.train.codes import NO_ROOM
-from sherd.train.compare_command import compared
 from tests.planning.made_up import ACTIVATION, HOSTILE, MIB, timeline
 from tests.support.commands import refusal
 
@@ -65,7 +65,7 @@ def test_what_cannot_be_read_drawn_or_written_is_told_in_one_line(folder, capsys
 
 @pytest.mark.usefixtures("folder")
 def test_the_commands_load_no_torch():
-    code = "import sys; from sherd.train.cli import main\n"
+    code = "import sys; from sherd.cli.main import main\n"
     code += "for words in (['report', 'run'], ['compare', 'plan.json', 'run']):\n    assert main(words) == 0\n"
     code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
@@ -100,7 +100,7 @@ def test_a_picture_is_of_the_kind_that_its_name_says_and_one_of_nothing_is_drawn
 @pytest.mark.usefixtures("folder")
 def test_without_matplotlib_the_command_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "needs matplotlib: pip install '.[viz]'" in refusal(capsys, "report", "plan.json", "--png", "a.png")
+    assert "needs matplotlib: pip install '.[tools]'" in refusal(capsys, "report", "plan.json", "--png", "a.png")
 
 
 # Two steps

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from itertools import product
 
-from sherd.planning.in_words import advice_of
-from sherd.simulate.search import IMPOSSIBLE, Outcome, cheapest_changes, search
-from sherd.simulate.settings import NAMES, VALUES, Mesh, Settings, Space
-from sherd.simulate.timeline import Advice
+from sherd.tools.plan.in_words import advice_of
+from sherd.tools.simulate.search import IMPOSSIBLE, Outcome, cheapest_changes, search
+from sherd.tools.simulate.settings import NAMES, VALUES, Mesh, Settings, Space
+from sherd.tools.simulate.timeline import Advice
 
 SPACE = Space(num_ranks=16, batch=64, per_node=8)
 

@@ -13,10 +13,10 @@ from bench.peak import LiveBytes
 from sherd._torch import imagined_ranks
 from sherd.errors import ModuleError, StateError
 from sherd.layout.runs import Flat
-from sherd.planning.files import from_json, to_json
-from sherd.planning.tracing import traced
 from sherd.policy import CommPolicy, MixedPrecisionPolicy
-from sherd.simulate.timeline import Lane
+from sherd.tools.plan.files import from_json, to_json
+from sherd.tools.plan.tracing import traced
+from sherd.tools.simulate.timeline import Lane
 from tests.planning.models import next_token
 from tests.planning.tied_stack import Stack, composed, tokens, wrapped
 from tests.support.meshes import mesh_of

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from sherd.planning.reading import read_work
-from sherd.train.cli import main
+from sherd.cli.main import main
+from sherd.cli.planned_model import model_from
+from sherd.tools.plan.reading import read_work
 from sherd.train.config import InputError
-from sherd.train.planned_model import model_from
 from tests.planning.played import LIKE, flops
 
 transformers = pytest.importorskip("transformers")

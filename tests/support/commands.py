@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sherd.train.cli import main
+from sherd.cli.main import main
 from sherd.train.codes import BAD_INPUT
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from sherd.train import cli, launch
+from sherd.cli import main as cli
+from sherd.train import launch
 from sherd.train.folder import HELD
 
 

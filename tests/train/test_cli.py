@@ -11,11 +11,11 @@ from importlib.metadata import version
 import pytest
 
 import sherd
-from sherd.train import cli
+from sherd.cli import main as cli
+from sherd.cli.words import configure, parse
 from sherd.train.config import Config, Data
 from sherd.train.text import read_corpus
 from sherd.train.trees import read_tree
-from sherd.train.words import configure, parse
 from tests.support.ranks import forked
 from tests.support.ranks.forked import start
 from tests.train.test_checkpoint import DATA, break_it, put
@@ -95,7 +95,7 @@ def test_no_command_or_none_that_there_is_is_refused_too(capsys):
 
 WITHOUT_TORCH = """
 import sys
-from sherd.train.cli import main
+from sherd.cli.main import main
 assert main(['train', '--data', 'absent']) == main(['generate', 'absent']) == 2
 try: main(['--version'])
 except SystemExit as left: sys.exit(left.code or 'torch' in sys.modules)

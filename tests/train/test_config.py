@@ -8,7 +8,7 @@ from functools import partial
 from sherd.api.placements import PRESETS
 from sherd.api.unit_sizes import WRAPPINGS
 from sherd.policy import TRANSPORTS, Level
-from sherd.simulate.settings import UNITS
+from sherd.tools.simulate.settings import UNITS
 from sherd.train import config as configs
 from sherd.train.config import FREE, SECTIONS, Config, InputError, Split
 from sherd.train.fields import describe, page, write_config
@@ -154,7 +154,7 @@ def test_choices_are_those_of_the_engine():
     assert set(configs.ONE_AXIS) == {name for name, levels in PRESETS.items() if len(levels) == 1}
     assert set(configs.KEEP_WHOLE) == {name for name, levels in PRESETS.items() if max(levels) < Level.PARAMETERS}
     assert configs.TRANSPORTS == TRANSPORTS
-    assert tuple(UNITS) == WRAPPINGS
+    assert configs.WRAPPINGS == WRAPPINGS == tuple(UNITS)
     known = {f"{section}.{name}" for section, values in Config().tree().items() for name in values}
     assert known >= set(FREE), "fields that decide no loss are fields"
 

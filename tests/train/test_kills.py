@@ -15,8 +15,8 @@ import time
 
 import pytest
 
+from sherd.cli.terminal import outlive_the_terminal
 from sherd.train.saved import newest
-from sherd.train.terminal import outlive_the_terminal
 from tests.support.ranks.forked import answer_of, sherd, start
 from tests.train.kills import ENVIRONMENT, SAVING_S, STEPS, Moment, Run, never_killed, prepared, tried
 
@@ -88,7 +88,8 @@ def test_a_rank_that_waits_for_others_leaves_at_once(tmp_path):
 
 def lonely(words, environment):
     """The command `sherd` where another launcher's rank 0 would be, of a machine whose others never come."""
-    from sherd.train import cli, ranks
+    from sherd.cli import main as cli
+    from sherd.train import ranks
 
     os.environ.update(environment)
     meet = ranks.take_the_way_to_the_others

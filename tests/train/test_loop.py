@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import distributed as dist
 
-from sherd.planning.files import from_json
-from sherd.simulate.timeline import Lane
+from sherd.tools.plan.files import TIMELINE, from_json
+from sherd.tools.simulate.timeline import Lane
 from sherd.train import loop
 from sherd.train.axes import axes_of
 from sherd.train.config import Config, InputError, Optimizer
@@ -23,7 +23,6 @@ from sherd.train.loop import Trainer, introduce, learning_rate, lzma_bits, train
 from sherd.train.mesh import Grid
 from sherd.train.models import Decoder
 from sherd.train.report import Report, Silent
-from sherd.train.report_command import TIMELINE
 from sherd.train.saved import newest
 from sherd.train.text import read_corpus
 from tests.support.comparing import assert_same, whole_params

@@ -12,13 +12,13 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from sherd import FSDPModule
+from sherd.cli.dry_run import planned
 from sherd.train import parallel
 from sherd.train.axes import axes_of
 from sherd.train.config import Config, InputError, Model
 from sherd.train.mesh import Grid
 from sherd.train.models import Attention, Decoder, HuggingFace, rotate, rotation
 from sherd.train.parallel import build
-from sherd.train.plan import planned
 from tests.support.comparing import assert_same, whole_params
 from tests.support.models import noise
 from tests.support.refusals import one_line

@@ -2,9 +2,9 @@
 
 import pytest
 
-from sherd.train.cli import main
+from sherd.cli.dry_run import planned
+from sherd.cli.main import main
 from sherd.train.config import Config
-from sherd.train.plan import planned
 
 TREE = {
     "model": {"layers": 3, "width": 64, "heads": 4, "kv_heads": 2, "hidden": 96},

@@ -8,6 +8,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import distributed as dist
 
+from sherd.cli.uses import pick
+from sherd.cli.words import configure, parse
 from sherd.storage.folder import Folder
 from sherd.storage.places import Disk
 from sherd.train.checkpoint import NotSaved
@@ -16,8 +18,6 @@ from sherd.train.folder import is_free, sweep
 from sherd.train.loop import train
 from sherd.train.saved import CHECKPOINTS, newest, place_in, point
 from sherd.train.trees import assigned
-from sherd.train.uses import pick
-from sherd.train.words import configure, parse
 from tests.support.refusals import one_line, refusal
 from tests.support.suites import part
 from tests.train.test_checkpoint import put

@@ -15,16 +15,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sherd.cli import main as cli
+from sherd.cli import using
+from sherd.cli.uses import FORMS, asked, pick
+from sherd.cli.using import generate, loaded, score
+from sherd.cli.words import parse
 from sherd.storage.folder import Folder
 from sherd.storage.places import Disk
-from sherd.train import cli, launch, using
+from sherd.train import launch
 from sherd.train.config import Config
 from sherd.train.models import Decoder
 from sherd.train.plain import export, load_model
 from sherd.train.text import read_corpus
-from sherd.train.uses import FORMS, asked, pick
-from sherd.train.using import generate, loaded, score
-from sherd.train.words import parse
 from tests.support.comparing import assert_same, whole_params
 from tests.support.ranks.forked import answer_of
 from tests.train.test_checkpoint import DATA, break_it, put

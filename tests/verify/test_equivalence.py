@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import sherd
 from sherd import errors, verify_equivalence
 from sherd.errors import PolicyError, PolicyTypeError, StateError
-from sherd.verify.report import Difference
+from sherd.tools.verify.report import Difference
 from tests.support.models import next_token_loss
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import sharded

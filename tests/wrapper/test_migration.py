@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate
 import sherd
 from sherd import FullyShardedDataParallel, flatten_optimizer
 from sherd.errors import PolicyError, PolicyTypeError
-from sherd.port.explain import explain_migration
+from sherd.tools.migrate import explain_migration
 from sherd.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.support.comparing import assert_same, whole_params
 from tests.support.models.specimen import WIDTH, Block
@@ -187,7 +187,7 @@ def set_up(text, model, arguments):
                 dist.broadcast(tensor.detach(), group_src=0)  # the groups of each mesh here are one rank or all ranks
     if "- device_id: before the calls" in notes:
         model.to(arguments["device_id"])
-    names = {**vars(sherd), **vars(sherd.wrap), "torch": torch}
+    names = {**{name: getattr(sherd, name) for name in sherd.__all__}, **vars(sherd.wrap), "torch": torch}
     names |= {"DeviceMesh": DeviceMesh, "init_device_mesh": init_device_mesh, "model": model, **arguments}
     # As the notes say: one node of two ranks, and a pair whose shard groups have one rank each.
     names |= {"ignored_params": kept} if "- ignored_params: the set of" in notes else {}
@@ -312,7 +312,8 @@ def test_a_call_has_no_lines_above_it_but_those_that_make_its_mesh():
 
 def test_placements_are_said_as_they_are():
     text = explain_migration(sharding_strategy=sherd.Placements.preset("zero2", sherd.Flat()), use_orig_params=True)
-    placements = eval(text.partition("placements=")[2].partition(",\n)")[0], {**vars(sherd), "Replicate": Replicate})
+    names = {"Placements": sherd.Placements, "Flat": sherd.Flat, "Replicate": Replicate}
+    placements = eval(text.partition("placements=")[2].partition(",\n)")[0], names)
     assert placements == sherd.Placements.preset("zero2", sherd.Flat())
 
 

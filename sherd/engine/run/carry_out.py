@@ -6,10 +6,7 @@ They look at the unit's groups and policy when they are called, so a call that i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
-
-import torch
 
 from sherd.comm.collectives import UsersCollectives
 from sherd.comm.transport import Transport
@@ -18,10 +15,8 @@ from sherd.engine.moves.weights import STAND
 from sherd.engine.run.unit import Unit, put_first
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.parameter import notice_replaced
-from sherd.errors import StateError
 from sherd.policy import UnitPolicy
 from sherd.schedule.actions import Action, Await, Discard, FinishReduce, Free, FreeGroup, Gather, Reduce, Shrink
-from sherd.schedule.agreed import Kind, Step
 from sherd.schedule.state import Live
 
 
@@ -100,39 +95,6 @@ def reduce(unit: Unit, policy: UnitPolicy | None = None, but: Collection[int] = 
         gradients.reduce(policy, transport)
 
 
-def gather_for_others(unit: Unit, in_full_precision: bool, but: Collection[int] = ()) -> None:
-    """Start the all-gathers that other ranks want, of all groups `but` those."""
-    live = unit.live
-    if live is not Live.SHARDED and in_full_precision != unit.in_full_precision:
-        raise StateError(
-            f"another rank gathers unit {unit.name} in {'full' if in_full_precision else 'low'} precision while it is "
-            "unsharded here in the other one; call train() and eval() at the same places on all ranks"
-        )
-    unit.free()
-    unit.streams.begin_step()  # an optimizer may have stepped since the last forward began
-    gather(unit, in_full_precision, but)
-
-
-def have_again(unit: Unit, live: Live) -> None:
-    """Have the parameters of `unit`, which other ranks have gathered, in the form that they had before."""
-    if live is Live.SHARDED:
-        unit.free()
-    elif live is not Live.GATHERING:
-        wait(unit)
-        if live is Live.SHRUNK:
-            shrink(unit)
-
-
-def reduce_for_others(unit: Unit, over_replicas: bool, but: Collection[int] = ()) -> None:
-    """Start the reductions that other ranks want, of all groups `but` those, with what has been collected here, be it
-    nothing."""
-    for gradients in unit.gradients:
-        gradients.finish_reduce(unit.policy)
-    policy = replace(unit.policy, reduce_gradients=True, all_reduce_gradients=over_replicas)
-    with unit.backward.reducing_for_others(policy):
-        reduce(unit, policy, but)
-
-
 def finish_reduce(unit: Unit) -> None:
     """Have gradients on the shards from here on."""
     for gradients in unit.gradients:
@@ -140,13 +102,6 @@ def finish_reduce(unit: Unit) -> None:
     if unit.policy.when_reduced is not None:
         unit.land_gradients()
         unit.policy.when_reduced()
-
-
-def finish_for_others(unit: Unit) -> None:
-    """Have gradients on the shards from here on, also those that go to host memory: no backward of this rank lands
-    them."""
-    finish_reduce(unit)
-    unit.land_gradients()
 
 
 def discard(unit: Unit) -> None:
@@ -175,19 +130,3 @@ def bound(action: Action, unit: Unit) -> Callable[[], None]:
         group = action.group
         return (lambda: unit.lookups.free(group)) if action.unread else (lambda: unit.weights[group].free())
     return partial(DO[type(action)], unit)
-
-
-def start_for_others(step: Step, unit: Unit, but: Collection[int] = ()) -> None:
-    """Start what `step` wants of `unit` on ranks that did not want it, for all groups `but` those."""
-    start = gather_for_others if step.kind is Kind.GATHER else reduce_for_others
-    start(unit, bool(step.detail), but)
-
-
-@torch.no_grad()
-def pay(step: Step, unit: Unit, but: Collection[int]) -> None:
-    """Start the collectives of `step` for all groups of `unit` `but` those, and drop what they bring."""
-    start_for_others(step, unit, but)
-    if step.kind is Kind.GATHER:
-        unit.free()
-    else:
-        finish_for_others(unit)

@@ -23,7 +23,7 @@ from sherd.comm.groups import host_group_beside
 from sherd.comm.objects import all_gather_objects, start_all_gather
 from sherd.engine.run.attempt import Attempt, Failure, GivenUp
 from sherd.engine.run.away import ReducedGradients, Settings, refusal, settings_of, take_settings
-from sherd.engine.run.carry_out import finish_for_others, have_again, pay, start_for_others
+from sherd.engine.run.for_others import finish_for_others, have_again, pay, start_for_others
 from sherd.engine.run.ledger import Ledger
 from sherd.engine.run.likeness import made_as
 from sherd.engine.run.order_check import PlannedCollective, differently_made

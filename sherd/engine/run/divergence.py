@@ -14,13 +14,9 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from sherd.comm.board import board_of
 from sherd.comm.failures import named
 from sherd.comm.groups import default_group, group_of
 from sherd.comm.mesh import DataMesh
-from sherd.engine.run.coordinator import Coordinator
-from sherd.engine.run.guard import Guard
-from sherd.engine.run.ledger import Ledger
 from sherd.engine.run.unit import Unit
 from sherd.errors import PolicyError
 from sherd.schedule.actions import Action, Await, FinishReduce, Gather, Reduce
@@ -103,12 +99,19 @@ def _overseer_of(mesh: DataMesh) -> Overseer | None:
     parent = group_of(mesh.mesh, 0) if mesh.mesh.ndim == 1 else world
     known = _overseers.setdefault(parent, {})
     if (policy, ranks) not in known:
+        from sherd.comm.board import board_of  # with what is read in time of need; one rank alone does without
+
         with named("the connection to the store, for ranks that differ,", world):
             board = board_of(world)
         if policy == "join":
+            from sherd.engine.run.coordinator import Coordinator
+            from sherd.engine.run.ledger import Ledger
+
             ledger = Ledger(f"{parent.group_name} {ranks} join", ranks, None if board is None else board.recorder)
             known[policy, ranks] = Coordinator(parent, ranks, mesh.device, ledger)
         elif board is not None:
+            from sherd.engine.run.guard import Guard
+
             known[policy, ranks] = Guard(parent, ranks, mesh.device, board)
         else:
             return None  # a rank that alone takes another way could not say so

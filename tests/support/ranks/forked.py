@@ -88,7 +88,8 @@ def sherd(words: Sequence[str], environment: dict[str, str]) -> None:
     """
     os.environ.update(environment, OMP_NUM_THREADS="1")
     os.environ.pop("RANK", None)
-    from sherd.train import cli, launch, report
+    from sherd.cli import main as cli
+    from sherd.train import launch, report
 
     def rank(words: Sequence[str], *, env: dict[str, str], **_: Any) -> _Fork:
         return _Fork(words, env, dies_with_us=False)

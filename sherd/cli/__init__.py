@@ -1,0 +1,1 @@
+"""The command `sherd`: its words, and what each of them does."""

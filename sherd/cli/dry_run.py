@@ -1,0 +1,59 @@
+"""The plan of a run, said without starting it: `sherd train --dry-run`. It is that of `sherd plan`, as configured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from sherd.cli.plan import TRAINED, as_configured
+from sherd.cli.planned_model import trained
+from sherd.errors import InputError, SherdError
+from sherd.tools.plan.arguments import mesh_of
+from sherd.tools.plan.plan import Plan
+from sherd.tools.plan.plan import planned as planned_on
+from sherd.tools.simulate.cluster_file import read_cluster
+from sherd.tools.simulate.sharded import OPTIMIZERS
+from sherd.train.axes import axes_of
+from sherd.train.config import Config
+from sherd.train.device import device_to_plan, ranks_to_plan
+
+__all__ = ["plan", "planned"]
+
+
+def plan(config: Config, num_ranks: int | None) -> str:
+    """Returns what `config` takes on `num_ranks` ranks, in words; None: as many as would be started here.
+
+    Raises:
+        InputError: it does not fit so many ranks, or has a setting that is not planned.
+    """
+    return str(planned(config, num_ranks or config.run.ranks or ranks_to_plan(config))) + "\n".join(_of_run(config))
+
+
+def planned(config: Config, num_ranks: int) -> Plan:
+    """Returns what a step of `config` takes on `num_ranks` ranks: of the laptop that is shipped as a cluster if the run
+    is on the CPU, else of H100. This process must not be in a process group.
+
+    Raises:
+        InputError: it does not fit so many ranks, or has a setting that is not planned.
+    """
+    axes, model = axes_of(config, num_ranks), trained(config)
+    num_parameters = sum(each.numel() for each in model.model.parameters())
+    cluster = read_cluster("laptop" if device_to_plan(config) == "cpu" else "h100")
+    title = f"{num_parameters:,} parameters, {axes}"
+    compute_dtype = torch.bfloat16 if config.run.precision == "bf16" else None
+    training = model.training(config.data.context, OPTIMIZERS[TRAINED], compute_dtype)
+    settings = as_configured(config, axes)
+    try:
+        return planned_on(training, cluster, mesh_of(vars(axes)), config.optimizer.batch, None, settings, title)
+    except SherdError as error:
+        raise InputError(" ".join(str(error).split())) from error
+
+
+def _of_run(config: Config) -> Iterator[str]:
+    """Yields lines on all steps of the run."""
+    steps, tokens = config.run.steps, config.optimizer.batch * config.data.context
+    minutes = f"as many steps as {config.run.minutes:g} minutes allow"
+    yield f"\nrun         {f'{steps:,} steps = {steps * tokens:,} tokens' if steps else minutes}"
+    yield from (f"note        {note}" for note in config.notes())
+    yield ""

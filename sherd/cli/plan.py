@@ -1,0 +1,335 @@
+"""The command `sherd plan`. Loads torch only once its words can be used."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import gc
+import json
+import math
+import sys
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sherd.cli.terminal import escaped
+from sherd.errors import InputError, SherdError
+from sherd.tools.plan.garbage import garbage_left
+from sherd.tools.simulate.cluster_file import bytes_in, read_cluster, shipped_clusters
+from sherd.tools.simulate.settings import AXES, STRATEGIES, VALUES, usual_name
+from sherd.tools.simulate.sharded import OPTIMIZERS
+from sherd.train.axes import Axes, axes_of
+from sherd.train.codes import BAD_INPUT, NO_ROOM
+from sherd.train.config import Config
+
+if TYPE_CHECKING:
+    from sherd.cli.planned_model import Planned
+    from sherd.tools.plan.plan import Plan
+
+__all__ = ["TRAINED", "add_plan", "as_configured"]
+
+ABOUT = "tell what training a model takes: memory, time, price, and which settings are the fastest that fit"
+DOES_NOT_FIT = 1
+CODES = (
+    f"exit code: 0, it fits; {DOES_NOT_FIT}, it does not; {BAD_INPUT}, it cannot be planned; {NO_ROOM}, a file "
+    "cannot be written"
+)
+YES_OR_NO = {"yes": True, "no": False}
+TRAINED = "adamw-fused"  # the optimizer of sherd train
+
+
+def add_plan(commands: Any) -> None:
+    """Add the command to `commands`, the sub-parsers of `sherd`."""
+    p = commands.add_parser("plan", help=ABOUT, description=ABOUT, epilog=CODES, allow_abbrev=False)
+    p.set_defaults(do=run)
+    p.add_argument(
+        "model",
+        metavar="MODEL",
+        help="package.module:function or file.py:function that returns a module, (module, batch) or (module, batch, "
+        "loss); a config.json of Hugging Face; a config of sherd train; or a run's folder, planned as configured",
+    )
+    p.add_argument(
+        "--as-configured", action="store_true", help="take [shard] and run.mesh of sherd train's config, choose nothing"
+    )
+    p.add_argument("--cluster", default="h100", metavar="NAME", help=f"{', '.join(shipped_clusters())}, or a file")
+    p.add_argument("--ranks", type=int, metavar="N", help="devices; unless told, those of one node")
+    p.add_argument("--nodes", type=int, metavar="N", help="instead of --ranks: all devices of so many nodes")
+    p.add_argument("--mesh", metavar="AXES", help="as replicate=2,dp=8,tp=4, and no other; unless told, the best one")
+    p.add_argument("--samples", type=int, metavar="N", help="of a step, over all ranks; unless told, one per rank")
+    p.add_argument("--context", type=int, metavar="N", help="tokens of a sample; unless told, the model's own")
+    p.add_argument("--precision", choices=("bf16", "fp32"), help="of forward and backward; bf16 unless a config tells")
+    p.add_argument("--optimizer", choices=OPTIMIZERS, default=TRAINED, help=f"{TRAINED} unless told")
+    p.add_argument(
+        "--limit", metavar="SIZE", help='memory of a device, as "60 GiB"; unless told, 95 %% of an accelerator'
+    )
+    chosen = p.add_argument_group("settings that are chosen unless told")
+    chosen.add_argument("--micro-batch", type=int, metavar="N", help="samples in one forward of one rank")
+    chosen.add_argument(
+        "--strategy", type=_strategy, metavar="NAME", help=f"what is sharded: {', '.join(STRATEGIES)}; auto: all"
+    )
+    chosen.add_argument("--placement", choices=("shard", "flat"), help="how parameters are cut")
+    chosen.add_argument("--wrapping", choices=VALUES["wrapping"], help="what is a unit; auto: each block")
+    chosen.add_argument("--reshard", choices=YES_OR_NO, help="free unsharded parameters after forward")
+    chosen.add_argument(
+        "--checkpointing", type=_share, metavar="yes|no|SHARE", help="keep only inputs of blocks, or of a share of them"
+    )
+    chosen.add_argument("--recompute", choices=VALUES["recompute"], help="what those blocks compute again")
+    chosen.add_argument("--offload", choices=YES_OR_NO, help="keep shards and optimizer state in host memory")
+    chosen.add_argument("--prefetch", type=int, metavar="N", help="units gathered ahead")
+    p.add_argument("--json", action="store_true", help="print one line of JSON")
+    p.add_argument("--report", type=Path, metavar="FILE", help="write a page of HTML")
+    p.add_argument("--timeline", type=Path, metavar="FILE", help="write the step for sherd report and sherd compare")
+    p.add_argument("--write", type=Path, metavar="FILE", help="write a config for sherd train, if MODEL is one")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; returns the exit code. Raises InputError, also for what others raise."""
+    try:
+        with garbage_left():
+            return _run(args)
+    except InputError:
+        raise
+    except SherdError as error:
+        raise InputError(" ".join(str(error).split())) from error
+    finally:
+        atexit.register(gc.freeze)  # a process that ends looks through all that there is once more
+
+
+def _run(args: argparse.Namespace) -> int:
+    made, model = _plan(args)
+    notes = _notes(args, model)
+    if args.json:
+        print(json.dumps(_as_json(made) | {"notes": notes}))
+    else:
+        lines = (str(made), _next(made, model), *(f"\nnote        {note}\n" for note in notes))
+        print(*map(escaped, lines), sep="", end="")
+    try:
+        _write(args, made, model)
+    except OSError as error:
+        print(f"sherd plan: {error.filename}: {error.strerror}", file=sys.stderr)
+        return NO_ROOM
+    return 0 if made.fits else DOES_NOT_FIT
+
+
+def _next(made: Plan, model: Planned) -> str:
+    """Returns what makes the training that was planned."""
+    if model.config is not None or not made.fits:
+        return ""
+    from sherd.tools.plan.program import program_of
+
+    device_type = "cuda" if made.prediction.cluster.device.overlaps else "cpu"
+    program = "\n".join(program_of(made.settings, made.compute_dtype, model.model, device_type))
+    return f"\na program that trains so\n{textwrap.indent(program, '  ')}\n"
+
+
+def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
+    for name in ("context", "samples", "ranks", "nodes", "micro_batch", "prefetch"):
+        least = int(name != "prefetch")
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            raise InputError(f"{_flag(name)} {getattr(args, name)}: expected at least {least}")
+    cluster = read_cluster(args.cluster)
+    if args.nodes is not None:
+        if args.ranks is not None:
+            raise InputError(f"--nodes {args.nodes}: --ranks is there too; leave one of them out")
+        args.ranks = args.nodes * cluster.devices_per_node
+    limit = None if args.limit is None else bytes_in(args.limit, "--limit")
+    if limit == 0:
+        raise InputError(f"--limit {args.limit}: expected a byte at least")
+    import torch
+
+    from sherd.cli.planned_model import model_from
+    from sherd.tools.plan.arguments import ArgumentError, mesh_of
+    from sherd.tools.plan.plan import planned
+
+    try:
+        mesh = mesh_of(_mesh(args, cluster.devices_per_node))
+    except ArgumentError as error:
+        raise InputError(f"--mesh {args.mesh}: {error.said}") from error
+    is_run = Path(args.model).is_dir()
+    model = model_from(f"{args.model}/config.toml" if is_run else args.model)
+    config, given = model.config, _given(args)
+    if is_run or args.as_configured:
+        if config is None:
+            raise InputError("--as-configured needs a MODEL that is a config of sherd train, or a run's folder")
+        ranks = args.ranks or config.run.ranks or cluster.devices_per_node
+        axes = axes_of(config, ranks) if args.mesh is None else Axes(**_mesh(args, ranks))  # type: ignore[arg-type]
+        mesh, given = mesh_of(vars(axes)), as_configured(config, axes) | given
+    if args.write is not None and config is None:
+        raise InputError("--write needs a MODEL that is a config of sherd train")
+    if args.write is not None and args.optimizer != TRAINED:
+        raise InputError(f"--optimizer {args.optimizer}: --write is for sherd train, which steps {TRAINED}")
+    if args.context is not None:
+        _require_context(args.model, model, args.context)
+        if config is not None:
+            Config.of(config.tree() | {"data": config.tree()["data"] | {"context": args.context}})
+    context = args.context or model.context or 2048
+    precision = args.precision or (config.run.precision if config else "bf16")
+    dtype = torch.bfloat16 if precision == "bf16" else None
+    num_data = mesh if isinstance(mesh, int) else mesh.num_data
+    training = model.training(context, OPTIMIZERS[args.optimizer], dtype)
+    samples = args.samples or (config.optimizer.batch if config else training.samples * num_data)
+    try:
+        return planned(training, cluster, mesh, samples, limit, given, Path(args.model).name), model
+    except ArgumentError as error:
+        flag, value = _flag(error.argument), getattr(args, error.argument, None)
+        if value is None and error.argument == "mesh":
+            flag, value = "--ranks", args.ranks or mesh
+        elif value is None:
+            flag, value = ("optimizer.batch", samples) if config else (flag, "")
+        raise InputError(f"{flag} {_in_words(value)}: {error.said}") from error
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _in_words(value: object) -> str:
+    return {1.0: "yes", 0.0: "no"}.get(value, f"{value:g}") if isinstance(value, float) else str(value)
+
+
+def _require_context(name: str, model: Planned, context: int) -> None:
+    """Raise InputError if samples of `model` cannot have so many tokens."""
+    if not model.reads_tokens:
+        raise InputError(f"--context {context}: samples of {name} have no tokens to number; leave it out")
+    if model.context and context > model.context and model.has_positions:
+        raise InputError(
+            f"--context {context}: {name} has a table of {model.context} positions, and none for more tokens; take at "
+            f"most {model.context}, or change the config"
+        )
+
+
+def _notes(args: argparse.Namespace, model: Planned) -> list[str]:
+    """Returns what is planned as it was asked for, and is hardly meant."""
+    most = None if model.config else model.context
+    if most is None or args.context is None or args.context <= most:
+        return []
+    return [f"{args.context:,} tokens in a sample are more than the {most:,} that the config says the model is for"]
+
+
+def _share(word: str) -> float:
+    try:
+        share = float(YES_OR_NO.get(word, word))
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is neither yes, no, nor the share of blocks, 0 to 1")
+    return share
+
+
+def _strategy(word: str) -> str:
+    if usual_name(word) not in STRATEGIES:
+        raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(STRATEGIES)}")
+    return word
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the settings that are told."""
+    names = ("strategy", "placement", "wrapping", "checkpointing", "recompute", "prefetch", "micro_batch")
+    words = {name: getattr(args, name) for name in names}
+    flags = {name: YES_OR_NO.get(getattr(args, name)) for name in ("reshard", "offload")}
+    return {name: value for name, value in (words | flags).items() if value is not None}
+
+
+def as_configured(config: Config, axes: Axes) -> dict[str, Any]:
+    """Returns the settings of a run of sherd train. Raises InputError if a plan has none like them."""
+    shard, run = config.shard, config.run
+    for name, known in (("strategy", STRATEGIES), ("placement", VALUES["placement"]), ("reshard", ("auto", "never"))):
+        if getattr(shard, name) not in known:
+            raise InputError(f"shard.{name} = {getattr(shard, name)} is not planned; known are {', '.join(known)}")
+    return {
+        **{name: getattr(shard, name) for name in ("strategy", "placement", "wrapping", "prefetch", "offload")},
+        "reshard": shard.reshard == "auto" and STRATEGIES[shard.strategy] == "auto",
+        "checkpointing": run.checkpointing_share if run.checkpointing else 0.0,
+        **({"recompute": run.recompute} if run.checkpointing else {}),
+        "micro_batch": config.split(axes.num_data, axes.pp).micro_batch,
+    }
+
+
+def _mesh(args: argparse.Namespace, per_node: int) -> int | dict[str, int]:
+    if args.mesh is None:
+        return per_node if args.ranks is None else int(args.ranks)
+    sizes: dict[str, int] = {}
+    for word in args.mesh.split(","):
+        name, _, size = (part.strip() for part in word.partition("="))
+        if name not in AXES:
+            raise InputError(f"--mesh {args.mesh}: {word.strip()!r} is no axis; expected {'=N, '.join(AXES)}=N")
+        if name in sizes:
+            raise InputError(f"--mesh {args.mesh}: {name} is there twice")
+        if not (size.isascii() and size.isdecimal()) or int(size) < 1:
+            raise InputError(f"--mesh {args.mesh}: {name} is {size!r}; expected a whole number from 1 on")
+        sizes[name] = int(size)
+    num_ranks = math.prod(size for name, size in sizes.items() if name != "ep")
+    if args.ranks not in (None, num_ranks):
+        raise InputError(f"--mesh {args.mesh} has {num_ranks} ranks, and --ranks is {args.ranks}")
+    return sizes
+
+
+# What is written
+
+
+def _as_json(made: Plan) -> dict[str, Any]:
+    prediction, peak = made.prediction, made.prediction.timeline.peak
+    return {
+        "fits": made.fits,
+        "settings": asdict(made.settings),
+        "step_seconds": prediction.timeline.seconds,
+        "exposed_seconds": prediction.timeline.exposed,
+        "tokens_per_second": prediction.tokens_per_second,
+        "samples_per_second": prediction.samples_per_second,
+        "mfu": prediction.mfu,
+        "peak": {"nbytes": peak.nbytes, "moment": peak.moment, "by_kind": peak.by_kind},
+        "reserved_bytes": prediction.reserved_bytes,
+        "driver_bytes": prediction.driver_bytes,
+        "limit_bytes": made.limit,
+        "sent_bytes": prediction.sent,
+        "cost_per_million_tokens": prediction.cost_per_million_tokens,
+        "cost_per_million_samples": prediction.cost_per_million_samples,
+        "advice": [asdict(each) for each in made.advice],
+    }
+
+
+def _write(args: argparse.Namespace, made: Plan, model: Planned) -> None:
+    if args.report is not None:
+        from sherd.tools.report.page import page
+
+        args.report.write_text(page([made.timeline], made.search, made.advice), encoding="utf-8")
+    if args.timeline is not None:
+        from sherd.tools.plan.files import to_json
+
+        args.timeline.write_text(to_json(made.timeline), encoding="utf-8")
+    if args.write is not None:
+        from sherd.train.fields import toml
+
+        assert model.config is not None, "it was required"
+        context = args.context or model.config.data.context
+        args.write.write_text(toml(configured(model.config, made, context)), encoding="utf-8")
+
+
+def configured(config: Config, made: Plan, context: int) -> Config:
+    """Returns `config` with the settings of a plan for samples of `context` tokens."""
+    settings, tree = made.settings, config.tree()
+    mesh = settings.mesh
+    axes = [f"{name}={size}" for name, field in AXES.items() if (size := getattr(mesh, field)) > 1]
+    tree["data"] |= {"context": context}
+    tree["shard"] |= {
+        "strategy": settings.strategy,
+        "placement": settings.placement,
+        "wrapping": settings.wrapping,
+        "reshard": "auto" if settings.reshard else "never",
+        "prefetch": settings.prefetch,
+        "offload": settings.offload,
+    }
+    tree["run"] |= {
+        "mesh": ",".join(axes),
+        "ranks": mesh.num_ranks,
+        "checkpointing": settings.checkpointing > 0,
+        "checkpointing_share": settings.checkpointing or 1.0,
+        "recompute": settings.recompute,
+        "precision": "fp32" if made.compute_dtype is None else "bf16",
+    }
+    tree["optimizer"] |= {
+        "micro_batch": settings.micro_batch,
+        "batch": settings.num_samples,
+    }
+    return Config.of(tree)

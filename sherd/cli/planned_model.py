@@ -1,0 +1,167 @@
+"""The model that is planned, named by a word: a Python factory, a Hugging Face config, or a config of `sherd train`."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sherd.cli.planned_axes import TrainedLayout, spread_evenly, transformers_layout
+from sherd.cli.planned_transformers import batch_of, context_of, has_positions, read_model
+from sherd.engine.run.structures import tensors_in
+from sherd.errors import InputError, reason_of
+from sherd.tools.plan.axes import CUT_AXES, Layout
+from sherd.tools.plan.plan import num_samples, resized_batch
+from sherd.tools.plan.planner import Training
+from sherd.tools.plan.reading import own_or_usual_loss
+from sherd.tools.simulate.sharded import Optimizer
+from sherd.train.config import SECTIONS, Config
+from sherd.train.models import Decoder
+from sherd.train.parallel import on_meta
+from sherd.train.trees import read_tree
+
+__all__ = ["Planned", "model_from", "token_batch", "trained"]
+
+HINT = "name a factory as package.module:function or file.py:function, or give a config.json or a config of sherd train"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model on the meta device, and what a step of it is made of.
+
+    Attributes:
+        batch: makes a batch of so many samples and tokens in each; a batch of the factory's own is as it is.
+        layout: of a batch's loss, and of the model over axes that are not data parallel.
+        context: the tokens of a sample that the model is meant for; None: not known.
+        config: that of `sherd train`, if it was given.
+        has_positions: it has a table of so many positions as `context`, and none for more tokens.
+    """
+
+    model: nn.Module
+    batch: Callable[[int, int], Any]
+    layout: Layout = field(default_factory=lambda: Layout(own_or_usual_loss))
+    context: int | None = None
+    config: Config | None = None
+    has_positions: bool = False
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether samples are of as many tokens as `batch` is asked for."""
+        one, two = ([each.shape for each in tensors_in(self.batch(1, length))] for length in (1, 2))
+        return one != two
+
+    def training(self, context: int, optimizer: Optimizer, compute_dtype: torch.dtype | None) -> Training:
+        """Returns the training of the model with samples of `context` tokens."""
+        batch = self.batch(1, context)
+        first = num_samples(batch)  # of a factory's own batch maybe more than one
+        return Training(
+            self.model, lambda size: resized_batch(batch, first, size), self.layout, optimizer, compute_dtype, first
+        )
+
+
+def model_from(spec: str) -> Planned:
+    """Returns the model that `spec` names, plain and on the meta device, with float32 parameters for the optimizer.
+
+    Args:
+        spec: `package.module:function` or `path/file.py:function`, which is called without arguments and returns a
+            module, (module, batch), (module, batch, loss) or (module, batch, loss, cuts), with the loss of (module,
+            batch), and the functions that `sherd.plan` takes as `parallelize`; or the path of a Hugging Face
+            config.json, of a causal LM; or that of a config of `sherd train`.
+
+    Raises:
+        InputError: there is no such model, or it cannot be made. The message is one line.
+    """
+    file, colon, function = spec.rpartition(":")
+    if colon and function.isidentifier():
+        planned = _from_factory(spec, file, function)
+    elif not Path(spec).is_file():
+        raise InputError(f"{spec} is no file; {HINT}")
+    elif spec.endswith(".py"):
+        raise InputError(f"{spec} names no function in it; write {spec}:FUNCTION")
+    else:
+        tree = read_tree(spec)
+        planned = _hugging_face(spec) if "model_type" in tree else trained(_config(spec, tree))
+    for parameter in planned.model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+    return planned
+
+
+def _from_factory(spec: str, file: str, function: str) -> Planned:
+    is_file = file.endswith(".py")
+    if is_file and not Path(file).is_file():
+        raise InputError(f"{file} is no file; {HINT}")
+    sys.path.insert(0, str(Path(file).parent) if is_file else "")  # what lies beside it can be imported
+    try:
+        with torch.device("meta"):
+            names = runpy.run_path(file) if is_file else vars(importlib.import_module(file))
+            made = _function(file, names, function)()
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{spec} raised {type(error).__name__}: {reason_of(error)}") from error
+    finally:
+        del sys.path[0]
+    model, *rest = made if isinstance(made, tuple) and made else (made,)
+    batch, loss, cuts = (*rest, *(None, None, {})[len(rest) :])[:3]
+    wrong = []
+    if not isinstance(model, nn.Module) or len(rest) > 3:
+        wrong.append(type(made).__name__)
+    if loss is not None and not callable(loss):
+        wrong.append(f"a loss that is no function, but {type(loss).__name__}")
+    if not (isinstance(cuts, dict) and set(cuts) <= set(CUT_AXES) and all(map(callable, cuts.values()))):
+        wrong.append(f"as functions by the axes cp and tp {cuts!r:.80}")
+    if wrong:
+        raise InputError(
+            f"{spec} returned {wrong[0]}; return a module, (module, batch), (module, batch, loss), or (module, batch, "
+            "loss, functions), with a dict of functions by the axes cp and tp"
+        )
+    return Planned(model, (lambda *_: batch) if rest else token_batch, Layout(loss or own_or_usual_loss, cuts=cuts))
+
+
+def _function(file: str, names: Mapping[str, Any], name: str) -> Callable[[], Any]:
+    """Returns the function or class `name` of a file or module that has `names`. Raises InputError if there is none."""
+    found: Callable[[], Any] | None = names.get(name)
+    if callable(found):
+        return found
+    if name in names:
+        raise InputError(f"{file}: {name} is no function, but {type(found).__name__}")
+    places = {each: getattr(made, "__module__", "") for each, made in names.items() if callable(made)}
+    own = [each for each, place in places.items() if place == names["__name__"]]
+    raise InputError(f"{file} has no function {name}; it has {', '.join(own) or 'none'}")
+
+
+def _hugging_face(path: str) -> Planned:
+    model = read_model(path)
+    context = context_of(model)
+    return Planned(
+        model, batch_of(model), transformers_layout(model), context, has_positions=has_positions(model, context)
+    )
+
+
+def _config(path: str, tree: Any) -> Config:
+    if path.endswith(".json") and not tree.keys() & SECTIONS.keys():
+        raise InputError(f"{path} has neither a model_type, as Hugging Face configs have, nor sections of sherd train")
+    return Config.of(tree)
+
+
+def trained(config: Config) -> Planned:
+    """Returns the model of a run of `sherd train`, plain and on the meta device. Raises InputError as `build` does."""
+    model, names = on_meta(config), []
+    if isinstance(model, Decoder):
+        spread_evenly(model)
+        names = ["tp", "cp", "pp", *(["ep"] if config.model.experts else [])]
+    layout = TrainedLayout(own_or_usual_loss, config=config, names=tuple(names))
+    return Planned(model, token_batch, layout, config.data.context, config)
+
+
+def token_batch(samples: int, length: int) -> tuple[Tensor]:
+    """Returns tokens on the meta device, the batch of a model that brings none of its own."""
+    return (torch.zeros(samples, length, dtype=torch.int64, device="meta"),)

@@ -1,0 +1,334 @@
+"""Adoption: what has changed in a model since it was sharded is taken into its units.
+
+Everything is found and planned first, and compared between the ranks; then it is done:
+
+    walk      every unit's modules, as when it was made: which parameter hangs where now
+    compare   names, shapes, dtypes and errors, over the ranks of each mesh
+    do        shard what is new, forget what is gone, group the unit anew; shards that stay are the same Parameters
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from sherd.comm.agreement import broadcast_from_rank0, in_short, require_alike
+from sherd.comm.mesh import DataMesh
+from sherd.engine.make.build import borrow, is_taken, makings, owners_of, shard
+from sherd.engine.make.sharding import ShardingPlan, sharding_plans
+from sherd.engine.run.at_rest import require_at_rest
+from sherd.engine.run.runtime import runtime_over
+from sherd.engine.run.seal import name_units, units_below
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.flat import FlatParameter
+from sherd.engine.state.optimizers import News, bring_up_to_date, watcher
+from sherd.engine.state.ownership import Belongings, Borrowed, Found, belongings
+from sherd.engine.state.parameter import ShardedParameter, plain_name
+from sherd.engine.state.place import Place
+from sherd.errors import ModuleError, SherdError, StateError, UnsupportedError
+from sherd.tensor.ragged import local_part
+
+Key = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class Refreshed:
+    """The changes that `sherd.refresh` has made, by the names of parameters as seen from the root.
+
+    Args:
+        adopted: parameters that were sharded.
+        dropped: parameters that the model has no more.
+        retied: places that show another place's parameter now, as "head.weight = embed.weight".
+        thawed: parameters that are trained now, and were not.
+        frozen: the other way round.
+    """
+
+    adopted: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    retied: tuple[str, ...] = ()
+    thawed: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        said = [f"{what}: {', '.join(names)}" for what, names in vars(self).items() if names]
+        return "; ".join(said) or "nothing has changed"
+
+
+@dataclass
+class _Change:
+    """The change of one unit. `kept` are its parameters that are still there, each with its places."""
+
+    unit: Unit
+    found: Belongings
+    kept: dict[ShardedParameter, list[Place]]
+    added: list[Found]
+    dropped: list[ShardedParameter]
+    retied: list[str]
+    thawed: list[ShardedParameter]
+    frozen: list[ShardedParameter]
+    borrowed: list[Borrowed]
+    plans: list[ShardingPlan] = field(default_factory=list)
+    companions: list[Unit] = field(default_factory=list)
+
+    @property
+    def regroups(self) -> bool:
+        """Whether the unit's groups are made anew."""
+        return bool(self.added or self.dropped or self.thawed or self.frozen)
+
+    @property
+    def borrows_anew(self) -> bool:
+        """Whether the unit uses parameters of other units than before."""
+        return set(self.companions) != set(self.unit.companions)
+
+    def plan(self, is_flat: bool) -> None:
+        """Plan the sharding of what is new in the unit, and find the units that it borrows from.
+
+        Raises:
+            UnsupportedError: the unit cannot change so.
+            ModuleError, PlacementError, OwnershipError: as when the unit was made.
+        """
+        unit = self.unit
+        self.companions = owners_of(self.borrowed, unit.mesh)
+        altered = [*(each.name for each in self.added), *(each.name for each in self.dropped), *self.retied]
+        if self.borrows_anew:
+            altered += [each.record.name for each in self.borrowed]
+        if is_flat and altered:
+            raise UnsupportedError(
+                f"refresh: {in_short(altered)} changed in unit {unit.name}, whose parameters are one flat parameter, "
+                "and that cannot grow or shrink (requires_grad may change). Wrap with use_orig_params=True; or wrap "
+                "what is new by itself, then refresh; or change the model before it is wrapped"
+            )
+        if unit.gathers_as_one and self.regroups:
+            raise UnsupportedError(
+                f"refresh: {in_short(altered) or 'requires_grad'} changed in unit {unit.name}, which has a "
+                "collective or an all-reduce hook of yours, made for the group it was; set it after the change"
+            )
+        on_meta = {(each.dtype, each.requires_grad): each.resting.is_meta for each in self.kept}
+        for name, new in ((each.name, each.parameter) for each in self.added):
+            if on_meta.get((new.dtype, new.requires_grad), new.is_meta) != new.is_meta:
+                raise ModuleError(
+                    f"refresh: {name} is {'' if new.is_meta else 'not '}on the meta device, the parameters of unit "
+                    f"{unit.name} are{' not' if new.is_meta else ''}, and they are to share a buffer; give all of them "
+                    "memory and values first"
+                )
+        plans = sharding_plans(self.added, unit.streams, makings[unit].request_of, unit.surrounds)
+        # Runs that are planned together share a line: the new ones have lines of their own.
+        first = 1 + max((record.plan_id for record in unit.parameters), default=0)
+        self.plans = [replace(plan, plan_id=first + plan.plan_id) for plan in plans]
+
+    def described(self) -> list[str]:
+        """Returns what has changed, in words that must be the same on all ranks."""
+        added = [
+            f"new {each.name} {tuple(local_part(each.parameter).shape)} {each.parameter.dtype}"
+            f"{'' if each.parameter.requires_grad else ' frozen'} in {self.unit.name}"
+            for each in self.added
+        ]
+        lost = [f"gone {each.name}" for each in self.dropped]
+        turned = [f"thawed {each.name}" for each in self.thawed] + [f"frozen {each.name}" for each in self.frozen]
+        return added + lost + [f"tied {each}" for each in self.retied] + turned
+
+
+def adopt_changes(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    from_rank0: bool,
+    has_flat_parameter: Callable[[Unit], bool],
+) -> Refreshed:
+    """Take what has changed below `model`, and in the models that its units are part of, into the units.
+
+    Raises:
+        StateError: a forward or backward is under way, or gradients wait for a reduction, or copies are lent.
+        UnsupportedError: the parameters of a unit with a flat parameter, or with a collective of the user's, differ.
+        ModuleError, PlacementError, OwnershipError: as when the unit was made.
+        RanksDifferError: ranks have changed the model in different ways. Nothing was done then.
+    """
+    roots = _roots(model)
+    units = list({unit.id: unit for root in roots for unit in name_units(root)}.values())
+    for unit in units:
+        require_at_rest(unit, "refresh")
+        _require_reduced(unit)
+    names = {id(module): plain_name(path) for root in roots for path, module in root.named_modules()}
+    gone = _gone(units)
+    changes: list[_Change] = []
+    error: SherdError | None = None
+    try:
+        changes = _changes(units, names)
+        for change in changes:
+            change.plan(has_flat_parameter(change.unit))
+    except SherdError as raised:
+        error = raised
+    _require_agreement(units, changes, error)
+    for unit in units:
+        for member in _sealed_with(unit):
+            member.join(None)  # the next forward seals the units that there are then
+    if from_rank0:
+        for change in changes:
+            values = [local_part(each.parameter) for each in change.added if not each.parameter.is_meta]
+            broadcast_from_rank0(values, change.unit.mesh, "rank 0's broadcast of new parameters")
+    borrowed = {each.record for change in changes for each in change.borrowed}
+    dropped = [each for change in changes for each in change.dropped]
+    dropped += [each for unit in gone for each in unit.parameters if each not in borrowed]
+    adopted = [record for change in changes for record in _carry_out(change)]
+    for root in roots:
+        name_units(root)
+    watcher.sharded_again()
+    for number, optimizer in enumerate(optimizers):
+        bring_up_to_date(optimizer, () if number else adopted, [each.optimizer_param for each in dropped])
+    watcher.announce(
+        News(
+            frozenset(unit.id for unit in units),
+            [weakref.ref(each) for each in adopted],
+            [(weakref.ref(local_part(each.optimizer_param)), each.name) for each in dropped],
+        )
+    )
+    return Refreshed(
+        tuple(each.name for each in adopted),
+        tuple(each.name for each in dropped),
+        tuple(name for change in changes for name in change.retied),
+        tuple(each.name for change in changes for each in change.thawed),
+        tuple(each.name for change in changes for each in change.frozen),
+    )
+
+
+def _roots(model: nn.Module) -> list[nn.Module]:
+    """Returns `model`, and the root modules of the runtimes that its units are sealed into: units further out may use
+    the same parameters."""
+    roots = {id(model): model}
+    for unit in units_below(model):
+        runtime = runtime_over(unit)
+        for module in runtime.root.modules if runtime is not None else ():
+            roots.setdefault(id(module), module)
+    inner = {id(below) for root in roots.values() for below in root.modules() if below is not root}
+    return [root for key, root in roots.items() if key not in inner]
+
+
+def _sealed_with(unit: Unit) -> Sequence[Unit]:
+    runtime = runtime_over(unit)
+    return () if runtime is None else runtime.units
+
+
+def _gone(units: Sequence[Unit]) -> list[Unit]:
+    """Returns the units that were sealed with some of `units` and are below no root any more."""
+    here = {unit.id for unit in units}
+    runtimes = {id(runtime): runtime for unit in units if (runtime := runtime_over(unit)) is not None}
+    sealed = [unit for runtime in runtimes.values() for unit in runtime.units if unit.id not in runtime.guests]
+    return [unit for unit in dict.fromkeys(sealed) if unit.id not in here]
+
+
+def _require_reduced(unit: Unit) -> None:
+    """Raise `StateError` if gradients of the unit wait for their reduction."""
+    for weights, gradients in zip(unit.weights, unit.gradients, strict=True):
+        if gradients.arrivals.has_any or gradients.partial is not None:
+            raise StateError(
+                f"refresh: gradients of {weights.group.name} wait for their reduction; call it between steps"
+            )
+
+
+# What has changed
+
+
+def _changes(units: Sequence[Unit], names: dict[int, str]) -> list[_Change]:
+    """Returns what has become of each unit, found by walking its modules."""
+    walked = [(unit, belongings(unit.modules, (), is_taken)) for unit in units]
+    was = {
+        place.key: record for unit in units for record in unit.parameters for place in record.places if place.is_there
+    }
+    hangs: dict[ShardedParameter, dict[Key, Place]] = {}
+    fresh: dict[int, ShardedParameter] = {}
+    for _, found in walked:
+        for each in found.borrowed:
+            if not isinstance(each.place.shown, FlatParameter):
+                hangs.setdefault(each.record, {})[each.place.key] = each.place
+    for _, found in walked:
+        for new in found.owned:
+            # A Parameter that a user has put in the place of a shard of this shape gives it its values.
+            before = next((was[place.key] for place in new.places if place.key in was), None)
+            if before is not None and before.shard.shape == new.parameter.shape:
+                fresh[id(new.parameter)] = before
+                hangs.setdefault(before, {}).update({place.key: place for place in new.places})
+    return [_change_of(unit, found, hangs, fresh, was, names) for unit, found in walked]
+
+
+def _change_of(
+    unit: Unit,
+    found: Belongings,
+    hangs: dict[ShardedParameter, dict[Key, Place]],
+    fresh: dict[int, ShardedParameter],
+    was: dict[Key, ShardedParameter],
+    names: dict[int, str],
+) -> _Change:
+    ignored = {place.key for place in unit.ignored if place.is_there}
+    added = [
+        replace(each, name=_name_at(each.places[0], names))
+        for each in found.owned
+        if id(each.parameter) not in fresh and all(place.key not in ignored for place in each.places)
+    ]
+    ignored_now = [place for each in found.owned for place in each.places if place.key in ignored]
+    kept = {record: list(hangs[record].values()) for record in unit.parameters if record in hangs}
+    retied = [
+        f"{_name_at(place, names)} = {record.name}"
+        for record, places in kept.items()
+        for place in places
+        if was.get(place.key) is not record
+    ]
+    turned = [
+        (record, group.trainable)
+        for group in (weights.group for weights in unit.weights)
+        for record in group.parameters
+        if record in kept and record.requires_grad != group.trainable
+    ]
+    return _Change(
+        unit,
+        replace(found, ignored=ignored_now),
+        kept,
+        added,
+        [record for record in unit.parameters if record not in kept],
+        retied,
+        [record for record, was_trained in turned if not was_trained],
+        [record for record, was_trained in turned if was_trained],
+        [each for each in found.borrowed if each.record.owner is not unit],
+    )
+
+
+def _name_at(place: Place, names: dict[int, str]) -> str:
+    path = names.get(place.module_id, "")
+    return f"{path}.{place.attribute}" if path else place.attribute
+
+
+def _require_agreement(units: Sequence[Unit], changes: Sequence[_Change], error: SherdError | None) -> None:
+    """Raise the same error on all ranks if one has an error, or if they differ in what has changed."""
+    by_mesh: dict[DataMesh, list[str]] = {unit.mesh: [] for unit in units}
+    for change in changes if error is None else ():
+        by_mesh[change.unit.mesh] += change.described()
+    for mesh, said in by_mesh.items():
+        text = [] if error is None else [f"{type(error).__name__}: {error.args[0]}"]
+        require_alike(mesh, [*said, *text], "what has changed in the model since it was sharded")
+    if error is not None:
+        raise error
+
+
+# Doing it
+
+
+@torch.no_grad()
+def _carry_out(change: _Change) -> list[ShardedParameter]:
+    """Make the unit what its modules are now. Returns the records of the new parameters."""
+    unit = change.unit
+    for record, places in change.kept.items():
+        if record.flat is None:
+            record.hang_on(places)
+            record.notice_replaced()
+    adopted = shard(change.added, change.plans, unit.place)
+    if any(record.flat is not None for record in unit.parameters):
+        if change.regroups:
+            unit.regroup()
+    elif change.regroups or change.retied or change.borrows_anew:
+        unit.have([*change.kept, *adopted], change.companions, change.found)
+    borrow(change.borrowed)
+    makings[unit].look_after(unit, change.found.modules)
+    return adopted

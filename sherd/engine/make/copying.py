@@ -1,0 +1,189 @@
+"""`copy.deepcopy` of modules with units in them: the copy has units, hooks and shards of its own, by the same policies.
+
+Python copies the modules by its usual walk. What must not be copied on the way has its place in the walk's memo before:
+shards, which become new Parameters on copied memory, and units, whose places are taken by new units afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from sherd._torch import spec_of, write_into
+from sherd.engine.make.build import Making, borrow, is_taken, makings
+from sherd.engine.run import hooks
+from sherd.engine.run.at_rest import require_at_rest
+from sherd.engine.run.methods import BoundForward
+from sherd.engine.run.seal import attach, attached_to, units_below
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.optimizers import watcher
+from sherd.engine.state.ownership import Belongings, belongings
+from sherd.engine.state.parameter import ShardedParameter, as_sharded
+from sherd.errors import ModuleError
+from sherd.tensor.ragged import as_dtensor
+
+Memo = dict[Any, Any]
+
+_WALKING = "sherd: a walk is under way"
+"""In a memo: the modules of the units are being copied, and are to be copied as any module is."""
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def deep_copied(module: nn.Module, memo: Memo, finish: Callable[[Unit, Unit, Memo], None] | None = None) -> nn.Module:
+    """Returns a deep copy of `module`, which is a unit. `finish(old, new, memo)` does what a front end has to do.
+
+    Raises:
+        ModuleError: a unit with a flat parameter; one that has modules, or uses parameters, outside of what is copied.
+        StateError: inside an unshard context, or in the middle of a forward or backward.
+    """
+    if _WALKING in memo:
+        return _walked(module, memo)
+    units, tops = _closed(module)
+    for unit in units:
+        _prepare(unit, memo)
+    for unit in units:
+        _require_owners(unit, units, memo)
+    modules = list(dict.fromkeys(below for top in tops for below in top.modules()))
+    memo |= {id(each): object() for below in modules for each in attached_to(below)}
+    memo[_WALKING] = True
+    try:
+        for top in tops:
+            copy.deepcopy(top, memo)
+    finally:
+        del memo[_WALKING]
+    for old in modules:
+        _drop_hooks(memo[id(old)])
+    for unit in units:
+        _remake(unit, memo)
+    ids = {unit.id: memo[id(unit)].id for unit in units}
+    for unit in units:
+        new = memo[id(unit)]
+        found = belongings(new.modules, (), is_taken)
+        borrow(found.borrowed)
+        if unit.companions:
+            new.have(
+                new.parameters, [memo[id(owner)] for owner in unit.companions], replace(found, ignored=new.ignored)
+            )
+        new.change(
+            accumulation=None,
+            when_reduced=None,
+            forward_prefetch=_numbered(unit.policy.forward_prefetch, ids),
+            backward_prefetch=_numbered(unit.policy.backward_prefetch, ids),
+        )
+        makings[new].look_after(new, found.modules)
+        if finish is not None:
+            finish(unit, new, memo)
+    watcher.sharded_again()
+    return memo[id(module)]  # type: ignore[no-any-return]
+
+
+def _numbered(before: tuple[int, ...] | None, ids: dict[int, int]) -> tuple[int, ...] | None:
+    return None if before is None else tuple(ids[each] for each in before if each in ids)
+
+
+def _closed(module: nn.Module) -> tuple[list[Unit], list[nn.Module]]:
+    """Returns the units below `module`, and the modules to copy for that: `module`, and others of units of several."""
+    tops = [module]
+    while True:
+        units = list({unit.id: unit for top in tops for unit in units_below(top)}.values())
+        covered = {id(below) for top in tops for below in top.modules()}
+        missing = [each for unit in units for each in unit.modules if id(each) not in covered]
+        if not missing:
+            return units, tops
+        tops.append(missing[0])
+
+
+def _walked(module: nn.Module, memo: Memo) -> nn.Module:
+    """Returns a copy of `module` as Python makes it, of the same class."""
+    new = object.__new__(type(module))
+    memo[id(module)] = new
+    state = object.__reduce_ex__(module, 4)[2]
+    new.__setstate__(copy.deepcopy(state, memo))
+    return new
+
+
+def _prepare(unit: Unit, memo: Memo) -> None:
+    """Put the shards of a copy, and something in the place of the unit and its runtime, into the memo."""
+    flat = [record.name for record in unit.parameters if record.flat is not None]
+    if flat:
+        raise ModuleError(
+            f"{unit.class_name} {unit.name} cannot be deep-copied: its parameters are one flat parameter. Wrap with "
+            "use_orig_params=True; or build a second model and load this one's state_dict()"
+        )
+    require_at_rest(unit, "deepcopy")
+    for record in unit.parameters:
+        shard = as_dtensor(unit.place.copy_of(record.local), spec_of(as_sharded(record.shard)))
+        memo[id(record.shard)] = nn.Parameter(shard, requires_grad=record.requires_grad)
+
+
+def _require_owners(unit: Unit, units: list[Unit], memo: Memo) -> None:
+    for owner in unit.companions:
+        if owner not in units and id(owner) not in memo:
+            raise ModuleError(
+                f"{unit.class_name} {unit.name} cannot be deep-copied by itself: it uses parameters of unit "
+                f"{owner.name} (tied weights), which would not be copied; copy the model that has both"
+            )
+
+
+def _remake(unit: Unit, memo: Memo) -> None:
+    """Make the unit of the copy of `unit`'s modules, and put it into the memo."""
+    modules = [memo[id(module)] for module in unit.modules]
+    records = [_record_of_copy(record, modules[0], memo) for record in unit.parameters]
+    ignored = [place for each in unit.ignored if (place := each.on_copy(memo)) is not None]
+    new = Unit(
+        modules,
+        records,
+        (),
+        unit.mesh,
+        unit.streams,
+        unit.precision,
+        unit.place,
+        unit.policy,
+        unit.surrounds,
+        Belongings([], [], [], ignored),
+    )
+    memo[id(unit)] = new
+    makings[new] = Making(makings[unit].request_of)
+    hooks.install(new, modules)
+    for old, each in zip(unit.modules, modules, strict=True):
+        attach(each, new)
+        for name, value in vars(old).items():
+            if isinstance(value, BoundForward):
+                write_into(each, name, value.of_copy(new, each))
+
+
+def _record_of_copy(record: ShardedParameter, module: nn.Module, memo: Memo) -> ShardedParameter:
+    """Returns the record of a copied shard. `module` stands for the holder where that is gone."""
+    shard = memo[id(record.shard)]
+    made = replace(
+        record,
+        shard=shard,
+        holder=weakref.ref(memo.get(id(record.holder()), module)),
+        places=[place for each in record.places if (place := each.on_copy(memo)) is not None],
+        attributes=copy.deepcopy(record.attributes, memo),
+        _owner=None,
+        _taken=weakref.WeakValueDictionary(),
+    )
+    made.claim(shard)
+    return made
+
+
+def _drop_hooks(module: nn.Module) -> None:
+    """Take the hooks of the units that were copied off the copy of one of their modules."""
+    for name in _HOOKS:
+        registered = getattr(module, name)
+        for key, hook in list(registered.items()):
+            if hooks.is_ours(getattr(hook, "hook", hook)):
+                del registered[key]

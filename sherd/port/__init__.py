@@ -1,1 +1,0 @@
-"""Help for programs that move from FSDP1 to `fully_shard`."""

@@ -1,0 +1,222 @@
+"""Rules that rename and reshape the tensors of a model: parsed from JSON, followed forwards and backwards.
+
+A pattern is a name with holes: "layers.{i}.attention.wq.weight". A hole `{i}` stands for the digits of a number, `{*x}`
+for any text. All patterns of a rule have the same holes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sherd.errors import CheckpointError
+from sherd.storage.places import read_file
+from sherd.storage.safetensors import in_brief, read_json
+from sherd.tools.convert.presets import PRESETS
+
+KINDS = ("rename", "transpose", "permute", "merge", "split", "stack", "unstack", "tie", "drop")
+_HOLE = re.compile(r"\{(\*?)([a-z_]+)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The change that is made to the tensors of some names.
+
+    Args:
+        kind: one of KINDS.
+        of: the patterns of the names that it takes.
+        to: those of the names that it makes; none for "drop".
+        dim: along which "merge" and "split" work.
+        ratio: how the parts of "merge" and "split" compare in size; empty: they are equal.
+        heads: of "permute": the number of heads whose rotary halves are interleaved.
+        backwards: of "permute": whether they come apart again.
+        regex: of "rename": whether `of` is a regular expression, and `to` its replacement.
+        back: the (expression, replacement) that undoes it.
+    """
+
+    kind: str
+    of: tuple[str, ...]
+    to: tuple[str, ...] = ()
+    dim: int = 0
+    ratio: tuple[int, ...] = ()
+    heads: int = 0
+    backwards: bool = False
+    regex: bool = False
+    back: tuple[str, ...] = ()
+
+    def reverse(self) -> Rule | None:
+        """Returns the rule that undoes this one; None for "drop", which nothing undoes.
+
+        Raises:
+            CheckpointError: a regular expression has no `back`.
+        """
+        if self.kind == "drop":
+            return None
+        if self.kind == "permute":
+            return replace(self, backwards=not self.backwards)
+        if self.regex:
+            if len(self.back) != 2:
+                raise CheckpointError(f'the rule that renames {self.of[0]} needs "back", to be followed backwards')
+            return replace(self, of=self.back[:1], to=self.back[1:], back=(*self.of, *self.to))
+        other = {
+            "merge": "split",
+            "split": "merge",
+            "stack": "unstack",
+            "unstack": "stack",
+            "tie": "untie",
+            "untie": "tie",
+        }
+        if self.kind == "untie" or self.kind == "tie":
+            return replace(self, kind=other[self.kind])
+        return replace(self, kind=other.get(self.kind, self.kind), of=self.to, to=self.of)
+
+
+def reversed_rules(rules: Sequence[Rule]) -> list[Rule]:
+    """Returns the rules that undo `rules`. Raises CheckpointError if one cannot be undone."""
+    return [undone for rule in reversed(rules) if (undone := rule.reverse()) is not None]
+
+
+def matcher(pattern: str) -> re.Pattern[str]:
+    """Returns the expression that matches the names that `pattern` stands for, with a group for each hole."""
+    parts, at = [], 0
+    for hole in _HOLE.finditer(pattern):
+        any_text, name = hole.groups()
+        repeated = f"(?P={name})"
+        parts.append(re.escape(pattern[at : hole.start()]))
+        seen = any(part.startswith(f"(?P<{name}>") for part in parts)
+        parts.append(repeated if seen else f"(?P<{name}>{'.+' if any_text else '[0-9]+'})")
+        at = hole.end()
+    return re.compile("".join([*parts, re.escape(pattern[at:])]))
+
+
+def filled(pattern: str, holes: Mapping[str, str]) -> str:
+    """Returns the name that `pattern` stands for with these holes."""
+    return _HOLE.sub(lambda hole: holes[hole[2]], pattern)
+
+
+def rules_of(name: str, numbers: Mapping[str, int], reverse: bool = False) -> list[Rule]:
+    """Returns the rules of a preset, or of a JSON file.
+
+    Args:
+        name: the preset or the path.
+        numbers: what stands for "$heads" and others in the rules.
+        reverse: whether the rules that undo them are meant.
+
+    Raises:
+        CheckpointError: there is no such file, a rule means nothing, or a number is missing.
+    """
+    entries: Any
+    if name in PRESETS:
+        entries, where = PRESETS[name], f"the preset {name}"
+    else:
+        where = name
+        try:
+            entries = read_json(Path(name).read_bytes(), name).get("rules")
+        except OSError as error:
+            raise CheckpointError(
+                f"{name} cannot be read ({error.strerror or error}), and is none of the presets {', '.join(PRESETS)}"
+            ) from None
+    if not isinstance(entries, list | tuple):
+        raise CheckpointError(f'{where} has no list called "rules"')
+    rules = [_rule(entry, numbers, f"{where}, rule {at + 1}") for at, entry in enumerate(entries)]
+    return reversed_rules(rules) if reverse else rules
+
+
+def _rule(entry: Any, numbers: Mapping[str, int], where: str) -> Rule:
+    known = {*KINDS, "to", "dim", "ratio", "heads", "inverse", "regex", "back"}
+    if not isinstance(entry, Mapping) or not set(entry) <= known:
+        raise CheckpointError(f"{where} is {in_brief(entry)}, which has other entries than {', '.join(sorted(known))}")
+    kinds = [kind for kind in KINDS if kind in entry]
+    if len(kinds) != 1:
+        raise CheckpointError(f"{where} should have one of {', '.join(KINDS)}")
+    (kind,) = kinds
+    many = kind in ("split", "merge")
+    of = _texts(entry[kind], where)
+    to = _texts(entry.get("to", []), where)
+    needs = {"merge": (2, 1), "split": (1, 2), "drop": (1, 0), "transpose": (1, 0), "permute": (1, 0)}.get(kind, (1, 1))
+    if (len(of) != needs[0] and not (kind == "merge" and len(of) > 1)) or (
+        len(to) != needs[1] and not (kind == "split" and len(to) > 1)
+    ):
+        raise CheckpointError(f"{where} has {len(of)} names for {kind}, and {len(to)} to make")
+    rule = Rule(
+        kind,
+        of,
+        to or (of if kind in ("transpose", "permute") else ()),
+        _number(entry.get("dim", 0), numbers, where),
+        tuple(_number(each, numbers, where) for each in entry.get("ratio", ())),
+        _number(entry.get("heads", 0), numbers, where),
+        bool(entry.get("inverse", False)),
+        bool(entry.get("regex", False)),
+        _texts(entry.get("back", []), where),
+    )
+    if many and rule.ratio and len(rule.ratio) != max(len(of), len(to)):
+        raise CheckpointError(f"{where}: ratio has {len(rule.ratio)} numbers for {max(len(of), len(to))} parts")
+    if kind == "permute" and rule.heads < 1:
+        raise CheckpointError(f"{where} needs heads, a number above 0")
+    _require_patterns(rule, where)
+    return rule
+
+
+def _require_patterns(rule: Rule, where: str) -> None:
+    if rule.regex:
+        try:
+            for pattern in (*rule.of, *rule.back[:1]):
+                re.compile(pattern)
+        except re.error as error:
+            raise CheckpointError(f"{where} has no regular expression: {error}") from None
+        return
+    holes = [{hole[2] for hole in _HOLE.finditer(pattern)} for pattern in (*rule.of, *rule.to)]
+    if rule.kind == "stack":
+        holes = [each - {"expert"} for each in holes[:1]] + holes[1:]
+    if rule.kind == "unstack":
+        holes = holes[:1] + [each - {"expert"} for each in holes[1:]]
+    stacked = {"stack": rule.of, "unstack": rule.to}.get(rule.kind)
+    if stacked and "{expert}" not in stacked[0]:
+        raise CheckpointError(f"{where}: {stacked[0]} should have the hole {{expert}}")
+    if any(each != holes[0] for each in holes):
+        raise CheckpointError(f"{where}: its names have different holes, {', '.join((*rule.of, *rule.to))}")
+
+
+def _texts(value: Any, where: str) -> tuple[str, ...]:
+    found = (value,) if isinstance(value, str) else value
+    if not isinstance(found, list | tuple) or not all(isinstance(each, str) and each for each in found):
+        raise CheckpointError(f"{where} has {in_brief(value)} where names are expected")
+    return tuple(found)
+
+
+def _number(value: Any, numbers: Mapping[str, int], where: str) -> int:
+    if isinstance(value, str) and value.startswith("$"):
+        if value[1:] not in numbers:
+            raise CheckpointError(
+                f"{where} needs {value[1:]}, which no config.json beside the source says; --set {value[1:]}=N"
+            )
+        return numbers[value[1:]]
+    if type(value) is not int or value < 0:
+        raise CheckpointError(f"{where} has {in_brief(value)} where a number is expected")
+    return value
+
+
+def numbers_of(path: Path) -> dict[str, int]:
+    """Returns the numbers of a Hugging Face config.json in or beside `path`, as rules name them: heads, kv_heads."""
+    for folder in (path, path.parent):
+        try:
+            config = json.loads(read_file(folder / "config.json"))
+            heads = config.get("num_attention_heads", config.get("n_head"))
+            numbers = {"heads": heads, "kv_heads": config.get("num_key_value_heads", heads)}
+        except (OSError, ValueError, AttributeError, CheckpointError):
+            continue
+        return {name: value for name, value in numbers.items() if type(value) is int}
+    return {}
+
+
+def each_match(rule: Rule, names: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields the names that the first pattern of `rule` stands for, with its holes."""
+    first = matcher(rule.of[0])
+    for name in names:
+        found = first.fullmatch(name)
+        if found:
+            yield name, found.groupdict()

@@ -1,0 +1,301 @@
+"""Folders of `torch.distributed.checkpoint`: FSDP1, FSDP2, DDP, torchtitan and Megatron-FSDP save into such.
+
+`.metadata` is a pickle that says what the items are and where: it is read with the list of names below. Each item of a
+`.distcp` file is a file of `torch.save` of its own: a tensor, or a value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sherd._torch import storage_info
+from sherd.checkpoint.tensor_bytes import DTYPES, dtype_name
+from sherd.errors import CheckpointError
+from sherd.layout.boxes import Box, overlapping
+from sherd.storage.places import Disk, Readable, read_file
+from sherd.tools.convert.contents import Contents, LazySource, Read, Spec, path_inside
+from sherd.tools.convert.of_torch import save
+from sherd.tools.convert.pickles import Dict, Inert, UnknownName, Unpickler, inert
+from sherd.tools.convert.state_trees import Pending, collected, left_out_of_tree, tree_of
+from sherd.tools.convert.torch_files import Range, Strided, TorchFile
+
+FORMAT = "dcp"
+METADATA = ".metadata"
+FILE_BYTES = 4 << 30
+
+_CHECKPOINT = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_Index, _Info = inert("MetadataIndex"), inert("_StorageInfo")
+_Tensor, _Bytes, _Chunk = inert("TensorStorageMetadata"), inert("BytesStorageMetadata"), inert("ChunkStorageMetadata")
+_Metadata = inert("Metadata")
+
+NAMES: dict[tuple[str, str], object] = {
+    (_CHECKPOINT, "Metadata"): _Metadata,
+    (_CHECKPOINT, "MetadataIndex"): _Index,
+    (_CHECKPOINT, "TensorStorageMetadata"): _Tensor,
+    (_CHECKPOINT, "BytesStorageMetadata"): _Bytes,
+    (_CHECKPOINT, "ChunkStorageMetadata"): _Chunk,
+    (_CHECKPOINT, "TensorProperties"): inert("TensorProperties"),
+    (_CHECKPOINT, "StorageMeta"): inert("StorageMeta"),
+    (_CHECKPOINT, "_MEM_FORMAT_ENCODING"): inert("_MEM_FORMAT_ENCODING"),
+    (_FILESYSTEM, "_StorageInfo"): _Info,
+    (_FILESYSTEM, "_StoragePrefix"): inert("_StoragePrefix"),
+    ("torch.serialization", "_get_layout"): inert("layout"),
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): Dict,
+    ("pathlib", "PosixPath"): inert("path"),
+    ("pathlib", "WindowsPath"): inert("path"),
+    ("pathlib", "PurePosixPath"): inert("path"),
+    ("pathlib._local", "PosixPath"): inert("path"),
+    **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES.values()},
+}
+"""The classes and functions that a `.metadata` may name."""
+
+_LONGEST_METADATA = 4 << 30
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """A tensor in chunks, each of which is read by parts."""
+
+    spec: Spec
+    chunks: tuple[tuple[Box, _Item], ...]
+
+    def same_memory(self) -> object:
+        """Returns what two tensors have in common that are one."""
+        return self.spec, *((box, item.file, item.start) for box, item in self.chunks)
+
+    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        """Fill `target` with `part`."""
+        for box, item in self.chunks:
+            shared = box.intersect(part)
+            if shared is not None:
+                offsets = tuple(a - b for a, b in zip(shared.offsets, box.offsets, strict=True))
+                inside = item.tensor(Spec(self.spec.dtype, box.sizes))
+                inside.read_into(Box(offsets, shared.sizes), target[shared.within(part)], most_bytes)
+
+
+class _Files:
+    """The open files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: dict[Path, Readable] = {}
+
+    def open(self, name: object) -> Readable:
+        """Returns the file `name`. Raises CheckpointError if it cannot be read, or is outside of the folder."""
+        path = path_inside(self.folder, name, str(self.folder / METADATA))
+        if path not in self._open:
+            try:
+                self._open[path] = Disk(path.parent).open(path.name)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+        return self._open[path]
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A range of a file that holds what `torch.save` has written of one object."""
+
+    files: _Files
+    name: str
+    file: Any
+    start: Any
+    nbytes: Any
+
+    def tree(self) -> Any:
+        """Returns the object. Raises CheckpointError."""
+        if type(self.start) is not int or type(self.nbytes) is not int:
+            raise CheckpointError(f"{self.files.folder / METADATA}: the place of {self.name} is no number")
+        return TorchFile(Range(self.files.open(self.file), self.start, self.nbytes)).tree
+
+    def tensor(self, spec: Spec) -> Strided:
+        """Returns the tensor, which should be as `spec` says."""
+        found = self.tree()
+        if not isinstance(found, Strided) or found.spec != spec:
+            is_ = found.spec if isinstance(found, Strided) else type(found).__name__
+            raise CheckpointError(f"{self.files.folder}/{self.file} has {is_} as {self.name}, {spec} by {METADATA}")
+        return found
+
+
+def metadata_of(path: Path) -> Inert:
+    """Returns what `path/.metadata` holds. Raises CheckpointError."""
+    file = path / METADATA
+    try:
+        found = Unpickler(io.BytesIO(read_file(file, _LONGEST_METADATA)), NAMES, str(file)).read()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
+    if not isinstance(found, _Metadata):
+        raise CheckpointError(f"{file} holds a {type(found).__name__}, not the metadata of a checkpoint")
+    return found
+
+
+def leaves_of(path: Path) -> tuple[dict[tuple[Any, ...], Any], _Files, list[str]]:
+    """Returns the tensors and values of the folder at `path`, by their paths in the saved state dict, its files,
+    and what is left out, in sentences: values of classes that are not known. Raises CheckpointError."""
+    metadata, files = metadata_of(path), _Files(path)
+    where = str(path / METADATA)
+    items: dict[tuple[str, tuple[int, ...] | None], _Item] = {}
+    places, kinds = metadata.get("storage_data"), metadata.get("state_dict_metadata")
+    if not isinstance(places, Mapping) or not isinstance(kinds, Mapping):
+        raise CheckpointError(f"{where} does not say what is saved, or where")
+    for index, info in places.items():
+        if not isinstance(index, _Index) or not isinstance(info, _Info):
+            raise CheckpointError(f"{where}: an item is no index with a place")
+        if info.get("transform_descriptors", 3):
+            raise CheckpointError(
+                f"{where}: items are compressed ({info.get('transform_descriptors', 3)}); save without"
+            )
+        name, offset = index.get("fqn", 0), index.get("offset", 1)
+        at = None if offset is None else tuple(offset)
+        items[name, at] = _Item(files, name, info.get("relative_path", 0), info.get("offset", 1), info.get("length", 2))
+    paths = metadata.get("planner_data", 1)
+    paths = paths if isinstance(paths, Mapping) else {}
+    leaves: dict[tuple[Any, ...], Any] = {}
+    notes: list[str] = []
+    order = {name: at for at, name in enumerate(paths)}  # the state dict's; `kinds` has what rank 0 has saved first
+    for name, kind in sorted(kinds.items(), key=lambda of: order.get(of[0], len(order))):
+        if isinstance(kind, _Tensor):
+            leaf: Any = _chunked(name, kind, items, where)
+        else:
+            if (name, None) not in items:
+                raise CheckpointError(f"{where} does not say where {name} is")
+            try:
+                leaf = items[name, None].tree()
+            except UnknownName as error:
+                notes.append(f"{name} is left out: {error}")
+                continue
+        at_path = paths.get(name, (name,))
+        leaves[tuple(at_path) if isinstance(at_path, tuple | list) else (name,)] = leaf
+    return leaves, files, notes
+
+
+def _chunked(name: str, kind: Inert, items: Mapping[Any, _Item], where: str) -> Chunked:
+    try:
+        shape = tuple(kind.get("size", 1))
+        dtype = kind.get("properties", 0)
+        dtype = dtype.state[0] if isinstance(dtype.state, tuple) else dtype.get("dtype", 0)
+        boxes = {Box(tuple(each.get("offsets", 0)), tuple(each.get("sizes", 1))) for each in kind.get("chunks", 2)}
+        sizes = [size for box in boxes for size in (*box.offsets, *box.sizes)]
+        fits = all(type(each) is int and each >= 0 for each in (*shape, *sizes)) and all(
+            at + size <= most for box in boxes for at, size, most in zip(box.offsets, box.sizes, shape, strict=True)
+        )
+        spec = Spec(dtype_name(dtype, name), shape)
+    except (TypeError, ValueError, AttributeError, IndexError):
+        raise CheckpointError(f"{where}: {name} has no shape, dtype and chunks") from None
+    listed = sorted(box for box in boxes if box.numel or not shape)
+    numel = sum(box.numel for box in listed)
+    if not fits or numel != prod(shape) or overlapping(listed) is not None:
+        raise CheckpointError(f"{where}: the chunks of {name} have {numel} elements of {prod(shape)}, or share some")
+    found = []
+    for box in listed:
+        item = items.get((name, box.offsets)) or (items.get((name, None)) if len(listed) == 1 else None)
+        if item is None:
+            raise CheckpointError(f"{where} does not say where {name} is from {box.offsets} on")
+        found.append((box, item))
+    return Chunked(spec, tuple(found))
+
+
+def nested(leaves: Mapping[tuple[Any, ...], Any]) -> Any:
+    """Returns the tree whose leaves have these paths. A dict whose keys are 0, 1, 2 and so on becomes a list."""
+    tree: dict[Any, Any] = {}
+    for path, leaf in leaves.items():
+        at = tree
+        for key in path[:-1]:
+            at = at.setdefault(key, {})
+            if not isinstance(at, dict):
+                raise CheckpointError(f"{path} lies below a value")
+        at[path[-1]] = leaf
+    return _listed(tree)
+
+
+def _listed(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    found = {key: _listed(value) for key, value in tree.items()}
+    numbers = [key for key in found if type(key) is int]
+    in_order = numbers and sorted(numbers) == list(range(len(found)))
+    return [found[number] for number in range(len(found))] if in_order else found
+
+
+def read(path: Path) -> LazySource:
+    """Returns the folder at `path`, open for reading. Raises CheckpointError."""
+    leaves, files, notes = leaves_of(path)
+    try:
+        found = collected(nested(leaves), str(path))
+        found.notes += notes
+        counts = {name: len(lazy.chunks) for name, lazy in found.tensors.items() if isinstance(lazy, Chunked)}
+        return found.source(FORMAT, files.close, {name: number for name, number in counts.items() if number > 1})
+    except BaseException:
+        files.close()
+        raise
+
+
+# Writing
+
+
+def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
+    """Write a folder that `torch.distributed.checkpoint.load` reads, on any number of ranks; `.metadata` is written
+    last."""
+    from torch.distributed.checkpoint import metadata as meta
+
+    path.mkdir(parents=True, exist_ok=True)
+    kinds: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    written: dict[str, Any] = {}  # names of one tensor share its place
+    files = 0
+    file, name = None, ""
+    with contextlib.ExitStack() as stack:
+        for at, leaf in _leaves(tree_of(contents)):
+            if file is None or file.tell() >= FILE_BYTES:
+                stack.close()
+                name, files = f"__0_{files}.distcp", files + 1
+                file = stack.enter_context(open(path / name, "xb"))
+            flat, start = ".".join(map(str, at)), file.tell()
+            if flat in kinds:
+                raise CheckpointError(f"two tensors or values would be called {flat} in a folder of {FORMAT}")
+            index, kinds[flat] = meta.MetadataIndex(flat), meta.BytesStorageMetadata()
+            if isinstance(leaf, Pending):
+                index = meta.MetadataIndex(flat, (0,) * len(leaf.spec.shape))
+                shape, properties = torch.Size(leaf.spec.shape), meta.TensorProperties(DTYPES[leaf.spec.dtype])
+                chunk = meta.ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+                kinds[flat] = meta.TensorStorageMetadata(properties, shape, [chunk])
+            key = leaf.name if isinstance(leaf, Pending) and leaf.name else f"value {flat}"
+            if key not in written:
+                save(file, leaf, read)
+                written[key] = storage_info(name, start, file.tell() - start)
+            paths[flat], places[index] = at, written[key]
+    metadata = meta.Metadata(kinds, paths, places, meta.StorageMeta(), version="1.0.0")
+    Disk(path).write(METADATA, lambda: [memoryview(pickle.dumps(metadata))])
+    return left_out_of_tree(contents)
+
+
+def _leaves(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yields the leaves with their paths, as torch flattens state dicts. A list of numbers and texts is a leaf."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _leaves(value, (*at, key))
+    elif isinstance(tree, list) and any(_goes_on(each) for each in tree):
+        for number, value in enumerate(tree):
+            yield from _leaves(value, (*at, number))
+    else:
+        yield at, tree
+
+
+def _goes_on(value: Any) -> bool:
+    return isinstance(value, Mapping | Pending) or (isinstance(value, list) and any(map(_goes_on, value)))

@@ -1,0 +1,319 @@
+"""Checkpoints of DeepSpeed: what ZeRO-1, 2 and 3 save on each rank. They are read alone.
+
+    FOLDER/latest                                                 the name of the last checkpoint's folder
+    FOLDER/global_step3/mp_rank_00_model_states.pt                ZeRO-1 and 2: the model, its buffers, the shapes
+    FOLDER/global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt      ZeRO-3: a file of each rank instead
+    FOLDER/global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt the rank's part of the fp32 parameters and states
+
+A parameter's elements lie in the vectors of several ranks, one run behind the other. Its value is that of the optimizer
+in fp32. Objects of DeepSpeed's classes become inert ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sherd.checkpoint.tensor_bytes import DTYPES
+from sherd.errors import CheckpointError
+from sherd.layout.boxes import Box, spans, whole
+from sherd.storage.places import read_file
+from sherd.tools.convert.contents import MODEL, Lazy, LazySource, Spec
+from sherd.tools.convert.pickles import Inert
+from sherd.tools.convert.state_trees import Collected, is_lazy
+from sherd.tools.convert.torch_files import Strided, TorchFile, opened
+
+FORMAT = "deepspeed"
+
+_LATEST, MODEL_FILE = "latest", "mp_rank_00_model_states.pt"
+_OPTIM_FILES = "*zero_pp_rank_*_mp_rank_00_optim_states.pt"
+MODEL_FILES = f"*{MODEL_FILE}"
+_RANK = re.compile(r"zero_pp_rank_(\d{1,6})_mp_rank")
+
+
+@dataclass(frozen=True)
+class Run:
+    """`numel` elements of a parameter: those of `vector` from element `start` on."""
+
+    vector: Strided
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class OfRuns:
+    """A tensor whose elements, row by row, are `runs`."""
+
+    spec: Spec
+    runs: tuple[Run, ...]
+
+    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        """Fill `target` with `part`."""
+        dtype = DTYPES[self.spec.dtype]
+        if not part.numel:
+            return
+        for span in spans(whole(self.spec.shape), part, max(most_bytes // dtype.itemsize, 1)):
+            read = torch.empty(span.box.numel, dtype=dtype)
+            self._fill(span.start, read, most_bytes)
+            wanted = read.view(span.box.sizes)[span.wanted.within(span.box)]
+            target[span.wanted.within(part)] = wanted
+
+    def _fill(self, first: int, read: torch.Tensor, most_bytes: int) -> None:
+        at, stop = 0, first + read.numel()
+        for run in self.runs:
+            begin, end = max(first, at), min(stop, at + run.numel)
+            if begin < end:
+                box = Box((run.start + begin - at,), (end - begin,))
+                run.vector.read_into(box, read[begin - first : end - first], most_bytes)
+            at += run.numel
+
+
+class Files:
+    """The open files of a checkpoint, each with its tree."""
+
+    def __init__(self) -> None:
+        self._open: list[TorchFile] = []
+
+    def tree(self, path: Path) -> Mapping[str, Any]:
+        """Returns the dict in the file at `path`. Raises CheckpointError if there is none."""
+        self._open.append(opened(path, stubs=("deepspeed",)))
+        tree = self._open[-1].tree
+        if not isinstance(tree, Mapping):
+            raise CheckpointError(f"{path} holds a {type(tree).__name__} where a dict is expected")
+        return tree
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._open:
+            self._open.pop().close()
+
+
+class Wrong(Exception):
+    """Why an entry of a file cannot be read."""
+
+
+@contextlib.contextmanager
+def reading(folder: Path, files: Files) -> Iterator[None]:
+    """Close the files, and raise CheckpointError, where something in them is not as DeepSpeed writes it."""
+    try:
+        yield
+    except Wrong as error:
+        files.close()
+        raise CheckpointError(f"{folder}: {error}") from None
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        files.close()
+        raise CheckpointError(f"{folder} is not as DeepSpeed writes it: {error!r:.100}") from None
+    except BaseException:
+        files.close()
+        raise
+
+
+def folder_of(path: Path, files: str = MODEL_FILES, latest: str = _LATEST) -> Path | None:
+    """Returns the folder with `files`: `path`, or the one in it that the file `latest` names; None without it."""
+    if any(path.glob(files)):
+        return path
+    try:
+        named = read_file(path / latest)[:200].decode().strip()
+    except (OSError, ValueError, CheckpointError):
+        return None
+    below = path / named
+    return below if named not in ("", "..") and "/" not in named and any(below.glob(files)) else None
+
+
+def is_at(path: Path) -> bool:
+    """Returns whether there is a checkpoint of ZeRO at `path`."""
+    folder = folder_of(path) if path.is_dir() else None
+    return folder is not None and any(folder.glob(_OPTIM_FILES))
+
+
+def _by_rank(folder: Path, pattern: str) -> list[Path]:
+    """Returns the files of the ranks, in order. Raises Wrong if there are gaps."""
+    found = {}
+    for path in folder.glob(pattern):
+        match = _RANK.search(path.name)
+        if match is not None:
+            found[int(match[1])] = path
+    if sorted(found) != list(range(len(found))):
+        raise Wrong(f"it has files of the ranks {sorted(found)}, and some are not there")
+    return [found[rank] for rank in range(len(found))]
+
+
+def read(path: Path) -> LazySource:
+    """Returns the checkpoint of ZeRO at `path`, or the latest below it, open for reading. Raises CheckpointError."""
+    folder, files = folder_of(path), Files()
+    if folder is None:
+        raise CheckpointError(f"{path} holds no checkpoint of DeepSpeed: no {MODEL_FILE}, and no {_LATEST}")
+    with reading(folder, files):
+        if any(folder.glob("*mp_rank_01_*")):
+            raise Wrong("it was saved with tensor parallelism; make a universal checkpoint of it with DeepSpeed first")
+        optims = [files.tree(each)["optimizer_state_dict"] for each in _by_rank(folder, _OPTIM_FILES)]
+        if not optims:
+            raise Wrong("it has no files of the optimizer, which hold the parameters in fp32")
+        stage = optims[0]["zero_stage"]
+        stage = stage.get("", 0) if isinstance(stage, Inert) else stage
+        if stage not in (1, 2, 3):
+            raise Wrong(f"its ZeRO stage is {str(stage)[:50]}, not 1, 2 or 3")
+        counts = optims[0]["partition_count"]
+        count = max(counts) if isinstance(counts, list | tuple) else counts
+        if count != len(optims):
+            raise Wrong(f"it was saved by {count} ranks, and has files of {len(optims)}")
+        names = _by_rank(folder, MODEL_FILES) if stage == 3 else [folder / MODEL_FILE]
+        models = [files.tree(each) for each in names]
+        zero = _Zero3(optims, models) if stage == 3 else _Zero2(optims, models)
+        return _collected(zero, models).source(FORMAT, files.close, zero.pieces())
+
+
+class _Zero(ABC):
+    """The parameters as the ranks' files describe them.
+
+    Args:
+        optims: the optimizers' dicts, by rank.
+        models: the models' dicts, by rank, or the only one.
+    """
+
+    vectors: str
+    has_whole_parameters: bool
+
+    def __init__(self, optims: Sequence[Mapping[str, Any]], models: Sequence[Mapping[str, Any]]) -> None:
+        self.optims, self.models = optims, models
+        self.shapes: list[Mapping[str, Any]] = list(models[0]["param_shapes"])
+
+    def groups(self) -> list[Mapping[str, Any]]:
+        """Returns the optimizer's groups."""
+        return list(self.bases()[0]["param_groups"])
+
+    @abstractmethod
+    def bases(self) -> list[Mapping[str, Any]]:
+        """Returns the state dict of the optimizer proper, by rank."""
+
+    @abstractmethod
+    def places(self, number: int) -> Mapping[str, list[tuple[int, int, int]]]:
+        """Returns the runs of the parameters of vector `number`: (rank, start, numel) in order."""
+
+    @abstractmethod
+    def frozen(self, name: str) -> Lazy:
+        """Returns a parameter that is not trained."""
+
+    def tensor(self, name: str, shape: Any, places: list[tuple[int, int, int]], vectors: list[Any]) -> OfRuns:
+        """Returns the parameter `name`, or a state of it, from the vectors of all ranks."""
+        runs = tuple(Run(vectors[rank], start, numel) for rank, start, numel in places if numel)
+        held = sum(run.numel for run in runs)
+        for run in runs:
+            if not isinstance(run.vector, Strided) or run.start + run.numel > prod(run.vector.spec.shape):
+                raise Wrong(f"{name} lies outside of its vector")
+        if held != prod(shape) or not all(type(size) is int and size >= 0 for size in shape):
+            raise Wrong(f"{name} of shape {str(shape)[:50]} has {held} elements")
+        dtype = next((run.vector.spec.dtype for run in runs), "F32")
+        return OfRuns(Spec(dtype, tuple(shape)), runs)
+
+    def pieces(self) -> dict[str, int]:
+        """Returns in how many runs parameters lie, where it is more than one."""
+        counted = {
+            f"{MODEL}/{name}": sum(1 for each in places if each[2])
+            for number in range(len(self.shapes))
+            for name, places in self.places(number).items()
+        }
+        return {name: number for name, number in counted.items() if number > 1}
+
+
+class _Zero2(_Zero):
+    """ZeRO-1 and 2: each rank has a part of the vector of each group, and says what is in it."""
+
+    vectors = "single_partition_of_fp32_groups"
+    has_whole_parameters = True
+
+    def bases(self) -> list[Mapping[str, Any]]:
+        return [optim["base_optimizer_state"] for optim in self.optims]
+
+    def places(self, number: int) -> Mapping[str, list[tuple[int, int, int]]]:
+        found: dict[str, list[tuple[int, int, int]]] = {}
+        for rank, optim in enumerate(self.optims):
+            if "param_slice_mappings" not in optim:
+                raise Wrong("its version of DeepSpeed does not say where parameters lie; save it with 0.7 or newer")
+            for name, fragment in optim["param_slice_mappings"][number].items():
+                start, numel = fragment.get("start", 1), fragment.get("numel", 0)
+                if type(start) is not int or type(numel) is not int or start < 0 or numel < 0:
+                    raise Wrong(f"the place of {name} is no number")
+                found.setdefault(name, []).append((rank, start, numel))
+        return found
+
+    def frozen(self, name: str) -> Lazy:
+        found: Lazy = self.models[0]["frozen_param_fragments"][name]
+        return found
+
+
+class _Zero3(_Zero):
+    """ZeRO-3: each rank has an equal part of each parameter, padded; its parts lie behind each other."""
+
+    vectors = "fp32_flat_groups"
+    has_whole_parameters = False
+
+    def bases(self) -> list[Mapping[str, Any]]:
+        return [optim["optimizer_state_dict"] for optim in self.optims]
+
+    def places(self, number: int) -> Mapping[str, list[tuple[int, int, int]]]:
+        found, start = {}, 0
+        for name, shape in self.shapes[number].items():
+            numel = prod(shape)
+            share = -(-numel // len(self.optims))
+            ranks = range(len(self.optims))
+            found[name] = [(rank, start, max(min(share, numel - rank * share), 0)) for rank in ranks]
+            start += share
+        return found
+
+    def frozen(self, name: str) -> Lazy:
+        shape, left = self.models[0]["frozen_param_shapes"][name], prod(self.models[0]["frozen_param_shapes"][name])
+        vectors = [model["frozen_param_fragments"][name] for model in self.models]
+        places = []
+        for rank, vector in enumerate(vectors):
+            numel = min(prod(vector.spec.shape), left)
+            places.append((rank, 0, numel))
+            left -= numel
+        return self.tensor(name, shape, places, vectors)
+
+
+def _collected(zero: _Zero, models: Sequence[Mapping[str, Any]]) -> Collected:
+    tensors: dict[str, Any] = {}
+    state: dict[str, dict[str, Any]] = {}
+    bases = zero.bases()
+    for number, shapes in enumerate(zero.shapes):
+        places = zero.places(number)
+        states = [base["state"].get(number, {}) for base in bases]
+        for name, shape in shapes.items():
+            if name not in places:
+                raise Wrong(f"no rank has elements of {name}")
+            vectors = [optim[zero.vectors][number] for optim in zero.optims]
+            tensors[name] = zero.tensor(name, shape, places[name], vectors)
+            for key, value in states[0].items():
+                of_ranks = [each[key] for each in states]
+                vector = is_lazy(value) and bool(value.spec.shape)
+                whole_state = zero.tensor(f"{name}/{key}", shape, places[name], of_ranks) if vector else value
+                state.setdefault(name, {})[key] = whole_state
+    model = models[0]
+    tensors |= {name: zero.frozen(name) for name in model.get("frozen_param_shapes") or ()}
+    shared = model.get("shared_params") or {}
+    # ZeRO-3 has empty tensors in the places of parameters; the others have what is not trained here, too.
+    left = {name: value for name, value in model["module"].items() if name not in tensors and name not in shared}
+    buffers = set(model["buffer_names"])
+    tensors |= {name: value for name, value in left.items() if name in buffers or zero.has_whole_parameters}
+    ordered = {name: tensors[name] for name in model["module"] if name in tensors}
+    found = Collected()
+    found.add_model(ordered | {name: each for name, each in tensors.items() if name not in ordered})
+    found.aliases |= {f"{MODEL}/{a}": f"{MODEL}/{b}" for a, b in shared.items() if b in tensors and a not in tensors}
+    groups = []
+    for group in zero.groups():
+        names = [name for number in group.get("params", ()) for name in zero.shapes[number]]
+        groups.append({**group, "params": names})
+    found.add_optimizer(state, groups)
+    step = model.get("global_steps")
+    found.step = step if type(step) is int and step >= 0 else None
+    found.notes.append(f"saved by DeepSpeed {str(model.get('ds_version'))[:30]} on {len(zero.optims)} ranks")
+    return found

@@ -1,0 +1,236 @@
+"""Hugging Face's safetensors: one file, or several with an index. They hold a model alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sherd.checkpoint.tensor_bytes import DTYPES, memory_of
+from sherd.errors import CheckpointError
+from sherd.layout.boxes import Box, overlapping, spans, whole
+from sherd.storage.place import read_exactly
+from sherd.storage.places import Disk, Readable, read_file
+from sherd.storage.safetensors import Stored, header_length, header_of, nbytes_of, parsed, read_json
+from sherd.tools.convert.contents import MODEL, Contents, LazySource, Read, Spec, in_files, path_inside
+from sherd.tools.convert.state_trees import Collected
+
+FORMAT = "hf"
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARDED = "DCP_SHARDING_INFO"
+"""Where files that `torch.distributed.checkpoint` writes as safetensors say which pieces of tensors they have."""
+SHARD_BYTES = 5 << 30
+"""The most bytes of a file with several tensors, unless told."""
+
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|h5|msgpack|gguf|onnx)(\.index\.json)?")
+_MOST_BESIDE = 256 << 20
+
+
+@dataclass(frozen=True)
+class _InFile:
+    """A tensor in a safetensors file."""
+
+    file: Readable
+    at: Stored
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(self.at.dtype, self.at.shape)
+
+    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        """Fill `target` with `part`."""
+        if not part.numel:
+            return
+        dtype = DTYPES[self.at.dtype]
+        for span in spans(whole(self.at.shape), part, max(most_bytes // dtype.itemsize, 1)):
+            place, start = target[span.wanted.within(part)], self.at.start + span.start * dtype.itemsize
+            in_place = span.box == span.wanted and place.is_contiguous()
+            read = place if in_place else torch.empty(span.box.sizes, dtype=dtype)
+            read_exactly(self.file, start, memory_of(read))
+            if not in_place:
+                place.copy_(read[span.wanted.within(span.box)])
+
+
+@dataclass(frozen=True)
+class _InFiles:
+    """A tensor that lies in pieces in several files."""
+
+    spec: Spec
+    pieces: tuple[tuple[Box, _InFile], ...]
+
+    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        """Fill `target` with `part`."""
+        for box, piece in self.pieces:
+            shared = box.intersect(part)
+            if shared is not None:
+                offsets = tuple(a - b for a, b in zip(shared.offsets, box.offsets, strict=True))
+                piece.read_into(Box(offsets, shared.sizes), target[shared.within(part)], most_bytes)
+
+
+def header(file: Readable) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Returns the tensors and the metadata of a safetensors file. Raises CheckpointError if it is none."""
+    try:
+        begin = bytearray(min(8, file.nbytes))
+        file.read_into(0, memoryview(begin))
+        text = bytearray(header_length(bytes(begin), file.nbytes, file.name))
+        file.read_into(8, memoryview(text))
+    except (OSError, EOFError) as error:
+        raise CheckpointError(f"{file.name} cannot be read: {error or 'it ends'}") from error
+    return parsed(bytes(text), file.nbytes, file.name)
+
+
+def read(path: Path) -> LazySource:
+    """Returns the file, or the folder of files, at `path`, open for reading. Raises CheckpointError."""
+    found, files = Collected(), dict[str, Readable]()
+    pieces: dict[str, list[tuple[Box, _InFile]]] = {}
+    found.values[MODEL] = {"kind": "module"}
+
+    def close() -> None:
+        while files:
+            files.popitem()[1].close()
+
+    try:
+        for file_path, names in _files(path).items():
+            files[str(file_path)] = file = _open(file_path)
+            tensors, metadata = header(file)
+            if names is not None and not names <= set(tensors):
+                raise CheckpointError(f"{file_path} lacks {min(names - set(tensors))}, which the index says it has")
+            if SHARDED in metadata:
+                for name, offsets in _offsets(metadata[SHARDED], tensors, str(file_path)).items():
+                    box = Box(offsets, tensors[name].shape)
+                    pieces.setdefault(name, []).append((box, _InFile(file, tensors[name])))
+                continue
+            if len(files) > 1 and names is None:
+                raise CheckpointError(f"{path} has several files, and neither {INDEX} nor places of pieces in them")
+            for name in tensors if names is None else [name for name in tensors if name in names]:
+                found.tensors[f"{MODEL}/{name}"] = _InFile(file, tensors[name])
+            for alias, name in metadata.items():
+                if name in tensors and alias not in tensors:
+                    found.aliases[f"{MODEL}/{alias}"] = f"{MODEL}/{name}"
+        found.tensors |= {f"{MODEL}/{name}": _joined(name, boxes, path) for name, boxes in pieces.items()}
+        counts = {f"{MODEL}/{name}": len(boxes) for name, boxes in pieces.items() if len(boxes) > 1}
+        return found.source(FORMAT, close, counts)
+    except BaseException:
+        close()
+        raise
+
+
+def _offsets(text: str, tensors: Mapping[str, Stored], file: str) -> dict[str, tuple[int, ...]]:
+    """Returns the index of the first element of each tensor of a file of pieces. Raises CheckpointError."""
+    told = read_json(text.encode(), file)
+    found: dict[str, tuple[int, ...]] = {}
+    for name, at in tensors.items():
+        entry = told.get(name)
+        offsets = entry.get("saved_offsets") if isinstance(entry, dict) else None
+        listed: list[Any] = offsets if isinstance(offsets, list) else [None]
+        if len(listed) != len(at.shape) or not all(type(each) is int and each >= 0 for each in listed):
+            raise CheckpointError(f"{file} does not say which piece of {name} it has")
+        found[name] = tuple(listed)
+    return found
+
+
+def _joined(name: str, boxes: Sequence[tuple[Box, _InFile]], path: Path) -> _InFiles:
+    dims = len(boxes[0][0].sizes)
+    if any(len(box.sizes) != dims or piece.at.dtype != boxes[0][1].at.dtype for box, piece in boxes):
+        raise CheckpointError(f"{path}: the pieces of {name} have several dtypes or numbers of dims")
+    shape = tuple(max(box.offsets[dim] + box.sizes[dim] for box, _ in boxes) for dim in range(dims))
+    numel = sum(box.numel for box, _ in boxes)
+    if numel != prod(shape) or overlapping(box for box, _ in boxes) is not None:
+        raise CheckpointError(f"{path}: the pieces of {name} have {numel} elements of {prod(shape)}, or share some")
+    return _InFiles(Spec(boxes[0][1].at.dtype, shape), tuple(boxes))
+
+
+def _files(path: Path) -> dict[Path, set[str] | None]:
+    """Returns the files, and which tensors of each are meant; None: all of them."""
+    if path.is_file() and not path.name.endswith(".json"):
+        return {path: None}
+    index = path if path.is_file() else path / INDEX
+    if not index.exists():
+        alone = path / ONE
+        others = sorted(path.glob("*.safetensors"))
+        if not alone.exists() and not others:
+            raise CheckpointError(f"{path} has neither {INDEX} nor {ONE}")
+        return {alone: None} if alone.exists() else dict.fromkeys(others)
+    try:
+        fields = read_json(read_file(index, _MOST_BESIDE), str(index))
+    except OSError as error:
+        raise CheckpointError(f"{index} cannot be read: {error.strerror or error}") from None
+    listed = fields.get("weight_map")
+    if not isinstance(listed, dict):
+        raise CheckpointError(f"{index} has no weight_map")
+    files: dict[Path, set[str] | None] = {}
+    for name, file in listed.items():
+        names = files.setdefault(path_inside(index.parent, file, str(index)), set())
+        assert names is not None, "they were put there"
+        names.add(name)
+    return files
+
+
+def _open(path: Path) -> Readable:
+    try:
+        return Disk(path.parent).open(path.name)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def write(path: Path, contents: Contents, read: Read, shard_bytes: int = SHARD_BYTES) -> Sequence[str]:
+    """Write a model as a file, if `path` ends in ".safetensors", or as a folder of files of at most `shard_bytes`.
+
+    Raises:
+        CheckpointError: there is not one model in the checkpoint.
+    """
+    modules = contents.of_kind("module")
+    if len(modules) != 1:
+        raise CheckpointError(f"the format hf holds one model, and this checkpoint has {len(modules)}: {modules}")
+    (item,) = modules
+    tensors, begin = contents.of_item(item), f"{item}/"
+    aliases = {alias[len(begin) :]: name[len(begin) :] for alias, name in contents.aliases.items()}
+    one = path.suffix == ".safetensors"
+    files = [list(tensors)] if one else [*in_files(tensors, shard_bytes)] or [[]]
+    folder = path.parent if one else path
+    folder.mkdir(parents=True, exist_ok=True)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(files):
+        whole_name = path.name if one else ONE
+        name = whole_name if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        metadata = {"format": "pt"} | {alias: of for alias, of in aliases.items() if of in names}
+        names = sorted(names, key=lambda each: (-nbytes_of(tensors[each].dtype, ()), each))
+        fields, _ = header_of({each: (tensors[each].dtype, tensors[each].shape) for each in names}, metadata)
+        Disk(folder).write(name, partial(_chunks, fields, [begin + each for each in names], read))
+        weight_map |= dict.fromkeys(names, name)
+    if len(files) > 1:
+        total = sum(spec.nbytes for spec in tensors.values())
+        index = json.dumps(
+            {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2
+        )
+        (folder / INDEX).write_text(index + "\n")
+    return [f"{name} is left out: the format hf holds a model alone" for name in contents.values if name != item]
+
+
+def _chunks(fields: bytes, names: Sequence[str], read: Read) -> Iterator[memoryview]:
+    yield memoryview(fields)
+    for name in names:
+        yield from read(name)
+
+
+def copy_beside(source: Path, target: Path) -> list[str]:
+    """Copy what lies beside the weights in the folder `source`, such as config.json and a tokenizer's files, to
+    `target`. Returns the names. A link to a file of another folder is not followed, but into the blobs of a cache."""
+    copied, own = [], source.resolve()
+    for file in sorted(source.iterdir()):
+        if file.resolve().parent not in (own, own.parent.parent / "blobs"):
+            continue
+        if _WEIGHTS.fullmatch(file.name) or not file.is_file() or file.stat().st_size > _MOST_BESIDE:
+            continue
+        if not (target / file.name).exists():
+            shutil.copyfile(file, target / file.name)
+            copied.append(file.name)
+    return copied

@@ -1,0 +1,346 @@
+"""DeepSpeed's universal checkpoint: files of each parameter that the optimizer trains, for any number of ranks.
+
+    FOLDER/latest_universal                                     the name of the folder of the last checkpoint
+    FOLDER/global_step3_universal/mp_rank_00_model_states.pt    names and shapes by group; tensors that are not trained
+    .../zero_pp_rank_0_mp_rank_00_model_states.pt               the same for ZeRO-3, without tensors
+    .../zero/optimizer_state.pt                                 the settings of the groups
+    .../zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt   a parameter and its states in fp32
+
+DeepSpeed's `load_hp_checkpoint_state_from_checkpoint_dir` reads all files in NAME under ZeRO-1 and 2, and those of Adam
+under ZeRO-3. It takes groups by their numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, DTYPES, memory_of
+from sherd.errors import CheckpointError
+from sherd.storage.place import Readable
+from sherd.storage.places import Disk
+from sherd.tools.convert.contents import MODEL, Contents, LazySource, Read, Spec
+from sherd.tools.convert.of_deepspeed import MODEL_FILE, MODEL_FILES, Files, OfRuns, Run, Wrong, folder_of, reading
+from sherd.tools.convert.of_torch import save
+from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, Collected, Pending, tree_of
+from sherd.tools.convert.torch_files import Strided, TorchFile
+
+FORMAT = "universal"
+
+_LATEST, _PARAMETERS, _SETTINGS = "latest_universal", "zero/*/fp32.pt", "zero/optimizer_state.pt"
+_ZERO3_FILE = f"zero_pp_rank_0_{MODEL_FILE}"
+_KEYS_OF_ZERO3 = {"exp_avg", "exp_avg_sq", "step"}
+_VERSION = "0.19.8+sherd"
+"""The version of DeepSpeed that writes this form. DeepSpeed refuses what is older than it knows."""
+_NO_LOSS = ("F32", "BF16", "F16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+"""The dtypes whose values fp32 has, too."""
+_MISSING = object()
+
+
+def _folder_of(path: Path) -> Path | None:
+    return folder_of(path, _PARAMETERS, _LATEST)
+
+
+def is_at(path: Path) -> bool:
+    """Returns whether there is a universal checkpoint at `path`."""
+    return _folder_of(path) is not None
+
+
+class _Rested(Readable):
+    """A file that is open only while it is read: a checkpoint has more of them than a process may hold open."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self.name = path, str(path)
+        with closing(Disk(path.parent).open(path.name)) as file:
+            self.nbytes = file.nbytes
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        with closing(Disk(self._path.parent).open(self._path.name)) as file:
+            file.read_into(start, into)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def read(path: Path) -> LazySource:
+    """Returns the universal checkpoint at `path`, open for reading. Raises CheckpointError."""
+    folder = _folder_of(path)
+    if folder is None:
+        raise CheckpointError(f"{path} holds no universal checkpoint of DeepSpeed: no zero/NAME/fp32.pt")
+    files, found = Files(), Collected()
+    with reading(folder, files):
+        listed: list[Mapping[str, Any]] = []
+        others: dict[str, Any] = {}
+        shared: Mapping[str, str] = {}
+        for file in sorted(folder.glob(MODEL_FILES))[:1]:
+            tree = files.tree(file)
+            others = {name: tree["module"][name] for name in tree["buffer_names"] if name in tree["module"]}
+            listed, shared = list(tree["param_shapes"]), tree.get("shared_params") or {}
+            step = tree.get("global_steps")
+            found.step = step if type(step) is int and step >= 0 else None
+            found.notes.append(f"made by DeepSpeed {str(tree.get('ds_version'))[:30]}")
+        shapes = {name: shape for group in listed for name, shape in group.items()}
+        tensors: dict[str, Any] = {}
+        state: dict[str, dict[str, Any]] = {}
+        for each in sorted(each for each in (folder / "zero").iterdir() if each.is_dir()):
+            for file in sorted(each.glob("*.pt")):
+                value = _value(file)
+                if isinstance(value, Strided) and len(value.spec.shape) == 1 and each.name in shapes:
+                    value = _shaped(value, shapes[each.name], each.name)
+                if file.stem == "fp32":
+                    tensors[each.name] = value
+                else:
+                    state.setdefault(each.name, {})[file.stem] = value
+        tensors |= others
+        ordered = {name: tensors[name] for name in shapes if name in tensors}
+        found.add_model(ordered | {name: each for name, each in tensors.items() if name not in ordered})
+        found.aliases |= {f"{MODEL}/{a}": f"{MODEL}/{b}" for a, b in shared.items() if b in tensors}
+        found.add_optimizer(*_with_settings(folder / _SETTINGS, state, listed, found.notes))
+        return found.source(FORMAT, files.close)
+
+
+def _value(file: Path) -> Any:
+    """Returns what is in a file of a parameter."""
+    value = TorchFile(_Rested(file)).tree
+    value = value.get("param", _MISSING) if isinstance(value, Mapping) else value
+    if value is _MISSING:
+        raise Wrong(f"{file.parent.name}/{file.name} has no param")
+    return value
+
+
+def _shaped(vector: Strided, shape: Any, name: str) -> OfRuns:
+    """Returns a parameter that is flattened in its file, as what is made from ZeRO-3 is."""
+    if prod(vector.spec.shape) != prod(shape):
+        raise Wrong(f"{name} has {prod(vector.spec.shape)} elements, and the shape {str(shape)[:50]}")
+    return OfRuns(Spec(vector.spec.dtype, tuple(shape)), (Run(vector, 0, prod(shape)),))
+
+
+def _with_settings(
+    file: Path, state: dict[str, dict[str, Any]], listed: Sequence[Mapping[str, Any]], notes: list[str]
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Returns the states, with the steps that the optimizer's file has, and the groups, with names for the numbers."""
+    if not file.exists() or not listed:
+        notes.append("an optimizer's settings are left out: no file says which parameters they are of")
+        return state, []
+    common = TorchFile(_Rested(file), stubs=("deepspeed",)).tree
+    by_number = common.get("optimizer_state_dict", {}).get(STATE, {})  # what is made from ZeRO-3 has steps here alone
+    for number, names in enumerate(listed):
+        for name in names if "step" in by_number.get(number, {}) else ():
+            state.setdefault(name, {}).setdefault("step", by_number[number]["step"])
+    groups = [dict(group) for group in common[GROUPS]]
+    for group in groups:
+        group[PARAMS] = [name for number in group[PARAMS] for name in listed[number]]
+    return state, groups
+
+
+# Writing
+
+
+@dataclass(frozen=True)
+class _Training:
+    """The parts of a checkpoint that DeepSpeed takes.
+
+    Args:
+        groups: the names and shapes of the parameters that are trained, by group.
+        settings: the settings of each group.
+        states: the tensors of each parameter by key, and its step if there is one.
+        rest: the tensors that are not trained.
+        without: the names of those of them that are in groups, but have no state.
+        aliases: other names of parameters.
+    """
+
+    groups: list[dict[str, tuple[int, ...]]]
+    settings: list[dict[str, Any]]
+    states: dict[str, dict[str, Any]]
+    rest: dict[str, Pending]
+    without: list[str]
+    aliases: dict[str, str]
+
+    @property
+    def keys(self) -> set[str]:
+        """The states that the optimizer keeps of each parameter."""
+        return next(iter(self.states.values())).keys() - {"fp32"}
+
+    def notes(self) -> Iterator[str]:
+        """Yields what a user of DeepSpeed should know of it."""
+        if self.without:
+            yield f"{_few(self.without)}: without state, so DeepSpeed cannot train them from here"
+        if self.keys != _KEYS_OF_ZERO3:
+            kept = _few(self.keys - {"step"})
+            yield f"it is for ZeRO-1 and 2 alone: under ZeRO-3 DeepSpeed loads Adam's states, not {kept}"
+        if len(self.groups) > 1:
+            yield "under ZeRO-3 DeepSpeed takes the settings of the first group for all: docs/interchange.md"
+
+
+def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
+    """Write `path/global_step0_universal/`, with the step's own number, and `path/latest_universal`.
+
+    Raises:
+        CheckpointError: there is something in the optimizer's state that this form has no place for.
+    """
+    models, optimizers = contents.of_kind("module"), contents.of_kind("optimizer")
+    if len(models) != 1 or len(optimizers) != 1:
+        raise CheckpointError(
+            f"the format {FORMAT} holds one model and its optimizer, and here are {len(models)} and {len(optimizers)}: "
+            "DeepSpeed loads nothing without an optimizer's groups; write a model alone as hf or torch"
+        )
+    training = _training(contents, models[0], optimizers[0])
+    first = next(_steps(training.states), None)  # all of them are the same
+    step = contents.step if contents.step is not None else int(first[1] if first else 0)
+    folder = path / f"global_step{step}_universal"
+    for name, tensors in training.states.items():
+        (folder / "zero" / name).mkdir(parents=True)
+        for key, value in tensors.items():
+            tree = value if key == "step" else {"cat_dim": 0, "param": _widened(value)}
+            _write(folder / "zero" / name / f"{key}.pt", tree, _as_fp32(read, contents.tensors))
+    numbers = [{**group, PARAMS: [number]} for number, group in enumerate(training.settings)]
+    of_zero3 = {STATE: {0: {"step": first[0]} if first else {}}, GROUPS: numbers}
+    _write(folder / _SETTINGS, {GROUPS: numbers, "ds_version": _VERSION, "optimizer_state_dict": of_zero3}, read)
+    states: dict[str, Any] = {
+        "module": training.rest,
+        "buffer_names": list(training.rest),
+        "param_shapes": training.groups,
+        "shared_params": training.aliases,
+        "lr_scheduler": None,
+        "global_steps": step,
+        "skipped_steps": 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_version": _VERSION,
+    }
+    _write(folder / MODEL_FILE, states, read)
+    if training.keys == _KEYS_OF_ZERO3:
+        _write(folder / _ZERO3_FILE, states | {"module": {}}, read)
+    (path / _LATEST).write_text(folder.name)
+    others = [name for name in contents.values if name not in (models[0], optimizers[0])]
+    left_out = [f"{name} is left out: the format {FORMAT} holds a model and its optimizer" for name in others]
+    return [*left_out, *training.notes()]
+
+
+def _training(contents: Contents, model: str, optimizer: str) -> _Training:
+    """Returns what DeepSpeed takes. Raises CheckpointError where it cannot."""
+    begin = f"{model}/"
+    aliases = {
+        alias.removeprefix(begin): name.removeprefix(begin)
+        for alias, name in contents.aliases.items()
+        if alias.startswith(begin)
+    }
+    tensors = {name: Pending(spec, begin + name) for name, spec in contents.of_item(model).items()}
+    tree = tree_of(replace(contents, values={optimizer: contents.values[optimizer]}))[optimizer]
+    held = {aliases.get(name, name): kept for name, kept in tree[STATE].items() if kept}
+    states: dict[str, dict[str, Any]] = {}
+    groups: list[dict[str, tuple[int, ...]]] = []
+    without: list[str] = []
+    for group in tree[GROUPS]:
+        groups.append({})
+        for name in (aliases.get(each, each) for each in group[PARAMS]):
+            if name not in tensors:
+                raise CheckpointError(f"{optimizer} has the parameter {name}, which {model} has not")
+            if name not in held:
+                without.append(name)
+                continue
+            groups[-1][name] = tensors[name].spec.shape
+            own = {key: value for key, value in held.pop(name).items() if value is not None}
+            if "fp32" in own:
+                raise CheckpointError(f"{optimizer} has a state fp32 of {name}, and {FORMAT} calls the parameter so")
+            # An optimizer that counts steps by group, as DeepSpeed's fused Adam, has none in the states.
+            step = {"step": group["step"]} if "step" in group and "step" not in own else {}
+            states[name] = {"fp32": tensors[name], **own, **step}
+    if held:
+        raise CheckpointError(f"{optimizer} has state of parameters that are in none of its groups: {_few(held)}")
+    if not states:
+        raise CheckpointError(
+            f"{optimizer} has no state of any parameter, and DeepSpeed needs it; write the model alone as hf or torch"
+        )
+    _require(states, tensors, optimizer)
+    settings = [{key: value for key, value in group.items() if key != PARAMS} for group in tree[GROUPS]]
+    rest = {name: each for name, each in tensors.items() if name not in states}
+    return _Training(groups, settings, states, rest, without, aliases)
+
+
+def _require(states: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Pending], optimizer: str) -> None:
+    """Raise CheckpointError where the form, or DeepSpeed as it reads it, cannot take a state."""
+    other = "the formats sherd, dcp and torch can"
+    first = next(iter(states))
+    for name, held in states.items():
+        for part in (name, *held):
+            if not part or part in (".", "..") or any(letter in part for letter in "/\\\0"):
+                raise CheckpointError(f"{part[:100]!r} is the name of a folder or file here, which cannot be one")
+        if held.keys() != states[first].keys():
+            of_name, of_first = (_few(each.keys() - {"fp32"}) for each in (held, states[first]))
+            raise CheckpointError(
+                f"{optimizer} keeps {of_name} of {name}, and {of_first} of {first}; the format "
+                f"{FORMAT} cannot hold parameters whose states differ; {other}"
+            )
+        for key, value in held.items():
+            if key == "step":
+                continue
+            if not isinstance(value, Pending) or value.spec.shape != tensors[name].spec.shape:
+                is_ = f"has the shape {value.spec.shape}" if isinstance(value, Pending) else f"is {str(value)[:50]}"
+                raise CheckpointError(
+                    f"{optimizer}: {key} of {name} {is_}; the format {FORMAT} holds states of the parameter's shape, "
+                    f"{tensors[name].spec.shape}, and a step; {other} hold it"
+                )
+            if value.spec.dtype not in _NO_LOSS:
+                raise CheckpointError(
+                    f"{key} of {name} is of {value.spec.dtype}; the format {FORMAT} holds fp32; {other} hold it"
+                )
+    counted = dict(zip(states, (step for _, step in _steps(states)), strict=False))
+    differs = next((name for name, step in counted.items() if step != counted[first]), None)
+    if differs is not None:
+        raise CheckpointError(
+            f"{optimizer} has made {counted[first]:g} steps of {first}, and {counted[differs]:g} of {differs}; "
+            f"DeepSpeed counts one for all, so the format {FORMAT} cannot hold them; {other}"
+        )
+
+
+def _steps(states: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[Any, float]]:
+    """Yields the step of each parameter: as it is kept, and as a number."""
+    for name, held in states.items():
+        if "step" in held:
+            step = held["step"].value if isinstance(held["step"], Pending) else held["step"]
+            if not isinstance(step, torch.Tensor | int | float) or not math.isfinite(step):
+                raise CheckpointError(f"the step of {name} is no number, which the format {FORMAT} needs it to be")
+            yield held["step"], float(step)
+
+
+def _widened(value: Pending) -> Pending:
+    """Returns the place of a tensor in fp32. DeepSpeed cuts it along a dim, so one without dims gets one."""
+    own = None if value.value is None else value.value.float().reshape(value.spec.shape or (1,))
+    return Pending(Spec("F32", value.spec.shape or (1,)), value.name, own)
+
+
+def _as_fp32(read: Read, specs: Mapping[str, Spec]) -> Read:
+    """Returns what reads a tensor, of whatever floating dtype, as fp32."""
+
+    def chunks(name: str) -> Iterator[memoryview]:
+        dtype = DTYPES[specs[name].dtype]
+        for chunk in read(name):
+            if dtype == torch.float32:
+                yield chunk
+                continue
+            for part in torch.frombuffer(chunk, dtype=dtype).split(CHUNK_BYTES // 4):
+                yield memory_of(part.float())
+
+    return chunks
+
+
+def _write(path: Path, tree: object, read: Read) -> None:
+    with open(path, "xb") as file:
+        save(file, tree, read)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _few(names: Iterable[str]) -> str:
+    """Returns the first of `names`, for a message."""
+    found = sorted(names)
+    return ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")

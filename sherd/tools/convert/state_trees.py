@@ -1,0 +1,360 @@
+"""State dicts of models and optimizers, nested or flattened, as what a checkpoint of sherd holds, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sherd.checkpoint.tensor_bytes import DTYPES, dtype_name
+from sherd.checkpoint.tree import decoded, encoded
+from sherd.errors import CheckpointError
+from sherd.layout.boxes import whole
+from sherd.tools.convert.contents import MODEL, OPTIMIZER, Contents, Lazy, LazySource, Spec
+
+MODELS = (MODEL, "module", "model_state_dict", "state_dict")
+OPTIMIZERS = (OPTIMIZER, "optim", "optimizer_state_dict", "optim_state_dict")
+STEPS = ("step", "global_step", "global_steps", "iteration")
+
+STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
+SETTINGS = "param_to_group_meta"
+"""Where Megatron-FSDP has each parameter's settings, in the place of groups."""
+
+
+def is_lazy(value: object) -> bool:
+    """Returns whether `value` is a tensor that is read by parts."""
+    return hasattr(value, "read_into")
+
+
+def in_memory(lazy: Lazy) -> torch.Tensor:
+    """Returns the whole tensor."""
+    target = torch.empty(lazy.spec.shape, dtype=DTYPES[lazy.spec.dtype])
+    lazy.read_into(whole(lazy.spec.shape), target, max(target.nbytes, 1))
+    return target
+
+
+class Collected:
+    """The part of a checkpoint that was found so far: tensors, aliases, values and notes."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Lazy] = {}
+        self.aliases: dict[str, str] = {}
+        self.values: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self.step: int | None = None
+
+    def source(self, format: str, close: Callable[[], None], pieces: Mapping[str, int] | None = None) -> LazySource:
+        """Returns the source that has all this."""
+        rest = Contents({}, self.aliases, self.values, self.step)
+        return LazySource(format, self.tensors, rest, close, self.notes, pieces)
+
+    def encode(self, value: object, path: str) -> Any:
+        """Returns `value` as JSON; its tensors with dimensions are among the tensors from now on."""
+        lazies: dict[int, Lazy] = {}
+        keep_alive: list[torch.Tensor] = []
+
+        def tensors(of: Any) -> Any:
+            if is_lazy(of):
+                if not of.spec.shape:
+                    return in_memory(of)
+                empty = torch.empty(of.spec.shape, dtype=DTYPES[of.spec.dtype], device="meta")
+                keep_alive.append(empty)
+                lazies[id(empty)] = of
+                return empty
+            if isinstance(of, Mapping):
+                return {key: tensors(item) for key, item in of.items()}
+            if isinstance(of, list | tuple):
+                return type(of)(map(tensors, of))
+            return of
+
+        def keep(name: str, tensor: torch.Tensor) -> None:
+            self.tensors[name] = lazies[id(tensor)] if id(tensor) in lazies else _Held(tensor)
+
+        return encoded(tensors(value), path, keep)
+
+    def add_model(self, state: Mapping[Any, Any], item: str = MODEL) -> None:
+        """Add a model's state dict. Names of one tensor are aliases of the first."""
+        self.values[item] = {"kind": "module"}
+        seen: dict[object, str] = {}
+        for name, value in _flat(state):
+            if not is_lazy(value):
+                self.notes.append(f"{item}/{name} is left out: it is no tensor")
+                continue
+            same = value.same_memory() if hasattr(value, "same_memory") and value.spec.nbytes else None
+            if same in seen:
+                self.aliases[f"{item}/{name}"] = seen[same]
+            else:
+                self.tensors[f"{item}/{name}"] = value
+                if same is not None:
+                    seen[same] = f"{item}/{name}"
+
+    def add_optimizer(
+        self, state: Mapping[str, Mapping[Any, Any]], groups: Sequence[Mapping[str, Any]], item: str = OPTIMIZER
+    ) -> None:
+        """Add an optimizer's state, by parameter name and key, and its groups, whose parameters are named."""
+        kept: dict[str, dict[str, Any]] = {}
+        for name, of_parameter in state.items():
+            for key, value in of_parameter.items():
+                if "/" in str(key):
+                    raise CheckpointError(f"{item}: the state of {name} has the key {key}; a key may not hold a /")
+                kept.setdefault(name, {})[str(key)] = self.encode(value, f"{item}/{name}/{key}")
+        listed = [
+            {key: self.encode(value, f"{item}/{GROUPS}/{key}") for key, value in group.items()} for group in groups
+        ]
+        self.values[item] = {"kind": "optimizer", GROUPS: listed, STATE: kept}
+
+    def add_state(self, item: str, value: object) -> None:
+        """Add anything else."""
+        if item in self.values:
+            raise CheckpointError(f"two parts of the checkpoint are called {item}")
+        kind = "state" if isinstance(value, Mapping) else "value"
+        self.values[item] = {"kind": kind, kind: self.encode(value, item)}
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A tensor in memory."""
+
+    tensor: torch.Tensor
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(dtype_name(self.tensor.dtype, "a tensor"), tuple(self.tensor.shape))
+
+    def read_into(self, part: Any, target: torch.Tensor, most_bytes: int) -> None:
+        target.copy_(self.tensor[part.within(whole(self.spec.shape))])
+
+
+def _flat(state: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
+def collected(tree: Any, where: str) -> Collected:
+    """Returns what a file or folder with this tree of values holds: a model's state dict alone, or one beside an
+    optimizer's and others.
+
+    Raises:
+        CheckpointError: there is no model and no optimizer in it, or an optimizer's state cannot be told by name.
+    """
+    if not isinstance(tree, Mapping):
+        raise CheckpointError(f"{where} holds a {type(tree).__name__} where a dict is expected")
+    model, optimizer = _held(tree, MODELS), _held(tree, OPTIMIZERS)
+    within = [value for value in tree.values() if isinstance(value, Mapping)]
+    bare = {name: value for name, value in tree.items() if is_lazy(value) and name not in STEPS}
+    if model is None and not bare and len(within) == 1 and _held(within[0], MODELS) is not None:
+        return collected(within[0], where)  # such as {"app": {"model": ..., "optimizer": ...}}
+    found = Collected()
+    if model is not None:
+        found.add_model(tree[model])
+    elif bare:
+        found.add_model(bare)
+    if optimizer is not None:
+        names = [name.removeprefix(f"{MODEL}/") for name in [*found.tensors, *found.aliases]]
+        found.add_optimizer(*_optimizer(tree[optimizer], names, found, where))
+    if not found.values:
+        raise CheckpointError(
+            f"{where} holds neither a model nor an optimizer; it has {', '.join(map(str, tree))[:100]}"
+        )
+    for name, value in tree.items():
+        if name in (model, optimizer) or (model is None and name in bare):
+            continue
+        if name in STEPS and (is_lazy(value) or type(value) is int):
+            found.step = int(in_memory(value)) if is_lazy(value) else value
+        else:
+            found.add_state(str(name), value)
+    return found
+
+
+def _held(tree: Mapping[Any, Any], names: Iterable[str]) -> str | None:
+    return next((name for name in names if isinstance(tree.get(name), Mapping)), None)
+
+
+def _optimizer(
+    held: Mapping[Any, Any], names: Sequence[str], found: Collected, where: str
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns an optimizer's state and groups, by the names of parameters, of which `names` are known."""
+    if isinstance(held.get(STATE), Mapping) or (GROUPS in held and STATE not in held):  # DCP has no empty dicts
+        groups = held.get(GROUPS, [])
+        if isinstance(held.get(SETTINGS), Mapping):
+            groups = _grouped(held[SETTINGS])
+        groups = list(groups.values()) if isinstance(groups, Mapping) else groups
+        state, groups = dict(held.get(STATE, {})), [dict(group) for group in groups]
+        numbered = any(type(each) is int for each in [*state, *(n for group in groups for n in group.get(PARAMS, ()))])
+        return _named(state, groups, names, found, where) if numbered else (state, groups)
+    if any(str(key).startswith(f"{STATE}.") for key in held):
+        return _unflattened(held, names)
+    if not held:
+        return {}, []
+    raise CheckpointError(f"{where}: the optimizer has {', '.join(map(str, held))[:100]} where its state is expected")
+
+
+def _unflattened(held: Mapping[Any, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns the state and groups of {"state.NAME.KEY": ..., "param_groups.NAME.KEY": ...}."""
+    known = set(names)
+    state: dict[str, Any] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for flat, value in held.items():
+        kind, _, rest = str(flat).partition(".")
+        if kind in (STATE, GROUPS):
+            name, key = _cut(rest, known)
+            (state if kind == STATE else settings).setdefault(name, {})[key] = value
+    return state, _grouped(settings)
+
+
+def _grouped(settings: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the groups of parameters whose settings, by name, are the same."""
+    groups: list[dict[str, Any]] = []
+    for name, of_parameter in settings.items():
+        alike = next((each for each in groups if {**each, PARAMS: 0} == {**of_parameter, PARAMS: 0}), None)
+        if alike is None:
+            groups.append(alike := {**of_parameter, PARAMS: []})
+        alike[PARAMS].append(name)
+    return groups
+
+
+def _cut(rest: str, known: set[str]) -> tuple[str, str]:
+    """Returns NAME and KEY of "NAME.KEY": NAME is a known one if there is one, else all before the last dot."""
+    dots = [at for at, letter in enumerate(rest) if letter == "."]
+    at = next((at for at in reversed(dots) if rest[:at] in known), dots[-1] if dots else len(rest))
+    return rest[:at], rest[at + 1 :]
+
+
+def _named(
+    state: dict[Any, Any], groups: list[dict[str, Any]], names: Sequence[str], found: Collected, where: str
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns numbered states and groups with names instead of numbers. DCP makes texts of the numbers in `state`."""
+    state = {int(number) if str(number).isdecimal() else number: value for number, value in state.items()}
+    numbers = [number for group in groups for number in group.get(PARAMS, ())]
+    listed = [name for group in groups for name in group.get(PARAM_NAMES, ())]
+    if len(listed) != len(numbers):
+        listed = [name for name in names if f"{MODEL}/{name}" not in found.aliases]
+        floats = [name for name in listed if DTYPES[found.tensors[f"{MODEL}/{name}"].spec.dtype].is_floating_point]
+        listed = floats if len(floats) == len(numbers) else listed
+        if len(groups) != 1 or len(listed) != len(numbers) or numbers != list(range(len(numbers))):
+            raise CheckpointError(
+                f"{where}: the optimizer numbers its {len(numbers)} parameters in {len(groups)} groups, and the model "
+                f"has {len(listed)} tensors, so which number is which cannot be known; save the optimizer's state by "
+                "name (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict), make the optimizer of "
+                "model.named_parameters(), or leave it out"
+            )
+        for number, name in zip(numbers, listed, strict=True):
+            _require_shapes(state.get(number, {}), found.tensors[f"{MODEL}/{name}"].spec, name, where)
+    name_of = dict(zip(numbers, listed, strict=True))
+    if not set(state) <= set(name_of):
+        raise CheckpointError(f"{where}: the optimizer has state of parameters that are in none of its groups")
+    for group in groups:
+        group[PARAMS] = [name_of[number] for number in group[PARAMS]]
+        group.pop(PARAM_NAMES, None)
+    return {name_of[number]: value for number, value in state.items()}, groups
+
+
+def _require_shapes(state: Mapping[Any, Any], spec: Spec, name: str, where: str) -> None:
+    for key, value in state.items():
+        if is_lazy(value) and str(key).startswith("exp_avg") and value.spec.shape != spec.shape:
+            raise CheckpointError(
+                f"{where}: by its number {key} of shape {value.spec.shape} is of {name}, which has {spec.shape}; the "
+                "optimizer has its parameters in another order, so save its state by name"
+            )
+
+
+# The way back
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The place of a tensor in a tree that is to be written. `name` is the tensor's in the checkpoint, `value` the
+    tensor itself if it is in memory."""
+
+    spec: Spec
+    name: str = ""
+    value: torch.Tensor | None = None
+
+
+def tree_of(contents: Contents, numbered: bool = False) -> dict[str, Any]:
+    """Returns the nested state dicts of `contents`, with `Pending` in the place of tensors.
+
+    Args:
+        contents: what a checkpoint holds.
+        numbered: whether an optimizer's parameters have numbers, as in `Optimizer.state_dict`; their names are under
+            "param_names" then.
+    """
+    pending = {name: Pending(spec, name) for name, spec in contents.tensors.items()}
+    pending |= {alias: pending[name] for alias, name in contents.aliases.items()}
+    tree: dict[str, Any] = {}
+    for item, value in contents.values.items():
+        begin, kind = f"{item}/", value.get("kind")
+        mine = {name[len(begin) :]: each for name, each in pending.items() if name.startswith(begin)}
+        if kind == "module":
+            tree[item] = mine
+        elif kind == "optimizer":
+            tree[item] = _optimizer_tree(item, value, mine, pending, numbered)
+        elif kind in ("state", "value"):
+            tree[item] = _decoded(value.get(kind), pending)
+    if contents.step is not None and not any(step in tree for step in STEPS):
+        tree["step"] = contents.step
+    return tree
+
+
+def left_out_of_tree(contents: Contents) -> list[str]:
+    """Returns what `tree_of` leaves out, in sentences."""
+    found = []
+    for item, value in contents.values.items():
+        kind = value.get("kind")
+        if kind not in ("module", "optimizer", "state", "value"):
+            found.append(f"{item} is left out: it is about the ranks that have saved, and sherd's alone")
+        elif kind == "module" and len(value) > 1:
+            found.append(f"the extra state of {item} is left out: other formats have no place for it")
+    return found
+
+
+def references(value: Any) -> set[str]:
+    """Returns the names of the tensors that `value`, an encoded tree, refers to."""
+    if isinstance(value, list):
+        return set().union(*map(references, value)) if value else set()
+    if not isinstance(value, Mapping):
+        return set()
+    if set(value) == {"$tensor"}:
+        return {str(value["$tensor"])}
+    return references(list(value.values()))
+
+
+def _decoded(value: Any, pending: Mapping[str, Pending]) -> Any:
+    def held(of: Any) -> Any:
+        if isinstance(of, torch.Tensor):
+            return Pending(_Held(of).spec, value=of)
+        if isinstance(of, Mapping):
+            return {key: held(item) for key, item in of.items()}
+        return type(of)(map(held, of)) if isinstance(of, list | tuple) else of
+
+    return held(decoded(value, pending.__getitem__))
+
+
+def _optimizer_tree(
+    item: str, value: Mapping[str, Any], mine: Mapping[str, Pending], pending: Mapping[str, Pending], numbered: bool
+) -> dict[str, Any]:
+    groups: list[dict[str, Any]] = [_decoded(group, pending) for group in value.get(GROUPS, ())]
+    values: dict[str, Any] = {name: _decoded(kept, pending) for name, kept in value.get(STATE, {}).items()}
+    state: dict[Any, dict[str, Any]] = {}
+    referred = references(value.get(STATE, {})) | references(value.get(GROUPS, []))
+    for name, each in mine.items():
+        parameter, _, key = name.rpartition("/")
+        if f"{item}/{name}" not in referred:
+            state.setdefault(parameter, {})[key] = each
+    for name, kept in values.items():
+        state.setdefault(name, {}).update(kept)
+    if numbered:
+        listed = [name for group in groups for name in group.get(PARAMS, ())]
+        number_of = {name: number for number, name in enumerate(listed)}
+        if not set(state) <= set(number_of) or len(number_of) != len(listed):
+            raise CheckpointError(f"{item} has state of parameters that are in none of its groups, or in two")
+        for group in groups:
+            group[PARAM_NAMES] = group.get(PARAMS, [])
+            group[PARAMS] = [number_of[name] for name in group[PARAM_NAMES]]
+        state = {number_of[name]: kept for name, kept in state.items()}
+    return {STATE: state, GROUPS: groups}

@@ -1,0 +1,194 @@
+"""The findings of all ranks: who they are, which transports they have and how fast, clocks, and a self-test."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sherd import __version__
+from sherd.api.fully_shard import fully_shard
+from sherd.comm.accelerator import accelerator
+from sherd.comm.objects import all_gather_objects
+from sherd.comm.transport import Sizes, Transport
+from sherd.comm.transports import transport_of
+from sherd.errors import MeshError
+from sherd.policy import TRANSPORTS, CommPolicy, MixedPrecisionPolicy
+from sherd.tools.doctor.findings import FAILURE, Finding, failed, warned
+from sherd.tools.verify.equivalence import verify_equivalence
+
+SMALL, LARGE = 4 * 2**10, 16 * 2**20  # bytes that each rank ends up with
+REPEATED = {SMALL: 20, LARGE: 3}
+APART_S = 0.1  # clocks that differ by more put lines of two logs into the wrong order
+WIDTH = 32
+
+
+def of_the_ranks(timeout_s: float) -> Iterator[Finding]:
+    """Yields what the ranks of the default process group are like. All of them must come here, and find the
+    same. `timeout_s`: how long those of `sherd train` wait for one another."""
+    yield from who()
+    yield from transports()
+    yield from clocks()
+    yield from timeouts(timeout_s)
+    yield from self_test()
+
+
+def who() -> Iterator[Finding]:
+    """Yields how many ranks there are, where, and whether they run the same."""
+    own = {"torch": torch.__version__, "python": platform.python_version(), "sherd": __version__}
+    told = all_gather_objects((socket.gethostname(), own), "who the ranks are")
+    hosts = {host for host, _ in told}
+    yield Finding("ranks", "ranks", f"{len(told)} on {len(hosts)} host(s): {', '.join(sorted(hosts)[:8])}")
+    for name in own:
+        versions = sorted({theirs[name] for _, theirs in told})
+        if len(versions) > 1:
+            remedy = f"install the same {name} on all hosts"
+            yield Finding("ranks", name, f"ranks run {' and '.join(versions)}", FAILURE, remedy)
+
+
+def device() -> torch.device:
+    """Returns the device of this rank."""
+    kind = accelerator()
+    return torch.device(kind, torch.accelerator.current_device_index()) if kind else torch.device("cpu")
+
+
+def transports() -> Iterator[Finding]:
+    """Yields which transports these ranks have, the one that is chosen, and how fast that is."""
+    group = dist.group.WORLD
+    if dist.get_world_size() == 1 or not isinstance(group, dist.ProcessGroup):
+        yield Finding("links", "transport", "none: there is one rank")
+        return
+    usable: dict[str, Transport] = {}
+    why_not: dict[str, str] = {}
+    for name in TRANSPORTS:
+        try:
+            usable[name] = transport_of(group, device(), CommPolicy(transport=name))
+        except MeshError as error:
+            why_not[name] = str(error.args[0]).partition(": ")[2] or str(error.args[0])
+    chosen = type(usable["auto"]).__name__
+    told, remedy = _why(chosen, group, why_not)
+    yield warned("links", "transport", f"auto is {chosen}: {told}", remedy)
+    yield Finding("links", "others", f"usable: {', '.join(usable)}" + "".join(f"; not {name}" for name in why_not))
+    for what in ("all-gather", "reduce-scatter"):
+        seconds = {size: _seconds(usable["auto"], what, size) for size in (SMALL, LARGE)}
+        rate = LARGE * (1 - 1 / group.size()) / seconds[LARGE] / 1e9
+        value = f"{seconds[SMALL] * 1e6:,.0f} us for 4 KiB; {rate:.2f} GB/s into each rank for 16 MiB"
+        remedy = "" if rate > 0.05 else "the link is slow: check the interface, and what else uses link and cores"
+        yield warned("links", what, value, remedy)
+
+
+def _why(chosen: str, group: dist.ProcessGroup, why_not: dict[str, str]) -> tuple[str, str]:
+    """Returns why this transport was chosen, and what to do if it could be a better one."""
+    if chosen == "SharedMemory":
+        return "gloo ranks that are all on one host", ""
+    if chosen in ("SingleCalls", "PartByPart"):
+        return f"torch's own calls, as the backends are {dist.get_backend_config(group)}", ""
+    hosts = {*all_gather_objects(socket.gethostname(), "the names of hosts")}
+    if len(hosts) > 1:
+        return f"gloo ranks on {len(hosts)} hosts", ""
+    remedy = why_not.get("shared_memory", "it was not possible")
+    return "gloo ranks on one host without shared memory", f"shared memory would be faster, but {remedy}"
+
+
+def collective(transport: Transport, what: str, size: int, number: int) -> Callable[[], None]:
+    """Returns a call of a collective of `number` ranks, with `size` bytes in all."""
+    at, numel = device(), size // 4 // number
+    sizes = Sizes([numel] * number)
+    rows, shard = (transport.empty(each, torch.float32, at) for each in (numel * number, numel))
+    rows.zero_()
+    shard.zero_()
+
+    def call() -> None:
+        if what == "all-gather":
+            pending = transport.all_gather(rows, shard, sizes, False)
+        else:
+            pending = transport.reduce_scatter(shard, rows, sizes, False)
+        if pending is not None:
+            pending.wait()
+
+    return call
+
+
+def _seconds(transport: Transport, what: str, size: int) -> float:
+    """Returns the time that the slowest rank takes for one collective."""
+    call = collective(transport, what, size, dist.get_world_size())
+    times: list[float] = all_gather_objects(_mean_time(call, REPEATED[size], device()), f"the times of {what}")
+    return max(times)
+
+
+def _mean_time(call: Callable[[], None], repeated: int, at: torch.device) -> float:
+    call()
+    _wait_for(at)
+    begin = time.perf_counter()
+    for _ in range(repeated):
+        call()
+    _wait_for(at)
+    return (time.perf_counter() - begin) / repeated
+
+
+def _wait_for(at: torch.device) -> None:
+    if at.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def clocks() -> Iterator[Finding]:
+    """Yields how far apart the clocks of ranks are: each tells the time when an exchange has ended, which it does on
+    all ranks at almost the same moment. Of several exchanges the one counts that shows the least."""
+    apart, now = float("inf"), time.time()
+    for exchange in range(6):
+        told: Sequence[float] = all_gather_objects(now, "the time")
+        now = time.time()
+        if exchange:  # what is told was noted at the end of the last exchange
+            apart = min(apart, max(told) - min(told))
+    remedy = "" if apart <= APART_S else "synchronise the hosts' clocks (chrony, ntp): logs of ranks cannot be compared"
+    yield warned("ranks", "clocks", f"at most {apart * 1e3:.1f} ms apart", remedy)
+
+
+def timeouts(trainers_s: float) -> Iterator[Finding]:
+    """Yields how long ranks would wait for one that does not come, those of `sherd train` for `trainers_s`."""
+    torchs = dist.default_pg_timeout.total_seconds()
+    yield Finding("time-outs", "process groups", f"{torchs:.0f} s unless init_process_group is told another")
+    yield Finding("time-outs", "sherd train", f"{trainers_s:.0f} s (run.timeout)")
+    name = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+    if name in os.environ:
+        yield Finding("time-outs", name, f"{os.environ[name]} s")
+
+
+class _Tiny(nn.Module):
+    """Two blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def _shard(precision: MixedPrecisionPolicy, model: nn.Module) -> None:
+    for unit in (*model.get_submodule("blocks").children(), model):
+        fully_shard(unit, mp_policy=precision)
+
+
+def self_test() -> Iterator[Finding]:
+    """Yields whether a tiny model trains over all ranks as it does in one process, in two precisions."""
+    numbers = torch.Generator().manual_seed(0)
+    batches = [torch.randn(4 * dist.get_world_size(), WIDTH, generator=numbers) for _ in range(2)]
+    for dtype in (None, torch.bfloat16):
+        begin = time.perf_counter()
+        report = verify_equivalence(_Tiny, batches, shard=partial(_shard, MixedPrecisionPolicy(param_dtype=dtype)))
+        value = f"{report.steps} steps equal those of one process, {time.perf_counter() - begin:.1f} s"
+        remedy = "" if report.ok else "training would be wrong here: report this table, and the versions in it"
+        name = f"train in {str(dtype or torch.float32).removeprefix('torch.')}"
+        yield failed("self-test", name, value if report.ok else str(report.first_difference), remedy)

@@ -1,0 +1,122 @@
+"""How a model is laid over the axes of a mesh that are not data parallel, on ranks that do not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from sherd._torch import concatenate_meshes, flatten_mesh
+from sherd.api.auto_shard import auto_shard
+from sherd.api.blocks import repeated_blocks
+from sherd.api.fully_shard import fully_shard
+from sherd.errors import InputError, PolicyError, SherdError, reason_of
+from sherd.tools.plan.reading import Loss
+from sherd.tools.simulate.settings import Mesh
+
+__all__ = ["CUT_AXES", "Cut", "Laid", "Layout", "Shards", "auto_units"]
+
+Shards = Callable[..., nn.Module]
+"""A function that shards a model as `auto_shard` does, with the arguments of `fully_shard`."""
+
+CUT_AXES = ("tp", "cp")
+"""The axes that a user's functions lay a model over, the innermost first."""
+
+Cut = Callable[[nn.Module, DeviceMesh], object]
+"""A function that lays a model over one axis, in place, as by `parallelize_module`."""
+
+
+def auto_units(model: nn.Module, **fully_shard_args: Any) -> nn.Module:
+    """Shard `model` by `auto_shard`; one in which that finds no units is one unit, if no policy is given."""
+    says = ("_no_split_modules", "_fsdp_plan")
+    describes_itself = any(getattr(each, name, None) for each in model.modules() for name in says)
+    if describes_itself or repeated_blocks(model) or "policy" in fully_shard_args:
+        return auto_shard(model, **fully_shard_args)
+    sharded: nn.Module = fully_shard(model, **fully_shard_args)
+    return sharded
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A model that is cut as a mesh says, but for its data-parallel axes.
+
+    Attributes:
+        shard: shards it, with the arguments of `fully_shard` but for the mesh.
+        loss: of it and a batch.
+        running: makes the context in which forward and backward run.
+    """
+
+    shard: Shards
+    loss: Loss
+    running: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The way of a model onto a mesh.
+
+    Attributes:
+        loss: of the model and a batch.
+        shard: makes the units.
+        cuts: by the name of an axis, `cp` or `tp`, the function that lays a model over it. Inner axes come first.
+    """
+
+    loss: Loss
+    shard: Shards = auto_units
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes besides data-parallel ones that may have several ranks."""
+        return tuple(self.cuts)
+
+    @property
+    def rewraps(self) -> bool:
+        """Whether `shard` takes the words that `auto_shard` takes as `policy`."""
+        return self.shard is auto_units
+
+    def misfit(self, mesh: Mesh) -> str:
+        """Returns why the model cannot be laid over `mesh`, in words; empty if it can."""
+        others = [name for name in ("pp", "ep", "cp", "tp") if getattr(mesh, name) > 1 and name not in self.axes]
+        return f"nobody has said how this model is laid over {others[0]}" if others else ""
+
+    def stage(self, model: nn.Module, number: int, num_stages: int) -> nn.Module:
+        """Returns the part of `model` that a stage of a pipeline has."""
+        raise NotImplementedError("a layout with the axis pp says what its stages are")
+
+    def stream_numel(self, batch: Any, mesh: Mesh) -> int:
+        """Returns the elements that go from one stage to the next."""
+        raise NotImplementedError("a layout with the axis pp says what its stages send")
+
+    def lay(self, model: nn.Module, mesh: Mesh) -> Laid:
+        """Cut `model` in place for this rank of the default process group."""
+        sizes = {"pp": mesh.pp, "replicate": mesh.replicate, "shard": mesh.shard, "cp": mesh.cp, "tp": mesh.tp}
+        sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        whole = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        for name in CUT_AXES:
+            if name in sizes:
+                _called(f"the function for {name}", self.cuts[name], model, whole[name])
+        shard = flatten_mesh(whole["shard", "cp"], "shards") if "cp" in sizes else whole["shard"]
+        data = concatenate_meshes([whole["replicate"], shard]) if "replicate" in sizes else shard
+        return Laid(partial(self.shard if self.rewraps else self._sharded, mesh=data), self.loss)
+
+    def _sharded(self, model: nn.Module, **fully_shard_args: Any) -> nn.Module:
+        found = _called("shard", self.shard, model, **fully_shard_args)
+        if not isinstance(found, nn.Module):
+            raise PolicyError(f"plan(shard=...): it returned {type(found).__name__}; expected the model, sharded")
+        return found
+
+
+def _called(name: str, function: Callable[..., object], *args: Any, **kwargs: Any) -> object:
+    """Returns what a function of the user's returns. Raises InputError if it raises."""
+    try:
+        return function(*args, **kwargs)
+    except SherdError:
+        raise
+    except Exception as error:
+        raise InputError(f"{name} raised {type(error).__name__}: {reason_of(error)}") from error

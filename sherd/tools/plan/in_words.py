@@ -1,0 +1,155 @@
+"""A plan in words: lines of text, facts for a report, advice."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+
+from sherd.tools.simulate.goodput import Faults, goodput
+from sherd.tools.simulate.predict import Prediction
+from sherd.tools.simulate.search import Found, Outcome
+from sherd.tools.simulate.settings import Settings
+from sherd.tools.simulate.timeline import Advice
+from sherd.units import in_bytes, in_seconds, three_digits
+
+
+def facts_of(prediction: Prediction, settings: Settings, limit: int, training: str) -> dict[str, str]:
+    """Returns the figures of a plan by their names, in words. `training`: the dtype and the optimizer."""
+    cluster, mesh = prediction.cluster, prediction.mesh
+    cost, per = cost_of(prediction)
+    num_nodes, samples = -(-mesh.num_ranks // cluster.devices_per_node), settings.num_samples
+    tokens = prediction.tokens_per_second * prediction.timeline.seconds / samples
+    of = f" of {tokens:,.0f} tokens" if tokens else ""
+    return {
+        "training": f"{_number(samples, 'sample')}{of} in a step, {training}",
+        "cluster": f"{mesh.num_ranks} x {cluster.device.name}, on {_number(num_nodes, 'node')}",
+        "reserved": in_bytes(prediction.reserved_bytes),
+        "of the device": f"{in_bytes(prediction.driver_bytes)} of {in_bytes(limit)}",
+        **({"tokens/s": f"{prediction.tokens_per_second:,.0f}"} if prediction.tokens_per_second else {}),
+        "samples/s": three_digits(prediction.samples_per_second),
+        "MFU": f"{prediction.mfu:.1%}",
+        **{f"sent {link}": in_bytes(nbytes) for link, nbytes in prediction.sent.items()},
+        **({f"{cluster.currency} {per}": f"{cost:.3g}"} if cost is not None else {}),
+        **{name: words for name, words in settings.in_words().items() if "micro_batch" not in name},
+        "micro-batches": f"{settings.micro_batches:,} of {_number(settings.micro_batch, 'sample')}",
+    }
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count > 1)}"
+
+
+def cost_of(prediction: Prediction) -> tuple[float | None, str]:
+    """Returns the price of a million tokens, or of samples, if the model reads no tokens; and which of them it is."""
+    if prediction.tokens_per_second:
+        return prediction.cost_per_million_tokens, "per million tokens"
+    return prediction.cost_per_million_samples, "per million samples"
+
+
+def advice_of(settings: Settings, outcome: Outcome, other: Settings, of_other: Outcome) -> Advice:
+    """Returns the change from `settings` to `other` as advice."""
+    words = other.in_words()
+    names = [name for name in settings.differing(other) if name != "micro_batches"]
+    change = " and ".join(words[name] for name in names)
+    return Advice(change, outcome.nbytes - of_other.nbytes, of_other.seconds - outcome.seconds)
+
+
+WIDTH = 100
+"""Lines for a terminal are no longer than that."""
+
+
+def parted(lines: Iterable[str]) -> Iterator[str]:
+    """Yields `lines`, the long ones in several."""
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        parted = textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        yield "\n".join(parted) if len(line) > WIDTH else line
+
+
+def _settings_in_lines(settings: Settings) -> Iterator[str]:
+    """Yields the settings in lines that end between two of them."""
+    line = "settings    "
+    *others, last = settings.in_words().values()
+    for words in (*(f"{each}, " for each in others), last):
+        if len(line) + len(words) > WIDTH:
+            yield line.rstrip()
+            line = " " * 12
+        line += words
+    yield line
+
+
+def lines_of(
+    prediction: Prediction, settings: Settings, limit: int, found: Found | None, advice: Sequence[Advice], training: str
+) -> Iterator[str]:
+    """Yields the lines of a plan, which may be too long for a terminal."""
+    timeline, facts = prediction.timeline, facts_of(prediction, settings, limit, training)
+    yield f"{timeline.title}: {facts['cluster']}"
+    yield f"training    {facts['training']}"
+    yield from _settings_in_lines(settings)
+    speed = f"{facts['tokens/s']} tokens/s" if "tokens/s" in facts else f"{facts['samples/s']} samples/s"
+    yield f"step        {in_seconds(timeline.seconds)}, MFU {facts['MFU']}, {speed}"
+    gathered = "copies to the device" if prediction.mesh.shard * prediction.mesh.cp == 1 else "all-gather"
+    lanes = {lane.replace("all-gather", gathered): seconds for lane, seconds in timeline.exposed.items()}
+    waits = [f"{in_seconds(seconds)} for {lane}" for lane, seconds in lanes.items()]
+    yield f"waits       {', '.join(waits) or 'none'}"
+    sent = [f"{in_bytes(nbytes)} {link}" for link, nbytes in prediction.sent.items()]
+    yield f"sends       {', '.join(sent) or 'nothing'}, each rank in a step"
+    cost, per = cost_of(prediction)
+    if cost is not None:
+        yield f"cost        {cost:.3g} {prediction.cluster.currency} {per}"
+    if prediction.cluster.device.overlaps:
+        left = goodput(prediction.mesh.num_ranks, Faults())
+        when = in_seconds(left.interval) if left.interval < 120 else f"{left.interval / 60:,.0f} minutes"
+        yield f"long runs   {left.share:.1%} of this speed, with jitter, failures and a checkpoint every {when}"
+    yield ""
+    peak = timeline.peak
+    yield f"memory of a rank at the peak, {peak.moment}"
+    for kind, nbytes in peak.by_kind.items():
+        if nbytes >= peak.nbytes / 1000:
+            yield f"  {kind:22} {in_bytes(nbytes):>10}"
+    yield f"  {'alive':22} {in_bytes(peak.nbytes):>10}"
+    yield f"  {'reserved':22} {in_bytes(prediction.reserved_bytes):>10}"
+    lacks = prediction.driver_bytes - limit
+    verdict = f"too much by {in_bytes(lacks)}" if lacks > 0 else f"of {in_bytes(limit)}"
+    yield f"  {'with the driver':22} {in_bytes(prediction.driver_bytes):>10}   {verdict}"
+    if advice:
+        yield "\nwhat would fit"
+        yield from lines_of_advice(advice)
+    elif lacks > 0 and limit <= prediction.cluster.device.library_bytes:
+        libraries = in_bytes(prediction.cluster.device.library_bytes)
+        yield f"\nnothing fits: the driver and libraries alone take {libraries}; raise the limit"
+    elif lacks > 0:
+        yield "\nno settings that were tried fit; take more ranks, or fewer tokens in a sample"
+    if found is not None and found.fits:
+        yield "\nwhy, and what the next best would be"
+        yield from _reasons(found)
+
+
+def lines_of_advice(advice: Sequence[Advice]) -> Iterator[str]:
+    """Yields a line for each piece of advice."""
+    for each in advice:
+        longer = _costs(each.costs_seconds)
+        yield f"  {each.change}: saves {in_bytes(each.saves_bytes)}, {'takes ' * (longer == 'as long')}{longer}"
+
+
+def _costs(seconds: float) -> str:
+    if abs(seconds) < 5e-9:
+        return "as long"
+    return f"{in_seconds(abs(seconds))} {'longer' if seconds > 0 else 'shorter'}"
+
+
+def _reasons(found: Found) -> Iterator[str]:
+    best = found.outcomes[found.best]
+    chosen = found.best.in_words()
+    for name, other, outcome in found.others():
+        words, more = other.in_words()[name], outcome.nbytes - best.nbytes
+        if words == chosen[name]:
+            continue  # the same ranks, counted along other axes
+        if outcome == best:
+            said = "make no difference"
+        elif outcome.nbytes > found.limit:
+            said = f"not fit, by {in_bytes(outcome.nbytes - found.limit)}"
+        else:
+            memory = f"{in_bytes(abs(more))} {'more' if more > 0 else 'less'}" if more else "in as much memory"
+            said = f"take {_costs(outcome.seconds - best.seconds)}, {memory}"
+        yield f"  {words} instead of {chosen[name]} would {said}"

@@ -1,0 +1,83 @@
+"""A timeline for other programs: trace events for Perfetto and Chrome, and a picture for papers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sherd.errors import InputError
+from sherd.tools.report.folded import exposed_wait, is_exposed, kinds_of, levels
+from sherd.tools.simulate.timeline import Lane, Timeline
+from sherd.units import in_bytes, in_seconds
+
+__all__ = ["perfetto", "picture"]
+
+SUFFIXES = (".png", ".svg", ".pdf")
+COLORS = ("#3b5dc9", "#16577e", "#2b825a", "#a06625", "#8864b6", "#753f11", "#387a7f", "#5b2633")
+MICROSECONDS = 1e6
+
+
+def perfetto(timeline: Timeline) -> dict[str, object]:
+    """Returns the timeline as trace events, for ui.perfetto.dev: a thread for each lane, a counter for memory."""
+    lanes = list(Lane)
+    events: list[dict[str, object]] = [_named("process_name", 0, timeline.title)]
+    for thread, lane in enumerate(lanes, start=1):
+        events.append(_named("thread_name", thread, lane.value))
+        events.append({"ph": "M", "pid": 1, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}})
+    for span in timeline.spans:
+        unit = timeline.units[span.unit].name or "(root)" if span.unit >= 0 else ""
+        name, thread = f"{span.name} {unit}".rstrip(), 1 + lanes.index(span.lane)
+        begun, lasts = span.start * MICROSECONDS, (span.end - span.start) * MICROSECONDS
+        event = {"ph": "X", "pid": 1, "tid": thread, "ts": begun, "dur": lasts, "name": name, "cat": span.name}
+        events.append({**event, "args": {"unit": unit, "bytes": span.nbytes}})
+    found = levels(timeline, kinds_of([timeline]))
+    for number, time in enumerate(found.times):
+        nbytes = {kind: column[number] for kind, column in found.of.items()}
+        events.append({"ph": "C", "pid": 1, "ts": time * MICROSECONDS, "name": "memory", "args": nbytes})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _named(what: str, thread: int, name: str) -> dict[str, object]:
+    return {"ph": "M", "pid": 1, "tid": thread, "name": what, "args": {"name": name}}
+
+
+def picture(timeline: Timeline, path: Path) -> None:
+    """Draw memory and lanes over the step into `path`: PNG, SVG or PDF, by its suffix.
+
+    Raises:
+        InputError: another suffix.
+        ImportError: matplotlib is missing.
+    """
+    if path.suffix not in SUFFIXES:
+        raise InputError(f"{path}: the name of a picture ends in one of {', '.join(SUFFIXES)}")
+    from matplotlib import rc_context
+
+    with rc_context({"text.parse_math": False}):  # a $ in a name is a $
+        _draw(timeline, path)
+
+
+def _draw(timeline: Timeline, path: Path) -> None:
+    from matplotlib.figure import Figure  # no pyplot: it keeps figures alive and may look for a screen
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    memory, gantt = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    found = levels(timeline, kinds_of([timeline]))
+    times = [1e3 * time for time in (*found.times, timeline.seconds)]
+    stacks = [[nbytes / 2**30 for nbytes in (*column, *column[-1:])] for column in found.of.values()]
+    if found.times:
+        memory.stackplot(times, stacks, labels=list(found.of), step="post", colors=COLORS, linewidth=0)
+        memory.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), reverse=True, frameon=False)
+    peak = timeline.peak
+    memory.plot(1e3 * peak.time, peak.nbytes / 2**30, "o", color="black", markersize=4)
+    memory.set(ylabel="memory, GiB", title=f"{timeline.title}: {in_bytes(peak.nbytes)} {peak.moment}")
+    lanes = list(Lane)
+    for shade, exposed in (("#3e78b2", False), ("#b8420f", True)):
+        for row, lane in enumerate(lanes):
+            spans = [span for span in timeline.spans if span.lane is lane and is_exposed(span) == exposed]
+            bars = [(1e3 * span.start, 1e3 * (span.end - span.start)) for span in spans]
+            gantt.broken_barh(bars, (row - 0.35, 0.7), facecolor=shade, edgecolor="white", linewidth=0.2)
+    gantt.set_yticks(range(len(lanes)), [lane.value for lane in lanes])
+    gantt.invert_yaxis()
+    gantt.set(xlabel=f"ms; compute waits {in_seconds(exposed_wait(timeline))} for other lanes", xlim=(0, times[-1]))
+    for axes in (memory, gantt):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=160)

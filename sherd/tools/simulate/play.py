@@ -1,0 +1,311 @@
+"""A step of a sharded model, played: the schedule that runs the model answers each moment, a clock and a memory meter
+carry its actions out.
+
+    action            clock                                                              memory
+    Gather            an all-gather is queued on its lane                                `schedule/forecast.py`
+    Await             compute waits for it, and copies out of rows if there are any
+    Free, Shrink      later all-gathers follow what compute has queued until now
+    Reduce            gradients are copied into rows; a reduce-scatter is queued,
+                      over replicas an all-reduce behind it
+    FinishReduce      compute waits for it
+
+What forward and backward send themselves is queued behind compute, which waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sherd.schedule import actions as do
+from sherd.schedule.forecast import Buffers
+from sherd.schedule.moments import Arrival, GroupSizes, MemoryKind, Moment
+from sherd.schedule.schedule import Schedule
+from sherd.schedule.state import Keep
+from sherd.schedule.words import in_words
+from sherd.tools.simulate.clock import Clock, Costs
+from sherd.tools.simulate.meter import Meter
+from sherd.tools.simulate.pipeline import Stage
+from sherd.tools.simulate.reserved import Reserved
+from sherd.tools.simulate.sharded import Sharded, Traffic
+from sherd.tools.simulate.stretches import Called, Part, Stretch
+from sherd.tools.simulate.timeline import Lane, Timeline, TimelineUnit
+from sherd.tools.simulate.work import Group, TensorKind
+
+OPTIMIZER_TEMPORARY = "optimizer temporaries"
+FOLLOWED = 3
+"""Of many micro-batches of a step, the tensors of so many are given blocks."""
+
+
+def play(
+    parts: Sequence[Part],
+    sharded: Sharded,
+    costs: Costs,
+    *,
+    micro_batches: int = 1,
+    reduces_each: bool = True,
+    stage: Stage | None = None,
+    reserved: Reserved | None = None,
+    title: str = "",
+) -> Timeline:
+    """Returns a step whose order is learnt, from shards without gradients until the optimizer has stepped.
+
+    Args:
+        parts: one micro-batch of the model, by `parts_of`.
+        sharded: the model on its mesh.
+        costs: the seconds that things take.
+        micro_batches: forwards and backwards of the step.
+        reduces_each: each backward reduces its gradients; otherwise only the last one of the step does.
+        stage: of a pipeline. It keeps unsharded parameters and gradients until its last backward.
+        reserved: is told of all memory, from the first step on.
+        title: of the timeline.
+    """
+    player = _Player(parts, sharded, costs, reserved)
+    learns_apart = stage is None and reserved is None
+    if learns_apart:
+        player.learn()
+    for num in (micro_batches,) if learns_apart else (1, micro_batches):  # the first of two steps learns the order
+        player.begin_step()
+        if stage is not None:
+            player.pipeline(stage, num)
+        for number in range(num if stage is None else 0):
+            player.micro_batch(number, reduces_each or number == num - 1)
+        player.optimizer_step()
+    units = tuple(TimelineUnit.of(unit.name, unit.kind, unit.numel, unit.groups) for unit in sharded.units)
+    clock, meter = player.clock, player.meter
+    exposed = {lane.value: seconds for lane, seconds in clock.exposed.items() if seconds}
+    return Timeline(
+        title, True, units, tuple(clock.spans), tuple(meter.changes), meter.peak, clock.now, exposed=exposed
+    )
+
+
+def pass_seconds(parts: Sequence[Part], sharded: Sharded, costs: Costs, stage: Stage) -> tuple[float, float]:
+    """Returns the seconds of a forward and of a backward of a stage of a pipeline, which nothing holds up."""
+    player = _Player(parts, sharded, costs)
+    player.begin_step()
+    ends = player.pipeline(Stage(stage.num_stages - 1, stage.num_stages), 3)
+    return ends[2] - ends[1], ends[3] - ends[2]
+
+
+class _Player:
+    """Plays steps, one after the other. `clock` and `meter` are those of the last one."""
+
+    def __init__(self, parts: Sequence[Part], sharded: Sharded, costs: Costs, reserved: Reserved | None = None) -> None:
+        self._reserved, self._is_followed = reserved, True
+        self._has_stepped = False
+        self._sharded = sharded
+        self._costs = costs
+        self._parts = parts
+        self._names = [unit.name for unit in sharded.units]
+        self._schedule = Schedule(sharded.specs, sharded.limits)
+        self._buffers = Buffers([unit.groups for unit in sharded.units], sharded.batch_bytes)
+        self._num_seen = 0
+        self._uncopied: Counter[int] = Counter()
+        self._moment = "at rest"
+        self.clock = Clock(costs)
+        self.meter = Meter()
+        self._see_buffers()
+
+    def begin_step(self) -> None:
+        """Begin a step: the optimizer has stepped, and dropped the gradients."""
+        for unit in range(len(self._sharded.units)):
+            self._buffers.live_through(self._schedule, do.Reshard(unit))
+        self._buffers.begin_step()
+        self._see_buffers()
+        self.clock = Clock(self._costs)
+        self.meter.begin_step()
+        self._gathered = [0.0] * len(self._sharded.units)
+        self._reduced = [0.0] * len(self._sharded.units)
+        self._landed = 0.0
+        """When the last reduced gradient is in host memory, with offload."""
+
+    def learn(self) -> None:
+        """Live through a first step for its order alone, of which only buffers and optimizer state are left."""
+        self.begin_step()
+        for part in self._parts:
+            if not isinstance(part, Stretch | Called):
+                for moment in part:
+                    self._buffers.live_through(self._schedule, moment)
+        self._see_buffers()
+        self.optimizer_step()
+
+    def micro_batch(self, number: int, reduces: bool) -> None:
+        """Play forward and backward. All leave as much memory behind, so that the first ones tell what is reserved."""
+        self._is_followed = number < FOLLOWED
+        specs = tuple(replace(spec, reduces=spec.reduces and reduces) for spec in self._sharded.specs)
+        self._schedule.move_to(replace(self._schedule.state, specs=specs))
+        self._go_through(self._parts)
+
+    def pipeline(self, stage: Stage, micro_batches: int) -> list[float]:
+        """Play the passes of a stage in their order. Returns when each has ended.
+
+        As in torch's stages, there is memory for what each micro-batch will receive; a pass has one of these itself.
+        """
+        usual, forward = self._sharded.specs, 1 + self._parts.index((do.EndForward(),))
+        held = tuple(
+            replace(each, after_forward=Keep.ALWAYS, reshard_after_backward=False, reduces=False) for each in usual
+        )
+        order, ends = stage.order(micro_batches), []
+        is_first, is_last_stage = stage.number == 0, stage.number == stage.num_stages - 1
+        received = stage.sent * (micro_batches * (not is_last_stage) + (micro_batches - 1) * (not is_first))
+        self._come(TensorKind.INPUT.value, -1, received)
+        for number, is_forward in enumerate(order):
+            if stage.begins is not None and len(stage.begins) == len(order):
+                self.clock.wait(Lane.MODEL, -1, stage.begins[number])
+            is_last = number == len(order) - 1
+            self._schedule.move_to(replace(self._schedule.state, specs=usual if is_last else held))
+            self._go_through(self._parts[:forward] if is_forward else self._parts[forward:])
+            ends.append(self.clock.now)
+            if not is_last_stage:  # outputs are kept until their gradients come
+                self._come(TensorKind.ACTIVATION.value, -1, stage.sent if is_forward else -stage.sent)
+            if not (is_last_stage if is_forward else is_first):
+                seconds = self._costs.collective("send", stage.sent, stage.pair)
+                self.clock.start(Lane.MODEL, "send", -1, seconds, stage.sent, after=self.clock.now)
+        self._come(TensorKind.INPUT.value, -1, -received)
+        return ends
+
+    def _go_through(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if isinstance(part, Stretch):
+                self._compute(part)
+            elif isinstance(part, Called):
+                self._call(part)
+            else:
+                for moment in part:
+                    self._live_through(moment)
+
+    def optimizer_step(self) -> None:
+        """Step the optimizer on the shards."""
+        sharded, self._moment = self._sharded, "when the optimizer steps"
+        optimizer, units = sharded.optimizer, sharded.units
+        if sharded.is_offloaded:
+            self.clock.wait(Lane.COPY, -1, self._landed)
+        if not self._has_stepped and not sharded.is_offloaded:
+            for number, unit in enumerate(units):
+                for nbytes in optimizer.state_sizes(unit):
+                    self._come(MemoryKind.OPTIMIZER.value, number, nbytes)
+        self._has_stepped = True
+        temporary = 0 if sharded.is_offloaded else optimizer.temporary_bytes(units)
+        self._come(OPTIMIZER_TEMPORARY, -1, temporary)
+        touched, num_touched = optimizer.touched(units), optimizer.accesses * sum(len(each.stepped) for each in units)
+        self.clock.compute("optimizer", -1, self._costs.optimizer(touched, num_touched, sharded.is_offloaded))
+        self._come(OPTIMIZER_TEMPORARY, -1, -temporary)
+
+    def _compute(self, stretch: Stretch) -> None:
+        self.clock.compute(stretch.phase, stretch.unit, stretch.seconds, stretch.num_ops)
+        for kind, unit, nbytes in stretch.changes:
+            self.meter.add(self.clock.now, kind, unit, nbytes, self._moment)
+        if self._reserved is not None and self._is_followed:
+            self._reserved.follow(stretch.tensors)
+
+    def _call(self, called: Called) -> None:
+        each, unit, lane = called.collective, called.unit, Lane.MODEL
+        seconds = self._costs.collective(each.kind, each.nbytes, each.group)
+        if self._costs.overlaps:
+            end = self.clock.start(lane, each.kind, unit, seconds, each.nbytes, after=self.clock.now)
+            self.clock.wait(lane, unit, end)
+        else:
+            self.clock.do_beside(lane, each.kind, unit, seconds, each.nbytes)
+
+    def _come(self, kind: str, unit: int, nbytes: int) -> None:
+        self.meter.add(self.clock.now, kind, unit, nbytes, self._moment)
+        if self._reserved is not None:
+            self._reserved.change(kind, unit, nbytes)
+
+    # The schedule's answers
+
+    def _live_through(self, moment: Moment) -> None:
+        self._moment = in_words(moment, self._names)
+        if isinstance(moment, Arrival):
+            group = self._sharded.units[moment.unit].groups[moment.group]
+            if not group.borrows:
+                self._uncopied[moment.unit] += group.arriving[moment.index]
+        actions = self._buffers.live_through(self._schedule, moment)
+        for action in actions:
+            self._carry_out(action)
+        self._see_buffers()
+
+    def _see_buffers(self) -> None:
+        """Note on the meter what has come and gone in the engine's buffers."""
+        for (unit, kind), nbytes in self._buffers.changes[self._num_seen :]:
+            self._come(kind.value, unit, nbytes)
+        self._num_seen = len(self._buffers.changes)
+
+    def _carry_out(self, action: do.Action) -> None:
+        match action:
+            case do.Gather(unit):
+                self._gather(unit)
+            case do.Await(unit):
+                self._await(unit)
+            case do.Free() | do.FreeGroup() | do.Shrink():
+                self.clock.follow_compute(Lane.GATHER)
+            case do.Reduce(unit):
+                self._reduce(unit)
+            case do.FinishReduce(unit):
+                if self._costs.overlaps:
+                    is_summed = any(each.all_reduced for each in self._sharded.units[unit].traffic)
+                    lane = Lane.ALL_REDUCE if is_summed else Lane.REDUCE
+                    self.clock.wait(lane, unit, self._reduced[unit])
+            case do.Discard():
+                pass
+
+    def _gather(self, unit: int) -> None:
+        if not self._costs.overlaps:
+            return
+        for traffic in self._sharded.units[unit].traffic:
+            fetched = 0.0
+            if self._sharded.is_offloaded:
+                seconds = self._costs.to_host(traffic.owned)
+                fetched = self.clock.start(Lane.COPY, "copy", unit, seconds, traffic.owned)
+            seconds = self._seconds("all-gather", traffic.gathered, traffic.shard)
+            self._gathered[unit] = self.clock.start(
+                Lane.GATHER, "gather", unit, seconds, traffic.gathered, after=fetched
+            )
+
+    def _await(self, unit: int) -> None:
+        if self._costs.overlaps:
+            self.clock.wait(Lane.GATHER, unit, self._gathered[unit])
+        else:
+            gathered = [(each.shard, each.gathered) for each in self._sharded.units[unit].traffic]
+            self._do_together(Lane.GATHER, "gather", "all-gather", unit, gathered)
+        for sizes in self._sharded.units[unit].groups:
+            if sizes.rows:
+                self.clock.compute("copy out", unit, self._costs.copied(sizes.rows + sizes.unsharded))
+
+    def _reduce(self, unit: int) -> None:
+        nbytes = self._uncopied.pop(unit, 0)
+        if nbytes:
+            self.clock.compute("copy in", unit, self._costs.copied(2 * nbytes))
+        if not self._costs.overlaps:
+            of_groups = self._sharded.units[unit].traffic
+            over_shards = [(each.shard, each.reduced) for each in of_groups]
+            over_replicas = [(each.replicate, each.all_reduced) for each in of_groups]
+            self._do_together(Lane.REDUCE, "reduce", "reduce-scatter", unit, over_shards)
+            self._do_together(Lane.ALL_REDUCE, "all-reduce", "all-reduce", unit, over_replicas)
+            return
+        for traffic, sizes in self._groups(unit):
+            scattered = self._seconds("reduce-scatter", traffic.reduced, traffic.shard)
+            summed = self._seconds("all-reduce", traffic.all_reduced, traffic.replicate)
+            end = self.clock.start(Lane.REDUCE, "reduce", unit, scattered, traffic.reduced, after=self.clock.now)
+            end = self.clock.start(Lane.ALL_REDUCE, "all-reduce", unit, summed, traffic.all_reduced, after=end)
+            self._reduced[unit] = end
+            if self._sharded.is_offloaded:
+                seconds = self._costs.to_host(sizes.gradients)
+                self._landed = self.clock.start(Lane.COPY, "copy", unit, seconds, sizes.gradients, after=end)
+
+    def _do_together(self, lane: Lane, name: str, kind: str, unit: int, parts: Sequence[tuple[Group, int]]) -> None:
+        """Do collectives of a unit's groups, the way without streams. They are queued together and waited for together:
+        those between the same ranks take as long as one of all their bytes."""
+        total: Counter[Group] = Counter()
+        for group, nbytes in parts:
+            total[group] += nbytes
+        for group, nbytes in total.items():
+            self.clock.do_beside(lane, name, unit, self._seconds(kind, nbytes, group), nbytes)
+
+    def _seconds(self, kind: str, nbytes: int, group: Group) -> float:
+        return self._costs.collective(kind, nbytes, group) if nbytes else 0.0
+
+    def _groups(self, unit: int) -> zip[tuple[Traffic, GroupSizes]]:
+        each = self._sharded.units[unit]
+        return zip(each.traffic, each.groups, strict=True)

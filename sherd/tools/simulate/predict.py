@@ -1,0 +1,252 @@
+"""The prediction of a step on a cluster: time, memory as the device sees it, bytes on each link, and the price."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import cycle
+
+from sherd.tools.simulate.clock import Costs
+from sherd.tools.simulate.cluster import Cluster
+from sherd.tools.simulate.costs import Ranks, collective_seconds, flops_in, op_seconds, waited
+from sherd.tools.simulate.pipeline import Stage, begins
+from sherd.tools.simulate.play import pass_seconds, play
+from sherd.tools.simulate.reserved import Reserved, reserved_roughly
+from sherd.tools.simulate.settings import Mesh
+from sherd.tools.simulate.sharded import Sharded
+from sherd.tools.simulate.stretches import Called, Part
+from sherd.tools.simulate.timeline import Lane, Timeline
+from sherd.tools.simulate.work import Group, Op, OpKind, Work
+
+
+class ClusterCosts(Costs):
+    """The costs on a rank of `cluster`, whose nodes are filled one after the other."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.overlaps, self.host, self.beside = cluster.device.overlaps, cluster.device.host, cluster.device.beside
+        self._collective = cache(self._collective_seconds)  # units are many and alike
+
+    def op(self, op: Op) -> float:
+        return op_seconds(op, self._cluster.device)
+
+    def copied(self, nbytes: int) -> float:
+        device = self._cluster.device
+        return device.launch + nbytes / (device.bandwidth * device.shares.get(OpKind.COPY, 1.0))
+
+    def collective(self, kind: str, nbytes: int, group: Group) -> float:
+        return self._collective(kind, nbytes, group)
+
+    def _collective_seconds(self, kind: str, nbytes: int, group: Group) -> float:
+        ranks = Ranks.of(group, self._cluster.devices_per_node)
+        return collective_seconds(kind, nbytes, ranks, self._cluster)
+
+    def waited(self, computed: float) -> float:
+        return waited(computed, self._cluster.device.skew)
+
+    def to_host(self, nbytes: int) -> float:
+        link = self._cluster.to_host
+        return link.latency + nbytes / link.bandwidth
+
+    def optimizer(self, nbytes: int, num_tensors: int, on_host: bool) -> float:
+        link = self._cluster.optimizer
+        if link and not on_host:
+            return num_tensors * link.latency + nbytes / link.bandwidth
+        # A device's share of its host's memory is about as fast as its way there.
+        return self.to_host(nbytes) if on_host else self.copied(nbytes)
+
+    def link(self, group: Group) -> str:
+        """Returns the slowest link between ranks of `group`, in words."""
+        ranks = Ranks.of(group, self._cluster.devices_per_node)
+        return "within nodes" if ranks.per_node >= ranks.size else "across nodes"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step on a cluster, of one rank.
+
+    Attributes:
+        timeline: what happens when. Its peak is of bytes alive at once.
+        reserved_bytes: what the caching allocator takes from the driver, about.
+        driver_bytes: what the device lacks: reserved, and what the driver and libraries take.
+        flops: of the model on this rank, without what activation checkpointing computes again.
+        tokens_per_second: of all ranks; 0 if the model reads no tokens.
+        samples_per_second: of all ranks.
+        mfu: the share of the device's peak FLOP/s, in the dtype of most of its matrix products, that `flops` are.
+            A dtype without a figure is as in `flops_in`.
+        sent: bytes that the rank sends in the step, by link.
+    """
+
+    cluster: Cluster
+    mesh: Mesh
+    timeline: Timeline
+    reserved_bytes: int
+    driver_bytes: int
+    flops: int
+    tokens_per_second: float
+    samples_per_second: float
+    mfu: float
+    sent: dict[str, int]
+
+    @property
+    def cost_per_million_tokens(self) -> float | None:
+        """In the cluster's currency; None without a price or tokens."""
+        return self._cost_per_million(self.tokens_per_second)
+
+    @property
+    def cost_per_million_samples(self) -> float | None:
+        """In the cluster's currency; None without a price."""
+        return self._cost_per_million(self.samples_per_second)
+
+    def _cost_per_million(self, per_second: float) -> float | None:
+        price = self.cluster.price_per_hour
+        return price * self.mesh.num_ranks / 3600 / per_second * 1e6 if price is not None and per_second else None
+
+    def lasting(self, seconds: float, times: float = 1.0) -> Prediction:
+        """Returns the prediction of a step that lasts so long, as other ranks need it, and does so many times as
+        much."""
+        share = times * self.timeline.seconds / seconds
+        return replace(
+            self,
+            timeline=replace(self.timeline, seconds=seconds),
+            flops=round(self.flops * times),
+            tokens_per_second=self.tokens_per_second * share,
+            samples_per_second=self.samples_per_second * share,
+            mfu=self.mfu * share,
+        )
+
+    def continued(self, before: Prediction, num: int, more: int) -> Prediction:
+        """Returns the prediction of a step with `more` micro-batches than the `num` of this one. Each adds what this
+        one has beyond the one `before`, which has a micro-batch less. The spans are those of this one."""
+
+        def beyond(less: float, now: float) -> float:
+            return now + more * (now - less)
+
+        timeline, earlier = self.timeline, before.timeline
+        waits = {lane: beyond(earlier.exposed.get(lane, 0.0), each) for lane, each in timeline.exposed.items()}
+        found = self.lasting(beyond(earlier.seconds, timeline.seconds), (num + more) / num)
+        return replace(
+            found,
+            timeline=replace(found.timeline, exposed=waits),
+            reserved_bytes=round(beyond(before.reserved_bytes, self.reserved_bytes)),
+            driver_bytes=round(beyond(before.driver_bytes, self.driver_bytes)),
+            sent={link: round(beyond(before.sent.get(link, 0), each)) for link, each in self.sent.items()},
+        )
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """What a rank does: its micro-batch, the same in parts, the sharded model, and in a pipeline its stage."""
+
+    work: Work
+    sharded: Sharded
+    parts: Sequence[Part]
+    stage: Stage | None = None
+
+
+def predict_pipeline(
+    first: RankWork,
+    last: RankWork,
+    cluster: Cluster,
+    mesh: Mesh,
+    *,
+    micro_batches: int,
+    has_holes: bool = True,
+    title: str = "",
+) -> Prediction:
+    """Returns the prediction of a pipeline's step on the stage that takes the most memory: the first one, which has the
+    most micro-batches under way, or the last one, which has the logits. All but the last one are like the first."""
+    costs = ClusterCosts(cluster)
+    assert first.stage is not None and last.stage is not None, "both are in the pipeline"
+    of_first, of_last = (
+        pass_seconds(rank.parts, rank.sharded, costs, stage)
+        for rank, stage in ((first, first.stage), (last, last.stage))
+    )
+    send = costs.collective("send", first.stage.sent, first.stage.pair)
+    times = begins([of_first] * (mesh.pp - 1) + [of_last], micro_batches, send)
+    ranks = (
+        replace(first, stage=replace(first.stage, begins=times[0])),
+        replace(last, stage=replace(last.stage, begins=times[-1])),
+    )
+    found = [
+        predict(each, cluster, mesh, micro_batches=micro_batches, has_holes=has_holes, title=title) for each in ranks
+    ]
+    seconds = max(each.timeline.seconds for each in found)
+    largest = max(found, key=lambda each: each.driver_bytes).lasting(seconds)
+    flops = ((mesh.pp - 1) * found[0].flops + found[1].flops) // mesh.pp  # of the ranks of all stages, in the mean
+    return replace(largest, flops=flops, mfu=largest.mfu * flops / largest.flops)
+
+
+def predict(
+    rank: RankWork,
+    cluster: Cluster,
+    mesh: Mesh,
+    *,
+    micro_batches: int = 1,
+    reduces_each: bool = True,
+    has_holes: bool = True,
+    title: str = "",
+) -> Prediction:
+    """Returns the prediction of a step; see `play`. With `has_holes`, what is reserved has those of the allocator's
+    pools."""
+    work, costs, device = rank.work, ClusterCosts(cluster), cluster.device
+    units, has_lanes = rank.sharded.units, device.overlaps
+    reserved = Reserved(units, device.memory - device.library_bytes) if has_lanes and has_holes else None
+    timeline = play(
+        rank.parts,
+        rank.sharded,
+        costs,
+        micro_batches=micro_batches,
+        reduces_each=reduces_each,
+        stage=rank.stage,
+        reserved=reserved,
+        title=title,
+    )
+    seconds = timeline.seconds
+    flops = micro_batches * work.flops
+    tokens, samples = (micro_batches * mesh.num_data * each / seconds for each in (work.tokens, work.samples))
+    if reserved is not None:
+        nbytes = reserved.allocator.most_reserved
+    else:
+        nbytes = reserved_roughly(timeline.changes, units) if has_lanes else timeline.peak.nbytes
+    return Prediction(
+        cluster,
+        mesh,
+        timeline,
+        nbytes,
+        nbytes + device.library_bytes,
+        flops,
+        tokens,
+        samples,
+        flops / seconds / flops_in(work.dtype, device.peak_flops),
+        _sent(timeline, rank, costs),
+    )
+
+
+def _sent(timeline: Timeline, rank: RankWork, costs: ClusterCosts) -> dict[str, int]:
+    """Returns the bytes that a rank sends in the collectives of a step, by the slowest link of their ring."""
+    groups: dict[tuple[Lane, int], list[Group]] = {}
+    for number, unit in enumerate(rank.sharded.units):
+        for each in unit.traffic:
+            groups.setdefault((Lane.GATHER, number), []).extend([each.shard] * (each.gathered > 0))
+            groups.setdefault((Lane.REDUCE, number), []).extend([each.shard] * (each.reduced > 0))
+            groups.setdefault((Lane.ALL_REDUCE, number), []).extend([each.replicate] * (each.all_reduced > 0))
+    if not costs.overlaps:  # those of a unit between the same ranks run together
+        groups = {key: [*dict.fromkeys(each)] for key, each in groups.items()}
+    for part in rank.parts:
+        if isinstance(part, Called) and part.collective.group.size > 1:
+            groups.setdefault((Lane.MODEL, part.unit), []).append(part.collective.group)
+    in_turn = {key: cycle(each) for key, each in groups.items()}  # the order in which they are queued
+    sent: Counter[str] = Counter()
+    for span in timeline.spans:
+        if span.lane is Lane.COPY:
+            sent["to the host"] += span.nbytes
+        elif span.name == "send" and rank.stage is not None:
+            sent[costs.link(rank.stage.pair)] += span.nbytes
+        elif (span.lane, span.unit) in in_turn:
+            group = next(in_turn[span.lane, span.unit])
+            times = 2 if span.name == "all-reduce" else 1
+            sent[costs.link(group)] += times * span.nbytes * (group.size - 1) // group.size
+    return dict(sent)

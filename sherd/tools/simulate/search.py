@@ -1,0 +1,205 @@
+"""The search for the fastest settings that fit the memory, of which all combinations are too many to be tried.
+
+It begins with a few. One choice after the other gets the best of its values, given the others: of settings that do not
+fit, that which lacks least memory; of those that fit, the fastest (coordinate descent). Along an axis of a mesh it
+stops where it only gets worse, and an axis that is much slower is left out of what follows. Where no single change
+helps, the difference in time and memory of each is known. As if these added up, the best combinations of changes
+are looked for and tried; a better one is the next beginning.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from sherd.tools.simulate.settings import Settings, Space
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The seconds of a step under some settings, and the bytes that it takes of a device."""
+
+    seconds: float
+    nbytes: int
+
+
+IMPOSSIBLE = Outcome(math.inf, sys.maxsize)
+"""Of settings that the model refuses."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The outcome of a search.
+
+    Attributes:
+        outcomes: of all settings that were tried and are possible.
+        ranking: those that fit, fastest first; if none does, all, the one that lacks least first.
+        fits: whether the first one of `ranking` does.
+        limit: the bytes of a device.
+    """
+
+    outcomes: dict[Settings, Outcome]
+    ranking: tuple[Settings, ...]
+    fits: bool
+    limit: int
+
+    @property
+    def best(self) -> Settings:
+        """The first one of the ranking."""
+        return self.ranking[0]
+
+    def corrected(self, exact: Mapping[Settings, Outcome]) -> Found:
+        """Returns it with outcomes that are better known, that of the best settings among them. Others are taken to be
+        off as these were: their seconds by the same factor, their bytes by the same number."""
+        best, rough = exact[self.best], self.outcomes[self.best]
+        factor, more = best.seconds / rough.seconds, best.nbytes - rough.nbytes
+        outcomes = {
+            settings: exact.get(settings) or Outcome(each.seconds * factor, each.nbytes + more)
+            for settings, each in self.outcomes.items()
+        }
+        fits = best.nbytes <= self.limit
+        others = [each for each in outcomes if each != self.best and (outcomes[each].nbytes <= self.limit or not fits)]
+        others.sort(key=lambda each: merit(outcomes[each], self.limit))
+        return Found(outcomes, (self.best, *others), fits, self.limit)
+
+    def others(self) -> Iterator[tuple[str, Settings, Outcome]]:
+        """Yields for each choice of the best settings its name, and the best settings that choose otherwise in it
+        alone, of those that were tried."""
+        by_merit = sorted(self.outcomes, key=lambda each: merit(self.outcomes[each], self.limit))
+        for name in self.best.in_words():
+            alone = [each for each in by_merit if self.best.differing(each) in ([name], _TOGETHER.get(name))]
+            if alone:
+                yield name, alone[0], self.outcomes[alone[0]]
+
+
+_TOGETHER = {
+    "mesh": ["mesh", "micro_batches"],
+    "micro_batch": ["micro_batch", "micro_batches"],
+    "checkpointing": ["checkpointing", "recompute"],
+}
+"""Choices that are made together."""
+
+
+def merit(outcome: Outcome, limit: int) -> tuple[int, float, int]:
+    """Returns a key by which better outcomes come first: what fits before what does not, then the faster."""
+    return max(0, outcome.nbytes - limit), outcome.seconds, outcome.nbytes
+
+
+def search(evaluate: Callable[[Settings], Outcome], space: Space, beginnings: Iterable[Settings], limit: int) -> Found:
+    """Returns the settings that were tried, best first. `evaluate` is called once for each.
+
+    Args:
+        evaluate: tells what a step takes, or `IMPOSSIBLE`.
+        space: the choices that there are.
+        beginnings: the settings that are tried first, of which one is possible.
+        limit: the bytes of a device.
+    """
+    tried = _Tried(evaluate, space, limit)
+    for settings in beginnings:
+        before = None
+        while settings != before:
+            before = settings
+            for name in space.choices:
+                settings = tried.best_in(name, settings)
+            if settings == before:
+                settings = min((settings, *_combined(space, tried.outcomes, settings, limit)), key=tried.merit)
+    possible = {settings: outcome for settings, outcome in tried.outcomes.items() if outcome is not IMPOSSIBLE}
+    fitting = [settings for settings, outcome in possible.items() if outcome.nbytes <= limit]
+    return Found(possible, tuple(sorted(fitting or possible, key=tried.merit)), bool(fitting), limit)
+
+
+PATIENCE = 2
+"""Of an axis of a mesh larger sizes are not tried, once so many in turn are each worse than the best so far."""
+SLOW = 1.2
+"""An axis is not tried again, once each of its sizes has taken so many times as long as settings that fit."""
+
+
+class _Tried:
+    """The settings that a search has tried, and their `outcomes`."""
+
+    def __init__(self, evaluate: Callable[[Settings], Outcome], space: Space, limit: int) -> None:
+        self.outcomes: dict[Settings, Outcome] = {}
+        self._evaluate, self._space, self._limit = evaluate, space, limit
+        self._slow_axes: set[int] = set()
+
+    def merit(self, settings: Settings) -> tuple[int, float, int]:
+        """Returns the merit of `settings`, which are tried if they were not yet."""
+        if settings not in self.outcomes:
+            self.outcomes[settings] = self._evaluate(settings)
+        return merit(self.outcomes[settings], self._limit)
+
+    def best_in(self, name: str, settings: Settings) -> Settings:
+        """Returns the best of `settings` and of those that choose otherwise in `name`."""
+        best = settings
+        for number, line in enumerate(self._space.lines(settings, name)):
+            if name != "mesh":
+                best = min((best, *line), key=self.merit)
+            elif number not in self._slow_axes:
+                walked = self._walk(line, [settings] if number else [])
+                best = min((best, *walked), key=self.merit)
+                now = self.outcomes[settings]
+                # Other numbers of replicas, the first line, need no other reading of the model, and are always tried.
+                if number and now.nbytes <= self._limit:
+                    is_slow = all(self.outcomes[each].seconds > SLOW * now.seconds for each in walked)
+                    self._slow_axes |= {number} if is_slow else set()
+        return best
+
+    def _walk(self, line: Iterable[Settings], known: Sequence[Settings]) -> list[Settings]:
+        """Returns the settings of a line, until `PATIENCE` in turn are worse than the best of them and of `known`."""
+        walked: list[Settings] = []
+        num_worse = 0
+        for each in line:
+            walked.append(each)
+            num_worse = 0 if min((*known, *walked), key=self.merit) == each else num_worse + 1
+            if num_worse == PATIENCE:
+                break
+        return walked
+
+
+_Change = tuple[Any, float, int]  # a value, and its difference in seconds and bytes
+
+COMBINED = 8
+"""So many combinations of changes are tried at once."""
+
+
+def _combined(space: Space, outcomes: Mapping[Settings, Outcome], settings: Settings, limit: int) -> Iterator[Settings]:
+    """Yields the best combinations of changes of `settings`, whose single changes were tried, as if these added up."""
+    now = outcomes[settings]
+    changes: list[list[_Change]] = [[(None, 0.0, 0)] for _ in space.choices]
+    for name, found in zip(space.choices, changes, strict=True):
+        for each in filter(outcomes.__contains__, space.changed(settings, name)):
+            seconds, nbytes = outcomes[each].seconds - now.seconds, outcomes[each].nbytes - now.nbytes
+            if seconds < 0 or nbytes < 0:  # others help nobody
+                found.append((getattr(each, name), seconds, nbytes))
+
+    def expected(combination: tuple[_Change, ...]) -> tuple[int, float, int]:
+        seconds, nbytes = sum(each[1] for each in combination), sum(each[2] for each in combination)
+        return merit(Outcome(now.seconds + seconds, now.nbytes + nbytes), limit)
+
+    several = (each for each in product(*changes) if sum(value is not None for value, *_ in each) > 1)
+    for combination in heapq.nsmallest(COMBINED, several, key=expected):
+        named = zip(space.choices, combination, strict=True)
+        made = space.with_values(settings, {name: value for name, (value, *_) in named if value is not None})
+        if made is not None:
+            yield made
+
+
+def cheapest_changes(
+    evaluate: Callable[[Settings], Outcome], space: Space, settings: Settings, limit: int, num: int = 3
+) -> list[tuple[Settings, Outcome]]:
+    """Returns the `num` changes of one choice of `settings` that fit, the fastest first. Where no single one does, the
+    settings that a search from here has found, if these fit."""
+    changed = {each: evaluate(each) for each in space.neighbours(settings) if each != settings}
+    best_of: dict[tuple[str, ...], Settings] = {}
+    for each in sorted(changed, key=lambda each: changed[each].seconds):
+        if changed[each].nbytes <= limit:
+            best_of.setdefault(tuple(settings.differing(each)), each)
+    if best_of:
+        return [(each, changed[each]) for each in list(best_of.values())[:num]]
+    found = search(evaluate, space, [settings], limit)
+    return [(found.best, found.outcomes[found.best])] if found.fits else []

@@ -1,0 +1,369 @@
+"""`verify_equivalence`: some steps of a sharded model beside the same steps of the plain model in one process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sherd.api.fully_shard import fully_shard
+from sherd.comm.groups import default_group
+from sherd.comm.objects import all_gather_objects, broadcast_object, raw_bytes
+from sherd.engine.run.seal import unit_of, units_below
+from sherd.engine.run.structures import map_tensors, tensors_in
+from sherd.errors import PolicyError, SherdError, StateError
+from sherd.requirements import require_factor, require_floating_dtype, require_int, require_type
+from sherd.tools.verify.reference import WIDTHS, ExpectedStep, save, stored_steps, train_plain
+from sherd.tools.verify.report import KINDS, Difference, EquivalenceReport, difference
+from sherd.tools.verify.training import (
+    EVERY_PART,
+    UPDATED,
+    Key,
+    Loss,
+    MakeOptimizer,
+    Recipe,
+    Shown,
+    Training,
+    plainly_named,
+    seed_all,
+)
+
+__all__ = ["verify_equivalence"]
+
+T = TypeVar("T")
+WHAT = "verify_equivalence"
+TENSOR_FLOAT_32 = 2.0**-10
+PORTION = 64 * 2**20  # bytes of tensors that rank 0 sends at once
+
+
+def own_loss(model: nn.Module, batch: object) -> Tensor:
+    """Returns the `loss` in the model's output if there is one, else the mean square of all that it puts out."""
+    output = output_of(model, batch)
+    loss = loss_in(output)
+    return torch.cat([each.float().flatten() for each in tensors_in(output)]).square().mean() if loss is None else loss
+
+
+def output_of(model: nn.Module, batch: object) -> object:
+    """Returns what `model` makes of `batch`; one that is a tuple, list or dict is given as arguments."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def loss_in(output: object) -> Tensor | None:
+    """Returns the `loss` in a model's output, if there is one."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Returns SGD with momentum."""
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def verify_equivalence(
+    build: Callable[[], nn.Module],
+    batches: Iterable[object],
+    *,
+    shard: Callable[[nn.Module], nn.Module | None] = fully_shard,
+    loss: Loss = own_loss,
+    optimizer: MakeOptimizer = sgd,
+    parts: int | None = None,
+    seed: int = 0,
+    compute_dtype: torch.dtype | None = None,
+    margin: float = 4.0,
+    reference: str | Path | None = None,
+    save_reference: str | Path | None = None,
+) -> EquivalenceReport:
+    """Train a sharded model beside the plain model, one step per batch, and report the first tensor that differs by
+    more than the dtype explains.
+
+    Compared are the parameters and buffers before the first step, and in each step the outputs of the units and of the
+    model, the losses, the gradients, the buffers, and the parameters after the optimizer's step. It ends with the first
+    step in which something differs. All ranks must call it, and all get the same report.
+
+    The plain model is trained by rank 0 alone: so no other rank needs the memory, and nothing in it depends on the
+    rank. It runs the parts of a batch one after the other, and averages their gradients.
+
+    How much is allowed is measured. Beside the plain model runs another one with an error in every weight, input and
+    sum of gradients, of random sign and of the size of one spacing of the coarsest dtype (`torch.finfo(dtype).eps`). A
+    tensor may differ by `margin` times what this changes in it, or by `margin` spacings if that is more. The dtypes are
+    those of the parameters, of the units' `MixedPrecisionPolicy`, and `compute_dtype`. Once the gradients were
+    compared, all models step with those of the plain one: so an update may differ by `margin` spacings of the
+    parameter's own dtype only, and each step begins at the same point.
+
+    The caller's process groups, random state and grad mode stay as they are. Without a process group it makes that of
+    torchrun's environment, and leaves it as `fully_shard` does; without that, a group of one rank for this call.
+
+    Args:
+        build: returns the plain model. It is called on every rank, and twice more on rank 0, each time with the same
+            seed of torch and Python.
+        batches: tensors, or containers of tensors, one per step; the same on all ranks. Dim 0 of each tensor is cut
+            into equal `parts`, and data-parallel rank r takes part r. Ranks that differ only in other axes of a mesh
+            take the same part.
+        shard: shards the model in place, or returns the sharded one: with either front end, over any mesh, after
+            `parallelize_module` or not.
+        loss: the loss of (model, part of a batch), a mean over samples. By default the `loss` in the model's output,
+            else the mean square of the output; a batch that is a tuple, list or dict is given as arguments.
+        optimizer: the optimizer of the parameters that need gradients.
+        parts: a multiple of the number of data-parallel ranks, which it is by default. Each rank then takes several
+            parts, neighbours, and adds up their gradients. So one process can compute what 8 ranks do.
+        seed: seeds `build`, and each forward by step and part: dropout drops the same in both trainings.
+        compute_dtype: a coarser dtype than units and parameters show, such as that of an autocast in `loss`.
+        margin: see above.
+        reference: a file to compare with. No plain model is trained then.
+        save_reference: a file that rank 0 writes the plain training to.
+
+    Raises, on all ranks alike:
+        PolicyTypeError, PolicyError: an argument of the wrong type; batches that differ between ranks, or that `parts`
+            does not divide; a file that does not fit.
+        StateError: `build`, `shard`, or the plain training raised an error on a rank.
+    """
+    with _process_group(), _own_state():
+        functions = {"build": build, "shard": shard, "loss": loss, "optimizer": optimizer}
+        steps = _agreed("the arguments", partial(_checked, batches, functions, parts, seed, compute_dtype, margin))
+        seed_all(seed)
+        model = _agreed("build() or shard()", lambda: _sharded(build, shard))
+        place = _agreed("the model", lambda: _Place.of(model, parts, compute_dtype))
+        pieces = _agreed("batches", lambda: [_cut(batch, place.parts, at) for at, batch in enumerate(steps)])
+        digests = _same_everywhere([_digest(batch) for batch in steps])
+        recipe = Recipe(loss, optimizer, seed, place.parts, place.device, place.watched)
+        made_with = {"parts": place.parts, "seed": seed, "batches": digests}
+        plain = train_plain(build, recipe, WIDTHS if save_reference else (place.eps,), pieces)
+        source = stored_steps(Path(reference), made_with) if reference else plain
+        training = _agreed("optimizer()", lambda: Training(model, recipe, place.own))
+        comparison, kept = _Comparison(place, margin), []
+        for number in range(len(pieces) + 1):
+            is_first = dist.get_rank() == 0
+            expected = _agreed("the plain training", lambda: next(source) if is_first else None)  # noqa: B023
+            shown = training.step(number, pieces[number - 1]) if number else training.start()
+            gradients = comparison.compare(number, expected, shown, is_update=False)
+            if number and not comparison.differences:
+                comparison.compare(number, expected, training.update(gradients), is_update=True)
+            kept += [expected] if expected and save_reference else []
+            if comparison.differences:
+                break
+        if save_reference:
+            _agreed("save_reference", lambda: save(Path(save_reference), made_with, kept) if kept else None)
+        return comparison.report(f"the file {reference}" if reference else "the plain model on rank 0")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the sharded model is: on which device, in numbers how far apart, and with which parts of a batch."""
+
+    parts: int
+    own: range
+    device: torch.device
+    eps: float
+    watched: frozenset[str]
+
+    @classmethod
+    def of(cls, model: nn.Module, parts: int | None, compute_dtype: torch.dtype | None) -> _Place:
+        """Read it off the units of `model`; without units it is data parallel over all ranks."""
+        units, tensors = units_below(model), list(model.parameters())
+        number, rank, device = dist.get_world_size(), dist.get_rank(), tensors[0].device
+        if units:
+            mesh = units[0].mesh
+            number, rank = mesh.num_shards * mesh.num_replicas, mesh.replica * mesh.num_shards + mesh.shard_rank
+            device = mesh.device
+        parts = parts or number
+        if parts % number:
+            raise PolicyError(f"{WHAT}(parts={parts}): expected a multiple of the {number} data-parallel ranks")
+        precisions = [dtype for unit in units for dtype in (unit.precision.param_dtype, unit.precision.reduce_dtype)]
+        dtypes = {compute_dtype, *precisions, *(each.dtype for each in tensors)}
+        eps = max(torch.finfo(each).eps for each in dtypes if each and (each.is_floating_point or each.is_complex))
+        if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+            eps = max(eps, TENSOR_FLOAT_32)
+        watched = {name for name, each in plainly_named(model.named_modules()).items() if unit_of(each) is not None}
+        each = parts // number
+        return cls(parts, range(rank * each, (rank + 1) * each), device, eps, frozenset({"", *watched}))
+
+
+class _Comparison:
+    """The comparisons made so far, on all ranks."""
+
+    def __init__(self, place: _Place, margin: float) -> None:
+        self._place, self._margin = place, margin
+        self.differences: list[Difference] = []
+        self._closest: dict[str, Difference] = {}
+        self._counts: dict[str, int] = {}
+        self._steps = 0
+
+    def compare(self, number: int, expected: ExpectedStep | None, shown: Shown, is_update: bool) -> dict[str, Tensor]:
+        """Compare what step `number` has `shown` on this rank, its update or all before that, with what is `expected`,
+        which rank 0 knows. Returns the expected gradients."""
+        mine, rank = [], dist.get_rank()
+        gradients: dict[str, Tensor] = {}
+        for key, value, size, allowed in self._from_rank_0(expected, is_update):
+            gradients |= {key.name: value} if key.kind == "gradient" else {}
+            found = shown.pop(key, None)
+            # Not every unit is called as a module; under tensor parallelism an output may be a rank's part.
+            is_whole = key.kind != "forward output" or (found is not None and found.shape == value.shape)
+            if is_whole and key.part in (EVERY_PART, *self._place.own):
+                mine.append(difference(key, number, rank, found, value, size, allowed))
+        mine += [difference(key, number, rank, shown[key], None, 0, 0) for key in shown if key.kind != "forward output"]
+        everywhere = [each for of_rank in all_gather_objects(list(enumerate(mine)), WHAT) for each in of_rank]
+        for _, each in everywhere:
+            self._counts[each.kind] = self._counts.get(each.kind, 0) + 1
+            if each.kind not in self._closest or each.share > self._closest[each.kind].share:
+                self._closest[each.kind] = each
+        too_large = [(KINDS.index(each.kind), at, each.rank, each) for at, each in everywhere if each.share > 1]
+        self.differences = [each for *_, each in sorted(too_large, key=lambda found: found[:3])]
+        self._steps = number
+        return gradients
+
+    def _from_rank_0(
+        self, expected: ExpectedStep | None, is_update: bool
+    ) -> Iterator[tuple[Key, Tensor, float, float]]:
+        """Yields on all ranks what rank 0 expects. It comes in portions: a whole model more may not fit."""
+        waiting = [] if expected is None else [key for key in expected if (key.kind == UPDATED) == is_update]
+        while True:
+            portion, num_bytes = [], 0
+            while expected is not None and waiting and num_bytes < PORTION:
+                each = expected[key := waiting.pop(0)]
+                portion.append((key, each.value, each.size, each.allowed(self._place.eps, self._margin)))
+                num_bytes += each.value.nbytes
+            told = broadcast_object(portion, WHAT)
+            if not told:
+                return
+            yield from told
+
+    def report(self, against: str) -> EquivalenceReport:
+        """Returns the report."""
+        setting = (
+            f"{dist.get_world_size()} ranks, {self._place.parts} part(s) of each batch, against {against}; numbers of "
+            f"the coarsest dtype are {self._place.eps:.2g} apart"
+        )
+        return EquivalenceReport(tuple(self.differences), self._closest, self._counts, self._steps, setting)
+
+
+def _checked(
+    batches: Iterable[object],
+    functions: Mapping[str, object],
+    parts: int | None,
+    seed: int,
+    compute_dtype: torch.dtype | None,
+    margin: float,
+) -> list[object]:
+    """Returns the batches as a list. Raises PolicyTypeError or PolicyError."""
+    for name, function in functions.items():
+        require_type(f"{WHAT}({name}=...): expected a function", function, Callable)
+    require_int(f"{WHAT}(parts={{}})", 1 if parts is None else parts, 1)
+    require_int(f"{WHAT}(seed={{}})", seed, 0)
+    require_floating_dtype(f"{WHAT}(compute_dtype={{}})", compute_dtype)
+    require_factor(f"{WHAT}(margin={{}})", margin)
+    require_type(f"{WHAT}(batches=...): expected a list of batches", batches, Iterable)
+    found = list(batches)
+    if not found or not all(any(tensor.dim() for tensor in tensors_in(batch)) for batch in found):
+        raise PolicyError(f"{WHAT}(batches=...): expected one or more batches, each with a tensor that has rows")
+    return found
+
+
+def _sharded(build: Callable[[], nn.Module], shard: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
+    """Returns the sharded model, which has parameters."""
+    plain = build()
+    require_type(f"{WHAT}(build=...): expected it to return a module", plain, nn.Module)
+    sharded = shard(plain)
+    model = plain if sharded is None else sharded
+    require_type(f"{WHAT}(shard=...): expected it to return a module or None", model, nn.Module)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise PolicyError(f"{WHAT}(build=...): no parameter of the model needs a gradient, so nothing would be trained")
+    return model
+
+
+def _cut(batch: object, parts: int, number: int) -> dict[int, object]:
+    """Returns the equal parts of `batch`, by number. Tensors without dims belong to all parts."""
+    rows = {len(tensor) for tensor in tensors_in(batch) if tensor.dim()}
+    size, rest = divmod(max(rows), parts)
+    if len(rows) > 1 or rest or not size:
+        raise PolicyError(
+            f"{WHAT}(batches=...): the tensors of batch {number} have {sorted(rows)} rows, to be cut into {parts} "
+            "equal parts. Gradients are averaged over ranks, so only the mean of equal parts is a reference: drop or "
+            "pad rows"
+        )
+
+    def rows_of(part: int, tensor: Tensor) -> Tensor:
+        return tensor[part * size : (part + 1) * size] if tensor.dim() else tensor
+
+    return {part: map_tensors(partial(rows_of, part), batch) for part in range(parts)}
+
+
+def _digest(batch: object) -> str:
+    """Returns a hash of all tensors in `batch`."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors_in(batch):
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(raw_bytes(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)))
+    return digest.hexdigest()
+
+
+def _same_everywhere(digests: list[str]) -> list[str]:
+    """Returns `digests`, those of this rank's batches. Raises PolicyError on all ranks if others have others."""
+    for rank, others in enumerate(first := all_gather_objects(digests, WHAT)):
+        if others != first[0]:
+            raise PolicyError(
+                f"{WHAT}(batches=...): rank {rank} has other batches than rank 0, or another number; give all ranks "
+                "the same whole batches, of which each takes its part"
+            )
+    return digests
+
+
+def _agreed(what: str, action: Callable[[], T]) -> T:
+    """Returns what `action` returns on this rank.
+
+    Raises:
+        SherdError: on all ranks alike, when a rank has raised something.
+    """
+    value, own, told = None, None, None
+    try:
+        value = action()
+    except Exception as error:
+        known = isinstance(error, SherdError)
+        text = str(error.args[0]) if known else f"{WHAT}: {what} failed on rank {dist.get_rank()}: {error!r}"
+        own, told = error, (type(error) if known else StateError, text)
+    for other in all_gather_objects(told, WHAT):
+        if other is not None:
+            kind, text = other
+            raise kind(text) from own
+    return value  # type: ignore[return-value]
+
+
+@contextmanager
+def _process_group() -> Iterator[None]:
+    """The default process group. One of torchrun's ranks stays, as with `fully_shard`; one of this rank alone goes."""
+    if dist.is_initialized() or "RANK" in os.environ:
+        default_group()
+        yield
+        return
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _own_state() -> Iterator[None]:
+    """Random states inside leave no trace, and gradients are computed."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
+    before = random.getstate()
+    try:
+        with (
+            torch.random.fork_rng(devices, device_type=accelerator.type if accelerator else "cuda"),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
+            yield
+    finally:
+        random.setstate(before)
