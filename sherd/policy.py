@@ -292,6 +292,9 @@ class UnshardTerms:
         return [argument for argument, is_missing in wanted.items() if is_missing]
 
 
+_WORDS = {"unmanaged": get_args(Unmanaged), "on_touch": get_args(OnTouch)}
+
+
 @dataclass(frozen=True)
 class UnitPolicy:
     """All choices of a unit that can change after it was made. A setter of `FSDPModule` replaces one field.
@@ -342,6 +345,6 @@ class UnitPolicy:
     on_touch: OnTouch = "error"
 
     def __post_init__(self) -> None:
-        for name, kind in (("unmanaged", Unmanaged), ("on_touch", OnTouch)):
-            if getattr(self, name) not in get_args(kind):
-                raise PolicyError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(get_args(kind))}")
+        for name, words in _WORDS.items():
+            if self.__dict__[name] not in words:
+                raise PolicyError(f"{name}={self.__dict__[name]!r}: expected one of {', '.join(words)}")

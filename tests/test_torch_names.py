@@ -516,14 +516,18 @@ def test_become_view__changes_the_shape_outside_and_inside():
 def test_dynamo_disabled__runs_as_it_is_also_inside_a_compiled_function():
     seen: list[bool] = []
 
-    @_torch.dynamo_disabled
-    def outside(x):
+    def inside(x):
         seen.append(torch.compiler.is_compiling())
         return x + 1
 
+    @_torch.dynamo_disabled
+    def outside(x):
+        return inside(x)
+
     assert outside(1) == 2
     assert torch.compile(lambda x: outside(x * 2) * 3, backend="eager")(torch.ones(1)).item() == 9
-    assert seen == [False, False]
+    assert torch.compile(lambda x: inside(x), backend="eager")(torch.ones(1)).item() == 2
+    assert seen == [False, False, True]
 
 
 class _Untraced(torch.Tensor):

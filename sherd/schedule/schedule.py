@@ -57,11 +57,12 @@ class Schedule:
         """Returns the edge of the event `kind(*args)`, which is made where it is new in the present state only. The
         caller carries out its actions, in order."""
         assert not kwargs, "an event is looked up by what comes in order"
-        edge = self._node.edges.get((kind, args))
-        if edge is None:
+        node, key = self._node, (kind, args)
+        if key not in node.edges:
             event = kind(*args, **kwargs)
-            state, actions = decide(self._node.state, event)
-            edge = self._node.edges[kind, args] = Edge(event, self._at(state), actions)
+            state, actions = decide(node.state, event)
+            node.edges[key] = Edge(event, self._at(state), actions)
+        edge = node.edges[key]
         self._node = edge.to
         return edge
 

@@ -22,12 +22,12 @@ PACKAGE = Path(sherd.__file__).parent
 
 # A ceiling only ever falls: to what a change has made of it, in the same commit.
 CEILINGS = {
-    "default": 518,
-    "Flat": 510,
-    "wrapper": 573,
-    "HSDP": 538,
-    "two backwards in accumulate": 1434,
-    "engine over real groups": 490,
+    "default": 418,
+    "Flat": 410,
+    "wrapper": 411,
+    "HSDP": 438,
+    "two backwards in accumulate": 981,
+    "engine over real groups": 421,
 }
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sherd import FSDPModule, fully_shard
 from tests.support.comparing import Named, assert_named_close, whole_grads, whole_params
@@ -100,6 +101,29 @@ def differentiated(model, rank, step):
     return mean_square(model, rank, step)
 
 
+class Forces(nn.Module):
+    """The gradient of what a unit returns, computed again in backward, where it is differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(Block(), Block())
+
+    def of(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():  # a reentrant checkpoint has none in forward
+            return torch.autograd.grad(self.energy(x).square().mean(), x, create_graph=True)[0]
+
+    def forward(self, x: Tensor, use_reentrant: bool) -> Tensor:
+        return checkpoint(self.of, x, use_reentrant=use_reentrant)
+
+
+def of_forces(model, rank, step):
+    return model(noise(step, rank).requires_grad_(), use_reentrant=False).square().sum()
+
+
+def of_forces_again(model, rank, step):
+    return model(noise(step, rank).requires_grad_(), use_reentrant=True).square().sum()
+
+
 WAYS = [
     (post, by_letter),
     (routed, with_side_losses),
@@ -108,6 +132,8 @@ WAYS = [
     (stack, by_its_weight),
     (stack, mapped),
     (stack, differentiated),
+    (Forces, of_forces),
+    (Forces, of_forces_again),
 ]
 
 

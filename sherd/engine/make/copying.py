@@ -185,5 +185,5 @@ def _drop_hooks(module: nn.Module) -> None:
     for name in _HOOKS:
         registered = getattr(module, name)
         for key, hook in list(registered.items()):
-            if hooks.is_ours(getattr(hook, "hook", hook)):
+            if isinstance(getattr(hook, "hook", hook), hooks.Eager):
                 del registered[key]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -41,6 +42,8 @@ class GradientObserver(Protocol):
     def gives_back(self) -> None:
         """The rows of a reduction are about to be freed."""
 
+
+NBYTES = attrgetter("nbytes")
 
 Told = Callable[[torch.Tensor], None]
 
@@ -233,7 +236,7 @@ class Arrivals:
                 self._observer.borrowed()
         elif self._contributes:
             self._waiting.update(gradients)
-            self._waiting_bytes += sum([each.nbytes for each in gradients.values()])
+            self._waiting_bytes += sum(map(NBYTES, gradients.values()))
 
     def _can_be_rows(self, gradient: torch.Tensor) -> bool:
         """Returns whether `gradient`, the group's only one, is laid out and typed as it will be sent."""
@@ -258,18 +261,19 @@ class Arrivals:
     def _rows_to_fill(self) -> ReduceBuffer:
         """Returns the rows; new ones, in spare memory if there is any, if nothing was copied yet."""
         if self._rows is None:
-            spare = next((rows for rows in self._spare if rows.buffer.tensor.dtype == self._dtype), None)
-            if spare is None:
-                spare = ReduceBuffer.made(self._group, self._plan, self._dtype, self._lane)
-            else:
-                self._spare.remove(spare)
-            self._rows = spare
+            for number, spare in enumerate(self._spare):
+                if spare.buffer.tensor.dtype == self._dtype:
+                    self._rows = spare
+                    del self._spare[number]
+                    return spare
+            self._rows = ReduceBuffer.made(self._group, self._plan, self._dtype, self._lane)
         return self._rows
 
     def end_backward(self) -> None:
         """Note that the backward is over: gradients that did not come will not come. Those that no reduction has taken
         wait in the rows, where the next backward's are added to them."""
-        self.collect()
+        if self._waiting or self._hooks.noted:
+            self.collect()
         self._hooks.rest()
         if self._came:
             came_once = not self.came_twice and len(self._came) == self.num_expected
@@ -282,10 +286,11 @@ class Arrivals:
 
     def take(self, even_if_empty: bool) -> ReduceBuffer | None:
         """Returns the rows, for a reduction, which gives them back; None, or empty ones, if nothing has come."""
-        self.collect()
+        if self._waiting or self._hooks.noted:
+            self.collect()
         self._arrived.clear()
         self.was_taken = True
-        rows = self._rows_to_fill() if even_if_empty else self._rows
+        rows = self._rows_to_fill() if even_if_empty and self._rows is None else self._rows
         self._rows = None
         return rows
 

@@ -63,7 +63,7 @@ class ReduceBuffer:
             return
         if not self.filled:
             self._allocate()
-        again = self.filled.intersection(gradients)
+        again = self.filled.intersection(gradients) if self.filled else ()
         fresh = {at: each for at, each in gradients.items() if at not in again} if again else gradients
         targets, sources = self._places.pairs({at: gradients[at] for at in again}) if again else ([], [])
         if targets:  # tensors may have no elements

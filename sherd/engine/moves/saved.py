@@ -74,9 +74,10 @@ class Source(ABC):
 
 class Reader(Protocol):
     """A unit, whose forward saves tensors. `is_entered`: it knows that the present backward has come to it.
-    `is_under_other_hooks`: it was told so."""
+    `is_recorded`: autograd may be recording that backward. `is_under_other_hooks`: it was told so."""
 
     is_entered: bool
+    is_recorded: bool
     is_under_other_hooks: bool
 
     def enter_backward(self) -> None:
@@ -182,12 +183,13 @@ def _unpack(saved: _Saved) -> Any:
             f"backward needs a parameter of shape {tuple(part[1])} of a sharded model that was deleted, moved or cast "
             "since its forward; keep the model as it is until backward is done"
         )
-    if unit is not None and not unit.is_entered and in_backward():
-        unit.enter_backward()
-    if torch.is_grad_enabled() and in_backward() and saving_hooks() is None:
-        # With `create_graph` a backward saves what the next one will read. The engine restores the stack of hooks
-        # after each node, so what is pushed here ends with the node that reads.
-        push_saving_hooks(_hooks([unit]))
+    if (unit is None or not unit.is_entered or unit.is_recorded) and in_backward():
+        if unit is not None and not unit.is_entered:
+            unit.enter_backward()
+        if torch.is_grad_enabled() and saving_hooks() is None:
+            # With `create_graph` a backward saves what the next one will read. The engine restores the stack of hooks
+            # after each node, so what is pushed here ends with the node that reads.
+            push_saving_hooks(_hooks([unit]))
     if part is not None and owner is not None:
         if owner.live is not Live.UNSHARDED:
             owner.unshard()

@@ -29,7 +29,7 @@ from sherd.comm.streams import Streams
 from sherd.comm.transport import Transport
 from sherd.engine.moves import saved
 from sherd.engine.moves.buffer_plan import BufferPlan
-from sherd.engine.moves.unsharded_buffer import Guard, Unsharded
+from sherd.engine.moves.unsharded_buffer import Unsharded
 from sherd.engine.moves.weights import Flight, Weights
 from sherd.engine.state.group import Group
 from sherd.errors import PlacementError
@@ -55,7 +55,6 @@ class _Unsharded(Unsharded):
         self.tensor = tensor
         self.buffers = (*self.gathered, *map(Buffer.of, inner))
         self.parameters = [parameter]
-        self.guard = Guard(self.parameters)
 
     @property
     def versions(self) -> tuple[int, ...]:

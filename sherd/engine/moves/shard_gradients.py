@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ from sherd._torch import (
     local_tensor,
     new_dtensor,
 )
-from sherd.engine.state.group import Group, OptimizerParam
+from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import as_sharded
 from sherd.errors import GradientError
 from sherd.tensor.ragged import as_dtensor
@@ -30,6 +30,7 @@ class ShardGradients:
     def __init__(self, group: Group) -> None:
         self._group = group
         all_of = group.optimizer_params
+        self._records = [each.record for each in all_of]
         self._forms = [(type(as_sharded(each.parameter)), each.gradient_spec(group.grad_dtype)) for each in all_of]
         self._places = [slice(each.extent.start, each.extent.stop) for each in all_of]
         self._shapes = [each.shape for each in all_of]
@@ -45,7 +46,7 @@ class ShardGradients:
         terms: list[torch.Tensor] = []
         given: list[nn.Parameter] = []  # which have hooks
         low_precision = self._group.grad_dtype != self._group.dtype
-        parameters = _parameters_of(self._group.optimizer_params)
+        parameters = [each.shard if each.flat is None else each.flat.parameter for each in self._records]
         have_hooks = any(chain.from_iterable(map(hooks_on_gradient, parameters)))
         lacks_some = len(with_gradient) < len(self._group.parameters)
         views = map(torch.Tensor.view, map(reduced.__getitem__, self._places), self._shapes)
@@ -93,9 +94,3 @@ def _as_hook_says(name: str, hook: Callable[[Any], Any], term: torch.Tensor, spe
     if changed.placements != spec.placements:
         changed = changed.redistribute(placements=spec.placements)
     return local_tensor(changed).contiguous()
-
-
-def _parameters_of(optimizer_params: Sequence[OptimizerParam]) -> list[nn.Parameter]:
-    """Returns the Parameter objects of `optimizer_params`."""
-    records = [each.record for each in optimizer_params]
-    return [each.shard if each.flat is None else each.flat.parameter for each in records]

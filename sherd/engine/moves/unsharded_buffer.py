@@ -21,10 +21,12 @@ from sherd.layout.packing import Slot
 
 IS_TRAINED = attrgetter("requires_grad")
 ADDRESS = methodcaller("data_ptr")
+VERSION = attrgetter("_version")
 
 
-class Guard:
-    """Has autograd raise where it reads one of `parameters` while their memory is gone.
+class Unsharded:
+    """The unsharded `parameters` of `records`, and the `buffers` whose memory is freed under them. All-gathers fill
+    `gathered`, of which there may be fewer.
 
     Where autograd has saved a parameter and a hook of ours saw it, reading it has it gathered first. Without a hook
     autograd compares versions, so these are one ahead for as long as the memory is gone. That is what becomes of a
@@ -32,32 +34,11 @@ class Guard:
     test_a_weight_kept_as_an_attribute_is_right_or_raises_in_a_gradient_of_a_gradient.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = tuple(parameters)
-        self._is_up = False
-
-    def raise_up(self) -> None:
-        """Their memory is about to go."""
-        if not self._is_up:
-            increment_versions(self._parameters)
-            self._is_up = True
-
-    def take_down(self) -> None:
-        """Their memory and values are there again."""
-        if self._is_up:
-            set_versions(self._parameters, tuple([parameter._version - 1 for parameter in self._parameters]))
-            self._is_up = False
-
-
-class Unsharded:
-    """The unsharded `parameters` of `records`, and the `buffers` whose memory is freed under them. All-gathers fill
-    `gathered`, of which there may be fewer."""
-
     def __init__(self, records: Sequence[ShardedParameter], gathered: tuple[Buffer, ...]) -> None:
         self._records = records
         self.gathered = self.buffers = gathered
         self.parameters: list[nn.Parameter] = []
-        self.guard = Guard(())
+        self._is_ahead = False  # the parameters' versions are
         self._own_references = 0
         self._as_of: list[tuple[int, bool]] = []
         self.trained: list[bool] = []  # each parameter, as it was shown
@@ -86,7 +67,9 @@ class Unsharded:
         A parameter that was written there is modified in place to autograd, too: a backward raises that reads it for a
         forward of before.
         """
-        self.guard.take_down()
+        if self._is_ahead:
+            set_versions(tuple(self.parameters), tuple(map((-1).__add__, map(VERSION, self.parameters))))
+            self._is_ahead = False
         if as_of != self._as_of:
             stands = zip(self.parameters, cycle(as_of), cycle(self._as_of), strict=False)  # there may be one flat one
             increment_versions([parameter for parameter, now, then in stands if now[0] != then[0]])
@@ -104,7 +87,9 @@ class Unsharded:
         """Give the memory back: to the pool of `lane`, if it is that lane's, once compute has read it."""
         if lane is not None:
             lane.follow_compute()
-        self.guard.raise_up()
+        if self.parameters and not self._is_ahead:
+            increment_versions(self.parameters)
+            self._is_ahead = True
         for buffer in self.buffers:
             buffer.free()
 
@@ -135,7 +120,6 @@ class UnshardedBuffer(Unsharded):
         self._plain = [index for index, offset in enumerate(offsets) if offset is not None]
         self._movable = [self.parameters[index] for index in self._plain]
         self._offsets = [offset for offset in offsets if offset is not None]
-        self.guard = Guard(self.parameters)
         self._address = self.buffer.address
         self._own_uses = storage_uses(self._address)
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import torch
+
 from sherd.engine.moves.arrivals import Arrivals
 from sherd.engine.moves.gradients import Gradients
 from sherd.engine.moves.weights import Weights
@@ -23,14 +25,16 @@ RECOMPUTED = -1
 class Backward:
     """One unit's part in the present backward, and what the last one has taught.
 
-    It `is_entered` once backward has reached the unit. `enter()` tells the runtime that backward is there. Sums of
-    gradients are divided by `num_ranks`, unless the policy says otherwise. The groups that are `unflagged` are left out
-    of a reduction where they have no gradients, which the other ranks are not told.
+    It `is_entered` once backward has reached the unit, and `is_recorded` if a part of it was run with gradients
+    enabled. `enter_backward()` tells the runtime that backward is there, and came through none of the unit's outputs:
+    through a loss that a module has kept for itself, a weight that was used after `unshard()`, a gradient of a
+    gradient. Sums of gradients are divided by `num_ranks`, unless the policy says otherwise. The groups that are
+    `unflagged` are left out of a reduction where they have no gradients, which the other ranks are not told.
     """
 
     def __init__(self, enter: Callable[[], None], num_ranks: int) -> None:
-        self.is_entered = False
-        self._enter = enter
+        self.is_entered = self.is_recorded = False
+        self.enter_backward = enter
         self._num_ranks = float(num_ranks)
         self._weights: Sequence[Weights] = ()
         self._gradients: Sequence[Gradients] = ()
@@ -53,11 +57,6 @@ class Backward:
 
     # What a backward brings
 
-    def enter_backward(self) -> None:
-        """Backward has reached the unit, and none of its outputs on the way: through a loss that a module has kept for
-        itself, a weight that was used after `unshard()`, a gradient of a gradient."""
-        self._enter()
-
     def runs_under_other_hooks(self) -> None:
         """Hooks of others have been given what the unit's forward saves: they may run a part of it again in
         backward."""
@@ -71,6 +70,7 @@ class Backward:
             when_complete: called for each group whose trainable parameters all have their gradient.
         """
         self.is_entered = True
+        self.is_recorded |= torch.is_grad_enabled()
         self._when_complete = when_complete
         self._num_completed = self.num_trained = 0
         self._num_expected = self._expect_of(self._gradients, policy)
@@ -108,11 +108,11 @@ class Backward:
 
     def end(self) -> None:
         """Note that backward is over: what has not come will not come."""
-        self.is_entered = False
+        self.is_entered = self.is_recorded = False
         self._when_complete = None
         self._num_completed = 0
         if self._seen:
-            came_twice = any(gradients.arrivals.came_twice for gradients in self._gradients)
+            came_twice = True in [gradients.arrivals.came_twice for gradients in self._gradients]
             self._is_gone_through_once = len(set(self._seen)) == len(self._seen) and not came_twice
             self._seen.clear()
         for gradients in self._gradients:

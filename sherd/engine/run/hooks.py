@@ -24,7 +24,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,19 +57,16 @@ def install(unit: Unit, modules: Sequence[nn.Module]) -> None:
         module.register_forward_hook(eager(after_forward, unit), always_call=True)
 
 
-_ours: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
+class Eager(functools.partial[Any]):
+    """What `eager` makes. It is called in C, and copied as a function is: not at all."""
+
+    def __deepcopy__(self, memo: object) -> Eager:
+        return self
 
 
 def eager(function: Callable[..., Any], unit: Unit | weakref.ref[Unit]) -> Callable[..., Any]:
     """`function` of `unit` as a hook that Dynamo does not trace."""
-    hook: Callable[..., Any] = dynamo_disabled(functools.partial(function, unit))
-    _ours.add(hook)
-    return hook
-
-
-def is_ours(hook: Callable[..., object]) -> bool:
-    """Returns whether `eager` made `hook`."""
-    return hook in _ours
+    return Eager(dynamo_disabled(function), unit)
 
 
 def as_forward(unit: Unit, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +115,7 @@ def before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) ->
 
 def after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> Any:
     """A forward of `module` has ended, or raised. Returns its output as the unit's policies want it."""
-    is_viewed, is_tensor = _is_viewed(unit), isinstance(output, torch.Tensor)
+    is_viewed, is_tensor = True in [weights.is_viewed for weights in unit.weights], isinstance(output, torch.Tensor)
     output = with_own_memory(output) if is_tensor else map_tensors(with_own_memory, output)
     differentiable = torch.is_grad_enabled()
     error = sys.exc_info()[1]
@@ -159,12 +155,6 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
 
-def _is_viewed(unit: Unit) -> bool:
-    """Returns whether there seem to be views of the unit's unsharded parameters, others than those that autograd has
-    saved."""
-    return any(weights.is_viewed for weights in unit.weights)
-
-
 def _is_view(unit: Unit, tensor: torch.Tensor) -> bool:
     """Returns whether `tensor` is a view of one of the unit's unsharded parameters, and not one of them."""
     source = source_of(tensor)
@@ -194,27 +184,14 @@ def _to_device(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 # Backward
 
 
-@dataclass(frozen=True, slots=True)
-class _Border:
-    """A point where a tensor goes into `unit`, or comes out of it. Backward meets it the other way round."""
-
-    unit: Unit
-    is_output: bool
-    runtime: Runtime
-
-    def cross(self) -> None:
-        """Backward is there."""
-        runtime = runtime_over(self.unit) or self.runtime  # a root may have taken the unit over since
-        if self.is_output:
-            runtime.before_backward(self.unit)
-        else:
-            runtime.after_backward(self.unit)
+_Border = tuple[Unit, bool, Runtime]
+"""A point where a tensor comes out of a unit, or goes into it: the unit, whether it comes out, and the runtime."""
 
 
 def _watch_outputs(runtime: Runtime, unit: Unit, outputs: Iterable[torch.Tensor]) -> None:
     """Tell the runtime when backward reaches the first node behind one of `outputs`, those of `unit`."""
     for node in _nodes_of(outputs):
-        _borders_of(node).append(_Border(unit, True, runtime))
+        _borders_of(node).append((unit, True, runtime))
 
 
 def _watch_inputs(runtime: Runtime, unit: Unit, inputs: Iterable[torch.Tensor]) -> None:
@@ -222,8 +199,8 @@ def _watch_inputs(runtime: Runtime, unit: Unit, inputs: Iterable[torch.Tensor]) 
     for node in _nodes_of(inputs):
         borders = _borders_of(node)
         # An output of the unit itself that it is given again: backward has not passed it there.
-        if not [each for each in borders if each.is_output and each.unit is unit]:
-            borders.append(_Border(unit, False, runtime))
+        if not [its for its, is_output, _ in borders if is_output and its is unit]:
+            borders.append((unit, False, runtime))
 
 
 def _borders_of(node: Any) -> list[_Border]:
@@ -233,13 +210,16 @@ def _borders_of(node: Any) -> list[_Border]:
     All ranks must reduce and gather in one order, also where one has used none of a unit's parameters:
     test_ranks_may_use_none_of_a_unit_while_others_use_all_of_it.
     """
-    borders: list[_Border] | None = node.metadata.get(_BORDERS)
-    if borders is None:
-        borders = node.metadata[_BORDERS] = []
+    metadata = node.metadata
+    if _BORDERS in metadata:
+        borders: list[_Border] = metadata[_BORDERS]
+    else:
+        borders = metadata[_BORDERS] = []
 
         def reached(_: Any, borders: list[_Border] = borders) -> None:
-            for each in reversed(borders):
-                each.cross()
+            for unit, is_output, runtime in reversed(borders):
+                now = runtime_over(unit) or runtime  # a root may have taken the unit over since
+                (now.before_backward if is_output else now.after_backward)(unit)
 
         node.register_prehook(reached)
     return borders

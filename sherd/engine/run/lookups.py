@@ -116,7 +116,7 @@ def _embeddings_of(weights: Weights) -> list[nn.Module]:
     if not all(parameter.requires_grad for parameter in group.parameters):
         return []
     places = [place for parameter in group.parameters for place in parameter.places]
-    modules = [place.module for place in places if place.registered]
+    modules = [place.module() for place in places if place.registered]
     found = [module for module in modules if module is not None and _is_embedding(module)]
     return found if len(found) == len(places) else []
 

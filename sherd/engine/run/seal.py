@@ -33,8 +33,18 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 def units_below(root: nn.Module) -> list[Unit]:
     """The units at and below `root`, each once, in the order of `named_modules`, as a runtime has them."""
-    found = (unit_of(module) for module in root.modules())
-    return list({unit.id: unit for unit in found if unit is not None}.values())
+    # Not by `modules()`, whose generators go through all modules above for each one.
+    found: dict[int, Unit] = {}
+    ahead: list[nn.Module | None] = [root]
+    passed: set[nn.Module] = set()
+    while ahead:
+        module = ahead.pop()
+        if module is not None and module not in passed:
+            passed.add(module)
+            ahead += reversed(module._modules.values())
+            if UNIT in module.__dict__ and (unit := unit_of(module)) is not None:
+                found[unit.id] = unit
+    return list(found.values())
 
 
 def attach(module: nn.Module, unit: Unit) -> None:

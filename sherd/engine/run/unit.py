@@ -9,7 +9,6 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -100,7 +99,8 @@ class Unit:
         self.place = place
         self._modules = tuple(weakref.ref(module) for module in modules)
         self.sealed_into: Callable[[], Conductor[Unit] | None] = _nowhere
-        self.backward = Backward(partial(_surprised, weakref.ref(self)), mesh.num_shards * mesh.num_replicas)
+        surprised = partial(_if_alive, weakref.ref(self), _enter_backward)
+        self.backward = Backward(surprised, mesh.num_shards * mesh.num_replicas)
         self.runs = ModuleRuns(self._modules) if len(modules) > 1 else None
         self.lent: UnshardTerms | None = None
         self.touch_hooks: list[TouchHook] = []
@@ -155,7 +155,7 @@ class Unit:
     def change(self, **fields: Any) -> None:
         """Replace fields of the policy; the schedule sees it at the next forward or backward."""
         before, grouping = self.policy, _grouping(self)
-        self.policy = replace(before, **fields)
+        self.policy = UnitPolicy(**(before.__dict__ | fields))  # as `replace`, which asks for each field
         self.compared.changed()
         if grouping == _grouping(self):
             return
@@ -190,9 +190,9 @@ class Unit:
             group = Group(batch.parameters, self.precision, self.place, batch.is_part)
             completed = self.backward.completed(len(self.gradients))
             plan = BufferPlan.of(group, self.streams, self.reduce_buffers)
-            gradients = Gradients(group, plan, self.streams, partial(_surprised, this), completed)
+            gradients = Gradients(group, plan, self.streams, partial(_if_alive, this, _enter_backward), completed)
             self.gradients.append(gradients)
-            unshard = partial(_needed, this)
+            unshard = partial(_if_alive, this, Unit.unshard_for_backward)
             self.weights.append(
                 SelfGatheredWeights(group, plan, self.streams, self.precision, gradients.arrivals.watch, unshard)
                 if group.gathers_itself
@@ -200,7 +200,7 @@ class Unit:
             )
         self.backward.regroup(self.weights, self.gradients)
         self.shards.regroup([weights.group for weights in self.weights])
-        self.lookups = Lookups(self.weights, self.backward, partial(_touched, this))
+        self.lookups = Lookups(self.weights, self.backward, partial(_if_alive, this, _touched))
         self.keeps_copies = any(weights.group.keeps_copies for weights in self.weights)
         held = [weights.group.sizes for weights in self.weights if weights.group.mesh is self.mesh]
         self.is_on_all_ranks = bool(held) and all(map(any, zip(*held, strict=True)))
@@ -208,7 +208,7 @@ class Unit:
     @property
     def gathers_as_one(self) -> bool:
         """Whether the user has put something in the way of each collective, which then is to see the unit as one."""
-        return any((self.policy.all_gather, self.policy.reduce_scatter, self.policy.all_reduce_hook))
+        return bool(self.policy.all_gather or self.policy.reduce_scatter or self.policy.all_reduce_hook)
 
     @property
     def meshes(self) -> list[DataMesh]:
@@ -361,7 +361,7 @@ class Unit:
                 "they are sharded; read it between unshard() and reshard()"
             )
         _enter_backward(self)
-        _touched(weakref.ref(self))
+        _touched(self)
         if self.live is not Live.UNSHARDED:
             raise StateError(
                 f"backward needs the parameters of unit {self.name}, for which set_unshard_in_backward(False) was "
@@ -380,21 +380,14 @@ def _enter_backward(unit: Unit) -> None:
         conductor.before_backward(unit)
 
 
-def _touched(unit: weakref.ref[Unit]) -> None:
+def _touched(unit: Unit) -> None:
     """Something is about to read parameters that may have been freed alone."""
-    alive = unit()
-    conductor = None if alive is None else alive.sealed_into()
-    if alive is not None and conductor is not None:
-        conductor.finish_unshard(alive)
+    conductor = unit.sealed_into()
+    if conductor is not None:
+        conductor.finish_unshard(unit)
 
 
-def _surprised(unit: weakref.ref[Unit]) -> None:
-    alive = unit()
-    if alive is not None:
-        _enter_backward(alive)
-
-
-def _needed(unit: weakref.ref[Unit]) -> None:
+def _if_alive(unit: weakref.ref[Unit], act: Callable[[Unit], None]) -> None:
     alive = unit()
     if alive is not None:
-        alive.unshard_for_backward()
+        act(alive)

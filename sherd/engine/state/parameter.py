@@ -355,10 +355,11 @@ def show_unsharded(records: Sequence[ShardedParameter], parameters: Sequence[nn.
         if parameter.requires_grad != requires_grad:
             parameter.requires_grad_(requires_grad)
         for place in record.places if record.lent is None else ():
-            if place.registered:
-                place.parameters[place.attribute] = parameter
-            else:
-                place.show(parameter)
+            module, attribute = None if place.registered else place.module(), place.attribute
+            shown_in = place.parameters if module is None else module.__dict__
+            if module is not None:
+                place.parameters[attribute] = None
+            shown_in[attribute] = parameter
 
 
 def hide_unsharded(
@@ -372,9 +373,10 @@ def hide_unsharded(
         if parameter.requires_grad != was_trained:
             record.optimizer_param.requires_grad_(parameter.requires_grad)
         for place in record.places if record.lent is None else ():
-            shown, attribute = place.parameters, place.attribute
-            if place.registered and attribute in shown and shown[attribute] is parameter:
-                shown[attribute] = record.shard
+            module, attribute = None if place.registered else place.module(), place.attribute
+            shown_in = place.parameters if module is None else module.__dict__
+            if attribute in shown_in and shown_in[attribute] is parameter:
+                shown_in[attribute] = record.shard
                 continue
             found = place.swap(parameter, record.shard)
             if found is not parameter:
@@ -387,10 +389,11 @@ def notice_replaced(records: Sequence[ShardedParameter]) -> bool:
     noticed = False
     for record in records:
         for place in record.places:
-            shown, attribute = place.parameters, place.attribute
-            if place.registered and attribute in shown and shown[attribute] is record.shard:
-                continue  # as nearly all are, which is seen without a call
-            if not place.shows(record.shard):
+            shown_in, attribute = place.parameters, place.attribute
+            if not place.registered and (attribute not in shown_in or shown_in[attribute] is None):
+                module = place.module()
+                shown_in = shown_in if module is None else module.__dict__
+            if attribute not in shown_in or shown_in[attribute] is not record.shard:  # as `shows`, without a call
                 noticed |= record.notice_replaced()
                 break
     return noticed

@@ -11,19 +11,19 @@ from torch import nn
 
 class Place:
     """An attribute of a module that holds a parameter. The reference to the module is weak: a strong one would keep the
-    module alive.
+    module alive; `module()` returns it, or None if it is gone.
 
     `registered`: the parameter is among the module's parameters. Otherwise it is a plain attribute, which
     `parameters()` and `state_dict()` do not see.
     """
 
-    __slots__ = ("_module", "attribute", "parameters", "registered")
+    __slots__ = ("attribute", "module", "parameters", "registered")
 
     def __init__(self, module: nn.Module, attribute: str) -> None:
         self.parameters = module._parameters
         self.attribute = attribute
         self.registered = True
-        self._module = weakref.ref(module)
+        self.module = weakref.ref(module)
 
     @property
     def key(self) -> tuple[int, str]:
@@ -31,61 +31,40 @@ class Place:
         return id(self.parameters), self.attribute
 
     @property
-    def module(self) -> nn.Module | None:
-        """The module, if it still exists."""
-        return self._module()
-
-    @property
     def is_there(self) -> bool:
         """Whether the module still exists. If not, another one may have got its ids."""
-        return self._module() is not None
+        return self.module() is not None
 
     @property
     def module_id(self) -> int:
         """The id of the module, or of None if the module is gone."""
-        return id(self._module())
+        return id(self.module())
 
     @property
     def shown(self) -> Any:
         """The module's attribute now: the parameter, what a user has put in its place, or None if it was deleted."""
         shown = self.parameters.get(self.attribute)  # where a Parameter goes that the user puts there
-        if shown is None and not self.registered and (module := self._module()) is not None:
-            return module.__dict__.get(self.attribute)
-        return shown
+        return self._shown_in.get(self.attribute) if shown is None else shown
 
     def on_copy(self, copies: Mapping[int, Any]) -> Place | None:
         """Returns the place on the copy of the module, by `copies`, which are keyed by the id of what was copied; None
         if there is none."""
-        module = self._module()
+        module = self.module()
         copied = None if module is None else copies.get(id(module))
         return None if copied is None else Place(copied, self.attribute)
 
     def shows(self, parameter: nn.Parameter) -> bool:
         """Returns whether the module has `parameter` there now."""
-        # As `shown`, without a call: this is asked for each parameter in each gather.
-        shown_in, attribute = self.parameters, self.attribute
-        if not self.registered and (attribute not in shown_in or shown_in[attribute] is None):
-            module = self._module()
-            shown_in = shown_in if module is None else module.__dict__
-        return attribute in shown_in and shown_in[attribute] is parameter
+        return self.shown is parameter
 
     def show(self, parameter: nn.Parameter) -> None:
-        # Past nn.Module.__setattr__, which would cost ten times as much, four times a step.
-        if self.registered:
-            self.parameters[self.attribute] = parameter
-        else:
+        # Past nn.Module.__setattr__, which would cost ten times as much.
+        if not self.registered:
             self.parameters[self.attribute] = None
-            if (module := self._module()) is not None:
-                shown_in = module.__dict__
-                shown_in[self.attribute] = parameter
+        self._shown_in[self.attribute] = parameter
 
     def swap(self, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter | None:
         """Show `new`. Returns the Parameter that was there instead of `old`, or None if it was deleted; else `old`."""
-        module = None if self.registered else self._module()
-        shown_in, attribute = self.parameters if module is None else module.__dict__, self.attribute
-        if attribute in shown_in and shown_in[attribute] is old:
-            shown_in[attribute] = new
-            return old
         found = self.shown
         self.show(new)
         is_other = found is not new and isinstance(found, nn.Parameter)
@@ -107,7 +86,7 @@ class Place:
     def _shown_in(self) -> dict[str, Any]:
         if self.registered:
             return self.parameters
-        module = self._module()
+        module = self.module()
         return {} if module is None else module.__dict__
 
 

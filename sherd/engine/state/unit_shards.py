@@ -113,4 +113,4 @@ class UnitShards:
     @property
     def have_moved(self) -> bool:
         """Whether anything was put in the place of the shards' memory."""
-        return not all(group.shard_memory.are_taken for group in self._groups)
+        return False in [group.shard_memory.are_taken for group in self._groups]
