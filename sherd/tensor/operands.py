@@ -22,10 +22,22 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import become_view, local_tensor, spec_of
 from sherd.errors import PlacementError
 from sherd.tensor.gather import gather, piece_of
-from sherd.tensor.placement import Layout, is_ragged, layout_of
+from sherd.tensor.own import OwnDTensor, places_at
+from sherd.tensor.placement import Layout, is_ragged, layout_of, places_of
+from sherd.tensor.places import Places
 from sherd.tensor.ragged import RaggedDTensor, as_result
 from sherd.tensor.replicated import ReplicatedDTensor
-from sherd.tensor.table import Args, Aten, Kwargs, answers, is_in_place, name_of, tensors_among, with_changed
+from sherd.tensor.table import (
+    Args,
+    Aten,
+    Kwargs,
+    answers,
+    is_in_place,
+    is_list_of_tensors,
+    name_of,
+    tensors_among,
+    with_changed,
+)
 
 WAYS_OUT = (
     "use .full_tensor() or .redistribute(placements=[Replicate()]) on every rank to work with the whole tensor, or "
@@ -80,6 +92,21 @@ def _lone_operand(value: torch.Tensor, layout: Layout, func: Aten) -> torch.Tens
     if one is None or not _broadcasts(value.shape, layout.shape):
         raise mixed(func, layout, value)
     return one.reshape(1) if not layout.shape else one
+
+
+def piece_at(value: object, places: Places) -> object:
+    """Returns what this rank computes with in place of `value`: its piece of a tensor that lies as `places`, the value
+    of a scalar, anything else that is no tensor as it is. None if its elements are elsewhere."""
+    if isinstance(value, DTensor):
+        theirs = places_at(value) if isinstance(value, OwnDTensor) else places_of(spec_of(value))
+        if theirs is places or places.same_as(theirs):
+            return local_tensor(value)
+    if isinstance(value, torch.Tensor):
+        one = lone_value(value)
+        if one is None or not _broadcasts(value.shape, places.shape):
+            return None
+        return one.reshape(1) if isinstance(places, Layout) and not places.shape else one  # its run has a dim
+    return None if is_list_of_tensors(value) else value
 
 
 def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:

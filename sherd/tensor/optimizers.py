@@ -8,6 +8,7 @@ load unsharded tensors. Both are cut like the parameter: when they are loaded, o
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,11 +17,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sherd._torch import DTensorSpec, local_tensor, register_optimizer_step_pre_hook, spec_of, specs_of
-from sherd.tensor.chunks import on_chunks
-from sherd.tensor.operands import common_owner, layouts_in, local_of, lone_value, mixed
+from sherd._torch import local_tensor, register_optimizer_step_pre_hook, spec_of, specs_of
+from sherd.tensor.operands import common_owner, layouts_in, local_of, lone_value, mixed, piece_at
+from sherd.tensor.own import OwnDTensor, places_at
 from sherd.tensor.placement import Layout, layout_of
-from sherd.tensor.ragged import RaggedDTensor, distribute_ragged, redistribute_to, result_like
+from sherd.tensor.places import Places
+from sherd.tensor.ragged import RaggedDTensor, as_result, distribute_ragged, redistribute_to
 from sherd.tensor.sharded import ShardedDTensor, by_torch, sharded_dtensor
 from sherd.tensor.state_kind import StateKind, kind_of
 from sherd.tensor.table import RAGGED, SHARDED, Args, Aten, Kwargs, first_list, is_in_place, is_list_of_tensors
@@ -35,7 +37,8 @@ def on_lists(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Compute on the lists of this rank's pieces. Results, if there are any, are laid out as the first list is."""
     if is_in_place(func):
         torch.autograd.graph.increment_version(first_list(args))
-    return by_kind({RaggedDTensor: _on_runs, ShardedDTensor: on_chunks}, func, args, kwargs)
+    on_runs, on_chunks = (functools.partial(_on_pieces, otherwise=each) for each in (_on_runs, by_torch))
+    return by_kind({RaggedDTensor: on_runs, ShardedDTensor: on_chunks}, func, args, kwargs)
 
 
 def by_kind(answers: Mapping[type[torch.Tensor], OnLists], func: Aten, args: Args, kwargs: Kwargs) -> object:
@@ -84,41 +87,61 @@ def _plain(value: object) -> object:
     return value if one is None else one
 
 
-def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor] | None:
+def _on_pieces(func: Aten, args: Args, kwargs: Kwargs, otherwise: OnLists) -> object:
+    """Compute on lists of this rank's pieces, if all that meet lie alike; `otherwise` answers all else. The tensors of
+    the first list are of one class of ours."""
     first = first_list(args)
-    specs = specs_of(first)
-    local_args = [_local_of(value, first, specs, func) for value in args]
-    local_kwargs = {key: _local_of(value, first, specs, func) for key, value in kwargs.items()}
-    results = func(*local_args, **local_kwargs)
+    places = list(map(places_at, first))
+
+    def operand(given: Any) -> Any:
+        if isinstance(given, torch.Tensor):
+            one = lone_value(given)
+            return None if one is None else one.reshape(())
+        return _pieces_at(given, places) if is_list_of_tensors(given) else given
+
+    own_args, own_kwargs = [operand(each) for each in args], {key: operand(each) for key, each in kwargs.items()}
+    given = zip((*own_args, *own_kwargs.values()), (*args, *kwargs.values()), strict=True)
+    if any(own is None and value is not None for own, value in given):
+        return otherwise(func, args, kwargs)
+    results = func(*own_args, **own_kwargs)
     if results is None or is_in_place(func):
         return None
-    return [result_like(local, spec) for local, spec in zip(results, specs, strict=True)]
+    if any(result.shape != local.shape for result, local in zip(results, map(local_tensor, first), strict=True)):
+        return otherwise(func, args, kwargs)  # one value of each tensor
+    return [each.around(result) for each, result in zip(first, results, strict=True)]
 
 
-def _local_of(given: object, first: Sequence[RaggedDTensor], specs: list[DTensorSpec], func: Aten) -> object:
-    """Returns what this rank computes with: the runs of a list whose tensors lie as those of the first list, one by
-    one."""
-    if isinstance(given, torch.Tensor):
-        one = lone_value(given)
-        if one is None:
-            raise mixed(func, layout_of(specs[0]), given)
-        return one.reshape(())
-    if not is_list_of_tensors(given):
-        return given
-    if not _all_ragged(given):
-        # The step counts of optimizers, or scalars to multiply by.
-        return [local_of(value, layout_of(spec), func) for value, spec in zip(given, specs, strict=True)]
-    if given is not first and specs_of(given) != specs:
+def _pieces_at(values: Sequence[Any], places: Sequence[Places]) -> list[Any] | None:
+    """Returns `piece_at` for each of a list, or None if the elements of one are elsewhere."""
+    if all(issubclass(kind, OwnDTensor) for kind in set(map(type, values))) and list(map(places_at, values)) == places:
+        return list(map(local_tensor, values))
+    if len(values) != len(places):
+        return None
+    found = [piece_at(value, each) for value, each in zip(values, places, strict=True)]
+    return None if any(each is None for each in found) else found
+
+
+def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor] | None:
+    """Compute where tensors of other lists lie elsewhere than those of the first, one by one."""
+    first = first_list(args)
+    layouts = [layout_of(spec) for spec in specs_of(first)]
+
+    def operand(given: Any) -> Any:
+        if isinstance(given, torch.Tensor):
+            raise mixed(func, layouts[0], given)
+        if not is_list_of_tensors(given):
+            return given
         return [
-            local_tensor(value) if _may_meet(value, layout_of(spec)) else local_of(value, layout_of(spec), func)
-            for value, spec in zip(given, specs, strict=True)
+            local_tensor(value)
+            if isinstance(value, RaggedDTensor) and _may_meet(value, layout)
+            else local_of(value, layout, func)
+            for value, layout in zip(given, layouts, strict=True)
         ]
-    return list(map(local_tensor, given))
 
-
-def _all_ragged(tensors: Sequence[object]) -> bool:
-    kinds = set(map(type, tensors))
-    return bool(kinds) and all(issubclass(kind, RaggedDTensor) for kind in kinds)
+    results = func(*map(operand, args), **{key: operand(value) for key, value in kwargs.items()})
+    if results is None or is_in_place(func):
+        return None
+    return [as_result(local, layout) for local, layout in zip(results, layouts, strict=True)]
 
 
 def _may_meet(value: RaggedDTensor, expected: Layout) -> bool:

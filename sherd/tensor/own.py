@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -11,6 +13,7 @@ from sherd._torch import local_tensor, spec_of
 from sherd.errors import WriteBackError
 from sherd.tensor.gather import part_given
 from sherd.tensor.placement import places_of
+from sherd.tensor.places import Places
 
 
 class OwnDTensor(DTensor):
@@ -32,7 +35,7 @@ class OwnDTensor(DTensor):
     def data(self, value: torch.Tensor) -> None:
         local = local_tensor(self)
         if isinstance(value, DTensor):
-            alike = places_of(spec_of(value)).same_as(places_of(spec_of(self)))
+            alike = places_of(spec_of(value)).same_as(places_at(self))
             value = local_tensor(value) if alike else value.full_tensor()
         part = part_given(value, tuple(self.shape), local, self._piece_of)
         if part is None:
@@ -51,3 +54,7 @@ class OwnDTensor(DTensor):
     @abstractmethod
     def _piece_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of an unsharded tensor of this shape."""
+
+
+places_at: Callable[[OwnDTensor], Places] = operator.attrgetter("_spec.sherd_places")
+"""Returns the places of a tensor's pieces, the very object for tensors that lie alike."""

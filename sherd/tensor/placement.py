@@ -264,6 +264,10 @@ class Layout(Places):
         ragged = {axis: RaggedShard(cut, placement.stride) for axis, placement in self.ragged.items()}
         return Layout(self.mesh, tuple(ragged.get(axis, each) for axis, each in enumerate(others)), shape, strides)
 
+    def same_as(self, other: Places) -> bool:
+        """Returns True if both tensors have the same elements on the same ranks, in the same order."""
+        return self is other or (super().same_as(other) and self.strides == other.strides)
+
     def shares_ranks_with(self, other: Layout) -> bool:
         """Returns True if the same ranks hold the pieces of both tensors, one by one."""
         return (

@@ -37,20 +37,13 @@ class ReplicatedDTensor(DTensor):
     ) -> object:
         """Compute with the values, unless other DTensors take part: then let those answer."""
         kwargs = kwargs or {}
-        replicated: list[ReplicatedDTensor] = []
-        dtensors: list[DTensor] = []
-        only_scalars = True
-        for tensor in tensors_among((*args, *kwargs.values())):
-            if isinstance(tensor, ReplicatedDTensor):
-                replicated.append(tensor)
-            elif isinstance(tensor, DTensor):
-                dtensors.append(tensor)
-            else:
-                only_scalars = only_scalars and tensor.ndim == 0
-        if only_scalars and not dtensors:
-            return _computed(func, args, kwargs, replicated[0])
-        for other in dtensors:
-            if type(other) is not DTensor:
+        tensors = list(tensors_among((*args, *kwargs.values())))
+        others = [tensor for tensor in tensors if not isinstance(tensor, ReplicatedDTensor)]
+        if not any(tensor.ndim or isinstance(tensor, DTensor) for tensor in others):
+            like = next(tensor for tensor in tensors if isinstance(tensor, ReplicatedDTensor))
+            return _computed(func, args, kwargs, like)
+        for other in others:
+            if isinstance(other, DTensor) and type(other) is not DTensor:
                 return other.__torch_dispatch__(func, types, args, kwargs)
         stock_args, stock_kwargs = with_changed((args, kwargs), ReplicatedDTensor, _stock)
         return func(*stock_args, **stock_kwargs)
