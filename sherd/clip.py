@@ -27,7 +27,7 @@ from sherd.engine.state.parameter import record_of
 from sherd.errors import GradientError, MeshError, PolicyError
 from sherd.tensor.gather import counted_here
 from sherd.tensor.placement import Layout, layout_of
-from sherd.tensor.reduction_table import Reduction, local_norms, norm_of_order, wide
+from sherd.tensor.reduction_table import Reduction, alike, local_norms, norm_of_order, values_of, wide
 from sherd.tensor.vectors import VectorShard
 
 Tensor = torch.Tensor
@@ -139,13 +139,13 @@ class _Gradients:
                 kind = _kind(grad)
                 if id(kind) not in lists:
                     lists[id(kind)] = self._list_of(kind, parameter, index, "its gradient")
-                lists[id(kind)].append(local_tensor(grad) if isinstance(grad, DTensor) else _values(grad, parameter))
+                lists[id(kind)].append(local_tensor(grad) if isinstance(grad, DTensor) else values_of(grad, parameter))
         for (_, layout), (groups, pieces) in self._known.items():
-            alike = _alike(pieces)
-            self.scaled += alike
+            sorted_pieces = alike(pieces)
+            self.scaled += sorted_pieces
             if layout is not None:
-                alike = _alike(part for piece in pieces for part in counted_here(piece, layout))
-            self.counted.setdefault(groups, []).extend(alike)
+                sorted_pieces = alike(part for piece in pieces for part in counted_here(piece, layout))
+            self.counted.setdefault(groups, []).extend(sorted_pieces)
 
     def _list_of(self, kind: DTensorSpec | torch.dtype, parameter: Tensor, index: int, what: str) -> list[Tensor]:
         """Returns the list of this rank's pieces of what lies as `what`, the parameter or its gradient, and takes part
@@ -167,14 +167,6 @@ class _Gradients:
 def _kind(tensor: Tensor) -> DTensorSpec | torch.dtype:
     """Returns the spec of a DTensor, the dtype of a plain tensor."""
     return spec_of(tensor) if isinstance(tensor, DTensor) else tensor.dtype
-
-
-def _values(grad: Tensor, parameter: Tensor) -> Tensor:
-    """Returns the elements of a plain gradient: the memory itself."""
-    if grad.is_sparse and not grad.is_coalesced():
-        # An index that is there twice stands for the sum of both.
-        grad = parameter.grad = grad.coalesce()
-    return grad.values() if grad.is_sparse else grad
 
 
 def _require_known(spec: DTensorSpec, what: str, parameter: Tensor, index: int) -> None:
@@ -216,7 +208,7 @@ def _total_norm(gradients: _Gradients, power: float, fused: bool, extra_groups: 
 def _part(lists: Sequence[list[Tensor]], row: Reduction, power: float, fused: bool, home: torch.device) -> Tensor:
     """Returns what this rank sends for its pieces."""
     dtype = wide(torch.float32, home)
-    norms = [torch.stack(local_norms(alike, power, fused)).to(device=home, dtype=dtype) for alike in lists]
+    norms = [torch.stack(local_norms(each, power, fused)).to(device=home, dtype=dtype) for each in lists]
     return _together([row.fold(row.send(each), -1) for each in norms or [row.nothing(dtype, home).reshape(1)]], row)
 
 
@@ -225,25 +217,16 @@ def _together(parts: Sequence[Tensor], row: Reduction) -> Tensor:
     return parts[0] if len(parts) == 1 else row.fold(torch.stack(list(parts), -1), -1)
 
 
-def _alike(pieces: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Returns the pieces that have elements, by device and dtype."""
-    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for piece in pieces:
-        if piece.numel():
-            found.setdefault((piece.device, piece.dtype), []).append(piece)
-    return list(found.values())
-
-
 def _scale(lists: Sequence[list[Tensor]], factor: Tensor, fused: bool) -> None:
     """Multiply all pieces in place. A factor of 1 is multiplied by too, since to look at it would wait for the
     device."""
-    for alike in lists:
+    for pieces in lists:
         # The factor has the gradients' own type, for which there are fused kernels. Rounded to a half it would be up to
         # 0.4 % off, in one direction for all elements, so halves are multiplied by the wider factor.
-        kind = alike[0].dtype.to_real()
-        here = factor.to(device=alike[0].device, dtype=kind if kind.itemsize >= 4 else None)
+        kind = pieces[0].dtype.to_real()
+        here = factor.to(device=pieces[0].device, dtype=kind if kind.itemsize >= 4 else None)
         if fused:
-            torch._foreach_mul_(alike, here)
+            torch._foreach_mul_(pieces, here)
         else:
-            for piece in alike:
+            for piece in pieces:
                 piece.mul_(here)

@@ -8,9 +8,8 @@ load unsharded tensors. Both are cut like the parameter: when they are loaded, o
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,27 +36,25 @@ def on_lists(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Compute on the lists of this rank's pieces. Results, if there are any, are laid out as the first list is."""
     if is_in_place(func):
         torch.autograd.graph.increment_version(first_list(args))
-    on_runs, on_chunks = (functools.partial(_on_pieces, otherwise=each) for each in (_on_runs, by_torch))
-    return by_kind({RaggedDTensor: on_runs, ShardedDTensor: on_chunks}, func, args, kwargs)
+    return by_kind(_on_pieces, func, args, kwargs)
 
 
-def by_kind(answers: Mapping[type[torch.Tensor], OnLists], func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Give each part of the lists to what answers for its class, and the rest back to torch."""
+def by_kind(answer: OnLists, func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Let `answer` compute the parts of the lists that are of one class of ours, and torch the rest."""
     first = first_list(args)
-    if len(set(map(type, first))) == 1 and (answer := answers.get(_kind_of(first[0]))):
+    if len(set(map(type, first))) == 1 and isinstance(first[0], OwnDTensor):
         return answer(func, args, kwargs)
     kinds = [_kind_of(tensor) for tensor in first]
     found: dict[int, torch.Tensor] = {}
     made: Any
-    others: list[type[torch.Tensor]] = [DTensor, torch.Tensor]
-    for kind in [*answers, *others]:
+    for kind in (RaggedDTensor, ShardedDTensor, DTensor, torch.Tensor):
         chosen = [index for index, other in enumerate(kinds) if other is kind]
         if not chosen:
             continue
         picked = tuple(_picked(value, chosen, len(first)) for value in args)
         named = {key: _picked(value, chosen, len(first)) for key, value in kwargs.items()}
-        if kind in answers:
-            made = answers[kind](func, picked, named)
+        if issubclass(kind, OwnDTensor):
+            made = answer(func, picked, named)
         else:
             if kind is torch.Tensor:
                 picked, named = tuple(map(_plain, picked)), {key: _plain(value) for key, value in named.items()}
@@ -87,10 +84,11 @@ def _plain(value: object) -> object:
     return value if one is None else one
 
 
-def _on_pieces(func: Aten, args: Args, kwargs: Kwargs, otherwise: OnLists) -> object:
-    """Compute on lists of this rank's pieces, if all that meet lie alike; `otherwise` answers all else. The tensors of
-    the first list are of one class of ours."""
+def _on_pieces(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Compute on lists of this rank's pieces, if all that meet lie alike. The tensors of the first list are of one
+    class of ours."""
     first = first_list(args)
+    otherwise = _on_runs if isinstance(first[0], RaggedDTensor) else by_torch
     places = list(map(places_at, first))
 
     def operand(given: Any) -> Any:

@@ -119,6 +119,23 @@ def local_norms(pieces: Sequence[torch.Tensor], power: float, foreach: bool) -> 
     return [torch.linalg.vector_norm(piece, power, dtype=dtype) for piece in pieces]
 
 
+def alike(pieces: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Returns the pieces that have elements, in lists of one device and dtype."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for piece in pieces:
+        if piece.numel():
+            found.setdefault((piece.device, piece.dtype), []).append(piece)
+    return list(found.values())
+
+
+def values_of(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Returns the elements of a plain gradient: the memory itself."""
+    if grad.is_sparse and not grad.is_coalesced():
+        # An index that is there twice stands for the sum of both.
+        grad = parameter.grad = grad.coalesce()
+    return grad.values() if grad.is_sparse else grad
+
+
 def wide(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Returns the dtype in which ranks send their parts of a sum, wide enough to lose no more than one rank would; on
     devices without float64 parts are rounded to float32."""

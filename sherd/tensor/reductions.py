@@ -22,7 +22,6 @@ from sherd.tensor.optimizers import by_kind
 from sherd.tensor.own import OwnDTensor, places_at
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.places import Places
-from sherd.tensor.ragged import RaggedDTensor
 from sherd.tensor.reduction_table import (
     ALL,
     ANY,
@@ -40,7 +39,6 @@ from sherd.tensor.sharded import ShardedDTensor, by_torch
 from sherd.tensor.table import RAGGED, SHARDED, Args, Aten, Kwargs, answers
 
 OfAll = Callable[[Aten, torch.Tensor, Layout, Kwargs], torch.Tensor]
-PIECES = (RaggedDTensor, ShardedDTensor)
 
 
 def answers_for_all(*names: str) -> Callable[[OfAll], OfAll]:
@@ -166,7 +164,7 @@ def maxima_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
         pieces = zip(map(local_tensor, args[0]), map(places_at, args[0]), strict=True)
         return [known(_extreme(local, LARGEST, places), places) for local, places in pieces]
 
-    return by_kind(dict.fromkeys(PIECES, of_pieces), func, args, kwargs)
+    return by_kind(of_pieces, func, args, kwargs)
 
 
 @answers_for_all("all", "any")
@@ -195,44 +193,26 @@ def item(func: Aten, args: Args, kwargs: Kwargs) -> object:
 # Norms
 
 
+@SHARDED.answers("linalg_vector_norm", "norm")
 @answers("linalg_vector_norm", "norm")
 def norm(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns the p-norm of all elements."""
-    given = _norm_given(func, args, kwargs)
-    layout = layout_of(spec_of(args[0]))
-    if given.get("out") is not None:
-        raise unknown(func, layout, "out= of a reduction")
-    if not _covers(given.get("dim") or None, layout):
-        return on_owner(func, args, kwargs)
-    return _norm(func, args, kwargs, given)
-
-
-@SHARDED.answers("linalg_vector_norm", "norm")
-def norm_of_chunks(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns the p-norm of all elements, which torch would leave to the first who reads it: `item()` reads one rank's
+    """Returns the p-norm of all elements. Torch would leave it to the first who reads it: `item()` reads one rank's
     part of an infinity norm."""
-    given = _norm_given(func, args, kwargs)
-    if given.get("out") is not None or not _covers(given.get("dim") or None, places_at(args[0])):
-        return by_torch(func, args, kwargs)
-    return _norm(func, args, kwargs, given)
-
-
-def _norm_given(func: Aten, args: Args, kwargs: Kwargs) -> Kwargs:
-    """Returns the arguments of a norm by their names."""
-    _, *rest = args
+    tensor, *rest = args
+    places = places_at(tensor)
     given = dict(zip(("ord", "dim", "keepdim", "dtype"), rest, strict=False)) | kwargs
     if func.name() == "aten::norm.ScalarOpt_dtype":
         given = {"ord": rest[0], "dtype": rest[1] if len(rest) > 1 else kwargs["dtype"]}
-    return given
-
-
-def _norm(func: Aten, args: Args, kwargs: Kwargs, given: Kwargs) -> DTensor:
-    tensor, *rest = args
-    layout = places_at(tensor)
+    if given.get("out") is not None or not _covers(given.get("dim") or None, places):
+        if isinstance(tensor, ShardedDTensor):
+            return by_torch(func, args, kwargs)
+        if given.get("out") is not None:
+            raise unknown(func, layout_of(spec_of(tensor)), "out= of a reduction")
+        return on_owner(func, args, kwargs)
     power = given.get("ord", given.get("p"))
     _require_accepted(func, tensor, rest, kwargs)
-    (value,) = norms([tensor], 2.0 if power is None else float(power), given.get("dtype"), layout)
-    return _answer(value, layout, bool(given.get("keepdim")))
+    (value,) = norms([tensor], 2.0 if power is None else float(power), given.get("dtype"), places)
+    return _answer(value, places, bool(given.get("keepdim")))
 
 
 @SHARDED.answers("_foreach_norm")
@@ -250,7 +230,7 @@ def norms_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
             values.update(zip(indices, known_scalars(found, layout), strict=True))
         return [values[index] for index in range(len(tensors))]
 
-    return by_kind(dict.fromkeys(PIECES, of_pieces), func, args, kwargs)
+    return by_kind(of_pieces, func, args, kwargs)
 
 
 def _by_axes(tensors: Sequence[OwnDTensor]) -> dict[Places, list[int]]:
@@ -308,4 +288,4 @@ def unscaled(func: Aten, args: Args, kwargs: Kwargs) -> None:
 
     grads, *numbers = args
     plain = [number if one is None else one for number in numbers for one in [lone_value(number)]]
-    by_kind(dict.fromkeys(PIECES, on_pieces), func, (grads, *plain), kwargs)
+    by_kind(on_pieces, func, (grads, *plain), kwargs)
