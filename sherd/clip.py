@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import DTensorSpec, device_of, gradients_of, local_tensor, spec_of
+from sherd._torch import DTensorSpec, device_of, gradients_of, spec_of
 from sherd.comm.groups import group_of
 from sherd.engine.state.parameter import record_of
 from sherd.errors import GradientError, MeshError, PolicyError
 from sherd.tensor.gather import counted_here
 from sherd.tensor.placement import Layout, layout_of
-from sherd.tensor.reduction_table import Reduction, alike, local_norms, norm_of_order, values_of, wide
+from sherd.tensor.reduction_table import Reduction, alike, held_of, local_norms, norm_of_order, wide
 from sherd.tensor.vectors import VectorShard
 
 Tensor = torch.Tensor
@@ -139,7 +139,7 @@ class _Gradients:
                 kind = _kind(grad)
                 if id(kind) not in lists:
                     lists[id(kind)] = self._list_of(kind, parameter, index, "its gradient")
-                lists[id(kind)].append(local_tensor(grad) if isinstance(grad, DTensor) else values_of(grad, parameter))
+                lists[id(kind)].append(held_of(grad, parameter))
         for (_, layout), (groups, pieces) in self._known.items():
             sorted_pieces = alike(pieces)
             self.scaled += sorted_pieces

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import device_of, gradients_of, local_tensor, spec_of
+from sherd._torch import device_of, gradients_of, spec_of
 from sherd.errors import PolicyTypeError
-from sherd.tensor.reduction_table import ANY, alike, values_of
+from sherd.tensor.reduction_table import ANY, alike, held_of
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -90,7 +90,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         held = [
-            local_tensor(grad) if isinstance(grad, DTensor) else values_of(grad, parameter)
+            held_of(grad, parameter)
             for grad, parameter in zip(gradients_of(parameters), parameters, strict=True)
             if grad is not None
         ]

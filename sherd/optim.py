@@ -16,7 +16,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from operator import is_, itemgetter
 from typing import TYPE_CHECKING, TypeVar
@@ -182,24 +183,20 @@ class _Stepper:
     def _step_with(self, optimizer: Optimizer, stepped: list[list[nn.Parameter]]) -> None:
         """Step as if the optimizer had been built from the parameters in `stepped`, and restore it afterwards."""
         groups, state_of = optimizer.param_groups, optimizer.state
-        parameters_before = [(group, group["params"]) for group in groups]
         # Stepping a single tensor as a list takes longer than stepping it by itself.
         singles = [
             group
             for group, parameters in zip(groups, stepped, strict=True)
             if len(parameters) == 1 and self._knows_forms and group.get("foreach")
         ]
-        for group, parameters in zip(groups, stepped, strict=True):
-            group["params"] = parameters
         for group in singles:
             group["foreach"] = False
         for span in self.spans:
             span.lend_state(state_of)
         try:
-            self._plain_step(optimizer)
+            with params_replaced(optimizer, stepped):
+                self._plain_step(optimizer)
         finally:
-            for group, parameters in parameters_before:
-                group["params"] = parameters
             for group in singles:
                 group["foreach"] = True
             for span in self.spans:
@@ -257,6 +254,19 @@ class _Stepper:
         loaded since."""
         states = [*self._known_states.values(), *(state for span in self.spans for state in span.shard_states())]
         self._known_states = {id(known.shard): known for known in states if state_of.get(known.shard) is known.state}
+
+
+@contextmanager
+def params_replaced(optimizer: Optimizer, parameters: Iterable[list[nn.Parameter]]) -> Iterator[None]:
+    """Have each parameter group hold other parameters within this context."""
+    before = [(group, group["params"]) for group in optimizer.param_groups]
+    try:
+        for (group, _), others in zip(before, parameters, strict=True):
+            group["params"] = others
+        yield
+    finally:
+        for group, own in before:
+            group["params"] = own
 
 
 def _put_in_order(optimizer: Optimizer) -> None:

@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import local_tensor, register_optimizer_step_pre_hook, spec_of, specs_of
-from sherd.tensor.operands import common_owner, layouts_in, local_of, lone_value, mixed, piece_at
+from sherd.tensor.operands import broadcasts, common_owner, layouts_in, local_of, lone_value, mixed, piece_at
 from sherd.tensor.own import OwnDTensor, places_at
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.places import Places
 from sherd.tensor.ragged import RaggedDTensor, as_result, distribute_ragged, redistribute_to
 from sherd.tensor.sharded import ShardedDTensor, by_torch, sharded_dtensor
-from sherd.tensor.state_kind import StateKind, kind_of
+from sherd.tensor.state_kind import StateKind, elementwise_keys, kind_of
 from sherd.tensor.table import RAGGED, SHARDED, Args, Aten, Kwargs, first_list, is_in_place, is_list_of_tensors
 
 OnLists = Callable[[Aten, Args, Kwargs], object]
@@ -130,9 +130,7 @@ def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor] |
         if not is_list_of_tensors(given):
             return given
         return [
-            local_tensor(value)
-            if isinstance(value, RaggedDTensor) and _may_meet(value, layout)
-            else local_of(value, layout, func)
+            local_tensor(value) if _meets_at_owner(value, layout) else local_of(value, layout, func)
             for value, layout in zip(given, layouts, strict=True)
         ]
 
@@ -142,15 +140,11 @@ def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor] |
     return [as_result(local, layout) for local, layout in zip(results, layouts, strict=True)]
 
 
-def _may_meet(value: RaggedDTensor, expected: Layout) -> bool:
-    """Returns True if the pieces of both lie alike, or both are at one owner and `value` broadcasts to the other's
-    shape there."""
-    layout = layout_of(spec_of(value))
-    if layout.same_as(expected):
-        return True
-    sizes = zip(layout.shape, expected.shape, strict=False)
-    broadcasts = len(layout.shape) == len(expected.shape) and all(size in (1, wanted) for size, wanted in sizes)
-    return broadcasts and common_owner([layout, expected]) is not None
+def _meets_at_owner(value: object, expected: Layout) -> bool:
+    """Returns True if `value` and the other tensor are at one owner, and it broadcasts to the other's shape there."""
+    if not isinstance(value, RaggedDTensor) or not broadcasts(value.shape, expected.shape):
+        return False
+    return common_owner([layout_of(spec_of(value)), expected]) is not None
 
 
 # State that lies elsewhere than its parameter
@@ -165,18 +159,11 @@ def adopt_state(optimizer: Optimizer) -> None:
     The state of a scalar, which torch leaves plain, becomes a DTensor with a copy on every rank, as the scalar is.
     """
     states = [(parameter, state) for parameter, state in optimizer.state.items() if isinstance(parameter, DTensor)]
-    # Of a scalar's state, what other parameters keep under the same key tells more than the key's name.
-    elementwise_keys = {
-        key
-        for parameter, state in states
-        if parameter.ndim
-        for key, value in state.items()
-        if kind_of(key, value, parameter.shape) in (StateKind.ELEMENTS, StateKind.OTHER) and value.ndim
-    }
+    elementwise = elementwise_keys(states)
     for parameter, state in states:
         layout = layout_of(spec_of(parameter)) if isinstance(parameter, RaggedDTensor) else None
         for key, value in state.items():
-            kind = kind_of(key, value, parameter.shape, None, elementwise_keys)
+            kind = kind_of(key, value, parameter.shape, None, elementwise)
             if kind not in (StateKind.ELEMENTS, StateKind.OTHER) or isinstance(value, RaggedDTensor):
                 continue
             if layout is not None:

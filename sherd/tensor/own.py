@@ -35,8 +35,7 @@ class OwnDTensor(DTensor):
     def data(self, value: torch.Tensor) -> None:
         local = local_tensor(self)
         if isinstance(value, DTensor):
-            alike = places_of(spec_of(value)).same_as(places_at(self))
-            value = local_tensor(value) if alike else value.full_tensor()
+            value = local_tensor(value) if self.lies_as(value) else value.full_tensor()
         part = part_given(value, tuple(self.shape), local, self._piece_of)
         if part is None:
             raise WriteBackError(
@@ -46,6 +45,10 @@ class OwnDTensor(DTensor):
         with torch.no_grad():
             local.copy_(part)
             torch.autograd.graph.increment_version(self)
+
+    def lies_as(self, other: DTensor) -> bool:
+        """Returns True if both have the same elements on the same ranks."""
+        return places_at(self).same_as(places_of(spec_of(other)))
 
     @abstractmethod
     def around(self, local: torch.Tensor) -> OwnDTensor:

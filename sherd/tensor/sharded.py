@@ -79,9 +79,7 @@ register_foreach_type(ShardedDTensor)
 
 def sharded_dtensor(local: torch.Tensor, spec: DTensorSpec) -> ShardedDTensor:
     """Returns a tensor around `local`, this rank's chunk, uncopied and outside autograd."""
-    if "sherd_places" not in spec.__dict__:
-        spec = places_of(spec).spec(local.dtype)
-    return dtensor_of(ShardedDTensor, local, spec, False)
+    return dtensor_of(ShardedDTensor, local, places_of(spec).spec(local.dtype), False)
 
 
 def rest_on(tensor: DTensor, local: torch.Tensor) -> None:
