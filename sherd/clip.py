@@ -200,7 +200,8 @@ def _total_norm(gradients: _Gradients, power: float, fused: bool, extra_groups: 
         joint = torch.stack([parts[groups] for groups in sharded]).to(device)
         row.join(joint, [group], what)
         parts.update(zip(sharded, joint.to(home).unbind(), strict=True))
-    total = _together(list(parts.values()) or [_part([], row, power, fused, home)], row)
+    every = list(parts.values()) or [_part([], row, power, fused, home)]
+    total = row.fold(torch.stack(every, -1), -1)
     # The ranks of these groups may have other parameters, cut in other ways, so only the total is joined.
     return row.finish(row.join(total, extra_groups, what))
 
@@ -209,12 +210,7 @@ def _part(lists: Sequence[list[Tensor]], row: Reduction, power: float, fused: bo
     """Returns what this rank sends for its pieces."""
     dtype = wide(torch.float32, home)
     norms = [torch.stack(local_norms(each, power, fused)).to(device=home, dtype=dtype) for each in lists]
-    return _together([row.fold(row.send(each), -1) for each in norms or [row.nothing(dtype, home).reshape(1)]], row)
-
-
-def _together(parts: Sequence[Tensor], row: Reduction) -> Tensor:
-    """Returns several parts as one."""
-    return parts[0] if len(parts) == 1 else row.fold(torch.stack(list(parts), -1), -1)
+    return row.fold(row.send(torch.cat(norms or [row.nothing(dtype, home).reshape(1)])), -1)
 
 
 def _scale(lists: Sequence[list[Tensor]], factor: Tensor, fused: bool) -> None:

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -33,7 +33,7 @@ from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import record_of
 from sherd.engine.state.span import ShardState, ShardView, States, SteppedSpan
 from sherd.errors import OptimizerError, PolicyTypeError
-from sherd.tensor.local_step import ELEMENTWISE
+from sherd.tensor.local_step import ELEMENTWISE, are_same
 from sherd.tensor.state_kind import State, copy_of
 
 if TYPE_CHECKING:
@@ -205,17 +205,14 @@ class _Stepper:
 
     def _is_current(self, optimizer: Optimizer) -> bool:
         """Returns whether parameters, shards and state are where they were when the spans were built."""
-        groups = optimizer.param_groups
-        if self._groups is None or len(groups) != len(self._groups):
-            return False
-        for group, parameters_then in zip(groups, self._groups, strict=True):
-            parameters = group["params"]
-            if len(parameters) != len(parameters_then) or not all(map(is_, parameters, parameters_then)):
-                return False
-        for unit, groups_then in self._buffers:
-            if _groups_of(unit()) != groups_then:
-                return False
-        return all(span.has_its_state(optimizer.state) for span in self.spans)
+        now, before = [group["params"] for group in optimizer.param_groups], self._groups
+        return (
+            before is not None
+            and len(now) == len(before)
+            and all(map(are_same, now, before))
+            and all(_groups_of(unit()) == groups for unit, groups in self._buffers)
+            and all(span.has_its_state(optimizer.state) for span in self.spans)
+        )
 
     def _build(self, optimizer: Optimizer) -> None:
         """Put neighbours of one parameter group that have gradients and the same count of steps into spans."""

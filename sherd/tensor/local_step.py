@@ -79,10 +79,10 @@ class _Local:
         """Returns True if the optimizer has the parameters, and all the state, that were found before."""
         return (
             optimizer.state is self._given
-            and _are_same(_params_of(optimizer), self._params)
-            and _are_same(list(map(local_tensor, self._own)), self._own_chunks)
-            and _are_same(list(self._given.values()), self._states)
-            and _are_same(_pieces_of(self._states), self._given_pieces)
+            and are_same(_params_of(optimizer), self._params)
+            and are_same(list(map(local_tensor, self._own)), self._own_chunks)
+            and are_same(list(self._given.values()), self._states)
+            and are_same(_pieces_of(self._states), self._given_pieces)
         )
 
     def take_gradients(self) -> bool:
@@ -108,7 +108,7 @@ class _Local:
         """Drop the gradients, and give the parameters what the step has put into its state anew."""
         for chunk in self._own_chunks:
             chunk.grad = None
-        if _are_same(_pieces_of(self.state.values()), self._pieces):
+        if are_same(_pieces_of(self.state.values()), self._pieces):
             return
         pairs = [(each, chunk) for each, chunk in zip(self._params, self._chunks, strict=True) if chunk in self.state]
         elementwise = elementwise_keys((each, self.state[chunk]) for each, chunk in pairs)
@@ -120,7 +120,8 @@ class _Local:
         self._note()
 
 
-def _are_same(now: Sequence[object], before: Sequence[object]) -> bool:
+def are_same(now: Sequence[object], before: Sequence[object]) -> bool:
+    """Returns True if both have the very same objects."""
     return len(now) == len(before) and all(map(is_, now, before))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,13 +52,11 @@ def by_kind(answer: OnLists, func: Aten, args: Args, kwargs: Kwargs) -> object:
         chosen = [index for index, other in enumerate(kinds) if other is kind]
         if not chosen:
             continue
-        picked = tuple(_picked(value, chosen, len(first)) for value in args)
-        named = {key: _picked(value, chosen, len(first)) for key, value in kwargs.items()}
+        pick = partial(_picked, chosen=chosen, length=len(first), kind=kind)
+        picked, named = tuple(map(pick, args)), {key: pick(value) for key, value in kwargs.items()}
         if issubclass(kind, OwnDTensor):
             made = answer(func, picked, named)
         else:
-            if kind is torch.Tensor:
-                picked, named = tuple(map(_plain, picked)), {key: _plain(value) for key, value in named.items()}
             for layout in layouts_in(picked, {}):
                 raise mixed(func, layout, first[chosen[0]])
             made = by_torch(func, picked, named)
@@ -71,16 +70,12 @@ def _kind_of(tensor: torch.Tensor) -> type[torch.Tensor]:
     return type(tensor) if type(tensor) in (ShardedDTensor, DTensor) else torch.Tensor
 
 
-def _picked(value: object, chosen: list[int], length: int) -> object:
-    """Returns the chosen items of a list of `length`; anything else as it is."""
-    if not isinstance(value, list | tuple) or len(value) != length:
-        return value
-    return [value[index] for index in chosen]
-
-
-def _plain(value: object) -> object:
-    """Returns the number itself if it came as a replicated DTensor; plain tensors cannot meet that."""
-    one = lone_value(value)
+def _picked(value: object, chosen: list[int], length: int, kind: type[torch.Tensor]) -> object:
+    """Returns the chosen items of a list of `length`; anything else as it is, but for plain tensors the number itself
+    of a replicated DTensor, which they cannot meet."""
+    if isinstance(value, list | tuple) and len(value) == length:
+        return [value[index] for index in chosen]
+    one = lone_value(value) if kind is torch.Tensor else None
     return value if one is None else one
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import torch
@@ -20,6 +20,7 @@ from sherd._torch import (
     attributes_of,
     dispatches_itself,
     dtensor_of,
+    give_attributes,
     local_tensor,
     not_traced,
     register_foreach_type,
@@ -147,12 +148,8 @@ class RaggedDTensor(OwnDTensor):
         is_parameter = isinstance(self, nn.Parameter)
         copied = _rebuilt(local_tensor(self).detach().clone(), spec_of(self), self.requires_grad, is_parameter)
         memo[id(self)] = copied
-        copied.take_attributes(copy.deepcopy(vars(self), memo))
+        give_attributes(copied, copy.deepcopy(vars(self), memo))
         return copied
-
-    def take_attributes(self, attributes: Mapping[str, object]) -> None:
-        """Have the attributes that a user wrote on another tensor."""
-        vars(self).update(attributes)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         spec = spec_of(self)
@@ -234,7 +231,7 @@ def unpickled(
 ) -> RaggedDTensor:
     """Make the tensor again, on a mesh of the same shape: pickles call this by name."""
     tensor = _rebuilt(local, Layout(mesh, placements, shape).spec(local.dtype), requires_grad, is_parameter)
-    tensor.take_attributes(attributes or {})
+    give_attributes(tensor, attributes or {})
     return tensor
 
 

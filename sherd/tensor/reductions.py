@@ -99,10 +99,7 @@ def _answer(value: torch.Tensor, layout: Places, keepdim: bool) -> DTensor:
 
 def _counted(local: torch.Tensor, layout: Places) -> torch.Tensor:
     """Returns this rank's run without the elements that another rank counts."""
-    if layout.counted is None:
-        return local
-    parts = counted_here(local, layout)
-    return torch.cat(parts) if parts else local.reshape(-1)[:0]
+    return local if layout.counted is None else torch.cat([local.reshape(-1)[:0], *counted_here(local, layout)])
 
 
 # Sums

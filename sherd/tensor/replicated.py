@@ -6,9 +6,8 @@ of 200 gradients takes 20 times as long the first time.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -81,13 +80,10 @@ def known(value: torch.Tensor, layout: Places) -> ReplicatedDTensor:
     return dtensor_of(ReplicatedDTensor, value, _spec_of_value(value, layout), False)
 
 
-def known_scalars(values: Sequence[torch.Tensor], layout: Places) -> list[ReplicatedDTensor]:
+def known_scalars(values: Sequence[torch.Tensor], layout: Places) -> list[DTensor]:
     """Returns `known` of each of many values without dimensions."""
     specs = {dtype: _spec_of_value(torch.empty((), dtype=dtype), layout) for dtype in {value.dtype for value in values}}
-    return [_around(value, specs[value.dtype]) for value in values]
-
-
-_around: Callable[..., Any] = functools.partial(new_dtensor, ReplicatedDTensor)
+    return [new_dtensor(ReplicatedDTensor, value, specs[value.dtype]) for value in values]
 
 
 def _spec_of_value(value: torch.Tensor, layout: Places) -> DTensorSpec:
