@@ -12,7 +12,7 @@ on with the next ones. Fused steps within backward are known from LOMO (Lv et al
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from torch import nn
@@ -22,7 +22,7 @@ from sherd.engine.run.runtime import runtime_over
 from sherd.engine.run.seal import units_below
 from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError, OptimizerError, PolicyTypeError, StateError
-from sherd.optim import FlatStep
+from sherd.optim import FlatStep, params_replaced
 
 
 class StepsInBackward:
@@ -58,7 +58,10 @@ class StepsInBackward:
                 "it already; use non-reentrant activation checkpointing, or leave the steps to optimizer.step()"
             )
         self._stepped[unit] = runtime.num_backwards
-        _step_only(self._optimizer, given)
+        chosen = [[each for each in group["params"] if id(each) in given] for group in self._optimizer.param_groups]
+        with params_replaced(self._optimizer, chosen):
+            self._optimizer.step()
+            self._optimizer.zero_grad()
 
 
 def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepsInBackward:
@@ -106,16 +109,3 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepsInBackward:
     if not units:
         raise ModuleError(f"step_in_backward: nothing below {type(model).__name__} is sharded; call fully_shard first")
     return StepsInBackward(units, optimizer)
-
-
-def _step_only(optimizer: Optimizer, chosen: Collection[int]) -> None:
-    """Step the parameters with these ids as if the optimizer had no others, and drop their gradients."""
-    before = [(group, group["params"]) for group in optimizer.param_groups]
-    try:
-        for group, parameters in before:
-            group["params"] = [parameter for parameter in parameters if id(parameter) in chosen]
-        optimizer.step()
-        optimizer.zero_grad()
-    finally:
-        for group, parameters in before:
-            group["params"] = parameters

@@ -16,20 +16,19 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import DTensorSpec, device_of, gradients_of, local_tensor, spec_of
+from sherd._torch import DTensorSpec, device_of, gradients_of, spec_of
 from sherd.comm.groups import group_of
 from sherd.engine.state.parameter import record_of
 from sherd.errors import GradientError, MeshError, PolicyError
 from sherd.tensor.gather import counted_here
-from sherd.tensor.placement import layout_of
-from sherd.tensor.ragged import RaggedDTensor
-from sherd.tensor.reduction_table import Reduction, local_norms, norm_of_order, wide
+from sherd.tensor.placement import Layout, layout_of
+from sherd.tensor.reduction_table import Reduction, alike, held_of, local_norms, norm_of_order, wide
+from sherd.tensor.vectors import VectorShard
 
 Tensor = torch.Tensor
 Groups = tuple[dist.ProcessGroup, ...]
@@ -80,11 +79,9 @@ def clip_grad_norm_(
     power, fused = float(norm_type), foreach is not False
     if not power >= 0:
         raise PolicyError(f"clip_grad_norm_(norm_type={norm_type}): expected a number of 0 or more, or inf")
-    gradients = _read(given)
-    # The parameters decide on the norm's dtype, since a gradient may be missing on one rank only.
-    is_wide = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in given)
+    gradients = _Gradients(given)
     norm = _total_norm(gradients, power, fused, extra_groups)
-    norm = norm.to(device=gradients.device, dtype=torch.float64 if is_wide else torch.float32)
+    norm = norm.to(device=gradients.device, dtype=torch.float64 if gradients.is_wide else torch.float32)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise GradientError(
             f"the norm of order {power} of all gradients is {norm.item()}, so they cannot be clipped; look for "
@@ -110,71 +107,66 @@ def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 # Where the gradients lie
 
 
-@dataclass(eq=False)
 class _Gradients:
     """This rank's pieces of all gradients.
 
-    Args:
-        device: the first parameter's device.
-        pieces: the pieces that the norm counts here, by the process groups over which it is yet to be joined.
-        scaled: the pieces that are to be scaled, also those that the norm counts on another rank.
-        devices: the device of each process group's collectives, in the order in which all ranks call them.
-        groups_of: the process groups that shard a tensor, by its mesh and the types of its placements.
+    device: the first parameter's device.
+    is_wide: a parameter has 64 bits. The parameters decide, since a gradient may be missing on one rank only.
+    devices: the device of each process group's collectives, in the order in which all ranks call them.
+    counted: the pieces that the norm counts here, by the process groups over which it is yet to be joined.
+    scaled: the pieces that are to be scaled, also those that the norm counts on another rank.
+
+    Both are lists of pieces of one dtype and device, none of them empty.
     """
 
-    device: torch.device
-    pieces: dict[Groups, list[Tensor]] = field(default_factory=dict)
-    scaled: list[Tensor] = field(default_factory=list)
-    devices: dict[dist.ProcessGroup, torch.device] = field(default_factory=dict)
-    groups_of: dict[tuple[Hashable, ...], Groups] = field(default_factory=dict)
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.device = parameters[0].device if parameters else torch.device("cpu")
+        self.is_wide = False
+        self.devices: dict[dist.ProcessGroup, torch.device] = {}
+        self.counted: dict[Groups, list[list[Tensor]]] = {}
+        self.scaled: list[list[Tensor]] = []
+        self._known: dict[tuple[Hashable, Layout | None], tuple[Groups, list[Tensor]]] = {}
+        # First all parameters, then the gradients, so that the order of the groups does not depend on what is missing
+        # here. Most tensors that lie alike have the very same spec.
+        lists: dict[int, list[Tensor]] = {}
+        for index, parameter in enumerate(parameters):
+            kind = _kind(parameter)
+            if id(kind) not in lists:
+                lists[id(kind)] = self._list_of(kind, parameter, index, "it")
+                self.is_wide |= parameter.dtype in (torch.float64, torch.complex128)
+        for index, (grad, parameter) in enumerate(zip(gradients_of(parameters), parameters, strict=True)):
+            if grad is not None:
+                kind = _kind(grad)
+                if id(kind) not in lists:
+                    lists[id(kind)] = self._list_of(kind, parameter, index, "its gradient")
+                lists[id(kind)].append(held_of(grad, parameter))
+        for (_, layout), (groups, pieces) in self._known.items():
+            sorted_pieces = alike(pieces)
+            self.scaled += sorted_pieces
+            if layout is not None:
+                sorted_pieces = alike(part for piece in pieces for part in counted_here(piece, layout))
+            self.counted.setdefault(groups, []).extend(sorted_pieces)
 
-    def enter(self, tensor: Tensor, parameter: Tensor, index: int) -> Groups:
-        """Take part in the collectives of the process groups that shard `tensor`, the parameter or its gradient.
-
-        Returns these groups. They are found once for each mesh and combination of placement types.
-        """
-        if not isinstance(tensor, DTensor):
-            self.pieces.setdefault((), [])
-            return ()
-        spec = spec_of(tensor)
-        key = (id(spec.mesh), *map(type, spec.placements))
-        groups = self.groups_of.get(key)
-        if groups is None:
-            _require_known(spec, "it" if tensor is parameter else "its gradient", parameter, index)
-            mesh, sharded = spec.mesh, [not placement.is_replicate() for placement in spec.placements]
-            groups = tuple(group_of(mesh, axis) for axis in range(mesh.ndim) if sharded[axis] and mesh.size(axis) > 1)
-            self.groups_of[key] = groups
-            self.pieces.setdefault(groups, [])
-            for group in groups:
-                self.devices.setdefault(group, device_of(mesh))
-        return groups
-
-    def add(self, grad: Tensor, parameter: Tensor, index: int) -> None:
-        """Take what this rank holds of a gradient: the memory itself."""
-        groups = self.enter(grad, parameter, index)
-        if isinstance(grad, DTensor):
-            piece = local_tensor(grad)
-        else:
-            if grad.is_sparse and not grad.is_coalesced():
-                # An index that is there twice stands for the sum of both.
-                grad = parameter.grad = grad.coalesce()
-            piece = grad.values() if grad.is_sparse else grad
-        self.scaled.append(piece)
-        if isinstance(grad, RaggedDTensor):
-            self.pieces[groups] += counted_here(piece, layout_of(spec_of(grad)))
-        else:
-            self.pieces[groups].append(piece)
+    def _list_of(self, kind: DTensorSpec | torch.dtype, parameter: Tensor, index: int, what: str) -> list[Tensor]:
+        """Returns the list of this rank's pieces of what lies as `what`, the parameter or its gradient, and takes part
+        in the collectives of the process groups that shard it."""
+        spec = None if isinstance(kind, torch.dtype) else kind
+        types = () if spec is None else (id(spec.mesh), *map(type, spec.placements))
+        key = types, layout_of(spec) if spec is not None and VectorShard in types else None
+        if key not in self._known:
+            groups: Groups = ()
+            if spec is not None:
+                _require_known(spec, what, parameter, index)
+                sharded = [axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate()]
+                groups = tuple(group_of(spec.mesh, axis) for axis in sharded if spec.mesh.size(axis) > 1)
+                self.devices |= dict.fromkeys(groups, device_of(spec.mesh))
+            self._known[key] = groups, []
+        return self._known[key][-1]
 
 
-def _read(parameters: Sequence[Tensor]) -> _Gradients:
-    gradients = _Gradients(parameters[0].device if parameters else torch.device("cpu"))
-    # First all parameters, then the gradients, so that the order of the groups does not depend on what is missing here.
-    for index, parameter in enumerate(parameters):
-        gradients.enter(parameter, parameter, index)
-    for index, (parameter, grad) in enumerate(zip(parameters, gradients_of(parameters), strict=True)):
-        if grad is not None:
-            gradients.add(grad, parameter, index)
-    return gradients
+def _kind(tensor: Tensor) -> DTensorSpec | torch.dtype:
+    """Returns the spec of a DTensor, the dtype of a plain tensor."""
+    return spec_of(tensor) if isinstance(tensor, DTensor) else tensor.dtype
 
 
 def _require_known(spec: DTensorSpec, what: str, parameter: Tensor, index: int) -> None:
@@ -202,48 +194,35 @@ def _total_norm(gradients: _Gradients, power: float, fused: bool, extra_groups: 
     """Returns the norm of all elements on all ranks, without dimensions."""
     row, what = norm_of_order(power), "the norm of the gradients"
     home = next(iter(gradients.devices.values()), gradients.device)
-    parts = {groups: _part(pieces, row, power, fused, home) for groups, pieces in gradients.pieces.items()}
+    parts = {groups: _part(lists, row, power, fused, home) for groups, lists in gradients.counted.items()}
     for group, device in gradients.devices.items():
         sharded = [groups for groups in parts if group in groups]
         joint = torch.stack([parts[groups] for groups in sharded]).to(device)
         row.join(joint, [group], what)
         parts.update(zip(sharded, joint.to(home).unbind(), strict=True))
-    total = _together(list(parts.values()) or [_part([], row, power, fused, home)], row)
+    every = list(parts.values()) or [_part([], row, power, fused, home)]
+    total = row.fold(torch.stack(every, -1), -1)
     # The ranks of these groups may have other parameters, cut in other ways, so only the total is joined.
     return row.finish(row.join(total, extra_groups, what))
 
 
-def _part(pieces: Sequence[Tensor], row: Reduction, power: float, fused: bool, home: torch.device) -> Tensor:
-    """Returns what this rank sends for its pieces, which have any dtypes and devices."""
+def _part(lists: Sequence[list[Tensor]], row: Reduction, power: float, fused: bool, home: torch.device) -> Tensor:
+    """Returns what this rank sends for its pieces."""
     dtype = wide(torch.float32, home)
-    norms = [torch.stack(local_norms(alike, power, fused)).to(device=home, dtype=dtype) for alike in _alike(pieces)]
-    return _together([row.fold(row.send(each), -1) for each in norms or [row.nothing(dtype, home).reshape(1)]], row)
+    norms = [torch.stack(local_norms(each, power, fused)).to(device=home, dtype=dtype) for each in lists]
+    return row.fold(row.send(torch.cat(norms or [row.nothing(dtype, home).reshape(1)])), -1)
 
 
-def _together(parts: Sequence[Tensor], row: Reduction) -> Tensor:
-    """Returns several parts as one."""
-    return parts[0] if len(parts) == 1 else row.fold(torch.stack(list(parts), -1), -1)
-
-
-def _alike(pieces: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Returns the pieces that have elements, by device and dtype."""
-    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for piece in pieces:
-        if piece.numel():
-            found.setdefault((piece.device, piece.dtype), []).append(piece)
-    return found.values()
-
-
-def _scale(pieces: Sequence[Tensor], factor: Tensor, fused: bool) -> None:
+def _scale(lists: Sequence[list[Tensor]], factor: Tensor, fused: bool) -> None:
     """Multiply all pieces in place. A factor of 1 is multiplied by too, since to look at it would wait for the
     device."""
-    for alike in _alike(pieces):
+    for pieces in lists:
         # The factor has the gradients' own type, for which there are fused kernels. Rounded to a half it would be up to
         # 0.4 % off, in one direction for all elements, so halves are multiplied by the wider factor.
-        kind = alike[0].dtype.to_real()
-        here = factor.to(device=alike[0].device, dtype=kind if kind.itemsize >= 4 else None)
+        kind = pieces[0].dtype.to_real()
+        here = factor.to(device=pieces[0].device, dtype=kind if kind.itemsize >= 4 else None)
         if fused:
-            torch._foreach_mul_(alike, here)
+            torch._foreach_mul_(pieces, here)
         else:
-            for piece in alike:
+            for piece in pieces:
                 piece.mul_(here)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import device_of, local_tensor
+from sherd._torch import device_of, gradients_of, spec_of
 from sherd.errors import PolicyTypeError
-from sherd.tensor.reduction_table import ANY
+from sherd.tensor.reduction_table import ANY, alike, held_of
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -75,6 +74,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
             return map(self.scale, outputs)
         raise PolicyTypeError(f"scale() expects a tensor or an iterable of tensors, got a {type(outputs).__name__}")
 
+    @torch.no_grad()
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -89,12 +89,17 @@ class ShardedGradScaler(torch.amp.GradScaler):
         test_torch_asks_for_the_flags_in_one_place.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = [
+            held_of(grad, parameter)
+            for grad, parameter in zip(gradients_of(parameters), parameters, strict=True)
+            if grad is not None
+        ]
         flags: dict[torch.device, torch.Tensor] = {}
-        for device, held in _by_device(map(_as_held_here, parameters)).items():
-            here: Any = SimpleNamespace(param_groups=[{"params": held}])
-            # Brought there in a copy that the host waits for: torch's own to host memory (CPU offload) it would not
-            # wait for, and then read.
-            flags |= super()._unscale_grads_(here, inv_scale.to(device), found_inf.to(device), True)
+        for pieces in alike(held):
+            device = pieces[0].device
+            # Brought there in a copy that the host waits for, also in host memory (CPU offload).
+            flag = flags.setdefault(device, found_inf.to(device))
+            torch._amp_foreach_non_finite_check_and_unscale_(pieces, flag, inv_scale.to(device))
         flags = flags or {found_inf.device: found_inf}
         worst = torch.stack([flag.reshape(()).to(found_inf.device) for flag in flags.values()]).amax()
         for group, device in self._groups(parameters, found_inf.device):
@@ -111,30 +116,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if not dist.is_initialized():
             return
         # Of all parameters, with or without a gradient, so that all ranks agree over the same groups.
-        found = dict.fromkeys(parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor))
-        meshes = [mesh for mesh in found if mesh.get_coordinate() is not None]
+        found = {id(mesh): mesh for each in parameters if isinstance(each, DTensor) for mesh in [spec_of(each).mesh]}
+        meshes = [mesh for mesh in found.values() if mesh.get_coordinate() is not None]
         yield self.process_group, device_of(meshes[0]) if meshes else home
         if dist.get_world_size(self.process_group) < dist.get_world_size():
             axes = [(mesh, axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
             groups = {mesh.get_group(axis): device_of(mesh) for mesh, axis in axes}
             yield from ((group, device) for group, device in groups.items() if group is not self.process_group)
-
-
-def _by_device(parameters: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
-    """Returns those of `parameters` that have gradients, by the device of these."""
-    found: dict[torch.device, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            found.setdefault(parameter.grad.device, []).append(parameter)
-    return found
-
-
-def _as_held_here(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns a stand-in for a sharded parameter, whose gradient is the plain tensor that this rank holds of it."""
-    grad = parameter.grad
-    if not isinstance(grad, DTensor):
-        return parameter
-    held = local_tensor(grad)
-    stand_in = held.detach()
-    stand_in.grad = held
-    return stand_in

@@ -16,9 +16,10 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -32,7 +33,7 @@ from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import record_of
 from sherd.engine.state.span import ShardState, ShardView, States, SteppedSpan
 from sherd.errors import OptimizerError, PolicyTypeError
-from sherd.tensor.local_step import ELEMENTWISE
+from sherd.tensor.local_step import ELEMENTWISE, are_same
 from sherd.tensor.state_kind import State, copy_of
 
 if TYPE_CHECKING:
@@ -182,24 +183,20 @@ class _Stepper:
     def _step_with(self, optimizer: Optimizer, stepped: list[list[nn.Parameter]]) -> None:
         """Step as if the optimizer had been built from the parameters in `stepped`, and restore it afterwards."""
         groups, state_of = optimizer.param_groups, optimizer.state
-        parameters_before = [(group, group["params"]) for group in groups]
         # Stepping a single tensor as a list takes longer than stepping it by itself.
         singles = [
             group
             for group, parameters in zip(groups, stepped, strict=True)
             if len(parameters) == 1 and self._knows_forms and group.get("foreach")
         ]
-        for group, parameters in zip(groups, stepped, strict=True):
-            group["params"] = parameters
         for group in singles:
             group["foreach"] = False
         for span in self.spans:
             span.lend_state(state_of)
         try:
-            self._plain_step(optimizer)
+            with params_replaced(optimizer, stepped):
+                self._plain_step(optimizer)
         finally:
-            for group, parameters in parameters_before:
-                group["params"] = parameters
             for group in singles:
                 group["foreach"] = True
             for span in self.spans:
@@ -208,17 +205,14 @@ class _Stepper:
 
     def _is_current(self, optimizer: Optimizer) -> bool:
         """Returns whether parameters, shards and state are where they were when the spans were built."""
-        groups = optimizer.param_groups
-        if self._groups is None or len(groups) != len(self._groups):
-            return False
-        for group, parameters_then in zip(groups, self._groups, strict=True):
-            parameters = group["params"]
-            if len(parameters) != len(parameters_then) or not all(map(is_, parameters, parameters_then)):
-                return False
-        for unit, groups_then in self._buffers:
-            if _groups_of(unit()) != groups_then:
-                return False
-        return all(span.has_its_state(optimizer.state) for span in self.spans)
+        now, before = [group["params"] for group in optimizer.param_groups], self._groups
+        return (
+            before is not None
+            and len(now) == len(before)
+            and all(map(are_same, now, before))
+            and all(_groups_of(unit()) == groups for unit, groups in self._buffers)
+            and all(span.has_its_state(optimizer.state) for span in self.spans)
+        )
 
     def _build(self, optimizer: Optimizer) -> None:
         """Put neighbours of one parameter group that have gradients and the same count of steps into spans."""
@@ -257,6 +251,19 @@ class _Stepper:
         loaded since."""
         states = [*self._known_states.values(), *(state for span in self.spans for state in span.shard_states())]
         self._known_states = {id(known.shard): known for known in states if state_of.get(known.shard) is known.state}
+
+
+@contextmanager
+def params_replaced(optimizer: Optimizer, parameters: Iterable[list[nn.Parameter]]) -> Iterator[None]:
+    """Have each parameter group hold other parameters within this context."""
+    before = [(group, group["params"]) for group in optimizer.param_groups]
+    try:
+        for (group, _), others in zip(before, parameters, strict=True):
+            group["params"] = others
+        yield
+    finally:
+        for group, own in before:
+            group["params"] = own
 
 
 def _put_in_order(optimizer: Optimizer) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import torch
@@ -204,20 +206,18 @@ def _copied(tensor: torch.Tensor, dtype: torch.dtype | None = None, device: torc
 def _move(pairs: list[tuple[torch.Tensor, torch.Tensor]], weight: float) -> None:
     """Move the first of each pair towards the second: all that are alike at once, and in batches what must be
     converted, so that not all of it is there twice."""
-    alike: list[tuple[torch.Tensor, torch.Tensor]] = []
-    others: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for average, value in pairs:
-        are_alike = (average.dtype, average.device) == (value.dtype, value.device)
-        (alike if are_alike else others).append((average, value))
-    for batch in (alike, *(others[at : at + _BATCH] for at in range(0, len(others), _BATCH))):
-        averages, values = [average for average, _ in batch], [value for _, value in batch]
-        if batch is not alike:
-            values = [torch.empty_like(each) for each in averages]
-            torch._foreach_copy_(values, [value for _, value in batch])
-        if averages and weight < 1:
-            torch._foreach_lerp_(averages, values, weight)
-        elif averages:
+    are_alike = [each.dtype is value.dtype and each.device == value.device for each, value in pairs]
+    alike = list(compress(pairs, are_alike))
+    others = list(compress(pairs, map(not_, are_alike)))
+    for batch in filter(None, (alike, *(others[at : at + _BATCH] for at in range(0, len(others), _BATCH)))):
+        averages, values = map(list, zip(*batch, strict=True))
+        if weight == 1:
             torch._foreach_copy_(averages, values)  # a step towards a value from infinity would be nan
+            continue
+        if batch is not alike:
+            given, values = values, [torch.empty_like(each) for each in averages]
+            torch._foreach_copy_(values, given)
+        torch._foreach_lerp_(averages, values, weight)
 
 
 def _matched(call: str, given: Named, wanted: Named) -> dict[str, torch.Tensor]:

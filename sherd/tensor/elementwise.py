@@ -1,8 +1,9 @@
-"""Operations that treat each element by itself, done on this rank's run; and copies, fresh tensors and random numbers,
-which bring other values into a run."""
+"""Operations that treat each element by itself, done on this rank's run or chunk; and copies, fresh tensors and random
+numbers, which bring other values into a run."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -20,13 +21,27 @@ from sherd.tensor.operands import (
     lone_value,
     mixed,
     on_owner,
+    piece_at,
     refuse_plain_out,
     unknown,
 )
-from sherd.tensor.own import OwnDTensor
+from sherd.tensor.own import OwnDTensor, places_at
 from sherd.tensor.placement import Layout, layout_of
+from sherd.tensor.places import Places
 from sherd.tensor.ragged import RaggedDTensor, as_result
-from sherd.tensor.table import Args, Aten, Kwargs, Operation, answers, is_in_place, name_of, tensors_among
+from sherd.tensor.sharded import by_torch
+from sherd.tensor.table import (
+    SHARDED,
+    Args,
+    Aten,
+    Kwargs,
+    Operation,
+    answers,
+    is_in_place,
+    name_of,
+    tensors_among,
+    with_changed,
+)
 
 # Elementwise too, though torch does not tag them so.
 ALSO_ELEMENTWISE = (
@@ -36,12 +51,43 @@ ALSO_ELEMENTWISE = (
 )  # fmt: skip
 
 
+def elementwise(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation) -> object:
+    """Compute on this rank's piece, if all operands lie alike or are one value. The result lies as they do. `otherwise`
+    answers all else."""
+    first = next((value for value in args if isinstance(value, OwnDTensor)), None)
+    if first is None or (kwargs and any(True for _ in tensors_among(kwargs.values()))):
+        return otherwise(func, args, kwargs)
+    places = places_at(first)
+    pieces: list[object] = []
+    for value in args:
+        piece = piece_at(value, places)
+        if piece is None and value is not None:
+            return otherwise(func, args, kwargs)
+        pieces.append(piece)
+    if not _keeps_order(places, kwargs) or (args[0] is not first and is_in_place(func)):
+        return otherwise(func, args, kwargs)
+    result = func(*pieces, **kwargs)
+    return args[0] if result is pieces[0] else with_changed(result, torch.Tensor, first.around)
+
+
+def _keeps_order(places: Places, kwargs: Kwargs) -> bool:
+    """Returns True if the result's elements are in the order in which the places have them."""
+    asked = kwargs.get("memory_format") or torch.preserve_format
+    if places.strides is None:
+        return asked in (torch.preserve_format, torch.contiguous_format)
+    return asked is torch.preserve_format and not isinstance(places, Layout)
+
+
+SHARDED.answers("pointwise", "copy_", *ALSO_ELEMENTWISE)(functools.partial(elementwise, otherwise=by_torch))
+
+
 @answers("pointwise", *ALSO_ELEMENTWISE)
-def elementwise(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Compute on this rank's run. The result is laid out as the operands are."""
-    runs = _runs_of_one_spec(args) if not kwargs or _all_numbers(kwargs) else None
-    if runs is not None:
-        return _as_given(func(*runs, **kwargs), args, kwargs, runs, layout_of(spec_of(args[0])), func)
+def on_runs(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Compute on this rank's run, or at an owner; bring what is at another owner."""
+    return elementwise(func, args, kwargs, _on_runs)
+
+
+def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> object:
     layouts = layouts_in(args, kwargs)
     layout = layouts[0]
     if any(other.strides or not layout.same_as(other) for other in layouts) and common_owner(layouts) is not None:
@@ -54,46 +100,12 @@ def elementwise(func: Aten, args: Args, kwargs: Kwargs) -> object:
         # `model.to(memory_format=torch.channels_last)`: a run is of consecutive elements, in the order of the dims.
         kwargs = {**kwargs, "memory_format": torch.contiguous_format}
     local_args = [local_of(value, layout, func) for value in args]
-    local_kwargs = {key: local_of(value, layout, func) for key, value in kwargs.items()}
-    return _as_given(func(*local_args, **local_kwargs), args, kwargs, local_args, layout, func)
-
-
-def _all_numbers(kwargs: Kwargs) -> bool:
-    return all(isinstance(value, float | int) for value in kwargs.values())
-
-
-def _runs_of_one_spec(args: Args) -> list[object] | None:
-    """Returns the runs in the most common case: all tensors among the arguments have the very same spec. Else None."""
-    first = args[0]
-    if not isinstance(first, RaggedDTensor) or layout_of(spec_of(first)).strides:
-        return None
-    spec = spec_of(first)
-    runs: list[object] = []
-    for value in args:
-        if isinstance(value, RaggedDTensor) and spec_of(value) is spec:
-            runs.append(local_tensor(value))
-        elif isinstance(value, torch.Tensor | list | tuple):
-            return None
-        else:
-            runs.append(value)
-    return runs
-
-
-def _as_given(
-    result: object, args: Args, kwargs: Kwargs, local_args: list[object], layout: Layout, func: Aten
-) -> object:
-    """Returns the result as a ragged tensor: the very argument, if the operation wrote into it."""
+    result = func(*local_args, **{key: local_of(value, layout, func) for key, value in kwargs.items()})
     if "out" in kwargs:
         return kwargs["out"]
-    if isinstance(result, list | tuple):
-        return type(result)(_as_given(value, (None,), {}, [None], layout, func) for value in result)
-    if not isinstance(result, torch.Tensor):
-        return result
     if result is local_args[0]:
         return args[0]
-    if result.shape != layout.local_shape:
-        raise unknown(func, layout, f"it made {tuple(result.shape)} of a piece of {layout.local_shape}")
-    return as_result(result, layout)
+    return with_changed(result, torch.Tensor, lambda made: as_result(made, layout))
 
 
 @answers("set_")
@@ -109,7 +121,7 @@ def same_view(func: Aten, args: Args, kwargs: Kwargs) -> object:
     (layout, *_) = layouts_in(args, kwargs)
     if func.name() == "aten::view.dtype":
         same_size = args[1].itemsize == tensor.dtype.itemsize
-        return elementwise(func, args, kwargs) if same_size else on_owner(func, args, kwargs)
+        return on_runs(func, args, kwargs) if same_size else on_owner(func, args, kwargs)
     if tuple(args[1]) in (tuple(tensor.shape), (-1,) * (tensor.ndim == 1)):
         local = local_tensor(tensor)
         return as_result(local.view_as(local), layout)
@@ -129,6 +141,9 @@ def filled_where(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = 
         # A scalar, and its mask as torch gives it: the index 0, or none. It is the same on all ranks.
         return tensor.fill_(one.reshape(())) if index.numel() else tensor
     return otherwise(func, args, kwargs)
+
+
+SHARDED.answers("index_put_")(functools.partial(filled_where, otherwise=by_torch))
 
 
 # Other values

@@ -26,11 +26,10 @@ from sherd._torch import (
     local_tensor,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
-    spec_of,
 )
 from sherd.tensor.own import OwnDTensor
-from sherd.tensor.placement import places_of
-from sherd.tensor.state_kind import State, StateKind, kind_of
+from sherd.tensor.ragged import local_part
+from sherd.tensor.state_kind import State, StateKind, elementwise_keys, kind_of
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Adadelta,
@@ -58,16 +57,16 @@ class _Local:
         self._params = _params_of(optimizer)
         self._own = [each for each in self._params if isinstance(each, OwnDTensor)]
         self._own_chunks = list(map(local_tensor, self._own))
-        self._chunks = list(map(_chunk_of, self._params))
+        self._chunks = list(map(local_part, self._params))
         self._is_known = all(isinstance(each, OwnDTensor) or not isinstance(each, DTensor) for each in self._params)
         self.state: defaultdict[torch.Tensor, State] = defaultdict(dict)
         for parameter, chunk in zip(self._params, self._chunks, strict=True):
             state = self._given.get(parameter)
             if state is not None:
                 pieces = [value for value in state.values() if isinstance(value, DTensor)]
-                self._is_known &= all(isinstance(parameter, DTensor) and _lie_alike(parameter, each) for each in pieces)
+                self._is_known &= all(isinstance(parameter, OwnDTensor) and parameter.lies_as(each) for each in pieces)
                 # A plain parameter is its own chunk, and has one state.
-                local = {key: _chunk_of(value) for key, value in state.items()}
+                local = {key: local_part(value) for key, value in state.items()}
                 self.state[chunk] = state if parameter is chunk else local
         self._note()
 
@@ -80,10 +79,10 @@ class _Local:
         """Returns True if the optimizer has the parameters, and all the state, that were found before."""
         return (
             optimizer.state is self._given
-            and _are_same(_params_of(optimizer), self._params)
-            and _are_same(list(map(local_tensor, self._own)), self._own_chunks)
-            and _are_same(list(self._given.values()), self._states)
-            and _are_same(_pieces_of(self._states), self._given_pieces)
+            and are_same(_params_of(optimizer), self._params)
+            and are_same(list(map(local_tensor, self._own)), self._own_chunks)
+            and are_same(list(self._given.values()), self._states)
+            and are_same(_pieces_of(self._states), self._given_pieces)
         )
 
     def take_gradients(self) -> bool:
@@ -94,7 +93,7 @@ class _Local:
         if not self._is_known or not all(issubclass(kind, OwnDTensor) for kind in {type(grad) for _, grad in there}):
             return False
         # The very specs, but for gradients that a user has made.
-        if not all(own._spec is grad._spec or _has_its_dtype_and_places(own, grad) for own, grad in there):
+        if not all(own._spec is each._spec or (own.dtype is each.dtype and own.lies_as(each)) for own, each in there):
             return False
         for chunk, gradient in zip(self._own_chunks, gradients, strict=True):
             chunk.grad = None if gradient is None else gradient._local_tensor
@@ -109,25 +108,20 @@ class _Local:
         """Drop the gradients, and give the parameters what the step has put into its state anew."""
         for chunk in self._own_chunks:
             chunk.grad = None
-        if _are_same(_pieces_of(self.state.values()), self._pieces):
+        if are_same(_pieces_of(self.state.values()), self._pieces):
             return
         pairs = [(each, chunk) for each, chunk in zip(self._params, self._chunks, strict=True) if chunk in self.state]
-        elementwise = {
-            key
-            for each, chunk in pairs
-            if each.ndim
-            for key, value in self.state[chunk].items()
-            if getattr(value, "ndim", 0)
-        }
+        elementwise = elementwise_keys((each, self.state[chunk]) for each, chunk in pairs)
         for parameter, chunk in pairs:
             given = self._given[parameter]
             for key, value in self.state[chunk].items():
-                if key not in given or _chunk_of(given[key]) is not value:
+                if key not in given or local_part(given[key]) is not value:
                     given[key] = _of_parameter(parameter, key, value, elementwise)
         self._note()
 
 
-def _are_same(now: Sequence[object], before: Sequence[object]) -> bool:
+def are_same(now: Sequence[object], before: Sequence[object]) -> bool:
+    """Returns True if both have the very same objects."""
     return len(now) == len(before) and all(map(is_, now, before))
 
 
@@ -137,18 +131,6 @@ def _pieces_of(states: Iterable[State]) -> list[object]:
 
 def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return list(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
-
-
-def _chunk_of(value: Any) -> Any:
-    return local_tensor(value) if isinstance(value, DTensor) else value
-
-
-def _lie_alike(parameter: DTensor, other: DTensor) -> bool:
-    return places_of(spec_of(other)).same_as(places_of(spec_of(parameter)))
-
-
-def _has_its_dtype_and_places(parameter: DTensor, gradient: DTensor) -> bool:
-    return gradient.dtype is parameter.dtype and _lie_alike(parameter, gradient)
 
 
 def _of_parameter(parameter: torch.Tensor, key: str, value: Any, elementwise: set[str]) -> Any:

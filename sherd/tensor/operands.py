@@ -13,7 +13,6 @@ All ranks infer the result's shape on the meta device; so all raise, if one does
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import singledispatch
 from typing import Any
 
 import torch
@@ -22,10 +21,21 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import become_view, local_tensor, spec_of
 from sherd.errors import PlacementError
 from sherd.tensor.gather import gather, piece_of
-from sherd.tensor.placement import Layout, is_ragged, layout_of
+from sherd.tensor.placement import Layout, is_ragged, layout_of, places_of
+from sherd.tensor.places import Places
 from sherd.tensor.ragged import RaggedDTensor, as_result
 from sherd.tensor.replicated import ReplicatedDTensor
-from sherd.tensor.table import Args, Aten, Kwargs, answers, is_in_place, name_of, tensors_among, with_changed
+from sherd.tensor.table import (
+    Args,
+    Aten,
+    Kwargs,
+    answers,
+    is_in_place,
+    is_list_of_tensors,
+    name_of,
+    tensors_among,
+    with_changed,
+)
 
 WAYS_OUT = (
     "use .full_tensor() or .redistribute(placements=[Replicate()]) on every rank to work with the whole tensor, or "
@@ -43,7 +53,6 @@ def layouts_in(args: Args, kwargs: Kwargs) -> list[Layout]:
     return [layout_of(spec_of(tensor)) for tensor in ragged_among(args, kwargs)]
 
 
-@singledispatch
 def local_of(value: object, layout: Layout, func: Aten) -> object:
     """Returns what this rank computes with in place of `value`: its run of a ragged tensor, a lone value as it is.
 
@@ -52,57 +61,48 @@ def local_of(value: object, layout: Layout, func: Aten) -> object:
     Raises:
         PlacementError: the elements of `value` are not where those of `layout` are, or are in pieces elsewhere.
     """
-    return value
-
-
-@local_of.register
-def _run_of_ragged(value: RaggedDTensor, layout: Layout, func: Aten) -> torch.Tensor:
-    other = layout_of(spec_of(value))
-    if layout.same_as(other):
-        return local_tensor(value)
-    owned = layout.owner is not None and other.owner is not None and not (layout.strides or other.strides)
-    if not (owned and layout.shape == other.shape and layout.shares_ranks_with(other)):
-        raise mixed(func, layout, value)
-    # Two owners, a student's and a teacher's tensor: one of them goes to the other's owner.
-    return piece_of(gather(local_tensor(value), other), layout)
-
-
-@local_of.register
-def _run_of_known(value: ReplicatedDTensor, layout: Layout, func: Aten) -> torch.Tensor:
-    if value.shape == layout.shape and lone_value(value) is None:
+    if not isinstance(value, torch.Tensor):
+        return value
+    piece = piece_at(value, layout)
+    if piece is not None:
+        return piece
+    if isinstance(value, RaggedDTensor):
+        other = layout_of(spec_of(value))
+        owned = layout.owner is not None and other.owner is not None and not (layout.strides or other.strides)
+        if owned and layout.shape == other.shape and layout.shares_ranks_with(other):
+            # Two owners, a student's and a teacher's tensor: one of them goes to the other's owner.
+            return piece_of(gather(local_tensor(value), other), layout)
+    elif isinstance(value, ReplicatedDTensor) and value.shape == layout.shape:
         return piece_of(local_tensor(value), layout)
-    return _lone_operand(value, layout, func)
+    raise mixed(func, layout, value)
 
 
-@local_of.register
-def _lone_operand(value: torch.Tensor, layout: Layout, func: Aten) -> torch.Tensor:
-    one = lone_value(value)
-    if one is None or not _broadcasts(value.shape, layout.shape):
-        raise mixed(func, layout, value)
-    return one.reshape(1) if not layout.shape else one
+def piece_at(value: object, places: Places) -> object:
+    """Returns what this rank computes with in place of `value`: its piece of a tensor that lies as `places`, the value
+    of a scalar, anything else that is no tensor as it is. None if its elements are elsewhere."""
+    if isinstance(value, DTensor) and places.same_as(places_of(spec_of(value))):
+        return local_tensor(value)
+    if isinstance(value, torch.Tensor):
+        one = lone_value(value)
+        if one is None or not broadcasts(value.shape, places.shape):
+            return None
+        return one.reshape(1) if isinstance(places, Layout) and not places.shape else one  # its run has a dim
+    return None if is_list_of_tensors(value) else value
 
 
-def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Returns True if a tensor of `shape` broadcasts to one of shape `to`."""
     ends = zip(reversed(shape), reversed(to), strict=False)
     return len(shape) <= len(to) and all(size in (1, wanted) for size, wanted in ends)
 
 
-@singledispatch
 def lone_value(value: object) -> torch.Tensor | None:
     """Returns the one value of a scalar, or of a replicated DTensor that is an expanded scalar; None for anything else.
 
     It keeps a dimension if the tensor had one, so that dtypes are promoted as torch would.
     """
-    return None
-
-
-@lone_value.register
-def _lone_value_of_plain(value: torch.Tensor) -> torch.Tensor | None:
-    return value if value.ndim == 0 else None
-
-
-@lone_value.register
-def _lone_value_of_dtensor(value: DTensor) -> torch.Tensor | None:
+    if not isinstance(value, DTensor):
+        return value if isinstance(value, torch.Tensor) and value.ndim == 0 else None
     if not all(placement.is_replicate() for placement in value.placements):
         return None
     local = local_tensor(value)

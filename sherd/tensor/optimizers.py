@@ -9,20 +9,22 @@ load unsharded tensors. Both are cut like the parameter: when they are loaded, o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sherd._torch import DTensorSpec, local_tensor, register_optimizer_step_pre_hook, spec_of, specs_of
-from sherd.tensor.chunks import on_chunks
-from sherd.tensor.operands import common_owner, layouts_in, local_of, lone_value, mixed
+from sherd._torch import local_tensor, register_optimizer_step_pre_hook, spec_of, specs_of
+from sherd.tensor.operands import broadcasts, common_owner, layouts_in, local_of, lone_value, mixed, piece_at
+from sherd.tensor.own import OwnDTensor, places_at
 from sherd.tensor.placement import Layout, layout_of
-from sherd.tensor.ragged import RaggedDTensor, distribute_ragged, redistribute_to, result_like
+from sherd.tensor.places import Places
+from sherd.tensor.ragged import RaggedDTensor, as_result, distribute_ragged, redistribute_to
 from sherd.tensor.sharded import ShardedDTensor, by_torch, sharded_dtensor
-from sherd.tensor.state_kind import StateKind, kind_of
+from sherd.tensor.state_kind import StateKind, elementwise_keys, kind_of
 from sherd.tensor.table import RAGGED, SHARDED, Args, Aten, Kwargs, first_list, is_in_place, is_list_of_tensors
 
 OnLists = Callable[[Aten, Args, Kwargs], object]
@@ -35,29 +37,26 @@ def on_lists(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Compute on the lists of this rank's pieces. Results, if there are any, are laid out as the first list is."""
     if is_in_place(func):
         torch.autograd.graph.increment_version(first_list(args))
-    return by_kind({RaggedDTensor: _on_runs, ShardedDTensor: on_chunks}, func, args, kwargs)
+    return by_kind(_on_pieces, func, args, kwargs)
 
 
-def by_kind(answers: Mapping[type[torch.Tensor], OnLists], func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Give each part of the lists to what answers for its class, and the rest back to torch."""
+def by_kind(answer: OnLists, func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Let `answer` compute the parts of the lists that are of one class of ours, and torch the rest."""
     first = first_list(args)
-    if len(set(map(type, first))) == 1 and (answer := answers.get(_kind_of(first[0]))):
+    if len(set(map(type, first))) == 1 and isinstance(first[0], OwnDTensor):
         return answer(func, args, kwargs)
     kinds = [_kind_of(tensor) for tensor in first]
     found: dict[int, torch.Tensor] = {}
     made: Any
-    others: list[type[torch.Tensor]] = [DTensor, torch.Tensor]
-    for kind in [*answers, *others]:
+    for kind in (RaggedDTensor, ShardedDTensor, DTensor, torch.Tensor):
         chosen = [index for index, other in enumerate(kinds) if other is kind]
         if not chosen:
             continue
-        picked = tuple(_picked(value, chosen, len(first)) for value in args)
-        named = {key: _picked(value, chosen, len(first)) for key, value in kwargs.items()}
-        if kind in answers:
-            made = answers[kind](func, picked, named)
+        pick = partial(_picked, chosen=chosen, length=len(first), kind=kind)
+        picked, named = tuple(map(pick, args)), {key: pick(value) for key, value in kwargs.items()}
+        if issubclass(kind, OwnDTensor):
+            made = answer(func, picked, named)
         else:
-            if kind is torch.Tensor:
-                picked, named = tuple(map(_plain, picked)), {key: _plain(value) for key, value in named.items()}
             for layout in layouts_in(picked, {}):
                 raise mixed(func, layout, first[chosen[0]])
             made = by_torch(func, picked, named)
@@ -71,65 +70,76 @@ def _kind_of(tensor: torch.Tensor) -> type[torch.Tensor]:
     return type(tensor) if type(tensor) in (ShardedDTensor, DTensor) else torch.Tensor
 
 
-def _picked(value: object, chosen: list[int], length: int) -> object:
-    """Returns the chosen items of a list of `length`; anything else as it is."""
-    if not isinstance(value, list | tuple) or len(value) != length:
-        return value
-    return [value[index] for index in chosen]
-
-
-def _plain(value: object) -> object:
-    """Returns the number itself if it came as a replicated DTensor; plain tensors cannot meet that."""
-    one = lone_value(value)
+def _picked(value: object, chosen: list[int], length: int, kind: type[torch.Tensor]) -> object:
+    """Returns the chosen items of a list of `length`; anything else as it is, but for plain tensors the number itself
+    of a replicated DTensor, which they cannot meet."""
+    if isinstance(value, list | tuple) and len(value) == length:
+        return [value[index] for index in chosen]
+    one = lone_value(value) if kind is torch.Tensor else None
     return value if one is None else one
 
 
-def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor] | None:
+def _on_pieces(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Compute on lists of this rank's pieces, if all that meet lie alike. The tensors of the first list are of one
+    class of ours."""
     first = first_list(args)
-    specs = specs_of(first)
-    local_args = [_local_of(value, first, specs, func) for value in args]
-    local_kwargs = {key: _local_of(value, first, specs, func) for key, value in kwargs.items()}
-    results = func(*local_args, **local_kwargs)
+    otherwise = _on_runs if isinstance(first[0], RaggedDTensor) else by_torch
+    places = list(map(places_at, first))
+
+    def operand(given: Any) -> Any:
+        if isinstance(given, torch.Tensor):
+            one = lone_value(given)
+            return None if one is None else one.reshape(())
+        return _pieces_at(given, places) if is_list_of_tensors(given) else given
+
+    own_args, own_kwargs = [operand(each) for each in args], {key: operand(each) for key, each in kwargs.items()}
+    given = zip((*own_args, *own_kwargs.values()), (*args, *kwargs.values()), strict=True)
+    if any(own is None and value is not None for own, value in given):
+        return otherwise(func, args, kwargs)
+    results = func(*own_args, **own_kwargs)
     if results is None or is_in_place(func):
         return None
-    return [result_like(local, spec) for local, spec in zip(results, specs, strict=True)]
+    if any(result.shape != local.shape for result, local in zip(results, map(local_tensor, first), strict=True)):
+        return otherwise(func, args, kwargs)  # one value of each tensor
+    return [each.around(result) for each, result in zip(first, results, strict=True)]
 
 
-def _local_of(given: object, first: Sequence[RaggedDTensor], specs: list[DTensorSpec], func: Aten) -> object:
-    """Returns what this rank computes with: the runs of a list whose tensors lie as those of the first list, one by
-    one."""
-    if isinstance(given, torch.Tensor):
-        one = lone_value(given)
-        if one is None:
-            raise mixed(func, layout_of(specs[0]), given)
-        return one.reshape(())
-    if not is_list_of_tensors(given):
-        return given
-    if not _all_ragged(given):
-        # The step counts of optimizers, or scalars to multiply by.
-        return [local_of(value, layout_of(spec), func) for value, spec in zip(given, specs, strict=True)]
-    if given is not first and specs_of(given) != specs:
+def _pieces_at(values: Sequence[Any], places: Sequence[Places]) -> list[Any] | None:
+    """Returns `piece_at` for each of a list, or None if the elements of one are elsewhere."""
+    if all(issubclass(kind, OwnDTensor) for kind in set(map(type, values))) and list(map(places_at, values)) == places:
+        return list(map(local_tensor, values))
+    if len(values) != len(places):
+        return None
+    found = [piece_at(value, each) for value, each in zip(values, places, strict=True)]
+    return None if any(each is None for each in found) else found
+
+
+def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor] | None:
+    """Compute where tensors of other lists lie elsewhere than those of the first, one by one."""
+    first = first_list(args)
+    layouts = [layout_of(spec) for spec in specs_of(first)]
+
+    def operand(given: Any) -> Any:
+        if isinstance(given, torch.Tensor):
+            raise mixed(func, layouts[0], given)
+        if not is_list_of_tensors(given):
+            return given
         return [
-            local_tensor(value) if _may_meet(value, layout_of(spec)) else local_of(value, layout_of(spec), func)
-            for value, spec in zip(given, specs, strict=True)
+            local_tensor(value) if _meets_at_owner(value, layout) else local_of(value, layout, func)
+            for value, layout in zip(given, layouts, strict=True)
         ]
-    return list(map(local_tensor, given))
+
+    results = func(*map(operand, args), **{key: operand(value) for key, value in kwargs.items()})
+    if results is None or is_in_place(func):
+        return None
+    return [as_result(local, layout) for local, layout in zip(results, layouts, strict=True)]
 
 
-def _all_ragged(tensors: Sequence[object]) -> bool:
-    kinds = set(map(type, tensors))
-    return bool(kinds) and all(issubclass(kind, RaggedDTensor) for kind in kinds)
-
-
-def _may_meet(value: RaggedDTensor, expected: Layout) -> bool:
-    """Returns True if the pieces of both lie alike, or both are at one owner and `value` broadcasts to the other's
-    shape there."""
-    layout = layout_of(spec_of(value))
-    if layout.same_as(expected):
-        return True
-    sizes = zip(layout.shape, expected.shape, strict=False)
-    broadcasts = len(layout.shape) == len(expected.shape) and all(size in (1, wanted) for size, wanted in sizes)
-    return broadcasts and common_owner([layout, expected]) is not None
+def _meets_at_owner(value: object, expected: Layout) -> bool:
+    """Returns True if `value` and the other tensor are at one owner, and it broadcasts to the other's shape there."""
+    if not isinstance(value, RaggedDTensor) or not broadcasts(value.shape, expected.shape):
+        return False
+    return common_owner([layout_of(spec_of(value)), expected]) is not None
 
 
 # State that lies elsewhere than its parameter
@@ -144,18 +154,11 @@ def adopt_state(optimizer: Optimizer) -> None:
     The state of a scalar, which torch leaves plain, becomes a DTensor with a copy on every rank, as the scalar is.
     """
     states = [(parameter, state) for parameter, state in optimizer.state.items() if isinstance(parameter, DTensor)]
-    # Of a scalar's state, what other parameters keep under the same key tells more than the key's name.
-    elementwise_keys = {
-        key
-        for parameter, state in states
-        if parameter.ndim
-        for key, value in state.items()
-        if kind_of(key, value, parameter.shape) in (StateKind.ELEMENTS, StateKind.OTHER) and value.ndim
-    }
+    elementwise = elementwise_keys(states)
     for parameter, state in states:
         layout = layout_of(spec_of(parameter)) if isinstance(parameter, RaggedDTensor) else None
         for key, value in state.items():
-            kind = kind_of(key, value, parameter.shape, None, elementwise_keys)
+            kind = kind_of(key, value, parameter.shape, None, elementwise)
             if kind not in (StateKind.ELEMENTS, StateKind.OTHER) or isinstance(value, RaggedDTensor):
                 continue
             if layout is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -11,6 +13,7 @@ from sherd._torch import local_tensor, spec_of
 from sherd.errors import WriteBackError
 from sherd.tensor.gather import part_given
 from sherd.tensor.placement import places_of
+from sherd.tensor.places import Places
 
 
 class OwnDTensor(DTensor):
@@ -32,8 +35,7 @@ class OwnDTensor(DTensor):
     def data(self, value: torch.Tensor) -> None:
         local = local_tensor(self)
         if isinstance(value, DTensor):
-            alike = places_of(spec_of(value)).same_as(places_of(spec_of(self)))
-            value = local_tensor(value) if alike else value.full_tensor()
+            value = local_tensor(value) if self.lies_as(value) else value.full_tensor()
         part = part_given(value, tuple(self.shape), local, self._piece_of)
         if part is None:
             raise WriteBackError(
@@ -44,6 +46,10 @@ class OwnDTensor(DTensor):
             local.copy_(part)
             torch.autograd.graph.increment_version(self)
 
+    def lies_as(self, other: DTensor) -> bool:
+        """Returns True if both have the same elements on the same ranks."""
+        return places_at(self).same_as(places_of(spec_of(other)))
+
     @abstractmethod
     def around(self, local: torch.Tensor) -> OwnDTensor:
         """Returns a tensor that lies as this one, around `local`, this rank's part of it, outside autograd."""
@@ -51,3 +57,7 @@ class OwnDTensor(DTensor):
     @abstractmethod
     def _piece_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of an unsharded tensor of this shape."""
+
+
+places_at: Callable[[OwnDTensor], Places] = operator.attrgetter("_spec.sherd_places")
+"""Returns the places of a tensor's pieces, the very object for tensors that lie alike."""

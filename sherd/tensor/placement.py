@@ -18,10 +18,10 @@ from sherd.layout.extent import Extent, chunks
 from sherd.layout.placement import Shape
 from sherd.layout.runs import Runs
 from sherd.tensor.places import Places
-from sherd.tensor.vectors import VectorShard, counted
+from sherd.tensor.vectors import UnevenShard, VectorShard, counted
 
 
-class RaggedShard(Shard):
+class RaggedShard(UnevenShard):
     """The placement of one tensor that is cut into runs, on a mesh axis it is cut over: the ragged
     shard of veScale-FSDP and Megatron-FSDP. It belongs to one tensor shape.
 
@@ -42,11 +42,6 @@ class RaggedShard(Shard):
 
     cut: Runs
     stride: int
-    stands_for = Shard(0)
-
-    def __new__(cls, cut: Runs, stride: int = 1) -> RaggedShard:
-        """The C++ part of the placement is that of `Shard(0)`."""
-        return super().__new__(cls, 0)  # type: ignore[call-arg]  # its C++ base has no annotations
 
     def __init__(self, cut: Runs, stride: int = 1) -> None:
         super().__init__(0)
@@ -74,16 +69,8 @@ class RaggedShard(Shard):
         sizes = [cut.local_shape(rank)[0] for rank in range(cut.num_ranks)]
         return f"RaggedShard({unit}={sizes}{f', stride={self.stride}' if self.stride != 1 else ''})"
 
-    __str__ = __repr__
-
     def __reduce__(self) -> tuple[type[RaggedShard], tuple[Runs, int]]:
         return RaggedShard, (self.cut, self.stride)
-
-    def __copy__(self) -> RaggedShard:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, object]) -> RaggedShard:
-        return self
 
 
 def ragged_spec(
@@ -263,6 +250,10 @@ class Layout(Places):
         `others` on the other axes."""
         ragged = {axis: RaggedShard(cut, placement.stride) for axis, placement in self.ragged.items()}
         return Layout(self.mesh, tuple(ragged.get(axis, each) for axis, each in enumerate(others)), shape, strides)
+
+    def same_as(self, other: Places) -> bool:
+        """Returns True if both tensors have the same elements on the same ranks, in the same order."""
+        return self is other or (super().same_as(other) and self.strides == other.strides)
 
     def shares_ranks_with(self, other: Layout) -> bool:
         """Returns True if the same ranks hold the pieces of both tensors, one by one."""

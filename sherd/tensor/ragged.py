@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import torch
@@ -20,6 +20,7 @@ from sherd._torch import (
     attributes_of,
     dispatches_itself,
     dtensor_of,
+    give_attributes,
     local_tensor,
     not_traced,
     register_foreach_type,
@@ -30,7 +31,7 @@ from sherd.layout.extent import Extent
 from sherd.layout.runs import Runs
 from sherd.tensor.checkpoint import box_at, chunk_list, write_items
 from sherd.tensor.gather import gather, gather_part, piece_of, shard_of
-from sherd.tensor.own import OwnDTensor
+from sherd.tensor.own import OwnDTensor, places_at
 from sherd.tensor.placement import Layout, RaggedShard, has_ragged, is_ragged, layout_of
 from sherd.tensor.sharded import sharded_dtensor
 from sherd.tensor.table import RAGGED, Args, Aten, Kwargs
@@ -65,7 +66,7 @@ class RaggedDTensor(OwnDTensor):
 
     def around(self, local: torch.Tensor) -> RaggedDTensor:
         """Returns a tensor that lies as this one, around `local`, this rank's run of it, outside autograd."""
-        return result_like(local, spec_of(self))
+        return dtensor_of(RaggedDTensor, local, places_at(self).spec(local.dtype), False)
 
     def _piece_of(self, full: torch.Tensor) -> torch.Tensor:
         return piece_of(full, layout_of(spec_of(self)))
@@ -147,12 +148,8 @@ class RaggedDTensor(OwnDTensor):
         is_parameter = isinstance(self, nn.Parameter)
         copied = _rebuilt(local_tensor(self).detach().clone(), spec_of(self), self.requires_grad, is_parameter)
         memo[id(self)] = copied
-        copied.take_attributes(copy.deepcopy(vars(self), memo))
+        give_attributes(copied, copy.deepcopy(vars(self), memo))
         return copied
-
-    def take_attributes(self, attributes: Mapping[str, object]) -> None:
-        """Have the attributes that a user wrote on another tensor."""
-        vars(self).update(attributes)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         spec = spec_of(self)
@@ -197,7 +194,8 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, grad: torch.Tensor) -> tuple[RaggedDTensor, None, None]:
-        return result_like(ctx.back(grad, layout_of(ctx.spec)), ctx.spec), None, None
+        layout = layout_of(ctx.spec)
+        return as_result(ctx.back(grad, layout), layout), None, None
 
 
 _AS_RUN: tuple[Reading, Reading] = lambda local, layout: local.view_as(local), lambda grad, layout: grad
@@ -206,13 +204,6 @@ _AS_PART: tuple[Reading, Reading] = (
     lambda grad, layout: shard_of(grad, layout.cut, layout.rank).clone(),
 )
 _AS_FULL: tuple[Reading, Reading] = gather, lambda grad, layout: piece_of(grad, layout).clone()
-
-
-def result_like(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
-    """Returns a result on this rank's run as a ragged tensor in the layout of `spec`."""
-    if local.dtype is not spec.tensor_meta.dtype:  # type: ignore[union-attr]  # set by dtensor_spec
-        spec = layout_of(spec).spec(local.dtype)
-    return dtensor_of(RaggedDTensor, local, spec, False)
 
 
 def as_result(local: torch.Tensor, layout: Layout) -> RaggedDTensor:
@@ -240,7 +231,7 @@ def unpickled(
 ) -> RaggedDTensor:
     """Make the tensor again, on a mesh of the same shape: pickles call this by name."""
     tensor = _rebuilt(local, Layout(mesh, placements, shape).spec(local.dtype), requires_grad, is_parameter)
-    tensor.take_attributes(attributes or {})
+    give_attributes(tensor, attributes or {})
     return tensor
 
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from sherd._torch import local_tensor
 from sherd.comm.failures import named
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -71,14 +73,9 @@ class Reduction:
 # test_whole_numbers_complex_numbers_nan_empty_and_single_ones).
 
 
-def _beside_nan(values: torch.Tensor) -> torch.Tensor:
+def _beside_nan(values: torch.Tensor, mark: int = 1) -> torch.Tensor:
     is_nan = values.isnan()
-    return torch.stack([values.masked_fill(is_nan, 0), is_nan.to(values.dtype)])
-
-
-def _beside_minus_nan(values: torch.Tensor) -> torch.Tensor:
-    is_nan = values.isnan()
-    return torch.stack([values.masked_fill(is_nan, 0), -is_nan.to(values.dtype)])
+    return torch.stack([values.masked_fill(is_nan, 0), mark * is_nan.to(values.dtype)])
 
 
 def _nan_again(parts: torch.Tensor) -> torch.Tensor:
@@ -92,7 +89,7 @@ PRODUCT = Reduction(_Op.PRODUCT, torch.prod, 1.0)
 ANY = Reduction(_Op.MAX, torch.amax, 0.0)
 ALL = Reduction(_Op.MIN, torch.amin, 1.0)
 LARGEST = Reduction(_Op.MAX, torch.amax, -math.inf, _beside_nan, _nan_again)
-SMALLEST = Reduction(_Op.MIN, torch.amin, math.inf, _beside_minus_nan, _nan_again)
+SMALLEST = Reduction(_Op.MIN, torch.amin, math.inf, partial(_beside_nan, mark=-1), _nan_again)
 LARGEST_MAGNITUDE = Reduction(_Op.MAX, torch.amax, 0.0, _beside_nan, _nan_again)
 
 
@@ -117,6 +114,25 @@ def local_norms(pieces: Sequence[torch.Tensor], power: float, foreach: bool) -> 
     if foreach:
         return list(torch._foreach_norm(list(pieces), power, dtype=dtype))
     return [torch.linalg.vector_norm(piece, power, dtype=dtype) for piece in pieces]
+
+
+def alike(pieces: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Returns the pieces that have elements, in lists of one device and dtype."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for piece in pieces:
+        if piece.numel():
+            found.setdefault((piece.device, piece.dtype), []).append(piece)
+    return list(found.values())
+
+
+def held_of(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Returns what this rank holds of a gradient: the memory itself."""
+    if isinstance(grad, DTensor):
+        return local_tensor(grad)
+    if grad.is_sparse and not grad.is_coalesced():
+        # An index that is there twice stands for the sum of both.
+        grad = parameter.grad = grad.coalesce()
+    return grad.values() if grad.is_sparse else grad
 
 
 def wide(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -14,14 +14,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import local_tensor, spec_of, specs_of
-from sherd.tensor.elementwise import elementwise
+from sherd._torch import local_tensor, spec_of
+from sherd.tensor.elementwise import on_runs
 from sherd.tensor.gather import counted_here, gather
 from sherd.tensor.operands import layouts_in, local_of, lone_value, on_owner, unknown
 from sherd.tensor.optimizers import by_kind
-from sherd.tensor.placement import Layout, layout_of, places_of
+from sherd.tensor.own import OwnDTensor, places_at
+from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.places import Places
-from sherd.tensor.ragged import RaggedDTensor
 from sherd.tensor.reduction_table import (
     ALL,
     ANY,
@@ -39,7 +39,6 @@ from sherd.tensor.sharded import ShardedDTensor, by_torch
 from sherd.tensor.table import RAGGED, SHARDED, Args, Aten, Kwargs, answers
 
 OfAll = Callable[[Aten, torch.Tensor, Layout, Kwargs], torch.Tensor]
-PIECES = (RaggedDTensor, ShardedDTensor)
 
 
 def answers_for_all(*names: str) -> Callable[[OfAll], OfAll]:
@@ -59,7 +58,7 @@ def answers_for_all(*names: str) -> Callable[[OfAll], OfAll]:
                 raise unknown(func, layout, "out= of a reduction")
             dim = given.get("dim")
             if dim == [] and func.name() in ("aten::all.dims", "aten::any.dims"):
-                return elementwise(func, args, kwargs)  # no dims are none to these two, and all to others
+                return on_runs(func, args, kwargs)  # no dims are none to these two, and all to others
             # max.dim and min.dim give the places too.
             if func.name() in ("aten::max.dim", "aten::min.dim") or not _covers(dim, layout):
                 return on_owner(func, args, kwargs)
@@ -100,10 +99,7 @@ def _answer(value: torch.Tensor, layout: Places, keepdim: bool) -> DTensor:
 
 def _counted(local: torch.Tensor, layout: Places) -> torch.Tensor:
     """Returns this rank's run without the elements that another rank counts."""
-    if layout.counted is None:
-        return local
-    parts = counted_here(local, layout)
-    return torch.cat(parts) if parts else local.reshape(-1)[:0]
+    return local if layout.counted is None else torch.cat([local.reshape(-1)[:0], *counted_here(local, layout)])
 
 
 # Sums
@@ -162,11 +158,10 @@ def maxima_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Returns the largest element of each tensor."""
 
     def of_pieces(func: Aten, args: Args, kwargs: Kwargs) -> list[DTensor]:
-        layouts = [places_of(spec_of(tensor)) for tensor in args[0]]
-        locals_ = map(local_tensor, args[0])
-        return [known(_extreme(local, LARGEST, layout), layout) for local, layout in zip(locals_, layouts, strict=True)]
+        pieces = zip(map(local_tensor, args[0]), map(places_at, args[0]), strict=True)
+        return [known(_extreme(local, LARGEST, places), places) for local, places in pieces]
 
-    return by_kind(dict.fromkeys(PIECES, of_pieces), func, args, kwargs)
+    return by_kind(of_pieces, func, args, kwargs)
 
 
 @answers_for_all("all", "any")
@@ -195,45 +190,26 @@ def item(func: Aten, args: Args, kwargs: Kwargs) -> object:
 # Norms
 
 
+@SHARDED.answers("linalg_vector_norm", "norm")
 @answers("linalg_vector_norm", "norm")
 def norm(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns the p-norm of all elements."""
-    given = _norm_given(func, args, kwargs)
-    layout = layout_of(spec_of(args[0]))
-    if given.get("out") is not None:
-        raise unknown(func, layout, "out= of a reduction")
-    return (
-        _norm(func, args, kwargs, given) if _covers(given.get("dim") or None, layout) else on_owner(func, args, kwargs)
-    )
-
-
-@SHARDED.answers("linalg_vector_norm", "norm")
-def norm_of_chunks(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns the p-norm of all elements, which torch would leave to the first who reads it: `item()` reads one rank's
+    """Returns the p-norm of all elements. Torch would leave it to the first who reads it: `item()` reads one rank's
     part of an infinity norm."""
-    given = _norm_given(func, args, kwargs)
-    covers = _covers(given.get("dim") or None, places_of(spec_of(args[0])))
-    return (
-        by_torch(func, args, kwargs) if given.get("out") is not None or not covers else _norm(func, args, kwargs, given)
-    )
-
-
-def _norm_given(func: Aten, args: Args, kwargs: Kwargs) -> Kwargs:
-    """Returns the arguments of a norm by their names."""
-    _, *rest = args
+    tensor, *rest = args
+    places = places_at(tensor)
     given = dict(zip(("ord", "dim", "keepdim", "dtype"), rest, strict=False)) | kwargs
     if func.name() == "aten::norm.ScalarOpt_dtype":
         given = {"ord": rest[0], "dtype": rest[1] if len(rest) > 1 else kwargs["dtype"]}
-    return given
-
-
-def _norm(func: Aten, args: Args, kwargs: Kwargs, given: Kwargs) -> DTensor:
-    tensor, *rest = args
-    layout = places_of(spec_of(tensor))
+    if given.get("out") is not None or not _covers(given.get("dim") or None, places):
+        if isinstance(tensor, ShardedDTensor):
+            return by_torch(func, args, kwargs)
+        if given.get("out") is not None:
+            raise unknown(func, layout_of(spec_of(tensor)), "out= of a reduction")
+        return on_owner(func, args, kwargs)
     power = given.get("ord", given.get("p"))
     _require_accepted(func, tensor, rest, kwargs)
-    (value,) = norms([tensor], 2.0 if power is None else float(power), given.get("dtype"), layout)
-    return _answer(value, layout, bool(given.get("keepdim")))
+    (value,) = norms([tensor], 2.0 if power is None else float(power), given.get("dtype"), places)
+    return _answer(value, places, bool(given.get("keepdim")))
 
 
 @SHARDED.answers("_foreach_norm")
@@ -251,12 +227,12 @@ def norms_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
             values.update(zip(indices, known_scalars(found, layout), strict=True))
         return [values[index] for index in range(len(tensors))]
 
-    return by_kind(dict.fromkeys(PIECES, of_pieces), func, args, kwargs)
+    return by_kind(of_pieces, func, args, kwargs)
 
 
-def _by_axes(tensors: Sequence[DTensor]) -> dict[Places, list[int]]:
+def _by_axes(tensors: Sequence[OwnDTensor]) -> dict[Places, list[int]]:
     """Returns which tensors are sharded over the same mesh axes, by the places of the first of them."""
-    places = list(map(places_of, specs_of(tensors)))
+    places = list(map(places_at, tensors))
     by_axes: dict[tuple[DeviceMesh, tuple[int, ...]], Places] = {}
     leaders = {each: by_axes.setdefault((each.mesh, each.joined_axes), each) for each in dict.fromkeys(places)}
     found: dict[Places, list[int]] = {each: [] for each in by_axes.values()}
@@ -265,12 +241,12 @@ def _by_axes(tensors: Sequence[DTensor]) -> dict[Places, list[int]]:
     return found
 
 
-def norms(tensors: Sequence[DTensor], power: float, dtype: torch.dtype | None, layout: Places) -> list[torch.Tensor]:
+def norms(tensors: Sequence[OwnDTensor], power: float, dtype: torch.dtype | None, layout: Places) -> list[torch.Tensor]:
     """Returns the p-norm of each tensor, in `dtype` (None: in its own); one all-reduce per axis. All are sharded over
     the axes that `layout` is sharded over."""
     locals_ = list(map(local_tensor, tensors))
-    if any(each.is_of_vectors for each in (layout, *map(places_of, specs_of(tensors)))):
-        locals_ = [_counted(local, places_of(spec_of(each))) for local, each in zip(locals_, tensors, strict=True)]
+    if any(places.is_of_vectors for places in set(map(places_at, tensors))):
+        locals_ = [_counted(local, places_at(each)) for local, each in zip(locals_, tensors, strict=True)]
     locals_ = locals_ if dtype is None else [local.to(dtype) for local in locals_]
     dtypes = {local.dtype for local in locals_}
     for each in dtypes:
@@ -287,10 +263,9 @@ def norms(tensors: Sequence[DTensor], power: float, dtype: torch.dtype | None, l
             for local in locals_
         ]
     joint = row.over(torch.stack(here).to(wide(torch.float32, locals_[0].device)), layout.groups)
-    by_dtype = {kind: joint.to(kind).unbind() for kind in {each.to_real() for each in dtypes}}
     if len(dtypes) == 1:
-        return list(*by_dtype.values())
-    return [by_dtype[local.dtype.to_real()][index] for index, local in enumerate(locals_)]
+        return list(joint.to(dtypes.pop().to_real()).unbind())
+    return [value.to(local.dtype.to_real()) for value, local in zip(joint.unbind(), locals_, strict=True)]
 
 
 # Gradient scaling
@@ -310,4 +285,4 @@ def unscaled(func: Aten, args: Args, kwargs: Kwargs) -> None:
 
     grads, *numbers = args
     plain = [number if one is None else one for number in numbers for one in [lone_value(number)]]
-    by_kind(dict.fromkeys(PIECES, on_pieces), func, (grads, *plain), kwargs)
+    by_kind(on_pieces, func, (grads, *plain), kwargs)

@@ -6,9 +6,8 @@ of 200 gradients takes 20 times as long the first time.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -37,20 +36,13 @@ class ReplicatedDTensor(DTensor):
     ) -> object:
         """Compute with the values, unless other DTensors take part: then let those answer."""
         kwargs = kwargs or {}
-        replicated: list[ReplicatedDTensor] = []
-        dtensors: list[DTensor] = []
-        only_scalars = True
-        for tensor in tensors_among((*args, *kwargs.values())):
-            if isinstance(tensor, ReplicatedDTensor):
-                replicated.append(tensor)
-            elif isinstance(tensor, DTensor):
-                dtensors.append(tensor)
-            else:
-                only_scalars = only_scalars and tensor.ndim == 0
-        if only_scalars and not dtensors:
-            return _computed(func, args, kwargs, replicated[0])
-        for other in dtensors:
-            if type(other) is not DTensor:
+        tensors = list(tensors_among((*args, *kwargs.values())))
+        others = [tensor for tensor in tensors if not isinstance(tensor, ReplicatedDTensor)]
+        if not any(tensor.ndim or isinstance(tensor, DTensor) for tensor in others):
+            like = next(tensor for tensor in tensors if isinstance(tensor, ReplicatedDTensor))
+            return _computed(func, args, kwargs, like)
+        for other in others:
+            if isinstance(other, DTensor) and type(other) is not DTensor:
                 return other.__torch_dispatch__(func, types, args, kwargs)
         stock_args, stock_kwargs = with_changed((args, kwargs), ReplicatedDTensor, _stock)
         return func(*stock_args, **stock_kwargs)
@@ -88,13 +80,10 @@ def known(value: torch.Tensor, layout: Places) -> ReplicatedDTensor:
     return dtensor_of(ReplicatedDTensor, value, _spec_of_value(value, layout), False)
 
 
-def known_scalars(values: Sequence[torch.Tensor], layout: Places) -> list[ReplicatedDTensor]:
+def known_scalars(values: Sequence[torch.Tensor], layout: Places) -> list[DTensor]:
     """Returns `known` of each of many values without dimensions."""
     specs = {dtype: _spec_of_value(torch.empty((), dtype=dtype), layout) for dtype in {value.dtype for value in values}}
-    return [_around(value, specs[value.dtype]) for value in values]
-
-
-_around: Callable[..., Any] = functools.partial(new_dtensor, ReplicatedDTensor)
+    return [new_dtensor(ReplicatedDTensor, value, specs[value.dtype]) for value in values]
 
 
 def _spec_of_value(value: torch.Tensor, layout: Places) -> DTensorSpec:

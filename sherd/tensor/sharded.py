@@ -28,7 +28,7 @@ from sherd._torch import (
     replace_local_tensor,
     spec_of,
 )
-from sherd.tensor.own import OwnDTensor
+from sherd.tensor.own import OwnDTensor, places_at
 from sherd.tensor.placement import places_of
 from sherd.tensor.table import SHARDED, Args, Aten, Kwargs, is_in_place, with_changed
 
@@ -50,7 +50,7 @@ class ShardedDTensor(OwnDTensor):
 
     def around(self, local: torch.Tensor) -> ShardedDTensor:
         """Returns a tensor that lies as this one, around `local`, this rank's chunk of it, outside autograd."""
-        return sharded_dtensor(local, places_of(spec_of(self)).spec(local.dtype))
+        return dtensor_of(ShardedDTensor, local, places_at(self).spec(local.dtype), False)
 
     def _piece_of(self, full: torch.Tensor) -> torch.Tensor:
         whole = DTensor.from_local(full, self.device_mesh, run_check=False)
@@ -79,9 +79,7 @@ register_foreach_type(ShardedDTensor)
 
 def sharded_dtensor(local: torch.Tensor, spec: DTensorSpec) -> ShardedDTensor:
     """Returns a tensor around `local`, this rank's chunk, uncopied and outside autograd."""
-    if "sherd_places" not in spec.__dict__:
-        spec = places_of(spec).spec(local.dtype)
-    return dtensor_of(ShardedDTensor, local, spec, False)
+    return dtensor_of(ShardedDTensor, local, places_of(spec).spec(local.dtype), False)
 
 
 def rest_on(tensor: DTensor, local: torch.Tensor) -> None:
@@ -95,7 +93,7 @@ def rest_on(tensor: DTensor, local: torch.Tensor) -> None:
 def as_torchs(tensor: ShardedDTensor) -> DTensor:
     """Returns a DTensor of torch around the same chunk, outside autograd."""
     local = local_tensor(tensor)
-    return dtensor_of(DTensor, local, places_of(spec_of(tensor)).spec_for_torch(local.dtype), False)
+    return dtensor_of(DTensor, local, places_at(tensor).spec_for_torch(local.dtype), False)
 
 
 class CopiedView(DTensor):
@@ -178,8 +176,8 @@ def by_torch(func: Aten, args: Args, kwargs: Kwargs) -> object:
     if "out" in kwargs:
         return kwargs["out"]
     if torch.Tag.inplace_view in func.tags:
-        local, spec = local_tensor(own_args[0]), spec_of(own_args[0])
-        become_view(args[0], func, args, kwargs, local, spec)
+        local = local_tensor(own_args[0])
+        become_view(args[0], func, args, kwargs, local, places_of(spec_of(own_args[0])).spec(local.dtype))
         return args[0]
     if is_in_place(func) and isinstance(args[0], torch.Tensor):
         return args[0]

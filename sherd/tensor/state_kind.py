@@ -7,7 +7,7 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from enum import Enum, auto
 from typing import Any
 
@@ -59,6 +59,18 @@ def kind_of(
         return StateKind.ELEMENTS if value.shape == (shape if local_shape is None else local_shape) else StateKind.OTHER
     belongs_to_element = not shape and (key in elementwise_keys or key not in COUNTS)
     return StateKind.ELEMENTS if belongs_to_element else StateKind.NUMBER
+
+
+def elementwise_keys(states: Iterable[tuple[torch.Tensor, State]]) -> set[str]:
+    """Returns the keys under which parameters with dims keep tensors with dims: of a scalar's state they tell more than
+    names do."""
+    return {
+        key
+        for parameter, state in states
+        if parameter.ndim
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.ndim
+    }
 
 
 def copy_of(value: Any) -> Any:

@@ -32,7 +32,7 @@ Operation = Callable[[Aten, Args, Kwargs], object]
 Answer = TypeVar("Answer", bound=Operation)
 
 
-FILES = ("chunks", "elementwise", "local_step", "operands", "optimizers", "pairs", "reductions")
+FILES = ("elementwise", "local_step", "operands", "optimizers", "pairs", "reductions")
 """The files of this folder that answer operations. They are loaded when the first operation is looked up."""
 
 

@@ -9,13 +9,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 from torch.distributed.tensor import Shard
 
 from sherd.layout.extent import Extent
 
+Made = TypeVar("Made", bound="UnevenShard")
 
-class VectorShard(Shard):
+
+class UnevenShard(Shard):
+    """A placement that torch takes for `Shard(0)` wherever it only looks: its C++ part is that one's."""
+
+    stands_for = Shard(0)
+
+    def __new__(cls: type[Made], *args: object, **kwargs: object) -> Made:
+        """The C++ base has no annotations."""
+        return super().__new__(cls, 0)  # type: ignore[call-arg]
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def __copy__(self: Made) -> Made:
+        return self
+
+    def __deepcopy__(self: Made, memo: dict[int, object]) -> Made:
+        return self
+
+
+class VectorShard(UnevenShard):
     """Rank `r` of the axis has `sizes[r]` elements: a vector that `RaggedShard` on other axes cuts into runs.
 
     `copies`: the extents of this rank's vector whose elements all ranks of the axis have. Reductions count them once,
@@ -24,11 +46,6 @@ class VectorShard(Shard):
 
     sizes: tuple[int, ...]
     copies: tuple[Extent, ...]
-    stands_for = Shard(0)
-
-    def __new__(cls, sizes: tuple[int, ...], copies: tuple[Extent, ...]) -> VectorShard:
-        """The C++ part of the placement is that of `Shard(0)`."""
-        return super().__new__(cls, 0)  # type: ignore[call-arg]  # its C++ base has no annotations
 
     def __init__(self, sizes: tuple[int, ...], copies: tuple[Extent, ...]) -> None:
         super().__init__(0)
@@ -50,16 +67,8 @@ class VectorShard(Shard):
     def __repr__(self) -> str:
         return f"VectorShard(elements={list(self.sizes)})"
 
-    __str__ = __repr__
-
     def __reduce__(self) -> tuple[type[VectorShard], tuple[tuple[int, ...], tuple[Extent, ...]]]:
         return VectorShard, (self.sizes, self.copies)
-
-    def __copy__(self) -> VectorShard:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, object]) -> VectorShard:
-        return self
 
 
 def counted(vectors: Mapping[int, VectorShard], held: Extent, coordinate: Sequence[int]) -> tuple[Extent, ...] | None:

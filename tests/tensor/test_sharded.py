@@ -70,6 +70,8 @@ def test_what_chunks_do_not_answer_torch_does():
     column = sharded(whole[:, :1].contiguous())
     column.squeeze_(1)
     torch.testing.assert_close(column.full_tensor(), whole[:, 0])
+    (doubled,) = torch._foreach_add([column], [column])
+    torch.testing.assert_close((doubled - column).full_tensor(), whole[:, 0])
 
 
 @on_threads(2)
