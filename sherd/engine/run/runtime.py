@@ -20,7 +20,7 @@ from sherd._torch import at_end_of_backward, in_backward, splitting_stage
 from sherd.engine.moves.saved import begin_watching, end_watching
 from sherd.engine.run.call_stack import Call, UnderWay
 from sherd.engine.run.carry_out import outdated
-from sherd.engine.run.divergence import overseers_of
+from sherd.engine.run.overseer import overseers_of
 from sherd.engine.run.tape import Tape
 from sherd.engine.run.unit import Unit, put_first
 from sherd.engine.run.unmanaged import Unmanaged, registrations
