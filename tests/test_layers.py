@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "sherd"
 # package's own __init__, which says where public names are.
 RULE = """
 errors, extras, policy, requirements, units, _torch < layout | schedule | comm | comm_hooks | wrap < tensor | storage
-< engine < checkpoint, optim, backward_steps, clip, grad_scaler, memory < api < interop
+< engine < guard < checkpoint, optim, backward_steps, clip, grad_scaler, memory < api < interop
 < tools < tools/simulate < tools/report | tools/verify | tools/convert | tools/migrate < tools/plan < tools/doctor
 < _moved, sherd < train < cli < __main__
 """
@@ -22,6 +22,8 @@ ROOMS = ("state", "moves", "run", "between", "make")
 SIMULATE_KNOWS = {"layout", "schedule", "policy", "errors", "extras"}
 TRAIN_KNOWS = {"train/loop.py": "sherd.tools.plan", "train/rank.py": "sherd.explain_memory"}
 """What the trainer takes from the tools: the recording of a step, and the note at an out of memory error."""
+DOORS = {"engine/run/overseer.py": "sherd.guard"}
+"""By file: the plug-in of a higher layer that it loads when a program needs it, from within a function."""
 WITHOUT_TORCH = {"layout", "schedule", "storage", "tools/simulate", "tools/report"}
 RIVALS = (
     "torch.distributed.fsdp",
@@ -29,6 +31,8 @@ RIVALS = (
     "torch.distributed._composable.replicate",
     "torch.distributed._composable.replicate_with_fsdp",
 )
+
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 LEVELS = [re.findall(r"[\w/]+", level) for level in RULE.split("<")]
 LEVEL_OF = {layer: number for number, level in enumerate(LEVELS) for layer in level}
@@ -74,13 +78,16 @@ def is_private(name: str) -> bool:
     return any(re.match(r"_(?!_)", part) for part in name.split("."))
 
 
-def broken_rules(path: Path, name: str) -> Iterator[str]:
-    """What is wrong with the file `path` of sherd/ importing `name`, in words."""
+def broken_rules(path: Path, name: str, is_loaded_at_once: bool) -> Iterator[str]:
+    """What is wrong with the file `path` of sherd/ importing `name`, in words. `is_loaded_at_once`: with the file."""
     layer, room = layer_of(places_in(path)), room_of(path.parts[:-1])
     if is_under(name, "sherd") and name != "sherd.__version__":
         parts = tuple(name.split(".")[1:])
         other, other_room = layer_of(parts), room_of(parts)
-        if not may_know(layer, other):
+        if is_under(name, DOORS.get(path.as_posix(), "nothing")):
+            if is_loaded_at_once:
+                yield f"{name} is loaded when a program needs it: import it within a function"
+        elif not may_know(layer, other):
             yield f"{layer} may not know {other}"
         if room is not None and other_room is not None and other_room > room:
             yield f"engine/{ROOMS[room]} may not know engine/{ROOMS[other_room]}"
@@ -120,8 +127,11 @@ def violations(package: Path) -> list[str]:
             where = path.parts[0].removesuffix(".py")
             found.append(f"sherd/{path}: {where} has no place in the rule; give it one in {Path(__file__).name}")
             continue
-        for line, name in imported(ast.parse(file.read_text()), ("sherd", *path.parts[:-1])):
-            found += [f"sherd/{path}:{line}: imports {name}, but {why}" for why in broken_rules(path, name)]
+        tree, package_of = ast.parse(file.read_text()), ("sherd", *path.parts[:-1])
+        within = {each for node in ast.walk(tree) if isinstance(node, FUNCTION) for each in imported(node, package_of)}
+        for line, name in imported(tree, package_of):
+            broken = broken_rules(path, name, (line, name) not in within)
+            found += [f"sherd/{path}:{line}: imports {name}, but {why}" for why in broken]
     return found
 
 
@@ -150,6 +160,10 @@ WRONG = [
     ("engine/state/group.py", "from sherd.engine.moves.weights import Weights", "state may not know engine/moves"),
     ("engine/run/unit.py", "from ..between import load", "engine/run may not know engine/between"),
     ("api/wrapper.py", "from .. import fully_shard", "api may not know sherd"),
+    ("engine/run/overseer.py", "from sherd.guard import overseer_of", "within a function"),
+    ("engine/run/seal.py", "def late():\n    from sherd.guard import board", "engine may not know guard"),
+    ("comm/mesh.py", "def late():\n    from sherd.guard import board", "comm may not know guard"),
+    ("guard/board.py", "from sherd.api import joining", "guard may not know api"),
     ("engine/unit.py", "from sherd.tools.simulate import replay", "engine may not know tools/simulate"),
     ("api/wrapper.py", "def late():\n    from sherd.tools.plan.plan import plan", "api may not know tools/plan"),
     ("memory/report.py", "from sherd.train import loop", "memory may not know train"),
@@ -184,6 +198,8 @@ RIGHT = [
     ("optim.py", "from sherd.checkpoint import files"),
     ("wrap/walks.py", "from torch import nn\nfrom sherd.errors import PolicyError"),
     ("api/auto_shard.py", "from sherd.wrap import choose"),
+    ("engine/run/overseer.py", "def late():\n    from sherd.guard import overseer_of"),
+    ("guard/checker.py", "from sherd.engine.run.unit import Unit\nfrom sherd.schedule import path"),
     ("tools/simulate/replay.py", "from sherd import layout, schedule, policy"),
     ("tools/doctor/machine.py", "from sherd import __version__\nfrom sherd.tools.plan.plan import Plan"),
     ("train/loop.py", "from sherd import __version__, fully_shard\nfrom sherd.tools.plan.files import to_json"),

@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd.api.module import require_module
-from sherd.engine.run.coordinator import Coordinator
 from sherd.engine.run.seal import runtime_of, unit_of, units_below
 from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError, PolicyError
+from sherd.guard import Coordinator
 from sherd.requirements import require_type
 
 Batch = TypeVar("Batch")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from sherd.comm.collectives import UsersCollectives
 from sherd.comm.transport import Transport
@@ -18,10 +17,7 @@ from sherd.schedule.moments import GroupSizes
 
 def sizes_of(unit: Unit) -> list[GroupSizes]:
     """Returns the sizes of `unit`'s buffers when they are allocated. Makes the transport, as the first gather does."""
-    sizes = [group_sizes(weights, unit.policy) for weights in unit.weights]
-    for number in unit.lookups.groups:
-        sizes[number] = replace(sizes[number], is_unread=True)
-    return sizes
+    return [group_sizes(weights, unit.policy) for weights in unit.weights]
 
 
 def group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:

@@ -20,13 +20,11 @@ class BeforeForward:
 
 @dataclass(frozen=True, slots=True)
 class AfterForward:
-    """The unit's module has run, or has raised. `in_use`: views of its unsharded parameters are still alive. `unread`:
-    the numbers of those groups that backward will not read."""
+    """The unit's module has run, or has raised. `in_use`: views of its unsharded parameters are still alive."""
 
     unit: int
     recomputing: bool = False
     in_use: bool = False
-    unread: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +137,10 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class FreeGroup:
-    """As `Free`, but for one group of the unit only. The next `Gather` of the unit brings it back. `unread`: backward
-    is yet to come, and will not read it; a rank that does keeps it until then."""
+    """As `Free`, but for one group of the unit only. The next `Gather` of the unit brings it back."""
 
     unit: int
     group: int
-    unread: bool = False
 
 
 @dataclass(frozen=True, slots=True)

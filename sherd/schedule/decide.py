@@ -2,8 +2,7 @@
 
     event             what happens
     BeforeForward     gather and await the unit, then gather what the learnt order says comes next
-    AfterForward      free it, shrink it, or keep it, as its spec says; if it is kept for backward, free the groups that
-                      backward does not read
+    AfterForward      free it, shrink it, or keep it, as its spec says
     EndForward        free what was gathered and not used; the pass teaches the order
     BeforeBackward    as BeforeForward, in backward order
     GradientsReady    start its reduction, once fewer than `reduce_buffers` are in flight
@@ -55,9 +54,9 @@ def decide(state: State, event: Event) -> Decision:
     match event:
         case BeforeForward(unit, recomputing):
             turn.recompute(unit) if recomputing else turn.enter_forward(unit)
-        case AfterForward(unit, recomputing, in_use, unread):
+        case AfterForward(unit, recomputing, in_use):
             if not recomputing:
-                turn.leave_forward(unit, in_use, unread)
+                turn.leave_forward(unit, in_use)
         case EndForward(differentiable):
             turn.end_forward(differentiable)
         case BeforeBackward(unit):
@@ -91,19 +90,18 @@ class _Turn:
     # Forward
 
     def enter_forward(self, unit: int) -> None:
-        self._make_unsharded((unit, *self.state.specs[unit].companions), again=True)
+        self._make_unsharded((unit, *self.state.specs[unit].companions))
         running = self.state.running | {unit}
         self.state = replace(self.state, forward=self.state.forward.after(unit), running=running)
         explicit = self.state.specs[unit].forward_prefetch
         self._prefetch(explicit, self.state.forward.upcoming(), self.state.limits.forward_depth)
 
-    def leave_forward(self, unit: int, in_use: bool, unread: tuple[int, ...]) -> None:
+    def leave_forward(self, unit: int, in_use: bool) -> None:
         running = self.state.running - {unit}
         self.state = replace(self.state, finished=self.state.finished.after(unit), running=running)
         if unit in self.state.borrowed or in_use:
             return  # another unit, or backward, may still need it: it is freed when the whole forward ends
         self._release(unit)
-        self._free_unread(unit, unread)
 
     def end_forward(self, differentiable: bool) -> None:
         for unit, live in enumerate(self.state.live):
@@ -122,16 +120,6 @@ class _Turn:
         elif keep is Keep.PART and self.state.live[unit] is Live.UNSHARDED:
             self.actions.append(Shrink(unit))
             self.state = self.state.with_live(unit, Live.SHRUNK)
-
-    def _free_unread(self, unit: int, groups: tuple[int, ...]) -> None:
-        """Free those groups of `unit`, which is kept for backward: backward will not read them. Not if that was said
-        before and they were needed all the same, nor if the unit stays unsharded for the next forward."""
-        spec = self.state.specs[unit]
-        is_kept = self.state.live[unit] is Live.UNSHARDED and spec.after_forward is Keep.FOR_BACKWARD
-        if groups and is_kept and spec.reshard_after_backward and unit not in self.state.reread:
-            self.actions += [FreeGroup(unit, group, unread=True) for group in groups]
-            passed, unread = self.state.passed | {unit}, self.state.unread | {unit}
-            self.state = replace(self.state, passed=passed, unread=unread)
 
     # Backward
 
@@ -218,11 +206,10 @@ class _Turn:
     # Any time
 
     def gather(self, unit: int, again: bool = False) -> None:
-        """Gather `unit`. `again`: groups that were freed alone will be read once more, so they are gathered too."""
+        """Gather `unit`. `again`: groups that backward has freed will be read once more, so they are gathered too."""
         if self.state.live[unit] in (Live.SHARDED, Live.SHRUNK) or (again and unit in self.state.passed):
             self.actions.append(Gather(unit))
-            reread = self.state.reread | (self.state.unread & {unit})
-            self.state = replace(self.state.with_live(unit, Live.GATHERING), reread=reread)
+            self.state = self.state.with_live(unit, Live.GATHERING)
 
     def wait(self, unit: int) -> None:
         if self.state.live[unit] is Live.GATHERING:
@@ -250,10 +237,10 @@ class _Turn:
             running=frozenset(),
         )
 
-    def _make_unsharded(self, units: tuple[int, ...], again: bool = False) -> None:
+    def _make_unsharded(self, units: tuple[int, ...]) -> None:
         """Gather `units`. All gathers are started before the first one is waited for."""
         for unit in units:
-            self.gather(unit, again)
+            self.gather(unit)
         for unit in units:
             self.wait(unit)
 

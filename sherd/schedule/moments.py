@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from sherd.schedule.actions import (
@@ -55,8 +55,7 @@ class GroupSizes:
     group that `borrows` sends its only gradient from where it is. A group that `collects_late` has no rows until it is
     reduced, in a step that reduces it; if a `lane_owns_rows`, they go as soon as the reduction is queued. `scratch` is
     what the transport takes during a reduction. One that `is_offloaded` has its shards and their gradients in host
-    memory; if it `stores_at_once`, the sum goes there as soon as the reduction is queued. One that `is_unread` by
-    backward may go when forward ends.
+    memory; if it `stores_at_once`, the sum goes there as soon as the reduction is queued.
     """
 
     shards: int
@@ -77,7 +76,6 @@ class GroupSizes:
     lane_owns_rows: bool = False
     is_offloaded: bool = False
     stores_at_once: bool = False
-    is_unread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +99,7 @@ def step_of(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) ->
     `forward` is the beginning and the end of each call of a unit, and in between an `Arrival` for each use of a
     trainable parameter.
     """
-    unread = [tuple(number for number, each in enumerate(groups) if each.is_unread) for groups in sizes]
-    calls = (
-        replace(moment, unread=unread[moment.unit]) if isinstance(moment, AfterForward) else moment
-        for moment in forward
-        if not isinstance(moment, Arrival)
-    )
+    calls = (moment for moment in forward if not isinstance(moment, Arrival))
     return (*calls, EndForward(), *_backward(forward, sizes), EndBackward())
 
 

@@ -79,9 +79,7 @@ class State:
 
     `finished` is the order in which forwards ended; reversed, it is the first guess of `backward`. `entered`: units
     that the present backward has reached. `reducing`: units whose reduction is in flight, oldest first. `passed`:
-    unsharded units of which some groups were freed. `unread`: those of them of which groups were freed after forward.
-    `reread`: units that have needed such groups again before backward was over. `running`: units whose forward is under
-    way.
+    unsharded units of which backward has freed some groups. `running`: units whose forward is under way.
     """
 
     # Not hashed: all states of a step have the same, and with a thousand units hashing them is what takes time.
@@ -96,8 +94,6 @@ class State:
     # Units and not groups: a state for each group that has gone would fill the graph of states, which is then dropped
     # in every step. test_groups_that_go_one_by_one_need_no_more_states_than_one_that_goes.
     passed: frozenset[int] = frozenset()
-    unread: frozenset[int] = frozenset()
-    reread: frozenset[int] = frozenset()
     running: frozenset[int] = frozenset()
 
     @classmethod
@@ -108,7 +104,7 @@ class State:
     def with_live(self, unit: int, live: Live) -> State:
         """The state once `unit`'s parameters are `live`."""
         changed = (*self.live[:unit], live, *self.live[unit + 1 :])
-        return replace(self, live=changed, passed=self.passed - {unit}, unread=self.unread - {unit})
+        return replace(self, live=changed, passed=self.passed - {unit})
 
     @property
     def bytes_in_flight(self) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from sherd.comm import bounded_store
-from sherd.comm.bounded_store import BoundedStore
+from sherd.guard import bounded_store
+from sherd.guard.bounded_store import BoundedStore
 
 
 class Kept:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from sherd.comm import flight
-from sherd.comm.bounded_store import BoundedStore
-from sherd.comm.flight import FOLDER, SIGNAL, Recorder
+from sherd.guard import flight
+from sherd.guard.bounded_store import BoundedStore
+from sherd.guard.flight import FOLDER, SIGNAL, Recorder
 from tests.comm.test_shared_memory_deaths import ends
 from tests.divergence.programs import sharded, step
 

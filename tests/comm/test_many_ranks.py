@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sherd.comm import tree
 from sherd.comm.groups import group_beside
-from sherd.comm.tree import tree_beside
-from sherd.engine.run import order_check
 from sherd.errors import MeshError
+from sherd.guard import order_check, tree
+from sherd.guard.tree import tree_beside
 from tests.support.ranks.bodies import on_processes
 from tests.support.refusals import refusal
 

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from sherd.comm import streams
-from sherd.comm import watchdog as module
-from sherd.comm.flight import FOLDER, Recorder
 from sherd.comm.streams import Queued
-from sherd.comm.watchdog import DOUBT_AFTER_S, TEAR_DOWN, Port, Watchdog
 from sherd.errors import CommError
+from sherd.guard import watchdog as module
+from sherd.guard.flight import FOLDER, Recorder
+from sherd.guard.watchdog import DOUBT_AFTER_S, TEAR_DOWN, Port, Watchdog
 from tests.comm.test_flight import Standing, nobody_answers  # noqa: F401  a fixture
 
 

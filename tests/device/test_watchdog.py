@@ -27,10 +27,10 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from sherd._torch import backend_of
-from sherd.comm.flight import FOLDER
 from sherd.comm.streams import Queued
-from sherd.comm.watchdog import EXIT_CODE, TEAR_DOWN
 from sherd.errors import CommError
+from sherd.guard.flight import FOLDER
+from sherd.guard.watchdog import EXIT_CODE, TEAR_DOWN
 from tests.device import sim
 from tests.divergence.programs import sharded, step, wrapped
 from tests.divergence.test_flight import faults, recorded_in

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from sherd._torch import imagined_ranks, set_timeout
-from sherd.comm.board import board_of
-from sherd.comm.flight import FOLDER
-from sherd.engine.run.ledger import NUM_RECENT
 from sherd.engine.run.seal import runtime_of, unit_of
 from sherd.errors import CommError
+from sherd.guard.board import board_of
+from sherd.guard.flight import FOLDER
+from sherd.guard.ledger import NUM_RECENT
 from sherd.tools.doctor.flight import judged, read
 from tests.comm.test_shared_memory_deaths import ends
 from tests.divergence.programs import comm_errors, joined, sharded, step, wrapped

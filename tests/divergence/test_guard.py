@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import sherd
-from sherd.comm import board
-from sherd.engine.run import guard
 from sherd.engine.run.seal import runtime_of, unit_of
 from sherd.errors import CommError, PolicyError
+from sherd.guard import board, checker, divergence
 from tests.divergence.programs import batch, comm_errors, hybrid, num_calls, sharded, step, wrapped
 from tests.support.comparing import assert_same, whole
 from tests.support.models import Wired
@@ -96,7 +95,7 @@ def test_a_store_that_has_died_is_named():
     gone = RuntimeError("the client socket has timed out")
     model = sharded(mesh=DeviceMesh.from_group(dist.new_group(), "cpu"))
     with (
-        mock.patch.object(board, "board_of", side_effect=gone),
+        mock.patch.object(divergence, "board_of", side_effect=gone),
         pytest.raises(CommError, match=r"the store.* among ranks \[0, 1\].* timed out"),
     ):
         step(model)
@@ -185,7 +184,7 @@ def test_settled_steps_compare_nothing(make):
             model.append(make())
         step(*model)
 
-    counts = num_calls(guard, "agree", one, 8)
+    counts = num_calls(checker, "agree", one, 8)
     assert sum(counts[:3]) > 0
     assert sum(counts[3:]) == 0
 

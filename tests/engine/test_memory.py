@@ -281,3 +281,27 @@ def test_a_watched_step_computes_what_any_other_does_and_nothing_is_left_of_a_wa
     assert len(within) > 1
     assert None not in within
     assert observers_of(unit) == [None] * len(within)
+
+
+def when_backward_begins(is_unit):
+    """Of a step: the bytes of unsharded parameters, and how often backward then gathers the embedding."""
+    torch.manual_seed(0)
+    model = Stack()
+    sharded(model, units=[*([model.embed] if is_unit else []), *model.blocks, model])
+    if is_unit:
+        model.embed.set_unshard_in_backward(False)
+    step(model)
+    loss, units = model(torch.tensor([[1, 2]])), units_below(model)
+    held = sum(bytes_of(held_by(unit)).get(MemoryKind.UNSHARDED, 0) for unit in units)
+    weights = unit_of(model.embed if is_unit else model).weights[0]
+    with mock.patch.object(weights, "gather", wraps=weights.gather) as gather:
+        loss.backward()
+    assert model.embed.weight.grad is not None
+    return held, gather.call_count
+
+
+def test_an_embedding_that_is_a_unit_is_freed_behind_its_forward_and_its_backward_need_not_gather_it(threads):
+    in_root, as_unit = (threads(2).run(when_backward_begins, each) for each in (False, True))
+    for (kept, _), (less, gathers) in zip(in_root, as_unit, strict=True):
+        assert kept - less == 4 * VOCABULARY * WIDTH
+        assert gathers == 0

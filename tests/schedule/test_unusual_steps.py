@@ -247,37 +247,3 @@ def test_a_forward_that_raised_in_a_block_leaves_nothing_whole_but_what_is_kept(
     schedule = Schedule(specs(3))
     answers(schedule, [BeforeForward(0), BeforeForward(1), AfterForward(1), AfterForward(0), EndForward(False)])
     assert set(schedule.state.live) == {Live.SHARDED}
-
-
-# Groups that backward does not read
-
-
-def steps_until_backward(*, root: dict[str, object], in_use: bool = False) -> tuple[Schedule, list[object]]:
-    """A forward whose root has two groups that backward does not read, and its answers to the end of the root's."""
-    schedule = Schedule(specs(2, **root))
-    answers(schedule, [BeforeForward(0), BeforeForward(1), AfterForward(1)])
-    return schedule, [*schedule.on(AfterForward(0, in_use=in_use, unread=(1, 2))), *schedule.on(EndForward())]
-
-
-def test_what_backward_does_not_read_of_a_kept_unit_goes_after_forward_and_is_not_gathered_by_backward():
-    schedule, freed = steps_until_backward(root={})
-    assert freed == [FreeGroup(0, 1, unread=True), FreeGroup(0, 2, unread=True)]
-    assert schedule.on(BeforeBackward(0)) == (Gather(1),)
-    answers(schedule, [BeforeBackward(1), AfterBackward(1)])
-    assert Free(0) in schedule.on(AfterBackward(0))
-
-
-def test_a_unit_that_is_kept_for_more_than_backward_loses_no_group():
-    assert steps_until_backward(root={"after_forward": Keep.ALWAYS})[1] == []
-    assert steps_until_backward(root={"after_forward": Keep.NOTHING})[1] == [Free(0)]
-    assert steps_until_backward(root={"reshard_after_backward": False})[1] == []
-    assert steps_until_backward(root={}, in_use=True)[1] == []
-
-
-def test_groups_that_were_needed_again_all_the_same_are_kept_from_then_on():
-    for event in (BeforeForward(0), BeforeForward(0, recomputing=True), Unshard(0)):
-        schedule, _ = steps_until_backward(root={})
-        assert schedule.on(event)[:2] == (Gather(0), Await(0)), event
-        answers(schedule, [AfterForward(0), EndForward(), BeforeBackward(0), AfterBackward(0), EndBackward()])
-        answers(schedule, [Reshard(0), BeforeForward(0)])
-        assert schedule.on(AfterForward(0, unread=(1, 2))) == (), event

@@ -13,10 +13,10 @@ from torch import nn
 from sherd import MixedPrecision, ShardingStrategy
 from sherd._torch import named_group
 from sherd.comm.agreement import MOST_SHOWN
-from sherd.comm.tree import Tree
-from sherd.engine.run import guard
-from sherd.engine.run.order_check import PlannedCollective, different
 from sherd.errors import CommError
+from sherd.guard import checker
+from sherd.guard.order_check import PlannedCollective, different
+from sherd.guard.tree import Tree
 from tests.support.models import Wired
 from tests.support.ranks import RanksFailed
 from tests.support.sharding import sharded
@@ -157,7 +157,9 @@ def test_full_precision_in_eval_on_one_rank_is_named(world):
 def one_rank_stays_away():
     with detail(), pytest.MonkeyPatch.context() as patch:
         soon = named_group("one_rank_stays_away", range(2), timedelta(seconds=1))
-        patch.setattr(guard.Guard, "_tree", lambda _: Tree((0, 1), [soon], is_top=True, whole=lambda: soon))
+        patch.setattr(
+            checker.DivergenceChecker, "_tree", lambda _: Tree((0, 1), [soon], is_top=True, whole=lambda: soon)
+        )
         model = wrapped(made(branching))
         model(torch.ones(2, 4), "first")
         if dist.get_rank() == 1:
@@ -220,7 +222,7 @@ def comparisons_of_a_settled_step(level):
         for _ in range(3):
             step(model, "first")
         compared = []
-        patch.setattr(guard, "agree", lambda *_: compared.append(1))
+        patch.setattr(checker, "agree", lambda *_: compared.append(1))
         step(model, "first")
         return len(compared)
 

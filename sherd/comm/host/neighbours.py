@@ -30,7 +30,6 @@ import torch.distributed as dist
 
 from sherd.comm.host.segments import Segment
 from sherd.comm.objects import all_gather_objects
-from sherd.comm.watchdog import network
 from sherd.errors import CommError
 
 _POST, _READ, _ABORT, _LEAVE = range(4)
@@ -277,6 +276,14 @@ def _place() -> tuple[object, ...]:
             return file.read(), network() or secrets.token_hex(16), os.getuid(), torch.__version__
     except OSError:
         return (secrets.token_hex(16),)  # differs from that of any other rank
+
+
+def network() -> str:
+    """Returns the network that this process sees, or "": hosts of one name may be namespaces of one machine."""
+    try:
+        return os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""
 
 
 class _Rendezvous:

@@ -47,16 +47,14 @@ class Source(ABC):
     """Parameters in memory that comes and goes. `unshard()` is called when backward is about to read them and they were
     freed. It raises `StateError` where there is no backward, or the user has said that it does not need them.
 
-    `is_saved`: autograd has saved one of them, or a view, since the last backward, for itself or for hooks of others.
-    `num_unread_views`: how many views of them it has saved and not read since. Unlike `num_saved_views` this is the
-    same on all ranks, for it does not depend on when garbage is collected:
+    `num_unread_views`: how many views of them autograd has saved and not read since. Unlike `num_saved_views` this is
+    the same on all ranks, for it does not depend on when garbage is collected:
     test_when_garbage_is_collected_does_not_say_when_ranks_gather.
     """
 
     live: Live
 
     def __init__(self, unshard: Callable[[], None]) -> None:
-        self.is_saved = False
         self.num_unread_views = 0
         self.view_mark = object()  # is held by each view that autograd holds
         self._own_references = sys.getrefcount(self.view_mark)
@@ -160,11 +158,9 @@ def _pack(running: Sequence[Reader | None], tensor: torch.Tensor) -> _Saved:
     if source is not None:
         part: _Part = [source, tensor.shape, None, False]
         owner = source()
-        if owner is not None:
-            owner.is_saved = True
-            if tensor.__class__ is torch.Tensor or not owner.is_parameter(tensor):
-                part[2:] = owner.view_mark, True
-                owner.num_unread_views += 1
+        if owner is not None and (tensor.__class__ is torch.Tensor or not owner.is_parameter(tensor)):
+            part[2:] = owner.view_mark, True
+            owner.num_unread_views += 1
         return tensor, version, running[-1], part
     if (version or tensor.grad_fn.__class__ not in SAVE_NO_RESULT) and not tensor.is_leaf:
         # It may be the result of the very node that saves it, and the two would keep each other alive:

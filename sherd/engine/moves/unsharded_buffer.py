@@ -3,7 +3,6 @@ objects."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from itertools import cycle
 from operator import attrgetter, methodcaller
@@ -39,7 +38,6 @@ class Unsharded:
         self.gathered = self.buffers = gathered
         self.parameters: list[nn.Parameter] = []
         self._is_ahead = False  # the parameters' versions are
-        self._own_references = 0
         self._as_of: list[tuple[int, bool]] = []
         self.trained: list[bool] = []  # each parameter, as it was shown
 
@@ -48,18 +46,6 @@ class Unsharded:
         """The number of tensors that share the memory besides those that are made here, autograd's and garbage among
         them, as far as that is known."""
         return 0
-
-    def know_own_references(self) -> None:
-        """Note how many references to the parameters there are now, all of them our own."""
-        self._own_references = self.num_foreign_references
-
-    @property
-    def num_foreign_references(self) -> int:
-        """The number of references to the parameters that are neither ours nor attributes of modules."""
-        found = -self._own_references
-        for record, parameter in zip(self._records, self.parameters, strict=True):
-            found += sys.getrefcount(parameter) - sum(place.shows(parameter) for place in record.places)
-        return found
 
     def show(self, as_of: list[tuple[int, bool]]) -> None:
         """Show the parameters to the modules, `as_of` those versions of what the optimizer owns.

@@ -134,7 +134,6 @@ class Weights(Position, saved.Source):
                 made.free()
         for index, parameter in enumerate(made.parameters):
             self._adopt(index, parameter)
-        made.know_own_references()
         if self.plan.frees_unsharded:
             saved.watch(made.buffer.tensor.untyped_storage(), self)
         return made
@@ -165,13 +164,6 @@ class Weights(Position, saved.Source):
         return made.num_foreign_views > self.num_saved_views
 
     @property
-    def is_held(self) -> bool:
-        """Whether anybody seems to have one of the parameters or a view of one, other than by the attribute of a
-        module, as `ctx.weight = weight`. It may also be garbage that waits to be collected."""
-        made = self.made
-        return made is not None and (made.num_foreign_views > 0 or made.num_foreign_references > 0)
-
-    @property
     def is_in_flight(self) -> bool:
         """Whether an all-gather was started and not waited for."""
         return self._flight is not None
@@ -188,7 +180,7 @@ class Weights(Position, saved.Source):
 
     def end_backward(self) -> None:
         """Forget what was saved. Views that backward has not read were not on the way from the loss."""
-        self.is_saved, self.num_unread_views = False, 0
+        self.num_unread_views = 0
 
     def drop_gradients(self) -> None:
         """Drop gradients of the parameters that nobody has taken, as an exception came in between."""

@@ -174,16 +174,6 @@ class Backward:
             if present >> at & 1:
                 arrivals.have_zeros()
 
-    def unread(self, groups: Sequence[int]) -> tuple[int, ...]:
-        """Returns those of `groups`, embeddings', that backward will not read after the forward that has just ended.
-
-        None if anything in forward may be run again: under hooks of others, as of checkpoints, and until one backward
-        was observed in which no gradient arrived twice, as from a head that shares the weight in a reentrant one.
-        """
-        if self.is_under_other_hooks or not self._is_gone_through_once:
-            return ()
-        return tuple(group for group in groups if not self._weights[group].is_saved)
-
     @property
     def has_received(self) -> bool:
         """Whether any gradient has come in the present backward."""

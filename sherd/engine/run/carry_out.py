@@ -25,8 +25,6 @@ def gather(unit: Unit, in_full_precision: bool | None = None, but: Collection[in
     given."""
     user = unit.policy.all_gather
     for number, weights in enumerate(unit.weights):
-        if number in unit.lookups.stayed:
-            weights.free()  # other ranks have freed it
         if number in but or weights.live is Live.UNSHARDED:
             continue  # other groups of the unit were freed alone
         precisely = in_full_precision
@@ -47,8 +45,6 @@ def wait(unit: Unit) -> None:
     for hooks, key, _ in unit.touch_hooks:
         if key in hooks:
             del hooks[key]
-    if unit.lookups.groups:
-        unit.lookups.unwatch()
 
 
 def shrink(unit: Unit) -> None:
@@ -128,5 +124,5 @@ def bound(action: Action, unit: Unit) -> Callable[[], None]:
     """Returns the call that carries out `action` on `unit`."""
     if isinstance(action, FreeGroup):
         group = action.group
-        return (lambda: unit.lookups.free(group)) if action.unread else (lambda: unit.weights[group].free())
+        return lambda: unit.weights[group].free()
     return partial(DO[type(action)], unit)

@@ -21,7 +21,7 @@ class Conductor(Protocol[Unit]):
         """Note that backward has reached the unit."""
 
     def finish_unshard(self, unit: Unit) -> None:
-        """Have all of the unit's parameters there, if any are or are on their way."""
+        """Wait for the unit's all-gather, if one is in flight."""
 
     def reset(self) -> None:
         """Have shards, and nothing in flight."""

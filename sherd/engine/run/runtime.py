@@ -20,7 +20,7 @@ from sherd._torch import at_end_of_backward, in_backward, splitting_stage
 from sherd.engine.moves.saved import begin_watching, end_watching
 from sherd.engine.run.call_stack import Call, UnderWay
 from sherd.engine.run.carry_out import outdated
-from sherd.engine.run.divergence import overseers_of
+from sherd.engine.run.overseer import overseers_of
 from sherd.engine.run.tape import Tape
 from sherd.engine.run.unit import Unit, put_first
 from sherd.engine.run.unmanaged import Unmanaged, registrations
@@ -114,8 +114,7 @@ class Runtime:
         unit, raised = call.unit, sys.exc_info()[1] is not call.handling
         ends = unit.runs is None or unit.runs.end(module) or raised
         if ends and unit not in map(UNIT_OF, self._calls):  # not from inside its own other method
-            unread = unit.lookups.after_forward() if unit.lookups.groups and differentiable and not raised else ()
-            self.tape.play(do.AfterForward, self._index[unit.id], call.recomputing, in_use, unread)
+            self.tape.play(do.AfterForward, self._index[unit.id], call.recomputing, in_use)
         if call.outermost:
             self._end_forward(differentiable and not raised)
         return not raised
@@ -266,8 +265,8 @@ class Runtime:
         self.tape.play(do.Unshard, self._index[unit.id], wait)
 
     def finish_unshard(self, unit: Unit) -> None:
-        """Wait for `unit`'s all-gather, if one is in flight, and gather what was freed after forward."""
-        if unit.live is Live.GATHERING or self._index[unit.id] in self.schedule.state.unread:
+        """Wait for `unit`'s all-gather, if one is in flight."""
+        if unit.live is Live.GATHERING:
             self.tape.play(do.Unshard, self._index[unit.id], True)
 
     def reshard(self, unit: Unit) -> None:

@@ -2,7 +2,7 @@
 
     event           the schedule's edge                    its calls, bound once
     BeforeForward   Await(2), Gather(3)                    wait(unit 2), gather(unit 3)
-                    under a guard's eyes                   guard.waits(wait(unit 2)), guard.starts(gather(unit 3))
+                    with an overseer                       waits(wait(unit 2)), starts(gather(unit 3)) of it
 
 The calls look at the groups and the policy of a unit when they are played (`carry_out.py`). So they are bound again
 where an observer has come or gone, which drops them all, and where the schedule makes a new edge.
@@ -19,8 +19,8 @@ import torch
 
 from sherd._torch import are_transforms_active, outside_transforms, set_grad_enabled
 from sherd.engine.run.carry_out import bound
-from sherd.engine.run.divergence import Overseer, overseen
 from sherd.engine.run.observer import Observer
+from sherd.engine.run.overseer import Overseer, overseen
 from sherd.engine.run.unit import Unit
 from sherd.schedule.actions import Event
 from sherd.schedule.schedule import MOST_NODES, Edge, Schedule

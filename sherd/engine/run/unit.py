@@ -24,7 +24,6 @@ from sherd.engine.moves.selfgather import SelfGatheredWeights
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.backward import Backward
 from sherd.engine.run.conductor import Conductor
-from sherd.engine.run.lookups import Lookups
 from sherd.engine.run.module_runs import ModuleRuns
 from sherd.engine.state.compared import Compared
 from sherd.engine.state.group import Group
@@ -200,7 +199,6 @@ class Unit:
             )
         self.backward.regroup(self.weights, self.gradients)
         self.shards.regroup([weights.group for weights in self.weights])
-        self.lookups = Lookups(self.weights, self.backward, partial(_if_alive, this, _touched))
         self.keeps_copies = any(weights.group.keeps_copies for weights in self.weights)
         held = [weights.group.sizes for weights in self.weights if weights.group.mesh is self.mesh]
         self.is_on_all_ranks = bool(held) and all(map(any, zip(*held, strict=True)))
@@ -332,8 +330,6 @@ class Unit:
     def free(self) -> None:
         """Shards from here on."""
         put_first(self.touch_hooks)
-        if self.lookups.groups:
-            self.lookups.unwatch()
         for weights in self.weights:
             weights.free()
 
@@ -360,8 +356,10 @@ class Unit:
                 f"what autograd has saved of the parameters of unit {self.name} was read outside of backward, when "
                 "they are sharded; read it between unshard() and reshard()"
             )
-        _enter_backward(self)
-        _touched(self)
+        conductor = self.sealed_into()
+        if conductor is not None:
+            conductor.before_backward(self)
+            conductor.finish_unshard(self)
         if self.live is not Live.UNSHARDED:
             raise StateError(
                 f"backward needs the parameters of unit {self.name}, for which set_unshard_in_backward(False) was "
@@ -378,13 +376,6 @@ def _enter_backward(unit: Unit) -> None:
     conductor = unit.sealed_into()
     if conductor is not None:
         conductor.before_backward(unit)
-
-
-def _touched(unit: Unit) -> None:
-    """Something is about to read parameters that may have been freed alone."""
-    conductor = unit.sealed_into()
-    if conductor is not None:
-        conductor.finish_unshard(unit)
 
 
 def _if_alive(unit: weakref.ref[Unit], act: Callable[[Unit], None]) -> None:

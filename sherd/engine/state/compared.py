@@ -1,4 +1,4 @@
-"""The state of a unit's comparisons with the other ranks (`engine/run/guard.py`)."""
+"""The state of a unit's comparisons with the other ranks (`guard/checker.py`)."""
 
 from __future__ import annotations
 

@@ -39,10 +39,6 @@ class _Reading:
         uses = (place for each, place in sharded.places.items() if each in used)
         self._gradients = Gradients(uses, sizes, run_again)
         self._places = sharded.places
-        self._unread = [
-            tuple(at for at, each in enumerate(groups) if each.is_unread and unit not in run_again)
-            for unit, groups in enumerate(sizes)
-        ]
         self._unit_of = sharded.unit_of
         self._num_modules = [len(unit.modules) for unit in sharded.units]
         self._begun: Counter[tuple[int, bool]] = Counter()
@@ -61,7 +57,7 @@ class _Reading:
                 unit = self._unit_of[module]
                 self._ended[unit, again] += 1
                 if self._ended[unit, again] % self._num_modules[unit] == 0:
-                    yield on.AfterForward(unit, again, unread=() if again else self._unread[unit])
+                    yield on.AfterForward(unit, again)
             case EndForward():
                 yield on.EndForward()
             case Reached(module) if module in self._unit_of:

@@ -110,7 +110,7 @@ class Sharded:
     def cuts(self) -> Hashable:
         """A key of the places where a micro-batch is cut into parts: the modules of units, the places of parameters,
         and the gradients that groups wait for. Sharded models with the same key have the same parts."""
-        groups = (tuple((each.is_unread, each.is_all_trainable) for each in unit.groups) for unit in self.units)
+        groups = (tuple(each.is_all_trainable for each in unit.groups) for unit in self.units)
         return tuple(unit.modules for unit in self.units), tuple(groups), tuple(self.places.items())
 
     @property

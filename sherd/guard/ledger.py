@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sherd._torch import in_backward
-from sherd.comm.flight import Recorder
 from sherd.comm.streams import Queued
-from sherd.engine.run.order_check import MOST_STEPS, PlannedCollective, planned
 from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
+from sherd.guard.flight import Recorder
+from sherd.guard.order_check import MOST_STEPS, PlannedCollective, planned
 from sherd.schedule.actions import Action, Await, FinishReduce, Gather, Reduce
 
 NUM_RECENT = 1000

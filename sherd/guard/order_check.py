@@ -15,10 +15,10 @@ import torch.distributed as dist
 from sherd.comm import failures
 from sherd.comm.agreement import in_short
 from sherd.comm.objects import all_gather_objects
-from sherd.comm.tree import Tree
-from sherd.engine.run.likeness import HASH_BYTES, model_of, parameter_in_words, terms_of
 from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
+from sherd.guard.likeness import HASH_BYTES, model_of, parameter_in_words, terms_of
+from sherd.guard.tree import Tree
 from sherd.schedule.actions import Action, Gather
 
 REMEDY = (

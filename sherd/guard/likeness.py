@@ -2,7 +2,7 @@
 
 A rank that cuts a parameter otherwise, or computes in another dtype, sends as many bytes as the others, in another
 order. So ranks compare these words with each collective that they compare, and a rank whose words have changed compares
-its next collective, too (`Guard`).
+its next collective, too (`DivergenceChecker`).
 """
 
 from __future__ import annotations

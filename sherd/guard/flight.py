@@ -28,7 +28,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from sherd._torch import Store, users_line
-from sherd.comm.bounded_store import BoundedStore
+from sherd.guard.bounded_store import BoundedStore
 
 FOLDER, SIGNAL = "SHERD_FLIGHT_DIR", "SHERD_FLIGHT_SIGNAL"
 LOOK_EVERY_S = 0.25

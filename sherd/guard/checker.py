@@ -1,4 +1,4 @@
-"""The guard: no rank starts a collective that the others do not start.
+"""The checker: no rank starts a collective that the others do not start.
 
 All ranks of a mesh must gather and reduce the same units in the same order. Otherwise they read each other's bytes as
 their own, or wait until a timeout. The first time that a step takes a way, ranks compare before each collective. From
@@ -28,15 +28,15 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import has_ended, users_line
-from sherd.comm.board import LOOK_EVERY_S, Answer, Board, Failure, Inquiry, Position
 from sherd.comm.failures import named
-from sherd.comm.tree import Tree, tree_beside
 from sherd.engine.run.carry_out import discard, gather, reduce, wait
-from sherd.engine.run.ledger import Ledger
-from sherd.engine.run.likeness import HASH_BYTES, digest_of, values_hash
-from sherd.engine.run.order_check import MOST_STEPS, PlannedCollective, agree, different, planned
 from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
+from sherd.guard.board import LOOK_EVERY_S, Answer, Board, Failure, Inquiry, Position
+from sherd.guard.ledger import Ledger
+from sherd.guard.likeness import HASH_BYTES, digest_of, values_hash
+from sherd.guard.order_check import MOST_STEPS, PlannedCollective, agree, different, planned
+from sherd.guard.tree import Tree, tree_beside
 from sherd.schedule.actions import Action, Gather, Reduce
 from sherd.schedule.path import Path
 from sherd.schedule.state import Live
@@ -46,8 +46,8 @@ OVERTIME_S = 1.0
 rank that has listened and given up, it tries five times, each as long as the timeout."""
 
 
-class Guard:
-    """The guard of one mesh's ranks, as one rank sees it; for all units on that mesh, of any model."""
+class DivergenceChecker:
+    """The checker of one mesh's ranks, as one rank sees it; for all units on that mesh, of any model."""
 
     def __init__(self, parent: dist.ProcessGroup, ranks: tuple[int, ...], device: torch.device, board: Board) -> None:
         self.key = f"{parent.group_name} {ranks}"

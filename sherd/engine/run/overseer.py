@@ -1,21 +1,18 @@
-"""The choice of what is done about ranks that go different ways.
+"""The overseers of a model: who sees each collective of its units before it is started, so that no rank hangs.
 
-CommPolicy(divergence="error")    Guard          ranks compare where they leave the known path; all raise
-CommPolicy(divergence="join")     Coordinator    ranks issue the same collectives, also those that want others
-CommPolicy(divergence="trust")    none           nothing is compared
+The engine knows this protocol alone. Who keeps it is a plug-in, `sherd/guard/`, which is loaded when the first model is
+sealed whose ranks may differ.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 import torch.distributed as dist
 
-from sherd.comm.failures import named
-from sherd.comm.groups import default_group, group_of
+from sherd.comm.groups import default_group
 from sherd.comm.mesh import DataMesh
 from sherd.engine.run.unit import Unit
 from sherd.errors import PolicyError
@@ -42,12 +39,6 @@ class Overseer(Protocol):
 
     def waits(self, action: type[Action], unit: Unit, carry_out: Callable[[], None]) -> None:
         """Carry out `action`, which may wait for the other ranks."""
-
-
-_overseers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], Overseer]] = (
-    weakref.WeakKeyDictionary()
-)
-"""By group, policy and ranks: by the group of a mesh of one axis, else by the default one."""
 
 
 def overseers_of(units: Sequence[Unit]) -> dict[int, Overseer]:
@@ -91,31 +82,15 @@ def _ranks_of(mesh: DataMesh) -> tuple[int, ...]:
 
 
 def _overseer_of(mesh: DataMesh) -> Overseer | None:
-    policy, ranks = mesh.comm.divergence, _ranks_of(mesh)
-    sends = not (mesh.comm.fake_all_gather or mesh.comm.fake_reduce)
-    world = default_group()
-    if len(ranks) == 1 or policy == "trust" or not sends or dist.get_backend(world) == "fake":
+    """Returns the overseer of the ranks of `mesh`; None where there is one rank, or nobody is to look."""
+    comm, ranks = mesh.comm, _ranks_of(mesh)
+    sends = not (comm.fake_all_gather or comm.fake_reduce)
+    if len(ranks) == 1 or comm.divergence == "trust" or not sends or dist.get_backend(default_group()) == "fake":
         return None
-    parent = group_of(mesh.mesh, 0) if mesh.mesh.ndim == 1 else world
-    known = _overseers.setdefault(parent, {})
-    if (policy, ranks) not in known:
-        from sherd.comm.board import board_of  # with what is read in time of need; one rank alone does without
+    # The plug-in's door, and the only import of it in the engine: one rank alone does without what is behind it.
+    from sherd.guard import overseer_of
 
-        with named("the connection to the store, for ranks that differ,", world):
-            board = board_of(world)
-        if policy == "join":
-            from sherd.engine.run.coordinator import Coordinator
-            from sherd.engine.run.ledger import Ledger
-
-            ledger = Ledger(f"{parent.group_name} {ranks} join", ranks, None if board is None else board.recorder)
-            known[policy, ranks] = Coordinator(parent, ranks, mesh.device, ledger)
-        elif board is not None:
-            from sherd.engine.run.guard import Guard
-
-            known[policy, ranks] = Guard(parent, ranks, mesh.device, board)
-        else:
-            return None  # a rank that alone takes another way could not say so
-    return known[policy, ranks]
+    return overseer_of(mesh, ranks)
 
 
 def overseen(

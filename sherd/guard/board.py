@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import Store, store_beside, timeout_of
-from sherd.comm.bounded_store import BoundedStore
-from sherd.comm.flight import OFTEN_UP_TO, Recorder
 from sherd.comm.groups import is_destroyed
-from sherd.comm.watchdog import Watchdog
+from sherd.guard.bounded_store import BoundedStore
+from sherd.guard.flight import OFTEN_UP_TO, Recorder
+from sherd.guard.watchdog import Watchdog
 
 LOOK_EVERY_S = 0.05
 """The thread looks this often whether its rank is blocked, and at the board if it is."""

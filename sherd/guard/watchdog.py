@@ -29,8 +29,9 @@ import torch
 
 from sherd._torch import Store, abort_groups
 from sherd.comm.failures import in_short
-from sherd.comm.flight import LOOK_EVERY_S, OFTEN_UP_TO, Recorder
+from sherd.comm.host.neighbours import network
 from sherd.errors import CommError
+from sherd.guard.flight import LOOK_EVERY_S, OFTEN_UP_TO, Recorder
 
 TEAR_DOWN = "SHERD_TEAR_DOWN"
 EXIT_CODE = 75
@@ -95,14 +96,6 @@ class Port:
     def close(self) -> None:
         """Close the port."""
         self._close()
-
-
-def network() -> str:
-    """Returns the network that this process sees, or "": hosts of one name may be namespaces of one machine."""
-    try:
-        return os.readlink("/proc/self/ns/net")
-    except OSError:
-        return ""
 
 
 class Watchdog:

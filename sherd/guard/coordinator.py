@@ -21,15 +21,15 @@ from sherd._torch import in_backward, wait_on_host
 from sherd.comm.failures import named
 from sherd.comm.groups import host_group_beside
 from sherd.comm.objects import all_gather_objects, start_all_gather
-from sherd.engine.run.attempt import Attempt, Failure, GivenUp
-from sherd.engine.run.away import ReducedGradients, Settings, refusal, settings_of, take_settings
-from sherd.engine.run.for_others import finish_for_others, have_again, pay, start_for_others
-from sherd.engine.run.ledger import Ledger
-from sherd.engine.run.likeness import made_as
-from sherd.engine.run.order_check import PlannedCollective, differently_made
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.optimizers import watcher
 from sherd.errors import CommError, StateError
+from sherd.guard.attempt import Attempt, Failure, GivenUp
+from sherd.guard.away import ReducedGradients, Settings, refusal, settings_of, take_settings
+from sherd.guard.for_others import finish_for_others, have_again, pay, start_for_others
+from sherd.guard.ledger import Ledger
+from sherd.guard.likeness import made_as
+from sherd.guard.order_check import PlannedCollective, differently_made
 from sherd.schedule.actions import Action, Await, FinishReduce, Gather, Reduce
 from sherd.schedule.agreed import AgreedOrder, Kind, Step, Wish, choose
 from sherd.schedule.state import Live
