@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
 from sherd._torch import write_into
+from sherd.api.wrapper_state import find_state
 from sherd.engine.make.copying import Memo, deep_copied
 from sherd.engine.run.seal import FRONT_END
 from sherd.engine.run.unit import Unit
-
-if TYPE_CHECKING:
-    from sherd.api.wrapper_state import WrapperState
 
 
 def deep_copy(module: nn.Module, memo: Memo) -> nn.Module:
@@ -27,6 +23,6 @@ def deep_copy(module: nn.Module, memo: Memo) -> nn.Module:
 
 def _finish(unit: Unit, copied: Unit, memo: Memo) -> None:
     for module in unit.modules:
-        state: WrapperState | None = module.__dict__.get(FRONT_END)
+        state = find_state(module)
         if state is not None:
             write_into(memo[id(module)], FRONT_END, state.of_copy(copied, memo))

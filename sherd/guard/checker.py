@@ -131,7 +131,6 @@ class DivergenceChecker:
     def _ask(self, collective: PlannedCollective, unit: Unit) -> None:
         self._is_asking = True
         has_asked, inquiry = False, None
-        latest = time.monotonic() + self._board.recorder.timeout_s + OVERTIME_S
 
         def wait(work: dist.Work) -> None:
             nonlocal has_asked, inquiry
@@ -154,7 +153,9 @@ class DivergenceChecker:
                 may_differ = unit.compared.replicas_may_differ
                 values = values_hash(unit) if may_differ else bytes(HASH_BYTES)
                 copies = unit.mesh.copies_of_shards() if may_differ else []
-                text = agree(self._tree(), collective, self._position.issued, wait, values, copies)
+                tree = self._tree()
+                latest = time.monotonic() + tree.timeout_s + OVERTIME_S
+                text = agree(tree, collective, self._position.issued, wait, values, copies)
                 if text:
                     raise self._ledger.failure(text)
         except CommError:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from sherd._torch import backend_of
+from sherd._torch import backend_of, timeout_of
 from sherd.comm.groups import host_group_beside
 
 BLOCK = 4
@@ -23,12 +23,14 @@ BLOCK = 4
 @dataclass(frozen=True, slots=True)
 class Tree:
     """A rank's place among `ranks`: its `blocks`, from below, all but the last of which it is the first rank of; and
-    whether the last one `is_top`. `whole` makes the group of all ranks, which must call it together."""
+    whether the last one `is_top`. `whole` makes the group of all ranks, which must call it together. Its groups wait
+    `timeout_s` for other ranks."""
 
     ranks: Sequence[int]
     blocks: Sequence[dist.ProcessGroup]
     is_top: bool
     whole: Callable[[], dist.ProcessGroup]
+    timeout_s: float
 
     def add_up(self, own: Sequence[int], wait: Callable[[dist.Work], None]) -> tuple[int, ...]:
         """Returns the sums over all ranks of their `own` numbers, in 64 bits. All of them must call this; `wait` waits
@@ -58,4 +60,5 @@ def tree_beside(parent: dist.ProcessGroup, purpose: str, ranks: Sequence[int], d
         block, level = level[first : first + BLOCK], level[::BLOCK]
         if len(block) > 1:
             blocks.append(group(ranks=block))
-    return Tree(ranks, blocks, len(level) == 1, partial(group, ranks=ranks))
+    timeout = timeout_of(parent, device) or dist.default_pg_timeout
+    return Tree(ranks, blocks, len(level) == 1, partial(group, ranks=ranks), timeout.total_seconds())

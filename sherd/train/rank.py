@@ -41,7 +41,7 @@ __all__ = ["Request", "be_rank", "grid_of"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a rank is asked to do.
+    """The work of a rank: the run, and how it is shown.
 
     Attributes:
         configure: returns what to run, and the checkpoint that it goes on from, if any. Raises InputError.

@@ -6,11 +6,13 @@ import os
 import resource
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from sherd._torch import named_group
 from sherd.comm.groups import group_beside
 from sherd.errors import MeshError
 from sherd.guard import order_check, tree
@@ -47,6 +49,12 @@ def test_a_tree_adds_up_over_all_ranks():
         sums = place.add_up((1, rank, -(2**62)), lambda work: work.wait())
         assert sums == (size, size * (size - 1) // 2, (-size * 2**62 + 2**63) % 2**64 - 2**63)
         assert len(place.blocks) <= math.ceil(math.log(size, block))
+
+
+@on_processes(2)
+def test_a_tree_waits_as_long_as_the_group_that_it_is_beside():
+    patient = named_group("patient", range(2), timedelta(seconds=4321))
+    assert tree_beside(patient, "patience", range(2), torch.device("cpu")).timeout_s == 4321
 
 
 @on_processes(3)

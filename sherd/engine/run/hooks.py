@@ -58,7 +58,7 @@ def install(unit: Unit, modules: Sequence[nn.Module]) -> None:
 
 
 class Eager(functools.partial[Any]):
-    """What `eager` makes. It is called in C, and copied as a function is: not at all."""
+    """A hook that `eager` has made. It is called in C, and a deep copy shares it, as it does a function."""
 
     def __deepcopy__(self, memo: object) -> Eager:
         return self
