@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from pkgutil import iter_modules
 
 import torch
 from torch import nn
@@ -99,16 +101,16 @@ class Making:
             manage(each)
 
 
+LIBRARY = Path(__file__).parents[2]
+TRACED = {"api", "interop", "memory", "wrap", "tools", "train", "cli"}
 makings: weakref.WeakKeyDictionary[Unit, Making] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
 def _hide_from_dynamo() -> None:
     """Keep Dynamo from tracing sherd's own code, also where an operation on a ragged tensor or a compiled optimizer
-    step calls it. `api` is not hidden: it has functions that call the user's."""
-    layers = ("_torch", "layout", "schedule", "comm", "tensor", "engine", "checkpoint")
-    files = ("optim", "clip", "grad_scaler", "backward_steps")
-    trace_nothing_in(*(f"sherd.{each}" for each in (*layers, *files)))
+    step calls it. What has models of its own, or functions that call the user's, is not hidden."""
+    trace_nothing_in(*(f"sherd.{each.name}" for each in iter_modules([str(LIBRARY)]) if each.name not in TRACED))
 
 
 @torch.no_grad()
