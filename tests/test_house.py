@@ -1,4 +1,5 @@
-"""The size of the code, held by ceilings: files, classes, functions, writes, types, cycles of imports, hops of a step.
+"""The size of the code, held by ceilings: lines of a storey, files a reader opens for a task, functions, writes, types,
+cycles of imports. Calls per unit are held by tests/engine/test_calls.py, modules at import by tests/test_storeys.py.
 
 The core is all of sherd/ except the `sherd` command with its plans, the adapters to other packages and their
 checkpoints, the migration guide and the host's transports. `pytest tests/test_house.py -s` prints every figure.
@@ -28,25 +29,30 @@ NOT_CORE = (
     *("train/", "cli/", "interop/", "comm/host/"),
 )
 
-MOST_LINES = 400  # of a file
-MOST_METHODS = 30  # of a class
+STOREYS = {"library": (), "tools": ("tools/",), "trainer": ("train/", "cli/")}
+
 MOST_CODE_LINES = 60  # of a function
 
 # A ceiling only ever falls: towards the goal, with the code, never up again.
 FIGURES = {
     #                                       ceiling    goal
     "foreign writes per 1,000 code lines": (2.8, 3.0),
-    "hidden writes": (1, 0),
+    "hidden writes, those by write_into too": (17, 0),
     "Any per 1,000 code lines": (7.8, 12.0),
     "isinstance per 1,000 code lines": (19.9, 20.0),
     "import cycles": (0, 0),
+    "lines of the library": (37150, 32000),
+    "lines of the tools": (13450, 12000),
+    "lines of the trainer": (7240, 6000),
+    "files of a walk: forward": (20, 15),
+    "files of a walk: backward": (21, 15),
+    "files of a walk: save": (45, 25),
+    "files of a walk: plan": (132, 80),
     "hops in forward": (134, 140),
     "hops in backward": (196, 200),
 }
 
 # What is above a limit today. The lists shrink: a name whose limit holds again must go.
-LONG_FILES: set[str] = set()
-LARGE_CLASSES: set[str] = set()
 LONG_FUNCTIONS: set[str] = set()
 
 
@@ -66,8 +72,6 @@ class File:
     """Numbers of the lines with a token that is neither a comment nor a docstring."""
     functions: dict[str, int] = field(default_factory=dict)
     """Code lines of each function; an inner function's count for the outer one too."""
-    classes: dict[str, int] = field(default_factory=dict)
-    """Methods of each class, properties among them."""
     num_any: int = 0
     num_isinstance: int = 0
     foreign_writes: list[int] = field(default_factory=list)
@@ -106,13 +110,11 @@ def code_lines_of(source: str, tree: ast.Module) -> set[int]:
 
 
 def note_definitions(file: File, node: ast.AST, prefix: str) -> None:
-    """Count the code lines of every function and the methods of every class below `node`."""
+    """Count the code lines of every function below `node`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Function | ast.ClassDef):
             name = f"{prefix}{child.name}"
-            if isinstance(child, ast.ClassDef):
-                file.classes[name] = sum(isinstance(statement, Function) for statement in child.body)
-            else:
+            if isinstance(child, Function):
                 first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
                 lines = file.code_lines.intersection(range(first, (child.end_lineno or first) + 1))
                 # Overloads and setters share their name with another function.
@@ -166,7 +168,7 @@ def is_hidden_call(node: ast.Call) -> bool:
         return is_dict_of_another(function.value)
     if name == "__setattr__":  # `super().__setattr__` is how a class's own `__setattr__` ends
         return not (isinstance(function, ast.Attribute) and isinstance(function.value, ast.Call))
-    return name == "setattr"
+    return name in ("setattr", "write_into")
 
 
 def cycles_of(files: list[File]) -> list[list[str]]:
@@ -206,7 +208,7 @@ def reach(start: str, graph: dict[str, set[str]]) -> set[str]:
     return seen
 
 
-# The hops of a step: two consecutive Python calls in different files of sherd/
+# Three walks of a reader: a step, a save, a plan
 
 
 class Trace:
@@ -235,38 +237,60 @@ class Trace:
     def num_hops(self) -> int:
         return sum(before != after for before, after in zip(self.files, self.files[1:], strict=False))
 
+    @property
+    def num_files(self) -> int:
+        return len(set(self.files))
 
-def hops_of_a_step() -> tuple[int, int]:
-    """Returns the hops of the third step of three blocks, in forward and in backward, as rank 0 of 4 ranks.
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
+
+
+@pytest.fixture(scope="module")
+def walks(tmp_path_factory) -> dict[str, Trace]:
+    """What is called in the third step of three blocks as rank 0 of 4 ranks, when that model is saved on one rank, and
+    when it is planned.
 
     In the first step the order of units is learnt. A fake process group answers at once, so that no wait is counted.
     """
+    traces = {name: Trace() for name in ("forward", "backward", "save", "plan")}
     with imagined_ranks(4):
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
+        model = blocks()
         for block in model:
             sherd.fully_shard(block)
         sherd.fully_shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batch = torch.ones(2, 8)
         for _ in range(3):
-            with Trace() as forward:
+            for name in ("forward", "backward"):
+                traces[name] = Trace()
+            with traces["forward"]:
                 loss = model(batch).sum()
-            with Trace() as backward:
+            with traces["backward"]:
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    return forward.num_hops, backward.num_hops
+    with imagined_ranks(1):
+        model = sherd.fully_shard(blocks())
+        with traces["save"]:
+            sherd.save(tmp_path_factory.mktemp("walk") / "checkpoint", {"model": model}, step=0)
+    with traces["plan"]:
+        sherd.plan(blocks(), 4, torch.ones(2, 8))
+    return traces
 
 
 # What must hold
 
 
 @pytest.fixture(scope="module")
-def core() -> list[File]:
+def everything() -> list[File]:
     paths = sorted(PACKAGE.rglob("*.py"))
-    names = {path: path.relative_to(PACKAGE).as_posix() for path in paths}
-    inside = [path for path in paths if not names[path].startswith(NOT_CORE)]
-    return [measured(path.read_text(), f"sherd/{names[path]}") for path in inside]
+    return [measured(path.read_text(), f"sherd/{path.relative_to(PACKAGE).as_posix()}") for path in paths]
+
+
+@pytest.fixture(scope="module")
+def core(everything) -> list[File]:
+    return [file for file in everything if not file.name.removeprefix("sherd/").startswith(NOT_CORE)]
 
 
 def check(name: str, figure: float, where: object = "") -> None:
@@ -294,14 +318,13 @@ def check_density(what: str, core: list[File], count: Callable[[File], int]) -> 
     check(f"{what} per 1,000 code lines", figure, "Most: " + ", ".join(f"{name} {count}" for name, count in most))
 
 
-def test_no_file_is_longer_than_one_reads_at_once(core):
-    print(f"\ncore: {sum(file.num_lines for file in core)} lines, {sum(len(file.code_lines) for file in core)} of code")
-    check_exceptions("lines of a file", MOST_LINES, {file.name: file.num_lines for file in core}, LONG_FILES)
-
-
-def test_no_class_has_more_methods_than_one_can_name(core):
-    methods = {f"{file.name}:{name}": count for file in core for name, count in file.classes.items()}
-    check_exceptions("methods of a class", MOST_METHODS, methods, LARGE_CLASSES)
+def test_each_storey_is_small_enough_to_know(everything):
+    lines = dict.fromkeys(STOREYS, 0)
+    for file in everything:
+        inside = [storey for storey, folders in STOREYS.items() if file.name.removeprefix("sherd/").startswith(folders)]
+        lines[inside[0] if inside else "library"] += file.num_lines
+    for storey, num_lines in lines.items():
+        check(f"lines of the {storey}", num_lines)
 
 
 def test_no_function_is_longer_than_a_screen(core):
@@ -315,7 +338,7 @@ def test_objects_write_their_own_fields(core):
 
 def test_no_field_is_written_where_a_search_for_its_name_does_not_find_it(core):
     places = [f"{file.name}:{line}" for file in core for line in file.hidden_writes]
-    check("hidden writes", len(places), ", ".join(places))
+    check("hidden writes, those by write_into too", len(places), ", ".join(places))
 
 
 def test_types_say_something(core):
@@ -331,10 +354,11 @@ def test_no_two_files_import_each_other(core):
     check("import cycles", len(cycles), "; ".join(", ".join(cycle) for cycle in cycles))
 
 
-def test_a_step_goes_through_few_files():
-    forward, backward = hops_of_a_step()
-    check("hops in forward", forward)
-    check("hops in backward", backward)
+def test_a_reader_opens_few_files_to_follow_one_task(walks):
+    for name in ("forward", "backward"):
+        check(f"hops in {name}", walks[name].num_hops)
+    for name, trace in walks.items():
+        check(f"files of a walk: {name}", trace.num_files)
 
 
 # The measure itself
@@ -348,7 +372,7 @@ def test_code_lines_have_more_than_a_comment_or_docstring_and_count_for_outer_fu
         "class A:\n    @property\n    def a(self):\n        def b():\n            return 1\n        return b\n    c = 1"
     )
     file = measured(source, "sherd/x.py")
-    assert (file.classes, file.functions) == ({"A": 1}, {"A.a": 5, "A.a.b": 2})
+    assert file.functions == {"A.a": 5, "A.a.b": 2}
 
 
 def test_writes_to_others_are_seen():
@@ -380,8 +404,8 @@ def test_a_cycle_is_found_wherever_the_import_is():
 
 
 def test_a_figure_over_its_ceiling_is_told_with_the_new_figure():
-    with pytest.raises(AssertionError, match=r"hidden writes: 1000 is over the ceiling of"):
-        check("hidden writes", 1000)
+    with pytest.raises(AssertionError, match=r"write_into too: 1000 is over the ceiling of"):
+        check("hidden writes, those by write_into too", 1000)
 
 
 def test_a_list_of_exceptions_has_to_be_exact():
