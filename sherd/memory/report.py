@@ -17,8 +17,7 @@ from sherd.memory.predict import forecast_for
 from sherd.memory.watch import Watch, last_peak, watched
 from sherd.requirements import require_int
 from sherd.schedule.forecast import Forecast
-from sherd.schedule.moments import MemoryKind
-from sherd.schedule.words import in_words
+from sherd.schedule.moments import MemoryKind, in_words
 
 BESIDE_UNITS = "(all units)"
 """The unit of rows that belong to none: memory shared with other ranks, state of parameters that are no unit's."""

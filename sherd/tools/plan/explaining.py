@@ -18,8 +18,7 @@ from sherd.errors import MemoryLimitError
 from sherd.memory.report import root_unit
 from sherd.requirements import require_int
 from sherd.schedule.actions import Event
-from sherd.schedule.moments import begins_step
-from sherd.schedule.words import in_words
+from sherd.schedule.moments import begins_step, in_words
 from sherd.tools.plan.in_words import advice_of, lines_of_advice
 from sherd.tools.plan.rough import or_impossible
 from sherd.tools.plan.running import Forwards, LossOfOutput, Running, most_within, optimizer_of

@@ -18,9 +18,8 @@ from sherd.errors import StateError
 from sherd.memory.held import Held, alive, held_by, held_by_optimizer, together
 from sherd.memory.report import root_unit
 from sherd.schedule import actions as do
-from sherd.schedule.moments import Arrival, MemoryKind, Moment, begins_step
+from sherd.schedule.moments import Arrival, MemoryKind, Moment, begins_step, in_words
 from sherd.schedule.state import Live
-from sherd.schedule.words import in_words
 from sherd.tensor.structures import tensors_in
 from sherd.tools.plan.collectives import collective_of
 from sherd.tools.plan.marks import Marks
