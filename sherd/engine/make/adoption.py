@@ -327,7 +327,7 @@ def _carry_out(change: _Change) -> list[ShardedParameter]:
         if change.regroups:
             unit.regroup()
     elif change.regroups or change.retied or change.borrows_anew:
-        unit.have([*change.kept, *adopted], change.companions, change.found)
+        unit.have([*change.kept, *adopted], change.companions, change.found.ignored)
     borrow(change.borrowed)
     makings[unit].look_after(unit, change.found.modules)
     return adopted

@@ -62,7 +62,7 @@ def make_unit(
     if closes:
         forget_loads(mesh)
     borrow(found.borrowed)
-    unit = Unit(modules, records, owners, mesh, streams, precision, place, policy, surrounds, found)
+    unit = Unit(modules, records, owners, mesh, streams, precision, place, policy, surrounds, found.ignored)
     hooks.install(unit, modules)
     for each in modules:
         unit.attach_to(each)

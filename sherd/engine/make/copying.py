@@ -70,9 +70,7 @@ def deep_copied(module: nn.Module, memo: Memo, finish: Callable[[Unit, Unit, Mem
         found = Belongings.below(new.modules, ())
         borrow(found.borrowed)
         if unit.companions:
-            new.have(
-                new.parameters, [memo[id(owner)] for owner in unit.companions], replace(found, ignored=new.ignored)
-            )
+            new.have(new.parameters, [memo[id(owner)] for owner in unit.companions], new.ignored)
         new.change(
             accumulation=None,
             when_reduced=None,
@@ -149,7 +147,7 @@ def _remake(unit: Unit, memo: Memo) -> None:
         unit.place,
         unit.policy,
         unit.surrounds,
-        Belongings([], [], [], ignored),
+        ignored,
     )
     memo[id(unit)] = new
     makings[new] = Making(makings[unit].request_of)
