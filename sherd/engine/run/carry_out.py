@@ -10,8 +10,7 @@ from functools import partial
 
 from sherd.comm.collectives import UsersCollectives
 from sherd.comm.transport import Transport
-from sherd.engine.moves.unsharded_buffer import IS_TRAINED
-from sherd.engine.moves.weights import STAND
+from sherd.engine.moves.weights import IS_TRAINED, STAND
 from sherd.engine.run.unit import Unit, put_first
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.parameter import notice_replaced
