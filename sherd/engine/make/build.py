@@ -21,8 +21,8 @@ from sherd.engine.run import hooks, touch
 from sherd.engine.run.seal import attach, unit_of
 from sherd.engine.run.unit import Unit
 from sherd.engine.run.unmanaged import registrations
+from sherd.engine.state.fetching import RestingPlace
 from sherd.engine.state.loads import forget_loads, loads_balance
-from sherd.engine.state.offload import RestingPlace
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import Belongings, Borrowed, Found
 from sherd.engine.state.parameter import WRAPPED, ShardedParameter

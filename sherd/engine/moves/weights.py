@@ -28,8 +28,8 @@ from sherd.comm.transport import CopyIntoPlace, Pending, Transport
 from sherd.engine.moves import saved
 from sherd.engine.moves.buffer_plan import BufferPlan, Fill
 from sherd.engine.moves.buffer_views import copy_out
+from sherd.engine.state.fetching import fetch_into
 from sherd.engine.state.group import Group
-from sherd.engine.state.offload import fetch_into
 from sherd.engine.state.parameter import ShardedParameter, hide_unsharded, show_unsharded
 from sherd.errors import StateError
 from sherd.schedule.moments import MemoryKind

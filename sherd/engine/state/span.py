@@ -34,17 +34,16 @@ class Span:
 
     @property
     def gaps(self) -> list[Extent]:
-        """The extents between members, which belong to none."""
-        held = sorted((extent for extent in self.extents if extent.numel), key=lambda extent: extent.start)
-        return [Extent(one.stop, other.start - one.stop) for one, other in pairwise(held) if one.stop < other.start]
+        """The extents between members."""
+        in_order = sorted((extent for extent in self.extents if extent.numel), key=lambda extent: extent.start)
+        return [Extent(one.stop, other.start - one.stop) for one, other in pairwise(in_order) if one.stop < other.start]
 
     def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Returns the members' parts of `vector`, 1-D and uncopied."""
         return [vector[extent.start : extent.stop] for extent in self.extents]
 
     def vector(self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a vector of `dtype` with copies of the members' parts. Gaps, and members whose part is None, are
-        zero."""
+        """Returns a vector with copies of the members' parts. Gaps, and members whose part is None, are zero."""
         device = next(part.device for part in parts if part is not None)
         vector = torch.zeros(self.numel, dtype=dtype, device=device)
         for view, part in zip(self.views(vector), parts, strict=True):
@@ -55,8 +54,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ShardView:
-    """A shard as a view of its group's shard buffer. `group_index` is that of its parameter group in the optimizer, -1
-    for a shard of another optimizer."""
+    """A shard as a view of its group's shard buffer.
+
+    `group_index` is the index of the optimizer's parameter group with the shard, -1 for a shard of another optimizer.
+    """
 
     record: ShardedParameter
     group: Group
@@ -75,7 +76,7 @@ class ShardView:
 
     @property
     def is_in_buffer(self) -> bool:
-        """True if the shard lies in the buffer. After `module.to()` it does not, until the next forward."""
+        """True if the shard lies in the buffer. After `module.to()` it lies elsewhere until the next forward."""
         return self.group.has_at(self.extent.start, self.record.local)
 
     def fits(self, gradient: object) -> bool:
@@ -93,7 +94,7 @@ class ShardView:
 
 @dataclass(frozen=True, slots=True)
 class ShardState:
-    """The state of a shard in a span: `state` is the optimizer's, `views` are its parts of the span's vectors."""
+    """The state of a shard in a span: the optimizer's `state`, and the shard's `views` of the span's vectors."""
 
     shard: nn.Parameter
     state: State
@@ -103,23 +104,23 @@ class ShardState:
 class SteppedSpan:
     """Neighbouring shards that are stepped as one vector, `flat`, a view of their shard buffer.
 
-    Shards that this rank holds nothing of come last among the `members`; they share the count of steps.
+    Shards that are empty on this rank come last among the `members`; they share the count of steps.
     """
 
     def __init__(self, members: Sequence[ShardView]) -> None:
-        held = [member.extent for member in members if not member.is_empty]
-        first, stop = (held[0].start, held[-1].stop) if held else (0, 0)
+        extents = [member.extent for member in members if not member.is_empty]
+        first, stop = (extents[0].start, extents[-1].stop) if extents else (0, 0)
         self.members = tuple(members)
         self.shards = [member.shard for member in members]
         self.flat = nn.Parameter(members[0].group.shard_buffer[first:stop].detach(), requires_grad=True)
-        in_span = (extent.shifted(-first) for extent in held)
-        self._span = Span(stop - first, (*in_span, *[Extent(0, 0)] * (len(members) - len(held))))
-        self._starts = [extent.start - first for extent in held]
-        self._all_held = len(held) == len(members)
+        in_span = (extent.shifted(-first) for extent in extents)
+        self._span = Span(stop - first, (*in_span, *[Extent(0, 0)] * (len(members) - len(extents))))
+        self._starts = [extent.start - first for extent in extents]
+        self._has_no_empty = len(extents) == len(members)
         self._shape = self.flat.shape
         # Parts that begin where the shards do may still have their elements in another order (a transposed gradient):
         # only neighbours with a single dimension cannot.
-        self._may_be_transposed = len(held) == 1 or any(member.record.local.dim() > 1 for member in members)
+        self._may_be_transposed = len(extents) == 1 or any(member.record.local.dim() > 1 for member in members)
         gaps = [torch.arange(gap.start, gap.stop) for gap in self._span.gaps]
         self.padding = torch.cat(gaps).to(self.flat.device) if gaps else None
         self._addresses: list[int] = []
@@ -128,11 +129,11 @@ class SteppedSpan:
         self._states: list[State] = []
 
     def _in_place(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Returns the vector that `parts` are views of, or None if they do not lie as the shards do in their buffer."""
+        """Returns the vector that `parts` are views of, or None if the parts lie otherwise than the shards."""
         first = parts[0]
         if not self._starts:
             return first.new_empty(0)
-        addresses = list(map(torch.Tensor.data_ptr, parts if self._all_held else parts[: len(self._starts)]))
+        addresses = list(map(torch.Tensor.data_ptr, parts if self._has_no_empty else parts[: len(self._starts)]))
         if addresses != self._addresses:
             itemsize = first.itemsize
             self._addresses = [addresses[0] + start * itemsize for start in self._starts]
@@ -160,7 +161,7 @@ class SteppedSpan:
                 return False
             gradient = self._span.vector(parts, self.flat.dtype)
         elif self.padding is not None:
-            # The reduction leaves anything there. No element would see it, but a sum over the buffer might:
+            # The reduction leaves anything in gaps. No element would see it, but a sum over the buffer might:
             # test_what_lies_between_gradients_stays_there.
             gradient.index_fill_(0, self.padding, 0)
         self.flat.grad = gradient
@@ -169,8 +170,10 @@ class SteppedSpan:
     # State
 
     def take_state(self, state_of: States, known: dict[int, ShardState]) -> None:
-        """Make the span's state of the shards' states, uncopied if these lie in one buffer. The shards then have views
-        of it. `known`: the states of shards that were in a span before, by the id of the shard."""
+        """Make the span's state of the shards' states, uncopied if they lie in one buffer. The shards get views of it.
+
+        `known` holds the states of shards that were in a span before, by the id of the shard.
+        """
         states = [state_of.get(shard) or {} for shard in self.shards]
         vectors: State = {}
         for key, value in states[0].items():
@@ -194,7 +197,7 @@ class SteppedSpan:
             yield ShardState(shard, state, {key: parts[index] for key, parts in views.items()})
 
     def has_its_state(self, state_of: States) -> bool:
-        """Returns whether the shards still have the state that they were given. Otherwise it was loaded or cleared."""
+        """Returns whether the shards still have the span's state. If not, a user loaded or cleared state."""
         state = state_of.get(self.shards[0])
         return state is self._states[0] if self._states else not state
 
@@ -204,7 +207,7 @@ class SteppedSpan:
             state_of[self.flat] = self.state
 
     def take_back(self, state_of: States) -> None:
-        """End a step: give the shards their parts of state that is new."""
+        """End a step: give the shards their parts of new state."""
         state = state_of.pop(self.flat, None)
         if state is not None:
             self._hand_out(state, state_of)
