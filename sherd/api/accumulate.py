@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from sherd.engine.run.accumulation import Accumulation
-from sherd.engine.run.seal import units_below
+from sherd.engine import Accumulation, Unit
 from sherd.errors import ModuleError, StateError
 from sherd.requirements import require_int
 
@@ -39,7 +38,7 @@ def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
             On leaving with any exception, gradients that were not yet reduced are dropped.
     """
     require_int("accumulate(num_backwards={})", num_backwards, 1)
-    units = units_below(model)
+    units = Unit.below(model)
     if not units:
         raise ModuleError(f"accumulate: nothing below {type(model).__name__} is sharded; call fully_shard first")
     if any(unit.policy.accumulation is not None for unit in units):

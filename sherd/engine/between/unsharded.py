@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from sherd._torch import local_tensor
 from sherd.engine.moves.buffer_views import copy_out
-from sherd.engine.run.runtime import runtime_over
+from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.group import Group
 from sherd.engine.state.optimizers import watcher
@@ -46,8 +46,33 @@ class UnshardedCopies:
             for group, of_group, grads_of_group in zip(groups, copies, grads, strict=True):
                 self._lend(group, of_group, grads_of_group)
         # Before the first forward nothing was computed from the values, so changes of them make nothing stale.
-        watched = unit.parameters if terms.writeback and runtime_over(unit) is not None else []
+        watched = unit.parameters if terms.writeback and Runtime.over(unit) is not None else []
         self._digests = {id(record): _digest(record.lent) for record in watched if record.lent is not None}
+
+    @staticmethod
+    def of(unit: Unit, shown: bool, on_host: bool) -> dict[ShardedParameter, torch.Tensor]:
+        """Returns the unsharded parameters of `unit`, in new memory and outside autograd; none if they are not `shown`.
+
+        Collective over the shard axis: one all-gather per group. Takes the memory of the result, and of one group more.
+        """
+        copies: dict[ShardedParameter, torch.Tensor] = {}
+        for group in (weights.group for weights in unit.weights):
+            copies.update(zip(group.parameters, _copies(group, _shard_buffer, shown, on_host), strict=False))
+        return copies
+
+    @staticmethod
+    def are_lent(unit: Unit, terms: UnshardTerms) -> bool:
+        """Returns whether a context around this one lends copies of `unit`. If none does, prepares the unit to be lent.
+
+        Raises:
+            StateError: the outer context's terms do not include `terms`, or as `require_lendable`.
+            PlacementError: as `require_lendable`.
+        """
+        if unit.lent is None:
+            require_lendable(unit, terms)
+            return False
+        require_covers(unit, terms)
+        return True
 
     def _lend(self, group: Group, copies: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
         has_grad = {
@@ -74,7 +99,7 @@ class UnshardedCopies:
             PlacementError: a parameter or a gradient has another shape or kind than before. All others are written
                 back.
         """
-        runtime = runtime_over(self.unit)
+        runtime = Runtime.over(self.unit)
         if runtime is not None:
             runtime.reshard(self.unit)  # somebody may have gathered it meanwhile, without showing it
         taken = [(record, record.lent, record.take_back()) for record in self.unit.parameters]
@@ -136,7 +161,7 @@ def require_lendable(unit: Unit, terms: UnshardTerms) -> None:
             gradients, and some wait for a reduction.
         PlacementError: a user put something of another shape in a shard's place.
     """
-    runtime = runtime_over(unit)
+    runtime = Runtime.over(unit)
     try:
         if runtime is not None:
             runtime.show_shards(unit)
@@ -204,17 +229,6 @@ def _copies(
         # Each in memory of its own: a user may keep one copy, and would keep the memory of all.
         part = part.to("cpu", copy=True) if on_host else part.clone()
         copies.append(record.as_unsharded(part))
-    return copies
-
-
-def unsharded_copies(unit: Unit, shown: bool, on_host: bool) -> dict[ShardedParameter, torch.Tensor]:
-    """Returns the unsharded parameters of `unit`, in new memory and outside autograd; none if they are not `shown`.
-
-    Collective over the shard axis: one all-gather per group. Takes the memory of the result, and of one group more.
-    """
-    copies: dict[ShardedParameter, torch.Tensor] = {}
-    for group in (weights.group for weights in unit.weights):
-        copies.update(zip(group.parameters, _copies(group, _shard_buffer, shown, on_host), strict=False))
     return copies
 
 

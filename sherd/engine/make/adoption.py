@@ -19,19 +19,18 @@ from torch.optim import Optimizer
 
 from sherd.comm.agreement import broadcast_from_rank0, in_short, require_alike
 from sherd.comm.mesh import DataMesh
-from sherd.engine.make.build import borrow, constructions, is_taken, owners_of, shard
+from sherd.engine.make.build import borrow, constructions, owners_of, shard
 from sherd.engine.make.sharding import ShardingPlan, sharding_plans
-from sherd.engine.run.at_rest import require_at_rest
-from sherd.engine.run.runtime import runtime_over
-from sherd.engine.run.seal import name_units, units_below
+from sherd.engine.run.runtime import Runtime, name_units
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.flat import FlatParameter
 from sherd.engine.state.optimizers import News, bring_up_to_date, watcher
-from sherd.engine.state.ownership import Belongings, Borrowed, Found, belongings
-from sherd.engine.state.parameter import ShardedParameter, plain_name
+from sherd.engine.state.ownership import Belongings, Borrowed, Found
+from sherd.engine.state.parameter import ShardedParameter
 from sherd.engine.state.place import Place
 from sherd.errors import ModuleError, SherdError, StateError, UnsupportedError
 from sherd.tensor.ragged import local_part
+from sherd.wrap.names import plain_name
 
 Key = tuple[int, str]
 
@@ -150,7 +149,7 @@ def adopt_changes(
     roots = _roots(model)
     units = list({unit.id: unit for root in roots for unit in name_units(root)}.values())
     for unit in units:
-        require_at_rest(unit, "refresh")
+        unit.require_at_rest("refresh")
         for weights, gradients in zip(unit.weights, unit.gradients, strict=True):
             if gradients.arrivals.has_any or gradients.partial is not None:
                 raise StateError(
@@ -168,7 +167,7 @@ def adopt_changes(
         error = raised
     _require_agreement(units, changes, error)
     for unit in units:
-        runtime = runtime_over(unit)
+        runtime = Runtime.over(unit)
         for member in () if runtime is None else runtime.units:
             member.join(None)  # the next forward seals the units that there are then
     if from_rank0:
@@ -203,8 +202,8 @@ def adopt_changes(
 def _roots(model: nn.Module) -> list[nn.Module]:
     """Returns the outermost of `model` and the roots of its units' runtimes: units further out may share parameters."""
     roots = {id(model): model}
-    for unit in units_below(model):
-        runtime = runtime_over(unit)
+    for unit in Unit.below(model):
+        runtime = Runtime.over(unit)
         for module in runtime.root.modules if runtime is not None else ():
             roots.setdefault(id(module), module)
     inner = {id(below) for root in roots.values() for below in root.modules() if below is not root}
@@ -214,7 +213,7 @@ def _roots(model: nn.Module) -> list[nn.Module]:
 def _gone(units: Sequence[Unit]) -> list[Unit]:
     """Returns the units that were sealed with some of `units`, and that no root has any more."""
     here = {unit.id for unit in units}
-    runtimes = {id(runtime): runtime for unit in units if (runtime := runtime_over(unit)) is not None}
+    runtimes = {id(runtime): runtime for unit in units if (runtime := Runtime.over(unit)) is not None}
     sealed = [unit for runtime in runtimes.values() for unit in runtime.units if unit.id not in runtime.guests]
     return [unit for unit in dict.fromkeys(sealed) if unit.id not in here]
 
@@ -224,7 +223,7 @@ def _gone(units: Sequence[Unit]) -> list[Unit]:
 
 def _changes(units: Sequence[Unit], names: dict[int, str]) -> list[_Change]:
     """Walk the modules of each unit. Returns the change of each."""
-    walked = [(unit, belongings(unit.modules, (), is_taken)) for unit in units]
+    walked = [(unit, Belongings.below(unit.modules, ())) for unit in units]
     was = {
         place.key: record for unit in units for record in unit.parameters for place in record.places if place.is_there
     }

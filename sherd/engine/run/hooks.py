@@ -20,6 +20,7 @@ making.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import warnings
 import weakref
@@ -31,17 +32,16 @@ from torch import nn
 
 from sherd._torch import are_transforms_active, beneath_transforms, dynamo_disabled
 from sherd.engine.moves.saved import source_of, with_own_memory
-from sherd.engine.run.runtime import Runtime, runtime_over
-from sherd.engine.run.seal import FRONT_END, RUNTIME, UNIT, runtime_of
+from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.sharded_access import explain
-from sherd.engine.run.structures import map_tensors, tensors_held_by, tensors_in
 from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
+from sherd.tensor.structures import map_tensors, tensors_held_by, tensors_in
 
 _BORDERS = "sherd_borders"
 """In an autograd node's metadata: a list of `_Border`."""
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {UNIT, RUNTIME, FRONT_END}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())).union(Unit.ATTRIBUTES)
 """Parameters, buffers, hooks, and ours: nothing that a forward has left on a module."""
 
 Args = tuple[Any, ...]
@@ -69,21 +69,38 @@ def eager(function: Callable[..., Any], unit: Unit | weakref.ref[Unit]) -> Calla
     return Eager(dynamo_disabled(function), unit)
 
 
-def as_forward(unit: Unit, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method` of `module`, run as if it were its forward."""
+class BoundForward:
+    """A method run as a forward. It finds its module weakly: the module holds it. A function that is not bound to the
+    module, a static method say, is called without it.
 
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = before_forward(unit, module, args, kwargs)
+    Dynamo must not trace the call: the user's method has this object's place on the module, and Dynamo, which knows
+    methods by their places, would call this one again (`test_a_method_run_as_a_forward_may_be_compiled`).
+    """
+
+    def __init__(self, unit: Unit, module: nn.Module, method: Callable[..., Any]) -> None:
+        self._unit = unit
+        self._module = weakref.ref(module)
+        self._takes_module = inspect.ismethod(method) and method.__self__ is module
+        self._function: Any = getattr(method, "__func__", method) if self._takes_module else method
+        functools.update_wrapper(self, self._function)
+
+    def of_copy(self, unit: Unit, module: nn.Module) -> BoundForward:
+        """Returns the same for `module`, a copy of this one's module, and its `unit`."""
+        return BoundForward(unit, module, self._function.__get__(module) if self._takes_module else self._function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the method returns. The unit is unsharded while it runs."""
+        module = self._module()
+        assert module is not None, "called through the module"
+        method = self._function.__get__(module) if self._takes_module else self._function
+        args, kwargs = before_forward(self._unit, module, args, kwargs)
         output = None
         try:
             output = method(*args, **kwargs)
         except BaseException:
-            after_forward(unit, module, args, None)
+            after_forward(self._unit, module, args, None)
             raise
-        return after_forward(unit, module, args, output)
-
-    return run
+        return after_forward(self._unit, module, args, output)
 
 
 # Forward
@@ -91,9 +108,9 @@ def as_forward(unit: Unit, module: nn.Module, method: Callable[..., Any]) -> Cal
 
 def before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """A forward of `module`, one of the unit's, begins. Returns its arguments as the unit's policies want them."""
-    runtime = runtime_over(unit)
+    runtime = Runtime.over(unit)
     if runtime is None or unit.id in runtime.guests:
-        runtime = runtime_of(unit, module)
+        runtime = Runtime.of(unit, module)
     call = runtime.enter(unit, module)
     if call.outermost and unit.mesh.device.type != "cpu":
         args, kwargs = map_tensors(functools.partial(_to_device, unit.mesh.device), (args, kwargs))
@@ -120,7 +137,7 @@ def after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> Any
     differentiable = torch.is_grad_enabled()
     error = sys.exc_info()[1]
     is_in_use = is_viewed and _keeps_view(unit, output)
-    runtime = runtime_over(unit)
+    runtime = Runtime.over(unit)
     if runtime is None:
         return output
     try:
@@ -218,7 +235,7 @@ def _borders_of(node: Any) -> list[_Border]:
 
         def reached(_: Any, borders: list[_Border] = borders) -> None:
             for unit, is_output, runtime in reversed(borders):
-                now = runtime_over(unit) or runtime  # a root may have taken the unit over since
+                now = Runtime.over(unit) or runtime  # a root may have taken the unit over since
                 (now.before_backward if is_output else now.after_backward)(unit)
 
         node.register_prehook(reached)

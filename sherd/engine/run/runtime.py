@@ -1,13 +1,14 @@
-"""One per model: the units below a root, their schedule, and the carrying out of its actions.
+"""The runtime of a model: the units below a root with their schedule, whose actions it has carried out.
 
-Units are sealed into a runtime when the root's first forward begins; from then on nothing about it is optional. A unit
-that is used on its own before has a runtime of its own, which the root's one replaces.
+Units are sealed into a runtime when the root's first forward begins. A unit whose forward runs before has a runtime of
+its own, which the root's one replaces.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter, methodcaller
@@ -15,26 +16,30 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from sherd._torch import at_end_of_backward, in_backward, splitting_stage
+from sherd._torch import at_end_of_backward, in_backward, outside_transforms, splitting_stage, write_into
+from sherd.comm.agreement import in_short
+from sherd.engine.moves.arrivals import GradientObserver
 from sherd.engine.moves.saved import begin_watching, end_watching
+from sherd.engine.moves.selfgather import require_can_gather_itself
+from sherd.engine.moves.weights import IS_TRAINED, STAND
 from sherd.engine.run.call_stack import Call, UnderWay
-from sherd.engine.run.carry_out import outdated
 from sherd.engine.run.overseer import overseers_of
-from sherd.engine.run.tape import Tape
-from sherd.engine.run.unit import Unit, put_first
+from sherd.engine.run.tape import Observer, Tape
+from sherd.engine.run.unit import Unit
 from sherd.engine.run.unmanaged import Unmanaged, registrations
-from sherd.errors import StateError, WrapperStateError
+from sherd.engine.state.loads import forget_loads
+from sherd.engine.state.ownership import require_not_torchs
+from sherd.engine.state.parameter import ShardedParameter
+from sherd.errors import OwnershipError, StateError, WrapperStateError
 from sherd.policy import UnitPolicy
 from sherd.schedule import actions as do
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, Live, UnitSpec
+from sherd.wrap.names import plain_name
 
 UNIT_OF = attrgetter("unit")
-
-
-runtime_over: Callable[[Unit], Runtime | None] = methodcaller("sealed_into")
-"""Returns the runtime that a unit is sealed into, if that still exists. All in C, as every hook asks."""
 
 
 class Runtime:
@@ -46,9 +51,12 @@ class Runtime:
     `_brings_gradients`: whether it does for any unit; None until somebody has asked.
     """
 
-    def __init__(self, units: Sequence[Unit], unmanaged: Unmanaged, guests: Collection[int] = ()) -> None:
+    over: Callable[[Unit], Runtime | None] = staticmethod(methodcaller("sealed_into"))
+    """Returns the runtime that a unit is sealed into, if that still exists. All in C, as every hook asks."""
+
+    def __init__(self, root: nn.Module, units: Sequence[Unit], guests: Collection[int] = ()) -> None:
         self.units = tuple(units)
-        self.unmanaged, self.guests = unmanaged, frozenset(guests)
+        self.unmanaged, self.guests = Unmanaged(root, units), frozenset(guests)
         self.in_backward = False
         self.num_backwards, self.is_in_last_backward, self._is_last_backward = 0, True, True
         self._brings_gradients: bool | None = None
@@ -62,6 +70,18 @@ class Runtime:
         self.schedule = Schedule(())
         self.tape = Tape(self.schedule, self.units, overseers)
         self.revise()
+
+    @staticmethod
+    def of(unit: Unit, module: nn.Module) -> Runtime:
+        """Returns the runtime that `unit` is sealed into. If there is none yet, `module` becomes a root, or the unit's
+        first module where `module` is not one of the unit's."""
+        runtime = Runtime.over(unit)
+        if runtime is not None and not (runtime.is_idle and unit.id in runtime.guests):
+            return runtime
+        # A module inside of the unit's may be called by itself (`engine/run/touch.py`).
+        root = module if Unit.of(module) is unit else unit.modules[0]
+        with outside_transforms():  # buffers that are made anew would be of the transform's level
+            return seal(root)
 
     @property
     def root(self) -> Unit:
@@ -162,7 +182,7 @@ class Runtime:
     def _end_forward(self, differentiable: bool) -> None:
         for index, unit in enumerate(self.units):
             if unit.policy.on_touch == "unshard":
-                put_first(unit.touch_hooks)
+                unit.watch_touch()
             if unit.runs is not None and unit.runs.give_up():  # a list unit of which the forward ran only some modules
                 self.tape.play(do.AfterForward, index)
         self.tape.play(do.EndForward, differentiable)
@@ -236,7 +256,7 @@ class Runtime:
         for unit in self.units:
             unit.backward.end()
             if unit.policy.on_touch == "unshard":
-                put_first(unit.touch_hooks)
+                unit.watch_touch()
         self.tape.play(do.EndBackward, self._is_last_backward)
         for unit in self.units:
             if unit.place.is_elsewhere:
@@ -289,6 +309,32 @@ class Runtime:
         optimizer steps inside backward: the next forward sees that they are outdated."""
         if not (self.in_backward or any(unit in (call.unit, *call.unit.companions) for call in self._calls)):
             self.reshard(unit)
+
+    @contextmanager
+    def observed(
+        self,
+        observer: Observer,
+        observer_of_gradients: Callable[[int, int, Sequence[ShardedParameter]], GradientObserver],
+    ) -> Iterator[None]:
+        """Have `observer` see all events and actions inside the context.
+
+        Args:
+            observer: sees the events and actions.
+            observer_of_gradients: called for each group with the numbers of its unit and of the group, and the group's
+                parameters; returns the object that sees the group's gradients.
+
+        Raises:
+            StateError: the model is observed already.
+        """
+        if self.tape.observer is not None:
+            raise StateError(f"the memory of {self.root.name} is tracked already; leave that `with` block first")
+        with ExitStack() as observers:
+            observers.enter_context(self.tape.observed(observer))
+            for number, unit in enumerate(self.units):
+                for group, gradients in enumerate(unit.gradients):
+                    observer_of_group = observer_of_gradients(number, group, gradients.group.parameters)
+                    observers.enter_context(gradients.arrivals.observed(observer_of_group))
+            yield
 
     # When things go wrong
 
@@ -356,6 +402,22 @@ class Runtime:
         return None if ids is None else tuple(self._index[unit_id] for unit_id in ids if unit_id in self._index)
 
 
+def outdated(units: Sequence[Unit]) -> list[Unit]:
+    """Returns those of `units` that are kept as of other shards than they have now, which were written in place since,
+    or of which one form was told to be trained, or not to be. One call for all units, as a step may keep each."""
+    found = []
+    for unit in units:
+        for weights in unit.weights:
+            made = weights.made
+            if weights.live is Live.SHARDED or made is None:
+                continue
+            now = list(map(STAND, weights.group.shard_memory.versioned))
+            is_told = weights.live is Live.UNSHARDED and made.trained != list(map(IS_TRAINED, made.parameters))
+            if is_told or now != weights.as_of:
+                found.append(unit)
+    return found
+
+
 def _require_not_lent(unit: Unit, call: str) -> None:
     """Raise if parameters that `unit` uses are lent: a forward would gather over them, gradients would be lost."""
     lender = next((owner for owner in (unit, *unit.companions) if owner.lent is not None), None)
@@ -366,3 +428,106 @@ def _require_not_lent(unit: Unit, call: str) -> None:
             f"{'its parameters' if own else f'the parameters of unit {lender.name}'}; leave the context first, or "
             "enter it with recurse=False on a unit above; backward comes before or after it"
         )
+
+
+# Sealing
+
+
+def seal(root: nn.Module) -> Runtime:
+    """Take every unit at and below `root` into one runtime, with names as seen from there; also those elsewhere that
+    own a parameter which one of them uses, where a part of a model runs before its root ever has.
+
+    Raises:
+        ModuleError: torch's own FSDP has a module below `root`.
+        StateError: a unit is at work in another runtime, or parameters still have no data (meta device).
+        OwnershipError: a unit belongs to another root, or a parameter was made tensor parallel after it was sharded.
+    """
+    below = Unit.below(root)
+    ids = {unit.id for unit in below}
+    owners = {owner.id: owner for unit in below for owner in unit.companions if owner.id not in ids}
+    units = [*below, *owners.values()]
+    for unit in units:
+        earlier = Runtime.over(unit)
+        if earlier is not None and unit in below and earlier.root not in below and unit.id not in earlier.guests:
+            raise OwnershipError(
+                f"unit {unit.name} has run below the root {earlier.root.name}, and cannot be taken under a second one, "
+                f"{type(root).__name__}: fully_shard a module that has both, and run its forward first; or delete the "
+                "first root, if it is used no more"
+            )
+        if earlier is not None and not earlier.is_idle:
+            raise StateError(
+                f"unit {unit.name} is still at work below {earlier.root.name}, so it cannot be taken under a new root "
+                f"{type(root).__name__}; finish that forward or backward first, or call reset_iter_state() on it"
+            )
+    name_units(root)
+    for unit in units:
+        if unit.shards.on_meta:
+            unit.notice_replaced()
+            unit.rebind()  # `to_empty` may have been called on each module by itself
+    _require_data(units)
+    _require_own_meshes(units)
+    _require_shards_can_gather_themselves(units)
+    runtime = Runtime(root, units, guests=owners)
+    for unit in units:
+        unit.notice_moved()
+        if not unit.shards.are_in_buffer:
+            unit.regroup()
+        unit.join(runtime)
+        forget_loads(unit.mesh)
+    write_into(root, Unit.RUNTIME, runtime)
+    return runtime
+
+
+def name_units(root: nn.Module) -> list[Unit]:
+    """Give every unit below `root`, and the parameters that are used there, names as seen from there. Returns the
+    units, each once.
+
+    Raises:
+        ModuleError: torch's own FSDP has a module below `root`.
+    """
+    names: dict[int, tuple[Unit, list[str]]] = {}
+    module_names: dict[int, str] = {}
+    for path, module in root.named_modules():
+        name = plain_name(path)
+        unit = Unit.of(module)
+        if unit is None:
+            require_not_torchs(path, module)
+        else:
+            names.setdefault(unit.id, (unit, []))[1].append(name or unit.class_name)
+        module_names[id(module)] = name
+    for unit, unit_names in names.values():
+        unit.rename(", ".join(unit_names), module_names)
+    below = [unit for unit, _ in names.values()]
+    for owner in {owner for unit in below for owner in unit.companions}.difference(below):
+        owner.rename(owner.name, module_names)
+    return below
+
+
+def _require_data(units: list[Unit]) -> None:
+    missing = [f"{name} (unit {unit.name})" for unit in units for name in unit.shards.on_meta]
+    if missing:
+        raise StateError(
+            f"parameters are still on the meta device: {in_short(missing)}. Give them memory and values before the "
+            "first forward: model.to_empty(device=...), then each module's reset_parameters(), or load a state dict"
+        )
+
+
+def _require_shards_can_gather_themselves(units: list[Unit]) -> None:
+    """Raise if a shard was given an all-gather of its own, after it was cut in a way that does not allow for one."""
+    for record in (each for unit in units for each in unit.parameters):
+        require_can_gather_itself(record.name, record.resting, record.cut, record.mesh)
+
+
+def _require_own_meshes(units: list[Unit]) -> None:
+    """Raise if a DTensor on another mesh hangs where a shard was: what is gathered would take its place again, without
+    a word, and the module computes for tensor parallelism."""
+    for unit in units:
+        for record in unit.parameters:
+            for place in record.places:
+                shown = place.shown
+                if isinstance(shown, DTensor) and shown.device_mesh != record.shard_spec.mesh:
+                    raise OwnershipError(
+                        f"{record.name} (unit {unit.name}): a DTensor on {shown.device_mesh} was put in its place "
+                        f"after it was sharded over {record.shard_spec.mesh}; make modules tensor parallel first "
+                        "(parallelize_module), then fully_shard: build the model anew, in that order"
+                    )

@@ -4,7 +4,7 @@
     BeforeForward   Await(2), Gather(3)                    wait(unit 2), gather(unit 3)
                     with an overseer                       waits(wait(unit 2)), starts(gather(unit 3)) of it
 
-The calls look at the groups and the policy of a unit when they are played (`carry_out.py`). So they are bound again
+The calls look at the groups and the policy of a unit when they are played. So they are bound again
 where an observer has come or gone, which drops them all, and where the schedule makes a new edge.
 """
 
@@ -13,19 +13,60 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import ParamSpec
+from typing import ParamSpec, Protocol
 
 import torch
 
 from sherd._torch import are_transforms_active, outside_transforms, set_grad_enabled
-from sherd.engine.run.carry_out import bound
-from sherd.engine.run.observer import Observer
 from sherd.engine.run.overseer import Overseer, overseen
 from sherd.engine.run.unit import Unit
-from sherd.schedule.actions import Event
+from sherd.schedule.actions import (
+    Action,
+    Await,
+    Discard,
+    Event,
+    FinishReduce,
+    Free,
+    FreeGroup,
+    Gather,
+    Reduce,
+    Shrink,
+)
 from sherd.schedule.schedule import MOST_NODES, Edge, Schedule
 
 P = ParamSpec("P")
+
+DO: dict[type[Action], Callable[[Unit], None]] = {
+    Gather: Unit.gather,
+    Await: Unit.wait,
+    Free: Unit.free,
+    Shrink: Unit.shrink,
+    Reduce: Unit.reduce,
+    FinishReduce: Unit.finish_reduce,
+    Discard: Unit.discard,
+}
+"""By type of action: the method that carries it out on a whole unit."""
+
+
+def bound(action: Action, unit: Unit) -> Callable[[], None]:
+    """Returns the call that carries out `action` on `unit`."""
+    if isinstance(action, FreeGroup):
+        group = action.group
+        return lambda: unit.weights[group].free()
+    return partial(DO[type(action)], unit)
+
+
+class Observer(Protocol):
+    """An object that sees what happens in a runtime, such as a watch over its memory."""
+
+    def begins(self, event: Event) -> None:
+        """Note that `event` is about to be given to the schedule."""
+
+    def perform(self, action: Action, perform: Callable[[], None]) -> None:
+        """Carry out `action` by a call of `perform`."""
+
+    def ended(self, event: Event) -> None:
+        """Note that all actions of `event` are done."""
 
 
 class Tape:

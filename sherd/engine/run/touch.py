@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import in_backward, users_frame, users_line
 from sherd.engine.moves.saved import is_running
 from sherd.engine.run.hooks import Args, Kwargs, after_forward, before_forward, eager
-from sherd.engine.run.structures import tensors_in
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.parameter import ShardedParameter, record_of
 from sherd.errors import ShardedAccessError
 from sherd.schedule.state import Live
+from sherd.tensor.structures import tensors_in
 
 
 def install(unit: Unit, modules: Sequence[nn.Module]) -> None:

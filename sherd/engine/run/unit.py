@@ -10,26 +10,26 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from sherd._torch import in_backward
+from sherd._torch import in_backward, say_fully_sharded, write_into
+from sherd.comm.collectives import UsersCollectives
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
+from sherd.comm.transport import Transport
 from sherd.engine.moves.buffer_plan import BufferPlan
 from sherd.engine.moves.gradients import Gradients
 from sherd.engine.moves.selfgather import SelfGatheredWeights
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.backward import Backward
-from sherd.engine.run.conductor import Conductor
-from sherd.engine.run.module_runs import ModuleRuns
 from sherd.engine.state.compared import Compared
 from sherd.engine.state.fetching import RestingPlace
 from sherd.engine.state.group import Group, batches_of
 from sherd.engine.state.optimizers import watcher
-from sherd.engine.state.ownership import Belongings
+from sherd.engine.state.ownership import UNIT, Belongings
 from sherd.engine.state.parameter import ShardedParameter, notice_replaced
 from sherd.engine.state.unit_shards import UnitShards
 from sherd.errors import StateError, WrapperStateError
@@ -41,16 +41,58 @@ _ids = itertools.count()
 TouchHook = tuple[OrderedDict[int, Callable[..., Any]], int, Callable[..., Any]]
 
 
-def put_first(touch_hooks: Sequence[TouchHook]) -> None:
-    """Have calls of modules inside of a unit noticed by its `touch_hooks`, each before all other hooks on its module.
+class UnitRuntime(Protocol):
+    """The part of `Runtime` that a unit calls. `Runtime` itself would close a circle of imports."""
 
-    A unit that gathers for such calls has them noticed also where it rests unsharded, kept for the backward of one.
-    """
-    for hooks, key, hook in touch_hooks:
-        has_others = bool(hooks)
-        hooks[key] = hook
-        if has_others:
-            hooks.move_to_end(key, last=False)
+    @property
+    def units(self) -> Sequence[Unit]:
+        """All units of the runtime, the root first."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no forward, backward or reduction is under way."""
+
+    def show_shards(self, unit: Unit) -> None:
+        """Free the unit's unsharded parameters, for a caller that reads or writes shards."""
+
+    def shards_written(self, unit: Unit) -> None:
+        """Note that the unit's unsharded parameters, if there are any, are older than its shards."""
+
+    def before_backward(self, unit: Unit) -> None:
+        """Note that backward has reached the unit."""
+
+    def finish_unshard(self, unit: Unit) -> None:
+        """Wait for the unit's all-gather, if one is in flight."""
+
+    def reset(self) -> None:
+        """Free all unsharded parameters, and drop every collective in flight."""
+
+
+class ModuleRuns:
+    """The run of a unit of several modules: from the first of their forwards until all have run once."""
+
+    def __init__(self, modules: Sequence[weakref.ref[nn.Module]]) -> None:
+        self._modules = modules
+        self._to_run: set[int] = set()
+
+    def begin(self) -> bool:
+        """Note that a module begins a forward. Returns True if the unit's run begins with it."""
+        begins = not self._to_run
+        if begins:
+            self._to_run = {id(module) for ref in self._modules if (module := ref()) is not None}
+        return begins
+
+    def end(self, module: nn.Module) -> bool:
+        """Note that `module` has ended a forward. Returns True if the unit's run ends with it."""
+        was_running = id(module) in self._to_run
+        self._to_run.discard(id(module))
+        return was_running and not self._to_run
+
+    def give_up(self) -> bool:
+        """Note that the outermost forward is over. Returns True if a run was still going on."""
+        was_running = bool(self._to_run)
+        self._to_run.clear()
+        return was_running
 
 
 def _nowhere() -> None:
@@ -69,6 +111,13 @@ class Unit:
 
     It holds its modules weakly: they hold it, and a deleted model must go at once.
     """
+
+    RUNTIME = "_sherd_runtime"
+    """The attribute of a root module for its runtime."""
+    FRONT_END = "_sherd_state"
+    """The attribute of a module for what its front end keeps beside the unit."""
+    ATTRIBUTES = (UNIT, RUNTIME, FRONT_END)
+    """All attributes that sherd writes on modules."""
 
     def __init__(
         self,
@@ -96,7 +145,7 @@ class Unit:
         self.surrounds = surrounds
         self.place = place
         self._modules = tuple(weakref.ref(module) for module in modules)
-        self.sealed_into: Callable[[], Conductor[Unit] | None] = _nowhere
+        self.sealed_into: Callable[[], UnitRuntime | None] = _nowhere
         surprised = partial(_if_alive, weakref.ref(self), _enter_backward)
         self.backward = Backward(surprised, mesh.num_shards * mesh.num_replicas)
         self.runs = ModuleRuns(self._modules) if len(modules) > 1 else None
@@ -114,7 +163,39 @@ class Unit:
         live = self.live.name.lower()
         return f"Unit({self.name}, {len(self.parameters)} parameters in {len(self.weights)} groups, {live})"
 
-    # What it is
+    # Units and modules
+
+    @staticmethod
+    def of(module: nn.Module) -> Unit | None:
+        """Returns the unit that `module` was made into, alone or in a list; None if there is none."""
+        unit = module.__dict__.get(UNIT)
+        return unit if isinstance(unit, Unit) else None
+
+    @staticmethod
+    def below(root: nn.Module) -> list[Unit]:
+        """Returns the units at and below `root`, each once, in the order of `named_modules`, as a runtime has them."""
+        # Not by `modules()`, whose generators go through all modules above for each one.
+        units: dict[int, Unit] = {}
+        ahead: list[nn.Module | None] = [root]
+        passed: set[nn.Module] = set()
+        while ahead:
+            module = ahead.pop()
+            if module is not None and module not in passed:
+                passed.add(module)
+                ahead += reversed(module._modules.values())
+                if UNIT in module.__dict__ and (unit := Unit.of(module)) is not None:
+                    units[unit.id] = unit
+        return list(units.values())
+
+    @staticmethod
+    def attached_to(module: nn.Module) -> list[object]:
+        """Returns the values of those of `ATTRIBUTES` that `module` has."""
+        return [module.__dict__[key] for key in Unit.ATTRIBUTES if key in module.__dict__]
+
+    def attach_to(self, module: nn.Module) -> None:
+        """Make this the unit of `module`, which torch's DDP leaves alone from now on. The module keeps it alive."""
+        write_into(module, UNIT, self)
+        say_fully_sharded(module)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -132,9 +213,9 @@ class Unit:
         """Bytes of its gathered parameters."""
         return sum(weights.group.unsharded_bytes for weights in self.weights)
 
-    def join(self, conductor: Conductor[Unit] | None) -> None:
-        """Be sealed into a runtime, which holds the unit; the unit holds it weakly. None: into none, as at first."""
-        self.sealed_into = _nowhere if conductor is None else weakref.ref(conductor)
+    def join(self, runtime: UnitRuntime | None) -> None:
+        """Be sealed into `runtime`, which holds the unit; the unit holds it weakly. None: into none, as at first."""
+        self.sealed_into = _nowhere if runtime is None else weakref.ref(runtime)
 
     def have(self, parameters: Sequence[ShardedParameter], companions: Sequence[Unit], found: Belongings) -> None:
         """Be made of these from now on, in new groups. The shards that it had stay the same Parameters."""
@@ -273,12 +354,28 @@ class Unit:
             WriteBackError: shards were given other memory, and its values are lost.
         """
         self.notice_moved()
-        conductor = self.sealed_into()
-        if conductor is None:
+        runtime = self.sealed_into()
+        if runtime is None:
             with torch.no_grad():
                 self.free()
         elif self.live is not Live.SHARDED:
-            conductor.show_shards(self)
+            runtime.show_shards(self)
+
+    def require_at_rest(self, call: str) -> None:
+        """Show the shards for `call`, the words for what the user calls, which reads or writes them.
+
+        Raises:
+            StateError: an unshard context lends the unit, or a forward or backward is under way.
+        """
+        if self.lent is not None:
+            raise StateError(f"{call} inside an unshard context that lends unit {self.name}; leave the context first")
+        self.show_shards()
+        runtime = self.sealed_into()
+        if runtime is not None and not runtime.is_idle:
+            raise StateError(
+                f"{call}: a forward or backward of {runtime.units[0].name} is under way, or has raised; call it "
+                "between steps, or reset_iter_state() first"
+            )
 
     def may_be_written(self) -> None:
         """Note that a user may have written to the shards, unnoticed (`parameter.data.copy_(...)`), or given them other
@@ -295,9 +392,9 @@ class Unit:
         placements that say so is brought up to date at the next gather."""
         for weights in self.weights:
             weights.group.mark_shards_written()
-        conductor = self.sealed_into()
-        if conductor is not None and self.live is not Live.SHARDED:
-            conductor.shards_written(self)
+        runtime = self.sealed_into()
+        if runtime is not None and self.live is not Live.SHARDED:
+            runtime.shards_written(self)
 
     def zero_grad(self, set_to_none: bool, module_ids: Collection[int]) -> None:
         """Drop or zero the gradients of what hangs on these modules, and drop what waits of them for a reduction.
@@ -326,11 +423,93 @@ class Unit:
         """Whether it computes in its parameters' own dtype for now, whatever `param_dtype` says."""
         return self.precision.full_precision_in_eval and not any(module.training for module in self.modules)
 
+    # The schedule's actions
+    #
+    # Each looks at the groups and the policy when it is called, so a call that is bound once (`tape.py`) stays right.
+
+    def gather(self, in_full_precision: bool | None = None, but: Collection[int] = ()) -> None:
+        """Start the all-gathers of all groups but the numbers `but`. None: in the precision that the unit computes in
+        now."""
+        user = self.policy.all_gather
+        for number, weights in enumerate(self.weights):
+            if number in but or weights.live is Live.UNSHARDED:
+                continue  # other groups of the unit were freed alone
+            precisely = in_full_precision
+            if precisely is None:
+                precisely = self.precision.full_precision_in_eval and self.in_full_precision
+            if self.policy.notices_replaced and notice_replaced(weights.group.parameters):
+                watcher.sharded_again()
+            mesh = weights.group.mesh
+            transport = mesh.gather_transport if user is None else UsersCollectives(user, mesh.shard_group)
+            weights.gather(transport, precisely)
+
+    def wait(self) -> None:
+        """Wait for the all-gathers, and show unsharded parameters."""
+        for weights in self.weights:
+            if weights.live is not Live.UNSHARDED:
+                weights.wait()
+        for hooks, key, _ in self.touch_hooks:
+            if key in hooks:
+                del hooks[key]
+
     def free(self) -> None:
-        """Shards from here on."""
-        put_first(self.touch_hooks)
+        """Free the unsharded parameters, and show shards."""
+        self.watch_touch()
         for weights in self.weights:
             weights.free()
+
+    def shrink(self) -> None:
+        """Show shards, and keep a part of the unsharded parameters for the smaller mesh."""
+        size = self.policy.reshard_after_forward
+        assert isinstance(size, int), "only an int asks for a smaller mesh"
+        for weights in self.weights:
+            weights.shrink(size)
+        self.watch_touch()
+
+    def watch_touch(self) -> None:
+        """Put the `touch_hooks` in their places, each before all other hooks on its module.
+
+        A unit with `on_touch="unshard"` needs them also while it rests unsharded, kept for the backward of such a call.
+        """
+        for hooks, key, hook in self.touch_hooks:
+            has_others = bool(hooks)
+            hooks[key] = hook
+            if has_others:
+                hooks.move_to_end(key, last=False)
+
+    def reduce(self, policy: UnitPolicy | None = None, but: Collection[int] = ()) -> None:
+        """Start the reductions of the collected gradients of all groups but the numbers `but`. None: by the unit's
+        policy."""
+        if policy is None:
+            policy = self.policy
+        user, apart = policy.reduce_scatter, policy.separate_reduce_group
+        # All rows are taken before the first reduction is queued, or compute would wait for that to take the second's.
+        for gradients in self.gradients if len(self.gradients) > 1 else ():
+            gradients.collect()
+        for number, gradients in enumerate(self.gradients):
+            if number in but:
+                continue
+            mesh = gradients.group.mesh
+            if user is not None:
+                transport: Transport = UsersCollectives(user, mesh.reduction_group() if apart else mesh.shard_group)
+            else:
+                transport = mesh.separate_reduce_transport if apart else mesh.reduce_transport
+            gradients.reduce(policy, transport)
+
+    def finish_reduce(self) -> None:
+        """Wait for the reductions, and add their results to the gradients of the shards."""
+        for gradients in self.gradients:
+            gradients.finish_reduce(self.policy)
+        if self.policy.when_reduced is not None:
+            self.land_gradients()
+            self.policy.when_reduced()
+
+    def discard(self) -> None:
+        """Drop gradients that have not reached the shards."""
+        for weights in self.weights:
+            weights.drop_gradients()
+        for gradients in self.gradients:
+            gradients.discard()
 
     def land_gradients(self) -> None:
         """Wait for the gradients that are on their way to host memory: the optimizer, which no stream orders, reads
@@ -355,10 +534,10 @@ class Unit:
                 f"what autograd has saved of the parameters of unit {self.name} was read outside of backward, when "
                 "they are sharded; read it between unshard() and reshard()"
             )
-        conductor = self.sealed_into()
-        if conductor is not None:
-            conductor.before_backward(self)
-            conductor.finish_unshard(self)
+        runtime = self.sealed_into()
+        if runtime is not None:
+            runtime.before_backward(self)
+            runtime.finish_unshard(self)
         if self.live is not Live.UNSHARDED:
             raise StateError(
                 f"backward needs the parameters of unit {self.name}, for which set_unshard_in_backward(False) was "
@@ -372,9 +551,9 @@ def _grouping(unit: Unit) -> tuple[bool, bool]:
 
 
 def _enter_backward(unit: Unit) -> None:
-    conductor = unit.sealed_into()
-    if conductor is not None:
-        conductor.before_backward(unit)
+    runtime = unit.sealed_into()
+    if runtime is not None:
+        runtime.before_backward(unit)
 
 
 def _if_alive(unit: weakref.ref[Unit], act: Callable[[Unit], None]) -> None:

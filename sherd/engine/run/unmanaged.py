@@ -24,9 +24,10 @@ from sherd.comm.agreement import broadcast_from_rank0, groups_of, in_short, requ
 from sherd.comm.failures import named
 from sherd.comm.mesh import DataMesh
 from sherd.engine.run.unit import Unit
-from sherd.engine.state.parameter import plain_name, record_of
+from sherd.engine.state.parameter import record_of
 from sherd.errors import UnmanagedParameterError
 from sherd.tensor.ragged import local_part
+from sherd.wrap.names import plain_name
 
 
 class _Registrations:

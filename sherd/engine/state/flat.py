@@ -12,7 +12,7 @@ have.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, SupportsIndex, cast
 
@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from sherd._torch import attributes_of, dispatches_itself, register_foreach_type
-from sherd.engine.state.group import Group, own_view
+from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import record_of
-from sherd.engine.state.tensor_parallel import merged_spec
 from sherd.errors import StateError
-from sherd.tensor.ragged import RaggedDTensor, ragged_dtensor, unpickled
+from sherd.tensor.ragged import RaggedDTensor, own_view, ragged_dtensor, unpickled
 from sherd.tensor.table import Args, Aten, Kwargs
+from sherd.tensor.tensor_parallel import merged_spec
 
 
 class FlatParamShardMetadata(NamedTuple):
@@ -64,6 +64,9 @@ class FlatParameter(RaggedDTensor):
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         _, given = super().__reduce_ex__(protocol)
         return _unpickled, given
+
+    def _take_attributes(self, attributes: Mapping[str, object]) -> None:
+        vars(self).update(attributes)
 
     def shard_metadata(self) -> FlatParamShardMetadata:
         """Returns the parameters and elements that this rank holds. Raises `StateError` for a copy."""
@@ -122,7 +125,7 @@ class FlatShard:
         self.shapes = tuple(record.shape for record in group.parameters)
         self._pieces = tuple(slot.cut.piece(group.mesh.piece) for slot in group.packing.slots)
         flat = _flat_parameter(group)
-        vars(flat).update(_common_attributes([record.shard for record in group.parameters], self.names))
+        flat._take_attributes(_common_attributes([record.shard for record in group.parameters], self.names))
         self.parameter = cast(nn.Parameter, flat)
 
     def metadata(self) -> FlatParamShardMetadata:

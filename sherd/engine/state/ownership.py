@@ -6,15 +6,24 @@ unit's modules, and the owner becomes a companion, which is unsharded whenever t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from sherd._torch import is_fsdp_of_torch
-from sherd.engine.state.parameter import ShardedParameter, plain_name, record_of
+from sherd._torch import is_fsdp_of_torch, is_replicated
+from sherd.engine.state.parameter import ShardedParameter, record_of
 from sherd.engine.state.place import Place
 from sherd.errors import ModuleError
+from sherd.wrap.names import plain_name
+
+UNIT = "_sherd_unit"
+"""The attribute of a module for the unit that it was made into."""
+
+
+def is_taken(module: nn.Module) -> bool:
+    """Returns whether `module` is a unit, or torch's DDP has it. A unit around it leaves it alone, and all below."""
+    return module.__dict__.get(UNIT) is not None or is_replicated(module)
 
 
 @dataclass(frozen=True)
@@ -49,39 +58,37 @@ class Belongings:
     borrowed: list[Borrowed]
     ignored: list[Place] = field(default_factory=list)
 
+    @classmethod
+    def below(cls, roots: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> Belongings:
+        """Walk the modules below `roots` that are not taken yet, and sort their parameters.
 
-def belongings(
-    roots: Sequence[nn.Module], ignored: Collection[nn.Parameter], is_taken: Callable[[nn.Module], bool]
-) -> Belongings:
-    """Walk the modules below `roots` that are not taken yet, and sort their parameters.
-
-    Raises:
-        ModuleError: torch's own FSDP has one of the modules.
-    """
-    ignored_ids = {id(parameter) for parameter in ignored}
-    modules: dict[int, nn.Module] = {}
-    owned: dict[int, Found] = {}
-    borrowed: list[Borrowed] = []
-    ignored_places: list[Place] = []
-    for prefix, module in _walk(roots, is_taken):
-        require_not_torchs(prefix, module)
-        modules[id(module)] = module
-        for attribute, parameter in module._parameters.items():
-            place = Place(module, attribute)
-            if parameter is None:
-                # A flat parameter may stand for it, if a module is used inside a wrapper and outside of it.
-                shown = module.__dict__.get(attribute)
-                record = record_of(shown) if isinstance(shown, nn.Parameter) else None
-                if record is not None:
+        Raises:
+            ModuleError: torch's own FSDP has one of the modules.
+        """
+        ignored_ids = {id(parameter) for parameter in ignored}
+        modules: dict[int, nn.Module] = {}
+        owned: dict[int, Found] = {}
+        borrowed: list[Borrowed] = []
+        ignored_places: list[Place] = []
+        for prefix, module in _walk(roots):
+            require_not_torchs(prefix, module)
+            modules[id(module)] = module
+            for attribute, parameter in module._parameters.items():
+                place = Place(module, attribute)
+                if parameter is None:
+                    # A flat parameter may stand for it, if a module is used inside a wrapper and outside of it.
+                    shown = module.__dict__.get(attribute)
+                    record = record_of(shown) if isinstance(shown, nn.Parameter) else None
+                    if record is not None:
+                        borrowed.append(Borrowed(record, place))
+                elif id(parameter) in ignored_ids:
+                    ignored_places.append(place)
+                elif (record := record_of(parameter)) is not None:
                     borrowed.append(Borrowed(record, place))
-            elif id(parameter) in ignored_ids:
-                ignored_places.append(place)
-            elif (record := record_of(parameter)) is not None:
-                borrowed.append(Borrowed(record, place))
-            else:
-                name = plain_name(f"{prefix}.{attribute}" if prefix else attribute)
-                owned.setdefault(id(parameter), Found(name, parameter, module)).places.append(place)
-    return Belongings(list(modules.values()), list(owned.values()), borrowed, ignored_places)
+                else:
+                    name = plain_name(f"{prefix}.{attribute}" if prefix else attribute)
+                    owned.setdefault(id(parameter), Found(name, parameter, module)).places.append(place)
+        return cls(list(modules.values()), list(owned.values()), borrowed, ignored_places)
 
 
 def require_not_torchs(path: str, module: nn.Module) -> None:
@@ -96,7 +103,7 @@ def require_not_torchs(path: str, module: nn.Module) -> None:
         )
 
 
-def _walk(roots: Sequence[nn.Module], is_taken: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+def _walk(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yields every module below `roots` once, after its name. Leaves out taken modules, and all below them."""
     own = {id(root) for root in roots}
     seen: set[int] = set()

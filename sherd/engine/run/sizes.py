@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from sherd.comm.collectives import UsersCollectives
 from sherd.comm.transport import Transport
 from sherd.engine.moves.buffer_plan import BufferPlan, Fill
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.group import Group
-from sherd.engine.state.parameter import ShardedParameter
 from sherd.policy import UnitPolicy
 from sherd.schedule.moments import GroupSizes
 
 
 def sizes_of(unit: Unit) -> list[GroupSizes]:
     """Returns the sizes of `unit`'s buffers when they are allocated. Makes the transport, as the first gather does."""
-    return [group_sizes(weights, unit.policy) for weights in unit.weights]
+    return [_group_sizes(weights, unit.policy) for weights in unit.weights]
 
 
-def group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
-    """Returns what the group of `weights` takes in the memory of the device that computes."""
+def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
+    """Returns the bytes that the group of `weights` takes on the device that computes."""
     group, plan = weights.group, weights.plan
-    trained, mesh = trainable(group.parameters), group.mesh
+    trained, mesh = group.trained, group.mesh
     own = mesh.shard_transport
     sender: Transport = own if policy.all_gather is None else UsersCollectives(policy.all_gather, None)
     reducer: Transport = own if policy.reduce_scatter is None else UsersCollectives(policy.reduce_scatter, None)
@@ -72,7 +69,3 @@ def _kept_bytes(group: Group, plan: BufferPlan) -> int:
     if plan.is_never_gathered:
         return 0
     return group.unsharded_bytes if group.unsharded_memory is None else group.unsharded_memory.nbytes
-
-
-def trainable(parameters: Sequence[ShardedParameter]) -> list[ShardedParameter]:
-    return [each for each in parameters if each.requires_grad]

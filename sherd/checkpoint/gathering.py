@@ -18,9 +18,7 @@ from sherd.comm.buffers import Buffer
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Handoff, streams_for
 from sherd.comm.transport import Pending, Sizes
-from sherd.engine.moves.buffer_views import CopyOut, copy_out
-from sherd.engine.state.fetching import fetch_into
-from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine import ShardedParameter, copy_out, fetch_into
 from sherd.layout.extent import Extent, aligned
 from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Cut
@@ -91,6 +89,12 @@ class Line:
         self.unsharded: torch.Tensor | None = None
 
     @property
+    def destination(self) -> torch.Tensor:
+        """The unsharded buffer."""
+        assert self.unsharded is not None, "memory was given"
+        return self.unsharded
+
+    @property
     def goes_onto(self) -> bool:
         """True if ranks read one another's shards in place, which is possible along one axis only."""
         return self.mesh.shard_transport.shares_memory and not self.mesh.shards_replicas
@@ -122,10 +126,9 @@ class Line:
 
     def part(self, index: int) -> torch.Tensor:
         """Returns parameter `index`, a view of the unsharded buffer. Tensor-parallel axes are not gathered."""
-        assert self.unsharded is not None, "it was gathered"
         slot = self.packing.slots[index]
         start = slot.unsharded.start
-        return self.unsharded[start : start + slot.cut.numel].view(slot.cut.shape)
+        return self.destination[start : start + slot.cut.numel].view(slot.cut.shape)
 
 
 class Gathering:
@@ -157,8 +160,8 @@ class Gathering:
             return transport.all_gather_onto(onto.copy_into_place, onto.own_pieces(), onto.sizes, async_op)
         arguments = []
         for line in self._lines:
-            rows = self._rows.get(line, line.unsharded)
-            assert rows is not None, "it is gathered into one of them"
+            rows = self._rows.get(line)
+            rows = line.destination if rows is None else rows
             arguments.append(_sent(line, rows[: line.packing.gathered_numel]))
         all_rows, shards, sizes = zip(*arguments, strict=True)
         return transport.all_gather_several(all_rows, shards, sizes, async_op)
@@ -173,8 +176,7 @@ class Gathering:
     def copy_out(self) -> None:
         """Fill the unsharded buffers of lines that did not land in place."""
         for line, rows in self._rows.items():
-            assert line.unsharded is not None, "memory was given"
-            copy_out(line.packing, line.unsharded)(rows)
+            copy_out(line.packing, line.destination)(rows)
 
 
 class _Onto:
@@ -183,10 +185,7 @@ class _Onto:
     def __init__(self, lines: Sequence[Line]) -> None:
         self._lines = lines
         self.sizes = Sizes(map(sum, zip(*(line.packing.shard_numels for line in lines), strict=True)))
-        self._copies: list[CopyOut] = []
-        for line in lines:
-            assert line.unsharded is not None, "memory was given"
-            self._copies.append(copy_out(line.packing, line.unsharded))
+        self._copies = [copy_out(line.packing, line.destination) for line in lines]
 
     def own_pieces(self) -> list[torch.Tensor]:
         """Returns this rank's part, in pieces; an empty one if it holds nothing."""
