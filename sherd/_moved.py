@@ -43,6 +43,7 @@ MOVED = {
     "sherd.api.optim_states": "sherd.api.state_methods",
     "sherd.api.save_adapters": "sherd.api.save_pretrained",
     "sherd.api.state_dict_settings": "sherd.api.state_methods",
+    "sherd.api.unit_sizes": "sherd.api.blocks",
     "sherd.comm.board": "sherd.guard.board",
     "sherd.comm.bounded_store": "sherd.guard.bounded_store",
     "sherd.comm.flight": "sherd.guard.flight",
