@@ -41,6 +41,7 @@ MOVED = {
     "sherd.engine.build": "sherd.engine.make",
     "sherd.api.ignored": "sherd.api.fsdp1",
     "sherd.api.optim_states": "sherd.api.state_methods",
+    "sherd.api.replicate": "sherd.api.fully_shard",
     "sherd.api.save_adapters": "sherd.api.save_pretrained",
     "sherd.api.state_dict_settings": "sherd.api.state_methods",
     "sherd.api.unit_sizes": "sherd.api.blocks",
