@@ -20,9 +20,9 @@ from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, chunks_of
 from sherd.checkpoint.writing import GIVEN, RANDOM, Plan, contents_of, plan, write
 from sherd.errors import CheckpointError, CommError, PolicyTypeError
 from sherd.requirements import require_bool, require_int, require_type
+from sherd.storage.files import Content
 from sherd.storage.folder import Folder, locked_to_read
 from sherd.storage.places import place_of
-from sherd.storage.writing import Content
 
 Where = str | os.PathLike[str]
 Items = Mapping[str, object]

@@ -16,8 +16,8 @@ import torch
 from sherd.checkpoint.full_tensors import Full, FullTensors, in_buckets
 from sherd.checkpoint.ranks import Ranks
 from sherd.checkpoint.tensor_bytes import chunks_of, dtype_name
+from sherd.storage.files import Content, write_file
 from sherd.storage.places import Place
-from sherd.storage.writing import Content, write_file
 
 Convert = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
 """Returns what a tensor of the model is in files, by name there."""

@@ -25,7 +25,7 @@ from sherd.checkpoint.saving import needs_comparison, state_in_parts
 from sherd.checkpoint.tensor_bytes import DTYPES, read_into, read_tensor
 from sherd.checkpoint.tree import NOT_WRITTEN, Json, Tensors, decoded, encoded
 from sherd.errors import CheckpointError, OptimStateError, SherdError
-from sherd.storage.opened import Opened
+from sherd.storage.files import Opened
 from sherd.tensor.state_kind import StateKind, kind_of
 
 EXTRA = "extra_state"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from sherd.comm.groups import host_group_beside
 from sherd.comm.objects import all_gather_objects, device_of
 from sherd.errors import CheckpointError, NoCheckpointError, StorageError
-from sherd.storage.place import says_absent
+from sherd.storage.places import says_absent
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ from sherd.checkpoint.tree import decoded
 from sherd.checkpoint.writing import GIVEN, PER_RANK, RANDOM
 from sherd.comm.agreement import in_short
 from sherd.errors import CheckpointError, NoCheckpointError, StorageError
+from sherd.storage.files import Opened, read_manifest
 from sherd.storage.folder import Folder, faults
 from sherd.storage.manifest import MANIFEST
-from sherd.storage.opened import Opened, read_manifest
 from sherd.storage.places import Place
 
 

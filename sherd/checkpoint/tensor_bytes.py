@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import local_tensor
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, spans, start_of_run, whole
-from sherd.storage.opened import Opened
+from sherd.storage.files import Opened
 
 DTYPES = {
     "BOOL": torch.bool,

@@ -25,10 +25,10 @@ from sherd.comm.agreement import in_short
 from sherd.errors import CheckpointError, CommError
 from sherd.layout.boxes import Box, Grid, Piece
 from sherd.layout.placement import Shape
+from sherd.storage.files import Content, write_file
 from sherd.storage.folder import Folder, faults, file_name
 from sherd.storage.manifest import MANIFEST, Entry, File, Manifest, name_in_file, parsed
 from sherd.storage.places import Chunks, Place
-from sherd.storage.writing import Content, write_file
 
 PER_RANK = "per_rank"
 """Where the values have what belongs to single ranks, by their number."""

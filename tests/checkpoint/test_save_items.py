@@ -25,8 +25,8 @@ from sherd.errors import (
     PolicyTypeError,
     StateError,
 )
+from sherd.storage.files import Opened
 from sherd.storage.manifest import signed
-from sherd.storage.opened import Opened
 from sherd.storage.places import Disk, place_of
 from tests.checkpoint.layouts import built, filled, model_in, optimizer_of, train, trained_in, value
 from tests.support.comparing import assert_same, whole
