@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from sherd.checkpoint.items import Item, items_of
-from sherd.checkpoint.random_state import random_state
+from sherd.checkpoint.items import Item, items_of, random_state
 from sherd.checkpoint.ranks import Ranks
 from sherd.checkpoint.restoring import Restored, Search, restore
 from sherd.checkpoint.staging import Staging

@@ -18,7 +18,7 @@ from sherd.api.state_dict_type import (
     StateDict,
     StateDictType,
 )
-from sherd.checkpoint import loading, rekeying, saving
+from sherd.checkpoint import catalog, loading, saving
 
 
 def _settings(model: nn.Module) -> tuple[bool, OptimStateDictConfig]:
@@ -164,11 +164,11 @@ def scatter_full_optim_state_dict(
 
 def rekey_optim_state_dict(
     optim_state_dict: StateDict,
-    optim_state_key_type: rekeying.OptimStateKeyType,
+    optim_state_key_type: catalog.OptimStateKeyType,
     model: nn.Module,
     optim_input: object = None,
     optim: Optimizer | None = None,
 ) -> StateDict:
-    """Call `sherd.checkpoint.rekeying.rekey_optim_state_dict`, where it is described."""
+    """Call `sherd.checkpoint.catalog.rekey_optim_state_dict`, where it is described."""
     advice.of_optim_input(optim_input)
-    return rekeying.rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)
+    return catalog.rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from sherd.api.module import FSDPModule
-from sherd.checkpoint.model_tensors import without_wrappers
+from sherd.checkpoint.catalog import without_wrappers
 from sherd.checkpoint.ranks import Ranks
 from sherd.storage.places import flush
 

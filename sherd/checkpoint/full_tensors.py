@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd.checkpoint.model_tensors import ModelTensors
+from sherd.checkpoint.catalog import ModelTensors
 from sherd.checkpoint.relayout import full_of
 from sherd.engine.between.gathering import Gathering, Line, Memory, gathers_itself, goes_by_itself, line_of, way_of
 from sherd.engine.run.at_rest import require_at_rest

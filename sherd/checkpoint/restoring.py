@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sherd.checkpoint.items import Item, ValueItem
-from sherd.checkpoint.random_state import restore_random_state
+from sherd.checkpoint.items import Item, ValueItem, restore_random_state
 from sherd.checkpoint.ranks import OtherRankFailed, Ranks
 from sherd.checkpoint.tensor_bytes import read_tensor
 from sherd.checkpoint.tree import decoded

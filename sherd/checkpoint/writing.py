@@ -141,7 +141,7 @@ class _Held:
 
     def take(self, item: Item, compare: bool, layouts: Layouts) -> None:
         """Add an item."""
-        tensors, self.values[item.name] = item.held(compare)
+        tensors, self.values[item.name] = item.contents(compare)
         for name, tensor in tensors.items():
             self.tensors.keep(name, tensor)
         self.described |= {name: layouts.described(name, tensor) for name, tensor in tensors.items()}
