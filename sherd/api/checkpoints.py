@@ -14,9 +14,8 @@ import torch.distributed as dist
 from sherd.checkpoint.items import Item, items_of, random_state
 from sherd.checkpoint.ranks import Ranks
 from sherd.checkpoint.restoring import Restored, Search, restore
-from sherd.checkpoint.staging import Staging
 from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, chunks_of
-from sherd.checkpoint.writing import GIVEN, RANDOM, Plan, contents_of, plan, write
+from sherd.checkpoint.writing import GIVEN, RANDOM, Plan, Staging, contents_of, plan, write
 from sherd.errors import CheckpointError, CommError, PolicyTypeError
 from sherd.requirements import require_bool, require_int, require_type
 from sherd.storage.files import Content
