@@ -41,6 +41,7 @@ MOVED = {
     "sherd.checkpoint.agreement": "sherd.checkpoint.saving",
     "sherd.checkpoint.broadcast": "sherd.checkpoint.loading",
     "sherd.checkpoint.choosing": "sherd.checkpoint.pieces",
+    "sherd.checkpoint.export": "sherd.checkpoint.full_tensors",
     "sherd.checkpoint.model_tensors": "sherd.checkpoint.catalog",
     "sherd.checkpoint.random_state": "sherd.checkpoint.items",
     "sherd.checkpoint.rekeying": "sherd.checkpoint.catalog",

@@ -21,8 +21,7 @@ from torch import nn
 
 from sherd.api.saved_folder import beneath_wrappers, plain_class, publish, written_beside
 from sherd.checkpoint.catalog import without_wrappers
-from sherd.checkpoint.export import Source, write_files
-from sherd.checkpoint.full_tensors import FullTensors
+from sherd.checkpoint.full_tensors import FullTensors, Source, write_files
 from sherd.errors import UnsupportedError
 from sherd.storage.places import Disk
 

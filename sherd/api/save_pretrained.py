@@ -17,8 +17,7 @@ from sherd.api.module import require_module
 from sherd.api.save_adapters import adapted_model, save_adapters
 from sherd.api.saved_folder import beneath_wrappers, plain_class, publish, written_beside
 from sherd.checkpoint.catalog import without_wrappers
-from sherd.checkpoint.export import Source, file_names, split, write_files
-from sherd.checkpoint.full_tensors import Full, FullTensors
+from sherd.checkpoint.full_tensors import Full, FullTensors, Source, file_names, split, write_files
 from sherd.errors import CheckpointError, ModuleError, UnsupportedError
 from sherd.requirements import require_floating_dtype, require_int, require_type
 from sherd.storage.places import Disk
