@@ -205,7 +205,7 @@ class OptimizerItem(Item):
                 return {"$tensor": path}
             return encoded(value, path, tensors.keep)
 
-        state = state_by_name(self._catalog, self._optimizer, None, Form(), compare=compare)
+        state = state_by_name(self._catalog, self._optimizer, None, Form(), compare)
         groups = [{**group, "params": list(map(without_wrappers, group["params"]))} for group in state["param_groups"]]
         by_parameter: Json = {}
         for name, of_parameter in state["state"].items():

@@ -45,30 +45,9 @@ def optim_state_dict_to_load(
     from_rank_0: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """Returns a state by names in the form that `optim.load_state_dict` takes on this rank.
+    """Returns `to_load` for the parameters of a model. All ranks must call it.
 
-    All ranks must call it. State of a parameter's shape is copied, from unsharded tensors and from DTensors of any
-    layout, which may gather. A parameter without state in `state_dict` gets no entry, and the state of a parameter that
-    the optimizer does not own is ignored. As with FSDP1, plain parameters that are in no group of `state_dict` are in
-    no group of the result: their owner adds them. They are there if the state is loaded directly.
-
-    Args:
-        model: the model that the optimizer was built from, or one that contains it.
-        optim: the optimizer. None: one built from `optim_input`, or from all parameters in order.
-        state_dict: the result of `optim_state_dict`, for a model wrapped in any way on any number of ranks.
-        optim_input: parameters, or dicts with "params".
-        is_named: key the result by `model.named_parameters()` instead of numbers.
-        load_directly: load the state into `optim`, too.
-        from_rank_0: read the state of rank 0 of `group` alone, which has unsharded tensors.
-        group: the ranks that rank 0 sends to. None: all ranks.
-
-    Returns:
-        `{"state": {id or name: {key: value}}, "param_groups": [...]}`, grouped as the optimizer is.
-
-    Raises:
-        OptimStateError: no "state"; a tensor that is not of its parameter's shape; names that the model does not have;
-            members of one flat parameter of which some are missing, or have other keys or numbers than the others;
-            parameters of one group that were in several.
+    With `from_rank_0`, only the state of rank 0 of `group` is read, which has unsharded tensors.
     """
     complete = from_rank0(state_dict, group) if from_rank_0 else require_state(state_dict)
     catalog = Catalog(model)
@@ -85,10 +64,27 @@ def to_load(
     load_directly: bool = False,
     as_it_comes: bool = False,
 ) -> StateDict:
-    """Does what `optim_state_dict_to_load` does, for the parameters of a catalog.
+    """Returns a state by names in the form that `optim.load_state_dict` takes on this rank. All ranks must call it.
 
-    With `as_it_comes`, each parameter's state replaces the optimizer's at once, so that the old and the new state are
-    never both in memory. After an error, some parameters have new state.
+    State of a parameter's shape is copied, from unsharded tensors and from DTensors of any layout, which may gather. A
+    parameter without state in `state_dict` gets no entry, and the state of a parameter that the optimizer does not own
+    is ignored. As with FSDP1, plain parameters that are in no group of `state_dict` are in no group of the result:
+    their owner adds them. They are there if the state is loaded directly.
+
+    Args:
+        catalog: the parameters of the model.
+        optim: the optimizer. None: one built from `optim_input`, or from all parameters in order.
+        state_dict: the result of `optim_state_dict`, for a model wrapped in any way on any number of ranks.
+        optim_input: parameters, or dicts with "params".
+        is_named: key the result by `model.named_parameters()` instead of numbers.
+        load_directly: load the state into `optim`, too.
+        as_it_comes: replace the optimizer's state parameter by parameter, so that the old and the new state are never
+            both in memory. After an error, some parameters have new state.
+
+    Raises:
+        OptimStateError: a tensor is not of its parameter's shape; the model lacks names of the state; members of one
+            flat parameter lack state, or have other keys or numbers than the others; parameters of one group were in
+            several.
     """
     if optim is not None and not optim.state:
         watcher.adopt(optim)  # it may have been built before the model was sharded
@@ -98,7 +94,13 @@ def to_load(
         groups = catalog.groups_of(optim)
         own_groups = optim.param_groups
         hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in own_groups]
-    saved = _by_plain_name(state_dict["state"])
+    numbers = [key for key in state_dict["state"] if isinstance(key, int)]
+    if numbers:
+        raise OptimStateError(
+            f"the state is keyed by numbers ({numbers[:3]}...), and names are expected; pass it through "
+            "rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, model) with the model it was saved from"
+        )
+    saved = {plain_key(key): state for key, state in state_dict["state"].items()}
     saved_groups: list[ParamGroup] = state_dict.get("param_groups", [])
     group_of = {plain_key(name): number for number, group in enumerate(saved_groups) for name in group["params"]}
     users_own = _users_own(saved, catalog, group_of)
@@ -142,17 +144,6 @@ def require_state(state_dict: StateDict | None) -> StateDict:
             "optim_state_dict() has returned"
         )
     return state_dict
-
-
-def _by_plain_name(states: dict[object, State]) -> dict[object, State]:
-    """Returns the states under names without wrappers. Raises `OptimStateError` for numbers."""
-    numbers = [key for key in states if isinstance(key, int)]
-    if numbers:
-        raise OptimStateError(
-            f"the state is keyed by numbers ({numbers[:3]}...), and names are expected; pass it through "
-            "rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, model) with the model it was saved from"
-        )
-    return {plain_key(key): state for key, state in states.items()}
 
 
 def _users_own(saved: dict[object, State], catalog: Catalog, group_of: dict[object, int]) -> dict[object, object]:
@@ -310,10 +301,17 @@ class _Loaded:
 
 
 def _state_of(entry: Entry, saved: dict[object, State], strict: bool) -> _Loaded | None:
+    """Returns a copy of the state of an entry; None if it has none. With `strict`, all tensors have its shape."""
     present = [member for member in entry.members if member.name in saved]
-    if strict:
-        for member in present:
-            _check_shapes(member, saved[member.name])
+    for member in present if strict else ():
+        for key, value in saved[member.name].items():
+            shape = value.shape if isinstance(value, torch.Tensor | Awaited) else None
+            if shape and shape != member.parameter.shape:
+                raise OptimStateError(
+                    "Tensor optimizer state does not have same shape as its parameter: "
+                    f"{tuple(shape)} {tuple(member.parameter.shape)}, state {key!r} of {member.name}; load it into the "
+                    "model that it was saved from"
+                )
     if not present:
         return None
     device = local_part(entry.parameter).device
@@ -321,18 +319,6 @@ def _state_of(entry: Entry, saved: dict[object, State], strict: bool) -> _Loaded
         (member,) = present
         return _loaded(member, saved[member.name], device)
     return _merged(entry, entry.span, {member.name: _loaded(member, saved[member.name], device) for member in present})
-
-
-def _check_shapes(member: Member, state: State) -> None:
-    """Raise if a tensor with dimensions does not have the parameter's shape."""
-    for key, value in state.items():
-        shape = value.shape if isinstance(value, torch.Tensor | Awaited) else None
-        if shape and shape != member.parameter.shape:
-            raise OptimStateError(
-                "Tensor optimizer state does not have same shape as its parameter: "
-                f"{tuple(shape)} {tuple(member.parameter.shape)}, state {key!r} of {member.name}; load it into the "
-                "model that it was saved from"
-            )
 
 
 def _loaded(member: Member, state: State, device: torch.device) -> _Loaded:

@@ -41,47 +41,31 @@ def optim_state_dict(
     in_rows: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """Returns the state of `optim`, by the names that the parameters have in the user's own model.
+    """Returns `state_by_name` of a model, in the form that the arguments choose. All ranks must call it.
 
-    All ranks must call it. State with an element for each element of a parameter is returned as one tensor of the
-    parameter's shape; all other state (counts of steps, numbers) as it is. The names and the two forms are those of
-    `torch.distributed.fsdp.FullyShardedDataParallel.optim_state_dict`.
-
-    Args:
-        model: the model that the optimizer was built from, or one that contains it.
-        optim: the optimizer.
-        given: the optimizer's state, keyed by id or by the model's names. None: `optim.state_dict()`. If it has no
-            "param_groups", neither has the result.
-        full: gather tensors. Otherwise they are DTensors that lie as the parameters do and share the optimizer's
-            memory.
-        rank0_only: gather on rank 0 of `group` alone. The others take part and return an empty dict.
-        offload_to_cpu: return tensors in host memory.
-        in_rows: cut ragged DTensors anew as `Shard(0)`.
-        group: the ranks whose rank 0 gets the state. None: all ranks.
-
-    Returns:
-        `{"state": {name: {key: value}}, "param_groups": [{..., "params": [name, ...]}]}`; parameters without state have
-        no entry.
-
-    Raises:
-        OptimStateError: a parameter of the optimizer is not the model's, or ranks have different states.
+    With `rank0_only`, ranks of `group` other than rank 0 take part in gathering a full state, and return {}.
     """
-    if not optim.state:
-        watcher.adopt(optim)  # it may have been built before the model was sharded
     is_returned = not (full and rank0_only) or dist.get_rank(group) == 0
     form = Form(full, in_rows, offload_to_cpu and is_returned, is_returned)
-    state = state_by_name(Catalog(model), optim, given, form, compare=True)
+    state = state_by_name(Catalog(model), optim, given, form)
     return state if is_returned else {}
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form of a state: `optim_state_dict` explains the choices. With `keeps=False`, a rank only takes part."""
+    """The form of a state.
+
+    Args:
+        full: gather tensors. Otherwise they are DTensors in the parameters' layout, in the optimizer's own memory.
+        in_rows: cut ragged DTensors anew as `Shard(0)`.
+        on_host: put tensors into host memory.
+        is_kept: False on a rank that takes part in collectives, and drops what it gathers.
+    """
 
     full: bool = False
     in_rows: bool = False
     on_host: bool = False
-    keeps: bool = True
+    is_kept: bool = True
 
     def of_part(self, part: DTensor) -> object:
         """Returns a tensor that lies as its parameter does: gathered, in rows, or as it is."""
@@ -95,13 +79,28 @@ class Form:
 
 
 def state_by_name(
-    catalog: Catalog, optim: Optimizer, given: StateDict | None, form: Form, *, compare: bool
+    catalog: Catalog, optim: Optimizer, given: StateDict | None, form: Form, compare: bool = True
 ) -> StateDict:
-    """Does what `optim_state_dict` does, for the parameters of a catalog. Only with `compare` do ranks talk.
+    """Returns the state of `optim`, by the names that its parameters have in the user's own model.
+
+    State with an element for each element of a parameter is returned as one tensor of the parameter's shape; all other
+    state (counts of steps, numbers) as it is. Parameters without state have no entry. The form of the dict is that of
+    `torch.distributed.fsdp.FullyShardedDataParallel.optim_state_dict`.
+
+    Args:
+        catalog: the parameters of the model.
+        optim: the optimizer.
+        given: the optimizer's state, keyed by id or by the model's names. None: `optim.state_dict()`. If it has no
+            "param_groups", neither has the result.
+        form: the form of the state.
+        compare: compare the ranks' states first. All ranks must do so if one of them `needs_comparison`, or if the
+            state is gathered.
 
     Raises:
-        OptimStateError: a parameter of the optimizer is not in the catalog; or ranks have different states.
+        OptimStateError: a parameter of the optimizer is not in the catalog, or ranks have different states.
     """
+    if not optim.state:
+        watcher.adopt(optim)  # it may have been built before the model was sharded
     raw: StateDict = type(optim).state_dict(optim) if given is None else given  # torch may have patched its own
     groups = catalog.groups_of(optim)
     by_key: dict[object, Entry] = {}
@@ -131,7 +130,7 @@ def state_by_name(
     for entry in catalog.entries:
         if id(entry) in states:
             for name, state in _by_name(entry, states[id(entry)], form):
-                if form.keeps:
+                if form.is_kept:
                     named[name] = state
     complete: StateDict = {"state": named | users_own}
     if "param_groups" in raw:

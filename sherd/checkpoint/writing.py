@@ -10,8 +10,8 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import reduce
-from itertools import zip_longest
+from functools import partial, reduce
+from itertools import count, zip_longest
 
 import torch
 from torch import nn
@@ -267,28 +267,31 @@ class Staging:
     def chunks(self, name: str, tensor: torch.Tensor) -> Callable[[], Iterator[memoryview]]:
         """Returns the bytes of a tensor, for the writing thread, which waits until they are copied."""
 
+        def is_copied(at: int) -> bool:
+            return bool(self._failure) or name in self._whole or len(self._chunks.get(name, ())) > at
+
         def read() -> Iterator[memoryview]:
-            at = 0
-            while (chunk := self._chunk(name, at)) is not None:
+            for at in count():
+                with self._changed:
+                    self._changed.wait_for(partial(is_copied, at))
+                    if self._failure:
+                        raise OSError(self._failure)
+                    chunks = self._chunks.get(name, [])
+                    if at == len(chunks):
+                        return
+                    chunk = chunks[at]
+                if chunk is None:
+                    raise OSError(
+                        "a failed write cannot be repeated, as its bytes are not kept; leave out staging_bytes"
+                    )
                 yield chunk
-                at += 1
                 if self._most_bytes is not None:
                     with self._changed:
-                        self._chunks[name][at - 1] = None
+                        chunks[at] = None
                         self._held -= len(chunk)
                         self._changed.notify_all()
 
         return read
-
-    def _chunk(self, name: str, at: int) -> memoryview | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure or name in self._whole or len(self._chunks.get(name, ())) > at)
-            if self._failure:
-                raise OSError(self._failure)
-            chunks = self._chunks.get(name, [])
-            if at < len(chunks) and chunks[at] is None:
-                raise OSError("a failed write cannot be repeated, as its bytes are not kept; leave out staging_bytes")
-            return chunks[at] if at < len(chunks) else None
 
 
 def _copied(tensor: torch.Tensor) -> Iterator[memoryview]:
