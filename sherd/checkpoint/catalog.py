@@ -163,7 +163,7 @@ class Catalog:
         return self._groups(listed, "optim_input"), hyperparameters
 
     def _groups(self, groups: Sequence[Sequence[torch.Tensor]], source: str) -> Groups:
-        """Returns the entries of parameters, some of which may have been replaced when they were sharded."""
+        """Returns the entries of parameters. Sharding may have replaced a parameter since the optimizer was built."""
         entries: Groups = []
         for at, group in enumerate(groups):
             entries.append([])
@@ -197,7 +197,7 @@ def _places_of(model: nn.Module) -> Iterator[tuple[str, ShardedParameter | None,
 
 
 def _optimizer_param_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns what an optimizer owns of `parameter`, which may have been sharded since the optimizer was built."""
+    """Returns the optimizer parameter of `parameter`, which may be the one that sharding has replaced."""
     record = record_of(parameter)
     return parameter if record is None else record.optimizer_param
 

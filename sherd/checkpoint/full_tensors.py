@@ -222,7 +222,7 @@ class _Bucket:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait for the collectives, and gather over other axes, too: every rank must, whether it reads or not.
+        """Wait for the collectives, and gather over other axes, too. Ranks that do not read must call it, too.
 
         A second call does nothing.
         """

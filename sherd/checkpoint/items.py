@@ -75,8 +75,11 @@ class Item(ABC):
         return False
 
     @abstractmethod
-    def contents(self, compare: bool) -> tuple[Tensors, Json]:
-        """Returns the tensors, uncopied, and the JSON. With `compare`, ranks talk, and all of them must call it."""
+    def contents(self, tensors: Tensors, compare: bool) -> Json:
+        """Add the item's tensors to `tensors`, uncopied, and return its JSON.
+
+        With `compare`, ranks talk to each other, and all of them must call it.
+        """
 
     def misfit(self, source: Opened) -> Misfit:
         """Returns how the item differs from the item of this name in `source`. Raises as `load`."""
@@ -84,7 +87,7 @@ class Item(ABC):
 
     @abstractmethod
     def load(self, source: Opened, most_bytes: int) -> object:
-        """Load the item of this name from `source`. Only a value, which nothing can be loaded into, is returned.
+        """Load the item of this name from `source`. Returns the value of a `ValueItem`, else None.
 
         Raises:
             CheckpointError: a file is damaged, or its contents do not fit.
@@ -125,11 +128,11 @@ class ModuleItem(Item):
     def _named(self, name: str) -> str:
         return f"{self.name}/{without_wrappers(name)}"
 
-    def contents(self, compare: bool) -> tuple[Tensors, Json]:
-        """Returns parameters and buffers by their names in the model."""
-        tensors = self._own("sherd.save")
+    def contents(self, tensors: Tensors, compare: bool) -> Json:
+        """Add parameters and buffers by their names in the model."""
+        self._add_own(tensors, "sherd.save")
         extra = {path: module.get_extra_state() for path, module in self._with_extra_state()}
-        return tensors, {
+        return {
             "kind": "module",
             **({EXTRA: encoded(extra, f"{self.name}/{EXTRA}", tensors.keep)} if extra else {}),
         }
@@ -143,7 +146,7 @@ class ModuleItem(Item):
     def misfit(self, source: Opened) -> Misfit:
         """Compares names and shapes."""
         self.json(source, "module")
-        prefix, manifest, own = f"{self.name}/", source.manifest, self._own("sherd.load")
+        prefix, manifest, own = f"{self.name}/", source.manifest, self._add_own(Tensors(), "sherd.load")
         stored = {name for name in (*manifest.tensors, *manifest.aliases) if name.startswith(prefix)}
         known = {*own, *self.aliases(), *(name for name in stored if name.startswith(f"{prefix}{EXTRA}/"))}
         entries = {name: entry for name in own if (entry := manifest.entry(name)) is not None}
@@ -154,20 +157,19 @@ class ModuleItem(Item):
             tuple(f"{name} has shape {a}, in the model {b}" for name, (a, b) in shapes.items() if a != b),
         )
 
-    def _own(self, call: str) -> Tensors:
-        own = Tensors()
+    def _add_own(self, tensors: Tensors, call: str) -> Tensors:
         for module in self._tensors:
             module.require_at_rest(call)
             for name, tensor in module.saved.items():
-                own.keep(self._named(name), tensor)
-        return own
+                tensors.keep(self._named(name), tensor)
+        return tensors
 
     @torch.no_grad()
     def load(self, source: Opened, most_bytes: int) -> None:
         """Fill parameters and buffers where they lie."""
         for module in self._tensors:
             module.before_writing()
-        for name, tensor in self._own("sherd.load").items():
+        for name, tensor in self._add_own(Tensors(), "sherd.load").items():
             if source.manifest.entry(name) is not None:
                 fill(source, name, tensor, most_bytes)
         for module in self._tensors:
@@ -194,9 +196,8 @@ class OptimizerItem(Item):
         """Returns True if the optimizer has plain tensors that may be parts of sharded ones."""
         return needs_comparison(self._catalog, self._optimizer)
 
-    def contents(self, compare: bool) -> tuple[Tensors, Json]:
-        """Returns tensors with elements of a parameter as `name/PARAMETER/KEY`; a count of steps is in the JSON."""
-        tensors = Tensors()
+    def contents(self, tensors: Tensors, compare: bool) -> Json:
+        """Add tensors with elements of a parameter as `name/PARAMETER/KEY`; a count of steps is in the JSON."""
 
         def state_json(path: str, key: str, value: object) -> Json:
             # A scalar parameter's momentum has no dims either: without this, it would be JSON.
@@ -213,7 +214,7 @@ class OptimizerItem(Item):
             by_parameter[plain] = {
                 str(key): state_json(f"{self.name}/{plain}/{key}", key, value) for key, value in of_parameter.items()
             }
-        return tensors, {
+        return {
             "kind": "optimizer",
             "class": type(self._optimizer).__name__,
             "state": by_parameter,
@@ -272,10 +273,9 @@ class StateItem(Item):
         super().__init__(name)
         self._stateful = stateful
 
-    def contents(self, compare: bool) -> tuple[Tensors, Json]:
+    def contents(self, tensors: Tensors, compare: bool) -> Json:
         """Returns the state dict. The name of a tensor is its path there."""
-        tensors = Tensors()
-        return tensors, {"kind": "state", "state": encoded(self._stateful.state_dict(), self.name, tensors.keep)}
+        return {"kind": "state", "state": encoded(self._stateful.state_dict(), self.name, tensors.keep)}
 
     @torch.no_grad()
     def load(self, source: Opened, most_bytes: int) -> None:
@@ -302,10 +302,9 @@ class ValueItem(Item):
         super().__init__(name)
         self._value = value
 
-    def contents(self, compare: bool) -> tuple[Tensors, Json]:
+    def contents(self, tensors: Tensors, compare: bool) -> Json:
         """Returns the value. The name of a tensor is its path there."""
-        tensors = Tensors()
-        return tensors, {"kind": "value", "value": encoded(self._value, self.name, tensors.keep)}
+        return {"kind": "value", "value": encoded(self._value, self.name, tensors.keep)}
 
     def load(self, source: Opened, most_bytes: int) -> object:
         """Returns the value that was saved, with tensors in host memory."""

@@ -85,7 +85,7 @@ class Layouts:
         """Returns the description of `tensor`, which is called `name`.
 
         Raises:
-            CheckpointError: its dtype or layout is one that files do not have.
+            CheckpointError: files do not have its dtype or layout.
         """
         copies = self._copies(name, spec_of(tensor)) if isinstance(tensor, DTensor) and tensor.numel() else None
         return Described(dtype_name(tensor.dtype, name), tuple(tensor.shape), copies)
@@ -148,7 +148,7 @@ def pieces_here(name: str, tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor
 
 
 def sampled(name: str, tensor: torch.Tensor) -> dict[int, complex]:
-    """Returns a sample of `tensor`: of some 64 elements all over it, those that this rank holds, by their number."""
+    """Returns this rank's elements among some 64 that are spread over `tensor`, by their number in it."""
     sample: dict[int, complex] = {}
     at = torch.arange(0, tensor.numel(), max(tensor.numel() // 64, 1))
     for box, part in pieces_here(name, tensor):
@@ -241,7 +241,7 @@ def _fits(order: tuple[int, ...], placements: tuple[Placement, ...], sizes: tupl
     )
 
 
-# The choice of what is written
+# The choice of copies
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A load: the first rank chooses a checkpoint, all open it, and each reads what it holds."""
+"""A load: the first rank chooses a checkpoint, all ranks open it, and each reads its own pieces."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def restore(search: Search, items: list[Item], ranks: Ranks, staging_bytes: int,
             with contextlib.ExitStack() as files:
                 source = _opened(search.folder_of(chosen.step), chosen.save_id, ranks, files)
                 if any(item.takes_what_fits for item in items):
-                    # Such an item would be a mixture if damage came to light halfway: the checkpoint before this one
-                    # may have other names, and the values of this one would stay.
+                    # First, because damage that is found halfway sends all ranks to an older checkpoint. If that lacks
+                    # some names, such an item would keep the values that it has read from this one.
                     _require_undamaged(source, ranks)
                 restored = _loaded(source, items, ranks, staging_bytes, random, chosen.passed_over)
                 if chosen.passed_over and ranks.rank == 0:
@@ -129,7 +129,7 @@ def _opened(place: Place, save_id: str, ranks: Ranks, files: contextlib.ExitStac
     """Returns the checkpoint in `place`, open until `files` is closed.
 
     Raises:
-        _Damaged: a rank cannot read the manifest, or reads that of another save, which has other values. On all ranks.
+        _Damaged: on all ranks, if a rank cannot read the manifest, or reads the manifest of another save.
     """
     opened: list[Opened] = []
 
@@ -153,7 +153,7 @@ def _read_on_each(read: Callable[[], None], task: str, ranks: Ranks) -> None:
 
 
 def _require_undamaged(source: Opened, ranks: Ranks) -> None:
-    """Read all files, each on one rank. Raises `_Damaged` on all ranks if one is not what was written."""
+    """Read all files, each on one rank. Raises `_Damaged` on all ranks if a file has other bytes than were written."""
     manifest = source.manifest
     mine = manifest.files[ranks.rank :: ranks.size]
     task = f"the check of {source.place}"
@@ -165,7 +165,7 @@ def _require_undamaged(source: Opened, ranks: Ranks) -> None:
 def _loaded(
     source: Opened, items: list[Item], ranks: Ranks, staging_bytes: int, random: bool, passed_over: tuple[str, ...]
 ) -> Restored:
-    """Load from `source`. Raises `_Damaged` on all ranks if one of its files is not what was written."""
+    """Load from `source`. Raises `_Damaged` on all ranks if a file has other bytes than were written."""
     task = f"the load of {source.place}"
     misfits = ranks.each(lambda: [item.misfit(source) for item in items], task)
     for item, *of_ranks in zip(items, *misfits, strict=True):

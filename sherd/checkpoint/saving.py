@@ -1,6 +1,6 @@
 """`optim_state_dict`: an optimizer's state by parameter name, gathered, or as DTensors laid out as the parameters.
 
-Ranks first compare what they hold. Otherwise a rank without some state would hang the others, or pair their collectives
+Ranks first compare their states. Otherwise a rank without some state would hang the others, or pair their collectives
 wrongly. A rank that holds no element of a parameter may have no state for it, since optimizers may skip empty tensors:
 it is given empty parts, and the numbers that the other ranks have.
 """
@@ -59,7 +59,7 @@ class Form:
         full: gather tensors. Otherwise they are DTensors in the parameters' layout, in the optimizer's own memory.
         in_rows: cut ragged DTensors anew as `Shard(0)`.
         on_host: put tensors into host memory.
-        is_kept: False on a rank that takes part in collectives, and drops what it gathers.
+        is_kept: False on a rank that takes part in the collectives, and drops their results.
     """
 
     full: bool = False
@@ -184,7 +184,7 @@ def _by_name(entry: Entry, state: State, form: Form) -> Iterator[tuple[str, Stat
 def _parts_of(state: State, entry: Entry) -> tuple[dict[str, DTensor], State]:
     """Returns the values of a state that are DTensors, laid out as the entry, and all others.
 
-    A DTensor of another shape is no vector of a flat parameter's members: it is gathered, since all of them have it.
+    A DTensor of another shape has no elements of a flat parameter. It is gathered, and each member gets it.
     """
     parts: dict[str, DTensor] = {}
     others: State = {}
@@ -202,11 +202,11 @@ def _parts_of(state: State, entry: Entry) -> tuple[dict[str, DTensor], State]:
     return parts, others
 
 
-# Whether ranks hold the same
+# The comparison of ranks
 
 PART, NUMBER, VALUE, OTHER = "a part of a tensor", "a number", "a value", "an object"
 LIKE_PART = "a plain tensor of the shape of this rank's part"
-"""A part if every rank has one like its part. Otherwise its shape is a coincidence, and it is an object."""
+"""It is a part if every rank has a tensor of the shape of its part. Otherwise the shape is a coincidence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ class _Description:
 
 
 _Holding = tuple[int, dict[str, _Description]]
-"""What a rank holds of one parameter: the number of elements, and its state by key."""
+"""A rank's part of one parameter: the number of its elements, and its state by key."""
 
 
 def needs_comparison(catalog: Catalog, optim: Optimizer) -> bool:

@@ -1,6 +1,6 @@
 r"""Values as JSON: the numbers, texts, lists and dicts of optimizers, schedulers and data loaders.
 
-JSON has fewer types than Python. What it lacks is an object with one key that begins with "$":
+JSON has fewer types than Python. A value of any other type is an object with one key that begins with "$":
 
     ("a", 1)                {"$tuple": ["a", 1]}           float("inf")   {"$float": "inf"}
     {0: "x"}                {"$dict": [[0, "x"]]}          1 + 2j         {"$complex": [1.0, 2.0]}

@@ -40,7 +40,7 @@ from sherd.storage.manifest import MANIFEST, Entry, File, Manifest, name_in_file
 from sherd.storage.places import Chunks, Place
 
 PER_RANK = "per_rank"
-"""The key, in the values of a manifest, of what belongs to single ranks, by their number."""
+"""The key of the ranks' own values in a manifest, by rank."""
 GIVEN, RANDOM = "given", "random"
 """Of a single rank's values: the keys of the user's `per_rank`, and of the random generators."""
 
@@ -50,7 +50,7 @@ GIVEN, RANDOM = "given", "random"
 
 @dataclass(frozen=True)
 class Parts:
-    """What this rank writes, and what it tells the first rank about that.
+    """The content of this rank's file, and what it tells the first rank about that.
 
     Args:
         tensors: the content of its file, by the names there.
@@ -80,9 +80,9 @@ class Plan:
 
 
 def plan(items: Sequence[Item], ranks: Ranks, step: int, user: Json, own: Mapping[str, object]) -> Plan:
-    """Returns what is to be saved. All ranks must call it.
+    """Returns the plan of a save. All ranks must call it.
 
-    Ranks exchange a digest of what they hold, and the descriptions of those that differ.
+    Ranks exchange digests of their tensors' descriptions, and the descriptions only if digests differ.
 
     Args:
         items: the items.
@@ -103,18 +103,16 @@ def plan(items: Sequence[Item], ranks: Ranks, step: int, user: Json, own: Mappin
     def collect() -> tuple[bytes, str]:
         layouts = Layouts(ranks.numbers)
         for item, *flags_of_item in zip(items, *flags, strict=True):
-            of_item, values[item.name] = item.contents(compare=any(flags_of_item))
-            for name, tensor in of_item.items():
-                tensors.keep(name, tensor)
-                described[name] = layouts.described(name, tensor)
+            values[item.name] = item.contents(tensors, compare=any(flags_of_item))
             aliases.update(item.aliases())
+        described.update({name: layouts.described(name, tensor) for name, tensor in tensors.items()})
         return _digest(described), secrets.token_hex(4)
 
     answers = ranks.each(collect, "the comparison of what is saved")
     digests, save_id = [digest for digest, _ in answers], answers[0][1]
     parties = [Party(tuple(range(ranks.size)), described)]
     if len(set(digests)) > 1:
-        # One rank of those with the same digest speaks for all of them.
+        # The first rank with a digest speaks for all ranks that have the same.
         is_leader = digests.index(digests[ranks.rank]) == ranks.rank
         description = (described, values, aliases) if is_leader else None
         leaders = [each for each in ranks.gather(description, "the exchange of what is saved") if each is not None]
@@ -180,7 +178,7 @@ def _parts(
     rank: int,
     own: Mapping[str, object],
 ) -> Parts:
-    """Returns what this rank writes.
+    """Returns the content of this rank's file.
 
     Raises:
         CheckpointError: two pieces would have one name in a file, or a value of `own` cannot be saved.
@@ -205,7 +203,7 @@ def _parts(
 
 
 def _together(first: dict[str, Json], other: dict[str, Json]) -> dict[str, Json]:
-    """Returns the JSON of two ranks as one: what both have is the first's.
+    """Returns the JSON of two ranks as one. Of values that both have, the first rank's are taken.
 
     An optimizer gets the parameters of both, since the stages of a pipeline have different ones.
     """

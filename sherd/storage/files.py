@@ -72,7 +72,7 @@ class Checksums:
 
     def passing(self, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
         """Yields the bytes of `chunks`. After the last chunk, `nbytes` and `crc32` describe them."""
-        self.nbytes, self.crc32 = 0, []  # a repeated write begins anew
+        self.nbytes, self.crc32 = 0, []  # a repeated write starts again
         with ThreadPoolExecutor(1, "sherd checksums") as thread:
             for chunk in in_blocks(chunks, self._block_bytes):
                 begins = self.nbytes % self._block_bytes == 0
@@ -116,7 +116,7 @@ class Checked:
         crc32: the checksum of each block of `block_bytes`.
 
     Raises:
-        CheckpointError: the file has another length; or, from `read_into`, a block is not what was written.
+        CheckpointError: the file has another length; or, from `read_into`, a block has other bytes than were written.
     """
 
     def __init__(self, file: Readable, nbytes: int, crc32: Sequence[int], block_bytes: int) -> None:

@@ -56,7 +56,7 @@ def checked(place: Place, *, verify: bool = False) -> Manifest:
             return manifest
         if manifest.save_id == save_id:
             raise CheckpointError(next(iter(file_faults.values())))
-        # Read the manifest again: another job may have saved this step meanwhile, and removed the old files.
+        # Another job may have saved this step between the two reads, and removed the old files. If so, look again.
         save_id = manifest.save_id
 
 

@@ -242,7 +242,7 @@ class Disk(Place):
             finally:
                 if lock is Lock.HELD:
                     with contextlib.suppress(OSError):
-                        # A process that was forked meanwhile shares the descriptor: closing ours would not unlock.
+                        # A process forked under the lock shares the descriptor, so closing ours would not unlock.
                         fcntl.flock(fd, fcntl.LOCK_UN)
         finally:
             os.close(fd)
@@ -353,7 +353,7 @@ def _flock(fd: int, how: int) -> Lock:
 # Folders of object stores, and of any other file system of fsspec
 
 ATTEMPTS = 4
-"""Attempts at one operation, beyond those of the store's own package."""
+"""The attempts at one operation. The store's package may make several requests in each."""
 FIRST_PAUSE = 0.5
 """The seconds before the second attempt; each pause is twice the one before."""
 PART_BYTES = 32 << 20
