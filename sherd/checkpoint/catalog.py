@@ -21,14 +21,11 @@ from torch.optim import Optimizer
 from sherd._torch import DTensorSpec, spec_of
 from sherd.checkpoint.relayout import Named, put
 from sherd.comm.agreement import in_short
-from sherd.engine.run.at_rest import require_at_rest
-from sherd.engine.run.seal import units_below
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.flat import FlatParameter
-from sherd.engine.state.parameter import ShardedParameter, plain_name, record_of
-from sherd.engine.state.span import Span
+from sherd.engine import FlatParameter, ShardedParameter, Unit
 from sherd.errors import OptimStateError, PolicyTypeError, StateError
 from sherd.tensor.ragged import local_part
+from sherd.tensor.span import Span
+from sherd.wrap.names import plain_name
 
 StateDict = dict[str, Any]
 """The state of an optimizer: `{"state": {key: State}, "param_groups": [ParamGroup, ...]}`."""
@@ -183,7 +180,7 @@ def _places_of(model: nn.Module) -> Iterator[tuple[str, ShardedParameter | None,
     """Yields the path, the record and the parameter of every place in the model that shows a parameter."""
     records = {
         (place.module_id, place.attribute): record
-        for unit in units_below(model)
+        for unit in Unit.below(model)
         for record in unit.parameters
         for place in record.places
     }
@@ -192,13 +189,13 @@ def _places_of(model: nn.Module) -> Iterator[tuple[str, ShardedParameter | None,
             # In a unit with a flat parameter, either that or the shards are plain attributes.
             parameter = module.__dict__.get(attribute) if registered is None else registered
             if isinstance(parameter, nn.Parameter):
-                record = records.get((id(module), attribute)) or record_of(parameter)
+                record = records.get((id(module), attribute)) or ShardedParameter.of(parameter)
                 yield f"{prefix}.{attribute}" if prefix else attribute, record, parameter
 
 
 def _optimizer_param_of(parameter: torch.Tensor) -> torch.Tensor:
     """Returns the optimizer parameter of `parameter`, which may be the one that sharding has replaced."""
-    record = record_of(parameter)
+    record = ShardedParameter.of(parameter)
     return parameter if record is None else record.optimizer_param
 
 
@@ -338,7 +335,7 @@ class ModelTensors:
             for path, below in module.named_modules()
             for name in below._buffers.keys() - below._non_persistent_buffers_set
         } & self.buffers.keys()
-        owners = [*units_below(module), *(record.owner for record in self.records.values())]
+        owners = [*Unit.below(module), *(record.owner for record in self.records.values())]
         self._units = {owner.id: owner for owner in owners if isinstance(owner, Unit)}.values()
 
     @property
@@ -359,7 +356,7 @@ class ModelTensors:
         Units take over the values of tensors that a user has put in the place of shards.
         """
         for unit in self._units:
-            require_at_rest(unit, call)
+            unit.require_at_rest(call)
             unit.notice_replaced()
         on_meta = [name for name, tensor in self.by_name.items() if local_part(tensor).is_meta]
         if on_meta:

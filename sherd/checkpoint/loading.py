@@ -24,11 +24,11 @@ from sherd.checkpoint.relayout import around, full_of, laid_out
 from sherd.comm.failures import named
 from sherd.comm.mesh import default_device_type
 from sherd.comm.objects import broadcast_object
-from sherd.engine.state.optimizers import watcher
-from sherd.engine.state.span import Span
+from sherd.engine import watcher
 from sherd.errors import OptimStateError
 from sherd.tensor.local_step import ELEMENTWISE
 from sherd.tensor.ragged import local_part
+from sherd.tensor.span import Span
 from sherd.tensor.state_kind import State, StateKind, kind_of
 
 T = TypeVar("T")

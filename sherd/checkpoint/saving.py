@@ -23,10 +23,9 @@ from sherd.checkpoint.catalog import Catalog, Entry, StateDict
 from sherd.checkpoint.relayout import around, as_rows, full_of, gathered_vector, laid_out, lies_as
 from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import all_gather_objects
-from sherd.engine.state.group import own_view
-from sherd.engine.state.optimizers import watcher
-from sherd.engine.state.parameter import record_of
+from sherd.engine import ShardedParameter, watcher
 from sherd.errors import OptimStateError
+from sherd.tensor.ragged import own_view
 from sherd.tensor.state_kind import State, StateKind, copy_of, kind_of
 
 
@@ -254,7 +253,7 @@ def agree(entries: list[Entry], states: dict[int, State]) -> None:
     by_mesh: dict[DataMesh | None, list[Entry]] = {}
     for entry in entries:
         if entry.spec is not None:
-            record = record_of(entry.parameter)
+            record = ShardedParameter.of(entry.parameter)
             by_mesh.setdefault(None if record is None else record.mesh, []).append(entry)
     for mesh, sharded in by_mesh.items():
         by_rank: list[list[_Holding]] = [[]]
