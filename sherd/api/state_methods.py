@@ -25,7 +25,7 @@ from sherd.api.state_dict_type import (
     StateDictType,
 )
 from sherd.api.wrapper_state import WrapperState, find_state
-from sherd.checkpoint import loading, rekeying, saving
+from sherd.checkpoint import catalog, loading, saving
 from sherd.errors import WrapperStateError
 from sherd.requirements import require_type
 
@@ -268,11 +268,11 @@ def scatter_full_optim_state_dict(
 
 def rekey_optim_state_dict(
     optim_state_dict: StateDict,
-    optim_state_key_type: rekeying.OptimStateKeyType,
+    optim_state_key_type: catalog.OptimStateKeyType,
     model: nn.Module,
     optim_input: object = None,
     optim: Optimizer | None = None,
 ) -> StateDict:
-    """Call `sherd.checkpoint.rekeying.rekey_optim_state_dict`, where it is described."""
+    """Call `sherd.checkpoint.catalog.rekey_optim_state_dict`, where it is described."""
     advice.of_optim_input(optim_input)
-    return rekeying.rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)
+    return catalog.rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)

@@ -25,7 +25,7 @@ from sherd.api.state_dict_type import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from sherd.checkpoint.rekeying import OptimStateKeyType
+from sherd.checkpoint.catalog import OptimStateKeyType
 from sherd.errors import OptimStateError, SherdError
 from tests.support.comparing import assert_refused, assert_same, whole
 from tests.support.meshes import mesh_of
