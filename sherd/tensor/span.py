@@ -24,17 +24,16 @@ class Span:
 
     @property
     def gaps(self) -> list[Extent]:
-        """The extents between members, which belong to none."""
-        held = sorted((extent for extent in self.extents if extent.numel), key=lambda extent: extent.start)
-        return [Extent(one.stop, other.start - one.stop) for one, other in pairwise(held) if one.stop < other.start]
+        """The extents between members."""
+        in_order = sorted((extent for extent in self.extents if extent.numel), key=lambda extent: extent.start)
+        return [Extent(one.stop, other.start - one.stop) for one, other in pairwise(in_order) if one.stop < other.start]
 
     def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Returns the members' parts of `vector`, 1-D and uncopied."""
         return [vector[extent.start : extent.stop] for extent in self.extents]
 
     def vector(self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a vector of `dtype` with copies of the members' parts. Gaps, and members whose part is None, are
-        zero."""
+        """Returns a vector with copies of the members' parts. Gaps, and members whose part is None, are zero."""
         device = next(part.device for part in parts if part is not None)
         vector = torch.zeros(self.numel, dtype=dtype, device=device)
         for view, part in zip(self.views(vector), parts, strict=True):
