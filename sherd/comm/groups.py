@@ -164,6 +164,19 @@ def meshes_of(shard: dist.ProcessGroup) -> _Meshes:
     return meshes
 
 
+def is_debugging_in_detail() -> bool:
+    """Returns whether TORCH_DISTRIBUTED_DEBUG=DETAIL, under which torch compares the calls of all ranks by itself."""
+    return dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
+
+
+def network_namespace() -> str:
+    """Returns the network namespace of this process, or "": hosts of one name may be namespaces of one machine."""
+    try:
+        return os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""
+
+
 def require_alive(group: dist.ProcessGroup, whose: str) -> None:
     """Raise MeshError if `group`, the one of `whose`, was destroyed."""
     if is_destroyed(group):

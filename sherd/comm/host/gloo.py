@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from sherd._torch import adopt_timeout, wait_on_host
 from sherd.comm.failures import unfinished
+from sherd.comm.groups import is_debugging_in_detail
 from sherd.comm.host import sums
 from sherd.comm.transport import Pending, Transport, parts
 from sherd.errors import CommError
@@ -92,7 +93,7 @@ class Gloo(Transport):
     ) -> Pending | None:
         """Receives all parts straight into their places, and sends this rank's to all peers, at once."""
         nbytes = sum(each.nbytes for each in rows)
-        if nbytes <= self._ahead or _counts_messages():
+        if nbytes <= self._ahead or is_debugging_in_detail():
             return super().all_gather_several(rows, shard_buffers, sizes, async_op)
         call = _Call(self._link, "all-gather", nbytes)
         into = [parts(each, of_ranks) for each, of_ranks in zip(rows, sizes, strict=True)]
@@ -110,7 +111,7 @@ class Gloo(Transport):
         self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Every rank receives the other ranks' versions of its part and adds them up with its own."""
-        if self._is_small(sizes, rows.element_size()) or _counts_messages():
+        if self._is_small(sizes, rows.element_size()) or is_debugging_in_detail():
             return _AtOnce(self._link, shard_buffer, rows, sizes).answer(async_op)
         return _InPieces(self._link, shard_buffer, rows, sizes, self._piece_bytes // rows.element_size()).answer(
             async_op
@@ -121,12 +122,6 @@ class Gloo(Transport):
         call = _Call(self._link, "all-reduce", tensor.nbytes)
         call.all_reduce(tensor)
         return call.answer(async_op)
-
-
-def _counts_messages() -> bool:
-    """Returns whether torch is in its debug mode (TORCH_DISTRIBUTED_DEBUG=DETAIL), which wants equally many calls from
-    all ranks, messages counted. So it gets no pieces."""
-    return dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
 
 
 def _copy_own(place: torch.Tensor, shard_buffer: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from sherd.comm.groups import network_namespace
 from sherd.comm.host.segments import Segment
 from sherd.comm.objects import all_gather_objects
 from sherd.errors import CommError
@@ -273,17 +274,9 @@ def _place() -> tuple[object, ...]:
     """Returns facts that two processes must share to reach one another: machine, network namespace, user, torch."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read(), network() or secrets.token_hex(16), os.getuid(), torch.__version__
+            return file.read(), network_namespace() or secrets.token_hex(16), os.getuid(), torch.__version__
     except OSError:
         return (secrets.token_hex(16),)  # differs from that of any other rank
-
-
-def network() -> str:
-    """Returns the network that this process sees, or "": hosts of one name may be namespaces of one machine."""
-    try:
-        return os.readlink("/proc/self/ns/net")
-    except OSError:
-        return ""
 
 
 class _Rendezvous:
