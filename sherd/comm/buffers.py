@@ -14,7 +14,7 @@ from sherd.comm import pages
 class Buffer:
     """`numel` elements of `dtype` on `device`, allocated or not.
 
-    An accelerator's allocator hands out memory per stream: allocate on the stream that will write first.
+    An accelerator's allocator keeps memory per stream, so allocate on the stream that writes first.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -22,7 +22,7 @@ class Buffer:
 
     @classmethod
     def around(cls, tensor: torch.Tensor) -> Buffer:
-        """Returns a buffer around the caller's 1-D tensor, whose memory is never freed in place."""
+        """Returns a buffer around the caller's 1-D `tensor`, whose memory is never freed in place."""
         buffer = cls.__new__(cls)
         buffer._hold(tensor, is_ours=False)
         return buffer
@@ -42,28 +42,27 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """The bytes it takes when allocated."""
+        """The bytes of the buffer when allocated."""
         return self._nbytes
 
     @property
     def address(self) -> int:
-        """The address of its storage, by which `storage_uses` counts the tensors and handles that share its memory,
-        those that autograd keeps for backward included."""
+        """The address of the storage, for `storage_uses`, which counts tensors that share the memory."""
         address: int = self._storage._cdata
         return address
 
     def allocate(self) -> None:
-        """Allocate the memory, uninitialised. `resize_` would copy old contents, so it starts from nothing."""
+        """Allocate the memory, uninitialised, unless it is allocated."""
         if self._storage.nbytes() == self._nbytes:
             return
         is_large = self._nbytes >= pages.LARGE and self._storage.device.type == "cpu"
         if is_large:
             pages.prepare(self._nbytes)
-        self._storage.resize_(self._nbytes)
+        self._storage.resize_(self._nbytes)  # from 0 bytes: it would copy old contents
         if is_large:
             pages.advise(self._storage)
 
     def free(self) -> None:
-        """Give the memory back. The views stay, and must not be read until the next `allocate`."""
+        """Free the memory. The views stay, and must not be read until the next `allocate`."""
         assert self.is_ours, "somebody else's memory is dropped, not freed"
         self._storage.resize_(0)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 from sherd._torch import backend_of, timeout_of
-from sherd.comm import failures
 from sherd.comm.agreement import in_short
+from sherd.comm.failures import ranks_in_short, unfinished
 from sherd.comm.groups import host_group_beside
 from sherd.comm.objects import all_gather_objects
 from sherd.engine.run.unit import Unit
@@ -266,8 +266,8 @@ def agree(
     except CommError:
         raise
     except RuntimeError as error:
-        waiting = f"rank {dist.get_rank()} {collective.describe(set())} and waits for ranks {failures.in_short(ranks)}"
-        raise failures.unfinished(f"{waiting} to say what they do; this comparison", ranks, error) from error
+        waiting = f"rank {dist.get_rank()} {collective.describe(set())} and waits for ranks {ranks_in_short(ranks)}"
+        raise unfinished(f"{waiting} to say what they do; this comparison", ranks, error) from error
     collectives, numbers, hashes = zip(*reports, strict=True)
     if len(set(collectives)) > 1:
         return different(ranks, collectives)

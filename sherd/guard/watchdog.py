@@ -29,7 +29,7 @@ from collections.abc import Sequence
 import torch
 
 from sherd._torch import Store, abort_groups
-from sherd.comm.failures import in_short
+from sherd.comm.failures import ranks_in_short
 from sherd.comm.groups import network_namespace
 from sherd.errors import CommError
 from sherd.guard.flight import LOOK_EVERY_S, OFTEN_UP_TO, Recorder
@@ -131,7 +131,7 @@ class Watchdog:
         gone: list[int] = []
         with contextlib.suppress(RuntimeError):  # the store has just gone: the next look will not ask it
             gone = self._gone(peers, waits_s, has_store)
-        ranks = in_short(log.ranks)
+        ranks = ranks_in_short(log.ranks)
         where = f"rank {self._rank} has been waiting for {waits_s:.1f} s in a collective among ranks {ranks}"
         if gone:
             who = f"rank {gone[0]} has died" if len(gone) == 1 else f"ranks {gone} have died"

@@ -9,7 +9,7 @@ import torch
 
 from sherd.errors import CommError
 
-# Sums that take more than one pass are made in blocks of this many elements, which stay in the cache.
+# Sums of more than one pass are made in blocks of this many elements, which stay in the cache.
 _BLOCK = 1 << 16
 
 
@@ -20,7 +20,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def can_add(dtype: torch.dtype) -> bool:
-    """Returns whether torch can add this dtype on a CPU. It cannot add float8, for example."""
+    """Returns whether torch can add this dtype on a CPU, as it cannot add float8, for example."""
     try:
         one = torch.zeros(1, dtype=dtype)
         torch.add(one, one)
