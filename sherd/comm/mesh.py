@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sherd._torch import concatenate_meshes, device_of, flatten_mesh, keeps_root_order
-from sherd.comm.at_exit import wait_for_gloo_at_exit
-from sherd.comm.groups import default_group, group_beside, group_of, meshes_of, require_alive
+from sherd.comm.groups import default_group, group_beside, group_of, meshes_of, require_alive, wait_for_gloo_at_exit
 from sherd.comm.objects import all_gather_objects
 from sherd.comm.transport import NoTransport, Transport
 from sherd.comm.transports import check_transport, transport_of
@@ -349,27 +348,23 @@ def mesh_of_groups(
     if replicate is not None:
         require_alive(replicate, "a given group")
     known, key = meshes_of(shard), (replicate, device_type)
-    if key not in known:
-        known[key] = _mesh_of(shard, replicate, device_type)
+    if key not in known and replicate is None:
+        known[key] = DeviceMesh.from_group(shard, device_type)
+    if key not in known and replicate is not None:
+        row = dist.get_process_group_ranks(shard)
+        rows: list[list[int]] = all_gather_objects(row, "the comparison of shard groups", replicate)
+        column = dist.get_process_group_ranks(replicate)
+        at = row.index(dist.get_rank())
+        if len({len(ranks) for ranks in rows}) > 1 or [ranks[at] for ranks in rows] != column:
+            raise MeshError(
+                f"the shard groups {rows} and the replicate group {column} are not rows and a column of one grid; give "
+                "rank r of every shard group the replicate group of all ranks r"
+            )
+        known[key] = DeviceMesh.from_group(
+            [replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
+        )
     shard_axis, replicate_axis = (0, None) if replicate is None else (1, 0)
     return DataMesh(known[key], shard_axis, replicate_axis, comm=comm, copies=copies)
-
-
-def _mesh_of(shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None, device_type: str) -> DeviceMesh:
-    if replicate is None:
-        return DeviceMesh.from_group(shard, device_type)
-    row = dist.get_process_group_ranks(shard)
-    rows: list[list[int]] = all_gather_objects(row, "the comparison of shard groups", replicate)
-    column = dist.get_process_group_ranks(replicate)
-    at = row.index(dist.get_rank())
-    if len({len(ranks) for ranks in rows}) > 1 or [ranks[at] for ranks in rows] != column:
-        raise MeshError(
-            f"the shard groups {rows} and the replicate group {column} are not rows and a column of one grid; give "
-            "rank r of every shard group the replicate group of all ranks r"
-        )
-    return DeviceMesh.from_group(
-        [replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
-    )
 
 
 def _pick(mesh: DeviceMesh, dims: DataParallelMeshDims, comm: CommPolicy) -> DataMesh:

@@ -158,28 +158,6 @@ def are_even(sizes: Sequence[int]) -> bool:
     return (sizes if type(sizes) is Sizes else Sizes(sizes)).are_even
 
 
-class OneRank(Transport):
-    """A group of one rank: copies."""
-
-    def all_gather(
-        self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
-        """Copy `shard_buffer`, the only part."""
-        rows.copy_(shard_buffer)
-        return None
-
-    def reduce_scatter(
-        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
-        """Copy `rows`, the only summand."""
-        shard_buffer.copy_(rows)
-        return None
-
-    def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
-        """Leave `tensor` as it is."""
-        return None
-
-
 class NoTransport(Transport):
     """Moves nothing, so that the cost of communication can be measured. Buffers keep their old contents."""
 
@@ -197,6 +175,24 @@ class NoTransport(Transport):
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
         """Leave `tensor` as it is."""
+        return None
+
+
+class OneRank(NoTransport):
+    """A group of one rank: copies. The sum over one rank is there already."""
+
+    def all_gather(
+        self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """Copy `shard_buffer`, the only part."""
+        rows.copy_(shard_buffer)
+        return None
+
+    def reduce_scatter(
+        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """Copy `rows`, the only summand."""
+        shard_buffer.copy_(rows)
         return None
 
 

@@ -248,8 +248,10 @@ class Recorder:
         if now < self._next_look:
             return
         self._next_look = now + self._pause_s
-        if self._signals is not None and _was_signalled(self._signals):
-            self._store.add("asked", 1)
+        if self._signals is not None:
+            with contextlib.suppress(BlockingIOError):
+                if getattr(signal, os.environ[SIGNAL]) in os.read(self._signals, 4096):  # a byte is a signal's number
+                    self._store.add("asked", 1)
         asked = self._store.add("asked", 0)
         if asked > self._answered:
             self._has_warned = True  # one rank's question is enough
@@ -400,10 +402,3 @@ def _signal_pipe() -> int | None:
         return None
     signal.signal(chosen, lambda number, frame: None)
     return read_end
-
-
-def _was_signalled(pipe: int) -> bool:
-    with contextlib.suppress(BlockingIOError):
-        chosen = getattr(signal, os.environ[SIGNAL])
-        return chosen in os.read(pipe, 4096)  # a byte is the number of a signal
-    return False

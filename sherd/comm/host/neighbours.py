@@ -76,7 +76,11 @@ class Neighbour:
         self.gave_up = ""
         """Why the rank gave up, in its own words."""
         self.name = f"rank {world_rank} (process {pid})" if pid else f"rank {world_rank}"
-        self.process = _opened_process(pid)
+        self.process: int | None = None
+        """A descriptor to poll for the end of the process, if the kernel has such descriptors."""
+        if pid and hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                self.process = os.pidfd_open(pid)
 
     def close(self) -> None:
         """Close all descriptors."""
@@ -85,16 +89,6 @@ class Neighbour:
         if self.process is not None:
             os.close(self.process)
             self.process = None
-
-
-def _opened_process(pid: int) -> int | None:
-    """Returns a descriptor to poll for the end of the process; None if the kernel has none."""
-    if not pid or not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return None
 
 
 class Neighbours:
@@ -106,13 +100,10 @@ class Neighbours:
         self._poll = select.poll()
         self._whose: dict[int, Neighbour] = {}
         for neighbour in self.all:
-            self._watch(neighbour, neighbour.link.fileno())
-            if neighbour.process is not None:
-                self._watch(neighbour, neighbour.process)
-
-    def _watch(self, neighbour: Neighbour, fd: int) -> None:
-        self._poll.register(fd, select.POLLIN)
-        self._whose[fd] = neighbour
+            for fd in (neighbour.link.fileno(), neighbour.process):
+                if fd is not None:
+                    self._poll.register(fd, select.POLLIN)
+                    self._whose[fd] = neighbour
 
     def post(self, post: Post) -> None:
         """Tell all neighbours what this rank asks for next, and where its bytes lie."""
@@ -172,7 +163,15 @@ class Neighbours:
         while True:
             if any(map(arrived, whom)):
                 return
-            self._raise_if_hopeless(whom, what)
+            for neighbour in whom:
+                if neighbour.fate and not neighbour.gave_up:
+                    raise CommError(
+                        f"{neighbour.name} has {neighbour.fate} before its part of the {what} was there; look for the "
+                        "first error in its log, and restart all ranks from the last checkpoint"
+                    )
+            for neighbour in self.all:
+                if neighbour.gave_up:
+                    raise CommError(f"{neighbour.name} gave up: {neighbour.gave_up}")
             left = deadline - time.monotonic()
             if left <= 0:
                 raise CommError(self._late(whom, f"in the {what}"))
@@ -187,17 +186,6 @@ class Neighbours:
                         return True
             if time.perf_counter() > until:
                 return False
-
-    def _raise_if_hopeless(self, whom: Sequence[Neighbour], what: object) -> None:
-        for neighbour in whom:
-            if neighbour.fate and not neighbour.gave_up:
-                raise CommError(
-                    f"{neighbour.name} has {neighbour.fate} before its part of the {what} was there; look for the "
-                    "first error in its log, and restart all ranks from the last checkpoint"
-                )
-        for neighbour in self.all:
-            if neighbour.gave_up:
-                raise CommError(f"{neighbour.name} gave up: {neighbour.gave_up}")
 
     def _late(self, whom: Sequence[Neighbour], what: str) -> str:
         names = " and ".join(neighbour.name for neighbour in whom)
@@ -291,7 +279,6 @@ class _Rendezvous:
         self._segments: dict[int, Segment] = {}
 
     def exchanged(self, mine: object) -> list[Any]:
-        """Returns the objects of all ranks."""
         return all_gather_objects(mine, "the meeting of ranks that may share memory", self._group)
 
     def succeeds(self, step: Callable[[], None]) -> bool:
@@ -373,7 +360,6 @@ class _Rendezvous:
         return neighbours
 
     def close(self) -> None:
-        """Close whatever no neighbour owns."""
         for opened in (self._door, *self._links.values(), *self._segments.values()):
             if opened is not None:
                 opened.close()

@@ -101,7 +101,6 @@ class _Round(ABC):
         """The bytes of the largest stage, the same number on all ranks."""
 
     def nbytes_of(self, rank: int) -> int:
-        """Returns how many bytes `rank` stages."""
         return self.shown[rank] * self._itemsize
 
     @abstractmethod
@@ -234,7 +233,6 @@ class _Call:
         self._rounds = rounds
 
     def wait(self) -> None:
-        """Return once the results are there. May be called again."""
         if self._rounds:
             self._transport.finish(self._rounds)
             self._rounds = ()
@@ -436,14 +434,20 @@ class SharedMemory(Transport):
             self._confirm()
 
     def _begin(self, round_: _Round) -> None:
-        """Show this rank's bytes to the others, and ask for theirs."""
         # Sizes, which all ranks know, decide whether to wait, never who has read what. Otherwise one rank could wait
         # here for another to read, while the other one waits for it elsewhere:
         # test_a_rank_that_shows_nothing_does_not_hold_up_the_others.
         while self._begun and (self._begun_bytes + round_.widest > self._limit or len(self._begun) >= _MOST_ROUNDS):
             self._retire_through(self._begun[0])
         nbytes = round_.nbytes_of(self._rank)
-        round_.number, round_.start = self._num_begun, self._room(nbytes)
+        self._retire_what_is_read()
+        if self._regions.fit(nbytes) + nbytes > self._touched:
+            # Before new pages are touched: a message may have come that older bytes are read.
+            self._neighbours.listen(0)
+            self._retire_what_is_read()
+        round_.number, round_.start = self._num_begun, self._regions.take(nbytes)
+        self._segment.reach(round_.start + nbytes)
+        self._touched = max(self._touched, round_.start + nbytes)
         round_.fill(self._segment.view(round_.start, nbytes, round_.question.dtype))
         self._neighbours.post(Post(*round_.question.numbers, round_.number, self._num_read, round_.start))
         self._unconfirmed = 0
@@ -451,20 +455,7 @@ class SharedMemory(Transport):
         self._begun_bytes += round_.widest
         self._begun.append(round_)
 
-    def _room(self, nbytes: int) -> int:
-        """Returns the start of `nbytes` free bytes, in memory that was used before if possible."""
-        self._retire_what_is_read()
-        if self._regions.fit(nbytes) + nbytes > self._touched:
-            # Before new pages are touched: a message may have come that older bytes are read.
-            self._neighbours.listen(0)
-            self._retire_what_is_read()
-        start = self._regions.take(nbytes)
-        self._segment.reach(start + nbytes)
-        self._touched = max(self._touched, start + nbytes)
-        return start
-
     def _read_through(self, last: _Round) -> None:
-        """Read all rounds up to `last`, oldest first."""
         while self._num_read <= last.number:
             self._read(self._begun[self._num_read - self._begun[0].number])
 
@@ -548,16 +539,11 @@ class SharedMemory(Transport):
             try:
                 yield
             except BaseException as error:
-                self._fail(
-                    error.args[0] if isinstance(error, CommError) else f"{type(error).__name__} {error}".rstrip()
-                )
+                why = error.args[0] if isinstance(error, CommError) else f"{type(error).__name__} {error}".rstrip()
+                if not self._error:
+                    self._neighbours.abort(why)
+                    self._stop(why)
                 raise
-
-    def _fail(self, why: str) -> None:
-        """End the transport, and tell the other ranks why."""
-        if not self._error:
-            self._neighbours.abort(why)
-            self._stop(why)
 
     def _stop(self, why: str) -> None:
         self._error = why
