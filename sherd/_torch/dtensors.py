@@ -53,13 +53,15 @@ dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor] = functools.partial(new_
 """Returns a DTensor around a local tensor, uncopied and outside autograd; 20 times as fast as `DTensor.from_local`."""
 
 
-def dtensor_of(kind: type[DTensorKind], local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> DTensorKind:
+def dtensor_of(
+    tensor_class: type[DTensorKind], local: torch.Tensor, spec: DTensorSpec, requires_grad: bool
+) -> DTensorKind:
     """Returns a DTensor of a subclass around `local`, uncopied. It skips `__init__`, which takes longer than the rest.
 
     `DTensor.__new__` takes these arguments from 2.4 to 2.13, but is not documented; nothing replaces it.
     """
     new: Callable[..., Any] = DTensor.__new__
-    tensor: DTensorKind = new(kind, local, spec, requires_grad=requires_grad)
+    tensor: DTensorKind = new(tensor_class, local, spec, requires_grad=requires_grad)
     return tensor
 
 
@@ -96,12 +98,12 @@ def replace_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
-def replace_class(tensor: DTensor, kind: type[DTensor], spec: DTensorSpec) -> None:
+def replace_class(tensor: DTensor, tensor_class: type[DTensor], spec: DTensorSpec) -> None:
     """Make a DTensor an instance of a subclass, with `spec`, while it stays the same object.
 
     `torch.utils.swap_tensors` writes the class likewise, but takes another tensor's hooks and memory with it.
     """
-    tensor.__class__ = kind
+    tensor.__class__ = tensor_class
     tensor._spec = spec
 
 
@@ -153,7 +155,7 @@ def split_factor_of(placement: Placement) -> int | None:
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
 
 
-def dispatches_itself(kind: type[DTensor]) -> None:
+def dispatches_itself(tensor_class: type[DTensor]) -> None:
     """Have operations on tensors of exactly this subclass reach its own `__torch_dispatch__`, as they do since 2.12.
 
     2.11 takes them for plain DTensors first, except for operations with a rule for the type. So each operation that
@@ -165,16 +167,16 @@ def dispatches_itself(kind: type[DTensor]) -> None:
     from torch._library.simple_registry import singleton
 
     def ask(
-        kind: type[DTensor],
+        tensor_class: type[DTensor],
         func: OpOverload,
         types: Sequence[type],
         args: Sequence[object],
         kwargs: Mapping[str, object],
     ) -> object:
-        return kind.__torch_dispatch__(func, types, args, kwargs)
+        return tensor_class.__torch_dispatch__(func, types, args, kwargs)
 
     for name in torch._C._dispatch_get_all_op_names():
-        singleton.find(name).torch_dispatch_rules.register(kind, ask)
+        singleton.find(name).torch_dispatch_rules.register(tensor_class, ask)
 
 
 # Meshes

@@ -24,7 +24,7 @@ __all__ = [
 Result = TypeVar("Result")
 
 
-def register_foreach_type(kind: type[torch.Tensor]) -> None:
+def register_foreach_type(tensor_class: type[torch.Tensor]) -> None:
     """Have `torch.optim` and `clip_grad_norm_` take tensors of exactly this type for their foreach and fused forms.
 
     DTensor is in the same two lists, which have no public setter (2.1 to 2.13).
@@ -33,8 +33,8 @@ def register_foreach_type(kind: type[torch.Tensor]) -> None:
     from torch.utils import _foreach_utils
 
     for known in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-        if kind not in known:
-            known.append(kind)
+        if tensor_class not in known:
+            known.append(tensor_class)
 
 
 def hooked_step(step: Callable[..., Result]) -> Callable[..., Result]:

@@ -38,12 +38,12 @@ def require_alike(mesh: DataMesh, mine: Sequence[str], what: str) -> None:
     by_rank = {dist.get_rank(): list(mine)}
     for group in groups_of(mesh):
         parts = all_gather_objects(by_rank, f"the comparison of {what}", group)
-        by_rank = {rank: said for part in parts for rank, said in part.items()}
+        by_rank = {rank: items for part in parts for rank, items in part.items()}
     by_rank = dict(sorted(by_rank.items()))
-    if len({tuple(said) for said in by_rank.values()}) == 1:
+    if len({tuple(items) for items in by_rank.values()}) == 1:
         return
-    every = dict.fromkeys(item for said in by_rank.values() for item in said)
-    having = {item: [rank for rank, said in by_rank.items() if item in said] for item in every}
+    every = dict.fromkeys(item for items in by_rank.values() for item in items)
+    having = {item: [rank for rank, items in by_rank.items() if item in items] for item in every}
     some = [f"{item} only on ranks {ranks}" for item, ranks in having.items() if len(ranks) < len(by_rank)]
     raise RanksDifferError(
         f"the ranks differ in {what}: {in_short(some) or 'the same ones, in another order'}. Nothing was done about "

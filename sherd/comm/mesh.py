@@ -62,7 +62,6 @@ class DataMesh:
         self.dims = dims
         self.comm = comm
         self.copies = copies
-        self._transports: dict[dist.ProcessGroup | None, Transport] = {}
         self._joined: dict[tuple[bool, tuple[DeviceMesh, ...]], DeviceMesh] = {}
         self.shard_group = None if shard_axis is None else group_of(mesh, shard_axis)
         self.replicate_group = None if replicate_axis is None else group_of(mesh, replicate_axis)
@@ -198,9 +197,7 @@ class DataMesh:
 
     def transport_of(self, group: dist.ProcessGroup | None) -> Transport:
         """Returns the transport between the ranks of `group`, a group of this mesh; None is this rank alone."""
-        if group not in self._transports:
-            self._transports[group] = transport_of(group, self.device, self.comm)
-        return self._transports[group]
+        return transport_of(group, self.device, self.comm)
 
     def smaller_group(self, size: int) -> dist.ProcessGroup:
         """Returns the group of this rank and its neighbours: `size` ranks of the shard axis. Collective at first."""

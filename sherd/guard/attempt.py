@@ -45,7 +45,7 @@ class Failure:
 
     Attributes:
         rank: the lowest rank that could not finish.
-        reason: its reason.
+        reason: why that rank could not finish.
         changed: why the step cannot be rolled back; None if it is.
         obstacle: why the step is not skipped, and all ranks raise; None if it is skipped.
     """

@@ -280,10 +280,10 @@ def agree(
     return _unlike(collective, dict(zip(ranks, hashes, strict=True)), copies)
 
 
-def _zero_if_alike(said: bytes, ranks: Sequence[int]) -> int:
-    """Returns this rank's summand of a 64-bit sum over `ranks` that is zero if all have `said` the same."""
+def _zero_if_alike(digest: bytes, ranks: Sequence[int]) -> int:
+    """Returns this rank's summand of a 64-bit sum over `ranks` that is zero if all `digest`s are equal."""
     # The last rank takes away what the others add. Of hashes that differ, one sum in about 2**47 is zero, too.
-    summand = int.from_bytes(said, "little") * (1 - len(ranks) if dist.get_rank() in ranks[-1:] else 1)
+    summand = int.from_bytes(digest, "little") * (1 - len(ranks) if dist.get_rank() in ranks[-1:] else 1)
     return (summand * bool(ranks) + 2**63) % 2**64 - 2**63
 
 

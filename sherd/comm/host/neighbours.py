@@ -199,7 +199,7 @@ class Neighbours:
         for fd, _ in self._poll.poll(math.ceil(min(patience_s, _LONGEST_NAP_S) * 1000)):
             neighbour = self._whose.get(fd)
             if neighbour is None:
-                continue  # it ended on its other descriptor, in this same poll
+                continue  # the neighbour ended on its other descriptor, in this same poll
             while self._hear(neighbour):
                 pass
             if fd == neighbour.process and not neighbour.fate:
