@@ -26,8 +26,7 @@ from sherd.engine.run.unit import Unit
 from sherd.engine.state.flat import FlatParameter
 from sherd.engine.state.optimizers import News, bring_up_to_date, watcher
 from sherd.engine.state.ownership import Belongings, Borrowed, Found
-from sherd.engine.state.parameter import ShardedParameter
-from sherd.engine.state.place import Place
+from sherd.engine.state.parameter import Place, ShardedParameter
 from sherd.errors import ModuleError, SherdError, StateError, UnsupportedError
 from sherd.tensor.ragged import local_part
 from sherd.wrap.names import plain_name
@@ -133,10 +132,7 @@ class _Change:
 
 
 def adopt_changes(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    from_rank0: bool,
-    has_flat_parameter: Callable[[Unit], bool],
+    model: nn.Module, optimizers: Sequence[Optimizer], from_rank0: bool, has_flat_parameter: Callable[[Unit], bool]
 ) -> Refreshed:
     """Take all changes below `model`, and in the models that its units are part of, into the units.
 

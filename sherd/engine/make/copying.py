@@ -68,8 +68,10 @@ def deep_copied(module: nn.Module, memo: Memo, finish: Callable[[Unit, Unit, Mem
             copy.deepcopy(top, memo)
     finally:
         del memo[_WALKING]
-    for old in modules:
-        _drop_hooks(memo[id(old)])
+    for registered in (getattr(memo[id(old)], name) for old in modules for name in _HOOKS):
+        for key, hook in list(registered.items()):
+            if isinstance(getattr(hook, "hook", hook), hooks.Eager):  # of the unit that was copied
+                del registered[key]
     for unit in units:
         _remake(unit, memo)
     ids = {unit.id: memo[id(unit)].id for unit in units}
@@ -161,12 +163,3 @@ def _remake(unit: Unit, memo: Memo) -> None:
         for name, value in vars(old).items():
             if isinstance(value, hooks.BoundForward):
                 write_into(each, name, value.of_copy(new, each))
-
-
-def _drop_hooks(module: nn.Module) -> None:
-    """Remove the old units' hooks from `module`, a copy."""
-    for name in _HOOKS:
-        registered = getattr(module, name)
-        for key, hook in list(registered.items()):
-            if isinstance(getattr(hook, "hook", hook), hooks.Eager):
-                del registered[key]
