@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from sherd.engine.make.copying import deep_copied as deep_copied
     from sherd.engine.make.sharding import ShardingRequest as ShardingRequest
     from sherd.engine.moves.buffer_views import copy_out as copy_out
-    from sherd.engine.run.accumulation import Accumulation as Accumulation
     from sherd.engine.run.hooks import BoundForward as BoundForward
     from sherd.engine.run.runtime import Runtime as Runtime
     from sherd.engine.run.sharded_access import met_a_shard as met_a_shard
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from sherd.engine.state.parameter import ShardedParameter as ShardedParameter
 
 _HOMES = {
-    "Accumulation": "run.accumulation",
     "Belongings": "state.ownership",
     "BoundForward": "run.hooks",
     "FlatParameter": "state.flat",

@@ -77,18 +77,17 @@ def deep_copied(module: nn.Module, memo: Memo, finish: Callable[[Unit, Unit, Mem
     ids = {unit.id: memo[id(unit)].id for unit in units}
     for unit in units:
         new = memo[id(unit)]
-        found = Belongings.below(new.modules, ())
-        borrow(found.borrowed)
+        belongings = Belongings.below(new.modules, ())
+        borrow(belongings.borrowed)
         if unit.companions:
-            owners = [memo[id(owner)] for owner in unit.companions]
-            new.have(new.parameters, owners, replace(found, ignored=new.ignored))
+            new.have(new.parameters, [memo[id(owner)] for owner in unit.companions], new.ignored)
         new.change(
             accumulation=None,
             when_reduced=None,
             forward_prefetch=_numbered(unit.policy.forward_prefetch, ids),
             backward_prefetch=_numbered(unit.policy.backward_prefetch, ids),
         )
-        constructions[new].look_after(new, found.modules)
+        constructions[new].look_after(new, belongings.modules)
         if finish is not None:
             finish(unit, new, memo)
     watcher.sharded_again()
@@ -153,7 +152,7 @@ def _remake(unit: Unit, memo: Memo) -> None:
         unit.place,
         unit.policy,
         unit.surrounds,
-        Belongings([], [], [], ignored),
+        ignored,
     )
     memo[id(unit)] = new
     constructions[new] = Construction(constructions[unit].request_of)

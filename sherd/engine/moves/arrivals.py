@@ -431,7 +431,7 @@ class Arrivals:
 
     @property
     def has_received(self) -> bool:
-        """True if the present backward has brought a gradient."""
+        """True if the present backward brought a gradient."""
         return bool(self._came or self._hooks.noted)
 
     def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:

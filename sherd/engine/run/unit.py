@@ -1,6 +1,6 @@
-"""One unit: the modules of one `fully_shard` call, their parameters in groups, and the policy that is in force.
+"""One unit: the modules of one `fully_shard` call, their parameters in groups, and the policy in force.
 
-The schedule says what happens to a unit; here it happens to each of its groups.
+The schedule decides for whole units; a unit carries each decision out on its groups, one after the other.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from sherd.engine.state.compared import Compared
 from sherd.engine.state.fetching import RestingPlace
 from sherd.engine.state.group import Group, batches_of
 from sherd.engine.state.optimizers import watcher
-from sherd.engine.state.ownership import UNIT, Belongings
-from sherd.engine.state.parameter import ShardedParameter, notice_replaced
+from sherd.engine.state.ownership import UNIT
+from sherd.engine.state.parameter import Place, ShardedParameter, notice_replaced
 from sherd.engine.state.unit_shards import UnitShards
 from sherd.errors import StateError, WrapperStateError
 from sherd.policy import MixedPrecisionPolicy, UnitPolicy, UnshardTerms
@@ -39,37 +39,25 @@ from sherd.schedule.state import Live
 _ids = itertools.count()
 
 TouchHook = tuple[OrderedDict[int, Callable[..., Any]], int, Callable[..., Any]]
+"""A forward pre-hook that is there only while its unit is at rest: the dict of a module's hooks, the key, the hook."""
 
 
-class UnitRuntime(Protocol):
-    """The part of `Runtime` that a unit calls. `Runtime` itself would close a circle of imports."""
-
-    @property
-    def units(self) -> Sequence[Unit]:
-        """All units of the runtime, the root first."""
+class _Runtime(Protocol):
+    """The methods of `Runtime` that a unit calls. An import of `Runtime` itself would be circular."""
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no forward, backward or reduction is under way."""
-
-    def show_shards(self, unit: Unit) -> None:
-        """Free the unit's unsharded parameters, for a caller that reads or writes shards."""
-
-    def shards_written(self, unit: Unit) -> None:
-        """Note that the unit's unsharded parameters, if there are any, are older than its shards."""
-
-    def before_backward(self, unit: Unit) -> None:
-        """Note that backward has reached the unit."""
-
-    def finish_unshard(self, unit: Unit) -> None:
-        """Wait for the unit's all-gather, if one is in flight."""
-
-    def reset(self) -> None:
-        """Free all unsharded parameters, and drop every collective in flight."""
+    def units(self) -> Sequence[Unit]: ...
+    @property
+    def is_idle(self) -> bool: ...
+    def show_shards(self, unit: Unit) -> None: ...
+    def shards_written(self, unit: Unit) -> None: ...
+    def before_backward(self, unit: Unit) -> None: ...
+    def finish_unshard(self, unit: Unit) -> None: ...
+    def reset(self) -> None: ...
 
 
 class ModuleRuns:
-    """The run of a unit of several modules: from the first of their forwards until all have run once."""
+    """The runs of a unit of several modules: each lasts from one module's forward until all have run once."""
 
     def __init__(self, modules: Sequence[weakref.ref[nn.Module]]) -> None:
         self._modules = modules
@@ -100,16 +88,21 @@ def _nowhere() -> None:
 
 
 class Unit:
-    """The unit that one `fully_shard` call made. `companions`: units that own a parameter which this one's modules use
-    too; `surrounds`: there are units below its modules. `found` is what it is made of.
+    """One unit. It holds its modules weakly: they hold the unit, and a deleted model must be freed at once.
 
-    `sealed_into()` returns its runtime, if it has one that still exists. `backward` is its part in the present
-    backward, `runs` are those of its modules, `shards` what it holds between steps.
-
-    `touch_hooks` are forward pre-hooks on modules below its own (`engine/run/touch.py`): the dict that they are put
-    into as the first ones, key and value. They are there while it is at rest.
-
-    It holds its modules weakly: they hold it, and a deleted model must go at once.
+    Attributes:
+        companions: the units that own a parameter which this unit's modules use too.
+        surrounds: there are units below this unit's modules.
+        ignored: the places of parameters that no unit shards.
+        sealed_into: returns the unit's runtime, if it has one that still exists.
+        backward: the unit's part in the present backward.
+        runs: the runs of the modules, for a unit of several.
+        shards: the parameters as they are between steps.
+        lent: the terms on which unsharded copies are lent to the user, None outside of such a context.
+        touch_hooks: hooks on modules below the unit's own, to notice calls by themselves (`engine/run/touch.py`).
+        compared: the facts about the unit that ranks have compared.
+        keeps_copies: some group keeps copies of the shards, which have to be renewed after writes.
+        is_on_all_ranks: each rank of the mesh holds elements of the unit.
     """
 
     RUNTIME = "_sherd_runtime"
@@ -117,7 +110,7 @@ class Unit:
     FRONT_END = "_sherd_state"
     """The attribute of a module for what its front end keeps beside the unit."""
     ATTRIBUTES = (UNIT, RUNTIME, FRONT_END)
-    """All attributes that sherd writes on modules."""
+    """All attributes of modules that sherd writes."""
 
     def __init__(
         self,
@@ -130,34 +123,28 @@ class Unit:
         place: RestingPlace,
         policy: UnitPolicy,
         surrounds: bool,
-        found: Belongings,
+        ignored: Sequence[Place],
     ) -> None:
         self.id = next(_ids)
         self.class_name = type(modules[0]).__name__
         self.name = self.class_name
-        self.parameters = list(parameters)
-        self.companions = tuple(companions)
         self.mesh = mesh
         self.streams = streams
         self.precision = precision
         self.policy = policy
-        self.ignored = found.ignored
         self.surrounds = surrounds
         self.place = place
         self._modules = tuple(weakref.ref(module) for module in modules)
-        self.sealed_into: Callable[[], UnitRuntime | None] = _nowhere
-        surprised = partial(_if_alive, weakref.ref(self), _enter_backward)
-        self.backward = Backward(surprised, mesh.num_shards * mesh.num_replicas)
+        self.sealed_into: Callable[[], _Runtime | None] = _nowhere
+        enter_backward = partial(_if_alive, weakref.ref(self), Unit._enter_backward)
+        self.backward = Backward(enter_backward, mesh.num_shards * mesh.num_replicas)
         self.runs = ModuleRuns(self._modules) if len(modules) > 1 else None
         self.lent: UnshardTerms | None = None
         self.touch_hooks: list[TouchHook] = []
         self.compared = Compared(mesh)
         self.weights: list[Weights] = []
         self.gradients: list[Gradients] = []
-        self.shards = UnitShards(parameters)
-        for parameter in self.parameters:
-            parameter.belong_to(self)
-        self.regroup()
+        self.have(parameters, companions, ignored)
 
     def __repr__(self) -> str:
         live = self.live.name.lower()
@@ -167,14 +154,14 @@ class Unit:
 
     @staticmethod
     def of(module: nn.Module) -> Unit | None:
-        """Returns the unit that `module` was made into, alone or in a list; None if there is none."""
+        """Returns the unit of which `module` is one of the modules, or None."""
         unit = module.__dict__.get(UNIT)
         return unit if isinstance(unit, Unit) else None
 
     @staticmethod
     def below(root: nn.Module) -> list[Unit]:
-        """Returns the units at and below `root`, each once, in the order of `named_modules`, as a runtime has them."""
-        # Not by `modules()`, whose generators go through all modules above for each one.
+        """Returns the units at and below `root`, each once, in the order of `named_modules`."""
+        # `modules()` is slower: its nested generators pass each module through all modules above.
         units: dict[int, Unit] = {}
         ahead: list[nn.Module | None] = [root]
         passed: set[nn.Module] = set()
@@ -189,54 +176,60 @@ class Unit:
 
     @staticmethod
     def attached_to(module: nn.Module) -> list[object]:
-        """Returns the values of those of `ATTRIBUTES` that `module` has."""
+        """Returns what sherd has written on `module`."""
         return [module.__dict__[key] for key in Unit.ATTRIBUTES if key in module.__dict__]
 
     def attach_to(self, module: nn.Module) -> None:
-        """Make this the unit of `module`, which torch's DDP leaves alone from now on. The module keeps it alive."""
+        """Write the unit on `module`, which then keeps the unit alive. torch's DDP leaves such a module alone."""
         write_into(module, UNIT, self)
         say_fully_sharded(module)
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Those of its modules that still exist."""
+        """The modules that still exist."""
         return [module for ref in self._modules if (module := ref()) is not None]
 
     @property
     def live(self) -> Live:
-        """The position of its parameters. A unit without any is always sharded."""
+        """The form of the parameters. A unit without parameters is always sharded."""
         lives = [live for weights in self.weights if (live := weights.live) is not Live.SHARDED]
         return lives[0] if lives else Live.SHARDED
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of its gathered parameters."""
+        """The bytes of the gathered parameters."""
         return sum(weights.group.unsharded_bytes for weights in self.weights)
 
-    def join(self, runtime: UnitRuntime | None) -> None:
-        """Be sealed into `runtime`, which holds the unit; the unit holds it weakly. None: into none, as at first."""
+    def join(self, runtime: _Runtime | None) -> None:
+        """Seal the unit into `runtime`, which the unit holds weakly; None takes it out of its runtime."""
         self.sealed_into = _nowhere if runtime is None else weakref.ref(runtime)
 
-    def have(self, parameters: Sequence[ShardedParameter], companions: Sequence[Unit], found: Belongings) -> None:
-        """Be made of these from now on, in new groups. The shards that it had stay the same Parameters."""
-        self.parameters, self.companions, self.ignored = list(parameters), tuple(companions), found.ignored
+    def have(
+        self, parameters: Sequence[ShardedParameter], companions: Sequence[Unit], ignored: Sequence[Place]
+    ) -> None:
+        """Replace what the unit consists of, in new groups. Shards that stay are the same Parameters."""
+        self.parameters, self.companions, self.ignored = list(parameters), tuple(companions), list(ignored)
         self.shards = UnitShards(self.parameters)
         for parameter in self.parameters:
             parameter.belong_to(self)
         self.regroup()
 
     def rename(self, unit_name: str, module_names: dict[int, str]) -> None:
-        """Use names as seen from the root module; `module_names` are keyed by the id of the module."""
+        """Take names as seen from the root module. `module_names`: by the ids of modules."""
         self.name = unit_name
         for parameter in self.parameters:
             parameter.rename(module_names)
 
     def change(self, **fields: Any) -> None:
-        """Replace fields of the policy; the schedule sees it at the next forward or backward."""
-        before, grouping = self.policy, _grouping(self)
-        self.policy = UnitPolicy(**(before.__dict__ | fields))  # as `replace`, which asks for each field
+        """Replace fields of the policy. The schedule sees the new policy at the next forward or backward.
+
+        Raises:
+            StateError: the groups would change, and gradients wait for a reduction.
+        """
+        before, grouping = self.policy, self._grouping()
+        self.policy = UnitPolicy(**(before.__dict__ | fields))  # faster than `replace`
         self.compared.changed()
-        if grouping == _grouping(self):
+        if grouping == self._grouping():
             return
         if self.backward.has_unreduced:
             self.policy = before
@@ -248,7 +241,7 @@ class Unit:
         self.regroup()
 
     def reduce_fully(self, is_last: bool) -> None:
-        """Of a step of several backwards the next one is the last, or it is not and leaves over what can wait."""
+        """Reduce gradients over all axes in the next backward if it `is_last`, else only over axes that cannot wait."""
         policy = self.policy
         over_shards = is_last or not policy.accumulates_unsharded
         over_copies = is_last or not policy.accumulates_copies
@@ -258,7 +251,7 @@ class Unit:
     # Grouping
 
     def regroup(self) -> None:
-        """Put parameters into groups and each group's shards into one buffer: at the start, and when they moved."""
+        """Put the parameters into groups, and the shards of each group into one buffer."""
         if self.live is not Live.SHARDED:
             raise StateError(f"unit {self.name}: its parameters cannot be regrouped while they are {self.live.name}")
         this = weakref.ref(self)
@@ -269,7 +262,7 @@ class Unit:
             group = Group(batch.parameters, self.precision, self.place, batch.is_part)
             completed = self.backward.completed(len(self.gradients))
             plan = BufferPlan.of(group, self.streams, self.reduce_buffers)
-            gradients = Gradients(group, plan, self.streams, partial(_if_alive, this, _enter_backward), completed)
+            gradients = Gradients(group, plan, self.streams, partial(_if_alive, this, Unit._enter_backward), completed)
             self.gradients.append(gradients)
             unshard = partial(_if_alive, this, Unit.unshard_for_backward)
             self.weights.append(
@@ -280,57 +273,59 @@ class Unit:
         self.backward.regroup(self.weights, self.gradients)
         self.shards.regroup([weights.group for weights in self.weights])
         self.keeps_copies = any(weights.group.keeps_copies for weights in self.weights)
-        held = [weights.group.sizes for weights in self.weights if weights.group.mesh is self.mesh]
-        self.is_on_all_ranks = bool(held) and all(map(any, zip(*held, strict=True)))
+        sizes = [weights.group.sizes for weights in self.weights if weights.group.mesh is self.mesh]
+        self.is_on_all_ranks = bool(sizes) and all(map(any, zip(*sizes, strict=True)))
+
+    def _grouping(self) -> tuple[bool, bool]:
+        """Returns the part of the policy on which groups and their buffers depend."""
+        return self.gathers_as_one, self.streams.in_host_order or self.reduce_buffers <= 1
 
     @property
     def gathers_as_one(self) -> bool:
-        """Whether the user has put something in the way of each collective, which then is to see the unit as one."""
+        """Whether the user has a custom collective or a hook, which gets all parameters of the unit at once."""
         return bool(self.policy.all_gather or self.policy.reduce_scatter or self.policy.all_reduce_hook)
 
     @property
     def meshes(self) -> list[DataMesh]:
-        """Its own mesh, and those that some of its parameters are sharded over instead."""
+        """The unit's mesh, and the meshes of parameters that are sharded over another one."""
         return list(dict.fromkeys((self.mesh, *(each.mesh for each in self.parameters))))
 
     def flatten(self, module: nn.Module, attribute: str) -> None:
-        """Merge the shards, which are of one group, into one flat parameter for the optimizer, a parameter of `module`
-        called `attribute`."""
+        """Merge the shards, all of one group, into the flat parameter `attribute` of `module`, for the optimizer."""
         self.shards.merge(module, attribute)
         self.regroup()
 
     def rebind(self) -> None:
-        """Put shards that may have moved (`module.to()`, a load) back into one buffer, once all are on one device."""
+        """Put shards that may have moved (`module.to()`, a load) back into one buffer, if all are on one device."""
         for parameter in self.parameters:
             parameter.keep_attributes()
         if self.shards.are_on_one_device and not self.shards.are_in_buffer:
             self.regroup()
 
     def notice_moved(self) -> None:
-        """Take the values of what a user has put in the place of the shards' memory.
+        """Take the values of memory that the user has given to shards in the place of their own.
 
         Raises:
-            WriteBackError: they are lost, or of another shape.
+            WriteBackError: values are lost, or have another shape.
         """
         if self.shards.settle() and not self.shards.are_in_buffer:
-            self.rebind()  # some are of another dtype, or elsewhere
+            self.rebind()  # some shards have another dtype or device now
 
     def notice_replaced(self) -> None:
-        """Take the values of Parameters that the user has put in the place of shards. They have moved then if they were
-        on the meta device.
+        """Take the values of Parameters that the user has put in the place of shards. Meta shards get memory by that.
 
         Raises:
-            WriteBackError: one of another shape.
+            WriteBackError: a Parameter has another shape.
         """
         if self.policy.notices_replaced and notice_replaced(self.parameters):
             watcher.sharded_again()
 
     def before_step(self) -> None:
-        """An optimizer is about to write to the shards: what a user gave them before is what it steps.
+        """Take values that the user gave to shards: an optimizer is about to step them.
 
         Raises:
-            WrapperStateError: what is written to the shards now will be written over by what is lent.
-            WriteBackError: values that a user gave are lost, or of another shape.
+            WrapperStateError: the unsharded copies that are lent will be written over the step's results.
+            WriteBackError: values of the user are lost, or have another shape.
         """
         if self.lent is not None and self.lent.writeback:
             raise WrapperStateError(
@@ -342,16 +337,16 @@ class Unit:
     # What the user asks for
 
     def lend(self, terms: UnshardTerms | None) -> None:
-        """Note that unsharded copies of its parameters are lent, on these terms, until they are taken back (None)."""
+        """Note that unsharded copies of the parameters are lent on `terms`; None: they are taken back."""
         self.lent = terms
         self.shards.register(terms is not None)
 
     def show_shards(self) -> None:
-        """Have the modules show shards, for something that is about to read or write them.
+        """Show shards on the modules, for a caller that reads or writes them.
 
         Raises:
-            StateError: the unit is in the middle of a forward or backward, which needs the unsharded ones.
-            WriteBackError: shards were given other memory, and its values are lost.
+            StateError: the unit is in the middle of a forward or backward, which needs unsharded parameters.
+            WriteBackError: the user gave shards other memory, and its values are lost.
         """
         self.notice_moved()
         runtime = self.sealed_into()
@@ -378,18 +373,16 @@ class Unit:
             )
 
     def may_be_written(self) -> None:
-        """Note that a user may have written to the shards, unnoticed (`parameter.data.copy_(...)`), or given them other
-        memory, whose values are taken.
+        """Note that the user may have written to the shards (`parameter.data.copy_(...)` is not noticed otherwise).
 
         Raises:
-            WriteBackError: they are lost, or of another shape.
+            WriteBackError: the user gave shards other memory, and its values are lost, or have another shape.
         """
         self.notice_moved()
         self.shards_written()
 
     def shards_written(self) -> None:
-        """Shards have new values: unsharded parameters made from the old ones are stale, and what is kept of them by
-        placements that say so is brought up to date at the next gather."""
+        """Note that shards have new values, so unsharded parameters and kept copies are stale."""
         for weights in self.weights:
             weights.group.mark_shards_written()
         runtime = self.sealed_into()
@@ -397,9 +390,9 @@ class Unit:
             runtime.shards_written(self)
 
     def zero_grad(self, set_to_none: bool, module_ids: Collection[int]) -> None:
-        """Drop or zero the gradients of what hangs on these modules, and drop what waits of them for a reduction.
+        """Drop or zero the gradients of the parameters on these modules, also gradients that wait for a reduction.
 
-        Of a unit of several modules that may be a part of it.
+        The modules may be some of the unit's.
         """
         is_all = all(id(module) in module_ids for module in self.modules)
         for gradients in self.gradients:
@@ -420,16 +413,20 @@ class Unit:
 
     @property
     def in_full_precision(self) -> bool:
-        """Whether it computes in its parameters' own dtype for now, whatever `param_dtype` says."""
+        """Whether the unit computes in the parameters' own dtype now, whatever `param_dtype` says."""
         return self.precision.full_precision_in_eval and not any(module.training for module in self.modules)
+
+    def _enter_backward(self) -> None:
+        runtime = self.sealed_into()
+        if runtime is not None:
+            runtime.before_backward(self)
 
     # The schedule's actions
     #
     # Each looks at the groups and the policy when it is called, so a call that is bound once (`tape.py`) stays right.
 
     def gather(self, in_full_precision: bool | None = None, but: Collection[int] = ()) -> None:
-        """Start the all-gathers of all groups but the numbers `but`. None: in the precision that the unit computes in
-        now."""
+        """Start the all-gathers of all groups but the numbers `but`, by default in the unit's present precision."""
         user = self.policy.all_gather
         for number, weights in enumerate(self.weights):
             if number in but or weights.live is Live.UNSHARDED:
@@ -478,12 +475,12 @@ class Unit:
                 hooks.move_to_end(key, last=False)
 
     def reduce(self, policy: UnitPolicy | None = None, but: Collection[int] = ()) -> None:
-        """Start the reductions of the collected gradients of all groups but the numbers `but`. None: by the unit's
-        policy."""
+        """Start the reductions of all groups but the numbers `but`, by `policy`; None: by the unit's policy."""
         if policy is None:
             policy = self.policy
         user, apart = policy.reduce_scatter, policy.separate_reduce_group
-        # All rows are taken before the first reduction is queued, or compute would wait for that to take the second's.
+        # All rows are taken before the first reduction is queued. Else compute would wait for that reduction before it
+        # takes the rows of the second group.
         for gradients in self.gradients if len(self.gradients) > 1 else ():
             gradients.collect()
         for number, gradients in enumerate(self.gradients):
@@ -512,22 +509,21 @@ class Unit:
             gradients.discard()
 
     def land_gradients(self) -> None:
-        """Wait for the gradients that are on their way to host memory: the optimizer, which no stream orders, reads
-        them there."""
+        """Wait for gradients on their way to host memory, where no stream orders the optimizer that reads them."""
         for gradients in self.gradients:
             gradients.land()
 
     @property
     def reduce_buffers(self) -> int:
-        """The number of units whose gradients may be in reduction while the next are collected."""
+        """The number of units that may be in reduction while the next unit collects gradients."""
         chosen = self.policy.reduce_buffers
         return chosen if chosen is not None else int(not self.streams.in_host_order)
 
     def unshard_for_backward(self) -> None:
-        """A node of backward is about to read its parameters, which are not there.
+        """Unshard the unit, whose freed parameters a node of backward is about to read.
 
         Raises:
-            StateError: it is not backward that reads, or the user has said that backward does not need them.
+            StateError: the reader is not backward, or the user has said that backward does not need the parameters.
         """
         if not in_backward():
             raise StateError(
@@ -545,18 +541,8 @@ class Unit:
             )
 
 
-def _grouping(unit: Unit) -> tuple[bool, bool]:
-    """Returns what the groups and their buffers depend on, of a policy that may change."""
-    return unit.gathers_as_one, unit.streams.in_host_order or unit.reduce_buffers <= 1
-
-
-def _enter_backward(unit: Unit) -> None:
-    runtime = unit.sealed_into()
-    if runtime is not None:
-        runtime.before_backward(unit)
-
-
 def _if_alive(unit: weakref.ref[Unit], act: Callable[[Unit], None]) -> None:
+    """Call `act`, unless the unit is gone. A strong reference from a group to its unit would be a circle."""
     alive = unit()
     if alive is not None:
         act(alive)

@@ -102,7 +102,7 @@ class Place:
 
     @property
     def shown(self) -> Any:
-        """The module's attribute now: the parameter, what a user has put in its place, or None if it was deleted."""
+        """The module's attribute now: the parameter, what a user put in its place, or None if it was deleted."""
         shown = self.parameters.get(self.attribute)  # nn.Module puts a user's new Parameter here, registered or not
         return self._shown_in.get(self.attribute) if shown is None else shown
 
@@ -399,9 +399,9 @@ class ShardedParameter:
         return shown
 
 
-def _changed_by_hand(what: str) -> OwnershipError:
+def _changed_by_hand(change: str) -> OwnershipError:
     return OwnershipError(
-        f"{what} after it was sharded. Call sherd.refresh(model) after such a change, on all ranks; under "
+        f"{change} after it was sharded. Call sherd.refresh(model) after such a change, on all ranks; under "
         "use_orig_params=False make it before the model is wrapped"
     )
 
