@@ -200,7 +200,6 @@ class _Stepper:
                 span.flat.grad = None
 
     def _is_current(self, optimizer: Optimizer) -> bool:
-        """Returns whether parameters, shards and state are those for which the spans were built."""
         groups, before = [group["params"] for group in optimizer.param_groups], self._groups
         return (
             before is not None
@@ -214,8 +213,12 @@ class _Stepper:
         """Build spans of neighbours in one parameter group that have gradients and the same count of steps."""
         state_of = optimizer.state
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        self._remember_states(state_of)
-        units = _units_of(parameter for group in self._groups for parameter in group)
+        # States of shards in present and earlier spans, without states that were loaded since.
+        states = [*self._known_states.values(), *(state for span in self.spans for state in span.shard_states())]
+        self._known_states = {id(known.shard): known for known in states if state_of.get(known.shard) is known.state}
+        records = [record_of(parameter) for group in self._groups for parameter in group]
+        owners = [record.owner for record in records if record is not None]
+        units = {owner.id: owner for owner in owners if isinstance(owner, Unit)}.values()
         self._buffers = [(weakref.ref(unit), _groups_of(unit)) for unit in units]
         group_index_of = {id(parameter): at for at, group in enumerate(self._groups) for parameter in group}
         self.spans = [
@@ -242,11 +245,6 @@ class _Stepper:
             taken = span.take_gradient()
             assert taken, "only shards with a gradient are in a span"
 
-    def _remember_states(self, state_of: States) -> None:
-        """Keep the states of shards in present and earlier spans, without states that were loaded since."""
-        states = [*self._known_states.values(), *(state for span in self.spans for state in span.shard_states())]
-        self._known_states = {id(known.shard): known for known in states if state_of.get(known.shard) is known.state}
-
 
 @contextmanager
 def params_replaced(optimizer: Optimizer, parameters: Iterable[list[nn.Parameter]]) -> Iterator[None]:
@@ -266,12 +264,6 @@ def _put_in_order(optimizer: Optimizer) -> None:
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if parameter in optimizer.state:
             optimizer.state[parameter] = optimizer.state.pop(parameter)
-
-
-def _units_of(parameters: Iterable[nn.Parameter]) -> list[Unit]:
-    """Returns the units whose shards are among `parameters`."""
-    owners = [record.owner for parameter in parameters if (record := record_of(parameter)) is not None]
-    return list({owner.id: owner for owner in owners if isinstance(owner, Unit)}.values())
 
 
 def _groups_of(unit: Unit | None) -> list[Group]:

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard as ShardSpec
 
 from sherd.api.module import FSDPModule, checked_reshard, require_divides, require_module
-from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, rule_of, strategy_of
+from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, levels_and_cut, rule_of, unit_policy
 from sherd.api.swap_class import swap_class
-from sherd.comm.mesh import DataMesh, data_mesh
+from sherd.comm.mesh import DataMesh, arranged, data_mesh
 from sherd.engine.make.build import is_taken, make_unit
 from sherd.engine.make.sharding import ShardingRequest
 from sherd.engine.run.seal import unit_of
@@ -154,21 +154,20 @@ def fully_shard(
         require_type(f"fully_shard({name}=...): expected {getattr(kind, '__name__', str(kind))}", value, kind)
     if placement is not None and not is_cut(placement):
         raise PolicyTypeError(f"fully_shard(placement={placement!r}): {EXPECTED}, or None for Shard(0)")
-    strategy = strategy_of(placements, placement)
-    request_of = _ShardingRequests(
-        strategy.arranged(data_mesh(mesh, dp_mesh_dims, comm_policy)),
-        strategy.cut,
-        shard_placement_fn,
-        checked_reshard(reshard_after_forward),
-    )
+    levels, cut = levels_and_cut(placements, placement)
+    own_mesh = data_mesh(mesh, dp_mesh_dims, comm_policy)
+    if levels is not None:
+        own_mesh = arranged(own_mesh, levels)
+    request_of = _ShardingRequests(own_mesh, cut, shard_placement_fn, checked_reshard(reshard_after_forward))
+    policy = unit_policy(levels, reshard_after_forward, prefetch_policy)
     make_unit(
         modules,
         belongings(modules, ignored_params or (), is_taken),
-        request_of.mesh,
+        own_mesh,
         request_of,
         mp_policy,
         offload_policy,
-        replace(strategy.policy(reshard_after_forward, prefetch_policy), unmanaged=unmanaged, on_touch=on_touch),
+        replace(policy, unmanaged=unmanaged, on_touch=on_touch),
     )
     for each in modules:
         swap_class(each)
@@ -288,14 +287,12 @@ class _ShardingRequests:
         self,
         mesh: DataMesh,
         default: ShardSpec | RunPlacement | None,
-        chosen_by: ShardPlacementFn | None,
+        placement_fn: ShardPlacementFn | None,
         reshard_after_forward: bool | int | None,
     ) -> None:
         require_divides(reshard_after_forward, mesh)
-        self.mesh = mesh
-        self._default = default
-        self._chosen_by = chosen_by
-        self._reshard = reshard_after_forward
+        self._mesh = mesh
+        self._default, self._placement_fn, self._reshard = default, placement_fn, reshard_after_forward
         self._meshes: dict[tuple[int, DataParallelMeshDims | None], DataMesh] = {}
 
     def __call__(self, found: Found) -> ShardingRequest:
@@ -306,8 +303,8 @@ class _ShardingRequests:
             MeshError: the parameter's mesh has ranks that the unit's mesh lacks.
             PolicyError: an int `reshard_after_forward` that does not divide the shard axis of the parameter's mesh.
         """
-        placement = None if self._chosen_by is None else self._chosen_by(found.parameter)
-        mesh = self.mesh
+        placement = None if self._placement_fn is None else self._placement_fn(found.parameter)
+        mesh = self._mesh
         if isinstance(placement, OnMesh):
             mesh, placement = self._other_mesh(placement, found.name), placement.placement
         if placement is None:
@@ -322,12 +319,12 @@ class _ShardingRequests:
     def _other_mesh(self, asked: OnMesh, name: str) -> DataMesh:
         key = id(asked.mesh), asked.dp_mesh_dims
         if key not in self._meshes:
-            mesh = data_mesh(asked.mesh, asked.dp_mesh_dims, self.mesh.comm)
-            unit_ranks, ranks = (set(each.mesh.mesh.flatten().tolist()) for each in (self.mesh, mesh))
+            mesh = data_mesh(asked.mesh, asked.dp_mesh_dims, self._mesh.comm)
+            unit_ranks, ranks = (set(each.mesh.mesh.flatten().tolist()) for each in (self._mesh, mesh))
             if not ranks <= unit_ranks:
                 raise MeshError(
                     f"{name}: its mesh {mesh.mesh} has ranks {sorted(ranks - unit_ranks)} that the unit's, "
-                    f"{self.mesh.mesh}, does not have; a parameter is shared by some of the ranks that share its unit"
+                    f"{self._mesh.mesh}, does not have; a parameter is shared by some of the ranks that share its unit"
                 )
             require_divides(self._reshard, mesh)
             self._meshes[key] = mesh

@@ -90,7 +90,18 @@ def save_pretrained(
     adapted = _beneath_wrappers(model, "peft", "PeftModel")
     if adapted is not None:
         return _save_adapters(model, adapted, Path(path), dtype, tokenizer)
-    inner = _transformers_model(model)
+    inner = _beneath_wrappers(model, "transformers", "PreTrainedModel")
+    if inner is None:
+        raise ModuleError(
+            f"save_pretrained: {type(model).__name__} is no transformers PreTrainedModel and no PeftModel; sherd.save "
+            "writes a checkpoint of any model, and sherd.iter_full_parameters yields its weights for files of your own"
+        )
+    if getattr(inner, "hf_quantizer", None) is not None or getattr(inner, "_hf_peft_config_loaded", False):
+        raise UnsupportedError(
+            f"save_pretrained: {type(inner).__name__} is quantized or has adapters without a PeftModel, which "
+            "are saved in formats of their own; collect sherd.iter_full_parameters(model, rank0_only=True) in a dict, "
+            "and give it to the model's save_pretrained(path, state_dict=...)"
+        )
     tensors = FullTensors(model, dtype, "save_pretrained()")
     named = _Named(inner, tensors)
     parts = split(named.sources, max_shard_bytes)
@@ -112,23 +123,6 @@ def save_pretrained(
 
 
 # A transformers model
-
-
-def _transformers_model(model: nn.Module) -> Any:
-    """Returns the transformers model beneath the wrappers of `model`. Raises ModuleError, UnsupportedError."""
-    inner = _beneath_wrappers(model, "transformers", "PreTrainedModel")
-    if inner is None:
-        raise ModuleError(
-            f"save_pretrained: {type(model).__name__} is no transformers PreTrainedModel and no PeftModel; sherd.save "
-            "writes a checkpoint of any model, and sherd.iter_full_parameters yields its weights for files of your own"
-        )
-    if getattr(inner, "hf_quantizer", None) is not None or getattr(inner, "_hf_peft_config_loaded", False):
-        raise UnsupportedError(
-            f"save_pretrained: {type(inner).__name__} is quantized or has adapters without a PeftModel, which "
-            "are saved in formats of their own; collect sherd.iter_full_parameters(model, rank0_only=True) in a dict, "
-            "and give it to the model's save_pretrained(path, state_dict=...)"
-        )
-    return inner
 
 
 class _Named:
@@ -273,7 +267,15 @@ def _names(adapted: Any, tensors: FullTensors, adapter: str) -> dict[str, list[s
     """Returns the names in the adapter's file, by the model's own name of each tensor; or the text of an error."""
     from peft import get_peft_model_state_dict
 
-    own_of = _own_names(adapted, tensors)
+    saved = [*tensors.parameters, *(name for name in tensors.buffers if name in tensors.saved_buffers)]
+    names = {name: name for name in saved} | {alias: own for alias, own in tensors.aliases.items() if own in saved}
+    own_of = {without_wrappers(name): own for name, own in names.items()}
+    first: dict[int, str] = {}
+    for path, buffer in adapted.named_buffers(remove_duplicate=False):
+        name = without_wrappers(path)
+        own_name = own_of.get(first.setdefault(id(buffer), name))
+        if own_name is not None:
+            own_of[name] = own_name
     given = {}
     for name, own in own_of.items():
         described = tensors.described[own]
@@ -296,20 +298,6 @@ def _names(adapted: Any, tensors: FullTensors, adapter: str) -> dict[str, list[s
     for name, each in in_file.items():
         named.setdefault(own_of[name_of[id(each)]], []).append(name)
     return named
-
-
-def _own_names(adapted: Any, tensors: FullTensors) -> dict[str, str]:
-    """Returns the first name of each tensor in the model, by each name in a state dict without wrappers."""
-    saved = [*tensors.parameters, *(name for name in tensors.buffers if name in tensors.saved_buffers)]
-    names = {name: name for name in saved} | {alias: own for alias, own in tensors.aliases.items() if own in saved}
-    own_of = {without_wrappers(name): own for name, own in names.items()}
-    first: dict[int, str] = {}
-    for path, buffer in adapted.named_buffers(remove_duplicate=False):
-        name = without_wrappers(path)
-        own = own_of.get(first.setdefault(id(buffer), name))
-        if own is not None:
-            own_of[name] = own
-    return own_of
 
 
 def _write_adapter_config(adapted: Any, config: Any, place: Path) -> None:

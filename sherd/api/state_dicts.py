@@ -182,7 +182,6 @@ def _put_full(state_dict: StateDict, state: WrapperState, contents: _Contents, s
 
 
 def _put(state_dict: StateDict, contents: _Contents, values: Mapping[ShardedParameter, object]) -> None:
-    """Put the value of each parameter under all names of the parameter."""
     for key, record in contents.parameters.items():
         if key in state_dict and record in values:
             state_dict[key] = values[record]
