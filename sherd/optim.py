@@ -78,37 +78,37 @@ def flatten_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> Opt
     """
     if not isinstance(optimizer, Optimizer):
         raise PolicyTypeError(f"flatten_optimizer expects a torch.optim.Optimizer, got a {type(optimizer).__name__}")
-    kind = type(optimizer)
+    cls, name = type(optimizer), type(optimizer).__name__
     if isinstance(optimizer, FlatStep):
-        raise OptimizerError(f"this {kind.__name__} is flattened already; call flatten_optimizer once")
+        raise OptimizerError(f"this {name} is flattened already; call flatten_optimizer once")
     if isinstance(optimizer, NOT_ELEMENTWISE):
         raise OptimizerError(
-            f"{kind.__name__} looks at whole tensors, rows or indices, and would compute something else on a flat "
+            f"{name} looks at whole tensors, rows or indices, and would compute something else on a flat "
             "buffer; leave it as it is (under placement=Owned() each tensor has one owner)"
         )
-    if not (elementwise or _is_known(kind)):
+    if not (elementwise or _is_known(cls)):
         raise OptimizerError(
-            f"{kind.__name__} is not known to treat every element alike, and might compute something else on a flat "
+            f"{name} is not known to treat every element alike, and might compute something else on a flat "
             "buffer; leave it as it is, or pass elementwise=True for a class of your own that does"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise OptimizerError(
-            f"{kind.__name__}(differentiable=True) is to be differentiated through, which a flat buffer does not "
+            f"{name}(differentiable=True) is to be differentiated through, which a flat buffer does not "
             "allow; build it with differentiable=False, or leave it as it is"
         )
     if "step" in vars(optimizer):
         raise OptimizerError(
-            f"{kind.__name__}.step was replaced on this object (by a learning-rate scheduler?); call flatten_optimizer "
+            f"{name}.step was replaced on this object (by a learning-rate scheduler?); call flatten_optimizer "
             "before building the scheduler"
         )
-    optimizer.__class__ = _flat_class(kind)  # type: ignore[arg-type]  # classes are hashable
+    optimizer.__class__ = _flat_class(cls)  # type: ignore[arg-type]  # classes are hashable
     return optimizer
 
 
-def _is_known(kind: type[Optimizer]) -> bool:
-    """Returns whether `kind` is one of `ELEMENTWISE`, or a subclass of one without a `step` of its own."""
+def _is_known(cls: type[Optimizer]) -> bool:
+    """Returns whether `cls` is one of `ELEMENTWISE`, or a subclass of one without a `step` of its own."""
     return any(
-        issubclass(kind, known) and inspect.unwrap(kind.step) is inspect.unwrap(known.step) for known in ELEMENTWISE
+        issubclass(cls, known) and inspect.unwrap(cls.step) is inspect.unwrap(known.step) for known in ELEMENTWISE
     )
 
 
@@ -132,8 +132,8 @@ class FlatStep(_Optimizer):
 
 
 @functools.cache
-def _flat_class(kind: type[Optimizer]) -> type[Optimizer]:
-    return type(f"Flat{kind.__name__}", (FlatStep, kind), {"step": hooked_step(_step), "_sherd_kind": kind})
+def _flat_class(cls: type[Optimizer]) -> type[Optimizer]:
+    return type(f"Flat{cls.__name__}", (FlatStep, cls), {"step": hooked_step(_step), "_sherd_kind": cls})
 
 
 def _step(self: FlatStep, closure: Callable[[], object] | None = None) -> object:
@@ -149,9 +149,9 @@ def _step(self: FlatStep, closure: Callable[[], object] | None = None) -> object
 class _Stepper:
     """The spans of one optimizer. Methods take the optimizer, which holds the stepper: no reference cycle."""
 
-    def __init__(self, kind: type[Optimizer]) -> None:
-        self._plain_step: Callable[[Optimizer], object] = kind.step.__wrapped__  # type: ignore[attr-defined]  # torch has hooked it
-        self._knows_forms = _is_known(kind)
+    def __init__(self, cls: type[Optimizer]) -> None:
+        self._plain_step: Callable[[Optimizer], object] = cls.step.__wrapped__  # type: ignore[attr-defined]  # torch has hooked it
+        self._knows_forms = _is_known(cls)
         self.spans: list[SteppedSpan] = []
         self._known_states: dict[int, ShardState] = {}
         self._idle: list[nn.Parameter] = []

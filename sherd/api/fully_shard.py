@@ -43,22 +43,27 @@ if TYPE_CHECKING:
 ShardPlacementFn = Callable[[nn.Parameter], "ShardSpec | RunPlacement | OnMesh | None"]
 
 
-class Options(TypedDict, total=False):
-    """The arguments of `fully_shard`, for the type checker."""
+class ReplicateOptions(TypedDict, total=False):
+    """The arguments of `replicate`, for the type checker."""
 
     mesh: DeviceMesh | None
-    reshard_after_forward: bool | int | None
-    shard_placement_fn: ShardPlacementFn | None
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: DataParallelMeshDims | None
-    prefetch_policy: PrefetchPolicy
-    placement: ShardSpec | RunPlacement | None
     comm_policy: CommPolicy
-    placements: Placements | str | None
     unmanaged: Unmanaged
     on_touch: OnTouch
+
+
+class Options(ReplicateOptions, total=False):
+    """The arguments of `fully_shard`, for the type checker."""
+
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: ShardPlacementFn | None
+    prefetch_policy: PrefetchPolicy
+    placement: ShardSpec | RunPlacement | None
+    placements: Placements | str | None
 
 
 @overload
@@ -169,8 +174,8 @@ def fully_shard(
         offload_policy,
         replace(policy, unmanaged=unmanaged, on_touch=on_touch),
     )
-    for each in modules:
-        swap_class(each)
+    for one_module in modules:
+        swap_class(one_module)
     return module
 
 
@@ -180,19 +185,6 @@ def state(module: nn.Module) -> Unit | None:
 
 
 fully_shard.state = state  # type: ignore[attr-defined]
-
-
-class ReplicateOptions(TypedDict, total=False):
-    """The arguments of `replicate`, for the type checker."""
-
-    mesh: DeviceMesh | None
-    mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy
-    ignored_params: set[nn.Parameter] | None
-    dp_mesh_dims: DataParallelMeshDims | None
-    comm_policy: CommPolicy
-    unmanaged: Unmanaged
-    on_touch: OnTouch
 
 
 @overload
@@ -296,13 +288,7 @@ class _ShardingRequests:
         self._meshes: dict[tuple[int, DataParallelMeshDims | None], DataMesh] = {}
 
     def __call__(self, found: Found) -> ShardingRequest:
-        """Returns how one parameter is to be sharded.
-
-        Raises:
-            PlacementError: `shard_placement_fn` returned no placement.
-            MeshError: the parameter's mesh has ranks that the unit's mesh lacks.
-            PolicyError: an int `reshard_after_forward` that does not divide the shard axis of the parameter's mesh.
-        """
+        """Returns how one parameter is to be sharded."""
         placement = None if self._placement_fn is None else self._placement_fn(found.parameter)
         mesh = self._mesh
         if isinstance(placement, OnMesh):

@@ -199,11 +199,7 @@ Levels = tuple[Level, ...] | None
 def levels_and_cut(
     placements: Placements | str | None, cut: ShardSpec | RunPlacement | None
 ) -> tuple[Levels, ShardSpec | RunPlacement | None]:
-    """Returns the levels of `placements`, and how parameters are cut; None is the default cut.
-
-    Raises:
-        PolicyError: there is no strategy of that name, or `cut` contradicts `placements`.
-    """
+    """Returns the levels of `placements`, and the cut of parameters. Raises `PolicyError` for contradictions."""
     if placements is None:
         return None, cut
     if isinstance(placements, str):
@@ -214,11 +210,7 @@ def levels_and_cut(
 
 
 def unit_policy(levels: Levels, reshard_after_forward: bool | int | None, prefetch: PrefetchPolicy) -> UnitPolicy:
-    """Returns the policy of a unit.
-
-    Raises:
-        PolicyError: `reshard_after_forward` is given, and parameters are not sharded.
-    """
+    """Returns the policy of a unit. Raises `PolicyError` if there is nothing to reshard after forward."""
     lowest = Level.COPIES if levels is None else min(levels)
     highest = Level.PARAMETERS if levels is None else max(levels)
     if highest is not Level.PARAMETERS and reshard_after_forward not in (None, False):

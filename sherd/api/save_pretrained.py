@@ -106,8 +106,8 @@ def save_pretrained(
     named = _Named(inner, tensors)
     parts = split(named.sources, max_shard_bytes)
     files = dict(zip(file_names(len(parts)), parts, strict=True))
-    with _staging_folder(Path(path)) as (part, ranks, what):
-        sizes = write_files(tensors, files, named.converted, ranks, Disk(part), what)
+    with _staging_folder(Path(path)) as (part, ranks, purpose):
+        sizes = write_files(tensors, files, named.converted, ranks, Disk(part), purpose)
 
         def finish() -> None:
             for name, size in zip(files, sizes, strict=True):
@@ -118,7 +118,7 @@ def save_pretrained(
                 tokenizer.save_pretrained(part)
             _publish(part, Path(path), CONFIG, _WEIGHTS)
 
-        ranks.first(finish, what)
+        ranks.first(finish, purpose)
     return str(Path(path))
 
 
@@ -224,15 +224,15 @@ def _save_adapters(model: nn.Module, adapted: Any, folder: Path, dtype: torch.dt
     shapes and no values. Then these tensors alone are gathered, and the first rank writes them.
     """
     tensors = FullTensors(model, dtype, "save_pretrained()")
-    with _staging_folder(folder) as (part, ranks, what):
+    with _staging_folder(folder) as (part, ranks, purpose):
         for adapter, config in adapted.peft_config.items():
             # On all ranks: peft reads names from a wrapper's state_dict, which is a collective.
-            named = ranks.each(partial(_names, adapted, tensors, adapter), what)[0]
+            named = ranks.each(partial(_names, adapted, tensors, adapter), purpose)[0]
             if isinstance(named, str):
                 raise UnsupportedError(named)
             sources = [Source(own, dict.fromkeys(of, tensors.described[own])) for own, of in named.items()]
             place = part / adapter
-            write_files(tensors, {ADAPTER_WEIGHTS: sources}, partial(_renamed, named), ranks, Disk(place), what)
+            write_files(tensors, {ADAPTER_WEIGHTS: sources}, partial(_renamed, named), ranks, Disk(place), purpose)
 
             def finish(adapter: str = adapter, config: Any = config, place: Path = place) -> None:
                 _write_adapter_config(adapted, config, place)
@@ -241,7 +241,7 @@ def _save_adapters(model: nn.Module, adapted: Any, folder: Path, dtype: torch.dt
                 target = folder if adapter == DEFAULT else folder / adapter
                 _publish(place, target, ADAPTER_CONFIG, _ADAPTER_WEIGHTS)
 
-            ranks.first(finish, what)
+            ranks.first(finish, purpose)
     return str(folder)
 
 
@@ -325,20 +325,20 @@ def _staging_folder(folder: Path) -> Iterator[tuple[Path, Ranks, str]]:
     Raises:
         CheckpointError: the folder cannot be made.
     """
-    part, ranks, what = folder / _PART, Ranks(), f"save_pretrained to {folder}"
+    part, ranks, purpose = folder / _PART, Ranks(), f"save_pretrained to {folder}"
 
     def begin() -> None:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
 
-    ranks.first(begin, what)
+    ranks.first(begin, purpose)
     try:
-        yield part, ranks, what
+        yield part, ranks, purpose
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
         raise
-    ranks.first(lambda: shutil.rmtree(part, ignore_errors=True), what)  # before the other ranks go on
+    ranks.first(lambda: shutil.rmtree(part, ignore_errors=True), purpose)  # before the other ranks go on
 
 
 def _publish(part: Path, folder: Path, config: str, weights: re.Pattern[str]) -> None:
