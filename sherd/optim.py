@@ -83,37 +83,37 @@ def flatten_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> Opt
     """
     if not isinstance(optimizer, Optimizer):
         raise PolicyTypeError(f"flatten_optimizer expects a torch.optim.Optimizer, got a {type(optimizer).__name__}")
-    kind = type(optimizer)
+    cls, name = type(optimizer), type(optimizer).__name__
     if isinstance(optimizer, FlatStep):
-        raise OptimizerError(f"this {kind.__name__} is flattened already; call flatten_optimizer once")
+        raise OptimizerError(f"this {name} is flattened already; call flatten_optimizer once")
     if isinstance(optimizer, NOT_ELEMENTWISE):
         raise OptimizerError(
-            f"{kind.__name__} looks at whole tensors, rows or indices, and would compute something else on a flat "
+            f"{name} looks at whole tensors, rows or indices, and would compute something else on a flat "
             "buffer; leave it as it is (under placement=Owned() each tensor has one owner)"
         )
-    if not (elementwise or _is_known(kind)):
+    if not (elementwise or _is_known(cls)):
         raise OptimizerError(
-            f"{kind.__name__} is not known to treat every element alike, and might compute something else on a flat "
+            f"{name} is not known to treat every element alike, and might compute something else on a flat "
             "buffer; leave it as it is, or pass elementwise=True for a class of your own that does"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise OptimizerError(
-            f"{kind.__name__}(differentiable=True) is to be differentiated through, which a flat buffer does not "
+            f"{name}(differentiable=True) is to be differentiated through, which a flat buffer does not "
             "allow; build it with differentiable=False, or leave it as it is"
         )
     if "step" in vars(optimizer):
         raise OptimizerError(
-            f"{kind.__name__}.step was replaced on this object (by a learning-rate scheduler?); call flatten_optimizer "
+            f"{name}.step was replaced on this object (by a learning-rate scheduler?); call flatten_optimizer "
             "before building the scheduler"
         )
-    optimizer.__class__ = _flat_class(kind)  # type: ignore[arg-type]  # classes are hashable
+    optimizer.__class__ = _flat_class(cls)  # type: ignore[arg-type]  # classes are hashable
     return optimizer
 
 
-def _is_known(kind: type[Optimizer]) -> bool:
-    """Returns whether `kind` is one of `ELEMENTWISE`, or a subclass of one without a `step` of its own."""
+def _is_known(cls: type[Optimizer]) -> bool:
+    """Returns whether `cls` is one of `ELEMENTWISE`, or a subclass of one without a `step` of its own."""
     return any(
-        issubclass(kind, known) and inspect.unwrap(kind.step) is inspect.unwrap(known.step) for known in ELEMENTWISE
+        issubclass(cls, known) and inspect.unwrap(cls.step) is inspect.unwrap(known.step) for known in ELEMENTWISE
     )
 
 
@@ -137,8 +137,8 @@ class FlatStep(_Optimizer):
 
 
 @functools.cache
-def _flat_class(kind: type[Optimizer]) -> type[Optimizer]:
-    return type(f"Flat{kind.__name__}", (FlatStep, kind), {"step": hooked_step(_step), "_sherd_kind": kind})
+def _flat_class(cls: type[Optimizer]) -> type[Optimizer]:
+    return type(f"Flat{cls.__name__}", (FlatStep, cls), {"step": hooked_step(_step), "_sherd_kind": cls})
 
 
 def _step(self: FlatStep, closure: Callable[[], object] | None = None) -> object:
@@ -154,9 +154,9 @@ def _step(self: FlatStep, closure: Callable[[], object] | None = None) -> object
 class _Stepper:
     """The spans of one optimizer. Methods take the optimizer, which holds the stepper: no reference cycle."""
 
-    def __init__(self, kind: type[Optimizer]) -> None:
-        self._plain_step: Callable[[Optimizer], object] = kind.step.__wrapped__  # type: ignore[attr-defined]  # torch has hooked it
-        self._knows_forms = _is_known(kind)
+    def __init__(self, cls: type[Optimizer]) -> None:
+        self._plain_step: Callable[[Optimizer], object] = cls.step.__wrapped__  # type: ignore[attr-defined]  # torch has hooked it
+        self._knows_forms = _is_known(cls)
         self.spans: list[SteppedSpan] = []
         self._known_states: dict[int, ShardState] = {}
         self._idle: list[nn.Parameter] = []
@@ -205,7 +205,6 @@ class _Stepper:
                 span.flat.grad = None
 
     def _is_current(self, optimizer: Optimizer) -> bool:
-        """Returns whether parameters, shards and state are those for which the spans were built."""
         groups, before = [group["params"] for group in optimizer.param_groups], self._groups
         return (
             before is not None
@@ -219,8 +218,12 @@ class _Stepper:
         """Build spans of neighbours in one parameter group that have gradients and the same count of steps."""
         state_of = optimizer.state
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        self._remember_states(state_of)
-        units = _units_of(parameter for group in self._groups for parameter in group)
+        # States of shards in present and earlier spans, without states that were loaded since.
+        states = [*self._known_states.values(), *(state for span in self.spans for state in span.shard_states())]
+        self._known_states = {id(known.shard): known for known in states if state_of.get(known.shard) is known.state}
+        records = [ShardedParameter.of(parameter) for group in self._groups for parameter in group]
+        owners = [record.owner for record in records if record is not None]
+        units = {owner.id: owner for owner in owners if isinstance(owner, Unit)}.values()
         self._buffers = [(weakref.ref(unit), _groups_of(unit)) for unit in units]
         group_index_of = {id(parameter): at for at, group in enumerate(self._groups) for parameter in group}
         self.spans = [
@@ -247,11 +250,6 @@ class _Stepper:
             taken = span.take_gradient()
             assert taken, "only shards with a gradient are in a span"
 
-    def _remember_states(self, state_of: States) -> None:
-        """Keep the states of shards in present and earlier spans, without states that were loaded since."""
-        states = [*self._known_states.values(), *(state for span in self.spans for state in span.shard_states())]
-        self._known_states = {id(known.shard): known for known in states if state_of.get(known.shard) is known.state}
-
 
 @contextmanager
 def params_replaced(optimizer: Optimizer, parameters: Iterable[list[nn.Parameter]]) -> Iterator[None]:
@@ -271,12 +269,6 @@ def _put_in_order(optimizer: Optimizer) -> None:
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if parameter in optimizer.state:
             optimizer.state[parameter] = optimizer.state.pop(parameter)
-
-
-def _units_of(parameters: Iterable[nn.Parameter]) -> list[Unit]:
-    """Returns the units whose shards are among `parameters`."""
-    owners = [record.owner for parameter in parameters if (record := ShardedParameter.of(parameter)) is not None]
-    return list({owner.id: owner for owner in owners if isinstance(owner, Unit)}.values())
 
 
 def _groups_of(unit: Unit | None) -> list[Group]:
