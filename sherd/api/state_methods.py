@@ -25,7 +25,10 @@ from sherd.api.state_dict_type import (
     StateDictType,
 )
 from sherd.api.wrapper_state import WrapperState, find_state
-from sherd.checkpoint import catalog, loading, saving
+from sherd.checkpoint.catalog import Catalog, OptimStateKeyType
+from sherd.checkpoint.catalog import rekey_optim_state_dict as rekeyed
+from sherd.checkpoint.loading import from_rank0, to_load
+from sherd.checkpoint.saving import Form, state_by_name
 from sherd.errors import WrapperStateError
 from sherd.requirements import require_type
 
@@ -155,16 +158,9 @@ def optim_state_dict(
         OptimStateError: the optimizer has a parameter that is not the model's, or ranks have different states.
     """
     full, config = _settings(model)
-    return saving.optim_state_dict(
-        model,
-        optim,
-        optim_state_dict,
-        full=full,
-        rank0_only=config._on_rank0_only,
-        offload_to_cpu=config.offload_to_cpu,
-        in_rows=config.in_rows,
-        group=group,
-    )
+    is_kept = not (full and config._on_rank0_only) or dist.get_rank(group) == 0
+    form = Form(full, config.in_rows, config.offload_to_cpu, is_kept)
+    return state_by_name(Catalog(model), optim, optim_state_dict, form)
 
 
 def optim_state_dict_to_load(
@@ -192,15 +188,8 @@ def optim_state_dict_to_load(
         OptimStateError: the state does not fit the model (a ValueError).
     """
     full, config = _settings(model)
-    return loading.optim_state_dict_to_load(
-        model,
-        optim,
-        optim_state_dict,
-        is_named=is_named_optimizer,
-        load_directly=load_directly,
-        from_rank_0=full and config._on_rank0_only,
-        group=group,
-    )
+    state = from_rank0(optim_state_dict, group) if full and config._on_rank0_only else optim_state_dict
+    return to_load(Catalog(model), optim, state, is_named=is_named_optimizer, load_directly=load_directly)
 
 
 def full_optim_state_dict(
@@ -213,13 +202,14 @@ def full_optim_state_dict(
     """Returns the full state in host memory, on rank 0 only unless `rank0_only=False`, whatever the model is set to."""
     advice.of_old_name("full_optim_state_dict", "optim_state_dict")
     advice.of_optim_input(optim_input)
-    return saving.optim_state_dict(model, optim, full=True, rank0_only=rank0_only, group=group)
+    is_kept = not rank0_only or dist.get_rank(group) == 0
+    return state_by_name(Catalog(model), optim, None, Form(full=True, on_host=True, is_kept=is_kept))
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None) -> StateDict:
     """Returns the sharded state, whatever the model is set to."""
     advice.of_old_name("sharded_optim_state_dict", "optim_state_dict")
-    return saving.optim_state_dict(model, optim, full=False, offload_to_cpu=False, group=group)
+    return state_by_name(Catalog(model), optim, None, Form())
 
 
 def shard_full_optim_state_dict(
@@ -240,7 +230,7 @@ def shard_full_optim_state_dict(
     """
     advice.of_old_name("shard_full_optim_state_dict", "optim_state_dict_to_load")
     advice.of_optim_input(optim_input)
-    return loading.optim_state_dict_to_load(model, optim, full_optim_state_dict, optim_input=optim_input)
+    return to_load(Catalog(model), optim, full_optim_state_dict, optim_input=optim_input)
 
 
 def flatten_sharded_optim_state_dict(
@@ -248,7 +238,7 @@ def flatten_sharded_optim_state_dict(
 ) -> StateDict:
     """Turn a sharded state into what `optim.load_state_dict` takes on this rank, as `optim_state_dict_to_load` does."""
     advice.of_old_name("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-    return loading.optim_state_dict_to_load(model, optim, sharded_optim_state_dict)
+    return to_load(Catalog(model), optim, sharded_optim_state_dict)
 
 
 def scatter_full_optim_state_dict(
@@ -261,18 +251,17 @@ def scatter_full_optim_state_dict(
     """As `shard_full_optim_state_dict`, for a full state on rank 0 of `group`; other ranks pass None."""
     advice.of_old_name("scatter_full_optim_state_dict", "optim_state_dict_to_load")
     advice.of_optim_input(optim_input)
-    return loading.optim_state_dict_to_load(
-        model, optim, full_optim_state_dict, optim_input=optim_input, from_rank_0=True, group=group
-    )
+    state = from_rank0(full_optim_state_dict, group)
+    return to_load(Catalog(model), optim, state, optim_input=optim_input)
 
 
 def rekey_optim_state_dict(
     optim_state_dict: StateDict,
-    optim_state_key_type: catalog.OptimStateKeyType,
+    optim_state_key_type: OptimStateKeyType,
     model: nn.Module,
     optim_input: object = None,
     optim: Optimizer | None = None,
 ) -> StateDict:
     """Call `sherd.checkpoint.catalog.rekey_optim_state_dict`, where it is described."""
     advice.of_optim_input(optim_input)
-    return catalog.rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)
+    return rekeyed(optim_state_dict, optim_state_key_type, model, optim_input, optim)
