@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from sherd.api.state_dict_type import LocalOptimStateDictConfig as LocalOptimStateDictConfig
     from sherd.api.state_dict_type import LocalStateDictConfig as LocalStateDictConfig
     from sherd.api.state_dict_type import OptimStateDictConfig as OptimStateDictConfig
+    from sherd.api.state_dict_type import OptimStateKeyType as OptimStateKeyType
     from sherd.api.state_dict_type import ShardedForm as ShardedForm
     from sherd.api.state_dict_type import ShardedOptimStateDictConfig as ShardedOptimStateDictConfig
     from sherd.api.state_dict_type import ShardedStateDictConfig as ShardedStateDictConfig
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from sherd.api.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
     from sherd.backward_steps import StepsInBackward as StepsInBackward
     from sherd.backward_steps import step_in_backward as step_in_backward
-    from sherd.checkpoint.catalog import OptimStateKeyType as OptimStateKeyType
     from sherd.checkpoint.restoring import Restored as Restored
     from sherd.clip import clip_grad_norm_ as clip_grad_norm_
     from sherd.engine import FlatParameter as FlatParameter
@@ -113,7 +113,7 @@ _HOMES = {
     "OffloadPolicy": "sherd.policy",
     "OnMesh": "sherd.api.placements",
     "OptimStateDictConfig": "sherd.api.state_dict_type",
-    "OptimStateKeyType": "sherd.checkpoint.catalog",
+    "OptimStateKeyType": "sherd.api.state_dict_type",
     "Owned": "sherd.layout.runs",
     "Placements": "sherd.api.placements",
     "Plan": "sherd.tools.plan.plan",

@@ -44,7 +44,7 @@ MOVED = {
     "sherd.checkpoint.export": "sherd.checkpoint.full_tensors",
     "sherd.checkpoint.model_tensors": "sherd.checkpoint.catalog",
     "sherd.checkpoint.random_state": "sherd.checkpoint.items",
-    "sherd.checkpoint.rekeying": "sherd.checkpoint.catalog",
+    "sherd.checkpoint.rekeying": "sherd.api.state_methods",
     "sherd.checkpoint.staging": "sherd.checkpoint.writing",
     "sherd.storage.blocks": "sherd.storage.files",
     "sherd.storage.opened": "sherd.storage.files",

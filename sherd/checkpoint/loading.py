@@ -1,4 +1,4 @@
-"""`optim_state_dict_to_load`: a state by parameter names, cut for this rank's optimizer.
+"""A state by parameter names, cut for this rank's optimizer.
 
 A tensor of the state may not be in memory yet (`Awaited`): rank 0 has it, or a checkpoint's file. All ranks await the
 same tensors in the same order.
@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -32,26 +31,6 @@ from sherd.tensor.span import Span
 from sherd.tensor.state_kind import State, StateKind, kind_of
 
 T = TypeVar("T")
-
-
-def optim_state_dict_to_load(
-    model: nn.Module,
-    optim: Optimizer | None,
-    state_dict: StateDict | None,
-    *,
-    optim_input: object = None,
-    is_named: bool = False,
-    load_directly: bool = False,
-    from_rank_0: bool = False,
-    group: dist.ProcessGroup | None = None,
-) -> StateDict:
-    """Returns `to_load` for the parameters of a model. All ranks must call it.
-
-    With `from_rank_0`, only the state of rank 0 of `group` is read, which has unsharded tensors.
-    """
-    complete = from_rank0(state_dict, group) if from_rank_0 else require_state(state_dict)
-    catalog = Catalog(model)
-    return to_load(catalog, optim, complete, optim_input=optim_input, is_named=is_named, load_directly=load_directly)
 
 
 def to_load(
@@ -74,7 +53,7 @@ def to_load(
     Args:
         catalog: the parameters of the model.
         optim: the optimizer. None: one built from `optim_input`, or from all parameters in order.
-        state_dict: the result of `optim_state_dict`, for a model wrapped in any way on any number of ranks.
+        state_dict: a state by names, of a model wrapped in any way on any number of ranks.
         optim_input: parameters, or dicts with "params".
         is_named: key the result by `model.named_parameters()` instead of numbers.
         load_directly: load the state into `optim`, too.
@@ -82,10 +61,11 @@ def to_load(
             both in memory. After an error, some parameters have new state.
 
     Raises:
-        OptimStateError: a tensor is not of its parameter's shape; the model lacks names of the state; members of one
-            flat parameter lack state, or have other keys or numbers than the others; parameters of one group were in
-            several.
+        OptimStateError: there is no "state"; a tensor is not of its parameter's shape; the model lacks names of the
+            state; members of one flat parameter lack state, or have other keys or numbers than the others; parameters
+            of one group were in several.
     """
+    _require_state(state_dict)
     if optim is not None and not optim.state:
         watcher.adopt(optim)  # it may have been built before the model was sharded
     if optim is None:
@@ -136,7 +116,7 @@ def to_load(
     return complete
 
 
-def require_state(state_dict: StateDict | None) -> StateDict:
+def _require_state(state_dict: StateDict | None) -> StateDict:
     """Returns `state_dict`. Raises `OptimStateError` if it has no "state"."""
     if not isinstance(state_dict, dict) or "state" not in state_dict:
         raise OptimStateError(
@@ -210,7 +190,7 @@ def _copied(value: object) -> object:
 def from_rank0(state_dict: StateDict | None, group: dist.ProcessGroup | None) -> StateDict:
     """Returns the `state_dict` of rank 0 of `group`, its tensors `Awaited`. All ranks of `group` must call it.
 
-    Rank 0 sends an outline of its state at once, and each tensor when all ranks take it.
+    Its tensors are unsharded. Rank 0 sends an outline of its state at once, and each tensor when all ranks take it.
 
     Raises:
         OptimStateError: it has no "state", or it has DTensors, of which rank 0 has only a part. On all ranks.
@@ -219,7 +199,7 @@ def from_rank0(state_dict: StateDict | None, group: dist.ProcessGroup | None) ->
     error, outline = "", {}
     if dist.get_rank(group) == 0:
         try:
-            state_dict = require_state(state_dict)
+            state_dict = _require_state(state_dict)
             states = {name: _outlined(state, tensors, name) for name, state in state_dict["state"].items()}
             outline = {**state_dict, "state": states}
         except OptimStateError as raised:

@@ -1,4 +1,4 @@
-"""`optim_state_dict`: an optimizer's state by parameter name, gathered, or as DTensors laid out as the parameters.
+"""An optimizer's state by parameter name: gathered, or as DTensors laid out as the parameters.
 
 Ranks first compare their states. Otherwise a rank without some state would hang the others, or pair their collectives
 wrongly. A rank that holds no element of a parameter may have no state for it, since optimizers may skip empty tensors:
@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -29,27 +27,6 @@ from sherd.tensor.ragged import own_view
 from sherd.tensor.state_kind import State, StateKind, copy_of, kind_of
 
 
-def optim_state_dict(
-    model: nn.Module,
-    optim: Optimizer,
-    given: StateDict | None = None,
-    *,
-    full: bool,
-    rank0_only: bool = False,
-    offload_to_cpu: bool = True,
-    in_rows: bool = False,
-    group: dist.ProcessGroup | None = None,
-) -> StateDict:
-    """Returns `state_by_name` of a model, in the form that the arguments choose. All ranks must call it.
-
-    With `rank0_only`, ranks of `group` other than rank 0 take part in gathering a full state, and return {}.
-    """
-    is_returned = not (full and rank0_only) or dist.get_rank(group) == 0
-    form = Form(full, in_rows, offload_to_cpu and is_returned, is_returned)
-    state = state_by_name(Catalog(model), optim, given, form)
-    return state if is_returned else {}
-
-
 @dataclass(frozen=True, slots=True)
 class Form:
     """The form of a state.
@@ -58,7 +35,7 @@ class Form:
         full: gather tensors. Otherwise they are DTensors in the parameters' layout, in the optimizer's own memory.
         in_rows: cut ragged DTensors anew as `Shard(0)`.
         on_host: put tensors into host memory.
-        is_kept: False on a rank that takes part in the collectives, and drops their results.
+        is_kept: False on a rank that takes part in the collectives, and gets {}.
     """
 
     full: bool = False
@@ -72,7 +49,8 @@ class Form:
 
     def placed(self, value: object) -> object:
         """Returns a tensor on the host if the state goes there; anything else as it is."""
-        if not self.on_host or not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+        is_moved = self.on_host and self.is_kept
+        if not is_moved or not isinstance(value, torch.Tensor) or value.device.type == "cpu":
             return value
         return around(local_tensor(value).cpu(), spec_of(value)) if isinstance(value, DTensor) else value.cpu()
 
@@ -82,9 +60,9 @@ def state_by_name(
 ) -> StateDict:
     """Returns the state of `optim`, by the names that its parameters have in the user's own model.
 
-    State with an element for each element of a parameter is returned as one tensor of the parameter's shape; all other
-    state (counts of steps, numbers) as it is. Parameters without state have no entry. The form of the dict is that of
-    `torch.distributed.fsdp.FullyShardedDataParallel.optim_state_dict`.
+    All ranks must call it. State with an element for each element of a parameter is returned as one tensor of the
+    parameter's shape; all other state (counts of steps, numbers) as it is. Parameters without state have no entry. The
+    form of the dict is that of `torch.distributed.fsdp.FullyShardedDataParallel.optim_state_dict`.
 
     Args:
         catalog: the parameters of the model.
@@ -118,7 +96,7 @@ def state_by_name(
             warnings.warn(
                 f"Found a optim state, {key}, that FSDP cannot process: it belongs to no parameter of the model. It is "
                 "handed on as it is",
-                stacklevel=4,
+                stacklevel=3,
             )
             users_own[key] = state
         else:
@@ -131,6 +109,8 @@ def state_by_name(
             for name, state in _by_name(entry, states[id(entry)], form):
                 if form.is_kept:
                     named[name] = state
+    if not form.is_kept:
+        return {}
     complete: StateDict = {"state": named | users_own}
     if "param_groups" in raw:
         complete["param_groups"] = [

@@ -76,7 +76,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 def chunks_of(tensor: torch.Tensor) -> Iterator[memoryview]:
     """Yields the bytes of a tensor, row by row. A contiguous tensor on the host is not copied.
 
-    A chunk may be overwritten once the next chunk is asked for.
+    Use each chunk before asking for the next one.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not tensor.numel():
@@ -115,10 +115,9 @@ def read_into(opened: Opened, name: str, part: Box, target: torch.Tensor, most_b
             target[span.wanted.within(part)].copy_(read[span.wanted.within(span.box)])
 
 
-def read_tensor(opened: Opened, name: str, part: Box | None = None) -> torch.Tensor:
-    """Returns the tensor `name`, or a part of it, in host memory."""
+def read_tensor(opened: Opened, name: str) -> torch.Tensor:
+    """Returns the tensor `name` in host memory."""
     entry = opened.entry(name)
-    part = part or whole(entry.shape)
-    target = torch.empty(part.sizes, dtype=DTYPES[entry.dtype])
-    read_into(opened, name, part, target)
+    target = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    read_into(opened, name, whole(entry.shape), target)
     return target

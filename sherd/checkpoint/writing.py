@@ -8,7 +8,7 @@ import secrets
 import threading
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial, reduce
 from itertools import count, zip_longest
@@ -307,14 +307,8 @@ def _copied(tensor: torch.Tensor) -> Iterator[memoryview]:
 # Writing
 
 
-@dataclass(frozen=True)
-class Written:
-    """The file that one rank has written, as it tells the first rank: `Parts` without the tensors."""
-
-    file: File
-    listed: dict[str, list[Box]]
-    private: dict[str, tuple[str, Shape]]
-    values: Json
+Written = tuple[File, Parts]
+"""The file that one rank has written, as it tells the first rank: without the tensors of its parts."""
 
 
 def contents_of(parts: Parts, chunks: Callable[[str, torch.Tensor], Chunks]) -> dict[str, Content]:
@@ -337,17 +331,14 @@ def write(plan: Plan, contents: Mapping[str, Content], ranks: Ranks, folder: Fol
     """
     place, name = folder.folder_of(plan.step), file_name(plan.save_id, ranks.rank)
     task = f"the save of step {plan.step} to {place}"
-    parts, manifests = plan.parts, list[Manifest]()
-
-    def write_own() -> Written:
-        return Written(write_file(place, name, contents), parts.listed, parts.private, parts.values)
+    manifests: list[Manifest] = []
 
     def describe() -> None:
         manifests.append(_manifest(plan, written, ranks.size))
         _require_readable(place, manifests[0], ranks)
 
     try:
-        written = ranks.each(write_own, task)
+        written = ranks.each(lambda: (write_file(place, name, contents), replace(plan.parts, tensors={})), task)
         ranks.first(describe, task)
     except CommError:
         raise
@@ -385,18 +376,18 @@ def _manifest(plan: Plan, written: Sequence[Written], world_size: int) -> Manife
         elif of.copies.cuts is not None:
             layout = Grid(of.copies.firsts[copy], of.copies.cuts)
         else:
-            layout = tuple((number, box) for number, by in enumerate(written) for box in by.listed.get(name, ()))
+            layout = tuple((number, box) for number, (_, by) in enumerate(written) for box in by.listed.get(name, ()))
         entries[name] = Entry(of.dtype, of.shape, layout)
-    for number, by in enumerate(written):
+    for number, (_, by) in enumerate(written):
         entries |= {name: Entry(dtype, shape, Grid(number)) for name, (dtype, shape) in by.private.items()}
     return Manifest(
         step=plan.step,
         save_id=plan.save_id,
         saved=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         world_size=world_size,
-        files=tuple(by.file for by in written),
+        files=tuple(file for file, _ in written),
         tensors=entries,
         aliases={name: other for name, other in plan.aliases.items() if name not in entries and other in entries},
-        values={**plan.values, PER_RANK: {str(number): by.values for number, by in enumerate(written)}},
+        values={**plan.values, PER_RANK: {str(number): by.values for number, (_, by) in enumerate(written)}},
         user=plan.user,
     )

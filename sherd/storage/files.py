@@ -182,7 +182,7 @@ class OpenFile:
             content.read_into(0, memoryview(begin))
         header = bytearray(header_length(bytes(begin), content.nbytes, content.name))
         content.read_into(len(begin), memoryview(header))
-        self.tensors, self.metadata = parsed_header(bytes(header), content.nbytes, content.name)
+        self.tensors, _ = parsed_header(bytes(header), content.nbytes, content.name)
         self.bytes = content
 
 

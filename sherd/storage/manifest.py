@@ -233,11 +233,11 @@ class _Reading:
             raise CheckpointError(f"{self._where}: {key} is {in_brief(value)}")
         return value
 
-    def each(self, key: str, kind: type, read: Callable[[str, Any], T]) -> Iterator[T]:
+    def each(self, key: str, container: type, read: Callable[[str, Any], T]) -> Iterator[T]:
         """Yields `read(name, entry)` of each entry under `key`, a list or an object. Errors name the entry."""
         entries = self._fields.get(key)
-        if not isinstance(entries, kind):
-            raise CheckpointError(f"{self._where}: {key} is {in_brief(entries)}, not a {kind.__name__}")
+        if not isinstance(entries, container):
+            raise CheckpointError(f"{self._where}: {key} is {in_brief(entries)}, not a {container.__name__}")
         named = entries.items() if isinstance(entries, dict) else ((str(at), one) for at, one in enumerate(entries))  # type: ignore[arg-type, var-annotated]
         for name, entry in named:
             try:
@@ -269,8 +269,8 @@ def _file(entry: Any, block_bytes: int) -> File:
         isinstance(name, str) and _FILE_NAME.fullmatch(name), "the name of a file has letters, digits, - _ . alone"
     )
     listed = entry["crc32"]
-    _require(all(_CRC32.fullmatch(each) for each in listed), "a checksum has 8 hex digits")
-    sums = tuple(int(each, 16) for each in listed)
+    _require(all(_CRC32.fullmatch(crc) for crc in listed), "a checksum has 8 hex digits")
+    sums = tuple(int(crc, 16) for crc in listed)
     _require(len(sums) == -(-nbytes // block_bytes), f"{nbytes} bytes have {-(-nbytes // block_bytes)} checksums")
     return File(name, nbytes, sums)
 

@@ -476,7 +476,7 @@ class Remote(Place):
             try:
                 return action()
             except Exception as error:
-                number = next((_FOR_GOOD[kind] for kind in _FOR_GOOD if isinstance(error, kind)), None)
+                number = next((code for of, code in _FOR_GOOD.items() if isinstance(error, of)), None)
                 if number is None and attempt < ATTEMPTS and (source is None or source.error is None):
                     time.sleep(FIRST_PAUSE * 2 ** (attempt - 1))
                     continue
