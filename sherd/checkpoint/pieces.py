@@ -21,8 +21,8 @@ from sherd.checkpoint.tensor_bytes import dtype_name
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, Grid, GridCut, cell, whole
 from sherd.layout.placement import Shape
-from sherd.tensor.checkpoint import boxes_here
 from sherd.tensor.placement import is_ragged, layout_of
+from sherd.tensor.ragged import boxes_here
 
 
 @dataclass(frozen=True, slots=True)

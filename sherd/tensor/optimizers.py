@@ -1,6 +1,6 @@
-"""Ragged tensors in optimizers: the lists that foreach and fused optimizers step, and state that lies elsewhere.
+"""Our tensors in optimizers: the lists that foreach and fused optimizers step, and state with other placements.
 
-A list may hold ragged tensors, DTensors of torch and plain tensors side by side; each kind is computed by itself.
+A list may hold ragged tensors, DTensors of torch and plain tensors side by side; each class is computed by itself.
 
 torch cuts a full state dict into equal chunks (`set_optimizer_state_dict` with `full_state_dict=True`), and a user may
 load unsharded tensors. Both are cut like the parameter: when they are loaded, or before the first step at the latest.
@@ -19,11 +19,9 @@ from torch.optim import Optimizer
 
 from sherd._torch import local_tensor, register_optimizer_step_pre_hook, spec_of, specs_of
 from sherd.tensor.operands import broadcasts, common_owner, layouts_in, local_of, lone_value, mixed, piece_at
-from sherd.tensor.own import OwnDTensor, places_at
-from sherd.tensor.placement import Layout, layout_of
-from sherd.tensor.places import Places
+from sherd.tensor.placement import Layout, Places, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_result, distribute_ragged, redistribute_to
-from sherd.tensor.sharded import ShardedDTensor, by_torch, sharded_dtensor
+from sherd.tensor.sharded import OwnDTensor, ShardedDTensor, by_torch, places_at, sharded_dtensor
 from sherd.tensor.state_kind import StateKind, elementwise_keys, kind_of
 from sherd.tensor.table import RAGGED, SHARDED, Args, Aten, Kwargs, first_list, is_in_place, is_list_of_tensors
 
@@ -34,7 +32,7 @@ ON_LISTS = ("_foreach_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused
 @SHARDED.answers(*ON_LISTS)
 @RAGGED.answers(*ON_LISTS)
 def on_lists(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Compute on the lists of this rank's pieces. Results, if there are any, are laid out as the first list is."""
+    """Compute on the lists of this rank's pieces. Results have the places of the first list."""
     if is_in_place(func):
         torch.autograd.graph.increment_version(first_list(args))
     return by_kind(_on_pieces, func, args, kwargs)
@@ -45,56 +43,60 @@ def by_kind(answer: OnLists, func: Aten, args: Args, kwargs: Kwargs) -> object:
     first = first_list(args)
     if len(set(map(type, first))) == 1 and isinstance(first[0], OwnDTensor):
         return answer(func, args, kwargs)
-    kinds = [_kind_of(tensor) for tensor in first]
-    found: dict[int, torch.Tensor] = {}
-    made: Any
-    for kind in (RaggedDTensor, ShardedDTensor, DTensor, torch.Tensor):
-        chosen = [index for index, other in enumerate(kinds) if other is kind]
+    classes = [_class_of(tensor) for tensor in first]
+    results: dict[int, torch.Tensor] = {}
+    answers: Any
+    for tensor_class in (RaggedDTensor, ShardedDTensor, DTensor, torch.Tensor):
+        chosen = [index for index, other in enumerate(classes) if other is tensor_class]
         if not chosen:
             continue
-        pick = partial(_picked, chosen=chosen, length=len(first), kind=kind)
+        pick = partial(_picked, chosen=chosen, length=len(first), is_plain=tensor_class is torch.Tensor)
         picked, named = tuple(map(pick, args)), {key: pick(value) for key, value in kwargs.items()}
-        if issubclass(kind, OwnDTensor):
-            made = answer(func, picked, named)
+        if issubclass(tensor_class, OwnDTensor):
+            answers = answer(func, picked, named)
         else:
             for layout in layouts_in(picked, {}):
                 raise mixed(func, layout, first[chosen[0]])
-            made = by_torch(func, picked, named)
-        found |= zip(chosen, made or (), strict=False)
-    return [found[index] for index in range(len(first))] if found else None
+            answers = by_torch(func, picked, named)
+        results |= zip(chosen, answers or (), strict=False)
+    return [results[index] for index in range(len(first))] if results else None
 
 
-def _kind_of(tensor: torch.Tensor) -> type[torch.Tensor]:
+def _class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
     if isinstance(tensor, RaggedDTensor):
         return RaggedDTensor
     return type(tensor) if type(tensor) in (ShardedDTensor, DTensor) else torch.Tensor
 
 
-def _picked(value: object, chosen: list[int], length: int, kind: type[torch.Tensor]) -> object:
-    """Returns the chosen items of a list of `length`; anything else as it is, but for plain tensors the number itself
-    of a replicated DTensor, which they cannot meet."""
+def _picked(value: object, chosen: list[int], length: int, is_plain: bool) -> object:
+    """Returns the chosen items of a list of `length`, and any other value unchanged.
+
+    Plain tensors (`is_plain`) cannot meet a replicated DTensor: they get its number.
+    """
     if isinstance(value, list | tuple) and len(value) == length:
         return [value[index] for index in chosen]
-    one = lone_value(value) if kind is torch.Tensor else None
+    one = lone_value(value) if is_plain else None
     return value if one is None else one
 
 
 def _on_pieces(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Compute on lists of this rank's pieces, if all that meet lie alike. The tensors of the first list are of one
-    class of ours."""
+    """Compute on lists of this rank's pieces, if tensors that meet have the same places.
+
+    The tensors of the first list are of one class of ours.
+    """
     first = first_list(args)
     otherwise = _on_runs if isinstance(first[0], RaggedDTensor) else by_torch
     places = list(map(places_at, first))
 
-    def operand(given: Any) -> Any:
-        if isinstance(given, torch.Tensor):
-            one = lone_value(given)
+    def operand(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            one = lone_value(value)
             return None if one is None else one.reshape(())
-        return _pieces_at(given, places) if is_list_of_tensors(given) else given
+        return _pieces_at(value, places) if is_list_of_tensors(value) else value
 
     own_args, own_kwargs = [operand(each) for each in args], {key: operand(each) for key, each in kwargs.items()}
-    given = zip((*own_args, *own_kwargs.values()), (*args, *kwargs.values()), strict=True)
-    if any(own is None and value is not None for own, value in given):
+    pairs = zip((*own_args, *own_kwargs.values()), (*args, *kwargs.values()), strict=True)
+    if any(own is None and value is not None for own, value in pairs):
         return otherwise(func, args, kwargs)
     results = func(*own_args, **own_kwargs)
     if results is None or is_in_place(func):
@@ -105,28 +107,30 @@ def _on_pieces(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 
 def _pieces_at(values: Sequence[Any], places: Sequence[Places]) -> list[Any] | None:
-    """Returns `piece_at` for each of a list, or None if the elements of one are elsewhere."""
-    if all(issubclass(kind, OwnDTensor) for kind in set(map(type, values))) and list(map(places_at, values)) == places:
+    """Returns `piece_at` of each value. None: the elements of a value are elsewhere."""
+    # Places of tensors that lie alike are one object, so this comparison of lists is quick.
+    classes = set(map(type, values))
+    if all(issubclass(each, OwnDTensor) for each in classes) and list(map(places_at, values)) == places:
         return list(map(local_tensor, values))
     if len(values) != len(places):
         return None
-    found = [piece_at(value, each) for value, each in zip(values, places, strict=True)]
-    return None if any(each is None for each in found) else found
+    pieces = [piece_at(value, each) for value, each in zip(values, places, strict=True)]
+    return None if any(piece is None for piece in pieces) else pieces
 
 
 def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor] | None:
-    """Compute where tensors of other lists lie elsewhere than those of the first, one by one."""
+    """Compute on lists of runs whose tensors have other places than those of the first list."""
     first = first_list(args)
     layouts = [layout_of(spec) for spec in specs_of(first)]
 
-    def operand(given: Any) -> Any:
-        if isinstance(given, torch.Tensor):
-            raise mixed(func, layouts[0], given)
-        if not is_list_of_tensors(given):
-            return given
+    def operand(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            raise mixed(func, layouts[0], value)
+        if not is_list_of_tensors(value):
+            return value
         return [
-            local_tensor(value) if _meets_at_owner(value, layout) else local_of(value, layout, func)
-            for value, layout in zip(given, layouts, strict=True)
+            local_tensor(each) if _meets_at_owner(each, layout) else local_of(each, layout, func)
+            for each, layout in zip(value, layouts, strict=True)
         ]
 
     results = func(*map(operand, args), **{key: operand(value) for key, value in kwargs.items()})
@@ -136,22 +140,22 @@ def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor] |
 
 
 def _meets_at_owner(value: object, expected: Layout) -> bool:
-    """Returns True if `value` and the other tensor are at one owner, and it broadcasts to the other's shape there."""
+    """Returns True if `value` is at the owner of the expected layout, and broadcasts to its shape."""
     if not isinstance(value, RaggedDTensor) or not broadcasts(value.shape, expected.shape):
         return False
     return common_owner([layout_of(spec_of(value)), expected]) is not None
 
 
-# State that lies elsewhere than its parameter
+# State with other placements than its parameter
 
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def adopt_state(optimizer: Optimizer) -> None:
-    """Cut the state of ragged parameters as they are. DTensors of torch, as files bring them, become ours. All ranks
-    must call it, as it may gather.
+    """Cut the state of ragged parameters as the parameters are cut. All ranks must call it, as it may gather.
 
-    The state of a scalar, which torch leaves plain, becomes a DTensor with a copy on every rank, as the scalar is.
+    DTensors of torch, as files bring them, become ours. The state of a scalar, which torch leaves plain, becomes a
+    DTensor with a copy on every rank, like the scalar.
     """
     states = [(parameter, state) for parameter, state in optimizer.state.items() if isinstance(parameter, DTensor)]
     elementwise = elementwise_keys(states)
@@ -170,7 +174,7 @@ def adopt_state(optimizer: Optimizer) -> None:
 
 
 def _cut(value: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Returns state cut as the parameter is, if it has the parameter's shape; else only at an owner."""
+    """Returns state of the parameter's shape cut like the parameter; state of another shape is cut at an owner only."""
     shape = tuple(value.shape)
     is_elsewhere = isinstance(value, DTensor) and value.device_mesh != layout.mesh
     if is_elsewhere or not (shape == layout.shape or (shape and layout.owner is not None)):
