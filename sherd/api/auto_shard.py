@@ -19,8 +19,7 @@ from sherd.engine.make.build import is_taken
 from sherd.engine.run.seal import unit_of
 from sherd.engine.state.ownership import belongings
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError
-from sherd.wrap import WrapPolicy, choose, is_container, post_order
-from sherd.wrap.walks import Kwargs
+from sherd.wrap import Kwargs, WrapPolicy, choose, is_container, post_order
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -22,8 +22,7 @@ from sherd.engine.make.sharding import ShardingRequest
 from sherd.engine.state.flat import FlatParameter
 from sherd.engine.state.ownership import Belongings, belongings
 from sherd.errors import PlacementError, PolicyError
-from sherd.wrap import WrapPolicy, apply_wraps, check_frozen, check_none_wrapped, choose
-from sherd.wrap.walks import Kwargs
+from sherd.wrap import Kwargs, WrapPolicy, apply_wraps, check_frozen, check_none_wrapped, choose
 
 
 def wrap_below(
