@@ -21,21 +21,21 @@ from sherd.schedule.state import State
 def forecast_for(root: nn.Module, units: Sequence[Unit], unsynced: int = 0) -> Forecast:
     """Returns the predicted peak of a training step of `root`. Units are numbered as in `units`.
 
-    It replays a step that was watched before. Without one, it makes up a step from the order in which modules have run,
-    or else were registered.
+    It replays the last step that was watched. Without one, it makes up a step, from the order in which units ran or
+    else were registered.
     """
     state = state_for(root, units)
     sizes = [sizes_of(unit) for unit in units]
-    lived = sealed_runtime(units)
-    step = None if lived is None else last_step(lived)
+    runtime = sealed_runtime(units)
+    step = None if runtime is None else last_step(runtime)
     if step is None:
-        step = step_of(_guess(root, units, lived), sizes)
+        step = step_of(_guess(root, units, runtime), sizes)
     return forecast(state.specs, state.limits, sizes, step, batch_bytes=batch_bytes_of(units), unsynced=unsynced)
 
 
 def state_for(root: nn.Module, units: Sequence[Unit]) -> State:
-    """Returns the state in which the schedule of `root` begins, by the units' policies as they are now."""
-    # A Runtime into which no unit is sealed: it reads the policies as the next step will.
+    """Returns the state in which the schedule of `root` begins, by the units' current policies."""
+    # No unit is sealed into this Runtime: it only reads the policies, as the next step will.
     return Runtime(units, Unmanaged(root, units)).schedule.state
 
 
@@ -44,13 +44,13 @@ def batch_bytes_of(units: Sequence[Unit]) -> int:
     return max((weights.plan.batch_bytes for unit in units for weights in unit.weights), default=0)
 
 
-def _guess(root: nn.Module, units: Sequence[Unit], lived: Runtime | None) -> list[Moment]:
-    """Returns the moments of a forward. Units run in the order in which they have run, or else are registered. A unit
-    uses its first parameter before the units that it calls, and the others after them.
+def _guess(root: nn.Module, units: Sequence[Unit], runtime: Runtime | None) -> list[Moment]:
+    """Returns the moments of a forward, with units in the order in which they ran, or else are registered.
 
-    That is the worst case: the gradients of the others come first, and wait for that of the first parameter.
+    A unit uses its first parameter before the units that it calls, and its other parameters after them. That is the
+    worst case: the gradients of the others come first, and wait for the gradient of the first.
     """
-    learnt = None if lived is None else lived.schedule.state
+    learnt = None if runtime is None else runtime.schedule.state
     calls = [] if learnt is None else _as_run(learnt.forward.learnt, learnt.finished.learnt)
     uses = [_uses_of(unit, number) for number, unit in enumerate(units)]
     moments: list[Moment] = []
@@ -74,8 +74,7 @@ def _uses_of(unit: Unit, number: int) -> list[Arrival]:
 
 
 def _as_registered(root: nn.Module, units: Sequence[Unit]) -> list[BeforeForward | AfterForward]:
-    """Returns the calls of units by the units around them. A unit of several modules runs when its first module
-    does."""
+    """Returns the calls of units in the order of registration. A unit of several modules runs with its first one."""
     numbers = {unit.id: number for number, unit in enumerate(units)}
     calls: list[BeforeForward | AfterForward] = []
 
@@ -94,18 +93,17 @@ def _as_registered(root: nn.Module, units: Sequence[Unit]) -> list[BeforeForward
 
 
 def _as_run(begun: Sequence[int], finished: Sequence[int]) -> list[BeforeForward | AfterForward]:
-    """Returns calls that begin and end in the order that was learnt, none if that was not one full forward of the
-    root."""
+    """Returns the calls in the learnt order, or none if that was not one whole forward of the root."""
     ahead = list(begun[::-1])
-    around: list[int] = []
+    running: list[int] = []
     calls: list[BeforeForward | AfterForward] = []
     for unit in finished:
-        while around[-1:] != [unit]:
+        while running[-1:] != [unit]:
             if not ahead:
                 return []
-            around.append(ahead.pop())
-            calls.append(BeforeForward(around[-1]))
-        calls.append(AfterForward(around.pop()))
-        if not around:
+            running.append(ahead.pop())
+            calls.append(BeforeForward(running[-1]))
+        calls.append(AfterForward(running.pop()))
+        if not running:
             return calls if unit == 0 and not ahead else []
     return []

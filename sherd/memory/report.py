@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from sherd.engine.run.seal import unit_of, units_below
 from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError
-from sherd.memory.held import bytes_of, held_by, held_by_optimizer, staging_bytes, total
 from sherd.memory.predict import forecast_for
+from sherd.memory.sizes import bytes_of, held_by, held_by_optimizer, staging_bytes, total
 from sherd.memory.watch import Watch, last_peak, watched
 from sherd.requirements import require_int
 from sherd.schedule.forecast import Forecast
@@ -22,12 +22,12 @@ from sherd.schedule.moments import MemoryKind
 from sherd.schedule.words import in_words
 
 BESIDE_UNITS = "(all units)"
-"""The unit of rows that belong to none: memory shared with other ranks, state of parameters that are no unit's."""
+"""The unit of rows that belong to no unit: memory shared with other ranks, state of parameters outside of units."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """Bytes of one kind in one unit: allocated `now`, and `at_peak`, at the predicted peak of a step."""
+    """Bytes of one kind in one unit: `now`, and `at_peak`, the predicted peak of a step."""
 
     unit: str
     kind: str
@@ -39,15 +39,15 @@ class MemoryRow:
 class MemoryReport:
     """The memory of sherd's buffers on this rank's device. `print` it for a table.
 
-    It counts shards, unsharded parameters, gradients and everything in between, but not what rests in the memory of the
-    host while compute is on an accelerator (`CPUOffloadPolicy`). It does not count the module's own buffers, nor what
-    autograd holds by itself: activations, and the gradient of a tied parameter until it is complete.
+    It counts shards, unsharded parameters, gradients and everything in between, but not the shards that rest in host
+    memory while an accelerator computes (`CPUOffloadPolicy`). It does not count the module's own buffers, nor the
+    tensors of autograd: activations, and the gradient of a tied parameter until it is complete.
 
     Attributes:
         rows: bytes by unit and kind, units in the order of `named_modules`; no row where both figures are 0.
         predicted_peak: the most bytes at once in a training step whose order is learnt, by the schedule.
         predicted_moment: the moment of that peak, in words.
-        measured_peak: the most bytes at once that `track_memory` saw last in this model, None if it saw none.
+        measured_peak: the most bytes at once that the last `track_memory` saw in this model. None: it was not used.
         measured_moment: the moment of that peak, in words.
     """
 
@@ -76,17 +76,20 @@ class MemoryReport:
 def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsynced_batches: int = 0) -> MemoryReport:
     """Returns the memory of sherd's buffers on this rank, by unit and kind: now, and at the predicted peak of a step.
 
-    The prediction asks the schedule that runs the model. Until a step was run under `track_memory`, the order in which
+    The prediction asks the schedule that runs the model. Until a step runs under `track_memory`, the order in which
     gradients arrive is a guess on the safe side. A step is forward, backward and optimizer step, with gradients set to
-    None; the optimizer's own temporaries are not in it.
+    None; it does not include the optimizer's own temporaries.
 
-    On a model that has not run yet all ranks must call it together, since it sets up transports, which is collective.
+    Before the model's first step all ranks must call it together, since it sets up transports, which is collective.
 
     Args:
-        model: what `fully_shard` was called on last, the root of the units; it may be on the meta device.
+        model: the root of the units, on which `fully_shard` was called last; it may be on the meta device.
         optimizer: also count its state, as it is now.
-        unsynced_batches: predict a step with so many backwards before the last one whose gradients are not reduced
+        unsynced_batches: predict a step with this many backwards before the last one that do not reduce their gradients
             (`set_requires_gradient_sync(False)`).
+
+    Returns:
+        Rows by unit and kind, the predicted peak, and the peak that `track_memory` measured last.
 
     Raises:
         ModuleError: `model` is not a sharded module.
@@ -110,7 +113,7 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsyn
 
 
 class MemoryPeak:
-    """The peak that `track_memory` has seen so far. It can still be read after the `with` block."""
+    """The peak that `track_memory` measures. It can still be read after the `with` block."""
 
     def __init__(self, watch: Watch, names: Sequence[str]) -> None:
         self._watch = watch
@@ -137,19 +140,22 @@ class MemoryPeak:
 
 @contextmanager
 def track_memory(model: nn.Module) -> Iterator[MemoryPeak]:
-    """Look at the buffers of `model`'s units after everything that happens to them inside the `with` block.
+    """Measure the buffers of `model`'s units after every event and action inside the `with` block.
 
         with sherd.track_memory(model) as peak:
             model(batch).sum().backward()
         print(peak)
 
-    From the last whole step in it `memory_report` knows in which order gradients arrive, and predicts exactly. Watch
-    the second step or a later one, for in its first backward a unit keeps large tensors for longer. Outside of the
-    block nothing is slower.
+    From the last whole step in the block `memory_report` knows the order in which gradients arrive, and predicts
+    exactly. Watch the second step or a later one, since a unit keeps large tensors for longer in its first backward.
+    Outside of the block nothing is slower.
 
     Args:
-        model: what `fully_shard` was called on last, the root of the units, with data: a model on the meta device is
-            refused.
+        model: the root of the units, on which `fully_shard` was called last. It must have data: a model on the meta
+            device is refused.
+
+    Yields:
+        The peak so far.
 
     Raises:
         ModuleError: `model` is not a sharded module.
@@ -160,18 +166,19 @@ def track_memory(model: nn.Module) -> Iterator[MemoryPeak]:
         yield MemoryPeak(watch, names_of(model, watch.units))
 
 
-def root_unit(model: nn.Module, asked: str) -> Unit:
+def root_unit(model: nn.Module, caller: str) -> Unit:
+    """Returns the unit of `model`. Raises ModuleError, in which `caller` names the function, if it has none."""
     unit = unit_of(model) if isinstance(model, nn.Module) else None
     if unit is None:
         raise ModuleError(
-            f"{asked} expects a module that fully_shard was called on, got a {type(model).__name__}; pass the root, "
+            f"{caller} expects a module that fully_shard was called on, got a {type(model).__name__}; pass the root, "
             "the one that was sharded last"
         )
     return unit
 
 
 def names_of(model: nn.Module, units: Sequence[Unit]) -> list[str]:
-    """Returns the units' names: those of their modules, as seen from `model`."""
+    """Returns the units' names: the names of their modules in `model`."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         unit = unit_of(module)
@@ -183,11 +190,11 @@ def names_of(model: nn.Module, units: Sequence[Unit]) -> list[str]:
 # Rows
 
 Bytes = Counter[tuple[int | None, MemoryKind]]
-"""By a unit's index, or None for what is no unit's, and kind."""
+"""Bytes by kind and the number of a unit, None for memory outside of units."""
 
 
 def _lasting(units: Sequence[Unit], optimizer: Optimizer | None) -> Bytes:
-    """Returns the bytes that stay allocated all through a step."""
+    """Returns the bytes that stay allocated throughout a step."""
     numbers: dict[int | None, int] = {unit.id: number for number, unit in enumerate(units)}
     lasting: Bytes = Counter({(None, MemoryKind.TRANSPORT): staging_bytes(units)})
     if optimizer is not None:
@@ -197,7 +204,9 @@ def _lasting(units: Sequence[Unit], optimizer: Optimizer | None) -> Bytes:
 
 
 def _rows(units: Sequence[Unit], names: Sequence[str], peak: Forecast, lasting: Bytes) -> tuple[MemoryRow, ...]:
-    held = {(number, kind): its for number, unit in enumerate(units) for kind, its in bytes_of(held_by(unit)).items()}
+    held = {
+        (number, kind): nbytes for number, unit in enumerate(units) for kind, nbytes in bytes_of(held_by(unit)).items()
+    }
     now, at_peak = lasting + Counter(held), lasting + Counter(peak.parts)
     named = [*enumerate(names), (None, BESIDE_UNITS)]
     rows = (MemoryRow(name, kind.value, now[at, kind], at_peak[at, kind]) for at, name in named for kind in MemoryKind)
@@ -210,8 +219,7 @@ def _in_mib(nbytes: int) -> str:
 
 
 def _table(parts: dict[tuple[str, str], int]) -> list[str]:
-    """Returns the lines of a table in MiB, a row for each unit and a column for each kind. Units that follow one
-    another and have equal figures share a row."""
+    """Returns the lines of a table in MiB, by unit and kind. Neighbouring units with equal figures share a row."""
     kinds = [kind.value for kind in MemoryKind if any(parts.get((unit, kind.value)) for unit, _ in parts)]
     units = list(dict.fromkeys(unit for (unit, _), nbytes in parts.items() if nbytes))
     folded: list[tuple[str, int, list[int]]] = []

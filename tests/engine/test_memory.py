@@ -15,9 +15,8 @@ from sherd.comm.streams import HostStreams, RecordingStreams, use_streams
 from sherd.engine.run.runtime import runtime_over
 from sherd.engine.run.seal import unit_of, units_below
 from sherd.engine.state import group
-from sherd.memory.held import bytes_of, held_by
 from sherd.memory.predict import forecast_for
-from sherd.memory.sizes import sizes_of
+from sherd.memory.sizes import bytes_of, held_by, sizes_of
 from sherd.memory.watch import watched
 from sherd.schedule.moments import MemoryKind
 from tests.support.comparing import assert_same, whole_grads

@@ -19,9 +19,8 @@ from sherd.engine.run.structures import tensors_in
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.parameter import ShardedParameter, plain_name
 from sherd.errors import StateError
-from sherd.memory.held import Held, alive, held_by, held_by_optimizer, together
 from sherd.memory.report import root_unit
-from sherd.memory.sizes import sizes_of
+from sherd.memory.sizes import Held, alive, held_by, held_by_optimizer, sizes_of, together
 from sherd.memory.watch import observed
 from sherd.schedule import actions as do
 from sherd.schedule.moments import Arrival, MemoryKind, Moment, begins_step
