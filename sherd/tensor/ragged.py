@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from sherd._torch import (
     DTensorSpec,
@@ -295,6 +296,20 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part, uncopied: the local tensor of a DTensor, any other tensor itself."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def own_view(part: torch.Tensor) -> torch.Tensor:
+    """Returns `part`, uncopied, as a tensor at the beginning of a storage of its own.
+
+    Saving a view would save its neighbours in the buffer, too, and torch cannot save a DTensor whose local tensor has
+    an offset. The view goes through DLPack, as bytes, so that any dtype is possible; through its capsule, for
+    `Tensor.__dlpack_device__` does not know the devices that other packages add to torch.
+    """
+    if part.is_meta or type(part) is not torch.Tensor:
+        return part
+    if part.numel() == 0:
+        return torch.empty_like(part)
+    return from_dlpack(to_dlpack(part.view(torch.uint8))).view(part.dtype)
 
 
 def distribute_ragged(full: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from sherd._torch import local_tensor
 from sherd.engine.moves.buffer_views import copy_out
-from sherd.engine.run.runtime import runtime_over
+from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.group import Group, OptimizerParam
 from sherd.engine.state.optimizers import watcher
@@ -47,8 +47,34 @@ class UnshardedCopies:
             for group, of_group, grads_of_group in zip(groups, copies, grads, strict=True):
                 self._lend(group, of_group, grads_of_group)
         # Before the first forward nothing was computed that could be out of date.
-        watched = unit.parameters if terms.writeback and runtime_over(unit) is not None else []
+        watched = unit.parameters if terms.writeback and Runtime.over(unit) is not None else []
         self._digests = {id(record): _digest(record.lent) for record in watched if record.lent is not None}
+
+    @staticmethod
+    def of(unit: Unit, shown: bool, on_host: bool) -> dict[ShardedParameter, torch.Tensor]:
+        """Returns the unsharded parameters of `unit`, in new memory and outside autograd, none if they are not `shown`.
+
+        Collective over the shard axis: one all-gather per group. Besides the result it takes the memory of one group.
+        """
+        copies: dict[ShardedParameter, torch.Tensor] = {}
+        for group in (weights.group for weights in unit.weights):
+            copies.update(zip(group.parameters, _copies(group, _shard_buffer, shown, on_host), strict=False))
+        return copies
+
+    @staticmethod
+    def are_lent(unit: Unit, terms: UnshardTerms) -> bool:
+        """Returns whether a context around this one lends copies of `unit` on terms that include `terms`. If none does,
+        the unit is made ready to be lent.
+
+        Raises:
+            StateError: the outer context has fewer arguments set, or `require_lendable` raises it.
+            PlacementError: as `require_lendable`.
+        """
+        if unit.lent is None:
+            require_lendable(unit, terms)
+            return False
+        require_covers(unit, terms)
+        return True
 
     @property
     def _is_shown(self) -> bool:
@@ -79,7 +105,7 @@ class UnshardedCopies:
             PlacementError: a parameter or a gradient has another shape or kind than before. All others are written
                 back.
         """
-        runtime = runtime_over(self.unit)
+        runtime = Runtime.over(self.unit)
         if runtime is not None:
             runtime.reshard(self.unit)  # somebody may have gathered it meanwhile, without showing it
         taken = [(record, record.lent, record.take_back()) for record in self.unit.parameters]
@@ -147,7 +173,7 @@ def require_lendable(unit: Unit, terms: UnshardTerms) -> None:
             a reduction and were asked for.
         PlacementError: something of another shape was put in a shard's place.
     """
-    runtime = runtime_over(unit)
+    runtime = Runtime.over(unit)
     try:
         if runtime is not None:
             runtime.show_shards(unit)
@@ -224,17 +250,6 @@ def _gathered_by_torch(group: Group, values: bool, on_host: bool) -> list[torch.
         tensor = record.shard.detach() if values else record.shard.grad
         unsharded = torch.zeros(record.shape) if tensor is None else as_sharded(tensor).full_tensor()
         copies.append(unsharded.cpu() if on_host else unsharded)
-    return copies
-
-
-def unsharded_copies(unit: Unit, shown: bool, on_host: bool) -> dict[ShardedParameter, torch.Tensor]:
-    """Returns the unsharded parameters of `unit`, in new memory and outside autograd, none if they are not `shown`.
-
-    Collective over the shard axis: one all-gather per group. Besides the result it takes the memory of one group.
-    """
-    copies: dict[ShardedParameter, torch.Tensor] = {}
-    for group in (weights.group for weights in unit.weights):
-        copies.update(zip(group.parameters, _copies(group, _shard_buffer, shown, on_host), strict=False))
     return copies
 
 

@@ -19,19 +19,18 @@ from torch.optim import Optimizer
 
 from sherd.comm.agreement import broadcast_from_rank0, in_short, require_alike
 from sherd.comm.mesh import DataMesh
-from sherd.engine.make.build import borrow, is_taken, makings, owners_of, shard
+from sherd.engine.make.build import borrow, makings, owners_of, shard
 from sherd.engine.make.sharding import ShardingPlan, sharding_plans
-from sherd.engine.run.at_rest import require_at_rest
-from sherd.engine.run.runtime import runtime_over
-from sherd.engine.run.seal import name_units, units_below
+from sherd.engine.run.runtime import Runtime, name_units
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.flat import FlatParameter
 from sherd.engine.state.optimizers import News, bring_up_to_date, watcher
-from sherd.engine.state.ownership import Belongings, Borrowed, Found, belongings
-from sherd.engine.state.parameter import ShardedParameter, plain_name
+from sherd.engine.state.ownership import Belongings, Borrowed, Found
+from sherd.engine.state.parameter import ShardedParameter
 from sherd.engine.state.place import Place
 from sherd.errors import ModuleError, SherdError, StateError, UnsupportedError
 from sherd.tensor.ragged import local_part
+from sherd.wrap.names import plain_name
 
 Key = tuple[int, str]
 
@@ -150,7 +149,7 @@ def adopt_changes(
     roots = _roots(model)
     units = list({unit.id: unit for root in roots for unit in name_units(root)}.values())
     for unit in units:
-        require_at_rest(unit, "refresh")
+        unit.require_at_rest("refresh")
         _require_reduced(unit)
     names = {id(module): plain_name(path) for root in roots for path, module in root.named_modules()}
     gone = _gone(units)
@@ -199,8 +198,8 @@ def _roots(model: nn.Module) -> list[nn.Module]:
     """Returns `model`, and the root modules of the runtimes that its units are sealed into: units further out may use
     the same parameters."""
     roots = {id(model): model}
-    for unit in units_below(model):
-        runtime = runtime_over(unit)
+    for unit in Unit.below(model):
+        runtime = Runtime.over(unit)
         for module in runtime.root.modules if runtime is not None else ():
             roots.setdefault(id(module), module)
     inner = {id(below) for root in roots.values() for below in root.modules() if below is not root}
@@ -208,14 +207,14 @@ def _roots(model: nn.Module) -> list[nn.Module]:
 
 
 def _sealed_with(unit: Unit) -> Sequence[Unit]:
-    runtime = runtime_over(unit)
+    runtime = Runtime.over(unit)
     return () if runtime is None else runtime.units
 
 
 def _gone(units: Sequence[Unit]) -> list[Unit]:
     """Returns the units that were sealed with some of `units` and are below no root any more."""
     here = {unit.id for unit in units}
-    runtimes = {id(runtime): runtime for unit in units if (runtime := runtime_over(unit)) is not None}
+    runtimes = {id(runtime): runtime for unit in units if (runtime := Runtime.over(unit)) is not None}
     sealed = [unit for runtime in runtimes.values() for unit in runtime.units if unit.id not in runtime.guests]
     return [unit for unit in dict.fromkeys(sealed) if unit.id not in here]
 
@@ -234,7 +233,7 @@ def _require_reduced(unit: Unit) -> None:
 
 def _changes(units: Sequence[Unit], names: dict[int, str]) -> list[_Change]:
     """Returns what has become of each unit, found by walking its modules."""
-    walked = [(unit, belongings(unit.modules, (), is_taken)) for unit in units]
+    walked = [(unit, Belongings.below(unit.modules, ())) for unit in units]
     was = {
         place.key: record for unit in units for record in unit.parameters for place in record.places if place.is_there
     }
@@ -328,7 +327,7 @@ def _carry_out(change: _Change) -> list[ShardedParameter]:
         if change.regroups:
             unit.regroup()
     elif change.regroups or change.retied or change.borrows_anew:
-        unit.have([*change.kept, *adopted], change.companions, change.found)
+        unit.have([*change.kept, *adopted], change.companions, change.found.ignored)
     borrow(change.borrowed)
     makings[unit].look_after(unit, change.found.modules)
     return adopted

@@ -11,31 +11,25 @@ from pkgutil import iter_modules
 import torch
 from torch import nn
 
-from sherd._torch import attributes_of, is_replicated, manage, move_hooks, trace_nothing_in
+from sherd._torch import attributes_of, manage, move_hooks, trace_nothing_in
 from sherd.comm.agreement import in_short
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import streams_for
 from sherd.engine.between import load
 from sherd.engine.make.sharding import ShardingPlan, ShardingRequest, sharding_plans
 from sherd.engine.run import hooks, touch
-from sherd.engine.run.seal import attach, unit_of
 from sherd.engine.run.unit import Unit
 from sherd.engine.run.unmanaged import registrations
 from sherd.engine.state.loads import forget_loads, loads_balance
 from sherd.engine.state.offload import RestingPlace
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import Belongings, Borrowed, Found
-from sherd.engine.state.parameter import WRAPPED, ShardedParameter
+from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import ModuleError, OwnershipError
 from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
 from sherd.tensor.gather import shard_of
 from sherd.tensor.ragged import as_dtensor
-
-
-def is_taken(module: nn.Module) -> bool:
-    """Returns whether a unit around `module` must leave it alone, with all modules below: it is a unit already, or
-    torch's DDP looks after it."""
-    return unit_of(module) is not None or is_replicated(module)
+from sherd.wrap.names import WRAPPED
 
 
 def make_unit(
@@ -58,7 +52,7 @@ def make_unit(
     owners = owners_of(found.borrowed, mesh)
     _require_something_left(modules, found, owners)
     streams = streams_for(mesh.device)
-    surrounds = any(unit_of(below) is not None for module in modules for below in module.modules())
+    surrounds = any(Unit.of(below) is not None for module in modules for below in module.modules())
     # If the loads of the units below balance, these units may be a complete model. Then the next unit counts as the
     # first of another model, so that a teacher has the same owners as its student
     # (test_a_model_made_alike_has_the_same_owners).
@@ -68,10 +62,10 @@ def make_unit(
     if closes:
         forget_loads(mesh)
     borrow(found.borrowed)
-    unit = Unit(modules, records, owners, mesh, streams, precision, place, policy, surrounds, found)
+    unit = Unit(modules, records, owners, mesh, streams, precision, place, policy, surrounds, found.ignored)
     hooks.install(unit, modules)
     for each in modules:
-        attach(each, unit)
+        unit.attach_to(each)
     makings[unit] = making = Making(request_of)
     making.look_after(unit, found.modules)
     _hide_from_dynamo()

@@ -15,14 +15,11 @@ from typing import Any
 from torch import nn
 
 from sherd._torch import spec_of, write_into
-from sherd.engine.make.build import Making, borrow, is_taken, makings
+from sherd.engine.make.build import Making, borrow, makings
 from sherd.engine.run import hooks
-from sherd.engine.run.at_rest import require_at_rest
-from sherd.engine.run.methods import BoundForward
-from sherd.engine.run.seal import attach, attached_to, units_below
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.optimizers import watcher
-from sherd.engine.state.ownership import Belongings, belongings
+from sherd.engine.state.ownership import Belongings
 from sherd.engine.state.parameter import ShardedParameter, as_sharded
 from sherd.errors import ModuleError
 from sherd.tensor.ragged import as_dtensor
@@ -56,7 +53,7 @@ def deep_copied(module: nn.Module, memo: Memo, finish: Callable[[Unit, Unit, Mem
     for unit in units:
         _require_owners(unit, units, memo)
     modules = list(dict.fromkeys(below for top in tops for below in top.modules()))
-    memo |= {id(each): object() for below in modules for each in attached_to(below)}
+    memo |= {id(each): object() for below in modules for each in Unit.attached_to(below)}
     memo[_WALKING] = True
     try:
         for top in tops:
@@ -70,12 +67,10 @@ def deep_copied(module: nn.Module, memo: Memo, finish: Callable[[Unit, Unit, Mem
     ids = {unit.id: memo[id(unit)].id for unit in units}
     for unit in units:
         new = memo[id(unit)]
-        found = belongings(new.modules, (), is_taken)
+        found = Belongings.below(new.modules, ())
         borrow(found.borrowed)
         if unit.companions:
-            new.have(
-                new.parameters, [memo[id(owner)] for owner in unit.companions], replace(found, ignored=new.ignored)
-            )
+            new.have(new.parameters, [memo[id(owner)] for owner in unit.companions], new.ignored)
         new.change(
             accumulation=None,
             when_reduced=None,
@@ -97,7 +92,7 @@ def _closed(module: nn.Module) -> tuple[list[Unit], list[nn.Module]]:
     """Returns the units below `module`, and the modules to copy for that: `module`, and others of units of several."""
     tops = [module]
     while True:
-        units = list({unit.id: unit for top in tops for unit in units_below(top)}.values())
+        units = list({unit.id: unit for top in tops for unit in Unit.below(top)}.values())
         covered = {id(below) for top in tops for below in top.modules()}
         missing = [each for unit in units for each in unit.modules if id(each) not in covered]
         if not missing:
@@ -122,7 +117,7 @@ def _prepare(unit: Unit, memo: Memo) -> None:
             f"{unit.class_name} {unit.name} cannot be deep-copied: its parameters are one flat parameter. Wrap with "
             "use_orig_params=True; or build a second model and load this one's state_dict()"
         )
-    require_at_rest(unit, "deepcopy")
+    unit.require_at_rest("deepcopy")
     for record in unit.parameters:
         shard = as_dtensor(unit.place.copy_of(record.local), spec_of(as_sharded(record.shard)))
         memo[id(record.shard)] = nn.Parameter(shard, requires_grad=record.requires_grad)
@@ -152,15 +147,15 @@ def _remake(unit: Unit, memo: Memo) -> None:
         unit.place,
         unit.policy,
         unit.surrounds,
-        Belongings([], [], [], ignored),
+        ignored,
     )
     memo[id(unit)] = new
     makings[new] = Making(makings[unit].request_of)
     hooks.install(new, modules)
     for old, each in zip(unit.modules, modules, strict=True):
-        attach(each, new)
+        new.attach_to(each)
         for name, value in vars(old).items():
-            if isinstance(value, BoundForward):
+            if isinstance(value, hooks.BoundForward):
                 write_into(each, name, value.of_copy(new, each))
 
 

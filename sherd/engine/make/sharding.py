@@ -20,13 +20,11 @@ from sherd.engine.moves.selfgather import require_can_gather_itself
 from sherd.engine.state.group import travels_alone
 from sherd.engine.state.loads import loads_of
 from sherd.engine.state.ownership import Found
-from sherd.engine.state.tensor_parallel import beside, on_full_mesh, own_spec
 from sherd.errors import ModuleError, PlacementError
-from sherd.layout.placement import Cut, Placement, Replicate, Shard
+from sherd.layout.placement import Cut, Replicate, Shard
 from sherd.layout.plan import Wanted, plan
-from sherd.layout.runs import RunPlacement, Runs
-
-AnyPlacement = Placement | RunPlacement
+from sherd.layout.runs import AnyPlacement, RunPlacement, Runs
+from sherd.tensor.tensor_parallel import beside, on_full_mesh, own_spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from sherd._torch import attributes_of, dispatches_itself, register_foreach_type
-from sherd.engine.state.group import Group, own_view
+from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import record_of
-from sherd.engine.state.tensor_parallel import merged_spec
 from sherd.errors import StateError
-from sherd.tensor.ragged import RaggedDTensor, ragged_dtensor, unpickled
+from sherd.tensor.ragged import RaggedDTensor, own_view, ragged_dtensor, unpickled
 from sherd.tensor.table import Args, Aten, Kwargs
+from sherd.tensor.tensor_parallel import merged_spec
 
 
 class FlatParamShardMetadata(NamedTuple):

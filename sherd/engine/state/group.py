@@ -12,14 +12,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from sherd._torch import DTensorSpec, spec_of
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.comm.transport import Sizes, parts
 from sherd.engine.state.offload import RestingPlace, fetch_into
-from sherd.engine.state.parameter import ShardedParameter, as_sharded, in_dtype
+from sherd.engine.state.parameter import ShardedParameter, as_sharded
 from sherd.engine.state.replica_shard import FetchedShard
 from sherd.engine.state.shard_memory import ShardMemory, give_memory
 from sherd.layout.extent import Extent
@@ -27,7 +26,8 @@ from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Shape
 from sherd.policy import MixedPrecisionPolicy
 from sherd.schedule.moments import MemoryKind as Memory
-from sherd.tensor.ragged import as_dtensor
+from sherd.tensor.placement import in_dtype
+from sherd.tensor.ragged import as_dtensor, own_view
 
 PADDING_VALUE = 42
 """Fills the padding between and behind runs, so that a leak is seen at once. Padding within a flat parameter is zero,
@@ -354,20 +354,11 @@ class Group:
         return local
 
     @property
+    def trained(self) -> list[ShardedParameter]:
+        """The parameters that are trained now; `trainable` is as the group was made."""
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+    @property
     def shard_numel(self) -> int:
         """Elements of this rank's shard buffer."""
         return self.packing.shard_numels[self.mesh.piece]
-
-
-def own_view(part: torch.Tensor) -> torch.Tensor:
-    """Returns `part`, uncopied, as a tensor at the beginning of a storage of its own.
-
-    Saving a view would save its neighbours in the buffer, too, and torch cannot save a DTensor whose local tensor has
-    an offset. The view goes through DLPack, as bytes, so that any dtype is possible; through its capsule, for
-    `Tensor.__dlpack_device__` does not know the devices that other packages add to torch.
-    """
-    if part.is_meta or type(part) is not torch.Tensor:
-        return part
-    if part.numel() == 0:
-        return torch.empty_like(part)
-    return from_dlpack(to_dlpack(part.view(torch.uint8))).view(part.dtype)

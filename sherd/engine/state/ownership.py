@@ -6,15 +6,25 @@ modules, and the owner becomes a companion, which is unsharded whenever the borr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from sherd._torch import is_fsdp_of_torch
-from sherd.engine.state.parameter import ShardedParameter, plain_name, record_of
+from sherd._torch import is_fsdp_of_torch, is_replicated
+from sherd.engine.state.parameter import ShardedParameter, record_of
 from sherd.engine.state.place import Place
 from sherd.errors import ModuleError
+from sherd.wrap.names import plain_name
+
+UNIT = "_sherd_unit"
+"""The attribute of a module for the unit that it was made into."""
+
+
+def is_taken(module: nn.Module) -> bool:
+    """Returns whether a unit around `module` must leave it alone, with all modules below: it is a unit already, or
+    torch's DDP looks after it."""
+    return module.__dict__.get(UNIT) is not None or is_replicated(module)
 
 
 @dataclass(frozen=True)
@@ -46,40 +56,38 @@ class Belongings:
     borrowed: list[Borrowed]
     ignored: list[Place] = field(default_factory=list)
 
+    @classmethod
+    def below(cls, roots: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> Belongings:
+        """Walk the modules below `roots`, except for those that are taken already, and sort their parameters.
 
-def belongings(
-    roots: Sequence[nn.Module], ignored: Collection[nn.Parameter], is_taken: Callable[[nn.Module], bool]
-) -> Belongings:
-    """Walk the modules below `roots`, except for those that are taken already, and sort their parameters.
-
-    Raises:
-        ModuleError: torch's own FSDP has one of the modules.
-    """
-    ignored_ids = {id(parameter) for parameter in ignored}
-    modules: dict[int, nn.Module] = {}
-    owned: dict[int, Found] = {}
-    borrowed: list[Borrowed] = []
-    met: list[Place] = []
-    for prefix, module in _walk(roots, is_taken):
-        require_not_torchs(prefix, module)
-        modules[id(module)] = module
-        for attribute, parameter in module._parameters.items():
-            if parameter is None:
-                hidden = _hidden(module, attribute)
-                if hidden is not None:
-                    borrowed.append(Borrowed(hidden, Place(module, attribute)))
-                continue
-            if id(parameter) in ignored_ids:
-                met.append(Place(module, attribute))
-                continue
-            place = Place(module, attribute)
-            record = record_of(parameter)
-            if record is not None:
-                borrowed.append(Borrowed(record, place))
-                continue
-            name = plain_name(f"{prefix}.{attribute}" if prefix else attribute)
-            owned.setdefault(id(parameter), Found(name, parameter, module)).places.append(place)
-    return Belongings(list(modules.values()), list(owned.values()), borrowed, met)
+        Raises:
+            ModuleError: torch's own FSDP has one of the modules.
+        """
+        ignored_ids = {id(parameter) for parameter in ignored}
+        modules: dict[int, nn.Module] = {}
+        owned: dict[int, Found] = {}
+        borrowed: list[Borrowed] = []
+        met: list[Place] = []
+        for prefix, module in _walk(roots):
+            require_not_torchs(prefix, module)
+            modules[id(module)] = module
+            for attribute, parameter in module._parameters.items():
+                if parameter is None:
+                    hidden = _hidden(module, attribute)
+                    if hidden is not None:
+                        borrowed.append(Borrowed(hidden, Place(module, attribute)))
+                    continue
+                if id(parameter) in ignored_ids:
+                    met.append(Place(module, attribute))
+                    continue
+                place = Place(module, attribute)
+                record = record_of(parameter)
+                if record is not None:
+                    borrowed.append(Borrowed(record, place))
+                    continue
+                name = plain_name(f"{prefix}.{attribute}" if prefix else attribute)
+                owned.setdefault(id(parameter), Found(name, parameter, module)).places.append(place)
+        return cls(list(modules.values()), list(owned.values()), borrowed, met)
 
 
 def require_not_torchs(path: str, module: nn.Module) -> None:
@@ -101,7 +109,7 @@ def _hidden(module: nn.Module, attribute: str) -> ShardedParameter | None:
     return record_of(shown) if isinstance(shown, nn.Parameter) else None
 
 
-def _walk(roots: Sequence[nn.Module], is_taken: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+def _walk(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yields the name of every module below `roots` and the module, once each. It leaves out modules that are taken,
     and what is below them."""
     own = {id(root) for root in roots}

@@ -26,7 +26,6 @@ from sherd.engine.state.place import Place
 from sherd.errors import OwnershipError, UnsupportedError, WriteBackError
 from sherd.layout.placement import Cut
 from sherd.tensor.gather import part_given, shard_of
-from sherd.tensor.placement import places_of
 from sherd.tensor.ragged import as_dtensor
 
 _records: dict[int, tuple[weakref.ref[ShardedParameter], weakref.ref[torch.Tensor] | None]] = {}
@@ -63,15 +62,6 @@ def _forget(key: int, died: object) -> None:
         _records.pop(key, None)
 
 
-WRAPPED = "_checkpoint_wrapped_module"
-"""The name that wrappers give to their one child. torch's checkpointing takes it out of every path, and so do we."""
-
-
-def plain_name(path: str) -> str:
-    """Returns a module's or parameter's path without wrappers, as it is in the user's own model."""
-    return ".".join(part for part in path.split(".") if part != WRAPPED) if WRAPPED in path else path
-
-
 def _is_freed(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor has elements, and no memory for them."""
     return not isinstance(tensor, DTensor) and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
@@ -81,12 +71,6 @@ def as_sharded(parameter: torch.Tensor) -> DTensor:
     """Returns `parameter`, a shard or a flat parameter, as the DTensor that it is besides."""
     assert isinstance(parameter, DTensor), "what the optimizer owns is a DTensor"
     return parameter
-
-
-def in_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """Returns `spec` for a tensor of `dtype`."""
-    assert spec.tensor_meta is not None, "a DTensor's spec knows its dtype"
-    return spec if spec.tensor_meta.dtype == dtype else places_of(spec).spec(dtype)
 
 
 class Merged(Protocol):
@@ -145,6 +129,9 @@ class ShardedParameter:
     attributes: dict[str, object] = field(default_factory=dict)
     _owner: weakref.ref[Owner] | None = None
     _taken: weakref.WeakValueDictionary[int, nn.Parameter] = field(default_factory=weakref.WeakValueDictionary)
+
+    of = staticmethod(record_of)
+    name_of = staticmethod(name_of)
 
     def __post_init__(self) -> None:
         self.keep_attributes()

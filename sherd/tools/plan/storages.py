@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import TorchDispatchMode, in_backward
-from sherd.memory.sizes import Held
+from sherd.memory.held import Held
 from sherd.schedule.moments import MemoryKind, Moment
 from sherd.tools.plan.collectives import is_communication
 from sherd.tools.plan.operations import tensors_among

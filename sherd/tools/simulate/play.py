@@ -22,10 +22,9 @@ from dataclasses import dataclass, replace
 
 from sherd.schedule import actions as do
 from sherd.schedule.forecast import Buffers
-from sherd.schedule.moments import Arrival, MemoryKind, Moment
+from sherd.schedule.moments import Arrival, MemoryKind, Moment, in_words
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep
-from sherd.schedule.words import in_words
 from sherd.tools.simulate.clock import Clock
 from sherd.tools.simulate.costs import ClusterCosts
 from sherd.tools.simulate.reserved import Reserved
@@ -254,9 +253,9 @@ class _Player:
 
     def _see_buffers(self) -> None:
         """Note the new changes of the engine's buffers on the meter."""
-        for (unit, kind), nbytes in self._buffers.changes[self._num_seen :]:
+        for (unit, kind), nbytes in self._buffers.ledger.changes[self._num_seen :]:
             self._come(kind.value, unit, nbytes)
-        self._num_seen = len(self._buffers.changes)
+        self._num_seen = len(self._buffers.ledger.changes)
 
     def _carry_out(self, action: do.Action) -> None:
         match action:

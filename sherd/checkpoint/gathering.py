@@ -18,9 +18,7 @@ from sherd.comm.buffers import Buffer
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Handoff, streams_for
 from sherd.comm.transport import Pending, Sizes
-from sherd.engine.moves.buffer_views import CopyOut, copy_out
-from sherd.engine.state.offload import fetch_into
-from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine import ShardedParameter, copy_out, fetch_into
 from sherd.layout.extent import Extent, aligned
 from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Cut
@@ -92,6 +90,12 @@ class Line:
         self.unsharded: torch.Tensor | None = None
 
     @property
+    def destination(self) -> torch.Tensor:
+        """The unsharded buffer."""
+        assert self.unsharded is not None, "memory was given"
+        return self.unsharded
+
+    @property
     def goes_onto(self) -> bool:
         """Whether ranks read one another's shards in place, which goes along one axis only."""
         return self.mesh.shard_transport.shares_memory and not self.mesh.shards_replicas
@@ -124,10 +128,9 @@ class Line:
     def part(self, index: int) -> torch.Tensor:
         """Returns the parameter `index` as it is on this rank of the axes that it is not cut over: a view of the
         unsharded buffer."""
-        assert self.unsharded is not None, "it was gathered"
         slot = self.packing.slots[index]
         start = slot.unsharded.start
-        return self.unsharded[start : start + slot.cut.numel].view(slot.cut.shape)
+        return self.destination[start : start + slot.cut.numel].view(slot.cut.shape)
 
 
 class Gathering:
@@ -158,9 +161,8 @@ class Gathering:
         return transport.all_gather_several(rows, shards, sizes, async_op)
 
     def _rows_of(self, line: Line) -> torch.Tensor:
-        rows = self._rows.get(line, line.unsharded)
-        assert rows is not None, "it is gathered into one of them"
-        return rows[: line.packing.gathered_numel]
+        rows = self._rows.get(line)
+        return (line.destination if rows is None else rows)[: line.packing.gathered_numel]
 
     def wait(self) -> None:
         """Order compute after the collective. The shards may be written again then. Raises CommError."""
@@ -172,8 +174,7 @@ class Gathering:
     def copy_out(self) -> None:
         """Fill the unsharded buffers of lines that did not land in place."""
         for line, rows in self._rows.items():
-            assert line.unsharded is not None, "memory was given"
-            copy_out(line.packing, line.unsharded)(rows)
+            copy_out(line.packing, line.destination)(rows)
 
 
 class _Onto:
@@ -182,10 +183,7 @@ class _Onto:
     def __init__(self, lines: Sequence[Line]) -> None:
         self._lines = lines
         self.sizes = Sizes(map(sum, zip(*(line.packing.shard_numels for line in lines), strict=True)))
-        self._copies: list[CopyOut] = []
-        for line in lines:
-            assert line.unsharded is not None, "memory was given"
-            self._copies.append(copy_out(line.packing, line.unsharded))
+        self._copies = [copy_out(line.packing, line.destination) for line in lines]
 
     def own_pieces(self) -> list[torch.Tensor]:
         """Returns this rank's part, in pieces; one without elements if it holds nothing."""

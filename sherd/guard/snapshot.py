@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from sherd.engine.state.parameter import record_of
+from sherd.engine import ShardedParameter
 from sherd.tensor.ragged import local_part
 
 Undo = Callable[[], None]
@@ -49,7 +49,7 @@ class Snapshot:
         others: Sequence[Stateful],
         device: torch.device,
     ) -> None:
-        plain = (each for each in model.parameters() if record_of(each) is None)
+        plain = (each for each in model.parameters() if ShardedParameter.of(each) is None)
         stepped = (each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
         parameters = {id(each): each for each in (*shards, *plain, *stepped)}.values()
         self.has_gradients = any(each.grad is not None for each in parameters)

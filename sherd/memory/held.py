@@ -1,23 +1,16 @@
-"""The bytes of units' buffers: the storages that units hold now, and the sizes of buffers when they are allocated."""
+"""The storages that units hold now, by kind of memory."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import local_tensor
-from sherd.comm.collectives import UsersCollectives
-from sherd.comm.transport import Transport
-from sherd.engine.moves.buffer_plan import BufferPlan, Fill
-from sherd.engine.moves.weights import Weights
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.group import Group
-from sherd.engine.state.parameter import ShardedParameter, record_of
-from sherd.policy import UnitPolicy
-from sherd.schedule.moments import GroupSizes, MemoryKind
+from sherd.engine import ShardedParameter, Unit
+from sherd.schedule.moments import MemoryKind
 
 Held = dict[int, tuple[MemoryKind, int]]
 """Storages that are allocated, by address: the kind of memory, and its bytes."""
@@ -91,7 +84,7 @@ def held_by_optimizer(state: Mapping[torch.Tensor, object], device: torch.device
     by_owner: dict[int | None, Held] = {}
     seen: set[int] = set()
     for parameter, values in state.items():
-        record = record_of(parameter)
+        record = ShardedParameter.of(parameter)
         owner = None if record is None or record.owner is None else record.owner.id
         tensors = values.values() if isinstance(values, dict) else ()
         held = alive(((MemoryKind.OPTIMIZER, each) for each in tensors if isinstance(each, torch.Tensor)), device)
@@ -105,65 +98,3 @@ def staging_bytes(units: Iterable[Unit]) -> int:
     meshes = dict.fromkeys(mesh for unit in units for mesh in unit.meshes)
     transports = {id(each): each for mesh in meshes for each in (mesh.shard_transport, mesh.replicate_transport)}
     return sum(each.nbytes for each in transports.values())
-
-
-# Sizes when allocated
-
-
-def sizes_of(unit: Unit) -> list[GroupSizes]:
-    """Returns the sizes of the buffers of `unit`'s groups. Makes the transport, as the first gather does."""
-    return [group_sizes(weights, unit.policy) for weights in unit.weights]
-
-
-def group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
-    """Returns the bytes of the group's buffers in the memory of the device that computes."""
-    group, plan = weights.group, weights.plan
-    trained, mesh = trainable(group.parameters), group.mesh
-    own = mesh.shard_transport
-    sender: Transport = own if policy.all_gather is None else UsersCollectives(policy.all_gather, None)
-    reducer: Transport = own if policy.reduce_scatter is None else UsersCollectives(policy.reduce_scatter, None)
-    fill = plan.fill_by(sender)
-    compute, reduce, reshard = group.compute_dtype, group.reduce_dtype, policy.reshard_after_forward
-    # With other ways to fill, the copy is this rank's part of the rows.
-    is_copied_to_send = fill is Fill.FROM_RANKS and not plan.sends_shards_as_they_are and not mesh.shards_replicas
-    summed, sums = plan.reduced_by_piece[mesh.piece], plan.reduced_by_rank
-    memory, kept = group.unsharded_memory, 0
-    if not plan.frees_unsharded and not plan.is_never_gathered:
-        kept = group.unsharded_bytes if memory is None else memory.nbytes
-    return GroupSizes(
-        shards=_shard_bytes(group, plan),
-        unsharded=weights.unsharded_bytes if plan.frees_unsharded else 0,
-        kept=kept,
-        rows=group.packing.gathered_numel * compute.itemsize if fill is Fill.FROM_ROWS else 0,
-        sent=group.shard_numel * compute.itemsize if is_copied_to_send else 0,
-        part=0 if reshard is None or isinstance(reshard, bool) else weights.part_bytes(reshard),
-        arriving=tuple(each.shape.numel() * compute.itemsize for each in trained),
-        borrows=plan.borrows(compute),
-        gradient_rows=sum(plan.reduced_by_piece) * reduce.itemsize,
-        reduced=(sums[mesh.shard_rank] + summed * mesh.shards_replicas) * reducer.sum_dtype(reduce).itemsize,
-        gradients=summed * group.dtype.itemsize,
-        scratch=reducer.scratch_bytes(sums, mesh.shard_rank, reduce.itemsize),
-        is_all_trainable=len(trained) == len(group.parameters),
-        lands=fill is Fill.FROM_RANKS,
-        collects_late=plan.collects_late,
-        lane_owns_rows=plan.lane_owns_rows,
-        is_offloaded=group.is_offloaded,
-        stores_at_once=group.is_offloaded and policy.all_reduce_hook is None and mesh.num_replicas == 1,
-    )
-
-
-def _shard_bytes(group: Group, plan: BufferPlan) -> int:
-    """Returns the bytes of the group between steps: its shards, with the pieces of other replicas if there are any."""
-    fetched = group.fetched
-    if group.unsharded_memory is not None:
-        return group.unsharded_memory.nbytes if group.is_one_piece else 0
-    shards = 0 if group.is_offloaded else group.shard_buffer.nbytes
-    if fetched is None:
-        return shards
-    own = 0 if plan.sends_shards_as_they_are else shards
-    return own + fetched.numel * group.compute_dtype.itemsize
-
-
-def trainable(parameters: Sequence[ShardedParameter]) -> list[ShardedParameter]:
-    """Returns the parameters that get gradients."""
-    return [each for each in parameters if each.requires_grad]

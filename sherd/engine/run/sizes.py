@@ -1,0 +1,70 @@
+"""The sizes of a unit's buffers while they are allocated."""
+
+from __future__ import annotations
+
+from sherd.comm.collectives import UsersCollectives
+from sherd.comm.transport import Transport
+from sherd.engine.moves.buffer_plan import BufferPlan, Fill
+from sherd.engine.moves.weights import Weights
+from sherd.engine.run.unit import Unit
+from sherd.engine.state.group import Group
+from sherd.policy import UnitPolicy
+from sherd.schedule.moments import GroupSizes
+
+
+def sizes_of(unit: Unit) -> list[GroupSizes]:
+    """Returns the sizes of the buffers of each group of `unit`. Makes the transport, as the first gather does."""
+    return [_group_sizes(weights, unit.policy) for weights in unit.weights]
+
+
+def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
+    """Returns the bytes that the group of `weights` takes on the device that computes."""
+    group, plan = weights.group, weights.plan
+    trained, mesh = group.trained, group.mesh
+    own = mesh.shard_transport
+    sender: Transport = own if policy.all_gather is None else UsersCollectives(policy.all_gather, None)
+    reducer: Transport = own if policy.reduce_scatter is None else UsersCollectives(policy.reduce_scatter, None)
+    fill = plan.fill_by(sender)
+    compute, reduce, reshard = group.compute_dtype, group.reduce_dtype, policy.reshard_after_forward
+    # Otherwise the shards are copied into this rank's part of the rows.
+    is_copied_to_send = fill is Fill.FROM_RANKS and not plan.sends_shards_as_they_are and not mesh.shards_replicas
+    summed, sums = plan.reduced_by_piece[mesh.piece], plan.reduced_by_rank
+    return GroupSizes(
+        shards=_shard_bytes(group, plan),
+        unsharded=weights.unsharded_bytes if plan.frees_unsharded else 0,
+        kept=0 if plan.frees_unsharded else _kept_bytes(group, plan),
+        rows=group.packing.gathered_numel * compute.itemsize if fill is Fill.FROM_ROWS else 0,
+        sent=group.shard_numel * compute.itemsize if is_copied_to_send else 0,
+        part=0 if reshard is None or isinstance(reshard, bool) else weights.part_bytes(reshard),
+        arriving=tuple(each.shape.numel() * compute.itemsize for each in trained),
+        borrows=plan.borrows(compute),
+        gradient_rows=sum(plan.reduced_by_piece) * reduce.itemsize,
+        reduced=(sums[mesh.shard_rank] + summed * mesh.shards_replicas) * reducer.sum_dtype(reduce).itemsize,
+        gradients=summed * group.dtype.itemsize,
+        scratch=reducer.scratch_bytes(sums, mesh.shard_rank, reduce.itemsize),
+        is_all_trainable=len(trained) == len(group.parameters),
+        lands=fill is Fill.FROM_RANKS,
+        collects_late=plan.collects_late,
+        lane_owns_rows=plan.lane_owns_rows,
+        is_offloaded=group.is_offloaded,
+        stores_at_once=group.is_offloaded and policy.all_reduce_hook is None and mesh.num_replicas == 1,
+    )
+
+
+def _shard_bytes(group: Group, plan: BufferPlan) -> int:
+    """Returns the bytes of the group between steps: its shards, and the pieces of other replicas."""
+    fetched = group.fetched
+    if group.unsharded_memory is not None:
+        return group.unsharded_memory.nbytes if group.is_one_piece else 0
+    shards = 0 if group.is_offloaded else group.shard_buffer.nbytes
+    if fetched is None:
+        return shards
+    own = 0 if plan.sends_shards_as_they_are else shards
+    return own + fetched.numel * group.compute_dtype.itemsize
+
+
+def _kept_bytes(group: Group, plan: BufferPlan) -> int:
+    """Returns the bytes of unsharded parameters that are never freed, without those of the shards."""
+    if plan.is_never_gathered:
+        return 0
+    return group.unsharded_bytes if group.unsharded_memory is None else group.unsharded_memory.nbytes
