@@ -1,7 +1,7 @@
-"""Spans: neighbouring shards of a buffer as one vector.
+"""Spans: neighbouring shards of a buffer as one vector. Parameters, gradients and states lie alike.
 
 shard buffer     | w1 | w2 | w3 | . | b1 | b2 | n |
-spans            |    span 0    |   |    span 1   |      parameters, gradients and states lie alike
+spans            |    span 0    |   |    span 1   |
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ class Span:
 
     @property
     def gaps(self) -> list[Extent]:
-        """The extents between members, which belong to none."""
-        held = sorted((extent for extent in self.extents if extent.numel), key=lambda extent: extent.start)
-        return [Extent(one.stop, other.start - one.stop) for one, other in pairwise(held) if one.stop < other.start]
+        """The extents between members, which belong to no member."""
+        members = sorted((extent for extent in self.extents if extent.numel), key=lambda extent: extent.start)
+        return [Extent(one.stop, other.start - one.stop) for one, other in pairwise(members) if one.stop < other.start]
 
     def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Returns the members' parts of `vector`, 1-D and uncopied."""
         return [vector[extent.start : extent.stop] for extent in self.extents]
 
     def vector(self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a vector of `dtype` with copies of the members' parts. Gaps, and members whose part is None, are
-        zero."""
+        """Returns a vector with copies of the members' parts. Gaps, and members whose part is None, are zero."""
         device = next(part.device for part in parts if part is not None)
         vector = torch.zeros(self.numel, dtype=dtype, device=device)
         for view, part in zip(self.views(vector), parts, strict=True):

@@ -1,8 +1,8 @@
-"""The DTensor layout of a shard: of a plain parameter, or of one that is tensor parallel already.
+"""The DTensor spec of a shard: of a plain parameter, or of one that is tensor parallel already.
 
-A tensor-parallel parameter was cut by its own axes first, and then by ours. DTensor reads placements from left to
-right. We put our axes in front, as everywhere else, and where both cut one dim, DTensor calls ours strided. A tensor of
-10 rows over `tp` of 2 and `dp` of 2, on the mesh (dp, tp), `[_StridedShard(0, split_factor=2), Shard(0)]`:
+A tensor-parallel parameter is cut by its own axes first, and then by ours. DTensor reads placements from left to right.
+Our axes are in front, as everywhere else, and if both cut one dim, DTensor calls ours strided. A tensor of 10 rows over
+`tp` of 2 and `dp` of 2, on the mesh (dp, tp), `[_StridedShard(0, split_factor=2), Shard(0)]`:
 
     tp 0 | 0 1 2 3 4 |   dp 0 | 0 1 2 |        read from the left   dp 0 | 0 1 2 5 6 7 |   tp 0 | 0 1 2 |
                          dp 1 | 3 4   |                                                    tp 1 | 5 6 7 |
@@ -11,8 +11,7 @@ right. We put our axes in front, as everywhere else, and where both cut one dim,
 
 For 9 rows over `dp` of 4, DTensor would look in the wrong place: row 8 is on tp 1, dp 3, but DTensor expects it on tp
 0, dp 3, which holds nothing. For such a tensor our axis goes behind, on the mesh (tp, dp), where DTensor reads the axes
-in the order in which they cut. Runs have no such problem: they cut the local tensor that the other axes leave to a
-rank.
+in the order of the cuts. Runs have no such problem: they cut a rank's local tensor of the other axes.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ def _copies(mesh: DataMesh) -> tuple[PlacementSpec, ...]:
 
 
 def _data_placements(mesh: DataMesh, dim: int | None, split: int = 1) -> tuple[PlacementSpec, ...]:
-    """Returns the placements on the data-parallel axes. `split`: the number of parts that axes to the right make of
-    `dim`."""
+    """Returns the placements on the data-parallel axes. Axes to the right cut `dim` into `split` parts."""
     placements = list(_copies(mesh))
     if dim is not None and mesh.shard_axis is not None:
         placements[mesh.shard_axis] = _shard(dim, split)
@@ -73,8 +71,9 @@ def beside(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) -> DTens
 
 
 def on_full_mesh(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) -> DTensorSpec:
-    """Returns the spec of the shard of a parameter that is a DTensor on the full mesh, of which the user named the
-    data-parallel axes. If the full mesh has no other axes, the parameter may also be on another mesh.
+    """Returns the spec of the shard of a parameter that is a DTensor on the full mesh with named data-parallel axes.
+
+    If the full mesh has no other axes, the parameter may also be on another mesh.
 
     Raises:
         PlacementError: it is on a mesh that does not fit, not replicated on a data-parallel axis, or a partial sum.
@@ -82,7 +81,7 @@ def on_full_mesh(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) ->
     assert mesh.full is not None and mesh.dims is not None, "only named axes come from a full mesh"
     full, names = mesh.full, mesh.full.mesh_dim_names or ()
     if unsharded.mesh != full and set(names) == {*mesh.dims.shard_names, *mesh.dims.replicate_names}:
-        return beside(unsharded, mesh, cut, name)  # a mesh of data-parallel axes only, named to say which does what
+        return beside(unsharded, mesh, cut, name)  # a mesh of data-parallel axes only, with names for their purposes
     if unsharded.mesh != full:
         raise PlacementError(
             f"{name}: it is a DTensor on {unsharded.mesh}, not on the mesh that fully_shard was given, {full}"
@@ -99,7 +98,7 @@ def on_full_mesh(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) ->
         spec = _in_place(unsharded, mesh, cut)
         if spec is not None:
             return spec
-    # Several axes were flattened into one, or ours must go behind: a mesh of the data axes and the ones that are left.
+    # Several axes are flattened into one, or ours must go behind: a mesh of the data axes and the remaining ones.
     data_axes = {names.index(each) for each in (*mesh.dims.shard_names, *mesh.dims.replicate_names)}
     others = [axis for axis in range(full.ndim) if axis not in data_axes]
     remaining = tuple(unsharded.placements[axis] for axis in others)
@@ -108,8 +107,7 @@ def on_full_mesh(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) ->
 
 
 def _in_place(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut) -> DTensorSpec | None:
-    """Returns the spec in which the shard axis, one of the parameter's own mesh, cuts the parameter too. None if
-    DTensor would not read that as it was cut."""
+    """Returns the spec on the parameter's own mesh, which has the shard axis. None: DTensor would misread it."""
     assert mesh.full is not None and mesh.dims is not None, "only named axes come from a full mesh"
     if not mesh.dims.shard_names or (cut.dim is None and not cut.in_line):
         return unsharded
@@ -136,8 +134,10 @@ def _shard_spec(
     cut: Cut,
     name: str,
 ) -> DTensorSpec:
-    """Returns the spec of a shard on the data-parallel axes and on `meshes`, whose axes have the placements
-    `remaining`: our axes in front, or behind where DTensor would not read what lies in front as it was cut."""
+    """Returns the spec of a shard on the data-parallel axes and on `meshes`, which have the placements `remaining`.
+
+    Our axes are in front, or behind if DTensor would misread them in front.
+    """
     _require_apart(mesh.given, meshes, name)
     joined = _joined(mesh, meshes, name) if meshes else mesh.mesh
     if isinstance(cut, Runs):
@@ -159,13 +159,10 @@ def _shard_spec(
 def merged_spec(
     mesh: DataMesh, cut: Runs, dtype: torch.dtype, members: Sequence[tuple[DTensorSpec | None, Extent]], name: str
 ) -> DTensorSpec:
-    """Returns the spec of a flat parameter: a vector of its members' local tensors on the other axes, cut as `cut`.
+    """Returns the spec of a flat parameter: a vector of its members' local tensors on the other axes, cut into runs.
 
-    Collective over the other axes, whose ranks may have vectors of other lengths.
-
-    Args:
-        members: the spec of each member before it is cut, None for a plain tensor, and its place in the vector.
-        name: the name of the first member, for messages.
+    It is collective over the other axes, whose ranks may have vectors of other lengths. `members` are the spec of each
+    member before it is cut, None for a plain tensor, and its extent in the vector; `name` is the first member's name.
     """
     specs = [unsharded for unsharded, _ in members if unsharded is not None]
     axes = list(dict.fromkeys(axis for unsharded in specs for axis in _axes_of(unsharded.mesh)))
@@ -186,12 +183,12 @@ def merged_spec(
 
 
 def _axes_of(mesh: DeviceMesh) -> list[DeviceMesh]:
-    """Returns the axes of a mesh, each as a mesh of its own."""
+    """Returns the axes of a mesh, each as a mesh."""
     return [mesh] if mesh.ndim == 1 else [mesh[name] for name in mesh.mesh_dim_names or ()]
 
 
 def _is_copied(unsharded: DTensorSpec | None, axis: DeviceMesh) -> bool:
-    """Returns whether the ranks of `axis` have the same elements of a parameter, as they always have of a plain one."""
+    """Returns True if the ranks of `axis` have the same elements of a parameter, as of every plain one."""
     if unsharded is None or axis not in (axes := _axes_of(unsharded.mesh)):
         return True
     return unsharded.placements[axes.index(axis)].is_replicate()
@@ -201,7 +198,7 @@ def _is_copied(unsharded: DTensorSpec | None, axis: DeviceMesh) -> bool:
 
 
 def _reads_as_cut(size: int, num_shards: int, behind: Sequence[int], strided: bool) -> bool:
-    """Returns whether DTensor will look for each of `size` rows on the rank that holds it.
+    """Returns True if DTensor looks for each of `size` rows on the rank that holds it.
 
     The tensor-parallel axes, of sizes `behind`, cut the rows first, and our axis last. DTensor reads a mesh from left
     to right: our axis first, as a strided shard, then `behind`. `strided`: one of `behind` is a strided shard itself.
@@ -214,11 +211,11 @@ def _reads_as_cut(size: int, num_shards: int, behind: Sequence[int], strided: bo
     if parts != [each.numel for each in chunks(size, prod(behind))]:
         return False
     by_rank = zip(*([each.numel for each in chunks(part, num_shards)] for part in parts), strict=True)
-    return all(list(held) == _parts(sum(held), behind) for held in by_rank)
+    return all(list(rank_parts) == _parts(sum(rank_parts), behind) for rank_parts in by_rank)
 
 
 def _parts(size: int, cuts: Sequence[int]) -> list[int]:
-    """Returns the sizes of the parts of `size` rows that axes of the sizes `cuts` make, one cutting after the other."""
+    """Returns the sizes of the parts of `size` rows that axes of sizes `cuts` cut one after the other."""
     parts = [size]
     for num_parts in cuts:
         parts = [each.numel for part in parts for each in chunks(part, num_parts)]
@@ -226,7 +223,7 @@ def _parts(size: int, cuts: Sequence[int]) -> list[int]:
 
 
 def _cuts_dim(placement: PlacementSpec, dim: int | None) -> bool:
-    """Returns whether `placement` cuts `dim`, strided or not. `is_shard` is False for strided ones (2.13)."""
+    """Returns True if `placement` cuts `dim`, strided or not. `is_shard` is False for strided placements (2.13)."""
     return dim is not None and getattr(placement, "dim", None) == dim
 
 
@@ -242,7 +239,7 @@ def _shard(dim: int, split: int) -> PlacementSpec:
 
 
 def _require_no_sums(unsharded: DTensorSpec, name: str) -> None:
-    """Raise if the parameter is the sum of what several ranks hold."""
+    """Raise if the parameter is a partial sum."""
     for axis, placement in enumerate(unsharded.placements):
         if placement.is_partial():
             axis_name = axis if unsharded.mesh.mesh_dim_names is None else repr(unsharded.mesh.mesh_dim_names[axis])
@@ -253,34 +250,31 @@ def _require_no_sums(unsharded: DTensorSpec, name: str) -> None:
 
 
 def _require_apart(data: DeviceMesh, meshes: Sequence[DeviceMesh], name: str) -> None:
-    """Raise unless `data` and `meshes` can be axes of one mesh.
-
-    Two axes of one mesh have this rank in common and no other.
-    """
+    """Raise unless `data` and `meshes` can be axes of one mesh, of which two share one rank, this one."""
     for other in meshes:
-        found = f"{name}: it is a DTensor on {other} and is to be sharded over {data}"
+        start = f"{name}: it is a DTensor on {other} and is to be sharded over {data}"
         common = set(data.mesh.flatten().tolist()) & set(other.mesh.flatten().tolist())
         if len(common) > 1:
             raise MeshError(
-                f"{found}, which have ranks {sorted(common)} in common: give fully_shard the data-parallel axes alone, "
+                f"{start}, which have ranks {sorted(common)} in common: give fully_shard the data-parallel axes alone, "
                 "as mesh['dp'] of a mesh (dp, tp), or the mesh that the parameter is on and dp_mesh_dims"
             )
         if data.mesh_dim_names is None or other.mesh_dim_names is None or data.device_type != other.device_type:
             raise MeshError(
-                f"{found}; the two must be parts of one mesh whose axes have names: "
+                f"{start}; the two must be parts of one mesh whose axes have names: "
                 "mesh = init_device_mesh(device_type, (2, 4), mesh_dim_names=('dp', 'tp')), parallelize_module over "
                 "mesh['tp'] and fully_shard over mesh['dp']"
             )
         twice = set(data.mesh_dim_names) & set(other.mesh_dim_names)
         if twice:
             raise MeshError(
-                f"{found}: axis {twice.pop()!r} would be named twice; take both from one mesh, whose axes have names "
+                f"{start}: axis {twice.pop()!r} would be named twice; take both from one mesh, whose axes have names "
                 "of their own"
             )
 
 
 def _joined(mesh: DataMesh, others: Sequence[DeviceMesh], name: str, behind: bool = False) -> DeviceMesh:
-    """Returns one mesh with the axes of all, the data-parallel ones in front or behind."""
+    """Returns one mesh with the axes of all meshes, the data-parallel axes in front or behind."""
     try:
         return mesh.joined(others, behind)
     except RuntimeError as error:
