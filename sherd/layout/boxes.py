@@ -87,12 +87,9 @@ class Grid:
     cuts: tuple[GridCut, ...] = ()
 
     def pieces(self, shape: Shape, part: Box | None = None) -> Iterator[Piece]:
-        """Yields the pieces that share elements with `part` (None: all), in order.
-
-        A tensor without elements has one piece, the first.
-        """
+        """Yields the pieces that share elements with `part` (None: all), in order."""
         everything = whole(shape)
-        if not everything.numel:
+        if not everything.numel:  # such a tensor has one piece, the first
             yield self.file, everything
         else:
             yield from _cut(self.file, everything, self.cuts, part or everything)

@@ -141,10 +141,7 @@ class Packing:
 
     @cached_property
     def is_in_order(self) -> bool:
-        """True if the pieces of every tensor, rank after rank, are the tensor in its own order.
-
-        Such tensors need no copy if they are gathered one by one.
-        """
+        """True if the pieces of every tensor, rank after rank, are the tensor: gathered alone it needs no copy."""
         return all(slot.cut.in_order for slot in self.slots)
 
     @cached_property
@@ -164,10 +161,7 @@ class Packing:
 
     @cached_property
     def runs_together(self) -> Runs:
-        """The cut of all tensors as one 1-D tensor: the rows without the padding at the end.
-
-        Only for a packing that is cut into runs.
-        """
+        """The cut of all tensors, here cut into runs, as one 1-D tensor: the rows without the padding at the end."""
         used = max(slot.unsharded.stop for slot in self.slots)
         ends = (start + numel for start, numel in zip(self.starts, self.shard_numels, strict=True))
         return Runs((used,), self.num_ranks, 0, tuple(min(end, used) for end in ends))
@@ -201,10 +195,7 @@ def _check_apart(extents: list[Extent], size: int, which: str) -> None:
 
 
 def pack(cuts: Sequence[Cut], num_ranks: int) -> Packing:
-    """Returns a packing of tensors with few gaps. Either all tensors are cut into runs, or none is.
-
-    The slots are in the order of `cuts`; the order in the buffers is chosen here.
-    """
+    """Returns a packing with few gaps. The slots are in the order of `cuts`, the tensors in the buffers are not."""
     in_line = [cut.in_line for cut in cuts]
     assert all(in_line) or not any(in_line), "tensors cut into runs have a group of their own"
     return _pack_runs(cuts, num_ranks) if any(in_line) else _pack_pieces(cuts, num_ranks)
@@ -241,12 +232,9 @@ def _pack_pieces(cuts: Sequence[Cut], num_ranks: int) -> Packing:
 
 
 def _pack_runs(cuts: Sequence[Cut], num_ranks: int) -> Packing:
-    """Lay tensors rank after rank, in runs that are equally long if that costs little padding, else as short as can be.
+    """Lay tensors rank after rank, in equally long runs if that costs little padding, else in the shortest runs."""
 
-    A tensor that ends on the rank where it begins comes before the tensor that goes on to the next rank, and matrices
-    come before vectors: the order of the plan.
-    """
-
+    # The order of the plan: a tensor that goes on to the next rank is last on its rank, matrices come before vectors.
     def place(index: int) -> tuple[int, bool, bool]:
         cut = cuts[index]
         return cut.first, len(cut.ends) > 1, len(cut.shape) < 2
@@ -272,11 +260,9 @@ def even_share(numel: int, num_ranks: int) -> int:
 
 
 def _even_numel(cuts: Sequence[Cut], numels: tuple[int, ...]) -> int | None:
-    """Returns the length of equal runs for these cuts. None: they are impossible or need too much padding.
-
-    `numels` are the lengths of the unpadded runs. A run in the middle of a tensor cannot be padded.
-    """
+    """Returns the length of equal runs for these cuts. None: they are impossible or need too much padding."""
     longest = max(numels)
+    # A run in the middle of a tensor cannot be padded.
     middles = (cut.ends[at] - cut.ends[at - 1] for cut in cuts for at in range(1, len(cut.ends) - 1))
     fit = all(numel % UNSHARDED_ALIGNMENT == 0 for numel in numels) and all(middle == longest for middle in middles)
     return longest if fit and longest <= even_share(sum(numels), len(numels)) * (1 + MOST_PADDING) else None

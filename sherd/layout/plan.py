@@ -209,10 +209,7 @@ class _Line:
         return self._bounds_near(shares, longest) or self._bounds_near(full, longest)
 
     def _bounds_near(self, aims: list[int], longest: int) -> list[int] | None:
-        """Returns ends of runs at the first allowed cuts from `aims` on, or earlier where a run would be too long.
-
-        None: the runs do not reach the end of the line.
-        """
+        """Returns ends of runs at the first cuts from `aims` on, or earlier for long runs. None: the line is longer."""
         bounds, bound = [], 0
         for aim in aims:
             bound = min(self._cut_at_most(bound + longest), self._cut_at_least(aim))

@@ -77,10 +77,7 @@ def total(held: Held) -> int:
 
 
 def held_by_optimizer(state: Mapping[torch.Tensor, object], device: torch.device) -> dict[int | None, Held]:
-    """Returns the storages of an optimizer's tensors on `device`, by the id of the unit that owns their parameter.
-
-    State of parameters that no unit owns is under None. A storage counts once.
-    """
+    """Returns the storages of an optimizer's tensors by the id of the parameter's unit, None for no unit."""
     by_owner: dict[int | None, Held] = {}
     seen: set[int] = set()
     for parameter, values in state.items():

@@ -189,11 +189,9 @@ def _recut(local: torch.Tensor, layout: Layout, cut: Runs, shape: Shape) -> Ragg
 
 @SHARDED.answers("view_as_real")
 def chunk_as_pairs(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns a view of this rank's chunk.
-
-    torch replicates a tensor that is sharded on its last dim, as a vector is, and makes pairs of the copy. Adam would
-    step the copy, and train nothing.
-    """
+    """Returns a view of this rank's chunk."""
+    # torch replicates a tensor that is sharded on its last dim, as a vector is, and makes pairs of the copy: Adam would
+    # step the copy, and train nothing.
     tensor = args[0]
     local, spec = func(local_tensor(tensor)), spec_of(tensor)
     shape, strides = torch.Size((*tensor.shape, 2)), (*(2 * stride for stride in spec.stride), 1)
@@ -205,10 +203,7 @@ def chunk_as_pairs(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers("copy_")
 def copy_into(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Copy a tensor of the same layout, this rank's run of a tensor that every rank holds unsharded, or one value.
-
-    A DTensor of torch, which `load_state_dict` may bring, is gathered first.
-    """
+    """Copy a tensor of the same layout, this rank's run of a tensor that every rank holds unsharded, or one value."""
     target, source, *rest = args
     if not isinstance(target, RaggedDTensor):
         raise PlacementError(f"{name_of(func)}: a ragged tensor cannot be copied into a tensor that is not; {WAYS_OUT}")
@@ -221,6 +216,7 @@ def copy_into(func: Aten, args: Args, kwargs: Kwargs) -> object:
         is_dtensor = isinstance(source, DTensor)
         if tuple(source.shape) != layout.shape or (is_dtensor and source.device_mesh != layout.mesh):
             raise mixed(func, layout, source)
+        # `load_state_dict` may bring a DTensor of torch, which is gathered.
         run = piece_of(source.full_tensor() if is_dtensor else source, layout)
     func(local_tensor(target), run, *rest, **kwargs)
     return target

@@ -176,13 +176,11 @@ _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Have a shadow step in the optimizer's place.
-
-    The first step, which makes the state, and a step with a closure, which makes gradients, are the optimizer's own.
-    """
+    """Have a shadow step in the optimizer's place."""
+    # A closure, the second argument, makes gradients: such a step is the optimizer's own.
     if type(optimizer) not in STEPPED or len(args) > 1 or kwargs or torch.compiler.is_compiling():
         return None
-    if optimizer not in _stepped:
+    if optimizer not in _stepped:  # its first step, which makes the state, is its own
         _stepped.add(optimizer)
         return None
     if not any(isinstance(each, OwnDTensor) for each in _params_of(optimizer)):

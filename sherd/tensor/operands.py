@@ -98,10 +98,7 @@ def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
 
 
 def lone_value(value: object) -> torch.Tensor | None:
-    """Returns the value of a scalar, or of a replicated DTensor that is an expanded scalar; None for anything else.
-
-    The value has a dim if the tensor has one, so that dtypes are promoted as torch promotes them.
-    """
+    """Returns the value of a scalar, or of a replicated DTensor that is an expanded scalar; None for anything else."""
     if not isinstance(value, DTensor):
         return value if isinstance(value, torch.Tensor) and value.ndim == 0 else None
     if not all(placement.is_replicate() for placement in value.placements):
@@ -110,6 +107,7 @@ def lone_value(value: object) -> torch.Tensor | None:
     if not local.ndim:
         return local
     is_one = local.numel() == 1 or (local.numel() and not any(local.stride()))
+    # The value has a dim, as the tensor has, so that torch promotes dtypes in the same way.
     return local[(0,) * local.ndim].reshape(1) if is_one else None
 
 
@@ -190,6 +188,10 @@ def on_owner(func: Aten, args: Args, kwargs: Kwargs) -> object:
     def shape_only(value: RaggedDTensor) -> torch.Tensor:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
+    def unsharded_at_owner(value: RaggedDTensor) -> torch.Tensor:
+        local = local_tensor(value)
+        return local if local.shape == value.shape else local.view(value.shape)
+
     refuse_plain_out(func, kwargs, layout)
     meta_args, meta_kwargs = with_changed(operands(shape_only), torch.Tensor, lambda value: value.to("meta"))
     try:
@@ -198,7 +200,7 @@ def on_owner(func: Aten, args: Args, kwargs: Kwargs) -> object:
         raise unknown(func, layout, "the shape of its result depends on the values") from error
     result = inferred
     if layout.rank == layout.owner:
-        full_args, full_kwargs = operands(_unsharded_at_owner)
+        full_args, full_kwargs = operands(unsharded_at_owner)
         result = func(*full_args, **full_kwargs)
     if "out" in kwargs:
         return kwargs["out"]
@@ -207,11 +209,6 @@ def on_owner(func: Aten, args: Args, kwargs: Kwargs) -> object:
         become_view(args[0], func, args, kwargs, local_tensor(placed), spec_of(placed))
         return args[0]
     return args[0] if is_in_place(func) else _placed(result, inferred, layout, func)
-
-
-def _unsharded_at_owner(value: RaggedDTensor) -> torch.Tensor:
-    local = local_tensor(value)
-    return local if local.shape == value.shape else local.view(value.shape)
 
 
 def _placed(result: Any, inferred: object, layout: Layout, func: Aten) -> Any:

@@ -69,21 +69,16 @@ def _class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
 
 
 def _picked(value: object, chosen: list[int], length: int, is_plain: bool) -> object:
-    """Returns the chosen items of a list of `length`, and any other value unchanged.
-
-    Plain tensors (`is_plain`) cannot meet a replicated DTensor: they get its number.
-    """
+    """Returns the chosen items of a list of `length`, and any other value unchanged."""
     if isinstance(value, list | tuple) and len(value) == length:
         return [value[index] for index in chosen]
+    # Plain tensors cannot meet a replicated DTensor, only its number.
     one = lone_value(value) if is_plain else None
     return value if one is None else one
 
 
 def _on_pieces(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Compute on lists of this rank's pieces, if tensors that meet have the same places.
-
-    The tensors of the first list are of one class of ours.
-    """
+    """Compute on lists of this rank's pieces, if tensors that meet have the same places."""
     first = first_list(args)
     otherwise = _on_runs if isinstance(first[0], RaggedDTensor) else by_torch
     places = list(map(places_at, first))

@@ -316,10 +316,7 @@ class Layout(Places):
 
     @property
     def part_placements(self) -> tuple[Placement, ...]:
-        """The placements of the tensor once its runs are gathered.
-
-        They are torch's own, except for a flat parameter over tensor parallelism.
-        """
+        """The placements once the runs are gathered: torch's own, except for a flat parameter with tensor axes."""
         return tuple(Replicate() if axis in self.ragged else each for axis, each in enumerate(self.placements))
 
     def owned_cut(self, shape: Shape) -> Runs:

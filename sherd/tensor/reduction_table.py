@@ -135,10 +135,7 @@ def held_of(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def wide(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Returns the dtype in which ranks send their parts of a sum: one in which the sum loses no more than on one rank.
-
-    On devices without float64 parts are rounded to float32.
-    """
+    """Returns the dtype in which ranks send parts of a sum: the widest of the device, so that the sum loses little."""
     if dtype.is_complex:
         return torch.complex128 if device.type not in WITHOUT_FLOAT64 else torch.complex64
     if dtype.is_floating_point:

@@ -39,10 +39,7 @@ OfAll = Callable[[Aten, torch.Tensor, Layout, Kwargs], torch.Tensor]
 
 
 def answers_for_all(*names: str) -> Callable[[OfAll], OfAll]:
-    """Let a function reduce all elements: from this rank's run, the layout and the keywords to the value.
-
-    The owner answers a reduction over some dims only, which gives more than one value.
-    """
+    """Let a function reduce all elements: from this rank's run, the layout and the keywords to the value."""
 
     def enter(reduce: OfAll) -> OfAll:
         @answers(*names)
@@ -57,7 +54,7 @@ def answers_for_all(*names: str) -> Callable[[OfAll], OfAll]:
                 return on_runs(func, args, kwargs)  # an empty list means no dim to these two, and all dims to others
             # max.dim and min.dim also return indices.
             if func.name() in ("aten::max.dim", "aten::min.dim") or not _covers(dim, layout):
-                return on_owner(func, args, kwargs)
+                return on_owner(func, args, kwargs)  # a reduction over some dims gives more than one value
             _require_accepted(func, tensor, rest, kwargs)
             return _answer(reduce(func, local_tensor(tensor), layout, kwargs), layout, bool(options.get("keepdim")))
 
@@ -235,10 +232,7 @@ def _by_axes(tensors: Sequence[OwnDTensor]) -> dict[Places, list[int]]:
 
 
 def norms(tensors: Sequence[OwnDTensor], power: float, dtype: torch.dtype | None, layout: Places) -> list[torch.Tensor]:
-    """Returns the p-norm of each tensor, in `dtype` (None: its own), with one all-reduce per mesh axis.
-
-    All tensors are sharded over the same axes as `layout`.
-    """
+    """Returns the p-norm of each tensor in `dtype` (None: its own); all are sharded over the same axes as `layout`."""
     locals_ = list(map(local_tensor, tensors))
     if any(places.is_of_vectors for places in set(map(places_at, tensors))):
         locals_ = [_counted(local, places_at(each)) for local, each in zip(locals_, tensors, strict=True)]

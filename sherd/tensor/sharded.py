@@ -136,12 +136,9 @@ def sharded_dtensor(local: torch.Tensor, spec: DTensorSpec) -> ShardedDTensor:
 
 
 def rest_on(tensor: DTensor, local: torch.Tensor) -> None:
-    """Make `local` the memory of `tensor`, which stays the same object.
-
-    A DTensor of torch, which a user has loaded or swapped in, becomes a `ShardedDTensor`.
-    """
+    """Make `local` the memory of `tensor`, which stays the same object."""
     replace_local_tensor(tensor, local)
-    if type(tensor) is DTensor:
+    if type(tensor) is DTensor:  # torch's own, which a user loads or swaps in
         replace_class(tensor, ShardedDTensor, places_of(spec_of(tensor)).spec(local.dtype))
 
 

@@ -61,10 +61,7 @@ def kind_of(
 
 
 def elementwise_keys(states: Iterable[tuple[torch.Tensor, State]]) -> set[str]:
-    """Returns the keys under which parameters with dims keep tensors with dims.
-
-    They tell more about the state of a scalar than the names of keys do.
-    """
+    """Returns the keys of tensors with dims of parameters with dims. They hold elements of scalar parameters, too."""
     return {
         key
         for parameter, state in states

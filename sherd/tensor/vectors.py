@@ -71,10 +71,9 @@ class VectorShard(UnevenShard):
 
 
 def counted(vectors: Mapping[int, VectorShard], run: Extent, coordinate: Sequence[int]) -> tuple[Extent, ...] | None:
-    """Returns the extents of `run`, counted from its start, that a reduction counts on this rank. None: the whole run.
+    """Returns the extents of `run`, this rank's part of the vector, that a reduction counts here. None: the whole run.
 
-    `run` is this rank's part of the vector, `vectors` are the placements by mesh axis. Elements that the first rank of
-    an axis has too are left out.
+    They leave out elements that the first rank of an axis has too, and are counted from the start of the run.
     """
     copies = [run.intersect(copy) for axis, vector in vectors.items() if coordinate[axis] for copy in vector.copies]
     if not any(copy.numel for copy in copies):

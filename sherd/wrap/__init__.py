@@ -40,10 +40,7 @@ class _Policy(Protocol):
 
     @abstractmethod
     def _run_policy(self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Kwargs) -> Chosen:
-        """Returns the modules below `root_module` that become units, with their arguments.
-
-        The arguments start from `root_kwargs`, those of the root. The root and `ignored_modules` need no answer.
-        """
+        """Returns the modules below the root that become units, with arguments that start from `root_kwargs`."""
 
 
 WrapPolicy: TypeAlias = "_Policy | Callable[..., bool]"

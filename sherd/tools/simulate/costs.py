@@ -50,10 +50,7 @@ class Ranks:
 
 
 def op_seconds(op: Op, device: Device) -> float:
-    """Returns the seconds of `op` on `device`, without the host's time to queue it.
-
-    Timed operations of the same name and dtype decide, if the device has any.
-    """
+    """Returns the seconds of `op` on `device`, without the host's time to queue it."""
     timed = device.timed.get(f"{op.name.removeprefix('aten.')}.{op.dtype}")
     if timed:
         return _seconds_like(op, timed, device)
@@ -93,10 +90,8 @@ def _seconds_like(op: Op, timed: Sequence[Timed], device: Device) -> float:
 
 
 def waited(computed: float, skew: float) -> float:
-    """Returns the seconds for which ranks wait for the slowest, after computing for `computed` seconds.
-
-    They are `skew` after 1 ms, and grow with the root of time, like the sum of many small delays.
-    """
+    """Returns the seconds for which ranks wait for the slowest, after computing for `computed` seconds."""
+    # They are `skew` after 1 ms, and grow with the root of time, like the sum of many small delays.
     return skew * sqrt(computed * 1e3)
 
 

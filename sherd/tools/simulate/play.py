@@ -320,10 +320,8 @@ class _Player:
                 self._landed = self.clock.start(Lane.COPY, "copy", unit, seconds, sizes.gradients, after=end)
 
     def _do_together(self, lane: Lane, name: str, kind: str, unit: int, parts: Sequence[tuple[Group, int]]) -> None:
-        """Do the collectives of a unit's groups without streams.
-
-        They are queued and waited for together, so those of the same ranks take as long as one of all their bytes.
-        """
+        """Do the collectives of a unit's groups without streams."""
+        # They are queued and waited for together, so those of the same ranks take as long as one of all their bytes.
         total: Counter[Group] = Counter()
         for group, nbytes in parts:
             total[group] += nbytes

@@ -86,14 +86,12 @@ class Peak:
 
 
 class Meter:
-    """The memory meter: adds up bytes that come and go, in the order of the host's calls, as an allocator does.
-
-    `changes` are all changes since the step began; the first ones are the bytes that were there before.
-    """
+    """The memory meter: adds up bytes that come and go, in the order of the host's calls, as an allocator does."""
 
     def __init__(self) -> None:
         self.now = 0
         self.changes: list[Change] = []
+        """All changes since the step began, after the bytes that were there before."""
         self._peak = 0
         self._num_to_peak = 0
         self._moment = ""
