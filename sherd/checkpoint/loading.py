@@ -19,7 +19,7 @@ from sherd.checkpoint.catalog import Catalog, Entry, Groups, Member, ParamGroup,
 from sherd.checkpoint.relayout import around, full_of, laid_out
 from sherd.engine import watcher
 from sherd.errors import OptimStateError
-from sherd.tensor.local_step import ELEMENTWISE
+from sherd.tensor.optimizers import ELEMENTWISE
 from sherd.tensor.ragged import local_part
 from sherd.tensor.span import Span
 from sherd.tensor.state_kind import State, StateKind, kind_of

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from sherd.engine.run.sharded_access import met_a_shard as met_a_shard
     from sherd.engine.run.sizes import sizes_of as sizes_of
     from sherd.engine.run.unit import Unit as Unit
+    from sherd.engine.state.fetching import fetch_into as fetch_into
     from sherd.engine.state.flat import FlatParameter as FlatParameter
     from sherd.engine.state.group import Group as Group
-    from sherd.engine.state.offload import fetch_into as fetch_into
     from sherd.engine.state.optimizers import watcher as watcher
     from sherd.engine.state.ownership import Belongings as Belongings
     from sherd.engine.state.ownership import Found as Found
@@ -42,7 +42,7 @@ _HOMES = {
     "adopt_changes": "make.adoption",
     "copy_out": "moves.buffer_views",
     "deep_copied": "make.copying",
-    "fetch_into": "state.offload",
+    "fetch_into": "state.fetching",
     "make_unit": "make.build",
     "met_a_shard": "run.sharded_access",
     "sizes_of": "run.sizes",

@@ -301,14 +301,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def own_view(part: torch.Tensor) -> torch.Tensor:
     """Returns `part`, uncopied, as a tensor at the beginning of a storage of its own.
 
-    Saving a view would save its neighbours in the buffer, too, and torch cannot save a DTensor whose local tensor has
-    an offset. The view goes through DLPack, as bytes, so that any dtype is possible; through its capsule, for
-    `Tensor.__dlpack_device__` does not know the devices that other packages add to torch.
+    A file with a view would hold its neighbours in the buffer, too, and torch cannot save a DTensor whose local tensor
+    has an offset.
     """
     if part.is_meta or type(part) is not torch.Tensor:
         return part
     if part.numel() == 0:
         return torch.empty_like(part)
+    # As bytes, so that any dtype is possible. Through the capsule, for `Tensor.__dlpack_device__` does not know devices
+    # that other packages add to torch.
     return from_dlpack(to_dlpack(part.view(torch.uint8))).view(part.dtype)
 
 

@@ -1,7 +1,7 @@
-"""Spans: neighbouring shards of a buffer as one vector. Parameters, gradients and states lie alike.
+"""Spans: neighbouring shards of a buffer as one vector.
 
 shard buffer     | w1 | w2 | w3 | . | b1 | b2 | n |
-spans            |    span 0    |   |    span 1   |
+spans            |    span 0    |   |    span 1   |      parameters, gradients and states lie alike
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Span:
 
     @property
     def gaps(self) -> list[Extent]:
-        """The extents between members, which belong to no member."""
-        members = sorted((extent for extent in self.extents if extent.numel), key=lambda extent: extent.start)
-        return [Extent(one.stop, other.start - one.stop) for one, other in pairwise(members) if one.stop < other.start]
+        """The extents between members."""
+        in_order = sorted((extent for extent in self.extents if extent.numel), key=lambda extent: extent.start)
+        return [Extent(one.stop, other.start - one.stop) for one, other in pairwise(in_order) if one.stop < other.start]
 
     def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Returns the members' parts of `vector`, 1-D and uncopied."""

@@ -34,7 +34,7 @@ class Aten(Protocol):
 Operation = Callable[[Aten, Args, Kwargs], object]
 Answer = TypeVar("Answer", bound=Operation)
 
-FILES = ("elementwise", "local_step", "operands", "optimizers", "reductions")
+FILES = ("elementwise", "operands", "optimizers", "reductions")
 """The files of this folder that answer operations. They are loaded when the first operation is looked up."""
 
 

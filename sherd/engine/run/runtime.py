@@ -33,8 +33,7 @@ from sherd.comm.agreement import in_short
 from sherd.engine.moves.arrivals import GradientObserver
 from sherd.engine.moves.saved import begin_watching, end_watching
 from sherd.engine.moves.selfgather import require_can_gather_itself
-from sherd.engine.moves.unsharded_buffer import IS_TRAINED
-from sherd.engine.moves.weights import STAND
+from sherd.engine.moves.weights import IS_TRAINED, STAND
 from sherd.engine.run.overseer import overseers_of
 from sherd.engine.run.tape import Observer, Tape
 from sherd.engine.run.unit import Unit

@@ -26,9 +26,8 @@ from sherd.engine.moves.selfgather import SelfGatheredWeights
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.backward import Backward
 from sherd.engine.state.compared import Compared
-from sherd.engine.state.group import Group
-from sherd.engine.state.grouping import batches_of
-from sherd.engine.state.offload import RestingPlace
+from sherd.engine.state.fetching import RestingPlace
+from sherd.engine.state.group import Group, batches_of
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import UNIT
 from sherd.engine.state.parameter import ShardedParameter, notice_replaced
