@@ -32,7 +32,7 @@ from sherd._torch import gradients_of, hooked_step, local_gradients, local_tenso
 from sherd.engine import Group, ShardedParameter, Unit
 from sherd.errors import OptimizerError, PolicyTypeError
 from sherd.layout.extent import Extent
-from sherd.tensor.local_step import ELEMENTWISE, are_same
+from sherd.tensor.optimizers import ELEMENTWISE, are_same
 from sherd.tensor.placement import in_dtype
 from sherd.tensor.ragged import as_dtensor, local_part, own_view
 from sherd.tensor.span import Span
