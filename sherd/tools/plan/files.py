@@ -1,6 +1,6 @@
-"""Timelines and searches as JSON: `sherd-timeline/1` and `sherd-search/1`. Reading is strict, and knows no torch.
+"""Timelines and searches as JSON: `sherd-timeline/1` and `sherd-search/1`. Reading is strict, and loads no torch.
 
-A record is an object of its fields, and many records of a kind are a table, as in
+A record is an object of its fields, and a tuple of records is a table, as in
 
     {"format": "sherd-timeline/1", "spans": {"columns": ["lane", "name", ...], "rows": [["compute", "forward", ...]]}}
 """
@@ -38,7 +38,7 @@ def from_json(text: str) -> Timeline:
     """Returns the timeline that `to_json` wrote.
 
     Raises:
-        InputError: `text` is none. The message is one line, and names the field.
+        InputError: `text` is no timeline. The message is one line, and names the field.
     """
     timeline = _read_as(Timeline, text)
     units = range(-1, len(timeline.units))
