@@ -22,10 +22,9 @@ from sherd.tools.plan.plan import num_samples, resized_batch
 from sherd.tools.plan.planner import Training
 from sherd.tools.plan.reading import own_or_usual_loss
 from sherd.tools.simulate.sharded import Optimizer
-from sherd.train.config import SECTIONS, Config
+from sherd.train.config import SECTIONS, Config, read_tree
 from sherd.train.models import Decoder
 from sherd.train.parallel import on_meta
-from sherd.train.trees import read_tree
 
 __all__ = ["Planned", "model_from", "token_batch", "trained"]
 
