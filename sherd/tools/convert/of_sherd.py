@@ -23,7 +23,7 @@ from sherd.tools.convert.contents import Contents, Read, Spec, in_files
 
 FORMAT = "sherd"
 FILE_BYTES = 4 << 30
-"""A file takes no further tensor once it has as many bytes."""
+"""The most bytes of a file with several tensors."""
 
 _STEP = re.compile(r"step-(\d{8,})")
 FILE = re.compile(r"[0-9a-f]{8,}-\d{5,}\.safetensors(\.part.*)?")
@@ -34,10 +34,10 @@ class SherdSource:
     """A checkpoint of sherd.
 
     Args:
-        path: its folder, or the folder of several, of which that of the last step is meant.
+        path: the folder of a checkpoint, or of several: then the last step's is opened.
 
     Raises:
-        CheckpointError: there is none, or its manifest is damaged.
+        CheckpointError: there is no checkpoint, or its manifest is damaged.
     """
 
     format = FORMAT
@@ -53,17 +53,17 @@ class SherdSource:
         self.contents = Contents(specs, manifest.aliases, manifest.values, manifest.step, manifest.user)
 
     def read_into(self, name: str, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        """Fill `target` with `part` of the tensor `name`. Raises CheckpointError if a block is not what was written."""
+        """Fill `target` with `part` of the tensor `name`. Raises CheckpointError if a block's checksum is wrong."""
         read_into(self.opened, name, part, target, most_bytes)
 
     def notes(self) -> list[str]:
-        """Returns who has saved it, and when."""
+        """Returns who saved the checkpoint, and when."""
         manifest = self.opened.manifest
         return [f"saved by {manifest.world_size} ranks at {manifest.saved}, in {len(manifest.files)} files"]
 
     def pieces(self) -> Mapping[str, int]:
-        """Returns in how many pieces tensors lie, where it is more than one."""
-        counted = {name: sum(1 for _ in each.pieces()) for name, each in self.opened.manifest.tensors.items()}
+        """Returns by name the number of pieces of each tensor that lies in several."""
+        counted = {name: sum(1 for _ in entry.pieces()) for name, entry in self.opened.manifest.tensors.items()}
         return {name: number for name, number in counted.items() if number > 1}
 
     def close(self) -> None:
@@ -72,13 +72,13 @@ class SherdSource:
 
 
 def folder_of(path: Path) -> Path:
-    """Returns the folder of a checkpoint: `path`, or that of the last step below it. Raises CheckpointError."""
+    """Returns the folder of a checkpoint: `path`, or the last step's below it. Raises CheckpointError."""
     if (path / MANIFEST).exists() or _STEP.fullmatch(path.name):
         return path
-    steps = [each for each in path.glob("step-*") if _STEP.fullmatch(each.name) and (each / MANIFEST).exists()]
+    steps = [step for step in path.glob("step-*") if _STEP.fullmatch(step.name) and (step / MANIFEST).exists()]
     if not steps:
         raise CheckpointError(f"{path} holds no checkpoint of sherd: neither {MANIFEST} nor step-00000000/{MANIFEST}")
-    return max(steps, key=lambda each: int(each.name.removeprefix("step-")))
+    return max(steps, key=lambda step: int(step.name.removeprefix("step-")))
 
 
 def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
@@ -89,21 +89,19 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
     files: list[File] = []
     entries: dict[str, Entry] = {}
     for names in in_files(contents.tensors, FILE_BYTES):
-        for each in names:
-            spec = contents.tensors[each]
-            entries[each] = Entry(spec.dtype, spec.shape, Grid(len(files)))
-        inside = {
-            each: Content(contents.tensors[each].dtype, contents.tensors[each].shape, partial(read, each))
-            for each in names
-        }
-        files.append(write_file(place, file_name(save_id, len(files)), inside))
+        tensors: dict[str, Content] = {}
+        for name in names:
+            spec = contents.tensors[name]
+            entries[name] = Entry(spec.dtype, spec.shape, Grid(len(files)))
+            tensors[name] = Content(spec.dtype, spec.shape, partial(read, name))
+        files.append(write_file(place, file_name(save_id, len(files)), tensors))
     manifest = Manifest(
         step=step,
         save_id=save_id,
         saved=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         world_size=1,
         files=tuple(files),
-        tensors={each: entries[each] for each in contents.tensors},
+        tensors=entries,
         aliases=contents.aliases,
         values=contents.values,
         user=contents.user,
