@@ -86,11 +86,31 @@ class Lazy(Protocol):
         """
 
 
-class Source(Protocol):
-    """A checkpoint that is open for reading."""
+class Source:
+    """A checkpoint that is open for reading.
 
-    format: str
-    contents: Contents
+    Args:
+        format: the name of the format.
+        tensors: the tensors.
+        rest: the other contents of the checkpoint, whose own `tensors` are not used.
+        close: closes all files.
+        notes: what a user should know of this checkpoint, in sentences.
+        pieces: by name, the number of pieces of each tensor that lies in several.
+    """
+
+    def __init__(
+        self,
+        format: str,
+        tensors: Mapping[str, Lazy],
+        rest: Contents,
+        close: Callable[[], None] = lambda: None,
+        notes: Sequence[str] = (),
+        pieces: Mapping[str, int] | None = None,
+    ) -> None:
+        self.format, self.close, self._tensors = format, close, tensors
+        specs = {name: lazy.spec for name, lazy in tensors.items()}
+        self.contents = Contents(specs, rest.aliases, rest.values, rest.step, rest.user)
+        self._notes, self._pieces = list(notes), dict(pieces or {})
 
     def read_into(self, name: str, part: Box, target: torch.Tensor, most_bytes: int) -> None:
         """Fill `target` with `part` of the tensor `name`, as `Lazy.read_into` does.
@@ -98,15 +118,15 @@ class Source(Protocol):
         Raises:
             CheckpointError: a file is missing or damaged.
         """
+        self._tensors[self.contents.aliases.get(name, name)].read_into(part, target, most_bytes)
 
     def notes(self) -> list[str]:
         """Returns what a user should know of this checkpoint, in sentences."""
+        return self._notes
 
     def pieces(self) -> Mapping[str, int]:
         """Returns by name the number of pieces of each tensor that lies in several."""
-
-    def close(self) -> None:
-        """Close all files."""
+        return self._pieces
 
 
 Read = Callable[[str], Iterator[memoryview]]
@@ -161,45 +181,6 @@ class Pieced:
             if shared is not None:
                 offsets = tuple(at - first for at, first in zip(shared.offsets, box.offsets, strict=True))
                 piece.read_into(Box(offsets, shared.sizes), target[shared.within(part)], most_bytes)
-
-
-class LazySource:
-    """A source whose tensors are `Lazy`, by name.
-
-    Args:
-        format: the name of the format.
-        tensors: the tensors.
-        rest: the other contents of the checkpoint, whose own `tensors` are not used.
-        close: is called by `close`.
-        notes: what a user should know.
-        pieces: the number of pieces of each tensor that lies in several.
-    """
-
-    def __init__(
-        self,
-        format: str,
-        tensors: Mapping[str, Lazy],
-        rest: Contents,
-        close: Callable[[], None] = lambda: None,
-        notes: Sequence[str] = (),
-        pieces: Mapping[str, int] | None = None,
-    ) -> None:
-        self.format, self._tensors = format, tensors
-        specs = {name: lazy.spec for name, lazy in tensors.items()}
-        self.contents = Contents(specs, rest.aliases, rest.values, rest.step, rest.user)
-        self.close, self._notes, self._pieces = close, list(notes), dict(pieces or {})
-
-    def read_into(self, name: str, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        """Fill `target` with `part` of the tensor `name`."""
-        self._tensors[self.contents.aliases.get(name, name)].read_into(part, target, most_bytes)
-
-    def notes(self) -> list[str]:
-        """Returns what a user should know of this checkpoint."""
-        return self._notes
-
-    def pieces(self) -> Mapping[str, int]:
-        """Returns by name the number of pieces of each tensor that lies in several."""
-        return self._pieces
 
 
 def in_files(tensors: Mapping[str, Spec], most_bytes: int) -> Iterator[list[str]]:

@@ -13,14 +13,14 @@ from sherd.checkpoint.tensor_bytes import DTYPES
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, whole
 from sherd.layout.extent import Extent
-from sherd.tools.convert.contents import Contents, Lazy, LazySource, Named, Pieced, Source, Spec
+from sherd.tools.convert.contents import Contents, Lazy, Named, Pieced, Source, Spec
 from sherd.tools.convert.mapping import Rule, each_match, filled, matcher
 from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, references
 
 T = TypeVar("T")
 
 
-class Mapped(LazySource):
+class Mapped(Source):
     """A source after rules.
 
     Args:

@@ -23,7 +23,7 @@ from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, overlapping
 from sherd.storage.place import Readable
 from sherd.storage.places import Disk, read_file
-from sherd.tools.convert.contents import Contents, LazySource, Pieced, Read, Spec, open_file, path_inside
+from sherd.tools.convert.contents import Contents, Pieced, Read, Source, Spec, open_file, path_inside
 from sherd.tools.convert.of_torch import Range, Strided, TorchFile, save
 from sherd.tools.convert.pickles import Dict, Inert, UnknownName, Unpickler, inert
 from sherd.tools.convert.state_trees import Pending, collected, left_out_of_tree, tree_of
@@ -71,14 +71,12 @@ class _Files:
         self._open: dict[Path, Readable] = {}
 
     def open(self, name: object) -> Readable:
-        """Returns the file `name`. Raises CheckpointError if it cannot be read, or is outside of the folder."""
         path = path_inside(self.folder, name, str(self.folder / METADATA))
         if path not in self._open:
             self._open[path] = open_file(path)
         return self._open[path]
 
     def close(self) -> None:
-        """Close all files."""
         while self._open:
             self._open.popitem()[1].close()
 
@@ -94,7 +92,6 @@ class _Item:
     nbytes: Any
 
     def tree(self) -> Any:
-        """Returns the object. Raises CheckpointError."""
         if type(self.start) is not int or type(self.nbytes) is not int:
             raise CheckpointError(f"{self.files.folder / METADATA}: the place of {self.name} is no number")
         return TorchFile(Range(self.files.open(self.file), self.start, self.nbytes)).tree
@@ -228,7 +225,7 @@ def _listed(tree: Any) -> Any:
     return [values[number] for number in range(len(values))] if is_list else values
 
 
-def read(path: Path) -> LazySource:
+def read(path: Path) -> Source:
     """Returns the folder at `path`, open for reading. Raises CheckpointError."""
     files = _Files(path)
     try:

@@ -26,7 +26,7 @@ from sherd.checkpoint.tensor_bytes import DTYPES
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, spans, whole
 from sherd.storage.places import read_file
-from sherd.tools.convert.contents import MODEL, Lazy, LazySource, Spec
+from sherd.tools.convert.contents import MODEL, Lazy, Source, Spec
 from sherd.tools.convert.of_torch import Strided, TorchFile, opened
 from sherd.tools.convert.pickles import Inert
 from sherd.tools.convert.state_trees import Collected, is_lazy
@@ -142,7 +142,7 @@ def _by_rank(folder: Path, pattern: str) -> list[Path]:
     return [of_rank[rank] for rank in range(len(of_rank))]
 
 
-def read(path: Path) -> LazySource:
+def read(path: Path) -> Source:
     """Returns the checkpoint of ZeRO at `path`, or the latest below it, open for reading. Raises CheckpointError."""
     folder = folder_of(path)
     if folder is None:
@@ -176,6 +176,9 @@ class _Zero(ABC):
     """
 
     vectors: str
+    """The key of a rank's vectors in the optimizer's dict."""
+    base: str
+    """The key of the wrapped torch optimizer's state dict."""
     has_whole_parameters: bool
 
     def __init__(self, optims: Sequence[Mapping[str, Any]], models: Sequence[Mapping[str, Any]]) -> None:
@@ -183,16 +186,12 @@ class _Zero(ABC):
         self.shapes: list[Mapping[str, Any]] = list(models[0]["param_shapes"])
 
     @abstractmethod
-    def bases(self) -> list[Mapping[str, Any]]:
-        """Returns the state dict of the wrapped torch optimizer, by rank."""
-
-    @abstractmethod
     def places(self, number: int) -> Mapping[str, list[tuple[int, int, int]]]:
         """Returns the runs of the parameters of vector `number`: (rank, start, numel) in order."""
 
     @abstractmethod
     def frozen(self, name: str) -> Lazy:
-        """Returns a parameter that is not trained."""
+        """Returns an untrained parameter."""
 
     def tensor(self, name: str, shape: Any, places: list[tuple[int, int, int]], vectors: list[Any]) -> OfRuns:
         """Returns the parameter `name`, or a state of it, from the vectors of all ranks."""
@@ -220,10 +219,8 @@ class _Zero2(_Zero):
     """ZeRO-1 and 2: each rank has a part of each group's vector, and a table of its parameters."""
 
     vectors = "single_partition_of_fp32_groups"
+    base = "base_optimizer_state"
     has_whole_parameters = True
-
-    def bases(self) -> list[Mapping[str, Any]]:
-        return [optim["base_optimizer_state"] for optim in self.optims]
 
     def places(self, number: int) -> Mapping[str, list[tuple[int, int, int]]]:
         places: dict[str, list[tuple[int, int, int]]] = {}
@@ -246,10 +243,8 @@ class _Zero3(_Zero):
     """ZeRO-3: each rank has an equal part of each parameter, padded, one behind the other in its vector."""
 
     vectors = "fp32_flat_groups"
+    base = "optimizer_state_dict"
     has_whole_parameters = False
-
-    def bases(self) -> list[Mapping[str, Any]]:
-        return [optim["optimizer_state_dict"] for optim in self.optims]
 
     def places(self, number: int) -> Mapping[str, list[tuple[int, int, int]]]:
         places, start = {}, 0
@@ -275,7 +270,7 @@ class _Zero3(_Zero):
 def _collected(zero: _Zero, models: Sequence[Mapping[str, Any]]) -> Collected:
     tensors: dict[str, Any] = {}
     state: dict[str, dict[str, Any]] = {}
-    bases = zero.bases()
+    bases = [optim[zero.base] for optim in zero.optims]
     for number, shapes in enumerate(zero.shapes):
         places = zero.places(number)
         states = [base["state"].get(number, {}) for base in bases]

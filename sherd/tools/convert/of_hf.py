@@ -24,9 +24,9 @@ from sherd.storage.safetensors import Stored, header_length, header_of, nbytes_o
 from sherd.tools.convert.contents import (
     MODEL,
     Contents,
-    LazySource,
     Pieced,
     Read,
+    Source,
     Spec,
     in_files,
     open_file,
@@ -81,7 +81,7 @@ def _header(file: Readable) -> tuple[dict[str, Stored], dict[str, str]]:
     return parsed(bytes(text), file.nbytes, file.name)
 
 
-def read(path: Path) -> LazySource:
+def read(path: Path) -> Source:
     """Returns the file, or the folder of files, at `path`, open for reading. Raises CheckpointError."""
     contents, num_files = Collected(), 0
     pieces: dict[str, list[tuple[Box, _InFile]]] = {}

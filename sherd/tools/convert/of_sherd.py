@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from sherd.storage.manifest import MANIFEST, Entry, File, Manifest
 from sherd.storage.opened import Opened
 from sherd.storage.places import place_of
 from sherd.storage.writing import Content, write_file
-from sherd.tools.convert.contents import Contents, Read, Spec, in_files
+from sherd.tools.convert.contents import Contents, Read, Source, Spec, in_files
 
 FORMAT = "sherd"
 FILE_BYTES = 4 << 30
@@ -30,7 +31,19 @@ FILE = re.compile(r"[0-9a-f]{8,}-\d{5,}\.safetensors(\.part.*)?")
 """The names of files of tensors."""
 
 
-class SherdSource:
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of a checkpoint of sherd."""
+
+    opened: Opened
+    name: str
+    spec: Spec
+
+    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        read_into(self.opened, self.name, part, target, most_bytes)
+
+
+class SherdSource(Source):
     """A checkpoint of sherd.
 
     Args:
@@ -40,35 +53,24 @@ class SherdSource:
         CheckpointError: there is no checkpoint, or its manifest is damaged.
     """
 
-    format = FORMAT
-
     def __init__(self, path: Path) -> None:
         self.folder = folder_of(path)
         self.opened = Opened(place_of(self.folder))
         manifest = self.opened.manifest
-        specs = {name: Spec(entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
+        tensors = {
+            name: _Stored(self.opened, name, Spec(entry.dtype, entry.shape)) for name, entry in manifest.tensors.items()
+        }
         wrong = next((item for item, value in manifest.values.items() if not isinstance(value, dict)), None)
         if wrong is not None:
             raise CheckpointError(f"{self.folder}/{MANIFEST}: the values of {wrong} are no object")
-        self.contents = Contents(specs, manifest.aliases, manifest.values, manifest.step, manifest.user)
-
-    def read_into(self, name: str, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        """Fill `target` with `part` of the tensor `name`. Raises CheckpointError if a block's checksum is wrong."""
-        read_into(self.opened, name, part, target, most_bytes)
-
-    def notes(self) -> list[str]:
-        """Returns who saved the checkpoint, and when."""
-        manifest = self.opened.manifest
-        return [f"saved by {manifest.world_size} ranks at {manifest.saved}, in {len(manifest.files)} files"]
+        rest = Contents({}, manifest.aliases, manifest.values, manifest.step, manifest.user)
+        note = f"saved by {manifest.world_size} ranks at {manifest.saved}, in {len(manifest.files)} files"
+        super().__init__(FORMAT, tensors, rest, self.opened.close, [note])
 
     def pieces(self) -> Mapping[str, int]:
         """Returns by name the number of pieces of each tensor that lies in several."""
         counted = {name: sum(1 for _ in entry.pieces()) for name, entry in self.opened.manifest.tensors.items()}
         return {name: number for name, number in counted.items() if number > 1}
-
-    def close(self) -> None:
-        """Close all files."""
-        self.opened.close()
 
 
 def folder_of(path: Path) -> Path:

@@ -29,7 +29,7 @@ from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box
 from sherd.layout.extent import Extent
 from sherd.storage.place import Readable, read_exactly
-from sherd.tools.convert.contents import Contents, LazySource, Read, Spec, open_file
+from sherd.tools.convert.contents import Contents, Read, Source, Spec, open_file
 from sherd.tools.convert.pickles import Dict, Unpickler
 from sherd.tools.convert.state_trees import Pending, collected, left_out_of_tree, tree_of
 
@@ -310,7 +310,7 @@ def opened(path: Path, stubs: tuple[str, ...] = ()) -> TorchFile:
         raise
 
 
-def read(path: Path) -> LazySource:
+def read(path: Path) -> Source:
     """Returns the file at `path`, open for reading. Raises CheckpointError."""
     file = opened(path)
     try:

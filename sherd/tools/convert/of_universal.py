@@ -27,7 +27,7 @@ from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, DTYPES, memory_of
 from sherd.errors import CheckpointError
 from sherd.storage.place import Readable
 from sherd.storage.places import Disk
-from sherd.tools.convert.contents import MODEL, Contents, LazySource, Read, Spec
+from sherd.tools.convert.contents import MODEL, Contents, Read, Source, Spec
 from sherd.tools.convert.of_deepspeed import MODEL_FILE, MODEL_FILES, OfRuns, Run, Wrong, folder_of, reading
 from sherd.tools.convert.of_torch import Strided, TorchFile, save
 from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, Collected, Pending, tree_of
@@ -69,7 +69,7 @@ class _Rested(Readable):
         """Nothing is open."""
 
 
-def read(path: Path) -> LazySource:
+def read(path: Path) -> Source:
     """Returns the universal checkpoint at `path`, open for reading. Raises CheckpointError."""
     folder = _folder_of(path)
     if folder is None:

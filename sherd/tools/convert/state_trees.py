@@ -12,7 +12,7 @@ from sherd.checkpoint.tensor_bytes import DTYPES, dtype_name
 from sherd.checkpoint.tree import decoded, encoded
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import whole
-from sherd.tools.convert.contents import MODEL, OPTIMIZER, Contents, Lazy, LazySource, Spec
+from sherd.tools.convert.contents import MODEL, OPTIMIZER, Contents, Lazy, Source, Spec
 
 MODELS = (MODEL, "module", "model_state_dict", "state_dict")
 OPTIMIZERS = (OPTIMIZER, "optim", "optimizer_state_dict", "optim_state_dict")
@@ -45,10 +45,10 @@ class Collected:
         self.notes: list[str] = []
         self.step: int | None = None
 
-    def source(self, format: str, close: Callable[[], None], pieces: Mapping[str, int] | None = None) -> LazySource:
+    def source(self, format: str, close: Callable[[], None], pieces: Mapping[str, int] | None = None) -> Source:
         """Returns the source with these contents."""
         rest = Contents({}, self.aliases, self.values, self.step)
-        return LazySource(format, self.tensors, rest, close, self.notes, pieces)
+        return Source(format, self.tensors, rest, close, self.notes, pieces)
 
     def encode(self, value: object, path: str) -> Any:
         """Returns `value` as JSON, and adds its tensors, but those without dims, to the contents."""

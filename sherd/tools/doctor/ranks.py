@@ -123,23 +123,20 @@ def collective(transport: Transport, what: str, size: int, number: int) -> Calla
 def _seconds(transport: Transport, what: str, size: int) -> float:
     """Returns the slowest rank's seconds of one collective."""
     call = collective(transport, what, size, dist.get_world_size())
-    times: list[float] = all_gather_objects(_mean_time(call, REPEATED[size], device()), f"the times of {what}")
-    return max(times)
 
+    def wait() -> None:
+        if device().type != "cpu":
+            torch.accelerator.synchronize()
 
-def _mean_time(call: Callable[[], None], repeated: int, at: torch.device) -> float:
     call()
-    _wait_for(at)
+    wait()
     begin = time.perf_counter()
-    for _ in range(repeated):
+    for _ in range(REPEATED[size]):
         call()
-    _wait_for(at)
-    return (time.perf_counter() - begin) / repeated
-
-
-def _wait_for(at: torch.device) -> None:
-    if at.type != "cpu":
-        torch.accelerator.synchronize()
+    wait()
+    mine = (time.perf_counter() - begin) / REPEATED[size]
+    times: list[float] = all_gather_objects(mine, f"the times of {what}")
+    return max(times)
 
 
 def clocks() -> Iterator[Finding]:

@@ -118,7 +118,6 @@ class _Follower(Recorder):
         self._has_raised, self._held = False, Held()
 
     def after_step(self, *_: object) -> None:
-        """Begin the record of the next step."""
         self._look_at_optimizer()
         self.storages.forget()
         self._phase, self._running, self._moment = "", [-1], None
@@ -128,7 +127,7 @@ class _Follower(Recorder):
         return before
 
     def begins(self, event: Event) -> None:
-        """The runtime is about to answer `event`. Each step may exceed the limit once."""
+        # Each step may exceed the limit once.
         self._has_raised = self._has_raised and not begins_step(event)
         super().begins(event)
 
@@ -143,7 +142,6 @@ class _Follower(Recorder):
             raise MemoryLimitError("\n".join([said, *_table(self._held, self._names)]))
 
     def lines(self, running: Running) -> Iterator[str]:
-        """Yields the lines of the note for a MemoryLimitError of this follower."""
         peak, inputs = running.predict(running.settings).timeline.peak, TensorKind.INPUT.value
         # Tensors that are not of this step, as of another model, take as much with other settings.
         others = _of_kind(self._held, inputs) - peak.by_kind.get(inputs, 0)

@@ -353,12 +353,10 @@ class _Shared(SingleCalls):
 
 
 def _on_one_host(group: dist.ProcessGroup, wanted: str) -> Transport:
-    """Returns the transport of CPU ranks on one host where a policy says `wanted`."""
     return _Shared(group) if wanted in ("auto", "shared_memory") else _between_hosts(group, wanted)
 
 
 def _between_hosts(group: dist.ProcessGroup, wanted: str) -> Transport:
-    """Returns the transport of CPU ranks on several hosts where a policy says `wanted`."""
     return Gloo(group) if wanted in ("auto", "gloo") else _TorchOnHost(group)
 
 

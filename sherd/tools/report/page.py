@@ -201,8 +201,14 @@ def _data(steps: Sequence[Timeline], kinds: Mapping[str, int], search: Search | 
     pairs = zip(steps, folded, strict=True)
     lines = [_line(step, memory, lanes, unit, SPANS // len(steps)) for step, memory in pairs]
     seconds = max(step.seconds for step in steps)
-    about = {"kinds": [*kinds], "colors": [*kinds.values()], "unit": unit, "most": most, "seconds": seconds}
-    return {**about, "steps": lines, "search": _points(search) if search else None}
+    data = {"kinds": [*kinds], "colors": [*kinds.values()], "unit": unit, "most": most, "seconds": seconds}
+    if search is None:
+        return {**data, "steps": lines, "search": None}
+    about = f"{len(search.candidates):,} settings by peak memory and step time. Arrow keys go on."
+    front = _front(search)
+    points = [{**asdict(candidate), "pareto": candidate in front} for candidate in search.candidates]
+    found = {"best": search.best, "limit": search.limit_bytes, "about": about, "points": points}
+    return {**data, "steps": lines, "search": found}
 
 
 def _line(timeline: Timeline, folded: Levels, lanes: Sequence[Lane], unit: int, most: int) -> dict[str, object]:
@@ -229,10 +235,3 @@ def _line(timeline: Timeline, folded: Levels, lanes: Sequence[Lane], unit: int, 
         "names": list(place),
         "lanes": [column(lane) for lane in lanes],
     }
-
-
-def _points(search: Search) -> dict[str, object]:
-    about = f"{len(search.candidates):,} settings by peak memory and step time. Arrow keys go on."
-    front = _front(search)
-    points = [{**asdict(candidate), "pareto": candidate in front} for candidate in search.candidates]
-    return {"best": search.best, "limit": search.limit_bytes, "about": about, "points": points}

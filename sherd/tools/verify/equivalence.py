@@ -255,7 +255,6 @@ class _Comparison:
             yield from received
 
     def report(self, against: str) -> EquivalenceReport:
-        """Returns the report."""
         setting = (
             f"{dist.get_world_size()} ranks, {self._place.parts} part(s) of each batch, against {against}; numbers of "
             f"the coarsest dtype are {self._place.eps:.2g} apart"
@@ -315,7 +314,6 @@ def _cut(batch: object, parts: int, number: int) -> dict[int, object]:
 
 
 def _digest(batch: object) -> str:
-    """Returns a hash of all tensors in `batch`."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors_in(batch):
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
