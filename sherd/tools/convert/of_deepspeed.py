@@ -112,6 +112,20 @@ def reading(folder: Path) -> Iterator[Files]:
         raise
 
 
+def add_model(contents: Collected, tensors: Mapping[str, Any], order: Sequence[str], model: Mapping[str, Any]) -> None:
+    """Add `tensors` to `contents`, those in `order` first, with the aliases and the step in `model`, a file's dict."""
+    ordered = {name: tensors[name] for name in order if name in tensors}
+    contents.add_model(ordered | {name: tensor for name, tensor in tensors.items() if name not in ordered})
+    shared = model.get("shared_params") or {}
+    contents.aliases |= {
+        f"{MODEL}/{alias}": f"{MODEL}/{name}"
+        for alias, name in shared.items()
+        if name in tensors and alias not in tensors
+    }
+    step = model.get("global_steps")
+    contents.step = step if type(step) is int and step >= 0 else None
+
+
 def folder_of(path: Path, files: str = MODEL_FILES, latest: str = _LATEST) -> Path | None:
     """Returns the folder that has `files`: `path`, or its subfolder that the file `latest` names."""
     if any(path.glob(files)):
@@ -291,20 +305,12 @@ def _collected(zero: _Zero, models: Sequence[Mapping[str, Any]]) -> Collected:
     left = {name: value for name, value in model["module"].items() if name not in tensors and name not in shared}
     buffers = set(model["buffer_names"])
     tensors |= {name: value for name, value in left.items() if name in buffers or zero.has_whole_parameters}
-    ordered = {name: tensors[name] for name in model["module"] if name in tensors}
     contents = Collected()
-    contents.add_model(ordered | {name: tensor for name, tensor in tensors.items() if name not in ordered})
-    contents.aliases |= {
-        f"{MODEL}/{alias}": f"{MODEL}/{name}"
-        for alias, name in shared.items()
-        if name in tensors and alias not in tensors
-    }
+    add_model(contents, tensors, list(model["module"]), model)
     groups = []
     for group in list(bases[0]["param_groups"]):
         names = [name for number in group.get("params", ()) for name in zero.shapes[number]]
         groups.append({**group, "params": names})
     contents.add_optimizer(state, groups)
-    step = model.get("global_steps")
-    contents.step = step if type(step) is int and step >= 0 else None
     contents.notes.append(f"saved by DeepSpeed {str(model.get('ds_version'))[:30]} on {len(zero.optims)} ranks")
     return contents

@@ -27,8 +27,8 @@ from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, DTYPES, memory_of
 from sherd.errors import CheckpointError
 from sherd.storage.place import Readable
 from sherd.storage.places import Disk
-from sherd.tools.convert.contents import MODEL, Contents, Read, Source, Spec
-from sherd.tools.convert.of_deepspeed import MODEL_FILE, MODEL_FILES, OfRuns, Run, Wrong, folder_of, reading
+from sherd.tools.convert.contents import Contents, Read, Source, Spec
+from sherd.tools.convert.of_deepspeed import MODEL_FILE, MODEL_FILES, OfRuns, Run, Wrong, add_model, folder_of, reading
 from sherd.tools.convert.of_torch import Strided, TorchFile, save
 from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, Collected, Pending, tree_of
 
@@ -76,16 +76,14 @@ def read(path: Path) -> Source:
         raise CheckpointError(f"{path} holds no universal checkpoint of DeepSpeed: no zero/NAME/fp32.pt")
     contents = Collected()
     with reading(folder) as files:
+        model: Mapping[str, Any] = {}
         listed: list[Mapping[str, Any]] = []
         others: dict[str, Any] = {}
-        shared: Mapping[str, str] = {}
         for file in sorted(folder.glob(MODEL_FILES))[:1]:
-            tree = files.tree(file)
-            others = {name: tree["module"][name] for name in tree["buffer_names"] if name in tree["module"]}
-            listed, shared = list(tree["param_shapes"]), tree.get("shared_params") or {}
-            step = tree.get("global_steps")
-            contents.step = step if type(step) is int and step >= 0 else None
-            contents.notes.append(f"made by DeepSpeed {str(tree.get('ds_version'))[:30]}")
+            model = files.tree(file)
+            others = {name: model["module"][name] for name in model["buffer_names"] if name in model["module"]}
+            listed = list(model["param_shapes"])
+            contents.notes.append(f"made by DeepSpeed {str(model.get('ds_version'))[:30]}")
         shapes = {name: shape for group in listed for name, shape in group.items()}
         tensors: dict[str, Any] = {}
         state: dict[str, dict[str, Any]] = {}
@@ -102,10 +100,7 @@ def read(path: Path) -> Source:
                     tensors[name] = value
                 else:
                     state.setdefault(name, {})[file.stem] = value
-        tensors |= others
-        ordered = {name: tensors[name] for name in shapes if name in tensors}
-        contents.add_model(ordered | {name: tensor for name, tensor in tensors.items() if name not in ordered})
-        contents.aliases |= {f"{MODEL}/{alias}": f"{MODEL}/{name}" for alias, name in shared.items() if name in tensors}
+        add_model(contents, tensors | others, list(shapes), model)
         contents.add_optimizer(*_with_settings(folder / _SETTINGS, state, listed, contents.notes))
         return contents.source(FORMAT, files.close)
 

@@ -160,10 +160,10 @@ def _lines(
     timeline = now.timeline
     names = [unit.name for unit in timeline.units]
     phase, number = _where(error, runtime, optimizer)
-    held = most_within(timeline, phase, number)
+    at_peak = most_within(timeline, phase, number)
     yield f"out of memory in {phase or 'the step'}{f' of {names[number]}' if number >= 0 else ''}"
-    yield f"predicted to be alive then: {in_bytes(held.total())}"
-    yield from _table(held, names)
+    yield f"predicted to be alive then: {in_bytes(at_peak.total())}"
+    yield from _table(at_peak, names)
     if device.type == "cpu":
         yield from _advice(running, lambda of: of.timeline.peak.nbytes, timeline.peak.nbytes - 1)
         return

@@ -338,17 +338,17 @@ def _agreed(what: str, action: Callable[[], T]) -> T:
     Raises:
         SherdError: on all ranks, if `action` raised an error on a rank.
     """
-    value, own, told = None, None, None
+    value, own, failure = None, None, None
     try:
         value = action()
     except Exception as error:
         known = isinstance(error, SherdError)
         text = str(error.args[0]) if known else f"{WHAT}: {what} failed on rank {dist.get_rank()}: {error!r}"
-        own, told = error, (type(error) if known else StateError, text)
-    for other in all_gather_objects(told, WHAT):
-        if other is not None:
-            kind, text = other
-            raise kind(text) from own
+        own, failure = error, (type(error) if known else StateError, text)
+    for of_rank in all_gather_objects(failure, WHAT):
+        if of_rank is not None:
+            error_class, text = of_rank
+            raise error_class(text) from own
     return value  # type: ignore[return-value]
 
 
