@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
 
-from sherd.engine.run.accumulation import Accumulation
-from sherd.engine.run.seal import units_below
-from sherd.errors import ModuleError, StateError
+from sherd.api.module import sharded_units
+from sherd.errors import StateError
 from sherd.requirements import require_int
 
 
 @contextmanager
 def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
-    """Let the next `num_backwards` backwards of `model` make one optimizer step, and communicate only what that needs.
+    """Let the next `num_backwards` backwards of `model` make one optimizer step, without needless communication.
 
         with sherd.accumulate(model, len(micro_batches)):
             for micro_batch in micro_batches:
@@ -23,10 +23,10 @@ def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
         optimizer.step()
 
     A backward before the last one reduces only over axes over which gradients are sharded (`Placements.gradient`). With
-    HSDP each backward reduces within a replica, and the last one over the replicas; with ZeRO-1 and DDP only the last
-    one reduces. Parameters that are kept unsharded, or of which replicas own pieces, are updated once; outside this
-    context they are updated at every forward, as the program may have written to them. Gradients that wait for the
-    replicas have the parameters' dtype, whatever the reduce dtype. Losses are not divided: the caller divides them.
+    HSDP each backward reduces within a replica, and the last backward over the replicas; with ZeRO-1 and DDP only the
+    last backward reduces. Parameters that are kept unsharded, or of which replicas own pieces, are updated once;
+    outside this context they are updated at every forward, as the program may have written to them. Gradients that wait
+    for the replicas have the parameters' dtype, not the reduce dtype. The caller divides the losses.
 
     Args:
         model: a module on which `fully_shard` was called, or that holds such modules, or a wrapper.
@@ -34,18 +34,16 @@ def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
 
     Raises:
         ModuleError: nothing below `model` is sharded.
-        PolicyError: `num_backwards` below 1; `PolicyTypeError` if it is no int.
-        StateError: inside another such context, at a backward after the last one, or on leaving after fewer backwards.
-            On leaving with any exception, gradients that were not yet reduced are dropped.
+        PolicyError: `num_backwards` below 1; `PolicyTypeError` if `num_backwards` is no int.
+        StateError: inside another `accumulate`, at a backward too many, or at the end after too few backwards. Any
+            exception drops gradients that were not yet reduced.
     """
     require_int("accumulate(num_backwards={})", num_backwards, 1)
-    units = units_below(model)
-    if not units:
-        raise ModuleError(f"accumulate: nothing below {type(model).__name__} is sharded; call fully_shard first")
+    units = sharded_units("accumulate", model)
     if any(unit.policy.accumulation is not None for unit in units):
         raise StateError(f"accumulate within accumulate of the same model, {units[0].class_name}; leave the outer one")
     before = [unit.policy for unit in units]
-    counted = Accumulation(num_backwards)
+    counted = _Accumulation(num_backwards)
     for unit in units:
         unit.change(accumulation=counted)
     try:
@@ -56,7 +54,7 @@ def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
                 "gradients wait for a reduction that has not come; run as many as announced, of the outermost module"
             )
     except BaseException:
-        # The sums of half a step would be added to the next step's: an optimizer's zero_grad does not see them.
+        # The optimizer's zero_grad does not reach these sums, which would be added to the gradients of the next step.
         for unit in units:
             unit.backward.drop_unreduced()
         raise
@@ -67,3 +65,46 @@ def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
                 reduce_gradients=policy.reduce_gradients,
                 all_reduce_gradients=policy.all_reduce_gradients,
             )
+
+
+class _Accumulation:
+    """The count of the backwards of one optimizer step, for each model, by the id of its root unit.
+
+    Before the last backward a unit reduces only over axes over which it shards gradients.
+    """
+
+    def __init__(self, num_backwards: int) -> None:
+        self.num_backwards = num_backwards
+        self._ended: Counter[int] = Counter()
+        self._forwarded: set[int] = set()
+        self.is_in_first_forward = True
+
+    @property
+    def fewest(self) -> int:
+        """The number of backwards of the model with the fewest; 0 if none has ended."""
+        return min(self._ended.values(), default=0)
+
+    def begin_forward(self, root: int) -> bool:
+        """Note that a forward of `root` begins. Returns True if it is the first, before which shards may be written."""
+        is_first = root not in self._forwarded
+        self._forwarded.add(root)
+        self.is_in_first_forward = is_first
+        return is_first
+
+    def begin_backward(self, root: int, name: str) -> bool:
+        """Note that a backward of `root`, called `name`, begins. Returns True if it is the last one.
+
+        Raises:
+            StateError: there are more backwards than announced.
+        """
+        number = self._ended[root] + 1
+        if number > self.num_backwards:
+            raise StateError(
+                f"backward number {number} of {name} inside accumulate(model, {self.num_backwards}); leave the context "
+                "after that many, or announce as many as there are"
+            )
+        return number == self.num_backwards
+
+    def end_backward(self, root: int, has_brought_gradients: bool) -> None:
+        """Note that a backward of `root` ends. It counts if it brought gradients (`torch.autograd.grad` need not)."""
+        self._ended[root] += has_brought_gradients

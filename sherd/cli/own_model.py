@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sherd.cli.planned_model import Planned, model_from
-from sherd.engine.run.structures import map_tensors
+from sherd.tensor.structures import map_tensors
 from sherd.tools.doctor.operations import DTYPES, Step
 from sherd.tools.plan.plan import num_samples, resized_batch
 from sherd.tools.plan.planner import compute_in

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from sherd.cli.planned_axes import TrainedLayout, spread_evenly, transformers_layout
 from sherd.cli.planned_transformers import batch_of, context_of, has_positions, read_model
-from sherd.engine.run.structures import tensors_in
 from sherd.errors import InputError, reason_of
+from sherd.tensor.structures import tensors_in
 from sherd.tools.plan.axes import CUT_AXES, Layout
 from sherd.tools.plan.plan import num_samples, resized_batch
 from sherd.tools.plan.planner import Training

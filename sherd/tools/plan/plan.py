@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sherd.engine.run.structures import map_tensors, tensors_in
 from sherd.errors import ModuleError, PolicyError, StateError
 from sherd.requirements import require_floating_dtype, require_int
+from sherd.tensor.structures import map_tensors, tensors_in
 from sherd.tools.plan.axes import CUT_AXES, Cut, Layout, Shards, auto_units
 from sherd.tools.plan.garbage import garbage_left
 from sherd.tools.plan.in_words import advice_of, facts_of, lines_of, parted

@@ -24,10 +24,10 @@ from sherd.comm.host.sums import sum_dtype
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.comm.transport import SingleCalls, Transport
 from sherd.comm.transports import use_transports
-from sherd.engine.run.structures import map_tensors
 from sherd.errors import InputError, PolicyError, SherdError
 from sherd.layout.runs import Flat
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, PrefetchPolicy
+from sherd.tensor.structures import map_tensors
 from sherd.tools.plan.axes import Layout
 from sherd.tools.plan.reading import read_work
 from sherd.tools.plan.sharding import (

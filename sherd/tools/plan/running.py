@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from sherd.api.blocks import repeated_blocks
 from sherd.api.module import FSDPModule
 from sherd.api.wrapper import FullyShardedDataParallel
-from sherd.engine.run.methods import BoundForward
-from sherd.engine.run.seal import FRONT_END, RUNTIME, UNIT, attached_to, units_below
-from sherd.engine.run.structures import tensors_in
-from sherd.engine.state.parameter import WRAPPED, plain_name
+from sherd.engine import BoundForward, Unit
 from sherd.errors import StateError, UnsupportedError
 from sherd.schedule.state import Keep
+from sherd.tensor.structures import tensors_in
 from sherd.tools.plan.axes import Layout
 from sherd.tools.plan.plan import num_samples, resized_batch
 from sherd.tools.plan.planner import Planner, Training
@@ -31,6 +29,7 @@ from sherd.tools.simulate.settings import SHARES, Mesh, Settings, Space
 from sherd.tools.simulate.sharded import OPTIMIZERS, Optimizer, Sharded
 from sherd.tools.simulate.timeline import Lane, Timeline
 from sherd.tools.simulate.work import Enter, Work
+from sherd.wrap.names import WRAPPED, plain_name
 
 LossOfOutput = Callable[[Any], Tensor]
 """Returns the loss, a scalar, of the model's output."""
@@ -74,7 +73,7 @@ class Running(Planner):
     def __init__(
         self, model: nn.Module, stepper: torch.optim.Optimizer, seen: Forwards, loss: LossOfOutput | None, on: Cluster
     ) -> None:
-        units = units_below(model)
+        units = Unit.below(model)
         meshes = {parameter.mesh for unit in units for parameter in unit.parameters if parameter.mesh.num_shards > 1}
         if seen.batch is None or any("shard_transport" not in vars(mesh) for mesh in meshes):
             raise StateError("the model has not run in here yet")  # and to make a transport ranks would have to meet
@@ -161,7 +160,7 @@ def most_within(timeline: Timeline, phase: str, unit: int) -> Counter[tuple[str,
 
 # The model as it was before it was sharded
 
-_OURS = {UNIT, RUNTIME, FRONT_END, "_compiled_call_impl"}
+_OURS = {*Unit.ATTRIBUTES, "_compiled_call_impl"}
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
@@ -179,7 +178,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
         inner = module._modules[WRAPPED] if isinstance(module, FullyShardedDataParallel) else None
         plain = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
         memo[id(module)] = object.__new__(plain) if inner is None else memo[id(inner)]
-        memo |= {id(attached): None for attached in attached_to(module)}
+        memo |= {id(attached): None for attached in Unit.attached_to(module)}
         for tensor in tensors_in(vars(module)):
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             is_parameter = isinstance(tensor, nn.Parameter)
@@ -198,7 +197,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
             class_name = type(memo[id(module)]).__name__
             raise UnsupportedError(f"a {class_name} of the model holds what cannot be copied: {error}") from error
         vars(memo[id(module)]).update(vars(nn.Module()) | copied_own)
-    for parameter in (parameter for unit in units_below(model) for parameter in unit.parameters):
+    for parameter in (parameter for unit in Unit.below(model) for parameter in unit.parameters):
         if parameter.unsharded_spec is not None or parameter.restored is not None:
             raise UnsupportedError(f"{parameter.name} is also cut over other axes of ranks, which is not simulated")
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
 
-from sherd.api.blocks import evenly_spread, registrations, repeated_blocks
-from sherd.api.unit_sizes import in_groups
-from sherd.engine.moves.weights import Weights
-from sherd.engine.run.seal import units_below
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.parameter import as_sharded, plain_name
+from sherd.api.blocks import evenly_spread, in_groups, registrations, repeated_blocks
+from sherd.engine import Unit, sizes_of
 from sherd.memory.predict import batch_bytes_of, state_for
-from sherd.memory.sizes import sizes_of, trainable
 from sherd.schedule.moments import Arrival
 from sherd.schedule.state import UnitSpec
+from sherd.tensor.ragged import local_part
 from sherd.tools.plan.operations import group_of
 from sherd.tools.simulate.sharded import Optimizer, Sharded, Traffic
 from sherd.tools.simulate.sharded import Unit as PlayedUnit
 from sherd.tools.simulate.work import Work
+from sherd.wrap.names import plain_name
 
 # Reading a sharded model
 
@@ -34,7 +31,7 @@ def sharded_of(model: nn.Module, work: Work, optimizer: Optimizer) -> Sharded:
         work: a micro-batch of the same model before it was sharded.
         optimizer: steps all trainable parameters.
     """
-    units = units_below(model)
+    units = Unit.below(model)
     state = state_for(model, units)
     names = {id(module): plain_name(name) for name, module in model.named_modules(remove_duplicate=False)}
     modules = {module.name: number for number, module in enumerate(work.modules)}
@@ -42,7 +39,7 @@ def sharded_of(model: nn.Module, work: Work, optimizer: Optimizer) -> Sharded:
     places: dict[int, Arrival] = {}
     for number, unit in enumerate(units):
         for group, weights in enumerate(unit.weights):
-            for index, parameter in enumerate(trainable(weights.group.parameters)):
+            for index, parameter in enumerate(weights.group.trained):
                 place = parameter.places[0]
                 module = names[place.module_id]
                 name = f"{module}.{place.attribute}" if module else place.attribute
@@ -65,7 +62,7 @@ def _played(unit: Unit, names: dict[int, str], modules: dict[str, int]) -> Playe
         sum(parameter.shape.numel() for parameter in unit.parameters),
         tuple(modules[names[id(module)]] for module in unit.modules),
         tuple(sizes_of(unit)),
-        tuple(traffic_of(weights) for weights in unit.weights),
+        tuple(traffic_of(unit)),
         stepped(unit),
     )
 
@@ -77,23 +74,24 @@ def name_of(unit: Unit, names: dict[int, str]) -> str:
 
 def stepped(unit: Unit) -> tuple[int, ...]:
     """Returns the bytes of each shard of `unit` that an optimizer steps."""
-    groups = [weights.group for weights in unit.weights if trainable(weights.group.parameters)]
-    return tuple(as_sharded(each.parameter).to_local().nbytes for group in groups for each in group.optimizer_params)
+    groups = [weights.group for weights in unit.weights if weights.group.trained]
+    return tuple(local_part(each.parameter).nbytes for group in groups for each in group.optimizer_params)
 
 
-def traffic_of(weights: Weights) -> Traffic:
-    """Returns the bytes of the collectives of one group."""
-    group, plan = weights.group, weights.plan
-    mesh = group.mesh
-    reduced = sum(plan.reduced_by_piece) * group.reduce_dtype.itemsize if trainable(group.parameters) else 0
-    return Traffic(
-        gathered=0 if plan.is_never_gathered else group.packing.gathered_numel * group.compute_dtype.itemsize,
-        reduced=reduced if mesh.num_shards > 1 else 0,
-        all_reduced=reduced // mesh.num_shards if mesh.num_replicas > 1 else 0,
-        owned=group.shard_buffer.nbytes,
-        shard=group_of(mesh.shard_group),
-        replicate=group_of(mesh.replicate_group),
-    )
+def traffic_of(unit: Unit) -> Iterator[Traffic]:
+    """Yields the bytes of the collectives of each group of `unit`."""
+    for weights in unit.weights:
+        group, plan = weights.group, weights.plan
+        mesh = group.mesh
+        reduced = sum(plan.reduced_by_piece) * group.reduce_dtype.itemsize if group.trained else 0
+        yield Traffic(
+            gathered=0 if plan.is_never_gathered else group.packing.gathered_numel * group.compute_dtype.itemsize,
+            reduced=reduced if mesh.num_shards > 1 else 0,
+            all_reduced=reduced // mesh.num_shards if mesh.num_replicas > 1 else 0,
+            owned=group.shard_buffer.nbytes,
+            shard=group_of(mesh.shard_group),
+            replicate=group_of(mesh.replicate_group),
+        )
 
 
 # Equal blocks

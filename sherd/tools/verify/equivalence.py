@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from sherd.api.fully_shard import fully_shard
 from sherd.comm.groups import default_group
 from sherd.comm.objects import all_gather_objects, broadcast_object, raw_bytes
-from sherd.engine.run.seal import unit_of, units_below
-from sherd.engine.run.structures import map_tensors, tensors_in
+from sherd.engine import Unit
 from sherd.errors import PolicyError, SherdError, StateError
 from sherd.requirements import require_factor, require_floating_dtype, require_int, require_type
+from sherd.tensor.structures import map_tensors, tensors_in
 from sherd.tools.verify.report import KINDS, Difference, EquivalenceReport, difference
 from sherd.tools.verify.training import (
     EVERY_PART,
@@ -180,7 +180,7 @@ class _Place:
     @classmethod
     def of(cls, model: nn.Module, parts: int | None, compute_dtype: torch.dtype | None) -> _Place:
         """Read the place off the units of `model`. Without units, the model is data parallel over all ranks."""
-        units, tensors = units_below(model), list(model.parameters())
+        units, tensors = Unit.below(model), list(model.parameters())
         number, rank, device = dist.get_world_size(), dist.get_rank(), tensors[0].device
         if units:
             mesh = units[0].mesh
@@ -196,7 +196,7 @@ class _Place:
         if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
             eps = max(eps, TENSOR_FLOAT_32)
         modules = plainly_named(model.named_modules())
-        watched = {name for name, module in modules.items() if unit_of(module) is not None}
+        watched = {name for name, module in modules.items() if Unit.of(module) is not None}
         per_rank = parts // number
         return cls(parts, range(rank * per_rank, (rank + 1) * per_rank), device, eps, frozenset({"", *watched}))
 
