@@ -399,11 +399,11 @@ def page(rows: list[Row]) -> str:
 
 Written by `python -m bench.predicted --seeds {seeds} --write PAGE`: two ranks of one thread each on {cpu},
 {os.cpu_count()} cores, torch {torch.__version__}. The median step, on the slower rank, of the fastest turn within a
-minute, and of {LEAST_TURNS} turns at least. malloc keeps what is freed (see [planning](planning.md)). No model of this
-page was looked at when the predictions were tuned. *From its own operations*: after each turn a step of the unsharded
-model with the same micro-batch was run on both ranks, and its operations timed one by one, as `sherd doctor --bandwidth
---model MODEL --samples N` does; those of the fastest turn count. *From the usual ones*: `sherd doctor --bandwidth`
-alone, up to half an hour before.
+minute, and of {LEAST_TURNS} turns at least. malloc keeps what is freed (see [planning](../do/plan.md)). No model of
+this page was looked at when the predictions were tuned. *From its own operations*: after each turn a step of the
+unsharded model with the same micro-batch was run on both ranks, and its operations timed one by one, as `sherd doctor
+--bandwidth --model MODEL --samples N` does; those of the fastest turn count. *From the usual ones*: `sherd doctor
+--bandwidth` alone, up to half an hour before.
 
 {markdown(heads, cells)}
 """

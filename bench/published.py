@@ -1,4 +1,4 @@
-"""`python -m bench.published`: predicts the trainings of bench/published.toml, and writes docs/predictions.md.
+"""`python -m bench.published` predicts the trainings of bench/published.toml and writes docs/understand/predictions.md.
 
 `--looked-at` prints the rows that are not held out, and writes nothing; ids of rows print these alone. `--render`
 writes the page from the predictions in bench/published.json.
@@ -32,7 +32,8 @@ from .llama_axes import LlamaLayout, Stage
 from .table import markdown
 
 ROOT = Path(__file__).parent.parent
-DATA, PREDICTIONS, PAGE = ROOT / "bench/published.toml", ROOT / "bench/published.json", ROOT / "docs/predictions.md"
+DATA, PREDICTIONS = ROOT / "bench/published.toml", ROOT / "bench/published.json"
+PAGE = ROOT / "docs/understand/predictions.md"
 MARKS = "<!-- published -->\n", "<!-- /published -->\n"
 
 
@@ -340,7 +341,7 @@ def _cells(compared: Compared | None, unit: str) -> list[str]:
 
 
 def sections(tree: Mapping[str, Any], found: Found) -> str:
-    """Returns what stands between the marks of docs/predictions.md."""
+    """Returns what stands between the marks of docs/understand/predictions.md."""
     rows = [row for row in read_rows(tree) if row.id in found]
     exact = [row for row in rows if row.checkpointing != "selective"]
     selective = [row for row in rows if row.checkpointing == "selective"]

@@ -1,6 +1,6 @@
-"""The section of docs/benchmarks.md that says what was measured on an accelerator.
+"""The section of docs/understand/benchmarks.md that says what was measured on an accelerator.
 
-    python -m bench.device.page figures.jsonl [more.jsonl ...] docs/benchmarks.md
+    python -m bench.device.page figures.jsonl [more.jsonl ...] docs/understand/benchmarks.md
 
 writes it from the lines of one run, or of several that measured parts.
 """

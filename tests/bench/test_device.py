@@ -268,7 +268,7 @@ def test_lines_are_read_back_and_one_that_was_cut_off_is_left_out(tmp_path):
 
 
 def test_the_page_of_the_repository_has_the_markers_and_a_page_without_is_refused(tmp_path):
-    text = (Path(page.__file__).parents[2] / "docs/benchmarks.md").read_text()
+    text = (Path(page.__file__).parents[2] / "docs/understand/benchmarks.md").read_text()
     assert text.index(page.BEGIN) < text.index(page.END)
     other = tmp_path / "other.md"
     other.write_text(f"{page.END} {page.BEGIN}")

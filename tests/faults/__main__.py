@@ -1,4 +1,4 @@
-"""The campaign by hand, and the tables of docs/faults.md: `python -m tests.faults --seeds 0:2000 --write`."""
+"""The campaign by hand, and the tables of docs/understand/faults.md: `python -m tests.faults`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """bench/published.toml is whole and its halves are drawn by lot, predictions come out as they were written, and
-docs/predictions.md is what the script makes of them."""
+docs/understand/predictions.md is what the script makes of them."""
 
 import zlib
 from collections import Counter
