@@ -1,4 +1,4 @@
-"""What runs cost on real shapes: `python -m bench.padding` prints the tables of docs/understand/packing.md."""
+"""What runs cost on real shapes: `python -m bench.padding` prints the tables of docs/understand/layouts.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sherd.layout.placement import Shape
 from sherd.layout.plan import Wanted, plan
 from sherd.layout.runs import Blocks, Flat, Owned, RunPlacement
 
-PAGE = Path(__file__).parent.parent / "docs/understand/packing.md"
+PAGE = Path(__file__).parent.parent / "docs/understand/layouts.md"
 
 RANKS = (2, 3, 4, 6, 8, 16, 64, 100, 128, 256, 512, 1000, 1024)
 

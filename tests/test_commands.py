@@ -20,7 +20,7 @@ from tests.train.test_loop import grid
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*/*.md"))]
-BLOCK = re.compile(r"^```\w*\n(.*?)^```$|((?:^    .*\n)+)", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```\w*\n(.*?)^```$|((?:^    [^\n]*\n)+)", re.MULTILINE | re.DOTALL)
 STARTED_BY_TORCHRUN = re.compile(r"^torchrun\s+(?P<options>.*?)\s*-m\s+(?=sherd )")
 
 

@@ -1,4 +1,4 @@
-"""The campaign by hand, and the tables of docs/understand/faults.md: `python -m tests.faults`."""
+"""The campaign by hand, and the tables of docs/understand/transports.md: `python -m tests.faults`."""
 
 from __future__ import annotations
 

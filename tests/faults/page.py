@@ -1,4 +1,4 @@
-"""The tables of docs/understand/faults.md, made of the verdicts of a campaign."""
+"""The tables of docs/understand/transports.md, made of the verdicts of a campaign."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.faults.builder import FATAL, Kind
 from tests.faults.campaign import Outcome, Verdict
 
-PAGE = Path(__file__).parent.parent.parent / "docs/understand/faults.md"
+PAGE = Path(__file__).parent.parent.parent / "docs/understand/transports.md"
 
 
 def sections(verdicts: Sequence[Verdict]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The tables of docs/understand/packing.md show what the planner does today."""
+"""The tables of docs/understand/layouts.md show what the planner does today."""
 
 import re
 
