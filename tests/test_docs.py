@@ -201,6 +201,14 @@ def test_every_decision_is_listed_once_and_numbered_without_gaps():
     assert LINK.findall(read("docs/decisions/README.md")) == pages
 
 
+def test_a_decision_says_its_status_and_date_and_the_list_repeats_them():
+    head = re.compile(r"# (\d+)\. .*\n\n- Status: (accepted|withdrawn)\b.*\n- Date: (\d{4}-\d\d-\d\d)\n")
+    told = [head.match(path.read_text()) for path in sorted((ROOT / "docs/decisions").glob("[0-9]*.md"))]
+    assert None not in told
+    row = re.compile(r"^\| (\d+) \| .* \| (accepted|withdrawn)\b.* \| (\S+) \|$", re.MULTILINE)
+    assert row.findall(read("docs/decisions/README.md")) == [match.groups() for match in told]
+
+
 def test_the_index_lists_every_page_once():
     listed = [(ROOT / "docs" / target).resolve() for target in ENTRY.findall(read("docs/index.md"))]
     not_listed = {ROOT / "docs/index.md", *ROOT.glob("docs/decisions/[0-9]*.md")}
