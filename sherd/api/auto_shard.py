@@ -15,9 +15,7 @@ from sherd.api.blocks import in_words, repeated_blocks
 from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import FSDPModule, require_module
 from sherd.api.unit_sizes import WRAPPINGS, UnitCall, Wrapping, rewrapped
-from sherd.engine.make.build import is_taken
-from sherd.engine.run.seal import unit_of
-from sherd.engine.state.ownership import belongings
+from sherd.engine import Belongings, Unit
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError
 from sherd.wrap import WrapPolicy, choose, is_container, post_order
 from sherd.wrap.walks import Kwargs
@@ -254,9 +252,9 @@ def _check_arguments(arguments: Mapping[str, object], who: str) -> None:
 
 
 def _check_none_sharded(model: nn.Module, units: list[UnitCall]) -> None:
-    belongings([model], (), is_taken)  # raises if torch's own FSDP has a part
+    Belongings.below([model], ())  # raises if torch's own FSDP has a part
     asked = {module for unit in units for module in unit.modules} | {model}
-    sharded = [name or "the model" for name, each in model.named_modules() if each in asked and unit_of(each)]
+    sharded = [name or "the model" for name, each in model.named_modules() if each in asked and Unit.of(each)]
     if sharded:
         raise ModuleError(
             f"auto_shard would shard {', '.join(sharded)} of {type(model).__name__} again; leave to the policy what is "

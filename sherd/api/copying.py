@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from sherd._torch import write_into
 from sherd.api.wrapper_state import find_state
-from sherd.engine.make.copying import Memo, deep_copied
-from sherd.engine.run.seal import FRONT_END
-from sherd.engine.run.unit import Unit
+from sherd.engine import Unit, deep_copied
 
 
-def deep_copy(module: nn.Module, memo: Memo) -> nn.Module:
+def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Returns a deep copy of `module`, a unit: a model of its own, with copied shards, and the same policies and mesh.
 
     Raises:
@@ -21,8 +21,8 @@ def deep_copy(module: nn.Module, memo: Memo) -> nn.Module:
     return deep_copied(module, memo, _finish)
 
 
-def _finish(unit: Unit, copied: Unit, memo: Memo) -> None:
+def _finish(unit: Unit, copied: Unit, memo: dict[int, Any]) -> None:
     for module in unit.modules:
         state = find_state(module)
         if state is not None:
-            write_into(memo[id(module)], FRONT_END, state.of_copy(copied, memo))
+            write_into(memo[id(module)], Unit.FRONT_END, state.of_copy(copied, memo))

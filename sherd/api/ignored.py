@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from sherd.engine.run.seal import unit_of
+from sherd.engine import Unit
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError
 
 
@@ -55,7 +55,7 @@ class Ignored:
                 "the module that is wrapped is itself among the ignored ones, so nothing will be sharded", stacklevel=4
             )
         for each in tops:
-            if unit_of(each) is not None:
+            if Unit.of(each) is not None:
                 raise ModuleError(
                     f"`ignored_modules` should not include FSDP modules: a {type(each).__name__} is one already; "
                     "ignore its parameters when it is wrapped"
@@ -72,7 +72,7 @@ def _outside_units(tops: Iterable[nn.Module]) -> set[nn.Module]:
     waiting = list(tops)
     while waiting:
         module = waiting.pop()
-        if module not in found and unit_of(module) is None:
+        if module not in found and Unit.of(module) is None:
             found.add(module)
             waiting.extend(module.children())
     return found

@@ -10,8 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd.api.module import require_module
-from sherd.engine.run.seal import runtime_of, unit_of, units_below
-from sherd.engine.run.unit import Unit
+from sherd.engine import Runtime, Unit
 from sherd.errors import ModuleError, PolicyError
 from sherd.guard import Coordinator
 from sherd.requirements import require_type
@@ -110,7 +109,7 @@ def coordinated(caller: str, model: nn.Module) -> tuple[list[Unit], list[Coordin
         ModuleError: nothing below `model` is sharded.
         PolicyError: its units have another `divergence` than "join".
     """
-    units = units_below(model)
+    units = Unit.below(model)
     if not units:
         raise ModuleError(f"{caller}: nothing below {type(model).__name__} is sharded; call fully_shard first")
     for unit in units:
@@ -119,7 +118,7 @@ def coordinated(caller: str, model: nn.Module) -> tuple[list[Unit], list[Coordin
                 f"{caller}: unit {unit.name} has CommPolicy(divergence={unit.mesh.comm.divergence!r}); give all units "
                 'of the model comm_policy=CommPolicy(divergence="join")'
             )
-    overseers = {each for root, at in _roots(model) for each in runtime_of(root, at).overseers}
+    overseers = {each for root, at in _roots(model) for each in Runtime.of(root, at).overseers}
     return units, [each for each in overseers if isinstance(each, Coordinator)]
 
 
@@ -133,7 +132,7 @@ def optimizers_in(caller: str, given: Optimizer | Sequence[Optimizer]) -> list[O
 
 def _roots(module: nn.Module) -> Iterator[tuple[Unit, nn.Module]]:
     """Yields the outermost units at and below `module`, each with the module that it was found at."""
-    unit = unit_of(module)
+    unit = Unit.of(module)
     if unit is not None:
         yield unit, module
     else:

@@ -10,10 +10,7 @@ from torch import nn
 
 from sherd.comm.collectives import GroupMemoryAllGather, GroupMemoryReduceScatter, SymmetricAllGather
 from sherd.comm.mesh import DataMesh
-from sherd.engine.run.methods import BoundForward
-from sherd.engine.run.runtime import Runtime, runtime_over
-from sherd.engine.run.seal import runtime_of, unit_of, units_below
-from sherd.engine.run.unit import Unit
+from sherd.engine import BoundForward, Runtime, Unit
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError, StateError
 from sherd.policy import AllGather, ReduceScatter
 from sherd.requirements import require_bool, require_factor, require_int
@@ -31,7 +28,7 @@ class UnshardHandle:
         Does nothing if a forward has waited already, or `reshard()` has given up the gather.
         """
         unit, self._unit = self._unit, None
-        runtime = None if unit is None else runtime_over(unit)
+        runtime = None if unit is None else Runtime.over(unit)
         if unit is not None and runtime is not None:
             runtime.finish_unshard(unit)
 
@@ -67,7 +64,7 @@ class FSDPModule(_Module):
     def reshard(self) -> None:
         """Free this unit's unsharded parameters and show the shards; units below it stay as they are."""
         unit = self._sherd_own_unit
-        runtime = runtime_over(unit)
+        runtime = Runtime.over(unit)
         if runtime is not None:
             runtime.reshard(unit)
 
@@ -250,18 +247,18 @@ class FSDPModule(_Module):
 
     @property
     def _sherd_own_unit(self) -> Unit:
-        unit = unit_of(self)
+        unit = Unit.of(self)
         assert unit is not None, "an FSDPModule has a unit from its making on"
         return unit
 
     @property
     def _sherd_own_runtime(self) -> Runtime:
         """Returns the runtime of the module's unit; if there is none yet, the module becomes a root."""
-        return runtime_of(self._sherd_own_unit, self)
+        return Runtime.of(self._sherd_own_unit, self)
 
     def _sherd_units(self, recurse: bool) -> list[Unit]:
         """Returns this module's unit, and the units below it if `recurse`, each once."""
-        return units_below(self) if recurse else [self._sherd_own_unit]
+        return Unit.below(self) if recurse else [self._sherd_own_unit]
 
     def _sherd_change(self, recurse: bool, **fields: object) -> None:
         for unit in self._sherd_units(recurse):

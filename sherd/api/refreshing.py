@@ -9,9 +9,7 @@ from torch.optim import Optimizer
 
 from sherd.api.module import require_module
 from sherd.api.wrapper_state import find_state
-from sherd.engine.make.adoption import Refreshed, adopt_changes
-from sherd.engine.run.seal import units_below
-from sherd.engine.run.unit import Unit
+from sherd.engine import Refreshed, Unit, adopt_changes
 from sherd.errors import ModuleError
 from sherd.requirements import require_bool, require_type
 
@@ -59,7 +57,7 @@ def refresh(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     for each in optimizers:
         require_type("refresh(optimizer=...): expected an optimizer, or several", each, Optimizer)
-    if not units_below(model):
+    if not Unit.below(model):
         raise ModuleError(f"refresh: nothing below {type(model).__name__} is sharded; call fully_shard first")
     return adopt_changes(model, optimizers, sync_module_states, _has_flat_parameter)
 

@@ -10,8 +10,7 @@ from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 from torch import nn
 
 from sherd.api.module import FSDPModule
-from sherd.engine.run.seal import unit_of
-from sherd.engine.run.sharded_access import met_a_shard
+from sherd.engine import Unit, met_a_shard
 from sherd.errors import ModuleError, PlacementError, ShardedAccessError, StateError
 from sherd.schedule.state import Live
 
@@ -84,7 +83,7 @@ def _explained(name: str, method: Callable[Concatenate[nn.Module, P], R]) -> Cal
         except StateError:
             raise
         except (RuntimeError, PlacementError) as error:
-            unit = unit_of(self)
+            unit = Unit.of(self)
             met = met_a_shard(error) or NO_STRATEGY in str(error)
             if unit is None or unit.live is Live.UNSHARDED or not met:
                 raise

@@ -9,9 +9,7 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from sherd.api.module import require_module
-from sherd.engine.between.unsharded import UnshardedCopies, require_covers, require_lendable
-from sherd.engine.run.seal import unit_of, units_below
-from sherd.engine.run.unit import Unit
+from sherd.engine import Unit, UnshardedCopies
 from sherd.errors import UnsupportedError
 from sherd.policy import UnshardTerms
 from sherd.requirements import require_bool
@@ -55,13 +53,7 @@ def unsharded(
     """
     terms = UnshardTerms(writeback, rank0_only, offload_to_cpu, with_grads)
     _check(module, terms, recurse=recurse, **dataclasses.asdict(terms))
-    to_lend = []
-    for unit in _units(module, recurse):
-        if unit.lent is None:
-            require_lendable(unit, terms)
-            to_lend.append(unit)
-        else:
-            require_covers(unit, terms)
+    to_lend = [unit for unit in _units(module, recurse) if not UnshardedCopies.are_lent(unit, terms)]
     with ExitStack() as lent:  # ends all copies, even if the end of one of them raises
         for unit in to_lend:
             lent.callback(UnshardedCopies(unit, terms).end)
@@ -86,7 +78,7 @@ def _check(module: nn.Module, terms: UnshardTerms, **flags: object) -> None:
 
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:
     """Returns the units at and below `module`, and the owners of their tied parameters, each once, outermost first."""
-    own = unit_of(module)
-    found = units_below(module) if recurse else [] if own is None else [own]
+    own = Unit.of(module)
+    found = Unit.below(module) if recurse else [] if own is None else [own]
     owners = [owner for unit in found for owner in unit.companions]
     return list({unit.id: unit for unit in (*found, *owners)}.values())

@@ -32,12 +32,11 @@ from sherd.api.unsharded import unsharded
 from sherd.api.wrapper_state import before_forward, find_state
 from sherd.api.wrapping import make_wrappers_unit, wrap_below
 from sherd.clip import clip_grad_norm_
-from sherd.engine.make.copying import Memo
-from sherd.engine.run.runtime import runtime_over
-from sherd.engine.state.parameter import WRAPPED, plain_name
+from sherd.engine import Runtime
 from sherd.errors import ModuleError, UnsupportedError, WrapperStateError
 from sherd.policy import CommPolicy, OnTouch, Unmanaged
 from sherd.wrap import WrapPolicy
+from sherd.wrap.names import WRAPPED, plain_name
 
 
 class FullyShardedDataParallel(FSDPModule, nn.Module):
@@ -152,7 +151,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             f"a FullyShardedDataParallel around {type(self.module).__name__} cannot be pickled; save its state_dict()"
         )
 
-    def __deepcopy__(self, memo: Memo) -> nn.Module:
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         return deep_copy(self, memo)
 
     # The wrapped module
@@ -350,7 +349,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     def _sherd_require_root(self, method: str) -> None:
         unit = self._sherd_own_unit
         if not self.check_is_root():
-            runtime = runtime_over(unit)
+            runtime = Runtime.over(unit)
             root = runtime.root.name if runtime is not None else "?"
             raise WrapperStateError(
                 f"`{method}()` on inner FSDP instances is not supported. Please call `{method}()` on root FSDP module: "

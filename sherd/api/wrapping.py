@@ -17,10 +17,7 @@ from sherd.api.placements import rule_of
 from sherd.api.state_dicts import FLAT_PARAM
 from sherd.api.wrapper_state import WrapperState, find_state
 from sherd.comm.mesh import DataMesh
-from sherd.engine.make.build import is_taken, make_unit
-from sherd.engine.make.sharding import ShardingRequest
-from sherd.engine.state.flat import FlatParameter
-from sherd.engine.state.ownership import Belongings, belongings
+from sherd.engine import Belongings, FlatParameter, ShardingRequest, make_unit
 from sherd.errors import PlacementError, PolicyError
 from sherd.wrap import WrapPolicy, apply_wraps, check_frozen, check_none_wrapped, choose
 from sherd.wrap.walks import Kwargs
@@ -43,7 +40,7 @@ def wrap_below(
         PlacementError: an integer parameter, or a flat parameter. Nothing is wrapped then.
         PolicyError: a unit would have trained and frozen parameters in one flat parameter.
     """
-    _check_parameters(belongings([module], ignored.parameters, is_taken), use_orig_params=True)
+    _check_parameters(Belongings.below([module], ignored.parameters), use_orig_params=True)
     check_none_wrapped(module, lambda each: find_state(each) is not None)
     kwargs = {field.name: getattr(choices, field.name) for field in dataclasses.fields(choices)}
     kwargs |= {**more, "ignored_states": ignored.parameters}
@@ -85,7 +82,7 @@ def make_wrappers_unit(
         PolicyError: parameters that differ in dtype or in `requires_grad`, for a flat parameter.
     """
     cut = choices.placement
-    found = belongings([wrapper], ignored.parameters, is_taken)
+    found = Belongings.below([wrapper], ignored.parameters)
     _check_parameters(found, choices.use_orig_params)
     returned = [flattened(extensions, each.parameter, each.name) for each in found.owned]
     unit = make_unit(
