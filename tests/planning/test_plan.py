@@ -339,6 +339,6 @@ def test_many_ranks_are_planned_as_fast_as_few_and_always_alike():
 
 
 def test_the_program_of_the_page_runs():
-    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/do/plan.md").read_text()
     program = page[page.index("    import torch") :].split("\n\nSettings that")[0]
-    exec(compile(textwrap.dedent(program), "docs/planning.md", "exec"), {})
+    exec(compile(textwrap.dedent(program), "docs/do/plan.md", "exec"), {})

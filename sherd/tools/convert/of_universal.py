@@ -166,7 +166,7 @@ class _Training:
             kept = _few(self.keys - {"step"})
             yield f"it is for ZeRO-1 and 2 alone: under ZeRO-3 DeepSpeed loads Adam's states, not {kept}"
         if len(self.groups) > 1:
-            yield "under ZeRO-3 DeepSpeed takes the settings of the first group for all: docs/interchange.md"
+            yield "under ZeRO-3 DeepSpeed takes the settings of the first group for all: docs/do/convert.md"
 
 
 def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
