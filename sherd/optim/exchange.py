@@ -51,11 +51,11 @@ class Ring:
     @cached_property
     def group(self) -> dist.ProcessGroup:
         """The group of all these ranks. All of them ask for it at the same moment when they do so first."""
-        shard, replicate = self.mesh.shard_group, self.mesh.replicate_group
-        for group in (shard, replicate):
+        everybody = default_group()
+        for group in (self.mesh.shard_group, self.mesh.replicate_group, everybody):
             if group is not None and group.size() == len(self.ranks):
                 return group
-        return group_beside(default_group(), "matrices", sorted(self.ranks), self.mesh.device)
+        return group_beside(everybody, "matrices", sorted(self.ranks), self.mesh.device)
 
     def senders(self, owner: int) -> list[int]:
         """Returns the numbers of the ranks that send their pieces to `owner`, each piece once."""
