@@ -10,6 +10,7 @@ as a whole (`Owned()`, experts or heads under a placement that does not cut them
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import local_tensor
+from sherd.comm.failures import in_short
 from sherd.engine.state.parameter import record_of
 from sherd.errors import GradientError, OptimizerError, PolicyTypeError
 from sherd.layout.extent import Extent
@@ -78,6 +80,11 @@ class MatrixOptimizer(Optimizer):
     def _init(self, params: Any, defaults: Group) -> None:
         self._plan: _Plan | None = None
         super().__init__(params, defaults)
+        self._names = {
+            id(parameter): name
+            for group in self.param_groups
+            for name, parameter in zip(group.get("param_names", ()), group["params"], strict=False)
+        }
         for group in self.matrix_groups():
             for parameter in group["params"]:
                 batch_of(parameter, group.get("rows", 0))
@@ -85,6 +92,23 @@ class MatrixOptimizer(Optimizer):
     def matrix_groups(self) -> list[Group]:
         """The parameter groups that are stepped matrix by matrix."""
         return self.param_groups
+
+    def __repr__(self) -> str:
+        """Returns what is done with each parameter, a line for all that differ in numbers alone."""
+        plan = self._current_plan()
+        alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for index, parameter in enumerate(plan.parameters):
+            name = re.sub(r"\d+", "*", self._names.get(id(parameter), name_of(parameter)))
+            number, rows, columns = plan.batches[index]
+            alike[name, f"{number} x {rows} x {columns}" if number > 1 else f"{rows} x {columns}"].append(index)
+        lines = {(*key, plan.way_of(indices)): len(indices) for key, indices in alike.items()}
+        return "\n".join([f"{type(self).__name__} of whole matrices", *rows_of(lines)])
+
+    def _current_plan(self) -> _Plan:
+        groups = self.matrix_groups()
+        if self._plan is None or not self._plan.is_of(groups):
+            self._plan = _Plan(groups)
+        return self._plan
 
     # What a subclass may do otherwise
 
@@ -124,11 +148,7 @@ class MatrixOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = self.matrix_groups()
-        plan = self._plan
-        if plan is None or not plan.is_of(groups):
-            plan = self._plan = _Plan(groups)
-        self._step_matrices(plan, groups)
+        self._step_matrices(self._current_plan(), self.matrix_groups())
         return loss
 
     def _step_matrices(self, plan: _Plan, groups: Sequence[Group]) -> None:
@@ -275,6 +295,16 @@ def batch_of(parameter: torch.Tensor, rows: int = 0) -> Batch:
     name = name_of(parameter)
     if parameter.is_complex() or not parameter.is_floating_point():
         raise OptimizerError(f"{name} is of {parameter.dtype}; a function of whole matrices takes real numbers")
+    if record is not None and record.flat is not None:
+        raise OptimizerError(
+            "a flat parameter holds matrices and vectors in one line; wrap with use_orig_params=True, so that the "
+            "optimizer sees each of them"
+        )
+    if record is not None and shape != tuple(parameter.shape):
+        raise OptimizerError(
+            f"{name} is sharded over tensor parallelism, too: {shape} of {tuple(parameter.shape)} are here, and "
+            "functions of whole matrices do not join these parts; leave it to another optimizer"
+        )
     if len(shape) < 2:
         raise OptimizerError(f"{name} has shape {shape}, and is no matrix; leave it to another optimizer")
     number, height, width = shape if len(shape) == 3 else (1, shape[0], prod(shape[1:]))
@@ -285,6 +315,15 @@ def batch_of(parameter: torch.Tensor, rows: int = 0) -> Batch:
             )
         number, height = number * (height // rows), rows
     return number, height, width
+
+
+def rows_of(lines: Mapping[tuple[str, ...], int]) -> Iterable[str]:
+    """Yields lines whose columns are as wide as their longest entry; the last one is how often a line is meant."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for entries, number in lines.items():
+        *first, last = (entry.ljust(width) for entry, width in zip(entries, widths, strict=True))
+        times = f"  ({number} of them)" if number > 1 else ""
+        yield f"  {'  '.join([*first, last.rstrip()])}{times}"
 
 
 class _Plan:
@@ -298,6 +337,8 @@ class _Plan:
         self._records = [record_of(parameter) for parameter in self.parameters]
         self._cuts = [None if record is None else record.cut for record in self._records]
         self._rows = [group.get("rows", 0) for group in groups]
+        self._owners: dict[int, set[int]] = defaultdict(set)
+        self._traveling: set[int] = set()
         self.here: list[tuple[Item, Extent]] = []
         """Items that this rank computes by itself, with their elements in the local tensor."""
         self.buckets: list[_Bucket] = []
@@ -321,17 +362,31 @@ class _Plan:
         """Returns the name of a parameter."""
         return name_of(self.parameters[index])
 
+    def way_of(self, indices: Sequence[int]) -> str:
+        """Returns where the matrices of some parameters are computed, and what travels for them, in words."""
+        owners = sorted(set().union(*(self._owners[index] for index in indices)))
+        if not owners:
+            return "whole on this rank; every rank computes it"
+        who = f"ranks {in_short(owners)}" if len(owners) > 1 else f"rank {owners[0]}"
+        travels = not self._traveling.isdisjoint(indices)
+        return f"{who}; " + (
+            "shards of gradients go there, those of updates come back" if travels else "nothing travels"
+        )
+
     def _by_ring(self) -> Iterable[tuple[Ring, list[Item]]]:
-        """Returns the items of parameters that are sharded over the same mesh, mesh by mesh. What is plain is on this
-        rank as a whole."""
-        rings: dict[int, tuple[Ring, list[Item]]] = {}
+        """Returns the items of parameters that are sharded over the same ranks, for all such ranks.
+
+        A plain parameter is on this rank as a whole.
+        """
+        rings: dict[object, tuple[Ring, list[Item]]] = {}
         for index, (record, batch) in enumerate(zip(self._records, self.batches, strict=True)):
             if record is None:
                 everything = Extent(0, self.parameters[index].numel())
                 plain = Copies(tuple(self.parameters[index].shape), 1, 0, (1,))
                 self.here.append((Item(index, everything, batch, plain), everything))
             else:
-                _, items = rings.setdefault(id(record.mesh), (Ring(record.mesh), []))
+                ring = Ring(record.mesh)
+                _, items = rings.setdefault((tuple(ring.ranks), tuple(ring.piece_of)), (ring, []))
                 items += items_of(index, tuple(record.shape), batch, record.cut)
         return rings.values()
 
@@ -339,10 +394,12 @@ class _Plan:
         """Put the items that travel into buckets, each of one dtype and device."""
         open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[Item], int]] = {}
         for item in items:
+            self._owners[item.index].add(ring.ranks[item.owner])
             if self._is_alone(item, ring):
                 if item.owner == ring.rank:
                     self.here.append((item, item.held(ring.piece_of[ring.rank])))
                 continue
+            self._traveling.add(item.index)
             local = local_part(self.parameters[item.index])
             key, nbytes = (local.dtype, local.device), item.elements.numel * local.element_size()
             bucket, filled = open_buckets.get(key, ([], 0))

@@ -7,6 +7,7 @@ scalable for LLM training". Values are those of `torch.optim.Muon` in one proces
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from sherd.engine.state.parameter import record_of
 from sherd.errors import PolicyError
 from sherd.optim.flat import flatten_optimizer
-from sherd.optim.matrix import Group, MatrixOptimizer, batch_of, local_part
+from sherd.optim.matrix import Group, MatrixOptimizer, batch_of, local_part, name_of, rows_of
 from sherd.optim.newton_schulz import QUINTIC, coefficients_of, computes_in, orthogonalized
 
 Rule = Callable[[str, nn.Module, nn.Parameter], str]
@@ -153,6 +154,24 @@ class Muon(MatrixOptimizer):
             by_rows.setdefault(height // number if number else 0, []).append((name, parameter))
         groups: list[Group] = [{"params": named, "rows": rows} for rows, named in by_rows.items()]
         return [*groups, *([{"params": others, "algorithm": "adamw"}] if others else [])]
+
+    def __repr__(self) -> str:
+        """Returns what is done with each parameter, and why some are left to AdamW."""
+        others: dict[tuple[str, ...], int] = {}
+        for group in self.param_groups:
+            for parameter in group["params"] if group["algorithm"] == "adamw" else ():
+                name = re.sub(r"\d+", "*", self._names.get(id(parameter), name_of(parameter)))
+                key = (name, f"AdamW, since {self._why.get(id(parameter), 'its group says so')}")
+                others[key] = others.get(key, 0) + 1
+        return "\n".join([super().__repr__(), *rows_of(others)])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state. The momentum keeps its own dtype, where torch would give it the parameter's."""
+        super().load_state_dict(state_dict)
+        for group in self.matrix_groups() if self._momentum_dtype else ():
+            for parameter in group["params"]:
+                momentum = self.state[parameter]["momentum_buffer"]
+                self.state[parameter]["momentum_buffer"] = momentum.to(self._momentum_dtype)
 
     def matrix_groups(self) -> list[Group]:
         """The parameter groups that Muon steps."""

@@ -5,9 +5,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
+import sherd
 from sherd import MatrixOptimizer, Muon
+from sherd._torch import imagined_ranks
 from sherd.errors import OptimizerError, PolicyError, PolicyTypeError
 from sherd.optim.newton_schulz import QUINTIC, coefficients_of, orthogonalized
+from tests.support.checkpoints import load, save
 from tests.support.comparing import whole_params
 from tests.support.meshes import mesh_of
 from tests.support.ranks.bodies import on_threads
@@ -175,3 +178,52 @@ def test_what_cannot_be_stepped_is_named():
     assert "returned a tensor of shape (1, 4, 6) for matrices of shape (1, 6, 4)" in refusal(
         OptimizerError, optimizer.step
     )
+
+
+def _half(front, folder, form):
+    """Train two of four steps, and save."""
+    model = sharded(stack(), front)
+    optimizer = Muon(model, lr=0.02, **EXACT)
+    trained(model, optimizer, batches(2))
+    if form == "dcp":
+        save(model, optimizer, folder)
+    else:
+        sherd.save(folder, {"model": model, "optimizer": optimizer}, step=2)
+
+
+def _other_half(front, folder, form):
+    """Load into a model that has other values, and train the other two steps."""
+    plain = stack()
+    torchs_steps(plain, batches(4))
+    model = sharded(stack(), front)
+    optimizer = Muon(model, lr=0.02, **EXACT)
+    trained(model, optimizer, batches(1))
+    if form == "dcp":
+        load(model, optimizer, folder)
+    else:
+        sherd.load(folder, {"model": model, "optimizer": optimizer})
+    trained(model, optimizer, batches(4)[2:])
+    assert_as_plain(model, plain)
+
+
+@pytest.mark.parametrize("form", ["sherd", "dcp"])
+@pytest.mark.parametrize(("saved", "loaded"), [("owned", "shard"), ("shard", "owned"), ("flat", "wrapper")])
+def test_its_state_goes_on_under_another_layout_on_other_ranks(threads, tmp_path, form, saved, loaded):
+    threads(4).run(_half, saved, tmp_path / "checkpoint", form)
+    threads(2).run(_other_half, loaded, tmp_path / "checkpoint", form)
+
+
+def test_it_says_what_steps_each_parameter():
+    with imagined_ranks(2):
+        model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        for block in model[1:]:
+            sherd.fully_shard(block)
+        sherd.fully_shard(model)
+        told = repr(Muon(model)).splitlines()
+        assert told[1:] == [
+            "  *.weight  4 x 4  ranks [0, 1]; shards of gradients go there, those of updates come back  (2 of them)",
+            "  *.weight  AdamW, since it is an embedding",
+            "  *.bias    AdamW, since it has 1 dim  (2 of them)",
+        ]
+        owned = sherd.fully_shard(nn.Linear(4, 4, bias=False), placement=sherd.Owned())
+        assert repr(Muon(owned)).endswith("weight  4 x 4  rank 0; nothing travels")
