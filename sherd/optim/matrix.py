@@ -101,7 +101,9 @@ class MatrixOptimizer(Optimizer):
             name = re.sub(r"\d+", "*", self._names.get(id(parameter), name_of(parameter)))
             number, rows, columns = plan.batches[index]
             alike[name, f"{number} x {rows} x {columns}" if number > 1 else f"{rows} x {columns}"].append(index)
-        lines = {(*key, plan.way_of(indices)): len(indices) for key, indices in alike.items()}
+        lines: dict[tuple[str, ...], int] = {
+            (*key, plan.way_of(indices)): len(indices) for key, indices in alike.items()
+        }
         return "\n".join([f"{type(self).__name__} of whole matrices", *rows_of(lines)])
 
     def _current_plan(self) -> _Plan:
