@@ -157,16 +157,22 @@ class Exchange:
 
     def __init__(self, items: Sequence[Item], ring: Ring) -> None:
         self.ring = ring
-        self.own = [item for item in items if item.owner == ring.rank]
-        piece = ring.piece_of[ring.rank]
-        self._mine = [[item for item in items if item.owner == rank and item.held(piece).numel] for rank in self._all]
-        """What this rank holds a piece of, by owner."""
-        self._sent = [[item for item in mine if self._sends(ring.rank, item)] for mine in self._mine]
-        self._pieces = [[item for item in self.own if item.held(each).numel] for each in ring.piece_of]
-        """Of which own items each rank holds a piece."""
+        self._own = [item for item in items if item.owner == ring.rank]
+        numbers, piece = range(len(ring.ranks)), ring.piece_of[ring.rank]
+        mine = [[item for item in items if item.owner == rank and item.held(piece).numel] for rank in numbers]
+        self._updated = [[(item.index, item.held(piece)) for item in own] for own in mine]
+        """The elements of local tensors that each rank computes updates of."""
+        self._sent = [(each.index, each.held(piece)) for own in mine for each in own if self._sends(ring.rank, each)]
+        self._num_sent = [sum(each.held(piece).numel for each in own if self._sends(ring.rank, each)) for own in mine]
+        self._parts = [[(item, other) for item in self._own if item.held(other).numel] for other in ring.piece_of]
+        """The own items of which each rank holds a piece, and the piece."""
         self._received = [
-            [item for item in pieces if self._sends(rank, item)] for rank, pieces in enumerate(self._pieces)
+            [(item, other) for item, other in parts if self._sends(rank, item)]
+            for rank, parts in enumerate(self._parts)
         ]
+        self._num_received = [_numel(parts) for parts in self._received]
+        self._num_sent_back = [_numel(parts) for parts in self._parts]
+        self._num_back = [sum(held.numel for _, held in updated) for updated in self._updated]
 
     def _sends(self, rank: int, item: Item) -> bool:
         """Returns whether a rank, which holds a piece of `item`, sends that piece to its owner."""
@@ -174,28 +180,17 @@ class Exchange:
             return rank == item.owner
         return rank in self.ring.senders(item.owner)
 
-    @property
-    def _all(self) -> range:
-        return range(len(self.ring.ranks))
-
     def there(self, local: Mapping[int, torch.Tensor], dtype: torch.dtype, device: torch.device) -> Moving:
         """Start to send this rank's pieces, 1-D, by the numbers of their parameters, to the owners."""
-        piece = self.ring.piece_of[self.ring.rank]
-        held = ((item, item.held(piece)) for items in self._sent for item in items)
-        views = {item: local[item.index][part.start : part.stop] for item, part in held}
-        parts = [[views[item] for item in items] for items in self._sent]
-        numels = [
-            sum(item.held(self.ring.piece_of[rank]).numel for item in items)
-            for rank, items in enumerate(self._received)
-        ]
-        return self._start(parts, numels, dtype, device)
+        parts = [local[index][held.start : held.stop] for index, held in self._sent]
+        return self._start(parts, self._num_sent, self._num_received, dtype, device)
 
     def whole(self, moving: Moving) -> dict[Item, torch.Tensor]:
         """Returns the own items, each [number, rows, columns], when their pieces are here."""
-        wholes = {item: moving.buffer.new_empty(item.elements.numel) for item in self.own}
-        for rank, line in enumerate(moving.wait()):
-            piece, start = self.ring.piece_of[rank], 0
-            for item in self._received[rank]:
+        wholes = {item: moving.buffer.new_empty(item.elements.numel) for item in self._own}
+        for line, parts in zip(moving.wait(), self._received, strict=True):
+            start = 0
+            for item, piece in parts:
                 place = item.place(wholes[item], piece)
                 place.copy_(line[start : start + place.numel()].view(place.shape))
                 start += place.numel()
@@ -204,49 +199,43 @@ class Exchange:
     def back(self, updates: Mapping[Item, torch.Tensor], dtype: torch.dtype, device: torch.device) -> Moving:
         """Start to send the pieces of `updates`, one for each own item, to all ranks that hold them."""
         flat = {item: update.reshape(-1) for item, update in updates.items()}
-        parts = [
-            [item.place(flat[item], self.ring.piece_of[rank]).reshape(-1) for item in items]
-            for rank, items in enumerate(self._pieces)
-        ]
-        piece = self.ring.piece_of[self.ring.rank]
-        numels = [sum(item.held(piece).numel for item in items) for items in self._mine]
-        return self._start(parts, numels, dtype, device)
+        pieces = [item.place(flat[item], piece).reshape(-1) for parts in self._parts for item, piece in parts]
+        return self._start(pieces, self._num_sent_back, self._num_back, dtype, device)
 
     def arrived(self, moving: Moving) -> Iterable[tuple[int, Extent, torch.Tensor]]:
         """Yields the number of a parameter, the elements of its local tensor, and their updates."""
-        piece = self.ring.piece_of[self.ring.rank]
-        for line, items in zip(moving.wait(), self._mine, strict=True):
+        for line, updated in zip(moving.wait(), self._updated, strict=True):
             start = 0
-            for item in items:
-                held = item.held(piece)
-                yield item.index, held, line[start : start + held.numel]
+            for index, held in updated:
+                yield index, held, line[start : start + held.numel]
                 start += held.numel
 
     def _start(
-        self, parts: Sequence[Sequence[torch.Tensor]], numels: Sequence[int], dtype: torch.dtype, device: torch.device
+        self,
+        parts: Sequence[torch.Tensor],
+        sent: Sequence[int],
+        received: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> Moving:
-        """Start the all-to-all: `parts` go to each rank, `numels` elements come from each."""
-        sent = [sum(part.numel() for part in each) for each in parts]
-        line = torch.empty(sum(sent), dtype=dtype, device=device)
-        start = 0
-        for part in (part for each in parts for part in each):
-            line[start : start + part.numel()].copy_(part)
-            start += part.numel()
-        order = [self.ring.ranks.index(rank) for rank in dist.get_process_group_ranks(self.ring.group)]
-        if order != list(self._all):
-            pieces = line.split(sent)
+        """Start the all-to-all: `parts` behind one another, of which each rank gets `sent[rank]` elements."""
+        group = self.ring.group
+        line = torch.cat([part.to(dtype) for part in parts]) if parts else torch.empty(0, dtype=dtype, device=device)
+        order = [self.ring.ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
+        if order != sorted(order):
+            pieces = line.split(list(sent))
             line = torch.cat([pieces[number] for number in order])
-        buffer = line.new_empty(sum(numels))
-        with named("the exchange of matrices", self.ring.group):
+        sizes = [received[number] for number in order]
+        buffer = line.new_empty(sum(sizes))
+        with named("the exchange of matrices", group):
             work = dist.all_to_all_single(
-                buffer,
-                line,
-                [numels[number] for number in order],
-                [sent[number] for number in order],
-                group=self.ring.group,
-                async_op=True,
+                buffer, line, sizes, [sent[number] for number in order], group=group, async_op=True
             )
-        return Moving(work, line, buffer, [numels[number] for number in order], order, self.ring.group)
+        return Moving(work, line, buffer, sizes, order, group)
+
+
+def _numel(parts: Sequence[tuple[Item, int]]) -> int:
+    return sum(item.held(piece).numel for item, piece in parts)
 
 
 @dataclass
