@@ -28,7 +28,7 @@ from tests.interchange.checkpoints import (
 from tests.interchange.test_deepspeed import FIXTURES
 from tests.support.refusals import refusal
 
-ZERO3 = "under ZeRO-3 DeepSpeed takes the settings of the first group for all: docs/interchange.md"
+ZERO3 = "under ZeRO-3 DeepSpeed takes the settings of the first group for all: docs/do/convert.md"
 
 
 def written(source, folder, **options):

@@ -14,8 +14,7 @@ from sherd.checkpoint.tensor_bytes import DTYPES, memory_of
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, spans, whole
 from sherd.layout.placement import Shape
-from sherd.storage.place import Readable
-from sherd.storage.places import Disk
+from sherd.storage.places import Disk, Readable
 from sherd.storage.safetensors import nbytes_of
 
 MODEL, OPTIMIZER = "model", "optimizer"

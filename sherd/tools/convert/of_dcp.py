@@ -21,8 +21,7 @@ from sherd._torch import storage_info
 from sherd.checkpoint.tensor_bytes import DTYPES, dtype_name
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, overlapping
-from sherd.storage.place import Readable
-from sherd.storage.places import Disk, read_file
+from sherd.storage.places import Disk, Readable, read_file
 from sherd.tools.convert.contents import Contents, Pieced, Read, Source, Spec, open_file, path_inside
 from sherd.tools.convert.of_torch import Range, Strided, TorchFile, save
 from sherd.tools.convert.pickles import Dict, Inert, UnknownName, Unpickler, inert

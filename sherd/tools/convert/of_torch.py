@@ -28,7 +28,7 @@ from sherd.checkpoint.tensor_bytes import DTYPES, chunks_of, dtype_name, memory_
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box
 from sherd.layout.extent import Extent
-from sherd.storage.place import Readable, read_exactly
+from sherd.storage.places import Readable, read_exactly
 from sherd.tools.convert.contents import Contents, Read, Source, Spec, open_file
 from sherd.tools.convert.pickles import Dict, Unpickler
 from sherd.tools.convert.state_trees import Pending, collected, left_out_of_tree, tree_of

@@ -25,8 +25,7 @@ import torch
 
 from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, DTYPES, memory_of
 from sherd.errors import CheckpointError
-from sherd.storage.place import Readable
-from sherd.storage.places import Disk
+from sherd.storage.places import Disk, Readable
 from sherd.tools.convert.contents import Contents, Read, Source, Spec
 from sherd.tools.convert.of_deepspeed import MODEL_FILE, MODEL_FILES, OfRuns, Run, Wrong, add_model, folder_of, reading
 from sherd.tools.convert.of_torch import Strided, TorchFile, save
@@ -167,7 +166,7 @@ class _Training:
             kept = _few(self.keys - {"step"})
             yield f"it is for ZeRO-1 and 2 alone: under ZeRO-3 DeepSpeed loads Adam's states, not {kept}"
         if len(self.groups) > 1:
-            yield "under ZeRO-3 DeepSpeed takes the settings of the first group for all: docs/interchange.md"
+            yield "under ZeRO-3 DeepSpeed takes the settings of the first group for all: docs/do/convert.md"
 
 
 def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:

@@ -31,8 +31,7 @@ from sherd.tools.plan.planner import (
 )
 from sherd.tools.plan.reading import Loss, own_or_usual_loss
 from sherd.tools.plan.sharding import shares_of_blocks
-from sherd.tools.simulate.cluster import Cluster
-from sherd.tools.simulate.cluster_file import read_cluster
+from sherd.tools.simulate.cluster import Cluster, read_cluster
 from sherd.tools.simulate.predict import Prediction
 from sherd.tools.simulate.search import IMPOSSIBLE, Found, Outcome, cheapest_changes, merit, search
 from sherd.tools.simulate.settings import (

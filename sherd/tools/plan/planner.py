@@ -43,7 +43,7 @@ from sherd.tools.plan.sharding import (
 )
 from sherd.tools.simulate.cluster import Cluster
 from sherd.tools.simulate.costs import op_seconds
-from sherd.tools.simulate.pipeline import Stage
+from sherd.tools.simulate.play import Stage
 from sherd.tools.simulate.predict import Prediction, RankWork, predict, predict_pipeline
 from sherd.tools.simulate.search import IMPOSSIBLE, Outcome
 from sherd.tools.simulate.settings import Mesh, Settings

@@ -10,7 +10,7 @@ from torch import nn
 
 from sherd.api.blocks import evenly_spread, in_groups, registrations, repeated_blocks
 from sherd.engine import Unit, sizes_of
-from sherd.memory.predict import batch_bytes_of, state_for
+from sherd.memory.report import batch_bytes_of, state_for
 from sherd.schedule.moments import Arrival
 from sherd.schedule.state import UnitSpec
 from sherd.tensor.ragged import local_part
