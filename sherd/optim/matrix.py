@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import local_tensor
-from sherd.comm.failures import in_short
-from sherd.engine.state.parameter import record_of
+from sherd.comm.failures import ranks_in_short
+from sherd.engine import ShardedParameter
 from sherd.errors import GradientError, OptimizerError, PolicyTypeError
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Copies
@@ -278,7 +278,7 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 def name_of(parameter: torch.Tensor) -> str:
     """Returns the name of a parameter if it is a unit's, else its shape, in words."""
-    record = record_of(parameter)
+    record = ShardedParameter.of(parameter)
     return f"a parameter of shape {tuple(parameter.shape)}" if record is None else record.name
 
 
@@ -292,7 +292,7 @@ def batch_of(parameter: torch.Tensor, rows: int = 0) -> Batch:
     Raises:
         OptimizerError: it is no matrix, or has another number of rows.
     """
-    record = record_of(parameter)
+    record = ShardedParameter.of(parameter)
     shape = tuple(parameter.shape if record is None else record.shape)
     name = name_of(parameter)
     if parameter.is_complex() or not parameter.is_floating_point():
@@ -336,7 +336,7 @@ class _Plan:
         self.group_of = [at for at, group in enumerate(groups) for _ in group["params"]]
         self.by_group = [[i for i, of in enumerate(self.group_of) if of == at] for at in range(len(groups))]
         self.batches = [batch_of(parameter, group.get("rows", 0)) for group in groups for parameter in group["params"]]
-        self._records = [record_of(parameter) for parameter in self.parameters]
+        self._records = [ShardedParameter.of(parameter) for parameter in self.parameters]
         self._cuts = [None if record is None else record.cut for record in self._records]
         self._rows = [group.get("rows", 0) for group in groups]
         self._owners: dict[int, set[int]] = defaultdict(set)
@@ -369,7 +369,7 @@ class _Plan:
         owners = sorted(set().union(*(self._owners[index] for index in indices)))
         if not owners:
             return "whole on this rank; every rank computes it"
-        who = f"ranks {in_short(owners)}" if len(owners) > 1 else f"rank {owners[0]}"
+        who = f"ranks {ranks_in_short(owners)}" if len(owners) > 1 else f"rank {owners[0]}"
         travels = not self._traveling.isdisjoint(indices)
         return f"{who}; " + (
             "shards of gradients go there, those of updates come back" if travels else "nothing travels"

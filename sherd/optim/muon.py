@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sherd.engine.state.parameter import record_of
+from sherd.engine import ShardedParameter
 from sherd.errors import PolicyError
 from sherd.optim.flat import flatten_optimizer
 from sherd.optim.matrix import Group, MatrixOptimizer, batch_of, local_part, name_of, rows_of
@@ -35,7 +35,7 @@ def not_hidden(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
 
     Embeddings, output layers (modules named as in `HEADS`), and what has fewer than two dims (biases, norms) are none.
     """
-    record = record_of(parameter)
+    record = ShardedParameter.of(parameter)
     shape = parameter.shape if record is None else record.shape
     if len(shape) < 2:
         return f"it has {len(shape)} dim{'' if len(shape) == 1 else 's'}"
