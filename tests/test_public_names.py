@@ -36,6 +36,8 @@ OURS = {
     "EquivalenceReport",
     "FSDPExtensions",
     "Flat",
+    "MatrixOptimizer",
+    "Muon",
     "OnMesh",
     "Owned",
     "Placements",
