@@ -1,5 +1,7 @@
 """Muon trains as `torch.optim.Muon` does in one process, however its matrices are sharded."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -227,3 +229,68 @@ def test_it_says_what_steps_each_parameter():
         ]
         owned = sherd.fully_shard(nn.Linear(4, 4, bias=False), placement=sherd.Owned())
         assert repr(Muon(owned)).endswith("weight  4 x 4  rank 0; nothing travels")
+
+
+def _train_accumulated(model, optimizer, given):
+    for batch in given:
+        parts = batch.chunk(2)
+        with sherd.accumulate(model, len(parts)):
+            for part in parts:
+                (model(part).square().mean() / len(parts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _train_with_a_scaler(model, optimizer, given):
+    scaler = torch.amp.GradScaler("cpu")
+    for batch in given:
+        scaler.scale(model(batch).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def _train_with_a_closure_and_a_schedule(model, optimizer, given):
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+    def loss(batch):
+        optimizer.zero_grad()
+        value = model(batch).square().mean()
+        value.backward()
+        return value
+
+    for batch in given:
+        assert torch.is_tensor(optimizer.step(functools.partial(loss, batch)))
+        schedule.step()
+
+
+@pytest.mark.parametrize("train", [_train_accumulated, _train_with_a_scaler, _train_with_a_closure_and_a_schedule])
+@on_threads(2)
+def test_it_trains_alike_with_what_loops_do_around_a_step(train):
+    plain = stack()
+    torchs_steps(plain, batches(4))
+    for model in (sharded(stack()), sharded(stack(), "owned")):
+        train(model, Muon(model, lr=0.02, **EXACT), batches(4))
+        assert_as_plain(model, plain)
+
+
+@on_threads(2)
+def test_tied_frozen_and_unused_matrices_and_those_in_host_memory():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(2)
+            self.first, self.second, self.unused = (nn.Linear(5, 5, bias=False) for _ in range(3))
+            self.frozen = nn.Linear(5, 5, bias=False).requires_grad_(False)
+            self.second.weight = self.first.weight
+
+        def forward(self, x):
+            return self.second(torch.tanh(self.frozen(self.first(x))))
+
+    plain = Tied()
+    models = [sherd.fully_shard(Tied()), sherd.fully_shard(Tied(), offload_policy=sherd.CPUOffloadPolicy())]
+    trained(plain, Muon(plain, lr=0.02, **EXACT), batches(3))
+    for model in models:
+        trained(model, Muon(model, lr=0.02, **EXACT), batches(3))
+        assert_as_plain(model, plain)
