@@ -52,15 +52,15 @@ class Schedule:
         """Returns the actions of `event`. The caller carries them out, in order."""
         return self.follow(_itself, event).actions
 
-    def follow(self, kind: Callable[P, Event], *args: P.args, **kwargs: P.kwargs) -> Edge:
-        """Returns the edge of the event `kind(*args)`. The caller carries out its actions, in order.
+    def follow(self, event_type: Callable[P, Event], *args: P.args, **kwargs: P.kwargs) -> Edge:
+        """Returns the edge of the event `event_type(*args)`. The caller carries out its actions, in order.
 
         The event is made only where it is new in the present state: a settled step makes no objects.
         """
         assert not kwargs, "an event is looked up by its positional arguments"
-        node, key = self._node, (kind, args)
+        node, key = self._node, (event_type, args)
         if key not in node.edges:
-            event = kind(*args, **kwargs)
+            event = event_type(*args, **kwargs)
             state, actions = decide(node.state, event)
             node.edges[key] = Edge(event, self._at(state), actions)
         edge = node.edges[key]

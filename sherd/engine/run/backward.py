@@ -116,7 +116,7 @@ class Backward:
         self.is_entered = self.is_recorded = False
         self._when_complete = None
         self._num_completed = 0
-        if self._seen:
+        if self._seen:  # else backward did not reach the unit, and teaches nothing
             came_twice = True in [gradients.arrivals.came_twice for gradients in self._gradients]
             self._is_gone_through_once = len(set(self._seen)) == len(self._seen) and not came_twice
             self._seen.clear()

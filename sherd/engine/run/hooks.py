@@ -138,6 +138,7 @@ def before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) ->
 
 def after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> Any:
     """End a forward of `module`, which returned or raised. Returns the output in the unit's `output_dtype`."""
+    # Views of parameters lose their memory with the unit: returned tensors are copied, other views keep it unsharded.
     is_viewed, is_tensor = True in [weights.is_viewed for weights in unit.weights], isinstance(output, torch.Tensor)
     output = with_own_memory(output) if is_tensor else map_tensors(with_own_memory, output)
     differentiable = torch.is_grad_enabled()

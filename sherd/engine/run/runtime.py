@@ -157,8 +157,10 @@ class Runtime:
         """
         if unit.lent is not None or unit.companions:
             _require_not_lent(unit, "forward")
+        # Calls are left over if Ctrl-C ended the last forward.
         if self._calls and unit is self.root:
             self._give_up_interrupted()
+        # The flag alone is True also after a backward that raised.
         recomputing = self.in_backward and in_backward()
         outermost = not self._calls and not recomputing
         if outermost:
@@ -261,7 +263,7 @@ class Runtime:
                     member.reduce_fully(self.is_in_last_backward)
             self.in_backward = True
             self.num_backwards += 1
-            self.revise()
+            self.revise()  # the user may have set policies since the forward
             at_end_of_backward(self._end_backward)
         self._expect_gradients(unit)
         self.tape.play(do.BeforeBackward, self._index[unit.id])
@@ -314,6 +316,7 @@ class Runtime:
             if unit.policy.on_touch == "unshard":
                 unit.watch_touch()
         self.tape.play(do.EndBackward, self._is_last_backward)
+        # Last, because the host waits here: all reductions are queued by now.
         for unit in self.units:
             if unit.place.is_elsewhere:
                 unit.land_gradients()
@@ -404,6 +407,7 @@ class Runtime:
         """Free all units, with nothing in flight. `gradients`: drop gradients that have not reached the shards, too."""
         for overseer in self.overseers if self.in_backward else ():
             overseer.abandon_backward(self.root)
+        # After an action that raised, the units are not in the forms of the schedule's state, which answers `Reset`.
         with torch.no_grad():
             for unit in self.units if self.tape.is_astray else ():
                 unit.free()
@@ -546,7 +550,7 @@ def seal(root: nn.Module) -> Runtime:
         if not unit.shards.are_in_buffer:
             unit.regroup()
         unit.join(runtime)
-        forget_loads(unit.mesh)
+        forget_loads(unit.mesh)  # the model is complete, so the next unit on the mesh is the first of another model
     write_into(root, Unit.RUNTIME, runtime)
     return runtime
 

@@ -74,9 +74,9 @@ class Tape:
         # Here and not on the edges: edges form circles, which would hold the units of a deleted model.
         self._calls: dict[Edge, tuple[Callable[[], None], ...]] = {}
 
-    def play(self, kind: Callable[P, Event], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Carry out the schedule's answer to the event `kind(*args)`."""
-        edge = self._schedule.follow(kind, *args, **kwargs)
+    def play(self, event_type: Callable[P, Event], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Carry out the schedule's answer to the event `event_type(*args)`."""
+        edge = self._schedule.follow(event_type, *args, **kwargs)
         is_grad_enabled = False
         try:
             if edge not in self._calls:
@@ -86,6 +86,7 @@ class Tape:
                 return
             is_grad_enabled = torch.is_grad_enabled()
             if is_grad_enabled:
+                # Two calls in C: gathers are no part of the user's graph, and `torch.no_grad()` would make an object.
                 set_grad_enabled(False)
             for call in (partial(_play_outside_transforms, calls),) if are_transforms_active() else calls:
                 call()

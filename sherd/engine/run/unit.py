@@ -88,7 +88,9 @@ def _nowhere() -> None:
 
 
 class Unit:
-    """One unit. It holds its modules weakly: they hold the unit, and a deleted model must be freed at once.
+    """The modules of one `fully_shard` call, whose parameters are gathered and freed as one.
+
+    A unit holds its modules weakly: they hold the unit, and a deleted model must be freed at once.
 
     Attributes:
         companions: the units that own a parameter which this unit's modules use too.

@@ -152,6 +152,7 @@ def _average(members: Sequence[nn.Parameter], mesh: DataMesh) -> None:
     targets = [torch.zeros_like(local_part(each)) if grad is None else grad for each, grad in given]
     real = [torch.view_as_real(each) if each.is_complex() else each for each in targets]
     flat = [each.reshape(-1) for each in real]
+    # At least float32: a sum over many ranks in half precision would lose bits.
     wide = torch.promote_types(flat[0].dtype, torch.float32)
     flags = torch.tensor([float(grad is not None) for grad in grads], dtype=wide, device=flat[0].device)
     sent = torch.cat([*(each.to(wide) for each in flat), flags])
