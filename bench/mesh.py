@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sherd
 from sherd.api.placements import PRESETS
-from sherd.engine.run.seal import units_below
+from sherd.engine.run.unit import Unit
 from sherd.memory.held import held_by
 from sherd.policy import Level
 from sherd.schedule.moments import MemoryKind
@@ -194,12 +194,12 @@ def _share(num_ranks: int) -> float:
 
 def num_bytes_of_root(model: nn.Module, default: float) -> float:
     """Bytes of the unsharded parameters of the root unit."""
-    root = units_below(model)[0]
+    root = Unit.below(model)[0]
     return sum(each.shape.numel() * each.dtype.itemsize for each in root.parameters) if root else default
 
 
 def _held(model: nn.Module, *kinds: MemoryKind) -> float:
-    return sum(size for unit in units_below(model) for kind, size in held_by(unit).values() if kind in kinds)
+    return sum(size for unit in Unit.below(model) for kind, size in held_by(unit).values() if kind in kinds)
 
 
 def _local_bytes(tensor: object) -> int:

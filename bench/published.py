@@ -26,7 +26,7 @@ from sherd.tools.simulate.cluster import Cluster, Link
 from sherd.tools.simulate.cluster_file import read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import OPTIMIZERS
-from sherd.train.trees import read_tree
+from sherd.train.config import read_tree
 
 from .llama_axes import LlamaLayout, Stage
 from .table import markdown

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from sherd.checkpoint.rekeying import OptimStateKeyType as OptimStateKeyType
     from sherd.checkpoint.restoring import Restored as Restored
     from sherd.clip import clip_grad_norm_ as clip_grad_norm_
-    from sherd.engine.state.flat import FlatParameter as FlatParameter
+    from sherd.engine import FlatParameter as FlatParameter
     from sherd.errors import SherdError as SherdError
     from sherd.grad_scaler import ShardedGradScaler as ShardedGradScaler
     from sherd.layout.runs import Blocks as Blocks
@@ -102,7 +102,7 @@ _HOMES = {
     "FSDPExtensions": "sherd.api.extensions",
     "FSDPModule": "sherd.api.module",
     "Flat": "sherd.layout.runs",
-    "FlatParameter": "sherd.engine.state.flat",
+    "FlatParameter": "sherd.engine",
     "FullOptimStateDictConfig": "sherd.api.state_dict_type",
     "FullStateDictConfig": "sherd.api.state_dict_type",
     "FullyShardedDataParallel": "sherd.api.wrapper",

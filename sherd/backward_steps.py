@@ -18,9 +18,7 @@ from functools import partial
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from sherd.engine.run.runtime import runtime_over
-from sherd.engine.run.seal import units_below
-from sherd.engine.run.unit import Unit
+from sherd.engine import Runtime, Unit
 from sherd.errors import ModuleError, OptimizerError, PolicyTypeError, StateError
 from sherd.optim import FlatStep, params_replaced
 
@@ -43,7 +41,7 @@ class StepsInBackward:
     def _step(self, ref: weakref.ref[Unit]) -> None:
         """Step the parameters of the unit that have gradients, and drop the gradients."""
         unit = ref()
-        runtime = None if unit is None else runtime_over(unit)
+        runtime = None if unit is None else Runtime.over(unit)
         if unit is None or runtime is None or not runtime.is_in_last_backward:
             return
         # Backward would gather values that it has not read yet anew, from the stepped shards.
@@ -107,7 +105,7 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepsInBackward:
             "step_in_backward: this optimizer was given to flatten_optimizer, which steps many units at once; leave "
             "one of the two out"
         )
-    units = units_below(model)
+    units = Unit.below(model)
     if not units:
         raise ModuleError(f"step_in_backward: nothing below {type(model).__name__} is sharded; call fully_shard first")
     return StepsInBackward(units, optimizer)

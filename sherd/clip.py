@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import DTensorSpec, device_of, gradients_of, spec_of
 from sherd.comm.groups import group_of
-from sherd.engine.state.parameter import record_of
+from sherd.engine import ShardedParameter
 from sherd.errors import GradientError, MeshError, PolicyError
 from sherd.tensor.gather import counted_here
 from sherd.tensor.placement import Layout, layout_of
@@ -167,7 +167,7 @@ def _spec_or_dtype(tensor: Tensor) -> DTensorSpec | torch.dtype:
 
 def _require_known(spec: DTensorSpec, what: str, parameter: Tensor, index: int) -> None:
     """Raise if this rank cannot know the norm of its piece: the spec is Partial, or this rank is not in the mesh."""
-    record = record_of(parameter)
+    record = ShardedParameter.of(parameter)
     name = f"parameter {index}, of shape {tuple(parameter.shape)}" if record is None else record.name
     if any(placement.is_partial() for placement in spec.placements):
         raise GradientError(

@@ -16,8 +16,9 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeVar
@@ -27,14 +28,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sherd._torch import hooked_step
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.group import Group
-from sherd.engine.state.parameter import record_of
-from sherd.engine.state.span import ShardState, ShardView, States, SteppedSpan
+from sherd._torch import gradients_of, hooked_step, local_gradients, local_tensor
+from sherd.engine import Group, ShardedParameter, Unit
 from sherd.errors import OptimizerError, PolicyTypeError
+from sherd.layout.extent import Extent
 from sherd.tensor.local_step import ELEMENTWISE, are_same
-from sherd.tensor.state_kind import State, copy_of
+from sherd.tensor.placement import in_dtype
+from sherd.tensor.ragged import as_dtensor, local_part, own_view
+from sherd.tensor.span import Span
+from sherd.tensor.state_kind import State, StateKind, copy_of, kind_of
 
 if TYPE_CHECKING:
     _Optimizer = Optimizer
@@ -42,6 +44,9 @@ else:
     _Optimizer = object  # the user's own class, which follows among the bases, is an Optimizer
 
 Key = TypeVar("Key")
+
+States = MutableMapping[torch.Tensor, State]
+"""The state of an optimizer, by parameter."""
 
 NOT_ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Adafactor,
@@ -216,7 +221,7 @@ class _Stepper:
         # States of shards in present and earlier spans, without states that were loaded since.
         states = [*self._known_states.values(), *(state for span in self.spans for state in span.shard_states())]
         self._known_states = {id(known.shard): known for known in states if state_of.get(known.shard) is known.state}
-        records = [record_of(parameter) for group in self._groups for parameter in group]
+        records = [ShardedParameter.of(parameter) for group in self._groups for parameter in group]
         owners = [record.owner for record in records if record is not None]
         units = {owner.id: owner for owner in owners if isinstance(owner, Unit)}.values()
         self._buffers = [(weakref.ref(unit), _groups_of(unit)) for unit in units]
@@ -334,3 +339,182 @@ def _unshared(states: Mapping[Key, State]) -> dict[Key, State]:
             own[key] = {name: copy_of(value) if id(value) in seen else value for name, value in state.items()}
             seen.update(map(id, own[key].values()))
     return own
+
+
+# Spans
+
+
+@dataclass(frozen=True, slots=True)
+class ShardView:
+    """A shard as a view of its group's shard buffer. `group_index` is that of its parameter group in the optimizer, -1
+    for a shard of another optimizer."""
+
+    record: ShardedParameter
+    group: Group
+    extent: Extent
+    group_index: int
+
+    @property
+    def shard(self) -> nn.Parameter:
+        """The parameter in the user's optimizer."""
+        return self.record.shard
+
+    @property
+    def is_empty(self) -> bool:
+        """True if this rank holds nothing of the shard."""
+        return not self.extent.numel
+
+    @property
+    def is_in_buffer(self) -> bool:
+        """True if the shard lies in the buffer. After `module.to()` it does not, until the next forward."""
+        return self.group.has_at(self.extent.start, self.record.local)
+
+    def fits(self, gradient: object) -> bool:
+        """Returns whether `gradient` is laid out as the shard is."""
+        return isinstance(gradient, DTensor) and local_tensor(gradient).shape == self.record.local.shape
+
+    def is_elementwise(self, key: str, value: object) -> bool:
+        """Returns whether `value`, the optimizer's state under `key`, has an element for each of the shard's."""
+        return kind_of(key, value, self.shard.shape, self.record.local.shape) is StateKind.ELEMENTS
+
+    def dtensor(self, local: torch.Tensor) -> DTensor:
+        """Returns a DTensor around `local`, 1-D and uncopied, that is laid out as the shard is."""
+        return as_dtensor(own_view(local).view(self.record.local.shape), in_dtype(self.record.shard_spec, local.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """The state of a shard in a span: `state` is the optimizer's, `views` are its parts of the span's vectors."""
+
+    shard: nn.Parameter
+    state: State
+    views: dict[str, torch.Tensor]
+
+
+class SteppedSpan:
+    """Neighbouring shards that are stepped as one vector, `flat`, a view of their shard buffer.
+
+    Shards that this rank holds nothing of come last among the `members`; they share the count of steps.
+    """
+
+    def __init__(self, members: Sequence[ShardView]) -> None:
+        held = [member.extent for member in members if not member.is_empty]
+        first, stop = (held[0].start, held[-1].stop) if held else (0, 0)
+        self.members = tuple(members)
+        self.shards = [member.shard for member in members]
+        self.flat = nn.Parameter(members[0].group.shard_buffer[first:stop].detach(), requires_grad=True)
+        in_span = (extent.shifted(-first) for extent in held)
+        self._span = Span(stop - first, (*in_span, *[Extent(0, 0)] * (len(members) - len(held))))
+        self._starts = [extent.start - first for extent in held]
+        self._all_held = len(held) == len(members)
+        self._shape = self.flat.shape
+        # Parts that begin where the shards do may still have their elements in another order (a transposed gradient):
+        # only neighbours with a single dimension cannot.
+        self._may_be_transposed = len(held) == 1 or any(member.record.local.dim() > 1 for member in members)
+        gaps = [torch.arange(gap.start, gap.stop) for gap in self._span.gaps]
+        self.padding = torch.cat(gaps).to(self.flat.device) if gaps else None
+        self._addresses: list[int] = []
+        self.state: State = {}
+        self._given: State = {}
+        self._states: list[State] = []
+
+    def _in_place(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Returns the vector that `parts` are views of, or None if they do not lie as the shards do in their buffer."""
+        first = parts[0]
+        if not self._starts:
+            return first.new_empty(0)
+        addresses = list(map(torch.Tensor.data_ptr, parts if self._all_held else parts[: len(self._starts)]))
+        if addresses != self._addresses:
+            itemsize = first.itemsize
+            self._addresses = [addresses[0] + start * itemsize for start in self._starts]
+            if addresses != self._addresses:
+                return None
+        if self._may_be_transposed and not all(map(torch.Tensor.is_contiguous, parts)):
+            return None
+        try:
+            # An address within the memory of a living storage belongs to that storage.
+            return first.as_strided(self._shape, (1,))
+        except RuntimeError:  # the storage ends before the last part
+            return None
+
+    # Gradients
+
+    def take_gradient(self) -> bool:
+        """Give `flat` the shards' gradients, uncopied if they lie in one buffer. Returns False if one is missing."""
+        try:
+            parts = local_gradients(self.shards)
+        except AttributeError:  # a gradient is None or no DTensor
+            return False
+        gradient = self._in_place(parts) if parts[0].dtype is self.flat.dtype else None
+        if gradient is None:
+            if not all(map(ShardView.fits, self.members, gradients_of(self.shards))):
+                return False
+            gradient = self._span.vector(parts, self.flat.dtype)
+        elif self.padding is not None:
+            # The reduction leaves anything there. No element would see it, but a sum over the buffer might:
+            # test_what_lies_between_gradients_stays_there.
+            gradient.index_fill_(0, self.padding, 0)
+        self.flat.grad = gradient
+        return True
+
+    # State
+
+    def take_state(self, state_of: States, known: dict[int, ShardState]) -> None:
+        """Make the span's state of the shards' states, uncopied if these lie in one buffer. The shards then have views
+        of it. `known`: the states of shards that were in a span before, by the id of the shard."""
+        states = [state_of.get(shard) or {} for shard in self.shards]
+        vectors: State = {}
+        for key, value in states[0].items():
+            if self.members[0].is_elementwise(key, value):
+                parts = [
+                    known[id(shard)].views[key] if id(shard) in known else local_part(state[key]).reshape(-1)
+                    for shard, state in zip(self.shards, states, strict=True)
+                ]
+                vector = self._in_place(parts)
+                vectors[key] = self._span.vector(parts, parts[0].dtype) if vector is None else vector
+            else:
+                # A copy: two spans that were one must not share their count of steps.
+                vectors[key] = copy_of(value)
+        if vectors:
+            self._hand_out(vectors, state_of)
+
+    def shard_states(self) -> Iterator[ShardState]:
+        """Yields the state of each shard."""
+        views = {key: self._span.views(value) for key, value in self.state.items() if self._is_vector(value)}
+        for index, (shard, state) in enumerate(zip(self.shards, self._states, strict=False)):
+            yield ShardState(shard, state, {key: parts[index] for key, parts in views.items()})
+
+    def has_its_state(self, state_of: States) -> bool:
+        """Returns whether the shards still have the state that they were given. Otherwise it was loaded or cleared."""
+        state = state_of.get(self.shards[0])
+        return state is self._states[0] if self._states else not state
+
+    def lend_state(self, state_of: States) -> None:
+        """Show the span's state to the optimizer for a step."""
+        if self._states:
+            state_of[self.flat] = self.state
+
+    def take_back(self, state_of: States) -> None:
+        """End a step: give the shards their parts of state that is new."""
+        state = state_of.pop(self.flat, None)
+        if state is not None:
+            self._hand_out(state, state_of)
+
+    def _hand_out(self, state: State, state_of: States) -> None:
+        if not self._states:
+            self._states = [{} for _ in self.members]
+            state_of.update(zip(self.shards, self._states, strict=True))
+        for key, value in state.items():
+            if key in self._given and self._given[key] is value:
+                continue
+            if self._is_vector(value):
+                views = zip(self._states, self.members, self._span.views(value), strict=True)
+                for own, member, view in views:
+                    own[key] = member.dtensor(view)
+            else:
+                for own in self._states:
+                    own[key] = value
+        self.state, self._given = state, dict(state)
+
+    def _is_vector(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.shape == self._shape

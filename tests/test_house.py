@@ -21,7 +21,7 @@ from torch import nn
 
 import sherd
 from sherd._torch import imagined_ranks
-from tests.test_layers import imported
+from tests.test_layers import homes, imported
 
 PACKAGE = Path(sherd.__file__).parent
 NOT_CORE = (
@@ -187,9 +187,13 @@ def module_of(path: str) -> str:
 
 
 def known_imports(importer: str, names: set[str], modules: dict[str, File]) -> set[str]:
-    """Returns the modules that `names` lie in. A package counts only where it is named itself."""
+    """Returns the modules that `names` lie in. A package counts only where it is named itself, and a name of the
+    engine's door for the module that the door loads it from."""
     found = set()
     for name in names:
+        package, _, last = name.rpartition(".")
+        if package == "sherd.engine":
+            name = homes(package).get(last, name)
         while name not in modules and "." in name:
             name = name.rpartition(".")[0]
         # `sherd` itself loads its public names when asked for.

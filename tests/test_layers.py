@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import sherd.engine
+
 PACKAGE = Path(__file__).parent.parent / "sherd"
 
 # `<`: the left is known to the right and not the other way round. `|`: these do not know each other.
@@ -22,6 +24,8 @@ ROOMS = ("state", "moves", "run", "between", "make")
 SIMULATE_KNOWS = {"layout", "schedule", "policy", "errors", "extras"}
 TRAIN_KNOWS = {"train/loop.py": "sherd.tools.plan", "train/rank.py": "sherd.explain_memory"}
 """What the trainer takes from the tools: the recording of a step, and the note at an out of memory error."""
+MOST_ENGINE_NAMES = 20
+"""The most names in sherd/engine/__init__.py. The rest of sherd imports nothing else of the engine."""
 DOORS = {"engine/run/overseer.py": "sherd.guard"}
 """By file: the plug-in of a higher layer that it loads when a program needs it, from within a function."""
 WITHOUT_TORCH = {"layout", "schedule", "storage", "tools/simulate", "tools/report"}
@@ -89,6 +93,8 @@ def broken_rules(path: Path, name: str, is_loaded_at_once: bool) -> Iterator[str
                 yield f"{name} is loaded when a program needs it: import it within a function"
         elif not may_know(layer, other):
             yield f"{layer} may not know {other}"
+        elif other == "engine" and layer != "engine" and name not in doors_names():
+            yield "the engine's door is sherd/engine/__init__.py: import one of its names"
         if room is not None and other_room is not None and other_room > room:
             yield f"engine/{ROOMS[room]} may not know engine/{ROOMS[other_room]}"
         home = homes().get(name.removeprefix("sherd."), name)
@@ -111,11 +117,16 @@ def places_in(path: Path) -> tuple[str, ...]:
 
 
 @functools.cache
-def homes() -> dict[str, str]:
-    """The module of each public name, as the imports for type checkers say it."""
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+def homes(package: str = "sherd") -> dict[str, str]:
+    """The module of each name that `package` loads when asked for, as the imports for type checkers say it."""
+    tree = ast.parse((PACKAGE.parent / package.replace(".", "/") / "__init__.py").read_text())
     (guarded,) = (each for each in tree.body if isinstance(each, ast.If) and ast.unparse(each.test) == "TYPE_CHECKING")
     return {name.rpartition(".")[2]: name.rpartition(".")[0] for _, name in imported(guarded, ("sherd",))}
+
+
+def doors_names() -> set[str]:
+    """The names by which the rest of sherd may know the engine."""
+    return {"sherd.engine", *(f"sherd.engine.{name}" for name in homes("sherd.engine"))}
 
 
 def violations(package: Path) -> list[str]:
@@ -137,6 +148,15 @@ def violations(package: Path) -> list[str]:
 
 def test_no_import_in_sherd_breaks_the_rule():
     assert violations(PACKAGE) == []
+
+
+def test_the_engine_has_one_door_of_few_names():
+    """That nobody goes past it is a part of the rule."""
+    assert homes("sherd.engine") == {name: f"sherd.engine.{home}" for name, home in sherd.engine._HOMES.items()}
+    assert sorted(sherd.engine._HOMES) == sherd.engine.__all__
+    assert len(sherd.engine.__all__) <= MOST_ENGINE_NAMES
+    imports = (imported(ast.parse(file.read_text()), ()) for file in PACKAGE.rglob("*.py"))
+    assert doors_names() - {name for of_file in imports for _, name in of_file} == {"sherd.engine"}, "nobody uses it"
 
 
 def test_every_file_in_sherd_begins_by_saying_what_it_is_for():
@@ -161,9 +181,13 @@ WRONG = [
     ("engine/run/unit.py", "from ..between import load", "engine/run may not know engine/between"),
     ("api/wrapper.py", "from .. import fully_shard", "api may not know sherd"),
     ("engine/run/overseer.py", "from sherd.guard import overseer_of", "within a function"),
-    ("engine/run/seal.py", "def late():\n    from sherd.guard import board", "engine may not know guard"),
+    ("engine/run/tape.py", "def late():\n    from sherd.guard import board", "engine may not know guard"),
     ("comm/mesh.py", "def late():\n    from sherd.guard import board", "comm may not know guard"),
     ("guard/board.py", "from sherd.api import joining", "guard may not know api"),
+    ("guard/checker.py", "from sherd.engine.run.unit import Unit", "the engine's door"),
+    ("api/wrapper.py", "def late():\n    import sherd.engine.run.hooks", "the engine's door"),
+    ("tools/plan/plan.py", "from sherd.engine import Weights", "the engine's door"),
+    ("cli/main.py", "from sherd.engine import run", "the engine's door"),
     ("engine/unit.py", "from sherd.tools.simulate import replay", "engine may not know tools/simulate"),
     ("api/wrapper.py", "def late():\n    from sherd.tools.plan.plan import plan", "api may not know tools/plan"),
     ("memory/report.py", "from sherd.train import loop", "memory may not know train"),
@@ -199,7 +223,7 @@ RIGHT = [
     ("wrap/walks.py", "from torch import nn\nfrom sherd.errors import PolicyError"),
     ("api/auto_shard.py", "from sherd.wrap import choose"),
     ("engine/run/overseer.py", "def late():\n    from sherd.guard import overseer_of"),
-    ("guard/checker.py", "from sherd.engine.run.unit import Unit\nfrom sherd.schedule import path"),
+    ("guard/checker.py", "from sherd.engine import Unit\nfrom sherd.schedule import path"),
     ("tools/simulate/replay.py", "from sherd import layout, schedule, policy"),
     ("tools/doctor/machine.py", "from sherd import __version__\nfrom sherd.tools.plan.plan import Plan"),
     ("train/loop.py", "from sherd import __version__, fully_shard\nfrom sherd.tools.plan.files import to_json"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
 
 from sherd.api.module import sharded_units
-from sherd.engine.run.accumulation import Accumulation
 from sherd.errors import StateError
 from sherd.requirements import require_int
 
@@ -43,7 +43,7 @@ def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
     if any(unit.policy.accumulation is not None for unit in units):
         raise StateError(f"accumulate within accumulate of the same model, {units[0].class_name}; leave the outer one")
     before = [unit.policy for unit in units]
-    counted = Accumulation(num_backwards)
+    counted = _Accumulation(num_backwards)
     for unit in units:
         unit.change(accumulation=counted)
     try:
@@ -65,3 +65,46 @@ def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
                 reduce_gradients=policy.reduce_gradients,
                 all_reduce_gradients=policy.all_reduce_gradients,
             )
+
+
+class _Accumulation:
+    """The count of the backwards of one optimizer step, for each model, by the id of its root unit.
+
+    Before the last backward a unit reduces only over axes over which it shards gradients.
+    """
+
+    def __init__(self, num_backwards: int) -> None:
+        self.num_backwards = num_backwards
+        self._ended: Counter[int] = Counter()
+        self._forwarded: set[int] = set()
+        self.is_in_first_forward = True
+
+    @property
+    def fewest(self) -> int:
+        """The number of backwards of the model with the fewest; 0 if none has ended."""
+        return min(self._ended.values(), default=0)
+
+    def begin_forward(self, root: int) -> bool:
+        """Note that a forward of `root` begins. Returns True if it is the first, before which shards may be written."""
+        is_first = root not in self._forwarded
+        self._forwarded.add(root)
+        self.is_in_first_forward = is_first
+        return is_first
+
+    def begin_backward(self, root: int, name: str) -> bool:
+        """Note that a backward of `root`, called `name`, begins. Returns True if it is the last one.
+
+        Raises:
+            StateError: there are more backwards than announced.
+        """
+        number = self._ended[root] + 1
+        if number > self.num_backwards:
+            raise StateError(
+                f"backward number {number} of {name} inside accumulate(model, {self.num_backwards}); leave the context "
+                "after that many, or announce as many as there are"
+            )
+        return number == self.num_backwards
+
+    def end_backward(self, root: int, has_brought_gradients: bool) -> None:
+        """Note that a backward of `root` ends. It counts if it brought gradients (`torch.autograd.grad` need not)."""
+        self._ended[root] += has_brought_gradients

@@ -14,9 +14,7 @@ from torch import nn
 from sherd.api.blocks import WRAPPINGS, UnitCall, Wrapping, in_words, repeated_blocks, rewrapped
 from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import FSDPModule, require_module
-from sherd.engine.make.build import is_taken
-from sherd.engine.run.seal import unit_of
-from sherd.engine.state.ownership import belongings
+from sherd.engine import Belongings, Unit
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError
 from sherd.wrap import WrapPolicy, choose, is_container, post_order
 from sherd.wrap.walks import Kwargs
@@ -78,9 +76,9 @@ def auto_shard(
                 _check_arguments(chosen[module], f"the policy, for {name},")
         units = [UnitCall([module], of_unit) for module, of_unit in chosen.items() if not is_container(module)]
     # Checked here, since `fully_shard` would raise with half of the model sharded.
-    belongings([model], (), is_taken)  # raises if torch's own FSDP has a part
+    Belongings.below([model], ())  # raises if torch's own FSDP has a part
     asked = {module for unit in units for module in unit.modules} | {model}
-    sharded = [name or "the model" for name, each in model.named_modules() if each in asked and unit_of(each)]
+    sharded = [name or "the model" for name, each in model.named_modules() if each in asked and Unit.of(each)]
     if sharded:
         raise ModuleError(
             f"auto_shard would shard {', '.join(sharded)} of {type(model).__name__} again; leave to the policy what is "

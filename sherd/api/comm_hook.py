@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from sherd.api.module import FSDPModule
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.group import Group
+from sherd.engine import Group, Unit
 from sherd.errors import PolicyError, PolicyTypeError, WrapperStateError
 from sherd.policy import ReduceScatter
 

@@ -15,7 +15,7 @@ from sherd.api.module import require_module
 from sherd.checkpoint.model_tensors import ModelTensors, Named, put
 from sherd.checkpoint.relayout import around, laid_out
 from sherd.comm.agreement import in_short
-from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine import ShardedParameter
 from sherd.errors import ModuleError, StateError
 from sherd.requirements import require_bool, require_floating_dtype, require_number, require_type
 from sherd.tensor.ragged import local_part

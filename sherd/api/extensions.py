@@ -25,13 +25,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from sherd._torch import DTensorSpec, local_tensor, sharded_tensor_of_rows, spec_of
 from sherd.checkpoint.relayout import around, lies_as
 from sherd.comm.mesh import DataMesh
-from sherd.engine.state.tensor_parallel import beside, own_spec
 from sherd.errors import PlacementError, UnsupportedError
 from sherd.layout import placement
 from sherd.requirements import require_type
 from sherd.tensor.gather import gather_part, shard_of
 from sherd.tensor.placement import is_ragged, layout_of
 from sherd.tensor.ragged import local_part
+from sherd.tensor.tensor_parallel import beside, own_spec
 
 
 class FSDPExtensions(ABC):

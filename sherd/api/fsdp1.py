@@ -30,7 +30,7 @@ from torch.distributed.tensor import Shard as ShardSpec
 from sherd.api.placements import Placements, unit_policy
 from sherd.comm.groups import default_group, one_rank_group
 from sherd.comm.mesh import DataMesh, arranged, default_device_type, mesh_of_groups
-from sherd.engine.run.seal import unit_of
+from sherd.engine import Unit
 from sherd.errors import MeshError, ModuleError, PolicyError, PolicyTypeError
 from sherd.layout.runs import Flat, RunPlacement
 from sherd.policy import (
@@ -398,7 +398,7 @@ class Ignored:
                 "the module that is wrapped is itself among the ignored ones, so nothing will be sharded", stacklevel=4
             )
         for each in tops:
-            if unit_of(each) is not None:
+            if Unit.of(each) is not None:
                 raise ModuleError(
                     f"`ignored_modules` should not include FSDP modules: a {type(each).__name__} is one already; "
                     "ignore its parameters when it is wrapped"
@@ -407,7 +407,7 @@ class Ignored:
         waiting = list(tops)
         while waiting:
             module = waiting.pop()
-            if module not in below and unit_of(module) is None:
+            if module not in below and Unit.of(module) is None:
                 below.add(module)
                 waiting.extend(module.children())
         parameters = {*alone, *(inner for each in below for inner in each.parameters(recurse=False))}

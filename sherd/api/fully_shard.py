@@ -17,11 +17,7 @@ from sherd.api.module import FSDPModule, checked_reshard, require_divides, requi
 from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, levels_and_cut, rule_of, unit_policy
 from sherd.api.swap_class import swap_class
 from sherd.comm.mesh import DataMesh, arranged, data_mesh
-from sherd.engine.make.build import is_taken, make_unit
-from sherd.engine.make.sharding import ShardingRequest
-from sherd.engine.run.seal import unit_of
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.ownership import Found, belongings
+from sherd.engine import Belongings, Found, ShardingRequest, Unit, make_unit
 from sherd.errors import MeshError, ModuleError, PlacementError, PolicyError, PolicyTypeError
 from sherd.layout.placement import Shard
 from sherd.layout.runs import RunPlacement
@@ -167,7 +163,7 @@ def fully_shard(
     policy = unit_policy(levels, reshard_after_forward, prefetch_policy)
     make_unit(
         modules,
-        belongings(modules, ignored_params or (), is_taken),
+        Belongings.below(modules, ignored_params or ()),
         own_mesh,
         request_of,
         mp_policy,
@@ -181,7 +177,7 @@ def fully_shard(
 
 def state(module: nn.Module) -> Unit | None:
     """Returns the unit that `fully_shard(module)` made; None if `fully_shard` was not called on `module`."""
-    return unit_of(module)
+    return Unit.of(module)
 
 
 fully_shard.state = state  # type: ignore[attr-defined]
@@ -262,9 +258,9 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
                 f"fully_shard got a {type(module).__name__}, which has no forward to gather parameters for; call it "
                 "on the modules inside, or pass them as a list to make one unit of them"
             )
-        if unit_of(module) is not None:
+        if Unit.of(module) is not None:
             raise ModuleError(
-                f"{unit_of(module)} is sharded already; fully_shard takes each module once "
+                f"{Unit.of(module)} is sharded already; fully_shard takes each module once "
                 "(set_reshard_after_forward "
                 "and the other setters change a unit later)"
             )

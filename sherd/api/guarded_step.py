@@ -18,11 +18,10 @@ from torch.utils.hooks import RemovableHandle
 
 from sherd.api.joining import coordinated
 from sherd.api.module import optimizers_in, require_module
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.optimizers import watcher
-from sherd.engine.state.snapshot import Snapshot, Stateful
+from sherd.engine import Unit, watcher
 from sherd.errors import CommError, GradientError, PolicyError, StateError, UnsupportedError
 from sherd.guard import Attempt, Coordinator, Failure, GivenUp
+from sherd.guard.snapshot import Snapshot, Stateful
 from sherd.requirements import require_int
 
 _log = logging.getLogger("sherd")

@@ -10,8 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd.api.module import optimizers_in, require_module, sharded_units
-from sherd.engine.run.seal import runtime_of, unit_of
-from sherd.engine.run.unit import Unit
+from sherd.engine import Runtime, Unit
 from sherd.errors import PolicyError
 from sherd.guard import Coordinator
 
@@ -115,13 +114,13 @@ def coordinated(caller: str, model: nn.Module) -> tuple[list[Unit], list[Coordin
                 f"{caller}: unit {unit.name} has CommPolicy(divergence={unit.mesh.comm.divergence!r}); give all units "
                 'of the model comm_policy=CommPolicy(divergence="join")'
             )
-    overseers = {each for root, at in _roots(model) for each in runtime_of(root, at).overseers}
+    overseers = {each for root, at in _roots(model) for each in Runtime.of(root, at).overseers}
     return units, [each for each in overseers if isinstance(each, Coordinator)]
 
 
 def _roots(module: nn.Module) -> Iterator[tuple[Unit, nn.Module]]:
     """Yields the outermost units at and below `module`, each with its module."""
-    unit = unit_of(module)
+    unit = Unit.of(module)
     if unit is not None:
         yield unit, module
     else:

@@ -12,11 +12,10 @@ from sherd.api import advice
 from sherd.api.fsdp1 import Choices, Ignored
 from sherd.comm.agreement import broadcast_from_rank0
 from sherd.comm.mesh import DataMesh
-from sherd.engine.run.seal import unit_of
-from sherd.engine.run.structures import map_tensors
-from sherd.engine.state.parameter import record_of
+from sherd.engine import ShardedParameter, Unit
 from sherd.errors import ModuleError, PolicyTypeError
 from sherd.tensor.ragged import local_part
+from sherd.tensor.structures import map_tensors
 
 
 def _modules(root: nn.Module, ignored: Ignored) -> Iterator[nn.Module]:
@@ -24,7 +23,7 @@ def _modules(root: nn.Module, ignored: Ignored) -> Iterator[nn.Module]:
     queue, seen = [root], {root}
     while queue:
         module = queue.pop(0)
-        if unit_of(module) is not None or module in ignored.modules:
+        if Unit.of(module) is not None or module in ignored.modules:
             continue
         yield module
         new = [each for each in module.children() if each not in seen]
@@ -80,7 +79,7 @@ def prepare(
 def remember(replaced: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
     """Claim the parameters that `prepare` replaced, after the sharding: an optimizer may have been built from them."""
     for before, successor in replaced:
-        record = record_of(successor)
+        record = ShardedParameter.of(successor)
         if record is not None:
             record.claim(before)
 

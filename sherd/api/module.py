@@ -11,10 +11,7 @@ from torch.optim import Optimizer
 
 from sherd.comm.collectives import GroupMemoryAllGather, GroupMemoryReduceScatter, SymmetricAllGather
 from sherd.comm.mesh import DataMesh
-from sherd.engine.run.methods import BoundForward
-from sherd.engine.run.runtime import Runtime, runtime_over
-from sherd.engine.run.seal import runtime_of, unit_of, units_below
-from sherd.engine.run.unit import Unit
+from sherd.engine import BoundForward, Runtime, Unit
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError, StateError
 from sherd.policy import AllGather, ReduceScatter
 from sherd.requirements import require_bool, require_factor, require_int, require_type
@@ -32,7 +29,7 @@ class UnshardHandle:
         Does nothing after a forward that has waited, or a `reshard()` that gave up the gather.
         """
         unit, self._unit = self._unit, None
-        runtime = None if unit is None else runtime_over(unit)
+        runtime = None if unit is None else Runtime.over(unit)
         if unit is not None and runtime is not None:
             runtime.finish_unshard(unit)
 
@@ -68,7 +65,7 @@ class FSDPModule(_Module):
     def reshard(self) -> None:
         """Free this unit's unsharded parameters and show the shards; units below it stay as they are."""
         unit = self._sherd_own_unit
-        runtime = runtime_over(unit)
+        runtime = Runtime.over(unit)
         if runtime is not None:
             runtime.reshard(unit)
 
@@ -252,17 +249,17 @@ class FSDPModule(_Module):
 
     @property
     def _sherd_own_unit(self) -> Unit:
-        unit = unit_of(self)
+        unit = Unit.of(self)
         assert unit is not None, "an FSDPModule has a unit from its making on"
         return unit
 
     @property
     def _sherd_own_runtime(self) -> Runtime:
         """Returns the runtime of the module's unit; if there is none yet, the module becomes a root."""
-        return runtime_of(self._sherd_own_unit, self)
+        return Runtime.of(self._sherd_own_unit, self)
 
     def _sherd_units(self, recurse: bool) -> list[Unit]:
-        return units_below(self) if recurse else [self._sherd_own_unit]
+        return Unit.below(self) if recurse else [self._sherd_own_unit]
 
     def _sherd_change(self, recurse: bool, **fields: object) -> None:
         for unit in self._sherd_units(recurse):
@@ -281,7 +278,7 @@ def require_module(expectation: str, module: object) -> None:
 
 def sharded_units(caller: str, model: nn.Module) -> list[Unit]:
     """Returns the units at and below `model`. Raises `ModuleError` if there is none."""
-    units = units_below(model)
+    units = Unit.below(model)
     if not units:
         raise ModuleError(f"{caller}: nothing below {type(model).__name__} is sharded; call fully_shard first")
     return units

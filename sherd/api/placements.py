@@ -11,10 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as ShardSpec
 
-from sherd.engine.make.sharding import AnyPlacement
 from sherd.errors import PlacementError, PolicyError, PolicyTypeError
 from sherd.layout.placement import Shard
-from sherd.layout.runs import RunPlacement
+from sherd.layout.runs import AnyPlacement, RunPlacement
 from sherd.policy import DataParallelMeshDims, Level, PrefetchPolicy, UnitPolicy
 
 AxisPlacement = ShardSpec | RunPlacement | Replicate

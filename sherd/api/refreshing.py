@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 
 from sherd.api.module import optimizers_in, require_module, sharded_units
 from sherd.api.wrapper_state import find_state
-from sherd.engine.make.adoption import Refreshed, adopt_changes
-from sherd.engine.run.unit import Unit
+from sherd.engine import Refreshed, Unit, adopt_changes
 from sherd.requirements import require_bool
 
 __all__ = ["Refreshed", "refresh"]

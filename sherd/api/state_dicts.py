@@ -35,12 +35,10 @@ from sherd.api.wrapper_state import WrapperState, find_state, state_of
 from sherd.checkpoint.by_parameter import show_parameters_to_checkpointing
 from sherd.checkpoint.relayout import around, full_of, lies_as, on_mesh_device
 from sherd.comm.mesh import permuted
-from sherd.engine.between.unsharded import unsharded_copies
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.flat import FlatParameter
-from sherd.engine.state.parameter import WRAPPED, ShardedParameter, as_sharded, plain_name
+from sherd.engine import FlatParameter, ShardedParameter, Unit, UnshardedCopies
 from sherd.errors import PlacementError
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, local_part
+from sherd.wrap.names import WRAPPED, plain_name
 
 FLAT_PARAM = "_flat_param"
 """The name of a flat parameter, in its wrapper and in a local state dict."""
@@ -197,13 +195,14 @@ def _unsharded_copies(
     unit: Unit, contents: _Contents, shown: bool, on_host: bool
 ) -> dict[ShardedParameter, torch.Tensor]:
     if unit.lent is None:
-        fulls = unsharded_copies(unit, shown, on_host)
+        fulls = UnshardedCopies.of(unit, shown, on_host)
     else:
         fulls = {each: each.lent.detach().clone() for each in unit.parameters if each.lent is not None}
     for record in dict.fromkeys(contents.parameters.values()):
         if record.owner is not unit:
             # Another wrapper owns the parameter, and this wrapper uses it too. All ranks gather in the same order.
-            shard = as_sharded(record.shard)
+            shard = record.shard
+            assert isinstance(shard, DTensor), "what the optimizer owns is a DTensor"
             fulls[record] = full_of(shard) if record.lent is None else record.lent.detach().clone()
     return fulls
 

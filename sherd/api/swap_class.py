@@ -11,9 +11,7 @@ from torch import nn
 
 from sherd._torch import write_into
 from sherd.api.module import FSDPModule
-from sherd.engine.run.seal import FRONT_END, unit_of
-from sherd.engine.run.sharded_access import met_a_shard
-from sherd.engine.run.unit import Unit
+from sherd.engine import Unit, met_a_shard
 from sherd.errors import ModuleError, PlacementError, ShardedAccessError, StateError
 from sherd.schedule.state import Live
 
@@ -59,13 +57,13 @@ def deep_copy(module: nn.Module, memo: dict[int, object]) -> nn.Module:
         ModuleError: a unit with a flat parameter, or a unit that uses parameters outside of the copied modules.
         StateError: inside an unshard context, or in the middle of a forward or backward.
     """
-    from sherd.engine.make.copying import deep_copied  # loaded with the first copy: few programs make one
+    from sherd.engine import deep_copied  # loaded with the first copy: few programs make one
 
     def finish(unit: Unit, copied: Unit, memo: dict[int, object]) -> None:
         for each in unit.modules:
-            state = each.__dict__.get(FRONT_END)
+            state = each.__dict__.get(Unit.FRONT_END)
             if state is not None:
-                write_into(memo[id(each)], FRONT_END, state.of_copy(copied, memo))
+                write_into(memo[id(each)], Unit.FRONT_END, state.of_copy(copied, memo))
 
     return deep_copied(module, memo, finish)
 
@@ -100,7 +98,7 @@ def _explained(name: str, method: Callable[Concatenate[nn.Module, P], R]) -> Cal
         except StateError:
             raise
         except (RuntimeError, PlacementError) as error:
-            unit = unit_of(self)
+            unit = Unit.of(self)
             met = met_a_shard(error) or NO_STRATEGY in str(error)
             if unit is None or unit.live is Live.UNSHARDED or not met:
                 raise

@@ -9,8 +9,7 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from sherd.api.module import require_module
-from sherd.engine.between.unsharded import UnshardedCopies, require_covers, require_lendable
-from sherd.engine.run.seal import unit_of, units_below
+from sherd.engine import Unit, UnshardedCopies
 from sherd.errors import UnsupportedError
 from sherd.policy import UnshardTerms
 from sherd.requirements import require_bool
@@ -65,16 +64,11 @@ def unsharded(
             "offload_to_cpu=True and with_grads=True is not supported: a gradient lies where its parameter does; leave "
             "one of them out"
         )
-    own = unit_of(module)
-    units = units_below(module) if recurse else [] if own is None else [own]
+    own = Unit.of(module)
+    units = Unit.below(module) if recurse else [] if own is None else [own]
     owners = [owner for unit in units for owner in unit.companions]
-    to_lend = []
-    for unit in {unit.id: unit for unit in (*units, *owners)}.values():
-        if unit.lent is None:
-            require_lendable(unit, terms)
-            to_lend.append(unit)
-        else:
-            require_covers(unit, terms)
+    each_once = {unit.id: unit for unit in (*units, *owners)}.values()
+    to_lend = [unit for unit in each_once if not UnshardedCopies.are_lent(unit, terms)]
     with ExitStack() as lent:  # ends all copies, even if the end of one of them raises
         for unit in to_lend:
             lent.callback(UnshardedCopies(unit, terms).end)

@@ -34,15 +34,11 @@ from sherd.api.unsharded import unsharded
 from sherd.api.wrapper_state import WrapperState, before_forward, find_state
 from sherd.clip import clip_grad_norm_
 from sherd.comm.mesh import DataMesh
-from sherd.engine.make.build import is_taken, make_unit
-from sherd.engine.make.sharding import ShardingRequest
-from sherd.engine.run.runtime import runtime_over
-from sherd.engine.state.flat import FlatParameter
-from sherd.engine.state.ownership import Belongings, belongings
-from sherd.engine.state.parameter import WRAPPED, plain_name
+from sherd.engine import Belongings, FlatParameter, Runtime, ShardingRequest, make_unit
 from sherd.errors import ModuleError, PlacementError, PolicyError, UnsupportedError, WrapperStateError
 from sherd.policy import CommPolicy, OnTouch, Unmanaged
 from sherd.wrap import WrapPolicy, apply_wraps, check_frozen, check_none_wrapped, choose
+from sherd.wrap.names import WRAPPED, plain_name
 from sherd.wrap.walks import Kwargs
 
 
@@ -358,7 +354,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     def _sherd_require_root(self, method: str) -> None:
         unit = self._sherd_own_unit
         if not self.check_is_root():
-            runtime = runtime_over(unit)
+            runtime = Runtime.over(unit)
             root = runtime.root.name if runtime is not None else "?"
             raise WrapperStateError(
                 f"`{method}()` on inner FSDP instances is not supported. Please call `{method}()` on root FSDP module: "
@@ -418,7 +414,7 @@ def _wrap_below(
     more: Mapping[str, object],
 ) -> None:
     """Wrap the modules below `module` that `policy` chooses. `more` has the arguments that `choices` lacks."""
-    _check_parameters(belongings([module], ignored.parameters, is_taken), use_orig_params=True)
+    _check_parameters(Belongings.below([module], ignored.parameters), use_orig_params=True)
     check_none_wrapped(module, lambda each: find_state(each) is not None)
     kwargs = {field.name: getattr(choices, field.name) for field in dataclasses.fields(choices)}
     kwargs |= {**more, "ignored_states": ignored.parameters}
@@ -452,7 +448,7 @@ def _make_unit(
 ) -> WrapperState:
     """Make `wrapper` a unit, with a flat parameter unless `use_orig_params`, and cast its buffers."""
     cut = choices.placement
-    ownership = belongings([wrapper], ignored.parameters, is_taken)
+    ownership = Belongings.below([wrapper], ignored.parameters)
     _check_parameters(ownership, choices.use_orig_params)
     returned = [flattened(extensions, each.parameter, each.name) for each in ownership.owned]
     unit = make_unit(

@@ -15,10 +15,9 @@ from sherd.api import materialize
 from sherd.api.extensions import FSDPExtensions
 from sherd.api.fsdp1 import Choices, ShardingStrategy
 from sherd.api.state_dict_type import StateDictSettings, default_settings
-from sherd.engine.run.seal import FRONT_END
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.parameter import WRAPPED, ShardedParameter
+from sherd.engine import ShardedParameter, Unit
 from sherd.errors import ModuleError, UnsupportedError
+from sherd.wrap.names import WRAPPED
 
 
 @dataclass(eq=False)
@@ -140,7 +139,7 @@ class WrapperState:
 
 def find_state(module: nn.Module) -> WrapperState | None:
     """Returns the record of `module`; None if `module` is no wrapper."""
-    return module.__dict__.get(FRONT_END)
+    return module.__dict__.get(Unit.FRONT_END)
 
 
 def state_of(wrapper: nn.Module) -> WrapperState:

@@ -16,7 +16,7 @@ from sherd.checkpoint.catalog import Entry
 from sherd.checkpoint.relayout import around
 from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import all_gather_objects
-from sherd.engine.state.parameter import record_of
+from sherd.engine import ShardedParameter
 from sherd.errors import OptimStateError
 from sherd.tensor.state_kind import State, StateKind, kind_of
 
@@ -53,7 +53,7 @@ def agree(entries: list[Entry], states: dict[int, State]) -> None:
     by_mesh: dict[DataMesh | None, list[Entry]] = {}
     for entry in entries:
         if entry.spec is not None:
-            record = record_of(entry.parameter)
+            record = ShardedParameter.of(entry.parameter)
             by_mesh.setdefault(None if record is None else record.mesh, []).append(entry)
     for mesh, sharded in by_mesh.items():
         by_rank = [[_holding(entry, states.get(id(entry))) for entry in sharded]]

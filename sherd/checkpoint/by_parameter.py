@@ -21,9 +21,7 @@ from sherd._torch import answer_checkpointing
 from sherd.checkpoint.catalog import Catalog, StateDict
 from sherd.checkpoint.loading import optim_state_dict_to_load
 from sherd.checkpoint.saving import optim_state_dict
-from sherd.engine.run.seal import units_below
-from sherd.engine.state.flat import FlatParameter
-from sherd.engine.state.optimizers import watcher
+from sherd.engine import FlatParameter, Unit, watcher
 from sherd.errors import OptimStateError
 
 
@@ -120,7 +118,7 @@ def _by_parameter(model: nn.Module, optimizer: Optimizer) -> Optimizer:
 @contextmanager
 def _names_shown(model: nn.Module) -> Iterator[None]:
     """Within the context, the members of flat parameters are registered under their own names."""
-    switched = [unit for unit in units_below(model) if unit.shards.shows_flat_parameter]
+    switched = [unit for unit in Unit.below(model) if unit.shards.shows_flat_parameter]
     for unit in switched:
         unit.shards.register(True)
     try:

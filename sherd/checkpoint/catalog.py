@@ -19,14 +19,11 @@ from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec, spec_of
 from sherd.checkpoint.relayout import around, full_of
-from sherd.engine.run.seal import units_below
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.flat import FlatParameter
-from sherd.engine.state.group import own_view
-from sherd.engine.state.parameter import ShardedParameter, plain_name, record_of
-from sherd.engine.state.span import Span
+from sherd.engine import FlatParameter, ShardedParameter, Unit
 from sherd.errors import OptimStateError, PolicyTypeError
-from sherd.tensor.ragged import local_part
+from sherd.tensor.ragged import local_part, own_view
+from sherd.tensor.span import Span
+from sherd.wrap.names import plain_name
 
 StateDict = dict[str, Any]
 """The state of an optimizer: `{"state": {key: State}, "param_groups": [ParamGroup, ...]}`."""
@@ -203,7 +200,7 @@ def places_of(model: nn.Module) -> Iterator[tuple[str, ShardedParameter | None, 
     """Yields the path, the record and the parameter of every place in the model where a parameter is."""
     records = {
         (place.module_id, place.attribute): record
-        for unit in units_below(model)
+        for unit in Unit.below(model)
         for record in unit.parameters
         for place in record.places
     }
@@ -212,7 +209,7 @@ def places_of(model: nn.Module) -> Iterator[tuple[str, ShardedParameter | None, 
             # In a unit with a flat parameter, either that or the shards are plain attributes.
             parameter = module.__dict__.get(attribute) if registered is None else registered
             if isinstance(parameter, nn.Parameter):
-                record = records.get((id(module), attribute)) or record_of(parameter)
+                record = records.get((id(module), attribute)) or ShardedParameter.of(parameter)
                 yield f"{prefix}.{attribute}" if prefix else attribute, record, parameter
 
 
@@ -223,7 +220,7 @@ def plain_key(key: object) -> object:
 
 def _optimizer_param_of(parameter: torch.Tensor) -> torch.Tensor:
     """Returns what an optimizer owns of `parameter`, which may have been sharded since the optimizer was built."""
-    record = record_of(parameter)
+    record = ShardedParameter.of(parameter)
     return parameter if record is None else record.optimizer_param
 
 

@@ -19,13 +19,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from sherd.checkpoint.gathering import Gathering, Line, Memory, gathers_itself, goes_by_itself, line_of, way_of
 from sherd.checkpoint.model_tensors import ModelTensors
 from sherd.checkpoint.relayout import full_of
-from sherd.engine.between.gathering import Gathering, Line, Memory, gathers_itself, goes_by_itself, line_of, way_of
-from sherd.engine.run.at_rest import require_at_rest
-from sherd.engine.run.runtime import runtime_over
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine import Runtime, ShardedParameter, Unit
 from sherd.errors import StateError
 
 T = TypeVar("T")
@@ -83,7 +80,7 @@ class FullTensors:
         self.described = {name: _full(tensor, dtype) for name, tensor in self._tensors.items()}
         owners = {id(record.owner): record.owner for record in self._records.values()}
         self._units = [owner for owner in owners.values() if isinstance(owner, Unit)]
-        over = (runtime_over(unit) for unit in self._units)
+        over = (Runtime.over(unit) for unit in self._units)
         self._runtimes = list({id(each): each for each in over if each is not None}.values())
         self._versions = self._versions_now()
         self._goes_by_itself = any(goes_by_itself(unit.mesh) for unit in self._units)
@@ -134,7 +131,7 @@ class FullTensors:
             return None
         if any(unit.lent is not None for unit in self._units) or not all(each.is_idle for each in self._runtimes):
             for unit in self._units:
-                require_at_rest(unit, self._call)
+                unit.require_at_rest(self._call)
         self._require_unwritten()
         bucket.start()
         return bucket

@@ -17,11 +17,11 @@ from sherd._torch import DTensorSpec, full_of_sharded_tensor, local_tensor
 from sherd.checkpoint.broadcast import Given, from_rank0, given, mapped, require_state
 from sherd.checkpoint.catalog import Catalog, Entry, Groups, Member, ParamGroup, StateDict, plain_key
 from sherd.checkpoint.relayout import around, full_of, laid_out
-from sherd.engine.state.optimizers import watcher
-from sherd.engine.state.span import Span
+from sherd.engine import watcher
 from sherd.errors import OptimStateError
 from sherd.tensor.local_step import ELEMENTWISE
 from sherd.tensor.ragged import local_part
+from sherd.tensor.span import Span
 from sherd.tensor.state_kind import State, StateKind, kind_of
 
 T = TypeVar("T")

@@ -12,13 +12,10 @@ from sherd._torch import spec_of
 from sherd.checkpoint.catalog import places_of
 from sherd.checkpoint.relayout import full_of, laid_out, lies_as
 from sherd.comm.agreement import in_short
-from sherd.engine.run.at_rest import require_at_rest
-from sherd.engine.run.seal import units_below
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.flat import FlatParameter
-from sherd.engine.state.parameter import ShardedParameter, plain_name
+from sherd.engine import FlatParameter, ShardedParameter, Unit
 from sherd.errors import StateError
 from sherd.tensor.ragged import local_part
+from sherd.wrap.names import plain_name
 
 Named = Mapping[str, torch.Tensor]
 
@@ -50,7 +47,7 @@ class ModelTensors:
             for path, below in module.named_modules()
             for name in below._buffers.keys() - below._non_persistent_buffers_set
         } & self.buffers.keys()
-        owners = [*units_below(module), *(record.owner for record in self.records.values())]
+        owners = [*Unit.below(module), *(record.owner for record in self.records.values())]
         self._units = {owner.id: owner for owner in owners if isinstance(owner, Unit)}.values()
 
     @property
@@ -69,7 +66,7 @@ class ModelTensors:
         """Raise `StateError` if the tensors are in use, or on the meta device. Values that a user has put in the place
         of shards are taken."""
         for unit in self._units:
-            require_at_rest(unit, call)
+            unit.require_at_rest(call)
             unit.notice_replaced()
         on_meta = [name for name, tensor in self.by_name.items() if local_part(tensor).is_meta]
         if on_meta:

@@ -17,7 +17,7 @@ from sherd._torch import local_tensor, spec_of
 from sherd.checkpoint.agreement import agree
 from sherd.checkpoint.catalog import Catalog, Entry, Groups, Member, ParamGroup, StateDict
 from sherd.checkpoint.relayout import around, as_rows, full_of, gathered_vector, laid_out, lies_as
-from sherd.engine.state.optimizers import watcher
+from sherd.engine import watcher
 from sherd.tensor.state_kind import State, StateKind, copy_of, kind_of
 
 

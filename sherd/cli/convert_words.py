@@ -1,5 +1,7 @@
-"""The words of the commands for checkpoints: convert, inspect, verify, diff and prune. Loads no torch: a refusal takes
-no second."""
+"""The arguments of the commands for checkpoints: convert, inspect, verify, diff and prune.
+
+Loads no torch, so that wrong arguments are refused at once.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from sherd.tools.doctor.machine import of_the_machine
 from sherd.tools.doctor.ranks import of_the_ranks
 from sherd.train.config import Config
 from sherd.train.launch import start
-from sherd.train.machines import apart, take_the_way_to_the_others
+from sherd.train.ranks import apart, take_the_way_to_the_others
 from sherd.train.stop import is_rank, leave
 
 __all__ = ["doctor"]
@@ -117,8 +117,10 @@ def _of_all_machines() -> list[Finding]:
 
 
 def _merged(by_rank: Sequence[Sequence[Finding] | None]) -> list[Finding]:
-    """Returns the findings of the first rank, and what others have found wrong that it has not. None is a rank that
-    has left no word."""
+    """Returns the findings of the first rank, and the warnings and failures of the others that the first has not.
+
+    None stands for a rank that left no findings.
+    """
     findings: list[Finding] = []
     for rank, theirs in enumerate(by_rank):
         if theirs is None:

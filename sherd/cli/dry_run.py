@@ -31,8 +31,9 @@ def plan(config: Config, num_ranks: int | None) -> str:
 
 
 def planned(config: Config, num_ranks: int) -> Plan:
-    """Returns what a step of `config` takes on `num_ranks` ranks: of the laptop that is shipped as a cluster if the run
-    is on the CPU, else of H100. This process must not be in a process group.
+    """Returns the plan of a step of `config` on `num_ranks` ranks.
+
+    The cluster is the shipped "laptop" for a run on the CPU, else "h100". This process must not be in a process group.
 
     Raises:
         InputError: it does not fit so many ranks, or has a setting that is not planned.

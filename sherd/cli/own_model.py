@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sherd.cli.planned_model import Planned, model_from
-from sherd.engine.run.structures import map_tensors
+from sherd.tensor.structures import map_tensors
 from sherd.tools.doctor.operations import DTYPES, Step
 from sherd.tools.plan.blocks import with_fewer_blocks
 from sherd.tools.plan.plan import num_samples, resized_batch
@@ -25,8 +25,10 @@ TOKENS = 512
 
 
 def steps_of(spec: str, sizes: Sequence[int]) -> Iterator[Step]:
-    """Yields steps of the model that `spec` names, as for `sherd plan`: in float32 and bfloat16, or in what a config of
-    `sherd train` says, with batches of each of `sizes` samples, or of so many times those that a factory brings.
+    """Yields training steps of the model that `spec` names, as for `sherd plan`.
+
+    A model of `sherd train` runs in the precision of its config, any other in float32 and in bfloat16. Each of `sizes`
+    is a number of samples, or a multiple of the batch that a factory returns.
 
     Raises:
         InputError: there is no such model, or it cannot be made.
@@ -67,8 +69,7 @@ def _num_tokens(model: nn.Module) -> int:
 
 
 def _drawn(rows: int, tensor: Tensor) -> Tensor:
-    """Returns values for `tensor` on the meta device. Whole numbers are below `rows`: what else they may be, only a
-    factory knows."""
+    """Returns random values for `tensor`, which is on the meta device. Integers are below `rows`."""
     if tensor.is_floating_point():
         return torch.randn(tensor.shape, dtype=tensor.dtype)
     return torch.randint(rows, tensor.shape).to(tensor.dtype)

@@ -1,5 +1,7 @@
-"""How models that are planned are laid over axes that are not data parallel: those of `sherd train` as it lays them,
-those of transformers by their own plan for tensor parallelism."""
+"""The layout of planned models over the axes that are not data parallel.
+
+Models of `sherd train` are laid out as it does; models of transformers by their own plan for tensor parallelism.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,7 @@ from sherd.tools.plan.reading import own_or_usual_loss
 from sherd.tools.simulate.settings import AXES, Mesh
 from sherd.train.axes import Axes, axes_of
 from sherd.train.config import Config
-from sherd.train.exchange import exchanged
-from sherd.train.experts import Experts, Way
+from sherd.train.experts import Experts, Way, exchanged
 from sherd.train.mesh import Grid
 from sherd.train.models import Decoder
 from sherd.train.parallel import blocks_of, cut, own_layers, shard

@@ -15,17 +15,16 @@ from torch import Tensor, nn
 
 from sherd.cli.planned_axes import TrainedLayout, spread_evenly, transformers_layout
 from sherd.cli.planned_transformers import batch_of, context_of, has_positions, read_model
-from sherd.engine.run.structures import tensors_in
 from sherd.errors import InputError, reason_of
+from sherd.tensor.structures import tensors_in
 from sherd.tools.plan.axes import CUT_AXES, Layout
 from sherd.tools.plan.plan import num_samples, resized_batch
 from sherd.tools.plan.planner import Training
 from sherd.tools.plan.reading import own_or_usual_loss
 from sherd.tools.simulate.sharded import Optimizer
-from sherd.train.config import SECTIONS, Config
+from sherd.train.config import SECTIONS, Config, read_tree
 from sherd.train.models import Decoder
 from sherd.train.parallel import on_meta
-from sherd.train.trees import read_tree
 
 __all__ = ["Planned", "model_from", "token_batch", "trained"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sherd.errors import InputError
 from sherd.extras import install
-from sherd.train.transformers_configs import in_one_line, require_sizes
+from sherd.train.models import in_one_line, require_sizes
 
 __all__ = ["batch_of", "context_of", "has_positions", "read_model"]
 

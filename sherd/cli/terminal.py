@@ -45,8 +45,10 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 
 def escaped(text: str) -> str:
-    """Returns `text` with an escape for each character that a terminal obeys or does not show as it is (controls,
-    changes of direction, halves of characters). Ends of lines stay."""
+    """Returns `text` with escapes for characters that a terminal obeys, or does not show as they are.
+
+    These are controls, changes of direction and surrogates. Ends of lines stay.
+    """
     if text.isprintable():
         return text
     return "".join(

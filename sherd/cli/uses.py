@@ -16,7 +16,7 @@ from sherd.errors import InputError
 from sherd.extras import install
 from sherd.train.axes import axes_of, usual_ranks
 from sherd.train.config import Config
-from sherd.train.picking import pick
+from sherd.train.folder import pick
 from sherd.train.saved import Checkpoint
 from sherd.train.stop import is_rank
 from sherd.train.text import read_corpus, read_whole
@@ -152,8 +152,7 @@ def asked(args: argparse.Namespace, checkpoint: Checkpoint) -> Asked:
 
 
 def _trained(checkpoint: Checkpoint) -> Config:
-    """Returns what was trained, by the config of its run; how it was trained, on which ranks and devices, is left
-    out."""
+    """Returns the config of the run, without how the model was trained and on which ranks and devices."""
     saved = checkpoint.config
     run = {name: value for name, value in saved["run"].items() if name in OF_USE}
     return Config.of({"model": saved["model"], "data": saved["data"], "run": run})

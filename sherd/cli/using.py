@@ -22,13 +22,12 @@ from sherd.comm.objects import do_without_numpy
 from sherd.train.checkpoint import load_model
 from sherd.train.data import Windows, tokens
 from sherd.train.device import require_ranks
+from sherd.train.folder import pick
 from sherd.train.judging import judge
-from sherd.train.machines import LOOPBACK
 from sherd.train.parallel import build
 from sherd.train.passes import Passes, passes
-from sherd.train.picking import pick
 from sherd.train.rank import grid_of
-from sherd.train.ranks import group, on_rank_0, together
+from sherd.train.ranks import LOOPBACK, group, on_rank_0, together
 from sherd.train.sampling import Draw, continued, readable
 
 __all__ = ["be_alone", "be_rank", "generate", "loaded", "score"]

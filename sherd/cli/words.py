@@ -20,11 +20,10 @@ from sherd.cli.report import add_report
 from sherd.cli.uses import add_uses
 from sherd.errors import InputError
 from sherd.train.axes import axes_of
-from sherd.train.config import NO_HF_CONFIG, SECTIONS, Config, Tree
+from sherd.train.config import NO_HF_CONFIG, SECTIONS, Config, Tree, assigned, read_tree, whole_number
 from sherd.train.fields import describe
 from sherd.train.folder import is_free, last_run
 from sherd.train.saved import Checkpoint, NoCheckpoint, newest, newest_in, place_in
-from sherd.train.trees import assigned, read_tree, whole_number
 
 __all__ = ["command_of", "configure", "parse", "require_fit"]
 
@@ -243,11 +242,10 @@ def _to_resume(args: argparse.Namespace, trees: Sequence[Tree]) -> tuple[Path, C
 
 
 def require_fit(args: argparse.Namespace, config: Config) -> None:
-    """Refuse a model's config that is no file, and a number of ranks, where the words or the config name one, that the
-    batch or the mesh does not fit.
+    """Check that the config of a model is a file, and that batch and mesh fit the number of ranks, if one is named.
 
     Raises:
-        InputError: it is none, or they do not fit.
+        InputError: the file is missing, or the batch or the mesh does not fit.
     """
     num_ranks = args.nproc if args.nproc is not None else config.run.ranks
     if args.nproc is not None and num_ranks < 1:

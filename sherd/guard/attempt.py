@@ -17,9 +17,8 @@ import torch
 from torch.optim import Optimizer
 
 from sherd.comm.agreement import in_short
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.parameter import name_of
-from sherd.engine.state.snapshot import Snapshot
+from sherd.engine import ShardedParameter, Unit
+from sherd.guard.snapshot import Snapshot
 from sherd.tensor.ragged import local_part
 
 
@@ -145,4 +144,4 @@ def _not_finite_in(optimizer: Optimizer) -> list[str]:
     if all(bool(torch.stack([each.float() for each in norms]).isfinite().all()) for norms in largest):
         return []
     wrong = [parameter for parameter, part in held if not bool(part.isfinite().all())]
-    return [name_of(each) for each in wrong]
+    return [ShardedParameter.name_of(each) for each in wrong]

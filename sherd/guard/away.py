@@ -16,8 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd.comm.agreement import in_short
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.parameter import name_of
+from sherd.engine import ShardedParameter, Unit
 from sherd.tensor.ragged import local_part
 
 Settings = list[dict[str, Any]]
@@ -46,7 +45,9 @@ class ReducedGradients:
 
     def changed(self) -> list[str]:
         """Returns the parameters whose gradients are others now. The host waits for them."""
-        return [name_of(each) for each, gradient in _gradients_of(self._alive()) if not self._is_kept(each, gradient)]
+        gradients = _gradients_of(self._alive())
+        changed = [parameter for parameter, gradient in gradients if not self._is_kept(parameter, gradient)]
+        return list(map(ShardedParameter.name_of, changed))
 
     def _alive(self) -> Iterator[Unit]:
         return (unit for ref in self._units if (unit := ref()) is not None)

@@ -29,8 +29,7 @@ import torch.distributed as dist
 
 from sherd._torch import has_ended, users_line
 from sherd.comm.failures import named
-from sherd.engine.run.carry_out import discard, gather, reduce, wait
-from sherd.engine.run.unit import Unit
+from sherd.engine import Unit
 from sherd.errors import CommError
 from sherd.guard.board import LOOK_EVERY_S, Answer, Board, Failure, Inquiry, Position
 from sherd.guard.ledger import Ledger
@@ -196,16 +195,16 @@ class DivergenceChecker:
             if unit is None:
                 return
             if action is Reduce:
-                discard(unit)
+                unit.discard()
                 unit.backward.lack_nothing(which)
-                reduce(unit)
-                discard(unit)
+                unit.reduce()
+                unit.discard()
             else:
                 if unit.live is Live.GATHERING:
-                    wait(unit)
+                    unit.wait()
                 unit.free()
-                gather(unit)
-                wait(unit)
+                unit.gather()
+                unit.wait()
                 unit.free()
 
     # What the board asks

@@ -21,8 +21,7 @@ from sherd._torch import in_backward, wait_on_host
 from sherd.comm.failures import named
 from sherd.comm.groups import host_group_beside
 from sherd.comm.objects import all_gather_objects, start_all_gather
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.optimizers import watcher
+from sherd.engine import Unit, watcher
 from sherd.errors import CommError, StateError
 from sherd.guard.attempt import Attempt, Failure, GivenUp
 from sherd.guard.away import ReducedGradients, Settings, refusal, settings_of, take_settings

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from sherd.engine.run.carry_out import finish_reduce, gather, reduce, shrink, wait
-from sherd.engine.run.unit import Unit
+from sherd.engine import Unit
 from sherd.errors import StateError
 from sherd.schedule.agreed import Kind, Step
 from sherd.schedule.state import Live
@@ -24,7 +23,7 @@ def gather_for_others(unit: Unit, in_full_precision: bool, but: Collection[int] 
         )
     unit.free()
     unit.streams.begin_step()  # an optimizer may have stepped since the last forward began
-    gather(unit, in_full_precision, but)
+    unit.gather(in_full_precision, but)
 
 
 def have_again(unit: Unit, live: Live) -> None:
@@ -32,9 +31,9 @@ def have_again(unit: Unit, live: Live) -> None:
     if live is Live.SHARDED:
         unit.free()
     elif live is not Live.GATHERING:
-        wait(unit)
+        unit.wait()
         if live is Live.SHRUNK:
-            shrink(unit)
+            unit.shrink()
 
 
 def reduce_for_others(unit: Unit, over_replicas: bool, but: Collection[int] = ()) -> None:
@@ -44,13 +43,13 @@ def reduce_for_others(unit: Unit, over_replicas: bool, but: Collection[int] = ()
         gradients.finish_reduce(unit.policy)
     policy = replace(unit.policy, reduce_gradients=True, all_reduce_gradients=over_replicas)
     with unit.backward.reducing_for_others(policy):
-        reduce(unit, policy, but)
+        unit.reduce(policy, but)
 
 
 def finish_for_others(unit: Unit) -> None:
     """Have gradients on the shards from here on, also those that go to host memory: no backward of this rank lands
     them."""
-    finish_reduce(unit)
+    unit.finish_reduce()
     unit.land_gradients()
 
 

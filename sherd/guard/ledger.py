@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from sherd._torch import in_backward
 from sherd.comm.streams import Queued
-from sherd.engine.run.unit import Unit
+from sherd.engine import Unit
 from sherd.errors import CommError
 from sherd.guard.flight import Recorder
 from sherd.guard.order_check import MOST_STEPS, PlannedCollective, planned

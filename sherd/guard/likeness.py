@@ -14,9 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import Shard
 
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.group import Group
-from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine import Group, ShardedParameter, Unit
 from sherd.policy import MixedPrecisionPolicy
 
 HASH_BYTES = 8

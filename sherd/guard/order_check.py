@@ -15,7 +15,7 @@ import torch.distributed as dist
 from sherd.comm import failures
 from sherd.comm.agreement import in_short
 from sherd.comm.objects import all_gather_objects
-from sherd.engine.run.unit import Unit
+from sherd.engine import Unit
 from sherd.errors import CommError
 from sherd.guard.likeness import HASH_BYTES, model_of, parameter_in_words, terms_of
 from sherd.guard.tree import Tree

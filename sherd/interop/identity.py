@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from sherd.api.module import FSDPModule
-from sherd.engine.run.seal import unit_of
+from sherd.engine import Unit
 from sherd.interop.step import StageUnits
 from sherd.requirements import require_bool
 
@@ -186,7 +186,7 @@ def _answer_state() -> Callable[[], None]:
 
     @functools.wraps(before)
     def state(module: nn.Module) -> Any:
-        return before(module) if unit_of(module) is None else _State(module)
+        return before(module) if Unit.of(module) is None else _State(module)
 
     theirs.state = state
     return functools.partial(setattr, theirs, "state", before)

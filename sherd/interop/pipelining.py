@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import pipelining
 
-from sherd.engine.run.seal import unit_of
+from sherd.engine import Unit
 from sherd.errors import StateError
 from sherd.interop.identity import lend_identity
 from sherd.interop.step import StageUnits
@@ -130,7 +130,7 @@ def split_backwards_in_torchs_stages() -> Callable[[], None]:
         of_stage = StageUnits(stage.submod, f"stage {stage.stage_index}")
         if backward_type == "full" or isinstance(stage, PipelineStage) or not of_stage.units:
             return original(stage, backward_type, *args, **kwargs)
-        if unit_of(stage.submod) is None:
+        if Unit.of(stage.submod) is None:
             raise StateError(
                 f"{of_stage.name}: its schedule splits backward in two, and modules inside are sharded but not the "
                 f"stage's own, {type(stage.submod).__name__}, which torch's PipelineStage looks at; call fully_shard "

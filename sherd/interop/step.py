@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sherd.engine.run.runtime import Runtime, runtime_over
-from sherd.engine.run.seal import runtime_of, units_below
-from sherd.engine.run.unit import Unit
+from sherd.engine import Runtime, Unit
 from sherd.errors import ModuleError, OwnershipError, StateError
 from sherd.schedule.actions import EndBackward, GradientsReady
 from sherd.schedule.state import Live
@@ -46,12 +44,12 @@ class StageUnits:
     @property
     def units(self) -> list[Unit]:
         """Returns each unit once, outermost first."""
-        return units_below(self.module)
+        return Unit.below(self.module)
 
     @property
     def runtimes(self) -> list[tuple[Runtime, Unit]]:
         """Returns every unit with its runtime. A unit without a runtime is sealed into one."""
-        return [(runtime_of(unit, unit.modules[0]), unit) for unit in self.units]
+        return [(Runtime.of(unit, unit.modules[0]), unit) for unit in self.units]
 
     def check(self) -> None:
         """Check that the units belong to this stage alone.
@@ -82,7 +80,7 @@ class StageUnits:
                     "leave it out, as a step of a schedule reduces once by itself, and to add several steps up call "
                     "set_requires_gradient_sync(False) before all but the last"
                 )
-            runtime = runtime_over(unit)
+            runtime = Runtime.over(unit)
             if runtime is not None and runtime.root.id not in units:
                 raise StateError(
                     f"{self.name}: unit {unit.name} has run below {runtime.root.name}, which is not in the stage; "

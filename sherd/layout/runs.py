@@ -12,7 +12,7 @@ from math import prod
 from typing import ClassVar, Protocol, runtime_checkable
 
 from sherd.errors import PlacementError
-from sherd.layout.placement import Cut, Shape
+from sherd.layout.placement import Cut, Placement, Shape
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,10 @@ class RunPlacement(Protocol):
     def by_rows(self, shape: Shape) -> bool:
         """Returns whether a rank's piece is made of rows."""
         ...
+
+
+AnyPlacement = Placement | RunPlacement
+"""A rule by which one tensor is cut: by itself, or with the others of its group."""
 
 
 @dataclass(frozen=True)

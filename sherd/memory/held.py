@@ -9,8 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import local_tensor
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.parameter import record_of
+from sherd.engine import ShardedParameter, Unit
 from sherd.schedule.moments import MemoryKind
 
 Held = dict[int, tuple[MemoryKind, int]]
@@ -84,7 +83,7 @@ def held_by_optimizer(state: Mapping[torch.Tensor, object], device: torch.device
     found: dict[int | None, Held] = {}
     seen: set[int] = set()
     for parameter, values in state.items():
-        record = record_of(parameter)
+        record = ShardedParameter.of(parameter)
         owner = None if record is None or record.owner is None else record.owner.id
         tensors = values.values() if isinstance(values, dict) else ()
         held = alive(((MemoryKind.OPTIMIZER, each) for each in tensors if isinstance(each, torch.Tensor)), device)

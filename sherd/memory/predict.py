@@ -6,11 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from sherd.engine.run.runtime import Runtime
-from sherd.engine.run.seal import unit_of
-from sherd.engine.run.unit import Unit
-from sherd.engine.run.unmanaged import Unmanaged
-from sherd.memory.sizes import sizes_of, trainable
+from sherd.engine import Runtime, Unit, sizes_of
 from sherd.memory.watch import last_step, sealed_runtime
 from sherd.schedule.actions import AfterForward, BeforeForward
 from sherd.schedule.forecast import Forecast, forecast
@@ -36,7 +32,7 @@ def forecast_for(root: nn.Module, units: Sequence[Unit], unsynced: int = 0) -> F
 def state_for(root: nn.Module, units: Sequence[Unit]) -> State:
     """Returns the state in which the schedule of `root` begins, by the units' policies as they are now."""
     # A Runtime into which no unit is sealed: it reads the policies as the next step will.
-    return Runtime(units, Unmanaged(root, units)).schedule.state
+    return Runtime(root, units).schedule.state
 
 
 def batch_bytes_of(units: Sequence[Unit]) -> int:
@@ -68,7 +64,7 @@ def _uses_of(unit: Unit, number: int) -> list[Arrival]:
     uses = {
         id(parameter): Arrival(number, group, index)
         for group, weights in enumerate(unit.weights)
-        for index, parameter in enumerate(trainable(weights.group.parameters))
+        for index, parameter in enumerate(weights.group.trained)
     }
     return [uses[id(parameter)] for parameter in unit.parameters if id(parameter) in uses]
 
@@ -80,7 +76,7 @@ def _as_registered(root: nn.Module, units: Sequence[Unit]) -> list[BeforeForward
     calls: list[BeforeForward | AfterForward] = []
 
     def visit(module: nn.Module) -> None:
-        unit = unit_of(module)
+        unit = Unit.of(module)
         number = None if unit is None else numbers.pop(unit.id, None)
         if number is not None:
             calls.append(BeforeForward(number))

@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from sherd.engine.run.seal import unit_of, units_below
-from sherd.engine.run.unit import Unit
+from sherd.engine import Unit
 from sherd.errors import ModuleError
 from sherd.memory.held import bytes_of, held_by, held_by_optimizer, staging_bytes, total
 from sherd.memory.predict import forecast_for
 from sherd.memory.watch import Watch, last_peak, watched
 from sherd.requirements import require_int
 from sherd.schedule.forecast import Forecast
-from sherd.schedule.moments import MemoryKind
-from sherd.schedule.words import in_words
+from sherd.schedule.moments import MemoryKind, in_words
 
 BESIDE_UNITS = "(all units)"
 """The unit of rows that belong to none: memory shared with other ranks, state of parameters that are no unit's."""
@@ -94,7 +92,7 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsyn
     """
     unit = root_unit(model, "memory_report")
     require_int("memory_report(unsynced_batches={})", unsynced_batches, 0)
-    units = units_below(model)
+    units = Unit.below(model)
     assert units[0] is unit, "the root comes first"
     names = names_of(model, units)
     predicted, measured = forecast_for(model, units, unsynced_batches), last_peak(units)
@@ -161,7 +159,7 @@ def track_memory(model: nn.Module) -> Iterator[MemoryPeak]:
 
 
 def root_unit(model: nn.Module, asked: str) -> Unit:
-    unit = unit_of(model) if isinstance(model, nn.Module) else None
+    unit = Unit.of(model) if isinstance(model, nn.Module) else None
     if unit is None:
         raise ModuleError(
             f"{asked} expects a module that fully_shard was called on, got a {type(model).__name__}; pass the root, "
@@ -174,7 +172,7 @@ def names_of(model: nn.Module, units: Sequence[Unit]) -> list[str]:
     """Returns the units' names: those of their modules, as seen from `model`."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules():
-        unit = unit_of(module)
+        unit = Unit.of(module)
         if unit is not None:
             names.setdefault(unit.id, []).append(name or unit.class_name)
     return [", ".join(names.get(unit.id, [unit.name])) for unit in units]

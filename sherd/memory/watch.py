@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import nn
 
-from sherd.engine.moves.arrivals import GradientObserver
-from sherd.engine.run.observer import Observer
-from sherd.engine.run.runtime import Runtime, runtime_over
-from sherd.engine.run.seal import runtime_of
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.parameter import ShardedParameter
-from sherd.errors import StateError
+from sherd.engine import Runtime, ShardedParameter, Unit, sizes_of
 from sherd.memory.held import Held, alive, bytes_of, held_by, held_by_groups, held_for_gradients, together, total
-from sherd.memory.sizes import group_sizes, sizes_of, trainable
 from sherd.schedule import actions as do
 from sherd.schedule.actions import BeforeForward, EndBackward, Event, Reset
 from sherd.schedule.forecast import Forecast
@@ -38,7 +31,7 @@ def last_step(runtime: Runtime) -> tuple[Moment, ...] | None:
 def sealed_runtime(units: Sequence[Unit]) -> Runtime | None:
     """Returns the runtime of exactly these units, in which they have the same numbers, or None if they are not
     sealed."""
-    runtime = runtime_over(units[0])
+    runtime = Runtime.over(units[0])
     return runtime if runtime is not None and runtime.units == tuple(units) else None
 
 
@@ -171,7 +164,7 @@ class _Arrivals:
     def arrives(self, index: int, unsharded: torch.Tensor) -> None:
         """Note a gradient that autograd has made and that no unit has yet."""
         assert unsharded.grad is not None, "autograd calls the hook after it has accumulated"
-        num_before = len(trainable(self._parameters[:index]))
+        num_before = sum(parameter.requires_grad for parameter in self._parameters[:index])
         # No variable holds `unsharded.grad`: it would keep the gradient alive while it is copied.
         arrival = Arrival(self._number, self._group, num_before)
         self._watch.arrives(arrival, alive([(MemoryKind.ARRIVED, unsharded.grad)], unsharded.device))
@@ -189,34 +182,11 @@ class _Arrivals:
     def gives_back(self) -> None:
         """Look at the unit while the rows of a reduction are still there, and what its transport takes."""
         unit = self._watch.units[self._number]
-        sizes = group_sizes(unit.weights[self._group], unit.policy)
+        sizes = sizes_of(unit)[self._group]
         if sizes.lane_owns_rows:
             self._watch.reduces(self._number, sizes.scratch)
             self._watch.look(self._number)
             self._watch.reduces(self._number, 0)
-
-
-@contextmanager
-def observed(
-    runtime: Runtime,
-    observer: Observer,
-    of_gradients: Callable[[int, int, Sequence[ShardedParameter]], GradientObserver],
-) -> Iterator[None]:
-    """Have `observer` see what happens in `runtime`, and what `of_gradients` returns for each group of each unit, with
-    its parameters, see the group's gradients.
-
-    Raises:
-        StateError: somebody observes the model already.
-    """
-    if runtime.tape.observer is not None:
-        raise StateError(f"the memory of {runtime.root.name} is tracked already; leave that `with` block first")
-    with ExitStack() as observers:
-        observers.enter_context(runtime.tape.observed(observer))
-        for number, owner in enumerate(runtime.units):
-            for group, gradients in enumerate(owner.gradients):
-                seen = of_gradients(number, group, gradients.group.parameters)
-                observers.enter_context(gradients.arrivals.observed(seen))
-        yield
 
 
 @contextmanager
@@ -226,9 +196,9 @@ def watched(root: nn.Module, unit: Unit) -> Iterator[Watch]:
     Raises:
         StateError: the model is watched already.
     """
-    runtime = runtime_of(unit, root)
+    runtime = Runtime.of(unit, root)
     watch = Watch(runtime.units)
-    with observed(runtime, _Steps(runtime, watch), partial(_Arrivals, watch)):
+    with runtime.observed(_Steps(runtime, watch), partial(_Arrivals, watch)):
         try:
             yield watch
         finally:

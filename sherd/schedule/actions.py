@@ -1,6 +1,6 @@
-"""The words of the schedule: events, which happen to a unit, and actions, which the engine must carry out.
+"""The events that happen to units, from module calls and from autograd, and the actions that the schedule asks for.
 
-Units are named by their index. Events come from module calls and from autograd.
+A unit is named by its index in the runtime.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BeforeForward:
-    """The unit's module is about to run; `recomputing` when backward runs it again for activation checkpointing."""
+    """The unit's forward begins. `recomputing`: inside backward, for activation checkpointing."""
 
     unit: int
     recomputing: bool = False
@@ -20,7 +20,7 @@ class BeforeForward:
 
 @dataclass(frozen=True, slots=True)
 class AfterForward:
-    """The unit's module has run, or has raised. `in_use`: views of its unsharded parameters are still alive."""
+    """The unit's forward ends, or raises. `in_use`: views of its unsharded parameters are still alive."""
 
     unit: int
     recomputing: bool = False
@@ -29,29 +29,28 @@ class AfterForward:
 
 @dataclass(frozen=True, slots=True)
 class EndForward:
-    """The outermost module's forward has run. `differentiable`: autograd may come back for it."""
+    """The outermost forward ends. `differentiable`: a backward may follow."""
 
     differentiable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class BeforeBackward:
-    """Autograd has reached an output of the unit: its parameters are needed now."""
+    """Autograd reaches an output of the unit, and needs the unit's parameters."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class GradientsReady:
-    """Every trainable parameter of the unit has its gradient from this backward."""
+    """Each trainable parameter of the unit has its gradient from this backward."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPassed:
-    """One group of the unit has its gradients, others have not. Nothing will read the group's unsharded parameters
-    again in this backward."""
+    """One group of the unit has its gradients, others lack theirs. Nothing in this backward reads the group again."""
 
     unit: int
     group: int
@@ -59,9 +58,9 @@ class GroupPassed:
 
 @dataclass(frozen=True, slots=True)
 class AfterBackward:
-    """Autograd is past the unit: nothing will read its unsharded parameters again in this backward.
+    """Autograd is past the unit: nothing in this backward reads its unsharded parameters again.
 
-    `unreduced`: gradients have arrived that no `GradientsReady` announced, because others never came.
+    `unreduced`: gradients arrived without a `GradientsReady`, because others of the unit never came.
     """
 
     unit: int
@@ -70,14 +69,14 @@ class AfterBackward:
 
 @dataclass(frozen=True, slots=True)
 class EndBackward:
-    """Autograd is done. `last`: the user expects no further backward before the optimizer step."""
+    """Backward ends. `last`: the user expects no further backward before the optimizer step."""
 
     last: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Unshard:
-    """The user asks for the unit's unsharded parameters; `wait` for them too, or only start the all-gather."""
+    """The user asks for the unit's unsharded parameters. Without `wait`, the all-gather is only started."""
 
     unit: int
     wait: bool = True
@@ -85,14 +84,14 @@ class Unshard:
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """The user asks for the unit's unsharded parameters to be freed, or has written to its shards."""
+    """The user frees the unit's unsharded parameters, or has written to its shards."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """A forward or backward was abandoned: back to shards, nothing in flight. `gradients`: they are lost too."""
+    """A forward or backward is abandoned: back to shards, nothing in flight. `gradients`: drop gradients, too."""
 
     gradients: bool = True
 
@@ -123,21 +122,21 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Wait for the unit's all-gather and show its unsharded parameters to the modules."""
+    """Wait for the unit's all-gather, and show its unsharded parameters to the modules."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Show the shards to the modules again and free the unsharded parameters; an all-gather in flight is waited for."""
+    """Show the shards to the modules, and free the unsharded parameters, after a wait for an all-gather in flight."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class FreeGroup:
-    """As `Free`, but for one group of the unit only. The next `Gather` of the unit brings it back."""
+    """As `Free`, for one group of the unit. The next `Gather` of the unit gathers the group again."""
 
     unit: int
     group: int
@@ -145,7 +144,7 @@ class FreeGroup:
 
 @dataclass(frozen=True, slots=True)
 class Shrink:
-    """As `Free`, but keep this rank's part of them for a smaller mesh (`reshard_after_forward=k`)."""
+    """As `Free`, but keep this rank's part for a smaller mesh (`reshard_after_forward=k`)."""
 
     unit: int
 
@@ -159,14 +158,14 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class FinishReduce:
-    """Wait for the unit's reduction, give its shards their gradients, drop the buffer that was reduced."""
+    """Wait for the unit's reduction, give the shards their gradients, and drop the buffer that was reduced."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Drop the unit's gradients that are not yet the shards': arrived, accumulated or in flight."""
+    """Drop the unit's gradients that have not reached the shards: arrived, accumulated or in flight."""
 
     unit: int
 

@@ -1,16 +1,16 @@
 """The decision: a pure step from a state and an event to the next state and the actions that lead there.
 
     event             what happens
-    BeforeForward     gather and await the unit, then gather what the learnt order says comes next
-    AfterForward      free it, shrink it, or keep it, as its spec says
-    EndForward        free what was gathered and not used; the pass teaches the order
+    BeforeForward     gather and await the unit, then gather the next units of the learnt order
+    AfterForward      free the unit, shrink it, or keep it, as its spec says
+    EndForward        free units that were gathered and not used; the pass teaches the order
     BeforeBackward    as BeforeForward, in backward order
-    GradientsReady    start its reduction, once fewer than `reduce_buffers` are in flight
-    GroupPassed       free that group alone, if the unit was called once and goes after backward
-    AfterBackward     start its reduction if gradients are left, and free it
+    GradientsReady    start the unit's reduction, once fewer than `reduce_buffers` are in flight
+    GroupPassed       free the group alone, if the unit was called once and is freed after backward
+    AfterBackward     free the unit, and start its reduction if gradients are left
     EndBackward       free the rest, finish all reductions; the pass teaches the order
 
-Recomputation (activation checkpointing) runs a forward inside backward: the unit is unsharded and stays so, because its
+Recomputation (activation checkpointing) runs a forward inside backward. The unit stays unsharded after it, because its
 backward follows at once.
 """
 
@@ -42,8 +42,7 @@ from sherd.schedule.actions import (
     Shrink,
     Unshard,
 )
-from sherd.schedule.order import Order
-from sherd.schedule.state import Keep, Live, State
+from sherd.schedule.state import Keep, Live, Order, State
 
 Decision = tuple[State, tuple[Action, ...]]
 
@@ -81,7 +80,7 @@ def decide(state: State, event: Event) -> Decision:
 
 
 class _Turn:
-    """One decision in the making: the state so far, and the actions so far."""
+    """A decision under way: the state and the actions so far."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -100,7 +99,7 @@ class _Turn:
         running = self.state.running - {unit}
         self.state = replace(self.state, finished=self.state.finished.after(unit), running=running)
         if unit in self.state.borrowed or in_use:
-            return  # another unit, or backward, may still need it: it is freed when the whole forward ends
+            return  # another unit, or backward, may still need the unit: it is freed when the whole forward ends
         self._release(unit)
 
     def end_forward(self, differentiable: bool) -> None:
@@ -163,7 +162,7 @@ class _Turn:
         self.state = replace(self.state, reducing=tuple(other for other in self.state.reducing if other != unit))
 
     def leave_backward(self, unit: int, unreduced: bool) -> None:
-        # Freed before the reduction starts, so that the two never add up in the peak:
+        # The unit is freed before its reduction starts, so that the two never add up in the peak:
         # test_a_unit_is_freed_before_its_reduction_starts_so_that_the_two_never_add_up.
         if self._goes_after_backward(unit):
             self.free(unit)
@@ -173,8 +172,8 @@ class _Turn:
             self._prefetch_backward(unit)
 
     def free_group(self, unit: int, group: int) -> None:
-        # Each of several calls may be recomputed, and what is gone then is gathered again: by this rank alone, if a
-        # gradient that others lack had it freed:
+        # Each of several calls may be recomputed, and gathers a freed group again: this rank alone does, if other
+        # ranks lack the gradient after which the group is freed:
         # test_no_group_goes_alone_of_a_unit_that_was_called_twice_and_may_be_recomputed_once_more.
         is_called_once = self.state.forward.learnt.count(unit) <= 1
         if is_called_once and self._goes_after_backward(unit) and self.state.live[unit] is Live.UNSHARDED:
@@ -182,8 +181,11 @@ class _Turn:
             self.state = replace(self.state, passed=self.state.passed | {unit})
 
     def _goes_after_backward(self, unit: int) -> bool:
-        """Returns whether `unit` is freed after its backward. A companion of another unit is freed when the whole
-        backward ends, and a unit whose forward is under way, with a backward inside, after its forward."""
+        """Returns whether `unit` is freed after its backward.
+
+        A companion of another unit is freed when the whole backward ends. A unit whose forward is under way, with a
+        backward inside, is freed after its forward.
+        """
         is_needed = unit in self.state.borrowed or unit in self.state.running
         return self.state.specs[unit].reshard_after_backward and not is_needed
 
@@ -206,7 +208,7 @@ class _Turn:
     # Any time
 
     def gather(self, unit: int, again: bool = False) -> None:
-        """Gather `unit`. `again`: groups that backward has freed will be read once more, so they are gathered too."""
+        """Gather `unit`. `again`: gather groups that backward has freed, too, because they are read again."""
         if self.state.live[unit] in (Live.SHARDED, Live.SHRUNK) or (again and unit in self.state.passed):
             self.actions.append(Gather(unit))
             self.state = self.state.with_live(unit, Live.GATHERING)
@@ -245,7 +247,7 @@ class _Turn:
             self.wait(unit)
 
     def _prefetch(self, explicit: tuple[int, ...] | None, upcoming: Iterable[int], depth: int) -> None:
-        """Gather the user's list, or else the next `depth` units, while they fit the bytes that may be in flight."""
+        """Gather the user's list, or else the next `depth` units while they fit into `bytes_in_flight`."""
         if explicit is not None:
             for unit in explicit:
                 self.gather(unit)

@@ -1,7 +1,7 @@
 """The bytes that a training step needs, by kind and unit, predicted by the schedule in integers only.
 
-A step is a list of moments: the events that the schedule knows, and between them the arrival of each gradient. The
-`Schedule` that runs the model answers them, and the effect of each of its actions on the buffers is added up.
+A step is a list of moments: the schedule's events, and between them the arrival of each gradient. The `Schedule` that
+runs the model answers the events, and the effects of its actions on the buffers are added up.
 
     moment            bytes that come                          bytes that go
     Gather            unsharded, if filled in place; else rows
@@ -31,7 +31,7 @@ from sherd.schedule.state import Limits, Live, UnitSpec
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The most bytes alive at once, the moment when they are, and what they are for: `(unit, kind)` to bytes."""
+    """The most bytes alive at once, the moment of that peak, and its parts: `(unit, kind)` to bytes."""
 
     peak: int
     moment: Moment | None
@@ -47,10 +47,15 @@ def forecast(
     batch_bytes: int,
     unsynced: int = 0,
 ) -> Forecast:
-    """Returns the peak of one training step whose order is learnt, from shards without gradients to shards with them.
+    """Returns the peak of one training step with a learnt order, from shards without gradients to shards with them.
 
-    `sizes` are each unit's groups; `step` is forward and backward, by `step_of` or as it was recorded. Before it go
-    `unsynced` such passes whose gradients stay unreduced. Small gradients are collected until they are `batch_bytes`.
+    Args:
+        specs: the units.
+        limits: the limits of the schedule.
+        sizes: the groups of each unit.
+        step: the moments of forward and backward, by `step_of` or recorded.
+        batch_bytes: small gradients are collected until they are this many bytes.
+        unsynced: the number of passes before `step` whose gradients stay unreduced.
     """
     assert len(specs) == len(sizes), "every unit has sizes"
     syncing = tuple(replace(spec, reduces=True) for spec in specs)
@@ -65,11 +70,11 @@ def forecast(
             schedule.move_to(replace(schedule.state, specs=choices))
             for moment in step:
                 buffers.live_through(schedule, moment)
-    return buffers.peak
+    return buffers.ledger.peak
 
 
 class _Group:
-    """One group's buffers: bytes by kind. `changed(kind, more)` is called whenever bytes come or go."""
+    """The buffers of one group as bytes by kind. `changed(kind, more)` is called when bytes come, or go below 0."""
 
     def __init__(self, sizes: GroupSizes, batch_bytes: int, changed: Callable[[MemoryKind, int], None]) -> None:
         self._sizes = sizes
@@ -95,7 +100,7 @@ class _Group:
     # Weights
 
     def mark_shards_written(self) -> None:
-        """The shards may have been written, so that kept unsharded parameters are out of date."""
+        """Note that the shards may be written, so kept unsharded parameters are out of date."""
         self._is_current = False
 
     def gather(self) -> None:
@@ -115,7 +120,7 @@ class _Group:
                 self._become_unsharded()
 
     def land(self) -> None:
-        """Fill the unsharded buffer: a collective is awaited, which finishes all earlier ones."""
+        """Fill the unsharded buffer: a collective is awaited, and all earlier ones end with it."""
         if self._live is Live.GATHERING and self._sizes.lands:
             self._become_unsharded()
 
@@ -142,14 +147,14 @@ class _Group:
 
     @property
     def _rows(self) -> int:
-        """Bytes of rows that gradients are collected in, without rows in reduction."""
+        """The bytes of rows into which gradients are collected, without rows in reduction."""
         return self._held[MemoryKind.GRADIENT_ROWS] - self._reducing
 
     def _collect(self, nbytes: int) -> None:
         self._hold(MemoryKind.GRADIENT_ROWS, self._reducing + nbytes)
 
     def arrive(self, index: int, reduces: bool) -> None:
-        """A gradient has come. `reduces`: this backward will reduce it."""
+        """Take gradient number `index`. `reduces`: this backward reduces the gradient."""
         sizes, nbytes = self._sizes, self._sizes.arriving[index]
         self._num_arrived += 1
         if sizes.borrows and not self._rows:
@@ -175,7 +180,7 @@ class _Group:
         self._num_arrived = 0
 
     def collect(self) -> None:
-        """Take the rows that a lane owns: those of all groups, before the first is reduced."""
+        """Copy into rows that a lane owns: all groups do, before the first is reduced."""
         if self._sizes.lane_owns_rows:
             self._copy()
 
@@ -203,7 +208,7 @@ class _Group:
             self._become_gradients()
 
     def _become_gradients(self) -> None:
-        """Have the sum become the shards' gradients."""
+        """Make the sum the shards' gradients."""
         sizes = self._sizes
         if sizes.reduced != sizes.gradients:  # cast, else the sum itself becomes the gradient
             self._hold(MemoryKind.GRADIENTS, self._held[MemoryKind.GRADIENTS] + sizes.gradients)
@@ -229,14 +234,18 @@ DO: dict[type[do.Action], Callable[[_Group], None]] = {
     do.FinishReduce: _Group.finish_reduce,
     do.Discard: _Group.discard,
 }
-"""The effect of each action: the method that is called on all groups of its unit, or on the one that it names."""
+"""By type of action: the method that is called on each group of the unit, or on the group that the action names."""
 
 
 class _Ledger:
-    """The bytes of all buffers. `now` is what is alive, `changes` what came and went, by unit and kind.
+    """The bytes of all buffers.
 
     It is an object of its own, which knows no group: without a circle of references, thousands of forecasts in a
     search are freed at once.
+
+    Attributes:
+        now: the bytes that are alive.
+        changes: the bytes that came, or went below 0, each with its unit and kind.
     """
 
     def __init__(self) -> None:
@@ -246,7 +255,7 @@ class _Ledger:
         self.forget_peak()
 
     def begin(self, moment: Moment | None) -> None:
-        """Bytes that come or go from now on do so at `moment`."""
+        """Note that `moment` begins: bytes that come or go from now on belong to it."""
         self._moment = moment
 
     def add(self, unit: int, kind: MemoryKind, more: int) -> None:
@@ -257,8 +266,8 @@ class _Ledger:
             self.forget_peak()
 
     def forget_peak(self) -> None:
-        """Let the bytes that are alive now be the peak."""
-        # Its parts are added up only when they are asked for: every unit's first gradient is a new peak.
+        """Make the bytes that are alive now the peak."""
+        # The parts are added up only when somebody asks: every unit's first gradient is a new peak.
         self._peak, self._peak_moment, self._num_changes_to_peak = self.now, self._moment, len(self.changes)
 
     @property
@@ -271,44 +280,29 @@ class _Ledger:
 
 
 class Buffers:
-    """All units' buffers as numbers."""
+    """The buffers of all units, whose bytes the `ledger` adds up."""
 
     def __init__(self, sizes: Sequence[Sequence[GroupSizes]], batch_bytes: int) -> None:
-        self._ledger = _Ledger()
+        self.ledger = _Ledger()
         self._units = [
-            [_Group(group_sizes, batch_bytes, partial(self._ledger.add, unit)) for group_sizes in groups]
+            [_Group(group_sizes, batch_bytes, partial(self.ledger.add, unit)) for group_sizes in groups]
             for unit, groups in enumerate(sizes)
         ]
-
-    @property
-    def now(self) -> int:
-        """The bytes that are alive."""
-        return self._ledger.now
-
-    @property
-    def changes(self) -> Sequence[tuple[tuple[int, MemoryKind], int]]:
-        """Bytes that came, or went below 0, each with its unit and kind."""
-        return self._ledger.changes
 
     @property
     def _groups(self) -> Iterator[_Group]:
         return (group for groups in self._units for group in groups)
 
     def begin_step(self) -> None:
-        """Begin a step, whose peak will be asked for: the optimizer has stepped and dropped the gradients."""
+        """Begin a step: the optimizer has stepped and dropped the gradients, and the peak counts from here."""
         for group in self._groups:
             group.drop_gradients()
-        self._ledger.begin(None)
-        self._ledger.forget_peak()
-
-    @property
-    def peak(self) -> Forecast:
-        """The most bytes at once since the step began."""
-        return self._ledger.peak
+        self.ledger.begin(None)
+        self.ledger.forget_peak()
 
     def live_through(self, schedule: Schedule, moment: Moment) -> tuple[do.Action, ...]:
-        """Carry out what the schedule answers to `moment`, or take a gradient. Returns the actions."""
-        self._ledger.begin(moment)
+        """Carry out the schedule's answer to `moment`, or take a gradient. Returns the actions."""
+        self.ledger.begin(moment)
         if isinstance(moment, Arrival):
             reduces = schedule.state.specs[moment.unit].reduces
             self._units[moment.unit][moment.group].arrive(moment.index, reduces)

@@ -1,4 +1,4 @@
-"""A training step as a list of moments, and the sizes of the buffers that it uses."""
+"""A training step as a list of moments, in which buffers come and go, and the sizes of these buffers."""
 
 from __future__ import annotations
 
@@ -21,41 +21,44 @@ from sherd.schedule.actions import (
 
 
 class MemoryKind(str, Enum):
-    """The purpose of some bytes. The value is its name in tables. It is a str because a str remembers its hash, which
-    many sums ask for."""
+    """The purpose of some bytes; the value is its name in tables. A str, whose hash is cached: many sums ask for it."""
 
     SHARDS = "shards"
     SENT = "shards as sent"
-    """The input of an all-gather, where it is not the shards themselves: a copy in compute's dtype, or a kept part."""
+    """The input of an all-gather, unless the shards themselves are: a copy in the compute dtype, or a kept part."""
     ROWS = "gathered rows"
     UNSHARDED = "unsharded"
     PART = "kept part"
-    """Of a smaller mesh (`reshard_after_forward=k`)."""
+    """The part of a smaller mesh (`reshard_after_forward=k`)."""
     ARRIVED = "gradients arrived"
-    """Unsharded gradients that autograd has made and that are not in the rows yet."""
+    """Unsharded gradients, as autograd made them, that are not copied into the rows yet."""
     GRADIENT_ROWS = "gradient rows"
-    """The input of a reduction: rows of our own, or a large gradient as autograd has left it."""
+    """The input of a reduction: rows, or a large gradient as autograd made it."""
     REDUCED = "reduced"
-    """This rank's sum, while it is being made."""
+    """The output of a reduction in flight: this rank's sum."""
     GRADIENTS = "gradients"
     """The shards' `.grad`."""
     TRANSPORT = "transport"
-    """Memory that a collective receives into, besides its result."""
+    """Memory into which a collective receives, besides its result."""
     OPTIMIZER = "optimizer state"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSizes:
-    """Bytes of one group's buffers on this rank, when they are allocated; 0 for a buffer that the group does without.
+    """The bytes of one group's buffers on this rank while they are allocated; 0 for a buffer that the group lacks.
 
-    `kept` are unsharded parameters that are not given up between uses; `unsharded` is 0 then.
-    `rows` is 0 where an all-gather fills the unsharded buffer itself, `sent` where it sends the shards themselves.
-    `lands`: the unsharded buffer is filled while this collective or a later one is awaited, and not before.
-    `arriving` are the unsharded gradients of the group's trainable parameters, in the order of its parameters. A
-    group that `borrows` sends its only gradient from where it is. A group that `collects_late` has no rows until it is
-    reduced, in a step that reduces it; if a `lane_owns_rows`, they go as soon as the reduction is queued. `scratch` is
-    what the transport takes during a reduction. One that `is_offloaded` has its shards and their gradients in host
-    memory; if it `stores_at_once`, the sum goes there as soon as the reduction is queued.
+    Attributes:
+        kept: unsharded parameters that are never freed; `unsharded` is 0 then.
+        rows: 0 where the all-gather fills the unsharded buffer itself.
+        sent: 0 where the all-gather sends the shards themselves.
+        arriving: the unsharded gradient of each trainable parameter, in the order of the parameters.
+        borrows: the only gradient is sent from where autograd made it.
+        scratch: the memory of the transport during a reduction.
+        lands: the unsharded buffer is written inside `wait()`, so it need not be allocated earlier.
+        collects_late: in a step that reduces the group, there are no rows until the reduction.
+        lane_owns_rows: the rows go as soon as the reduction is queued.
+        is_offloaded: shards and their gradients are in host memory.
+        stores_at_once: the sum goes to host memory as soon as the reduction is queued.
     """
 
     shards: int
@@ -80,10 +83,7 @@ class GroupSizes:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Autograd has made the unsharded gradient of a parameter: the `index`-th trainable one of the unit's `group`.
-
-    In forward: that parameter is used.
-    """
+    """Autograd makes the gradient of trainable parameter number `index` of the unit's `group`; in forward: its use."""
 
     unit: int
     group: int
@@ -94,23 +94,25 @@ Moment = Event | Arrival
 
 
 def step_of(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) -> tuple[Moment, ...]:
-    """Returns the moments of forward and backward, as autograd goes through them.
+    """Returns the moments of forward and backward, in autograd's order.
 
-    `forward` is the beginning and the end of each call of a unit, and in between an `Arrival` for each use of a
-    trainable parameter.
+    Args:
+        forward: the beginning and the end of each call of a unit, and in between an `Arrival` for each use of a
+            trainable parameter.
+        sizes: the groups of each unit.
     """
     calls = (moment for moment in forward if not isinstance(moment, Arrival))
     return (*calls, EndForward(), *_backward(forward, sizes), EndBackward())
 
 
 class Gradients:
-    """The gradients that one backward brings.
+    """The gradients of one backward.
 
     Args:
-        uses: the trainable parameters that forward has used.
-        sizes: of the groups of each unit.
-        run_again: units of which a part of forward may run again in backward, as in checkpoints: it reads what forward
-            has read, so no group passes alone.
+        uses: the trainable parameters that forward uses.
+        sizes: the groups of each unit.
+        run_again: the units of which a part of forward may run again in backward, as under activation checkpointing.
+            That part reads all parameters again, so no group is freed alone.
     """
 
     def __init__(
@@ -122,8 +124,7 @@ class Gradients:
         self._missing_in_group = Counter((use.unit, use.group) for use in used)
 
     def arrive(self, arrival: Arrival) -> Iterator[Moment]:
-        """Yields the arrival of a whole gradient, and the event of its unit if it was the last of it, or the last
-        of one of its groups."""
+        """Yields the arrival of a whole gradient, and an event if it is the last one of the unit or of a group."""
         unit, group = arrival.unit, arrival.group
         self._missing[unit] -= 1
         self._missing_in_group[unit, group] -= 1
@@ -138,8 +139,11 @@ class Gradients:
 
 
 def _backward(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) -> Iterator[Moment]:
-    """Yields the moments of backward. Autograd does not reach calls that end before anything trainable was used, and a
-    gradient is there once backward has passed the first use of its parameter."""
+    """Yields the moments of backward.
+
+    Autograd does not reach calls that end before the first use of a trainable parameter. A gradient is whole once
+    backward has passed the first use of its parameter.
+    """
     uses = Counter(moment for moment in forward if isinstance(moment, Arrival))
     gradients = Gradients(uses, sizes)
     num_ahead = uses.total()
@@ -161,5 +165,28 @@ def _backward(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) 
 
 
 def begins_step(moment: Moment) -> bool:
-    """Returns whether the root's forward begins with `moment`."""
+    """Returns whether the forward of the root begins with `moment`."""
     return isinstance(moment, BeforeForward) and moment.unit == 0 and not moment.recomputing
+
+
+def in_words(moment: Moment | None, names: Sequence[str]) -> str:
+    """Returns `moment` in words, as "when forward ends". `names` are the units' names."""
+    match moment:
+        case None:
+            return "at rest"
+        case BeforeForward(unit, recomputing):
+            return f"when {'recomputing' if recomputing else 'forward'} of {names[unit]} begins"
+        case AfterForward(unit):
+            return f"when forward of {names[unit]} ends"
+        case EndForward():
+            return "when forward ends"
+        case BeforeBackward(unit):
+            return f"when backward reaches {names[unit]}"
+        case Arrival(unit) | GroupPassed(unit):
+            return f"when a gradient of {names[unit]} arrives"
+        case GradientsReady(unit) | AfterBackward(unit):
+            return f"when gradients of {names[unit]} are reduced"
+        case EndBackward():
+            return "when backward ends"
+        case _:
+            return "between steps"

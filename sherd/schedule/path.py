@@ -1,16 +1,16 @@
-"""The path of a mesh's ranks through their collectives, as far as they have agreed on it.
+"""The sequence of collectives of a mesh's ranks, as far as the ranks have agreed on it.
 
-All ranks of a mesh take the same steps in the same order. At each place the path knows the step that followed last, on
-which all ranks have agreed. A rank that takes that one again need not ask. One that takes another is not sure, and must
-ask before its next collective. If all ranks have changed alike, all of them ask, and go on. If not, the others have
-taken the known step, and `expected` says what it was.
+All ranks of a mesh take the same steps in the same order. At each place the path knows the step that followed last
+time, on which all ranks agreed. A rank that takes the known step need not ask. A rank that takes another step must ask
+before its next collective. If all ranks changed alike, all of them ask, and go on. If not, the others took the known
+step, and `expected` says which it was.
 
     a step of three blocks          begin  gather a  gather b  gather c  gather b  reduce c  gather a  reduce b ...
     a pass of evaluation after it   begin  gather a  gather b  gather c  begin
                                                                          asked for, and known from then on
 
-Places are told apart by the steps since the pass began and by the whole pass before, so that gradients summed over
-several passes, or an evaluation every so often, are known after their first time.
+A place is known by the steps since the pass began and by the whole pass before, so that gradients summed over several
+passes, or an evaluation every so often, are known after their first time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class _Pass(Enum):
 
 
 MOST_PLACES = 20_000
-"""Forget all places beyond this many: a model that never repeats itself must not fill the memory. All ranks know the
-same places, so all forget at once."""
+"""All places are forgotten beyond this many: a model that never repeats itself must not fill the memory. All ranks know
+the same places, so all forget at once."""
 
 
 class _Place(Generic[Step]):
@@ -40,41 +40,45 @@ class _Place(Generic[Step]):
 
 
 class Path(Generic[Step]):
-    """The place where one rank stands, and the way there. Steps are hashable.
+    """The place where one rank stands, and the places known so far. Steps are hashable.
 
     Attributes:
-        is_sure: all steps since the last agreement were those that followed last time.
+        is_sure: all steps since the last agreement were the known ones.
     """
 
     def __init__(self) -> None:
         self.is_sure = True
         self._firsts: dict[int, _Place[Step]] = {}
-        """The first place of a pass, by the pass before it."""
+        """By the pass before: the first place of the next pass."""
         self._num_places = 0
         self._pass = 0
         self._place = self._first_after(0)
         self._left_at: tuple[_Place[Step], Step | _Pass | None, int] | None = None
-        """The place where this rank took another step than the known one, that known one, and the pass until there."""
+        """The place where this rank took another step than the known one, the known step, and the pass until there."""
 
     def begin(self) -> None:
         """Begin a pass: the forward of a root module."""
-        self._take(_Pass.BEGIN)
+        self.take(_Pass.BEGIN)
 
-    def take(self, step: Step, doubts: bool = False) -> None:
-        """Take `step`. With `doubts` the rank is not sure of it, even if it is the known one."""
-        self._take(step, doubts)
-
-    def _take(self, step: Step | _Pass, doubts: bool = False) -> None:
+    def take(self, step: Step | _Pass, doubts: bool = False) -> None:
+        """Take `step`. With `doubts` the rank is not sure of the step, even if it is the known one."""
         place = self._place
         if doubts or place.last != step:
             if self.is_sure:
                 self.is_sure = False
                 self._left_at = place, place.last, self._pass
             place.last = step
-        self._place, self._pass = self._behind(place, step, self._pass)
+        if isinstance(step, _Pass):
+            self._place, self._pass = self._first_after(self._pass), 0
+            return
+        follower = place.followers.get(step)
+        if follower is None:
+            follower = place.followers[step] = _Place[Step]()
+            self._num_places += 1
+        self._place, self._pass = follower, hash((self._pass, step))
 
     def agree(self) -> None:
-        """Note that all ranks stand here."""
+        """Note that all ranks stand at this place."""
         self.is_sure, self._left_at = True, None
         if self._num_places > MOST_PLACES:
             self._firsts.clear()
@@ -82,8 +86,7 @@ class Path(Generic[Step]):
             self._place = self._first_after(0)
 
     def expected(self) -> Iterator[Step]:
-        """Yields the steps, as far as they are known, with which the path goes on: from where this rank has left it, if
-        it has."""
+        """Yields the known next steps: from the place where this rank left the known path, else from here."""
         place, step, of_pass = self._left_at or (self._place, self._place.last, self._pass)
         while step is not None:
             if not isinstance(step, _Pass):
@@ -96,16 +99,6 @@ class Path(Generic[Step]):
             if follower is None:
                 return
             place, step = follower, follower.last
-
-    def _behind(self, place: _Place[Step], step: Step | _Pass, of_pass: int) -> tuple[_Place[Step], int]:
-        """Returns the place after `step`, and the pass until there."""
-        if isinstance(step, _Pass):
-            return self._first_after(of_pass), 0
-        follower = place.followers.get(step)
-        if follower is None:
-            follower = place.followers[step] = _Place[Step]()
-            self._num_places += 1
-        return follower, hash((of_pass, step))
 
     def _first_after(self, of_pass: int) -> _Place[Step]:
         first = self._firsts.get(of_pass)

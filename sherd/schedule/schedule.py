@@ -1,7 +1,7 @@
-"""The schedule as an object: it stands in a state, and answers each event with actions.
+"""The schedule of one model: it answers each event with actions.
 
-Decisions are pure, so each is made once: states are the nodes of a graph that grows as it is walked, events its edges.
-From the second step on a training loop goes round in the nodes it knows, and an answer costs one dictionary look-up.
+Decisions are pure, so each is made once and kept in a graph: states are the nodes, events the edges. From the second
+step on a training loop goes round in known nodes, and an answer costs one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from sherd.schedule.decide import decide
 from sherd.schedule.state import Limits, State, UnitSpec
 
 MOST_NODES = 20_000
-"""Discard the graph beyond this many states: a model that never repeats itself must not fill the memory."""
-
+"""The graph is dropped beyond this many states: a model that never repeats itself must not fill the memory."""
 
 P = ParamSpec("P")
 
 
 class Edge:
-    """The way out of a state by one event: the `actions` it asks for, and the node `to` which it leads."""
+    """The answer to one event in one state: the `actions`, and the node of the next state, `to`."""
 
     __slots__ = ("actions", "event", "to")
 
@@ -38,7 +37,7 @@ class _Node:
 
 
 class Schedule:
-    """Events in, actions out, for one model's units; the same object runs, is simulated and is tested."""
+    """The present state of one model's units, and the graph of all answers so far."""
 
     def __init__(self, specs: tuple[UnitSpec, ...], limits: Limits = Limits()) -> None:
         self._nodes: dict[State, _Node] = {}
@@ -50,13 +49,15 @@ class Schedule:
         return self._node.state
 
     def on(self, event: Event) -> tuple[Action, ...]:
-        """Returns the actions that `event` asks for. The caller carries them out, in order."""
+        """Returns the actions of `event`. The caller carries them out, in order."""
         return self.follow(_itself, event).actions
 
     def follow(self, kind: Callable[P, Event], *args: P.args, **kwargs: P.kwargs) -> Edge:
-        """Returns the edge of the event `kind(*args)`, which is made where it is new in the present state only. The
-        caller carries out its actions, in order."""
-        assert not kwargs, "an event is looked up by what comes in order"
+        """Returns the edge of the event `kind(*args)`. The caller carries out its actions, in order.
+
+        The event is made only where it is new in the present state: a settled step makes no objects.
+        """
+        assert not kwargs, "an event is looked up by its positional arguments"
         node, key = self._node, (kind, args)
         if key not in node.edges:
             event = kind(*args, **kwargs)
@@ -67,7 +68,7 @@ class Schedule:
         return edge
 
     def move_to(self, state: State) -> None:
-        """Go to `state`: the same moment under other choices, or with parameters that were live before."""
+        """Go to `state`: the same moment under other policies, or with parameters that are unsharded already."""
         self._node = self._at(state)
 
     def _at(self, state: State) -> _Node:

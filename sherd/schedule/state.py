@@ -1,36 +1,34 @@
-"""The knowledge of the schedule: each unit's choices, and one frozen record of the present state."""
+"""The state of the schedule: what each unit's policy asks for, and one frozen record of what a decision depends on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, auto
 
-from sherd.schedule.order import Order
-
 
 class Live(IntEnum):
-    """The form of a unit's parameters. An int, which hashes fast: a state has one for each unit."""
+    """The form of a unit's parameters. An int, because ints hash fast, and a state has one for each unit."""
 
     SHARDED = auto()
     SHRUNK = auto()
-    """Resharded to a smaller mesh: this rank keeps a larger part than its shard."""
+    """Resharded to a smaller mesh: this rank keeps more than its shard."""
     GATHERING = auto()
     UNSHARDED = auto()
 
 
 class Keep(Enum):
-    """The part of a unit's unsharded parameters that is kept after its forward."""
+    """The part of a unit's unsharded parameters that stays after its forward."""
 
     NOTHING = auto()
     PART = auto()
     """The part of a smaller mesh (`reshard_after_forward=k`)."""
     FOR_BACKWARD = auto()
-    """All, if a backward may follow: the root's default, since backward begins there."""
+    """All of them if a backward may follow. The root's default, because backward begins there."""
     ALWAYS = auto()
 
     @classmethod
     def under(cls, reshard: bool | int | None, is_root: bool, num_shards: int) -> Keep:
-        """Returns what is kept under `reshard_after_forward`, by a unit that is cut into `num_shards`."""
+        """Returns the part that `reshard_after_forward` keeps of a unit over `num_shards` ranks."""
         if reshard is None:
             return cls.FOR_BACKWARD if is_root else cls.NOTHING
         if isinstance(reshard, bool):
@@ -42,10 +40,14 @@ class Keep(Enum):
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """One unit as the schedule sees it. `unsharded_bytes`: the bytes of its gathered parameters.
+    """One unit as the schedule sees it.
 
-    `companions` are units that own a parameter this one uses too (tied weights); they are unsharded whenever it is.
-    `forward_prefetch`, `backward_prefetch`: what to gather behind this unit; None leaves that to the learnt order.
+    Attributes:
+        unsharded_bytes: the bytes of the gathered parameters.
+        companions: the units that own a parameter which this unit uses too (tied weights). They are unsharded whenever
+            this unit is.
+        forward_prefetch: the units to gather behind this one in forward. None leaves the choice to the learnt order.
+        backward_prefetch: the same in backward.
     """
 
     unsharded_bytes: int
@@ -60,10 +62,13 @@ class UnitSpec:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of gathering ahead and of what is in flight: units, bytes (None: no bound), buffers being reduced.
+    """The limits of prefetching and of collectives in flight.
 
-    `reduce_buffers` 0 finishes each reduction as soon as it was started. `after_backward`: units are gathered ahead in
-    backward once the one before was freed, not when it begins.
+    Attributes:
+        forward_depth, backward_depth: the number of units that are gathered ahead.
+        bytes_in_flight: the most bytes of unsharded parameters in gathers that nobody awaits yet. None: no bound.
+        reduce_buffers: the most units in reduction at once. 0: each reduction is finished as soon as it is started.
+        after_backward: in backward, gather ahead once a unit is freed, not when its backward begins.
     """
 
     forward_depth: int = 1
@@ -74,15 +79,53 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """Everything a decision depends on.
+class Order:
+    """The order in which units run in one phase, as the last pass taught it, and the place of the present pass in it.
 
-    `finished` is the order in which forwards ended; reversed, it is the first guess of `backward`. `entered`: units
-    that the present backward has reached. `reducing`: units whose reduction is in flight, oldest first. `passed`:
-    unsharded units of which backward has freed some groups. `running`: units whose forward is under way.
+    A pass that leaves the learnt order becomes the new order, so a model that changes its mind costs prefetching for
+    one pass and no more.
+
+    Attributes:
+        learnt: the units of the last complete pass.
+        at: the number of learnt units that have run in this pass, as long as `strayed` is None.
+        strayed: all units of this pass, once one of them was not the learnt one.
     """
 
-    # Not hashed: all states of a step have the same, and with a thousand units hashing them is what takes time.
+    learnt: tuple[int, ...] = ()
+    at: int = 0
+    strayed: tuple[int, ...] | None = None
+
+    def after(self, unit: int) -> Order:
+        """Returns the order once `unit` has run."""
+        if self.strayed is not None:
+            return replace(self, strayed=(*self.strayed, unit))
+        if self.at < len(self.learnt) and self.learnt[self.at] == unit:
+            return replace(self, at=self.at + 1)
+        return replace(self, strayed=(*self.learnt[: self.at], unit))
+
+    def rewound(self) -> Order:
+        """Returns the order at the start of the next pass."""
+        return Order(learnt=self.learnt if self.strayed is None else self.strayed)
+
+    def upcoming(self) -> tuple[int, ...]:
+        """Returns the units expected next, nearest first; none if nothing is learnt or this pass has strayed."""
+        return self.learnt[self.at :] if self.strayed is None else ()
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Everything that a decision depends on.
+
+    Attributes:
+        forward: the order in which forwards begin.
+        finished: the order in which forwards end. Reversed, it is the first guess of `backward`.
+        entered: the units that the present backward has reached.
+        reducing: the units whose reduction is in flight, oldest first.
+        passed: unsharded units of which backward has freed some groups.
+        running: the units whose forward is under way.
+    """
+
+    # Not hashed: all states of a step have the same specs, and to hash those of a thousand units takes long.
     specs: tuple[UnitSpec, ...] = field(hash=False)
     limits: Limits = field(hash=False)
     live: tuple[Live, ...]
@@ -98,22 +141,22 @@ class State:
 
     @classmethod
     def at_rest(cls, specs: tuple[UnitSpec, ...], limits: Limits = Limits()) -> State:
-        """All sharded, nothing learnt."""
+        """Returns the state in which all units are sharded and nothing is learnt."""
         return cls(specs, limits, (Live.SHARDED,) * len(specs))
 
     def with_live(self, unit: int, live: Live) -> State:
-        """The state once `unit`'s parameters are `live`."""
+        """Returns this state with the parameters of `unit` in the form `live`."""
         changed = (*self.live[:unit], live, *self.live[unit + 1 :])
         return replace(self, live=changed, passed=self.passed - {unit})
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes of unsharded parameters whose all-gather was started and not yet awaited."""
+        """The bytes of unsharded parameters in all-gathers that are started and not awaited."""
         return sum(
             spec.unsharded_bytes for spec, live in zip(self.specs, self.live, strict=True) if live is Live.GATHERING
         )
 
     @property
     def borrowed(self) -> frozenset[int]:
-        """Units that are some other unit's companion."""
+        """The units that are a companion of another unit."""
         return frozenset(companion for spec in self.specs for companion in spec.companions)

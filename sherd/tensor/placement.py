@@ -334,6 +334,12 @@ def places_of(spec: DTensorSpec) -> Places:
 _alike: weakref.WeakValueDictionary[object, Places] = weakref.WeakValueDictionary()
 
 
+def in_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """Returns `spec` for a tensor of `dtype`."""
+    assert spec.tensor_meta is not None, "a DTensor's spec knows its dtype"
+    return spec if spec.tensor_meta.dtype == dtype else places_of(spec).spec(dtype)
+
+
 def has_ragged(placements: Sequence[Placement]) -> bool:
     """Returns True if one of the placements is a ragged shard."""
     return any(isinstance(placement, RaggedShard) for placement in placements)

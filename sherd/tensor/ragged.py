@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from sherd._torch import (
     DTensorSpec,
@@ -261,6 +262,21 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Returns what this rank holds: the local tensor of a DTensor, any other tensor as it is. Not copied."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def own_view(part: torch.Tensor) -> torch.Tensor:
+    """Returns `part`, uncopied, as a tensor at the beginning of a storage of its own.
+
+    A file with a view would hold its neighbours in the buffer, too, and torch cannot save a DTensor whose local tensor
+    has an offset.
+    """
+    if part.is_meta or type(part) is not torch.Tensor:
+        return part
+    if part.numel() == 0:
+        return torch.empty_like(part)
+    # As bytes, so that any dtype is possible. Through the capsule, for `Tensor.__dlpack_device__` does not know devices
+    # that other packages add to torch.
+    return from_dlpack(to_dlpack(part.view(torch.uint8))).view(part.dtype)
 
 
 def distribute_ragged(full: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:

@@ -75,8 +75,9 @@ def axes_of(config: Config, num_ranks: int) -> Axes:
 
 
 def usual_ranks(config: Config, usual: int) -> int:
-    """How many ranks to start for `run.mesh`, where without one it would be `usual`: exactly those it says, or if it
-    leaves open how many are dp, the next multiple of the others.
+    """Returns how many ranks to start for `run.mesh`; without a mesh that is `usual`.
+
+    A mesh that leaves the size of dp open takes the next multiple of the other axes' ranks, from `usual` on.
 
     Raises:
         InputError: words that are no axes.

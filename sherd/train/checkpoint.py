@@ -23,11 +23,10 @@ from sherd.comm.objects import all_gather_objects
 from sherd.errors import CheckpointError, CommError, SherdError
 from sherd.storage.folder import Folder
 from sherd.storage.places import Place
-from sherd.train.best import Best, read_best, write_best
 from sherd.train.config import Config, InputError
 from sherd.train.ranks import on_rank_0
 from sherd.train.report import Silent
-from sherd.train.saved import Checkpoint, going_on, whole
+from sherd.train.saved import Best, Checkpoint, going_on, read_best, whole, write_best
 
 __all__ = ["NO_SPACE", "NotSaved", "Saver", "clear", "facts", "fill", "load", "load_model", "shapes"]
 
@@ -41,8 +40,10 @@ class NotSaved(SherdError):
 
 
 class Saver:
-    """Saves a model and its optimizer into `place`, and tells `report`. With `run.async_save` another thread writes
-    while the run goes on; the next save waits for it, and so does the end of the `with`, however it comes.
+    """Saves a model and its optimizer into `place`, and tells `report`.
+
+    With `run.async_save` another thread writes while the run goes on. The next save waits for that thread, and so does
+    the end of the `with` block, also after an exception.
 
     Each method raises NotSaved, on all ranks, if a rank could not write: older checkpoints are still whole then.
 
@@ -134,8 +135,10 @@ class Saver:
 
 
 def facts(config: Config, text: str, parameters: str, samples: int) -> dict[str, Any]:
-    """Returns what a checkpoint says of its run: the config, the digests of its text and of its parameters, and how
-    many samples it has seen, which is where it stands in the data."""
+    """Returns the facts about a run that a checkpoint keeps.
+
+    These are the config, the digests of text and parameters, and the number of samples read, its place in the data.
+    """
     return {
         "program": "sherd train",
         "sherd": __version__,

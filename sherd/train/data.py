@@ -31,6 +31,10 @@ def batch(text: Tensor, context: int, seed: int, first: int, num: int) -> tuple[
 
     Args:
         text: 1-D, uint8, more than `context` long.
+        context: the bytes of a sample.
+        seed: decides the order of windows in each epoch.
+        first: the number of the first sample.
+        num: how many samples.
 
     Returns:
         Two int64 tensors of shape [num, context]; a target is the byte after its input.

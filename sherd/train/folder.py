@@ -15,16 +15,17 @@ import os
 import shutil
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from sherd.errors import CheckpointError
-from sherd.storage.folder import Folder as Checkpoints
+from sherd.storage.folder import Folder
 from sherd.storage.manifest import MANIFEST
 from sherd.storage.places import PART
 from sherd.train.config import Config, InputError
-from sherd.train.saved import CHECKPOINTS, NoCheckpoint, newest, place_in
+from sherd.train.saved import CHECKPOINTS, Checkpoint, NoCheckpoint, newest, newest_in, place_in, read_best, whole
 
-__all__ = ["Folder", "claim", "is_free", "last_run", "sweep"]
+__all__ = ["RunFolder", "claim", "is_free", "last_run", "pick", "sweep"]
 
 RUNS = Path("runs")
 LOCK = ".lock"
@@ -49,13 +50,13 @@ def last_run() -> Path:
     raise InputError(f"there is {found} under {RUNS.absolute()} to resume; name one with --out")
 
 
-class Folder:
+class RunFolder:
     """The folder of a run, locked until `close`."""
 
     def __init__(self, path: Path, lock: int, made: bool) -> None:
         self.path, self.lock, self.made = path, lock, made
 
-    def __enter__(self) -> Folder:
+    def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -74,7 +75,7 @@ class Folder:
                     RUNS.rmdir()
 
 
-def claim(config: Config) -> Folder:
+def claim(config: Config) -> RunFolder:
     """The run's folder, made if need be, locked, and surely writable.
 
     Raises:
@@ -101,7 +102,7 @@ def _made(out: Path) -> bool:
     return not was_there
 
 
-def _numbered() -> Folder:
+def _numbered() -> RunFolder:
     """A new folder; what starts that were killed have left of theirs is dropped."""
     before = _runs()
     for number in range((before or [0])[-1] + 1, 1 << 62):
@@ -127,7 +128,7 @@ def _drop_what_a_start_left(out: Path) -> None:
             folder.drop_if_empty()
 
 
-def _locked(out: Path, made: bool) -> Folder:
+def _locked(out: Path, made: bool) -> RunFolder:
     """Raises InputError when another process holds the lock."""
     lock = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -155,13 +156,13 @@ def _holds(lock: int, out: Path) -> bool:
         return False
 
 
-def _introduced(out: Path, lock: int, made: bool) -> Folder:
+def _introduced(out: Path, lock: int, made: bool) -> RunFolder:
     """Write down who holds the lock."""
     os.set_inheritable(lock, False)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     who = json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": since}).encode()
     os.pwrite(lock, who.ljust(256), 0)
-    return Folder(out, lock, made)
+    return RunFolder(out, lock, made)
 
 
 def _holder(lock: int) -> str:
@@ -214,7 +215,56 @@ def sweep(out: Path) -> list[str]:
     for mark in (*out.glob(".seen-*"), *out.glob(f"{CHECKPOINTS}/best.json.*{PART}")):
         mark.unlink(missing_ok=True)
     try:
-        swept = Checkpoints(place_in(out)).sweep()
+        swept = Folder(place_in(out)).sweep()
     except (OSError, CheckpointError):
         return []  # the next start tries again
     return [f"{path} is removed: no checkpoint needs it" for path in swept]
+
+
+# The checkpoint that a user means
+
+
+def pick(run: str | None, best: bool) -> Checkpoint:
+    """Returns the checkpoint that `run` names.
+
+    `run` is a run's folder, the folder or URL of its checkpoints, or one checkpoint; None is the last run of all.
+
+    Raises:
+        InputError: there is none.
+    """
+    named = str(_last()) if run is None else run
+    is_url = "://" in named
+    if not is_url and not Path(named).is_dir():
+        raise InputError(f"{named} is no folder; name a run's, as in runs/1, or a checkpoint's")
+    place = place_in(Path(), named)
+    try:
+        names = place.names()
+    except OSError as error:
+        raise InputError(f"{named} cannot be read: {error}") from error
+    if MANIFEST in names or Path(named).name.startswith("step-"):
+        if best:
+            raise InputError(f"--best chooses among a run's checkpoints, but {named} is one; name the run's folder")
+        return whole(place)
+    if not is_url and not any(name.startswith("step-") for name in names):
+        place = place_in(Path(named))
+    found, notes = newest_in(place)
+    if found is None and not notes:
+        raise InputError(f"{named} holds no checkpoint; name a run's folder, or a checkpoint's")
+    if found is None:
+        raise InputError(f"{named} holds no whole checkpoint: {'; '.join(notes)}")
+    if not best:
+        return found
+    named_best = read_best(place)
+    if named_best is None:
+        raise InputError(
+            f"{named} has kept no best checkpoint: run.keep_best or run.save_every was off, or nothing was judged "
+            "yet; leave out --best"
+        )
+    return replace(whole(Folder(place).folder_of(named_best.step)), folder=place)
+
+
+def _last() -> Path:
+    try:
+        return last_run()
+    except InputError as error:
+        raise InputError(f"there is no run under {Path('runs').absolute()}; name a run's folder") from error

@@ -112,8 +112,7 @@ def _write_tokenizer(target: Path, context: int) -> None:
 
 
 def _characters() -> list[str]:
-    """Returns the character that stands for each byte in a byte-level tokenizer: itself if it can be seen, else one
-    from U+0100 on."""
+    """Returns the character for each byte in a byte-level tokenizer: itself if printable, else one from U+0100 on."""
     seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte if byte in seen else next(others)) for byte in range(256)]

@@ -1,5 +1,4 @@
-"""The judgement of how well a model predicts a text: the mean cross-entropy of its bytes, in nats, bits, and as a
-perplexity."""
+"""How well a model predicts a text: the mean cross-entropy of its bytes, in nats, in bits, and as a perplexity."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """Among how many equally likely bytes the model would be as unsure; infinite where a float holds no such
-        number."""
+        """The number of equally likely bytes among which the model would be as unsure; infinite beyond floats."""
         return math.exp(self.nats) if self.nats < 700 else math.inf
 
     def __str__(self) -> str:
@@ -39,12 +37,15 @@ class Score:
 
 @torch.no_grad()
 def judge(passes: Passes, windows: Windows, samples: int, num_windows: int | None = None) -> Score:
-    """The score of the text in `windows`, or of about `num_windows` windows spread evenly over it.
+    """Returns the score of the model on a text.
 
-    All ranks call it together, and get the same up to the rounding of sums.
+    All ranks call this function together, and get the same score up to the rounding of sums.
 
     Args:
+        passes: the model.
+        windows: the text.
         samples: windows in one forward of one rank.
+        num_windows: about how many windows are judged, spread evenly over the text; None: all.
     """
     passes.model.eval()
     spread = max(1, windows.num // num_windows) if num_windows else 1

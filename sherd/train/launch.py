@@ -21,8 +21,8 @@ from torch import distributed as dist
 from sherd.train.codes import BAD_INPUT, NO_ROOM, NOT_SAVED, STOPPED
 from sherd.train.config import Config
 from sherd.train.device import default_ranks, require_ranks
-from sherd.train.folder import HELD, Folder, claim
-from sherd.train.machines import LOOPBACK
+from sherd.train.folder import HELD, RunFolder, claim
+from sherd.train.ranks import LOOPBACK
 from sherd.train.saved import going_on, place_in
 from sherd.train.stop import LAUNCHER, SAVING_S, Stop, say
 
@@ -54,7 +54,9 @@ def launch(args: argparse.Namespace, words: list[str], config: Config, stop: Sto
         return code
 
 
-def start(num_ranks: int, module: str, words: list[str], folder: Folder | None = None, stop: Stop | None = None) -> int:
+def start(
+    num_ranks: int, module: str, words: list[str], folder: RunFolder | None = None, stop: Stop | None = None
+) -> int:
     """Run `python -m module words` on `num_ranks` ranks of this machine, and pass on what `stop` hears.
 
     Returns:
@@ -75,7 +77,7 @@ def start(num_ranks: int, module: str, words: list[str], folder: Folder | None =
             rank.kill()
 
 
-def _environment(num_ranks: int, port: int, folder: Folder | None) -> dict[str, str]:
+def _environment(num_ranks: int, port: int, folder: RunFolder | None) -> dict[str, str]:
     """Returns the environment of all ranks. What the user has set himself of the first three stays."""
     return {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)),
@@ -104,7 +106,7 @@ class _Rank:
     """A rank's process, in a session of its own: a terminal's Ctrl-C and SIGHUP come to us alone."""
 
     def __init__(
-        self, number: int, module: str, words: Sequence[str], environment: dict[str, str], folder: Folder | None
+        self, number: int, module: str, words: Sequence[str], environment: dict[str, str], folder: RunFolder | None
     ) -> None:
         self.number = number
         # All ranks hold the lock: while one of them may still write, nobody else does.

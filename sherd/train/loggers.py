@@ -47,8 +47,10 @@ class Loggers:
         self._logs: dict[str, Log] = {name: _made(name, config, out) for name in names}
 
     def pass_on(self, event: str, record: Mapping[str, Any]) -> list[str]:
-        """Call each logger with the scalars of the event, if it has any. Returns a note for each that failed; it is not
-        called again."""
+        """Call each logger with the scalars of the event, if the event has any.
+
+        Returns a note for each logger that failed. A logger that failed is not called again.
+        """
         scalars = _scalars(event, record)
         return self._each(lambda log: log(scalars, record["step"])) if scalars else []
 

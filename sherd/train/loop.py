@@ -20,7 +20,6 @@ from torch import nn
 from sherd import clip_grad_norm_, flatten_optimizer
 from sherd.storage.folder import Folder
 from sherd.train.axes import Axes
-from sherd.train.best import Best, read_best
 from sherd.train.checkpoint import Saver, load, shapes
 from sherd.train.config import Config, InputError, Optimizer
 from sherd.train.data import Windows, batch, tokens
@@ -31,7 +30,7 @@ from sherd.train.passes import Batch, passes
 from sherd.train.ranks import on_rank_0
 from sherd.train.report import Silent, peak_memory
 from sherd.train.sampling import Draw, continued, readable
-from sherd.train.saved import Checkpoint, place_in
+from sherd.train.saved import Best, Checkpoint, place_in, read_best
 from sherd.train.text import Corpus
 
 __all__ = ["Step", "Trainer", "introduce", "learning_rate", "lzma_bits", "train"]
@@ -111,8 +110,9 @@ class Trainer:
         return found
 
     def step(self, stop: bool = False, saved: bool = False) -> Step:
-        """One update from the batch that the number of steps done decides. `stop` on any rank reaches all, and `saved`
-        if it is so on all.
+        """Make one update, from the batch that the number of steps done decides.
+
+        The result's `stop` is true if `stop` is on any rank; its `saved` is true if `saved` is on all ranks.
 
         Raises:
             InputError: the loss or its gradient is no longer finite.

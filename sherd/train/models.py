@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sherd.errors import reason_of
 from sherd.extras import install
 from sherd.train.config import NO_HF_CONFIG, InputError, Model
 from sherd.train.data import seeded
 from sherd.train.experts import MixtureOfExperts
 from sherd.train.sequence import WholeSequence
 from sherd.train.text import VOCABULARY
-from sherd.train.transformers_configs import in_one_line, require_sizes
 
-__all__ = ["Block", "Decoder", "Elsewhere", "Head", "HuggingFace", "rotate", "rotation"]
+__all__ = ["Block", "Decoder", "Elsewhere", "Head", "HuggingFace", "in_one_line", "require_sizes", "rotate", "rotation"]
 
 
 def rotation(span: range, width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -59,7 +60,7 @@ class Attention(nn.Module):
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[samples, length, heads * width] -> [samples, heads, length, width]"""
+        """Returns [samples, heads, length, width] of `x`, [samples, length, heads * width]."""
         return x.view(*x.shape[:2], -1, self.head_width).transpose(1, 2)
 
 
@@ -191,8 +192,10 @@ class HuggingFace(nn.Module):
 
     @torch.no_grad()
     def require_causal(self) -> None:
-        """Raise InputError for a model whose logits depend on later tokens, as an encoder's (BERT) do: transformers
-        makes a "causal LM" of some, and of such a one bits per byte mean nothing."""
+        """Raise InputError for a model whose logits depend on later tokens, as those of an encoder (BERT) do.
+
+        transformers makes a "causal LM" of some encoders, and bits per byte of such a model mean nothing.
+        """
         was_training = self.training
         self.eval()
         one = torch.arange(4).remainder(2)[None]
@@ -238,3 +241,43 @@ def _hf_config(path: str, context: int) -> Any:
             "data.context"
         )
     return config
+
+
+# Configs of transformers
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
+
+def require_sizes(config: Any, name: str) -> None:
+    """Raise InputError if a size in `config` is below 1. `name` is what the message calls the config.
+
+    transformers makes models of some such configs, and fails with other errors on the rest.
+    """
+    for where, field, value in _sizes(config):
+        if value < 1:
+            raise InputError(f"{name}: {where}{field} = {value}; expected a whole number from 1 on")
+
+
+def _sizes(config: Any, where: str = "") -> Iterator[tuple[str, str, int]]:
+    """Yields the sizes that configs of transformers have in common, each with the config in it and its own name."""
+    for name in _SIZES:
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            yield where, config.attribute_map.get(name, name), value
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            yield from _sizes(getattr(config, name), f"{where}{name}.")
+
+
+def in_one_line(error: BaseException) -> str:
+    """Returns what `error` says."""
+    name = "KeyError: " if isinstance(error, KeyError) else ""  # its text is a key, and no more
+    return name + reason_of(error)

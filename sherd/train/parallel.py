@@ -37,8 +37,7 @@ from sherd import (
 from sherd.api.blocks import UnitCall, Wrapping, evenly_spread, rewrapped
 from sherd.api.recompute import selective_contexts
 from sherd.train.config import Config, InputError
-from sherd.train.exchange import ToExperts
-from sherd.train.experts import MixtureOfExperts
+from sherd.train.experts import MixtureOfExperts, ToExperts
 from sherd.train.mesh import Grid
 from sherd.train.models import Block, Decoder, Elsewhere, Head, HuggingFace
 from sherd.train.sequence import CutSequence
@@ -103,8 +102,11 @@ def run_as_asked(blocks: Sequence[nn.Module], config: Config) -> None:
 
 
 def own_layers(model: Decoder, stage: int, num_stages: int) -> None:
-    """Keep the layers of a stage: an equal share of the blocks, in the first one also the embedding, in the last one
-    also the head. The others' names stay free, so that a checkpoint knows no stages."""
+    """Keep the layers of one stage, and delete the others.
+
+    A stage has an equal share of the blocks; the first one has the embedding, too, and the last one the head. Blocks
+    keep their names, so that a checkpoint does not depend on the number of stages.
+    """
     num_blocks = len(model.blocks)
     for number in range(num_blocks):
         if number * num_stages // num_blocks != stage:
@@ -134,7 +136,7 @@ def _cut_sequences(model: Decoder, grid: Grid) -> None:
 
 
 def _cut_tensors(model: Decoder, grid: Grid) -> None:
-    """Heads and hidden numbers over tp; the residual stream in between is cut by tokens:
+    """Cut heads and hidden units over tp; the residual stream in between is cut by tokens.
 
     embedding    rows of the vocabulary         tokens' sums, scattered
     norm         whole, each on its tokens      (sequence parallel)
@@ -217,8 +219,10 @@ def _spread_experts(model: Decoder, grid: Grid, config: Config) -> None:
 
 
 def shard(model: T, grid: Grid, policy: Wrapping = "auto", **options: Any) -> T:
-    """Shard `model`, with these options of `fully_shard`: a unit per block, or as `policy` says in a word of
-    `auto_shard`, and one for the rest."""
+    """Shard `model` with these options of `fully_shard`.
+
+    Each block is a unit, or what `policy`, a word of `auto_shard`, says; the rest is one unit.
+    """
     blocks, cut_of = blocks_of(model), functools.partial(_cut_of, grid, options.get("placement"))
     units = [UnitCall([block], {"shard_placement_fn": cut_of}) for block in blocks]
     try:

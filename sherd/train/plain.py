@@ -17,8 +17,8 @@ from sherd.storage.places import Disk
 from sherd.storage.writing import Content, write_file
 from sherd.train.checkpoint import fill
 from sherd.train.config import Config, InputError
+from sherd.train.folder import pick
 from sherd.train.models import Decoder, HuggingFace
-from sherd.train.picking import pick
 from sherd.train.saved import Checkpoint
 
 __all__ = ["export", "load_model", "weights"]
@@ -42,8 +42,9 @@ def load_model(run: str | Path | None = None, best: bool = False) -> nn.Module:
 
 
 def weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The model's parameters and saved buffers by name, whole and on the CPU, in the dtype they were saved in. Names
-    of one tensor share it.
+    """Returns the model's parameters and saved buffers by name: whole, on the CPU, in the dtype they were saved in.
+
+    Names of a tied parameter have the same tensor.
 
     Raises:
         CheckpointError: it is damaged.
@@ -54,8 +55,10 @@ def weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _names(source: Opened) -> Iterator[tuple[str, str]]:
-    """Yields each name of a parameter or buffer as the module itself has it, with that of its tensor. The module is,
-    of a Hugging Face model, the one that transformers makes."""
+    """Yields the name of each parameter and buffer in the module, and the name of its tensor in the checkpoint.
+
+    For a Hugging Face model the module is the one that transformers makes.
+    """
     manifest = source.manifest
     for name, of in (*((name, name) for name in manifest.tensors), *manifest.aliases.items()):
         if name.startswith(MODEL):

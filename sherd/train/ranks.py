@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
+import struct
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,10 +16,19 @@ from torch import distributed as dist
 
 from sherd.comm.accelerator import backend
 from sherd.comm.objects import all_gather_objects, broadcast_object, do_without_numpy
+from sherd.errors import CommError, SherdError
 from sherd.train.config import InputError
-from sherd.train.machines import apart, lost_touch, take_the_way_to_the_others
 
-__all__ = ["group", "on_rank_0", "together"]
+__all__ = [
+    "LOOPBACK",
+    "apart",
+    "group",
+    "interface_to",
+    "lost_touch",
+    "on_rank_0",
+    "take_the_way_to_the_others",
+    "together",
+]
 
 T = TypeVar("T")
 STARTING = timedelta(minutes=10)  # by which one rank may be ready later than another
@@ -67,3 +81,85 @@ def on_rank_0(action: Callable[[], T]) -> T:
     """Returns what `action` returned on rank 0, the only one to do it. Raises as `together` does."""
     value = together(action) if dist.get_rank() == 0 else together(lambda: None)
     return broadcast_object(value, "the broadcast of what rank 0 has done")  # type: ignore[no-any-return]
+
+
+# Several machines
+
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+"""Asked for by name, loopback works where gloo's own search does not: on a laptop without a network."""
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+# What gloo and torch's store say when a collective cannot be finished; they have no exception of their own.
+_SIGNS = ("gloo/", "pair closure", "TCPStore")
+
+
+def take_the_way_to_the_others() -> None:
+    """Have gloo use the interface that leads to rank 0's machine, where torchrun has started ranks on several.
+
+    gloo itself takes the address of this machine's name, which on many is a loopback address, so that ranks of other
+    machines are refused. What the user has set is left alone.
+    """
+    host = os.environ.get("MASTER_ADDR", "")
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and host and "GLOO_SOCKET_IFNAME" not in os.environ:
+        name = interface_to(host)
+        if name is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def interface_to(host: str) -> str | None:
+    """The network interface on the way to `host`; None where that is loopback, or cannot be told (Linux, IPv4)."""
+    if sys.platform != "linux":
+        return None
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 1))  # sends nothing, but decides from which address it would
+            own = probe.getsockname()[0]
+            names = [name for _, name in socket.if_nameindex() if _address_of(name, probe) == own]
+    except OSError:
+        return None
+    return names[0] if names and not own.startswith("127.") else None
+
+
+def _address_of(interface: str, probe: socket.socket) -> str | None:
+    import fcntl  # not on every platform
+
+    try:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+    except OSError:
+        return None  # it has none
+    return socket.inet_ntoa(answer[20:24])
+
+
+def apart(error: RuntimeError) -> CommError:
+    """`error`, from the making of the first process group, by its name."""
+    way = os.environ.get("GLOO_SOCKET_IFNAME", "the one of this machine's name")
+    return CommError(
+        f"the ranks did not all meet at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {error}. "
+        f"A rank has died or cannot be reached: look for the first error in the logs of all ranks; gloo's interface "
+        f"here is {way}, GLOO_SOCKET_IFNAME names another"
+    )
+
+
+def lost_touch(error: RuntimeError) -> CommError | None:
+    """`error` by its name, if it comes from a collective that could not be finished; None for any other.
+
+    What `fully_shard` sends raises a CommError by itself. This is for what torch sends: norms, sums of losses,
+    checkpoints.
+    """
+    is_of_torch = isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS)
+    if isinstance(error, SherdError) or not is_of_torch:
+        return None
+    num_ranks = dist.get_world_size()
+    who = f"rank {1 - dist.get_rank()}" if num_ranks == 2 else f"another one of {num_ranks} ranks"
+    return CommError(
+        f"lost touch with {who}: {_in_short(error)}. That rank has died, has left, or is late by more than "
+        "run.timeout, or the link to its machine is cut: look for the first error in the logs of all ranks, then start "
+        "the run again with --resume"
+    )
+
+
+def _in_short(error: RuntimeError) -> str:
+    """Returns what torch says, without the source line before and the advice after it."""
+    said = re.sub(r"^\[[^]]*\.\w+:\d+\] ", "", str(error))
+    return said.partition(" This is typically caused by")[0].rstrip(". ")

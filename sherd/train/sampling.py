@@ -51,13 +51,17 @@ class Draw:
 def continued(
     logits: Callable[[Tensor], Tensor], prompt: bytes, length: int, context: int, draw: Draw, device: torch.device
 ) -> Iterator[int]:
-    """The bytes of `prompt`, then `length` more that the model finds likely after a new document's beginning and these.
+    """Yields the bytes of `prompt`, then `length` bytes that the model draws after them, as at the start of a document.
 
-    On several ranks all of them go through it together, and draw the same.
+    Several ranks iterate together, and draw the same bytes.
 
     Args:
         logits: from tokens, int64 [1, n], to [1, n, at least VOCABULARY].
-        context: what the model can look back on; of more than that the earliest bytes are left out.
+        prompt: the bytes before those that are drawn.
+        length: how many bytes are drawn.
+        context: how many bytes the model reads; earlier ones are left out.
+        draw: how a byte is drawn from logits, and the seed.
+        device: where the tokens of a forward are.
     """
     generator, tokens = draw.generator(), [*SEPARATOR, *prompt]
     yield from prompt

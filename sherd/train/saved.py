@@ -1,7 +1,7 @@
 """The checkpoints of a run: where they are, which of them are whole, and which is the newest. Loads no torch.
 
     OUT/checkpoints/step-00000250/     a checkpoint, of the format sherd/1: sherd.storage.folder
-    OUT/checkpoints/best.json          names the best one: sherd.train.best
+    OUT/checkpoints/best.json          names the best one: `Best`
 
 Any number of ranks can read a checkpoint. On several machines OUT is a folder that all of them share. With
 `run.checkpoints` they are elsewhere, in an object store for example, and OUT/checkpoints is a file that says where.
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,20 @@ from sherd.storage.opened import Opened
 from sherd.storage.places import Disk, Place, place_of
 from sherd.train.config import FREE, Config, InputError
 
-__all__ = ["CHECKPOINTS", "Checkpoint", "NoCheckpoint", "going_on", "newest", "newest_in", "place_in", "point", "whole"]
+__all__ = [
+    "CHECKPOINTS",
+    "Best",
+    "Checkpoint",
+    "NoCheckpoint",
+    "going_on",
+    "newest",
+    "newest_in",
+    "place_in",
+    "point",
+    "read_best",
+    "whole",
+    "write_best",
+]
 
 CHECKPOINTS = "checkpoints"
 _FACTS = {"config", "text", "parameters"}
@@ -236,3 +250,53 @@ def _of_a_run(place: Place, manifest: Manifest, folder: Place | None = None, not
     if not (isinstance(manifest.user, dict) and manifest.user.keys() >= _FACTS):
         raise InputError(f"{place} is no checkpoint of `sherd train`: another program has saved it with sherd.save")
     return Checkpoint(place, manifest, folder, notes)
+
+
+# The best of them
+
+
+NAME = "best.json"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The step whose evaluation was the best so far, and its held-out bits per byte.
+
+    `judged` is a digest of what was judged: bits of other bytes, or of another context, are not comparable.
+    """
+
+    step: int
+    bits: float
+    judged: str
+
+    def beats(self, other: Best | None, place: Place) -> bool:
+        """Returns whether this is better than `other`, the best in `place` until now.
+
+        Any finite result is better than a checkpoint that is gone or not comparable.
+        """
+        if other is None or other.judged != self.judged or Folder(place).found(other.step).manifest is None:
+            return math.isfinite(self.bits)
+        return self.bits < other.bits
+
+
+def read_best(place: Place) -> Best | None:
+    """Returns the best of the checkpoints in `place`; None if none was named, or the file is damaged."""
+    try:
+        values = json.loads(place.read(NAME))
+        return Best(**{f.name: values[f.name] for f in fields(Best)})
+    except (OSError, EOFError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_best(place: Place, best: Best) -> str | None:
+    """Name another best. Whoever reads meanwhile, and whatever crashes, finds the old one or the new one.
+
+    Returns:
+        Why it could not be written, which ends no run; None when it is.
+    """
+    raw = json.dumps(asdict(best)).encode()
+    try:
+        place.write(NAME, lambda: [memoryview(raw)])
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

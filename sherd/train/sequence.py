@@ -19,13 +19,14 @@ class WholeSequence:
     """All tokens are here."""
 
     def span(self, length: int) -> range:
-        """The positions, within the sample, that attention on this rank sees as its own, where other layers see
-        `length` tokens."""
+        """Returns the positions in the sample of this rank's tokens in attention; other layers see `length` tokens."""
         return range(length)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention of this rank's tokens: each [samples, heads, length, width], of keys and values maybe fewer
-        heads; the output is of the query's shape."""
+        """Returns the causal attention of this rank's tokens, of the shape of `query`.
+
+        Arguments are [samples, heads, length, width]; keys and values may have fewer heads.
+        """
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
 
@@ -69,8 +70,7 @@ class CutSequence(WholeSequence):
 
 
 def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' parts of the last dim but one, in order; their gradients are summed and go back to where they came
-    from."""
+    """Returns all ranks' parts of the last dim but one, in order. Backward sums the gradients of each part."""
     whole: Tensor = _Gathered.apply(part, group)  # type: ignore[no-untyped-call]
     return whole
 

@@ -1,5 +1,4 @@
-"""The way in which a process of `sherd train` hears that it is to stop, from its first line to its last. Loads no
-torch.
+"""Signals that stop a process of `sherd train`, from its first line to its last. Loads no torch.
 
 A launcher or a rank that is starting has nothing to save, and leaves at once, also out of `import torch` or out of a
 wait for other ranks. Once it asks `stop()`, between steps, a signal only makes the answer True.

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_map_only
 import sherd
 from sherd import Blocks, Flat, Owned, fully_shard
 from sherd._torch import local_tensor
-from sherd.engine.run.seal import unit_of
+from sherd.engine.run.sizes import sizes_of
+from sherd.engine.run.unit import Unit
 from sherd.errors import CheckpointError, PlacementError
-from sherd.memory.sizes import sizes_of
 from sherd.schedule.moments import MemoryKind
 from tests.api.checks import assert_refuses, untouched
 from tests.support.models.specimen import WIDTH
@@ -131,11 +131,11 @@ def test_a_shard_may_be_given_its_all_gather_before_the_first_forward():
 def test_a_tensor_that_gathers_itself_is_freed_and_forecast_so_where_others_are_kept():
     model = fully_shard(made(in_halves), placements="zero2")
     model(inputs(dist.get_rank())).square().sum().backward()
-    held = [each for weights in unit_of(model).weights for each in weights.held()]
+    held = [each for weights in Unit.of(model).weights for each in weights.held()]
     gathered = [tensor for kind, tensor in held if kind is MemoryKind.UNSHARDED]
     assert gathered
     assert not any(tensor.untyped_storage().nbytes() for tensor in gathered)
-    assert [(sizes.kept, sizes.unsharded > 0) for sizes in sizes_of(unit_of(model))] == [(0, True)] * 2
+    assert [(sizes.kept, sizes.unsharded > 0) for sizes in sizes_of(Unit.of(model))] == [(0, True)] * 2
 
 
 @on_threads(2)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sherd import fully_shard
-from sherd.engine.run.seal import unit_of
+from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError, StateError
 from sherd.memory.report import memory_report, track_memory
 from tests.api.checks import assert_refuses, local
@@ -69,7 +69,7 @@ def test_after_a_tracked_step_prediction_and_measurement_agree(name):
         step(model)
     for parameter in model.parameters():
         parameter.grad = None
-    after, unit = memory_report(model), weakref.ref(unit_of(model))
+    after, unit = memory_report(model), weakref.ref(Unit.of(model))
     del model, parameter
     gc.collect()
     assert unit() is None

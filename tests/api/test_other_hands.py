@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sherd
-from sherd.engine.state.parameter import plain_name
 from sherd.errors import ModuleError
 from sherd.interop import torch_fsdp_identity
+from sherd.wrap.names import plain_name
 from tests.api.checks import assert_trains
 from tests.support.comparing import assert_named_close, whole_params
 from tests.support.models import Block, chain

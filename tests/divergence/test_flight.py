@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from sherd._torch import imagined_ranks, set_timeout
-from sherd.engine.run.seal import runtime_of, unit_of
+from sherd.engine.run.runtime import Runtime
+from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
 from sherd.guard.board import board_of
 from sherd.guard.flight import FOLDER
@@ -50,7 +51,7 @@ def faults(folder: Path) -> list[tuple[str, str]]:
 def ledger_of_steps(make: Callable[[], Any], num_steps: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The first seven collectives of a model, and all that the ledger says after some steps of it."""
     model = make()
-    (overseer,) = runtime_of(unit_of(model), model).overseers
+    (overseer,) = Runtime.of(Unit.of(model), model).overseers
     before = overseer._ledger.newest  # of other tests' models
     for _ in range(num_steps):
         step(model)
@@ -88,7 +89,7 @@ def test_ranks_give_a_collective_one_number_and_remember_the_last_thousand(world
 def test_trust_keeps_no_ledger():
     with imagined_ranks(2):
         model = sharded(divergence="trust")
-        assert not runtime_of(unit_of(model), model).overseers
+        assert not Runtime.of(Unit.of(model), model).overseers
 
 
 # Ranks that part

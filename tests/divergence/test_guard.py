@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import sherd
-from sherd.engine.run.seal import runtime_of, unit_of
+from sherd.engine.run.runtime import Runtime
+from sherd.engine.run.unit import Unit
 from sherd.errors import CommError, PolicyError
 from sherd.guard import board, checker, divergence
 from tests.divergence.programs import batch, comm_errors, hybrid, num_calls, sharded, step, wrapped
@@ -215,7 +216,7 @@ def test_models_that_share_a_mesh_take_turns():
 def test_trust_adds_nothing_and_one_rank_has_nobody_to_compare_with(divergence):
     model = sharded(divergence=divergence)
     adds_nothing = divergence == "trust" or dist.get_world_size() == 1
-    assert (not runtime_of(unit_of(model), model).overseers) == adds_nothing
+    assert (not Runtime.of(Unit.of(model), model).overseers) == adds_nothing
 
 
 def test_other_words_are_refused():

@@ -5,8 +5,7 @@ from dataclasses import replace
 import torch
 
 from sherd.comm.transport import NoTransport, Sizes
-from sherd.engine.moves.buffer_plan import BufferPlan, Fill
-from sherd.engine.moves.scale import Scale
+from sherd.engine.moves.buffer_plan import BufferPlan, Fill, Scale
 
 PLAN = BufferPlan(
     gathers_itself=False,

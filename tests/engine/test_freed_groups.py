@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sherd import fully_shard
-from sherd.engine.run.seal import unit_of
+from sherd.engine.run.unit import Unit
 from sherd.memory.watch import watched
 from sherd.schedule.actions import AfterBackward, GradientsReady, GroupPassed
 from sherd.schedule.state import Live
@@ -124,7 +124,7 @@ def backward(model: nn.Module) -> Named:
 def test_a_large_weight_is_freed_as_soon_as_its_gradient_has_come_from_the_second_backward_on():
     model, seen = made(Layers), []
     model.look = lambda: seen.append(
-        {each.name: weights.live for weights in unit_of(model).weights for each in weights.group.parameters}
+        {each.name: weights.live for weights in Unit.of(model).weights for each in weights.group.parameters}
     )
     assert_as_plain([backward(model) for _ in range(3)], backward(built(Layers)))
     assert set(seen[0].values()) == {Live.UNSHARDED}, "who has not seen a backward keeps all until it ends"
@@ -138,7 +138,7 @@ def test_a_unit_that_stays_whole_after_backward_stays_so_in_all_its_groups():
     model.set_reshard_after_backward(False)
     for _ in range(3):
         model(INPUTS).square().mean().backward()
-        assert {weights.live for weights in unit_of(model).weights} == {Live.UNSHARDED}
+        assert {weights.live for weights in Unit.of(model).weights} == {Live.UNSHARDED}
         model.reshard()  # gradients are the shards'
         found.append(gradients(model))
     assert_as_plain(found, backward(built(Layers)))
@@ -168,7 +168,7 @@ def test_a_weight_that_is_read_again_after_its_gradient_has_come_is_there_again(
     """And these units are freed by groups in the last two backwards."""
     model, freed = made(kind), set()
     found = in_turn(model, times[:-2])
-    with watched(model, unit_of(model)) as watch:
+    with watched(model, Unit.of(model)) as watch:
         for each in times[-2:]:
             found += in_turn(model, (each,))
             freed |= {action.unit for action in watch.step if isinstance(action, GroupPassed)}
@@ -180,7 +180,7 @@ def test_a_weight_that_is_read_again_after_its_gradient_has_come_is_there_again(
 def test_a_unit_inside_of_a_checkpoint_is_freed_before_its_reduction():
     model, plain = made(nested), backward(built(nested))
     assert_as_plain([backward(model) for _ in range(2)], plain)
-    with watched(model, unit_of(model)) as watch:
+    with watched(model, Unit.of(model)) as watch:
         assert_as_plain([backward(model)], plain)
     complete = [each for each in watch.step if isinstance(each, AfterBackward | GradientsReady)]
     assert AfterBackward(1, unreduced=True) in complete, complete

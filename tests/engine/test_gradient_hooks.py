@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sherd import Flat, fully_shard
 from sherd.engine.moves.arrivals import Arrivals
-from sherd.engine.run.seal import unit_of
+from sherd.engine.run.unit import Unit
 from sherd.memory.held import held_by
 from sherd.schedule.moments import MemoryKind
 from tests.support.comparing import assert_named_close, whole_grads
@@ -204,7 +204,7 @@ def test_noted_gradients_of_a_backward_that_raises_are_dropped_and_the_order_hol
     model.run = lambda model, x: model.third(model.second(Fails.apply(model.first(x)).relu()).relu())
     with pytest.raises(ZeroDivisionError):
         backward(model, 1)
-    assert MemoryKind.ARRIVED in {kind for kind, _ in held_by(unit_of(model)).values()}
+    assert MemoryKind.ARRIVED in {kind for kind, _ in held_by(Unit.of(model)).values()}
     model.run = plainly
     assert [num_told(backward, model, 0) for _ in range(2)] == [1, 1]
     assert_as_plain(model, plain, (0, 0))
@@ -247,4 +247,4 @@ def test_no_more_gradients_wait_than_are_copied_together():
 
 
 def arrived_bytes(model):
-    return sum(nbytes for kind, nbytes in held_by(unit_of(model)).values() if kind is MemoryKind.ARRIVED)
+    return sum(nbytes for kind, nbytes in held_by(Unit.of(model)).values() if kind is MemoryKind.ARRIVED)

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from sherd import Flat, fully_shard
-from sherd.engine.run.seal import unit_of
 from sherd.engine.run.unit import Unit
 
 
@@ -16,7 +15,7 @@ def stack(placement):
 def loaded(assign, placement, dtype):
     """How often the buffers were looked for or made anew, whether they have moved, and whether the values are there."""
     source, model = stack(placement).to(dtype), stack(placement)
-    unit = unit_of(model)
+    unit = Unit.of(model)
     shards, buffers = list(model.parameters()), [weights.group.shard_buffer.data_ptr() for weights in unit.weights]
     counted = []
     with pytest.MonkeyPatch.context() as patch:

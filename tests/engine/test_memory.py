@@ -12,12 +12,12 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from bench.peak import LiveBytes
 from sherd import CommPolicy, Flat, MixedPrecisionPolicy, PrefetchPolicy, fully_shard
 from sherd.comm.streams import HostStreams, RecordingStreams, use_streams
-from sherd.engine.run.runtime import runtime_over
-from sherd.engine.run.seal import unit_of, units_below
+from sherd.engine.run.runtime import Runtime
+from sherd.engine.run.sizes import sizes_of
+from sherd.engine.run.unit import Unit
 from sherd.engine.state import group
 from sherd.memory.held import bytes_of, held_by
 from sherd.memory.predict import forecast_for
-from sherd.memory.sizes import sizes_of
 from sherd.memory.watch import watched
 from sherd.schedule.moments import MemoryKind
 from tests.support.comparing import assert_same, whole_grads
@@ -83,7 +83,7 @@ def drop_gradients(model):
 def peaks(**choices):
     """Of one step: what every tensor took, what the engine's buffers took, what was said before and after."""
     model = made(**choices)
-    guess = forecast_for(model, units_below(model))
+    guess = forecast_for(model, Unit.below(model))
     live = live_peak(model)
     watched_peak, told = min(watched_and_told(model) for _ in range(NUM_TRIES))
     return live, watched_peak, told, guess.peak
@@ -91,10 +91,10 @@ def peaks(**choices):
 
 def watched_and_told(model):
     """What the engine's buffers took in a step, and what is said then that such a step takes."""
-    with watched(model, unit_of(model)) as watch:
+    with watched(model, Unit.of(model)) as watch:
         step(model)
     drop_gradients(model)
-    return watch.peak.peak, forecast_for(model, units_below(model)).peak
+    return watch.peak.peak, forecast_for(model, Unit.below(model)).peak
 
 
 def live_peak(model):
@@ -196,8 +196,8 @@ def test_large_rows_are_allocated_once_a_units_parameters_are_free():
         fully_shard(model)
     step_of_linears(model)
     found = []
-    with watched(model, unit_of(model)) as watch:
-        look, unit = watch.look, unit_of(block)
+    with watched(model, Unit.of(model)) as watch:
+        look, unit = watch.look, Unit.of(block)
 
         def looked(number, *turns):
             held = look(number, *turns)
@@ -225,11 +225,11 @@ def test_the_forecast_knows_of_backwards_that_are_not_reduced(placement, choices
     model = made(placement=placement, **choices)
     step(model)
     drop_gradients(model)
-    with watched(model, unit_of(model)) as watch:
+    with watched(model, Unit.of(model)) as watch:
         for number in range(3):
             model.set_requires_gradient_sync(number == 2)
             step(model)
-    assert watch.peak.peak == pytest.approx(forecast_for(model, units_below(model), unsynced=2).peak, rel=0.005)
+    assert watch.peak.peak == pytest.approx(forecast_for(model, Unit.below(model), unsynced=2).peak, rel=0.005)
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def alone():
 def test_freed_buffers_count_nothing_and_allocated_ones_what_their_sizes_say():
     """Bytes by kind of a block's unit: before and after a step, inside its forward, and its sizes."""
     model = made(transport="torch")
-    unit = unit_of(model.blocks[1])
+    unit = Unit.of(model.blocks[1])
     shards, unsharded, gradients = (
         sum(each) for each in zip(*((of.shards, of.unsharded, of.gradients) for of in sizes_of(unit)), strict=True)
     )
@@ -261,7 +261,7 @@ def test_freed_buffers_count_nothing_and_allocated_ones_what_their_sizes_say():
 
 
 def observers_of(unit):
-    return [runtime_over(unit).tape.observer, *(gradients.arrivals._observer for gradients in unit.gradients)]
+    return [Runtime.over(unit).tape.observer, *(gradients.arrivals._observer for gradients in unit.gradients)]
 
 
 @pytest.mark.usefixtures("alone")
@@ -271,7 +271,7 @@ def test_a_watched_step_computes_what_any_other_does_and_nothing_is_left_of_a_wa
     step(model)
     drop_gradients(model)
     step(model)
-    expected, unit = whole_grads(model), unit_of(model)
+    expected, unit = whole_grads(model), Unit.of(model)
     drop_gradients(model)
     with contextlib.suppress(ZeroDivisionError), watched(model, unit):
         step(model)
@@ -291,9 +291,9 @@ def when_backward_begins(is_unit):
     if is_unit:
         model.embed.set_unshard_in_backward(False)
     step(model)
-    loss, units = model(torch.tensor([[1, 2]])), units_below(model)
+    loss, units = model(torch.tensor([[1, 2]])), Unit.below(model)
     held = sum(bytes_of(held_by(unit)).get(MemoryKind.UNSHARDED, 0) for unit in units)
-    weights = unit_of(model.embed if is_unit else model).weights[0]
+    weights = Unit.of(model.embed if is_unit else model).weights[0]
     with mock.patch.object(weights, "gather", wraps=weights.gather) as gather:
         loss.backward()
     assert model.embed.weight.grad is not None

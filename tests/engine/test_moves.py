@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from sherd.engine.moves.scale import Scale
+from sherd.engine.moves.buffer_plan import Scale
 from sherd.engine.moves.weights import MOVES, Position
 from sherd.errors import StateError
 from sherd.schedule.state import Live

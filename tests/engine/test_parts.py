@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from sherd import CommPolicy, Flat, fully_shard
 from sherd.comm.streams import HostStreams, RecordingStreams, Streams, use_streams
-from sherd.engine.run.seal import unit_of
+from sherd.engine.run.unit import Unit
 from sherd.errors import PolicyError
 from sherd.schedule.state import Live
 from tests.engine.gradients import assert_as_plain, gradients
@@ -45,7 +45,7 @@ def sharded(streams: Streams, part_bytes: int | None, **options: object) -> Grow
 
 def groups(model: Growing) -> list[list[str]]:
     """The weights of each group."""
-    names = [[each.name for each in weights.group.parameters] for weights in unit_of(model).weights]
+    names = [[each.name for each in weights.group.parameters] for weights in Unit.of(model).weights]
     small = [name for group in names[1:] for name in group if name.endswith(".bias")]
     assert not small, "what is small has gone to the first part"
     return [[name.removesuffix(".weight") for name in group if name.endswith(".weight")] for group in names]
@@ -92,7 +92,7 @@ def test_a_part_is_freed_once_its_gradients_are_there_and_all_rows_are_taken_bef
     streams = RecordingStreams()
     model, plain = sharded(streams, 1), backward(made(Growing))
     seen: list[list[Live]] = []
-    model.look = lambda: seen.append([weights.live for weights in unit_of(model).weights])
+    model.look = lambda: seen.append([weights.live for weights in Unit.of(model).weights])
     for _ in range(2):
         streams.log.clear()
         assert_as_plain([backward(model)], plain)

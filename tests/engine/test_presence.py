@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sherd import CommPolicy, Flat, Owned, fully_shard
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.engine.moves.gradients import Gradients
-from sherd.engine.run.seal import unit_of
+from sherd.engine.run.unit import Unit
 from tests.support.comparing import Named, assert_named_close, whole_grads
 from tests.support.models import Wired, noise
 from tests.support.sharding import sharded
@@ -90,7 +90,7 @@ def test_a_rank_without_a_large_part_takes_its_share_of_the_others(threads):
     def in_parts() -> list[Named]:
         with use_streams(RecordingStreams()):
             model = fully_shard(either_large(), comm_policy=CommPolicy("torch", part_bytes=4 << 20))
-        assert len(unit_of(model).weights) == 2
+        assert len(Unit.of(model).weights) == 2
         return gradients(model, linear)
 
     assert_gradients_are_the_mean(threads(2).run(in_parts), either_large, linear)

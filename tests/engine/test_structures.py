@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sherd.engine.run.structures import map_tensors, tensors_held_by, tensors_in
 from sherd.errors import UnsupportedError
+from sherd.tensor.structures import map_tensors, tensors_held_by, tensors_in
 from tests.support.refusals import refusal
 
 Pair = namedtuple("Pair", ["left", "right"])

@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sherd import FSDPModule, fully_shard, refresh
-from sherd.engine.run.carry_out import bound
-from sherd.engine.run.tape import Tape
+from sherd.engine.run.tape import Tape, bound
 from sherd.schedule.schedule import Schedule
 from tests.schedule.test_any_model import programs
 from tests.support.ranks.bodies import on_threads

@@ -10,7 +10,7 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 
 from sherd import accumulate, fully_shard
-from sherd.engine.run.seal import unit_of
+from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError, OwnershipError, StateError
 from sherd.interop import torch_fsdp_identity
 from sherd.interop.pipelining import PipelineStage
@@ -104,7 +104,7 @@ def gradients(stages: list[Any]) -> list[torch.Tensor]:
 
 
 def live_of(stages: list[Any]) -> set[Live]:
-    return {unit_of(each).live for stage in stages for each in stage.submod.modules() if unit_of(each)}
+    return {Unit.of(each).live for stage in stages for each in stage.submod.modules() if Unit.of(each)}
 
 
 @has_neighbours
@@ -205,7 +205,7 @@ def test_stages_are_gathered_ahead_and_given_up_when_the_schedule_says_so():
     whole: list[int] = []
 
     def note(*_: Any) -> None:
-        whole.append(sum(unit_of(stage.submod).live is not Live.SHARDED for stage in stages))
+        whole.append(sum(Unit.of(stage.submod).live is not Live.SHARDED for stage in stages))
 
     run_step(schedule, stages, 0, 0)
     for stage in stages:

@@ -16,7 +16,7 @@ from sherd import CommPolicy, fully_shard
 from sherd.comm.transports import transport_of
 from sherd.errors import CommError
 from sherd.train.config import Config
-from sherd.train.machines import interface_to
+from sherd.train.ranks import interface_to
 from tests.machines.examples import kubernetes, slurm
 from tests.machines.hosts import ADDRESSES, INTERFACE, PATIENCE_S, waited_for
 from tests.support.ranks.forked import torchrun

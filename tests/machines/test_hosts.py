@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sherd.train.machines import interface_to
+from sherd.train.ranks import interface_to
 from tests.machines.hosts import ADDRESSES, INTERFACE, PATIENCE_S, Hosts, NotAllowed, waited_for
 
 ROOT = Path(__file__).parent.parent.parent

@@ -10,8 +10,7 @@ from sherd.cli.words import configure, parse
 from sherd.errors import CommError
 from sherd.train import rank as ranks
 from sherd.train.config import InputError
-from sherd.train.machines import apart, lost_touch, take_the_way_to_the_others
-from sherd.train.ranks import together
+from sherd.train.ranks import apart, lost_touch, take_the_way_to_the_others, together
 from sherd.train.saved import newest
 from tests.train.test_checkpoint import break_it, put
 
@@ -90,7 +89,7 @@ def test_the_interface_is_chosen_only_where_there_is_something_to_choose(monkeyp
         take_the_way_to_the_others()
         assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen, environment
     monkeypatch.setattr(os, "environ", {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1"})
-    monkeypatch.setattr("sherd.train.machines.interface_to", {"192.0.2.1": "eth7"}.get)
+    monkeypatch.setattr("sherd.train.ranks.interface_to", {"192.0.2.1": "eth7"}.get)
     take_the_way_to_the_others()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 

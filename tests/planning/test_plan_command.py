@@ -15,8 +15,7 @@ from sherd.cli.main import main
 from sherd.cli.planned_model import model_from
 from sherd.tools.plan.files import from_json
 from sherd.tools.simulate.settings import UNITS
-from sherd.train.config import Config
-from sherd.train.trees import read_tree
+from sherd.train.config import Config, read_tree
 from tests.planning.models import LLAMA
 from tests.support.commands import refusal
 

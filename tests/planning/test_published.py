@@ -29,7 +29,7 @@ from sherd.tools.plan.planner import Planner
 from sherd.tools.simulate.cluster_file import read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.timeline import Lane
-from sherd.train.trees import read_tree
+from sherd.train.config import read_tree
 from tests.planning.models import LLAMA
 
 TREE = read_tree(str(DATA))

@@ -281,9 +281,9 @@ def test_after_a_step_only_shards_and_their_gradients_are_left(units, depth, red
     buffers = Buffers(sizes, batch_bytes)
     for _ in range(2):
         buffers.begin_step()
-        assert buffers.now == sum(group.shards for group in groups)
+        assert buffers.ledger.now == sum(group.shards for group in groups)
         for moment in step_of(forward, sizes):
             buffers.live_through(schedule, moment)
-    assert buffers.now == sum(g.shards for g in groups) + sum(g.gradients for g in groups if g.arriving)
-    found = buffers.peak
-    assert sum(found.parts.values()) == found.peak >= buffers.now
+    assert buffers.ledger.now == sum(g.shards for g in groups) + sum(g.gradients for g in groups if g.arriving)
+    found = buffers.ledger.peak
+    assert sum(found.parts.values()) == found.peak >= buffers.ledger.now

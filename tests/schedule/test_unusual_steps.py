@@ -22,9 +22,8 @@ from sherd.schedule.actions import (
     Reshard,
     Unshard,
 )
-from sherd.schedule.order import Order
 from sherd.schedule.schedule import Schedule
-from sherd.schedule.state import Keep, Limits, Live, UnitSpec
+from sherd.schedule.state import Keep, Limits, Live, Order, UnitSpec
 from tests.schedule.model import StrictEngine, answers, backward, forward, specs, step
 
 # Recomputation

@@ -8,8 +8,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import sherd
 from sherd._torch import strided_shard
-from sherd.engine.state.tensor_parallel import _reads_as_cut
 from sherd.layout.extent import chunks
+from sherd.tensor.tensor_parallel import _reads_as_cut
 from tests.support.ranks.bodies import on_threads
 from tests.tensor_parallel.training import mesh_of
 

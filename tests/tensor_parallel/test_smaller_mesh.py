@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map_only
 
 import sherd
 from sherd._torch import dtensor, local_tensor, spec_of
-from sherd.engine.run.seal import unit_of
+from sherd.engine.run.unit import Unit
 from sherd.schedule.moments import MemoryKind
 from tests.support.ranks.bodies import on_threads
 from tests.tensor_parallel.training import Springs, mesh_of, wholes
@@ -139,7 +139,7 @@ def train(model, ranks):
         for rank in ranks:
             loss = model(float(rank - step)) / len(ranks)
             if isinstance(model, sherd.FSDPModule):
-                parts.append(kept(unit_of(model.springs)))
+                parts.append(kept(Unit.of(model.springs)))
             loss.backward()
             losses.append(loss.item())
         optimizer.step()
@@ -174,7 +174,7 @@ def test_a_part_that_is_older_than_the_shards_is_not_gathered():
     model = built(mesh, 2)
     assert model.springs.plain_exact.device_mesh == mesh["dp"]
     before = model(1.0).item()
-    assert all(part for part, _ in kept(unit_of(model.springs))[:-2])
+    assert all(part for part, _ in kept(Unit.of(model.springs))[:-2])
     for each in model.parameters():
         each.grad = dtensor(-values_of(each), spec_of(each))
     torch.optim.SGD(model.parameters(), lr=1.0).step()

@@ -10,10 +10,9 @@ import pytest
 
 from sherd.cli.uses import pick
 from sherd.train import loop
-from sherd.train.best import Best, read_best, write_best
 from sherd.train.config import Config, InputError
 from sherd.train.judging import Score
-from sherd.train.saved import newest, place_in
+from sherd.train.saved import Best, newest, place_in, read_best, write_best
 from tests.train.test_checkpoint import break_it, finish, names, put
 from tests.train.test_loop import TREE, config, run
 

@@ -13,9 +13,8 @@ import pytest
 import sherd
 from sherd.cli import main as cli
 from sherd.cli.words import configure, parse
-from sherd.train.config import Config, Data
+from sherd.train.config import Config, Data, read_tree
 from sherd.train.text import read_corpus
-from sherd.train.trees import read_tree
 from tests.support.ranks import forked
 from tests.support.ranks.forked import start
 from tests.train.test_checkpoint import DATA, break_it, put

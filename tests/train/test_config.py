@@ -10,9 +10,8 @@ from sherd.api.placements import PRESETS
 from sherd.policy import TRANSPORTS, Level
 from sherd.tools.simulate.settings import UNITS
 from sherd.train import config as configs
-from sherd.train.config import FREE, SECTIONS, Config, InputError, Split
+from sherd.train.config import FREE, SECTIONS, Config, InputError, Split, assigned, read_tree
 from sherd.train.fields import describe, page, write_config
-from sherd.train.trees import assigned, read_tree
 from tests.support.refusals import one_line
 
 refused = partial(one_line, InputError)

@@ -7,8 +7,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from sherd.train.config import Model
-from sherd.train.exchange import ToExperts
-from sherd.train.experts import Experts, MixtureOfExperts, imbalance
+from sherd.train.experts import Experts, MixtureOfExperts, ToExperts, imbalance
 from sherd.train.sequence import CutSequence, WholeSequence
 from tests.support.models import noise
 from tests.support.ranks.bodies import on_processes

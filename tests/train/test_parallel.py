@@ -7,8 +7,7 @@ import pytest
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from sherd.train.axes import axes_of
-from sherd.train.config import Config
-from sherd.train.trees import assigned
+from sherd.train.config import Config, assigned
 from tests.train.test_loop import TREE, plain_losses, run, trainer_of
 
 MODELS = {

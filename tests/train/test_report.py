@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from sherd.train.display import PlainDisplay, RichDisplay
-from sherd.train.report import Report, points, records
+from sherd.train.report import PlainDisplay, Report, RichDisplay, points, records
 
 RECORD = {
     "step": 3,

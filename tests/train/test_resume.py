@@ -13,11 +13,10 @@ from sherd.cli.words import configure, parse
 from sherd.storage.folder import Folder
 from sherd.storage.places import Disk
 from sherd.train.checkpoint import NotSaved
-from sherd.train.config import Config, InputError
+from sherd.train.config import Config, InputError, assigned
 from sherd.train.folder import is_free, sweep
 from sherd.train.loop import train
 from sherd.train.saved import CHECKPOINTS, newest, place_in, point
-from sherd.train.trees import assigned
 from tests.support.refusals import one_line, refusal
 from tests.support.suites import part
 from tests.train.test_checkpoint import put

@@ -7,10 +7,9 @@ from torch import nn
 
 from sherd import FSDPModule
 from sherd.optim import FlatStep
-from sherd.train.config import Config, InputError
+from sherd.train.config import Config, InputError, assigned
 from sherd.train.parallel import build
 from sherd.train.saved import newest
-from sherd.train.trees import assigned
 from tests.support.ranks.bodies import on_threads
 from tests.support.refusals import one_line
 from tests.train.test_loop import TREE, grid, plain_losses, run, trainer_of

@@ -21,9 +21,9 @@ from sherd import (
     fully_shard,
     unsharded,
 )
-from sherd.engine.run.seal import unit_of
-from sherd.engine.state.parameter import plain_name
+from sherd.engine.run.unit import Unit
 from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError
+from sherd.wrap.names import plain_name
 from tests.support.comparing import assert_same, whole, whole_grads
 from tests.support.models import build
 from tests.support.ranks.bodies import on_processes, on_threads
@@ -368,7 +368,7 @@ def test_only_rank_0_of_each_shard_group_is_shown_whole_parameters(way):
     plain, model = made(), sharded(way)
     with unsharded(model, rank0_only=True, writeback=False, offload_to_cpu=True):
         found = shown(model)
-        if unit_of(model).mesh.shard_rank == 0:
+        if Unit.of(model).mesh.shard_rank == 0:
             assert_shown_whole(model, values(plain))
             assert {each.device.type for each in found.values()} == {"cpu"}
             edit(own(model))
@@ -551,12 +551,12 @@ def test_a_failure_on_the_way_in_takes_back_what_was_lent(monkeypatch):
             raise ConnectionError
         rows.zero_()
 
-    monkeypatch.setattr(type(unit_of(model.frozen).mesh.shard_transport), "all_gather", staticmethod(fail_on_third))
+    monkeypatch.setattr(type(Unit.of(model.frozen).mesh.shard_transport), "all_gather", staticmethod(fail_on_third))
     with pytest.raises(ConnectionError):
         unsharded(model).__enter__()
     monkeypatch.undo()
     assert isinstance(model.scale, DTensor)
-    assert unit_of(model).lent is None
+    assert Unit.of(model).lent is None
     model(words())
 
 

@@ -1,7 +1,7 @@
 """Hooks for state dicts: cut unsharded tensors to this rank's shards before a load, and adopt new shards after it.
 
-torch copies a DTensor into a DTensor, but refuses a plain tensor. With these hooks a full state dict loads as it is,
-without communication, since every rank has all of it.
+torch copies a DTensor into a DTensor, but refuses a plain tensor. With these hooks a full state dict loads as it is. No
+rank communicates, as each has the full state dict.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def install(unit: Unit, holders: Iterable[nn.Module]) -> None:
 
 
 def before_save(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Show the shards of `module`, which are what is saved."""
+    """Show the shards of `module`, which the state dict will hold."""
     unit.show_shards()
     require_names(unit, module, "state_dict")
 
@@ -56,8 +56,8 @@ def before_load(unit: Unit, module: nn.Module, state_dict: dict[str, object], pr
 
 
 def after_load(unit: Unit, module: nn.Module, incompatible_keys: object) -> None:
-    """Adopt Parameters that `assign=True` has put in the place of shards, and note that shards have new values."""
-    moved = []
+    """Adopt Parameters that `assign=True` put in the place of shards, and note that shards have new values."""
+    must_rebind = []
     for attribute, parameter in module._parameters.items():
         record = unit.shards.record_at(module, attribute)
         if record is None or parameter is None or parameter is record.shard or parameter is record.lent:
@@ -65,11 +65,11 @@ def after_load(unit: Unit, module: nn.Module, incompatible_keys: object) -> None
         if record.flat is not None:
             record.notice_replaced()  # the optimizer owns the memory that the shard is a view of
         else:
-            moved.append(_exchange(record, parameter))
+            must_rebind.append(_exchange(record, parameter))
             watcher.sharded_again()
-    if any(moved):
+    if any(must_rebind):
         unit.rebind()
-    elif moved:
+    elif must_rebind:
         unit.shards.note_optimizer_params()
     unit.compared.loaded()
     unit.shards_written()
@@ -79,8 +79,8 @@ def after_load(unit: Unit, module: nn.Module, incompatible_keys: object) -> None
 def _exchange(record: ShardedParameter, parameter: nn.Parameter) -> bool:
     """Make `parameter` the shard and copy its values into the old shard's memory.
 
-    Returns True if that is impossible (another dtype or device), so that the unit must rebuild its buffer. Rebuilding
-    it after every module of a load would take quadratic time.
+    Returns True if the memory does not fit (another dtype or device), so that the unit must rebuild its buffer. To
+    rebuild the buffer after every module of a load would take quadratic time.
     """
     key, place = group_key_of(record), record.local
     record.exchange(parameter)
@@ -93,10 +93,9 @@ def _exchange(record: ShardedParameter, parameter: nn.Parameter) -> bool:
 
 
 def require_names(unit: Unit, module: nn.Module, method: str) -> None:
-    """Raise if a flat parameter stands for parameters of `module` now, so that the call would not find them.
+    """Raise `StateError` if a flat parameter is registered in place of parameters of `module`.
 
-    Raises:
-        StateError: the call was not made on the wrapper or a module above it. These put the parameters in place.
+    The wrapper and the modules above it register the parameters before they call the hooks of `module`.
     """
     if any(unit.shards.hides(module, attribute) for attribute in module._parameters):
         raise StateError(
@@ -106,11 +105,9 @@ def require_names(unit: Unit, module: nn.Module, method: str) -> None:
 
 
 def _can_be_copied(given: DTensor, record: ShardedParameter) -> bool:
-    """Returns whether torch may copy `given` into the shard: both are ragged or neither is, and they are cut alike.
-
-    Two of torch's own DTensors must be cut alike, too: otherwise its copy fails where chunks are empty, and
-    `assign=True` would take over a piece that is not the parameter's (test_a_state_dict_of_any_layout_loads_into_any).
-    """
+    """Returns whether torch may copy `given` into the shard: both are ragged or neither is, and they are cut alike."""
+    # Not only ragged ones: torch's copy fails where chunks are empty, and `assign=True` would take over a piece that is
+    # not the parameter's: test_a_state_dict_of_any_layout_loads_into_any.
     placements = as_sharded(record.shard).placements
     return isinstance(given, RaggedDTensor) == record.cut.in_line and given.placements == placements
 

@@ -1,7 +1,6 @@
-"""Unsharded copies of a unit's parameters, which a user works with inside `unsharded`: in full precision, in new
-memory.
+"""Unsharded copies of a unit's parameters, in full precision and in new memory, for a user inside `unsharded`.
 
-    begin    gather the shard buffers, and the gradients' if asked for, into new memory, and show that on the modules
+    begin    gather the shard buffers, and gradients if asked for, into new memory, and show the copies on the modules
     end      write this rank's part of the copies back, if asked for, and show the shards again
 
 The engine's own unsharded buffers are not involved: they are shown in forward and backward only, in the compute dtype.
@@ -20,9 +19,9 @@ from torch.distributed.tensor import DTensor, Placement
 
 from sherd._torch import local_tensor
 from sherd.engine.moves.buffer_views import copy_out
-from sherd.engine.run.runtime import runtime_over
+from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.unit import Unit
-from sherd.engine.state.group import Group, OptimizerParam
+from sherd.engine.state.group import Group
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.parameter import ShardedParameter, as_sharded, record_of
 from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError, WriteBackError
@@ -31,28 +30,49 @@ from sherd.tensor.ragged import as_dtensor, local_part
 
 
 class UnshardedCopies:
-    """Unsharded copies of one unit's parameters, for the user. Collective over the shard axis when it is made."""
+    """Unsharded copies of one unit's parameters. Making them is collective over the shard axis."""
 
     def __init__(self, unit: Unit, terms: UnshardTerms) -> None:
         self._terms = terms
         self._is_over = False
         self.unit = unit
         groups = [weights.group for weights in unit.weights]
-        shown = self._is_shown
+        self._is_shown = shown = not terms.rank0_only or unit.mesh.shard_rank == 0
         copies = [_copies(group, _shard_buffer, shown, terms.offload_to_cpu) for group in groups]
         grads = [_copies(group, _gradients, shown, False) if terms.with_grads else None for group in groups]
-        # On every rank, shown or not: they must agree on what is lent, or one refuses a forward that the others run.
+        # On every rank, shown or not: otherwise one rank would refuse a forward that the others run.
         unit.lend(terms)
         if shown:
             for group, of_group, grads_of_group in zip(groups, copies, grads, strict=True):
                 self._lend(group, of_group, grads_of_group)
-        # Before the first forward nothing was computed that could be out of date.
-        watched = unit.parameters if terms.writeback and runtime_over(unit) is not None else []
+        # Before the first forward nothing was computed from the values, so changes of them make nothing stale.
+        watched = unit.parameters if terms.writeback and Runtime.over(unit) is not None else []
         self._digests = {id(record): _digest(record.lent) for record in watched if record.lent is not None}
 
-    @property
-    def _is_shown(self) -> bool:
-        return not self._terms.rank0_only or self.unit.mesh.shard_rank == 0
+    @staticmethod
+    def of(unit: Unit, shown: bool, on_host: bool) -> dict[ShardedParameter, torch.Tensor]:
+        """Returns the unsharded parameters of `unit`, in new memory and outside autograd; none if they are not `shown`.
+
+        Collective over the shard axis: one all-gather per group. Takes the memory of the result, and of one group more.
+        """
+        copies: dict[ShardedParameter, torch.Tensor] = {}
+        for group in (weights.group for weights in unit.weights):
+            copies.update(zip(group.parameters, _copies(group, _shard_buffer, shown, on_host), strict=False))
+        return copies
+
+    @staticmethod
+    def are_lent(unit: Unit, terms: UnshardTerms) -> bool:
+        """Returns whether a context around this one lends copies of `unit`. If none does, prepares the unit to be lent.
+
+        Raises:
+            StateError: the outer context's terms do not include `terms`, or as `require_lendable`.
+            PlacementError: as `require_lendable`.
+        """
+        if unit.lent is None:
+            require_lendable(unit, terms)
+            return False
+        require_covers(unit, terms)
+        return True
 
     def _lend(self, group: Group, copies: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
         has_grad = {
@@ -73,30 +93,35 @@ class UnshardedCopies:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Show the shards again, and write changes back if that was asked for.
+        """Show the shards again, and write changes back if the terms say so.
 
         Raises:
             PlacementError: a parameter or a gradient has another shape or kind than before. All others are written
                 back.
         """
-        runtime = runtime_over(self.unit)
+        runtime = Runtime.over(self.unit)
         if runtime is not None:
             runtime.reshard(self.unit)  # somebody may have gathered it meanwhile, without showing it
         taken = [(record, record.lent, record.take_back()) for record in self.unit.parameters]
         self._is_over = True
         self.unit.lend(None)
-        _remember(taken)
+        # An optimizer may have been built from the Parameters that were shown: their shards succeed them.
+        lent_ones = [(record, lent) for record, lent, _ in taken]
+        for record, each in [*lent_ones, *((record, each) for record, _, shown in taken for each in shown)]:
+            if isinstance(each, nn.Parameter) and record_of(each) is None:
+                record.claim(each)
+        watcher.sharded_again()
         if self._terms.writeback and self._is_shown:
             self._write_back(taken)
 
     def _write_back(self, taken: Sequence[tuple[ShardedParameter, nn.Parameter | None, Sequence[object]]]) -> None:
         present: dict[int, torch.Tensor] = {}
-        wrong: list[PlacementError] = []
-        for record, lent, found in taken:
+        errors: list[PlacementError] = []
+        for record, lent, shown in taken:
             try:
-                present[id(record)] = _present(record, lent, found)
+                present[id(record)] = _present(record, lent, shown)
             except PlacementError as error:
-                wrong.append(error)
+                errors.append(error)
         kept = [record for record, _, _ in taken if id(record) in present]
         changed = [record.optimizer_param for record in kept if self._keep(record, present[id(record)])]
         torch.autograd.graph.increment_version([each for each in changed if not each.is_inference()])
@@ -104,33 +129,22 @@ class UnshardedCopies:
         if self._terms.with_grads:
             for weights in self.unit.weights:
                 _keep_gradients(weights.group, present)
-        if wrong:
-            raise wrong[0]
+        if errors:
+            raise errors[0]
         _keep_requires_grad(self.unit, present)
 
     def _keep(self, record: ShardedParameter, unsharded: torch.Tensor) -> bool:
-        """Write this rank's part into the shard. Returns whether any rank's part has changed.
-
-        All ranks must come to the same answer, since a change makes them give up a backward that is to come. So the
-        unsharded tensor is compared, by its digest, which takes less memory than a copy.
-        """
+        """Write this rank's part into the shard. Returns whether any rank's part has changed."""
+        # All ranks need the same answer, since a change makes them give up a backward that is to come. So the digest is
+        # of the whole tensor; it takes less memory than a copy.
         record.local.copy_(_part_of(record, unsharded))
         before = self._digests.get(id(record))
         return before is not None and not torch.equal(before, _digest(unsharded))
 
 
-def _remember(taken: Sequence[tuple[ShardedParameter, nn.Parameter | None, Sequence[object]]]) -> None:
-    """Know the Parameters that were shown, which are not any more: an optimizer may have been built from them."""
-    lent_ones = [(record, lent) for record, lent, _ in taken]
-    for record, each in [*lent_ones, *((record, each) for record, _, found in taken for each in found)]:
-        if isinstance(each, nn.Parameter) and record_of(each) is None:
-            record.claim(each)
-    watcher.sharded_again()
-
-
 def require_covers(unit: Unit, terms: UnshardTerms) -> None:
-    """Raise `StateError` if a context asks for more (`terms`) than the context around it, which has lent `unit`."""
-    assert unit.lent is not None, "a context around has lent it"
+    """Raise `StateError` if a context's `terms` ask for more than those of the context around it, which lent `unit`."""
+    assert unit.lent is not None, "a context around lent it"
     missing = terms.missing_from(unit.lent)
     if missing:
         raise WrapperStateError(
@@ -140,14 +154,14 @@ def require_covers(unit: Unit, terms: UnshardTerms) -> None:
 
 
 def require_lendable(unit: Unit, terms: UnshardTerms) -> None:
-    """Show the shards of `unit`, and take the values that a user has put in their place.
+    """Show the shards of `unit`, and take the values that a user put in their place.
 
     Raises:
-        StateError: the unit is in the middle of a forward or backward, has no data yet, or has gradients that wait for
-            a reduction and were asked for.
-        PlacementError: something of another shape was put in a shard's place.
+        StateError: the unit is in the middle of a forward or backward, or on the meta device; or the terms ask for
+            gradients, and some wait for a reduction.
+        PlacementError: a user put something of another shape in a shard's place.
     """
-    runtime = runtime_over(unit)
+    runtime = Runtime.over(unit)
     try:
         if runtime is not None:
             runtime.show_shards(unit)
@@ -184,11 +198,9 @@ def _gradients(group: Group) -> torch.Tensor:
     """Returns a shard buffer of gradients, with zeros for parameters that have none."""
     shard_buffer = torch.zeros(group.shard_numel, dtype=group.dtype, device=group.device)
     for optimizer_param in group.optimizer_params:
-        gradient = optimizer_param.parameter.grad
+        gradient, extent = optimizer_param.parameter.grad, optimizer_param.extent
         if isinstance(gradient, DTensor):
-            shard_buffer[optimizer_param.extent.start : optimizer_param.extent.stop].copy_(
-                local_tensor(gradient).reshape(-1)
-            )
+            shard_buffer[extent.start : extent.stop].copy_(local_tensor(gradient).reshape(-1))
     return shard_buffer
 
 
@@ -196,10 +208,14 @@ def _gradients(group: Group) -> torch.Tensor:
 def _copies(
     group: Group, shard_buffer_of: Callable[[Group], torch.Tensor], shown: bool, on_host: bool
 ) -> list[torch.Tensor]:
-    """Returns unsharded copies of a group's tensors, none if they are not `shown`. All ranks of the shard axis must
-    call it."""
-    if group.gathers_itself:
-        return _gathered_by_torch(group, shard_buffer_of is _shard_buffer, on_host)
+    """Returns unsharded copies of a group's tensors; none if they are not `shown`. Collective over the shard axis."""
+    copies = []
+    if group.gathers_itself:  # DTensor knows how to put a tensor subclass together
+        for record in group.parameters:
+            tensor = record.shard.detach() if shard_buffer_of is _shard_buffer else record.shard.grad
+            whole = torch.zeros(record.shape) if tensor is None else as_sharded(tensor).full_tensor()
+            copies.append(whole.cpu() if on_host else whole)
+        return copies
     packing, source = group.packing, shard_buffer_of(group)
     rows = group.all_pieces(source)
     if not shown:
@@ -208,40 +224,18 @@ def _copies(
     if not packing.direct or packing.unsharded_numel > packing.gathered_numel:
         unsharded = torch.empty(packing.unsharded_numel, dtype=source.dtype, device=source.device)
         copy_out(packing, unsharded)(rows)
-    copies = []
     for record, slot in zip(group.parameters, packing.slots, strict=True):
         part = unsharded[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(slot.cut.shape)
-        # Memory of its own: a user may keep one, and would keep all.
+        # Each in memory of its own: a user may keep one copy, and would keep the memory of all.
         part = part.to("cpu", copy=True) if on_host else part.clone()
         copies.append(record.as_unsharded(part))
     return copies
 
 
-def _gathered_by_torch(group: Group, values: bool, on_host: bool) -> list[torch.Tensor]:
-    """Returns copies of a tensor subclass with its own all-gather, which DTensor knows how to put together."""
-    copies = []
-    for record in group.parameters:
-        tensor = record.shard.detach() if values else record.shard.grad
-        unsharded = torch.zeros(record.shape) if tensor is None else as_sharded(tensor).full_tensor()
-        copies.append(unsharded.cpu() if on_host else unsharded)
-    return copies
-
-
-def unsharded_copies(unit: Unit, shown: bool, on_host: bool) -> dict[ShardedParameter, torch.Tensor]:
-    """Returns the unsharded parameters of `unit`, in new memory and outside autograd, none if they are not `shown`.
-
-    Collective over the shard axis: one all-gather per group. Besides the result it takes the memory of one group.
-    """
-    copies: dict[ShardedParameter, torch.Tensor] = {}
-    for group in (weights.group for weights in unit.weights):
-        copies.update(zip(group.parameters, _copies(group, _shard_buffer, shown, on_host), strict=False))
-    return copies
-
-
 def _refuse_lost_gradient(lender: weakref.ref[UnshardedCopies], unit: str, name: str, lent: torch.Tensor) -> None:
-    """Raise `StateError` for a gradient of a copy that is given up at the end of the context, or was given up already.
+    """Raise `StateError` for a gradient of a copy that nobody keeps after the context.
 
-    A context without `writeback`, for looking only, may have gradients to look at.
+    In a context without `writeback` the user may look at gradients.
     """
     copies = lender()
     if copies is None or copies._is_over:
@@ -260,12 +254,13 @@ def _refuse_lost_gradient(lender: weakref.ref[UnshardedCopies], unit: str, name:
 
 @torch.no_grad()
 def _digest(unsharded: torch.Tensor) -> torch.Tensor:
-    """Returns a checksum that depends on the order of elements: the row sums and column sums of the bytes, seen as a
-    square int64 matrix. It is the same on all ranks and takes O(sqrt(numel)) memory.
+    """Returns a checksum that depends on the order of elements, in O(sqrt(numel)) memory. It is the same on all ranks.
+
+    It holds the row sums and column sums of the bytes, seen as a square int64 matrix.
     """
     tensor = local_part(unsharded.detach()).reshape(-1)
     if type(tensor) is not torch.Tensor:
-        return torch.empty(0)  # one that gathers itself has bytes of its own
+        return torch.empty(0)  # of a tensor that gathers itself only the subclass knows the bytes
     raw = (tensor.clone() if tensor.storage_offset() else tensor).view(torch.uint8)
     even = raw.numel() // 8 * 8
     words = raw[:even].view(torch.int64)
@@ -277,24 +272,24 @@ def _digest(unsharded: torch.Tensor) -> torch.Tensor:
 # Writing back
 
 
-def _present(record: ShardedParameter, lent: nn.Parameter | None, found: Sequence[object]) -> torch.Tensor:
-    """Returns the tensor that the modules show in the end: the lent copy, or one that a user has put on some place.
+def _present(record: ShardedParameter, lent: nn.Parameter | None, shown: Sequence[object]) -> torch.Tensor:
+    """Returns the parameter's tensor at the end: the lent copy, or what a user put in its place on a module.
 
     Raises:
-        PlacementError: it is no tensor of that shape and kind, or tied places were given different values.
+        PlacementError: it is no tensor of the same shape and kind, or tied places were given different values.
     """
-    replaced = list({id(each): each for each in found if each is not lent}.values())
+    replaced = list({id(each): each for each in shown if each is not lent}.values())
     unsharded = replaced[0] if replaced else lent
     if not all(_same(unsharded, each) for each in replaced[1:]):
         raise PlacementError(
-            f"{record.name} is tied: it hangs on {len(found)} places, which were given {len(replaced)} different "
+            f"{record.name} is tied: it hangs on {len(shown)} places, which were given {len(replaced)} different "
             "tensors in an unshard context; give them one"
         )
     if not isinstance(unsharded, torch.Tensor) or unsharded.shape != record.shard.shape:
-        shown = tuple(unsharded.shape) if isinstance(unsharded, torch.Tensor) else unsharded
+        given = tuple(unsharded.shape) if isinstance(unsharded, torch.Tensor) else unsharded
         raise WriteBackError(
             f"Cannot writeback when the parameter shape changes: {record.name} was {tuple(record.shard.shape)} when it "
-            f"was lent, and is {shown} at the end of the unshard context; change its values, not its shape, or leave "
+            f"was lent, and is {given} at the end of the unshard context; change its values, not its shape, or leave "
             "with writeback=False"
         )
     if _placements_of(unsharded) != (None if record.unsharded_spec is None else record.unsharded_spec.placements):
@@ -325,7 +320,7 @@ def _part_of(record: ShardedParameter, unsharded: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_requires_grad(unit: Unit, present: dict[int, torch.Tensor]) -> None:
-    """Keep parameters frozen or trainable as they were made inside.
+    """Freeze and thaw optimizer parameters as a user did their copies.
 
     Raises:
         PolicyError: only some members of a flat parameter, which is trained as a whole, were changed.
@@ -343,27 +338,21 @@ def _keep_requires_grad(unit: Unit, present: dict[int, torch.Tensor]) -> None:
 
 
 def _keep_gradients(group: Group, present: dict[int, torch.Tensor]) -> None:
-    """Give each optimizer parameter this rank's part of the gradients of its members."""
+    """Give each optimizer parameter this rank's part of its members' unsharded gradients; None if no member has one."""
     for optimizer_param in group.optimizer_params:
         records = {index: group.parameters[index] for index in sorted(optimizer_param.members)}
-        if all(id(record) in present for record in records.values()):  # else one is of another shape, which is raised
-            gradients = {index: present[id(record)].grad for index, record in records.items()}
-            if group.grad_dtype != group.dtype:
-                optimizer_param.expect_gradients_in(group.grad_dtype)
-            optimizer_param.parameter.grad = _joined_gradient(group, optimizer_param, gradients)
-
-
-def _joined_gradient(
-    group: Group, optimizer_param: OptimizerParam, gradients: dict[int, torch.Tensor | None]
-) -> DTensor | None:
-    """Returns this rank's part of the members' unsharded `gradients` as one gradient, or None if no member has one."""
-    if all(gradient is None for gradient in gradients.values()):
-        return None
-    local = torch.zeros(optimizer_param.shape, dtype=group.grad_dtype, device=group.shard_buffer.device)
-    flat = local.view(-1)
-    for index, gradient in gradients.items():
-        held = group.packing.slots[index].held(group.mesh.piece)
-        if gradient is not None and held.numel:
-            start = held.start - optimizer_param.extent.start
-            flat[start : start + held.numel].copy_(_part_of(group.parameters[index], gradient).reshape(-1))
-    return as_dtensor(local, optimizer_param.gradient_spec(local.dtype))
+        if not all(id(record) in present for record in records.values()):
+            continue  # a member has another shape, which is an error
+        gradients = {index: present[id(record)].grad for index, record in records.items()}
+        if group.grad_dtype != group.dtype:
+            optimizer_param.expect_gradients_in(group.grad_dtype)
+        if all(gradient is None for gradient in gradients.values()):
+            optimizer_param.parameter.grad = None
+            continue
+        local = torch.zeros(optimizer_param.shape, dtype=group.grad_dtype, device=group.shard_buffer.device)
+        flat = local.view(-1)
+        for index, gradient in gradients.items():
+            extent = group.packing.slots[index].held(group.mesh.piece).shifted(-optimizer_param.extent.start)
+            if gradient is not None and extent.numel:
+                flat[extent.start : extent.stop].copy_(_part_of(group.parameters[index], gradient).reshape(-1))
+        optimizer_param.parameter.grad = as_dtensor(local, optimizer_param.gradient_spec(local.dtype))

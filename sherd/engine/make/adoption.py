@@ -1,10 +1,10 @@
-"""Adoption: what has changed in a model since it was sharded is taken into its units.
+"""Adoption: takes changes of a model since it was sharded into its units.
 
-Everything is found and planned first, and compared between the ranks; then it is done:
+All changes are found, planned, and compared between the ranks, before any is carried out:
 
-    walk      every unit's modules, as when it was made: which parameter hangs where now
+    walk      every unit's modules, as when the unit was made: which parameter is registered where now
     compare   names, shapes, dtypes and errors, over the ranks of each mesh
-    do        shard what is new, forget what is gone, group the unit anew; shards that stay are the same Parameters
+    do        shard new parameters, forget dropped ones, group the unit anew; shards that stay are the same Parameters
 """
 
 from __future__ import annotations
@@ -19,33 +19,32 @@ from torch.optim import Optimizer
 
 from sherd.comm.agreement import broadcast_from_rank0, in_short, require_alike
 from sherd.comm.mesh import DataMesh
-from sherd.engine.make.build import borrow, is_taken, makings, owners_of, shard
+from sherd.engine.make.build import borrow, constructions, owners_of, shard
 from sherd.engine.make.sharding import ShardingPlan, sharding_plans
-from sherd.engine.run.at_rest import require_at_rest
-from sherd.engine.run.runtime import runtime_over
-from sherd.engine.run.seal import name_units, units_below
+from sherd.engine.run.runtime import Runtime, name_units
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.flat import FlatParameter
 from sherd.engine.state.optimizers import News, bring_up_to_date, watcher
-from sherd.engine.state.ownership import Belongings, Borrowed, Found, belongings
-from sherd.engine.state.parameter import ShardedParameter, plain_name
+from sherd.engine.state.ownership import Belongings, Borrowed, Found
+from sherd.engine.state.parameter import ShardedParameter
 from sherd.engine.state.place import Place
 from sherd.errors import ModuleError, SherdError, StateError, UnsupportedError
 from sherd.tensor.ragged import local_part
+from sherd.wrap.names import plain_name
 
 Key = tuple[int, str]
 
 
 @dataclass(frozen=True)
 class Refreshed:
-    """The changes that `sherd.refresh` has made, by the names of parameters as seen from the root.
+    """The changes that `sherd.refresh` made, by the names of parameters as seen from the root.
 
     Args:
-        adopted: parameters that were sharded.
-        dropped: parameters that the model has no more.
+        adopted: new parameters, which were sharded.
+        dropped: parameters that the model no longer has.
         retied: places that show another place's parameter now, as "head.weight = embed.weight".
-        thawed: parameters that are trained now, and were not.
-        frozen: the other way round.
+        thawed: parameters that are trained now, and were not before.
+        frozen: parameters that are not trained now, and were before.
     """
 
     adopted: tuple[str, ...] = ()
@@ -55,13 +54,13 @@ class Refreshed:
     frozen: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        said = [f"{what}: {', '.join(names)}" for what, names in vars(self).items() if names]
-        return "; ".join(said) or "nothing has changed"
+        changes = [f"{change}: {', '.join(names)}" for change, names in vars(self).items() if names]
+        return "; ".join(changes) or "nothing has changed"
 
 
 @dataclass
 class _Change:
-    """The change of one unit. `kept` are its parameters that are still there, each with its places."""
+    """The change of one unit. `kept` are the parameters that it still has, each with its places."""
 
     unit: Unit
     found: Belongings
@@ -77,16 +76,16 @@ class _Change:
 
     @property
     def regroups(self) -> bool:
-        """Whether the unit's groups are made anew."""
+        """True if the unit must be grouped anew."""
         return bool(self.added or self.dropped or self.thawed or self.frozen)
 
     @property
     def borrows_anew(self) -> bool:
-        """Whether the unit uses parameters of other units than before."""
+        """True if the unit uses parameters of other units than before."""
         return set(self.companions) != set(self.unit.companions)
 
     def plan(self, is_flat: bool) -> None:
-        """Plan the sharding of what is new in the unit, and find the units that it borrows from.
+        """Plan the sharding of the unit's new parameters, and find the units that it borrows from.
 
         Raises:
             UnsupportedError: the unit cannot change so.
@@ -116,21 +115,21 @@ class _Change:
                     f"{unit.name} are{' not' if new.is_meta else ''}, and they are to share a buffer; give all of them "
                     "memory and values first"
                 )
-        plans = sharding_plans(self.added, unit.streams, makings[unit].request_of, unit.surrounds)
-        # Runs that are planned together share a line: the new ones have lines of their own.
+        plans = sharding_plans(self.added, unit.streams, constructions[unit].request_of, unit.surrounds)
+        # Runs of one plan share a buffer. The new ones have plans, and buffers, of their own.
         first = 1 + max((record.plan_id for record in unit.parameters), default=0)
         self.plans = [replace(plan, plan_id=first + plan.plan_id) for plan in plans]
 
     def described(self) -> list[str]:
-        """Returns what has changed, in words that must be the same on all ranks."""
+        """Returns the changes in words, which must be the same on all ranks."""
         added = [
             f"new {each.name} {tuple(local_part(each.parameter).shape)} {each.parameter.dtype}"
             f"{'' if each.parameter.requires_grad else ' frozen'} in {self.unit.name}"
             for each in self.added
         ]
-        lost = [f"gone {each.name}" for each in self.dropped]
+        dropped = [f"gone {each.name}" for each in self.dropped]
         turned = [f"thawed {each.name}" for each in self.thawed] + [f"frozen {each.name}" for each in self.frozen]
-        return added + lost + [f"tied {each}" for each in self.retied] + turned
+        return added + dropped + [f"tied {each}" for each in self.retied] + turned
 
 
 def adopt_changes(
@@ -139,19 +138,23 @@ def adopt_changes(
     from_rank0: bool,
     has_flat_parameter: Callable[[Unit], bool],
 ) -> Refreshed:
-    """Take what has changed below `model`, and in the models that its units are part of, into the units.
+    """Take all changes below `model`, and in the models that its units are part of, into the units.
 
     Raises:
-        StateError: a forward or backward is under way, or gradients wait for a reduction, or copies are lent.
-        UnsupportedError: the parameters of a unit with a flat parameter, or with a collective of the user's, differ.
+        StateError: a forward or backward is under way, gradients wait for a reduction, or copies are lent.
+        UnsupportedError: parameters changed in a unit with a flat parameter, or with a collective of the user's.
         ModuleError, PlacementError, OwnershipError: as when the unit was made.
-        RanksDifferError: ranks have changed the model in different ways. Nothing was done then.
+        RanksDifferError: ranks changed the model in different ways. No unit was changed then.
     """
     roots = _roots(model)
     units = list({unit.id: unit for root in roots for unit in name_units(root)}.values())
     for unit in units:
-        require_at_rest(unit, "refresh")
-        _require_reduced(unit)
+        unit.require_at_rest("refresh")
+        for weights, gradients in zip(unit.weights, unit.gradients, strict=True):
+            if gradients.arrivals.has_any or gradients.partial is not None:
+                raise StateError(
+                    f"refresh: gradients of {weights.group.name} wait for their reduction; call it between steps"
+                )
     names = {id(module): plain_name(path) for root in roots for path, module in root.named_modules()}
     gone = _gone(units)
     changes: list[_Change] = []
@@ -164,7 +167,8 @@ def adopt_changes(
         error = raised
     _require_agreement(units, changes, error)
     for unit in units:
-        for member in _sealed_with(unit):
+        runtime = Runtime.over(unit)
+        for member in () if runtime is None else runtime.units:
             member.join(None)  # the next forward seals the units that there are then
     if from_rank0:
         for change in changes:
@@ -196,80 +200,65 @@ def adopt_changes(
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:
-    """Returns `model`, and the root modules of the runtimes that its units are sealed into: units further out may use
-    the same parameters."""
+    """Returns the outermost of `model` and the roots of its units' runtimes: units further out may share parameters."""
     roots = {id(model): model}
-    for unit in units_below(model):
-        runtime = runtime_over(unit)
+    for unit in Unit.below(model):
+        runtime = Runtime.over(unit)
         for module in runtime.root.modules if runtime is not None else ():
             roots.setdefault(id(module), module)
     inner = {id(below) for root in roots.values() for below in root.modules() if below is not root}
     return [root for key, root in roots.items() if key not in inner]
 
 
-def _sealed_with(unit: Unit) -> Sequence[Unit]:
-    runtime = runtime_over(unit)
-    return () if runtime is None else runtime.units
-
-
 def _gone(units: Sequence[Unit]) -> list[Unit]:
-    """Returns the units that were sealed with some of `units` and are below no root any more."""
+    """Returns the units that were sealed with some of `units`, and that no root has any more."""
     here = {unit.id for unit in units}
-    runtimes = {id(runtime): runtime for unit in units if (runtime := runtime_over(unit)) is not None}
+    runtimes = {id(runtime): runtime for unit in units if (runtime := Runtime.over(unit)) is not None}
     sealed = [unit for runtime in runtimes.values() for unit in runtime.units if unit.id not in runtime.guests]
     return [unit for unit in dict.fromkeys(sealed) if unit.id not in here]
-
-
-def _require_reduced(unit: Unit) -> None:
-    """Raise `StateError` if gradients of the unit wait for their reduction."""
-    for weights, gradients in zip(unit.weights, unit.gradients, strict=True):
-        if gradients.arrivals.has_any or gradients.partial is not None:
-            raise StateError(
-                f"refresh: gradients of {weights.group.name} wait for their reduction; call it between steps"
-            )
 
 
 # What has changed
 
 
 def _changes(units: Sequence[Unit], names: dict[int, str]) -> list[_Change]:
-    """Returns what has become of each unit, found by walking its modules."""
-    walked = [(unit, belongings(unit.modules, (), is_taken)) for unit in units]
+    """Walk the modules of each unit. Returns the change of each."""
+    walked = [(unit, Belongings.below(unit.modules, ())) for unit in units]
     was = {
         place.key: record for unit in units for record in unit.parameters for place in record.places if place.is_there
     }
-    hangs: dict[ShardedParameter, dict[Key, Place]] = {}
-    fresh: dict[int, ShardedParameter] = {}
+    now: dict[ShardedParameter, dict[Key, Place]] = {}
     for _, found in walked:
         for each in found.borrowed:
             if not isinstance(each.place.shown, FlatParameter):
-                hangs.setdefault(each.record, {})[each.place.key] = each.place
+                now.setdefault(each.record, {})[each.place.key] = each.place
+    new_values: set[int] = set()
     for _, found in walked:
         for new in found.owned:
-            # A Parameter that a user has put in the place of a shard of this shape gives it its values.
+            # A Parameter in the place of a shard of this shape is no new parameter: the shard takes its values.
             before = next((was[place.key] for place in new.places if place.key in was), None)
             if before is not None and before.shard.shape == new.parameter.shape:
-                fresh[id(new.parameter)] = before
-                hangs.setdefault(before, {}).update({place.key: place for place in new.places})
-    return [_change_of(unit, found, hangs, fresh, was, names) for unit, found in walked]
+                new_values.add(id(new.parameter))
+                now.setdefault(before, {}).update({place.key: place for place in new.places})
+    return [_change_of(unit, found, was, now, new_values, names) for unit, found in walked]
 
 
 def _change_of(
     unit: Unit,
     found: Belongings,
-    hangs: dict[ShardedParameter, dict[Key, Place]],
-    fresh: dict[int, ShardedParameter],
     was: dict[Key, ShardedParameter],
+    now: dict[ShardedParameter, dict[Key, Place]],
+    new_values: set[int],
     names: dict[int, str],
 ) -> _Change:
     ignored = {place.key for place in unit.ignored if place.is_there}
     added = [
         replace(each, name=_name_at(each.places[0], names))
         for each in found.owned
-        if id(each.parameter) not in fresh and all(place.key not in ignored for place in each.places)
+        if id(each.parameter) not in new_values and all(place.key not in ignored for place in each.places)
     ]
     ignored_now = [place for each in found.owned for place in each.places if place.key in ignored]
-    kept = {record: list(hangs[record].values()) for record in unit.parameters if record in hangs}
+    kept = {record: list(now[record].values()) for record in unit.parameters if record in now}
     retied = [
         f"{_name_at(place, names)} = {record.name}"
         for record, places in kept.items()
@@ -301,13 +290,13 @@ def _name_at(place: Place, names: dict[int, str]) -> str:
 
 
 def _require_agreement(units: Sequence[Unit], changes: Sequence[_Change], error: SherdError | None) -> None:
-    """Raise the same error on all ranks if one has an error, or if they differ in what has changed."""
+    """Raise the same error on all ranks if one rank has an error, or ranks differ in their changes."""
     by_mesh: dict[DataMesh, list[str]] = {unit.mesh: [] for unit in units}
     for change in changes if error is None else ():
         by_mesh[change.unit.mesh] += change.described()
-    for mesh, said in by_mesh.items():
-        text = [] if error is None else [f"{type(error).__name__}: {error.args[0]}"]
-        require_alike(mesh, [*said, *text], "what has changed in the model since it was sharded")
+    text = [] if error is None else [f"{type(error).__name__}: {error.args[0]}"]
+    for mesh, described in by_mesh.items():
+        require_alike(mesh, [*described, *text], "what has changed in the model since it was sharded")
     if error is not None:
         raise error
 
@@ -317,7 +306,7 @@ def _require_agreement(units: Sequence[Unit], changes: Sequence[_Change], error:
 
 @torch.no_grad()
 def _carry_out(change: _Change) -> list[ShardedParameter]:
-    """Make the unit what its modules are now. Returns the records of the new parameters."""
+    """Make the unit fit its modules. Returns the records of the new parameters."""
     unit = change.unit
     for record, places in change.kept.items():
         if record.flat is None:
@@ -328,7 +317,7 @@ def _carry_out(change: _Change) -> list[ShardedParameter]:
         if change.regroups:
             unit.regroup()
     elif change.regroups or change.retied or change.borrows_anew:
-        unit.have([*change.kept, *adopted], change.companions, change.found)
+        unit.have([*change.kept, *adopted], change.companions, change.found.ignored)
     borrow(change.borrowed)
-    makings[unit].look_after(unit, change.found.modules)
+    constructions[unit].look_after(unit, change.found.modules)
     return adopted

@@ -1,4 +1,4 @@
-"""Makes a unit of modules: shards their parameters and installs the hooks. Both front ends call `make_unit`."""
+"""Makes a unit of modules: shards the parameters and installs the hooks. Both front ends call `make_unit`."""
 
 from __future__ import annotations
 
@@ -11,31 +11,25 @@ from pkgutil import iter_modules
 import torch
 from torch import nn
 
-from sherd._torch import attributes_of, is_replicated, manage, move_hooks, trace_nothing_in
+from sherd._torch import attributes_of, manage, move_hooks, trace_nothing_in
 from sherd.comm.agreement import in_short
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import streams_for
 from sherd.engine.between import load
 from sherd.engine.make.sharding import ShardingPlan, ShardingRequest, sharding_plans
 from sherd.engine.run import hooks, touch
-from sherd.engine.run.seal import attach, unit_of
 from sherd.engine.run.unit import Unit
 from sherd.engine.run.unmanaged import registrations
+from sherd.engine.state.fetching import RestingPlace
 from sherd.engine.state.loads import forget_loads, loads_balance
-from sherd.engine.state.offload import RestingPlace
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import Belongings, Borrowed, Found
-from sherd.engine.state.parameter import WRAPPED, ShardedParameter
+from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import ModuleError, OwnershipError
 from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
 from sherd.tensor.gather import shard_of
 from sherd.tensor.ragged import as_dtensor
-
-
-def is_taken(module: nn.Module) -> bool:
-    """Returns whether a unit around `module` must leave it alone, with all modules below: it is a unit already, or
-    torch's DDP looks after it."""
-    return unit_of(module) is not None or is_replicated(module)
+from sherd.wrap.names import WRAPPED
 
 
 def make_unit(
@@ -47,33 +41,34 @@ def make_unit(
     offload: OffloadPolicy,
     policy: UnitPolicy,
 ) -> Unit:
-    """Make one unit of `modules` and of the parameters `found` below them. Gradients are divided by the size of `mesh`,
-    the unit's own.
+    """Make one unit of `modules` and of the parameters `found` below them.
+
+    Gradients are divided by the size of `mesh`. Each parameter is sharded over the mesh of its own request.
 
     Raises:
-        ModuleError: a unit around `modules` was made before, and has taken all their parameters.
+        ModuleError: a unit around `modules` was made before, and has all their parameters.
         PlacementError: a parameter cannot be cut as asked.
         OwnershipError: a parameter belongs to a unit on another mesh.
     """
     owners = owners_of(found.borrowed, mesh)
     _require_something_left(modules, found, owners)
     streams = streams_for(mesh.device)
-    surrounds = any(unit_of(below) is not None for module in modules for below in module.modules())
-    # If the loads of the units below balance, these units may be a complete model. Then the next unit counts as the
-    # first of another model, so that a teacher has the same owners as its student
-    # (test_a_model_made_alike_has_the_same_owners).
+    surrounds = any(Unit.of(below) is not None for module in modules for below in module.modules())
+    # If the loads of the units below balance, the units may be a complete model. Then the next unit counts as the first
+    # of another model, so that a teacher has the same owners as its student:
+    # test_a_model_made_alike_has_the_same_owners.
     closes = surrounds and loads_balance(mesh)
     place = RestingPlace.under(offload, mesh.device)
     records = shard(found.owned, sharding_plans(found.owned, streams, request_of, surrounds), place)
     if closes:
         forget_loads(mesh)
     borrow(found.borrowed)
-    unit = Unit(modules, records, owners, mesh, streams, precision, place, policy, surrounds, found)
+    unit = Unit(modules, records, owners, mesh, streams, precision, place, policy, surrounds, found.ignored)
     hooks.install(unit, modules)
     for each in modules:
-        attach(each, unit)
-    makings[unit] = making = Making(request_of)
-    making.look_after(unit, found.modules)
+        unit.attach_to(each)
+    constructions[unit] = construction = Construction(request_of)
+    construction.look_after(unit, found.modules)
     _hide_from_dynamo()
     registrations.install()
     watcher.install()
@@ -81,18 +76,23 @@ def make_unit(
     return unit
 
 
-class Making:
-    """The choices that a unit was made by, for parameters and modules that come later: the wishes for each parameter,
-    and the modules that are hooked already."""
+class Construction:
+    """How a unit was made, for parameters and modules that come later: the request for each parameter."""
 
     def __init__(self, request_of: Callable[[Found], ShardingRequest]) -> None:
         self.request_of = request_of
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def look_after(self, unit: Unit, modules: Sequence[nn.Module]) -> None:
-        """Do for those of `modules`, all of the unit's, that are new what a unit does for its modules: bring their
-        buffers, hook their loads, tell Dynamo."""
-        _bring_buffers(modules, unit.mesh.device)
+        """Move the buffers of the unit's `modules` to the compute device, hook their loads, hide them from Dynamo.
+
+        `modules` are all of the unit's. Modules that were looked after before are hooked once.
+        """
+        device = unit.mesh.device
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta and buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
         holders = [each for each in modules if any(p is not None for p in each._parameters.values())]
         load.install(unit, [each for each in holders if each not in self._hooked])
         touch.install(unit, modules)
@@ -101,27 +101,25 @@ class Making:
             manage(each)
 
 
+constructions: weakref.WeakKeyDictionary[Unit, Construction] = weakref.WeakKeyDictionary()
+
 LIBRARY = Path(__file__).parents[2]
 TRACED = {"api", "interop", "memory", "wrap", "tools", "train", "cli"}
-makings: weakref.WeakKeyDictionary[Unit, Making] = weakref.WeakKeyDictionary()
+"""Packages with models of their own, or with functions that call the user's."""
 
 
 @functools.cache
 def _hide_from_dynamo() -> None:
-    """Keep Dynamo from tracing sherd's own code, also where an operation on a ragged tensor or a compiled optimizer
-    step calls it. What has models of its own, or functions that call the user's, is not hidden."""
+    """Keep Dynamo from tracing sherd's own code, which ragged tensors and compiled optimizer steps call."""
     trace_nothing_in(*(f"sherd.{each.name}" for each in iter_modules([str(LIBRARY)]) if each.name not in TRACED))
 
 
 @torch.no_grad()
 def shard(found: Sequence[Found], plans: Sequence[ShardingPlan], place: RestingPlace) -> list[ShardedParameter]:
-    """Replace every parameter by its shard, as planned: an error in a plan has left the model unchanged.
-
-    Each shard is brought to its resting `place` before a DTensor is made of it, for a DTensor keeps the device that it
-    was made on, and takes gradients on no other.
-    """
+    """Replace every parameter by its shard, as planned. Returns the records."""
     records = []
     for each, plan in zip(found, plans, strict=True):
+        # On the resting place first: a DTensor keeps the device that it was made on, and takes gradients on no other.
         # Copied, though the group copies it again: a DTensor keeps the offset of the view it was made around and cannot
         # be saved then (test_a_shard_that_went_through_a_file_is_a_free_copy).
         local = place.copy_of(shard_of(plan.data.detach(), plan.cut, plan.mesh.piece))
@@ -148,10 +146,10 @@ def shard(found: Sequence[Found], plans: Sequence[ShardingPlan], place: RestingP
 
 
 def owners_of(borrowed: Sequence[Borrowed], mesh: DataMesh) -> list[Unit]:
-    """Returns the units whose parameters the modules of a unit on `mesh` use too.
+    """Returns the units that own the `borrowed` parameters of a unit on `mesh`.
 
     Raises:
-        OwnershipError: such a unit no longer exists, or is on another mesh, where one shard cannot serve both.
+        OwnershipError: an owner no longer exists, or is on another mesh, where one shard cannot serve both.
     """
     owners: dict[int, Unit] = {}
     for each in borrowed:
@@ -171,8 +169,10 @@ def owners_of(borrowed: Sequence[Borrowed], mesh: DataMesh) -> list[Unit]:
 
 
 def _require_something_left(modules: Sequence[nn.Module], found: Belongings, owners: Sequence[Unit]) -> None:
-    """Raise ModuleError if units were made from the outside in. Modules without parameters, or with parameters that are
-    all tied to those of a unit beside them, may become units."""
+    """Raise ModuleError if units were made from the outside in.
+
+    Modules without parameters, or with parameters that are all tied to those of a unit beside them, may become units.
+    """
     if found.owned:
         return
     wrapped = [each for module in modules for each in (module, module._modules.get(WRAPPED)) if each is not None]
@@ -189,18 +189,10 @@ def _require_something_left(modules: Sequence[nn.Module], found: Belongings, own
 
 
 def borrow(borrowed: Sequence[Borrowed]) -> None:
-    """Hang other units' parameters on the places where this unit's modules use them too."""
+    """Register other units' parameters at the places where this unit's modules use them too."""
     for each in borrowed:
         if any(place.key == each.place.key for place in each.record.places):
-            continue  # a module that both units have: it hangs there
+            continue  # both units have the module: the parameter is registered there
         each.record.places.append(each.place)
         each.place.show(each.record.shard)
         each.place.register(each.record.flat is None)
-
-
-def _bring_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Move the modules' buffers, which are never sharded, to the compute device."""
-    for module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta and buffer.device != device:
-                module._buffers[name] = buffer.to(device)

@@ -1,7 +1,7 @@
 """`copy.deepcopy` of modules with units in them: the copy has units, hooks and shards of its own, by the same policies.
 
-Python copies the modules by its usual walk. What must not be copied on the way has its place in the walk's memo before:
-shards, which become new Parameters on copied memory, and units, whose places are taken by new units afterwards.
+Python copies the modules by its usual walk. The walk's memo holds stand-ins for objects that must not be copied by it:
+shards, which become new Parameters on copied memory, and units, which are made anew afterwards.
 """
 
 from __future__ import annotations
@@ -15,22 +15,19 @@ from typing import Any
 from torch import nn
 
 from sherd._torch import spec_of, write_into
-from sherd.engine.make.build import Making, borrow, is_taken, makings
+from sherd.engine.make.build import Construction, borrow, constructions
 from sherd.engine.run import hooks
-from sherd.engine.run.at_rest import require_at_rest
-from sherd.engine.run.methods import BoundForward
-from sherd.engine.run.seal import attach, attached_to, units_below
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.optimizers import watcher
-from sherd.engine.state.ownership import Belongings, belongings
-from sherd.engine.state.parameter import ShardedParameter, as_sharded
+from sherd.engine.state.ownership import Belongings
+from sherd.engine.state.parameter import as_sharded
 from sherd.errors import ModuleError
 from sherd.tensor.ragged import as_dtensor
 
 Memo = dict[Any, Any]
 
 _WALKING = "sherd: a walk is under way"
-"""In a memo: the modules of the units are being copied, and are to be copied as any module is."""
+"""A key in a memo: the modules of the units are being copied now, as any other module."""
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -42,21 +39,29 @@ _HOOKS = (
 
 
 def deep_copied(module: nn.Module, memo: Memo, finish: Callable[[Unit, Unit, Memo], None] | None = None) -> nn.Module:
-    """Returns a deep copy of `module`, which is a unit. `finish(old, new, memo)` does what a front end has to do.
+    """Returns a deep copy of `module`, which is a unit. `finish(old, new, memo)` does the front end's part for a unit.
 
     Raises:
-        ModuleError: a unit with a flat parameter; one that has modules, or uses parameters, outside of what is copied.
+        ModuleError: a unit has a flat parameter, or has modules, or uses parameters, outside of what is copied.
         StateError: inside an unshard context, or in the middle of a forward or backward.
     """
     if _WALKING in memo:
-        return _walked(module, memo)
+        copied = object.__new__(type(module))
+        memo[id(module)] = copied
+        copied.__setstate__(copy.deepcopy(object.__reduce_ex__(module, 4)[2], memo))
+        return copied
     units, tops = _closed(module)
     for unit in units:
         _prepare(unit, memo)
     for unit in units:
-        _require_owners(unit, units, memo)
+        for owner in unit.companions:
+            if owner not in units and id(owner) not in memo:
+                raise ModuleError(
+                    f"{unit.class_name} {unit.name} cannot be deep-copied by itself: it uses parameters of unit "
+                    f"{owner.name} (tied weights), which would not be copied; copy the model that has both"
+                )
     modules = list(dict.fromkeys(below for top in tops for below in top.modules()))
-    memo |= {id(each): object() for below in modules for each in attached_to(below)}
+    memo |= {id(each): object() for below in modules for each in Unit.attached_to(below)}
     memo[_WALKING] = True
     try:
         for top in tops:
@@ -70,34 +75,33 @@ def deep_copied(module: nn.Module, memo: Memo, finish: Callable[[Unit, Unit, Mem
     ids = {unit.id: memo[id(unit)].id for unit in units}
     for unit in units:
         new = memo[id(unit)]
-        found = belongings(new.modules, (), is_taken)
+        found = Belongings.below(new.modules, ())
         borrow(found.borrowed)
         if unit.companions:
-            new.have(
-                new.parameters, [memo[id(owner)] for owner in unit.companions], replace(found, ignored=new.ignored)
-            )
+            owners = [memo[id(owner)] for owner in unit.companions]
+            new.have(new.parameters, owners, new.ignored)
         new.change(
             accumulation=None,
             when_reduced=None,
             forward_prefetch=_numbered(unit.policy.forward_prefetch, ids),
             backward_prefetch=_numbered(unit.policy.backward_prefetch, ids),
         )
-        makings[new].look_after(new, found.modules)
+        constructions[new].look_after(new, found.modules)
         if finish is not None:
             finish(unit, new, memo)
     watcher.sharded_again()
     return memo[id(module)]  # type: ignore[no-any-return]
 
 
-def _numbered(before: tuple[int, ...] | None, ids: dict[int, int]) -> tuple[int, ...] | None:
-    return None if before is None else tuple(ids[each] for each in before if each in ids)
+def _numbered(unit_ids: tuple[int, ...] | None, ids: dict[int, int]) -> tuple[int, ...] | None:
+    return None if unit_ids is None else tuple(ids[each] for each in unit_ids if each in ids)
 
 
 def _closed(module: nn.Module) -> tuple[list[Unit], list[nn.Module]]:
-    """Returns the units below `module`, and the modules to copy for that: `module`, and others of units of several."""
+    """Returns the units below `module`, and the modules to copy: `module`, and the other modules of those units."""
     tops = [module]
     while True:
-        units = list({unit.id: unit for top in tops for unit in units_below(top)}.values())
+        units = list({unit.id: unit for top in tops for unit in Unit.below(top)}.values())
         covered = {id(below) for top in tops for below in top.modules()}
         missing = [each for unit in units for each in unit.modules if id(each) not in covered]
         if not missing:
@@ -105,42 +109,37 @@ def _closed(module: nn.Module) -> tuple[list[Unit], list[nn.Module]]:
         tops.append(missing[0])
 
 
-def _walked(module: nn.Module, memo: Memo) -> nn.Module:
-    """Returns a copy of `module` as Python makes it, of the same class."""
-    new = object.__new__(type(module))
-    memo[id(module)] = new
-    state = object.__reduce_ex__(module, 4)[2]
-    new.__setstate__(copy.deepcopy(state, memo))
-    return new
-
-
 def _prepare(unit: Unit, memo: Memo) -> None:
-    """Put the shards of a copy, and something in the place of the unit and its runtime, into the memo."""
+    """Put copies of the unit's shards into the memo."""
     flat = [record.name for record in unit.parameters if record.flat is not None]
     if flat:
         raise ModuleError(
             f"{unit.class_name} {unit.name} cannot be deep-copied: its parameters are one flat parameter. Wrap with "
             "use_orig_params=True; or build a second model and load this one's state_dict()"
         )
-    require_at_rest(unit, "deepcopy")
+    unit.require_at_rest("deepcopy")
     for record in unit.parameters:
         shard = as_dtensor(unit.place.copy_of(record.local), spec_of(as_sharded(record.shard)))
         memo[id(record.shard)] = nn.Parameter(shard, requires_grad=record.requires_grad)
 
 
-def _require_owners(unit: Unit, units: list[Unit], memo: Memo) -> None:
-    for owner in unit.companions:
-        if owner not in units and id(owner) not in memo:
-            raise ModuleError(
-                f"{unit.class_name} {unit.name} cannot be deep-copied by itself: it uses parameters of unit "
-                f"{owner.name} (tied weights), which would not be copied; copy the model that has both"
-            )
-
-
 def _remake(unit: Unit, memo: Memo) -> None:
-    """Make the unit of the copy of `unit`'s modules, and put it into the memo."""
+    """Make a unit of the copies of `unit`'s modules, and put it into the memo."""
     modules = [memo[id(module)] for module in unit.modules]
-    records = [_record_of_copy(record, modules[0], memo) for record in unit.parameters]
+    records = []
+    for record in unit.parameters:
+        shard = memo[id(record.shard)]
+        copied = replace(
+            record,
+            shard=shard,
+            holder=weakref.ref(memo.get(id(record.holder()), modules[0])),
+            places=[place for each in record.places if (place := each.on_copy(memo)) is not None],
+            attributes=copy.deepcopy(record.attributes, memo),
+            _owner=None,
+            _taken=weakref.WeakValueDictionary(),
+        )
+        copied.claim(shard)
+        records.append(copied)
     ignored = [place for each in unit.ignored if (place := each.on_copy(memo)) is not None]
     new = Unit(
         modules,
@@ -152,36 +151,20 @@ def _remake(unit: Unit, memo: Memo) -> None:
         unit.place,
         unit.policy,
         unit.surrounds,
-        Belongings([], [], [], ignored),
+        ignored,
     )
     memo[id(unit)] = new
-    makings[new] = Making(makings[unit].request_of)
+    constructions[new] = Construction(constructions[unit].request_of)
     hooks.install(new, modules)
     for old, each in zip(unit.modules, modules, strict=True):
-        attach(each, new)
+        new.attach_to(each)
         for name, value in vars(old).items():
-            if isinstance(value, BoundForward):
+            if isinstance(value, hooks.BoundForward):
                 write_into(each, name, value.of_copy(new, each))
 
 
-def _record_of_copy(record: ShardedParameter, module: nn.Module, memo: Memo) -> ShardedParameter:
-    """Returns the record of a copied shard. `module` stands for the holder where that is gone."""
-    shard = memo[id(record.shard)]
-    made = replace(
-        record,
-        shard=shard,
-        holder=weakref.ref(memo.get(id(record.holder()), module)),
-        places=[place for each in record.places if (place := each.on_copy(memo)) is not None],
-        attributes=copy.deepcopy(record.attributes, memo),
-        _owner=None,
-        _taken=weakref.WeakValueDictionary(),
-    )
-    made.claim(shard)
-    return made
-
-
 def _drop_hooks(module: nn.Module) -> None:
-    """Take the hooks of the units that were copied off the copy of one of their modules."""
+    """Remove the old units' hooks from `module`, a copy."""
     for name in _HOOKS:
         registered = getattr(module, name)
         for key, hook in list(registered.items()):

@@ -1,6 +1,6 @@
 """Sharding plans for the parameters of a new unit: how each is cut, and the DTensor layout of its shard.
 
-Everything is decided here before anything is moved, so that an error leaves the model as it was.
+All plans are made before anything is moved, so an error leaves the model as it was.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from sherd.engine.moves.selfgather import require_can_gather_itself
 from sherd.engine.state.group import travels_alone
 from sherd.engine.state.loads import loads_of
 from sherd.engine.state.ownership import Found
-from sherd.engine.state.tensor_parallel import beside, on_full_mesh, own_spec
 from sherd.errors import ModuleError, PlacementError
-from sherd.layout.placement import Cut, Placement, Replicate, Shard
+from sherd.layout.placement import Cut, Replicate, Shard
 from sherd.layout.plan import Wanted, plan
-from sherd.layout.runs import RunPlacement, Runs
-
-AnyPlacement = Placement | RunPlacement
+from sherd.layout.runs import AnyPlacement, RunPlacement, Runs
+from sherd.tensor.tensor_parallel import beside, on_full_mesh, own_spec
 
 
 @dataclass(frozen=True, slots=True)
 class ShardingRequest:
-    """A user's request for one parameter: the rule by which to cut it, and the ranks to cut it over. The default
-    placement, None, cuts dim 0, and keeps a copy of a scalar on every rank."""
+    """A user's request for one parameter: the rule by which to cut it, and the ranks to cut it over.
+
+    The default placement, None, cuts dim 0, and keeps a copy of a scalar on every rank.
+    """
 
     placement: AnyPlacement | None
     mesh: DataMesh
 
     @property
     def run_placement(self) -> RunPlacement | None:
-        """The rule for runs, or None if the parameter is cut by itself: also where there is no axis to cut over."""
+        """The rule for runs, or None if the parameter is cut by itself, or there is no axis to cut over."""
         return self.placement if isinstance(self.placement, RunPlacement) and self.mesh.shard_axis is not None else None
 
 
@@ -64,13 +64,27 @@ def sharding_plans(
         ModuleError: a parameter has no shape yet, or some are on the meta device, and others not.
         PlacementError: a parameter cannot be cut as asked, or is a DTensor that does not fit the mesh.
     """
-    _require_shapes(found)
+    lazy = [each.name for each in found if isinstance(each.parameter, UninitializedParameter)]
+    if lazy:
+        raise ModuleError(
+            f"{lazy[0]} has no shape yet, which a lazy module learns in its first forward; run the model once, on one "
+            "batch, before it is sharded"
+        )
     _require_memory(found)
     requests = [request_of(each) for each in found]
-    planned = _planned(found, streams, requests, surrounds)
+    runs = _cut_into_runs(found, streams, requests, surrounds)
     plans = []
     for index, (each, request) in enumerate(zip(found, requests, strict=True)):
-        cut, plan_id = planned[index] if index in planned else (_cut_by_itself(each, request), 0)
+        cut: Cut
+        plan_id = 0
+        if index in runs:
+            cut, plan_id = runs[index]
+        else:
+            data, placement, mesh = _data(each), request.placement, request.mesh
+            if placement is None or isinstance(placement, RunPlacement):
+                placement = Shard(0) if data.shape else Replicate()
+            cut = placement.cut(tuple(data.shape), mesh.num_shards, each.name, mesh.num_owners)
+            require_can_gather_itself(each.name, data.data, cut, mesh)
         plans.append(_plan_of(each, request.mesh, cut, plan_id))
     # Only of what will be sharded: after an error ranks may differ in how far they came.
     for made, request in zip(plans, requests, strict=True):
@@ -82,14 +96,18 @@ def sharding_plans(
 
 def _plan_of(each: Found, mesh: DataMesh, cut: Cut, plan_id: int) -> ShardingPlan:
     parameter, data = each.parameter, _data(each)
-    if not isinstance(parameter, DTensor):
-        _require_own_mesh(each, mesh)
-        return ShardingPlan(mesh, cut, plan_id, own_spec(mesh, cut, parameter.shape, parameter.dtype), None, data)
-    unsharded = spec_of(parameter)
-    spec = (
-        beside(unsharded, mesh, cut, each.name) if mesh.full is None else on_full_mesh(unsharded, mesh, cut, each.name)
-    )
-    return ShardingPlan(mesh, cut, plan_id, spec, unsharded, data)
+    if isinstance(parameter, DTensor):
+        unsharded = spec_of(parameter)
+        spec_for = beside if mesh.full is None else on_full_mesh
+        return ShardingPlan(mesh, cut, plan_id, spec_for(unsharded, mesh, cut, each.name), unsharded, data)
+    if mesh.full is not None and mesh.dims is not None:
+        num_data_axes = len(mesh.dims.shard_names) + len(mesh.dims.replicate_names)
+        if mesh.full.ndim > num_data_axes:
+            raise PlacementError(
+                f"{each.name}: dp_mesh_dims names axes of a larger mesh {mesh.full.mesh_dim_names}, so parameters must "
+                "be DTensors on that mesh (distribute_module, parallelize_module); this one is a plain tensor"
+            )
+    return ShardingPlan(mesh, cut, plan_id, own_spec(mesh, cut, parameter.shape, parameter.dtype), None, data)
 
 
 def _data(each: Found) -> torch.Tensor:
@@ -97,41 +115,12 @@ def _data(each: Found) -> torch.Tensor:
     return local_tensor(each.parameter) if isinstance(each.parameter, DTensor) else each.parameter
 
 
-def _cut_by_itself(each: Found, request: ShardingRequest) -> Cut:
-    shape, placement = tuple(_data(each).shape), request.placement
-    if placement is None or isinstance(placement, RunPlacement):
-        placement = Shard(0) if shape else Replicate()
-    cut = placement.cut(shape, request.mesh.num_shards, each.name, request.mesh.num_owners)
-    require_can_gather_itself(each.name, _data(each).data, cut, request.mesh)
-    return cut
-
-
-def _require_own_mesh(each: Found, mesh: DataMesh) -> None:
-    """Raise if a plain parameter is to be cut over a mesh that is not data parallel only."""
-    if mesh.full is None or mesh.dims is None:
-        return
-    if mesh.full.ndim > len(mesh.dims.shard_names) + len(mesh.dims.replicate_names):  # else all of it is data parallel
-        raise PlacementError(
-            f"{each.name}: dp_mesh_dims names axes of a larger mesh {mesh.full.mesh_dim_names}, so parameters must "
-            "be DTensors on that mesh (distribute_module, parallelize_module); this one is a plain tensor"
-        )
-
-
-def _require_shapes(found: Sequence[Found]) -> None:
-    lazy = [each.name for each in found if isinstance(each.parameter, UninitializedParameter)]
-    if lazy:
-        raise ModuleError(
-            f"{lazy[0]} has no shape yet, which a lazy module learns in its first forward; run the model once, on one "
-            "batch, before it is sharded"
-        )
-
-
 def _require_memory(found: Sequence[Found]) -> None:
-    """Raise if some of the parameters that are to share a buffer have memory and values, and others have none."""
-    by_kind: dict[tuple[torch.dtype, bool], list[Found]] = {}
+    """Raise `ModuleError` if some parameters of one buffer are on the meta device, and others not."""
+    by_buffer: dict[tuple[torch.dtype, bool], list[Found]] = {}
     for each in found:
-        by_kind.setdefault((each.parameter.dtype, each.parameter.requires_grad), []).append(each)
-    for members in by_kind.values():
+        by_buffer.setdefault((each.parameter.dtype, each.parameter.requires_grad), []).append(each)
+    for members in by_buffer.values():
         on_meta = [each.name for each in members if each.parameter.is_meta]
         others = [each.name for each in members if not each.parameter.is_meta]
         if on_meta and others:
@@ -143,19 +132,23 @@ def _require_memory(found: Sequence[Found]) -> None:
             )
 
 
-def _planned(
+def _cut_into_runs(
     found: Sequence[Found], streams: Streams, requests: Sequence[ShardingRequest], surrounds: bool
 ) -> dict[int, tuple[Runs, int]]:
-    """Returns the cut of each parameter that is cut into runs, and the number of its plan, by the parameter's index."""
+    """Returns the cut and the number of the plan of each parameter that is cut into runs, by the parameter's index."""
     plan_ids: dict[tuple[DataMesh, torch.dtype, bool, bool, int | None], list[int]] = {}
     wanted: dict[int, Wanted] = {}
     for index, (each, request) in enumerate(zip(found, requests, strict=True)):
         placement, mesh = request.run_placement, request.mesh
         if placement is not None:
-            _require_no_own_gather(each, placement)
             data = _data(each)
+            if hasattr(data.data, "fsdp_pre_all_gather"):
+                raise PlacementError(
+                    f"{each.name}: a {type(data.data).__name__} gathers itself and is cut on dim 0 only, not as "
+                    f"{placement}; let shard_placement_fn return Shard(0) for it"
+                )
             wanted[index] = Wanted(tuple(data.shape), placement, each.name)
-            # One that travels alone is cut evenly by itself; where owners balance, all are needed for that.
+            # A tensor that travels alone is cut evenly by itself. Where owners balance, all tensors share a plan.
             alone = index if travels_alone(data, streams, surrounds) and not placement.together else None
             plan_id = mesh, data.dtype, each.parameter.requires_grad, placement.owned, alone
             plan_ids.setdefault(plan_id, []).append(index)
@@ -168,12 +161,3 @@ def _planned(
             if loads is not None:
                 loads[cut.first] += cut.numel
     return cuts
-
-
-def _require_no_own_gather(each: Found, placement: RunPlacement) -> None:
-    """Raise if a parameter with an all-gather of its own is to be cut into runs."""
-    if hasattr(_data(each).data, "fsdp_pre_all_gather"):
-        raise PlacementError(
-            f"{each.name}: a {type(_data(each).data).__name__} gathers itself and is cut on dim 0 only, not as "
-            f"{placement}; let shard_placement_fn return Shard(0) for it"
-        )

@@ -8,22 +8,24 @@ autograd ──noted──▶ waiting, as they came ──1 MiB, or all──▶
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from functools import cached_property
 from operator import attrgetter
 from typing import Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from sherd._torch import dynamo_disabled, exchangeable_hook
+from sherd._torch import dynamo_disabled, exchangeable_hook, local_tensor
+from sherd.comm.buffers import Buffer
 from sherd.comm.streams import Lane
-from sherd.engine.moves.buffer_plan import BufferPlan
-from sherd.engine.moves.dense_gradient import as_dense
-from sherd.engine.moves.reduce_buffer import ReduceBuffer
-from sherd.engine.moves.scale import Scale
+from sherd.engine.moves.buffer_plan import BufferPlan, Scale
+from sherd.engine.moves.buffer_views import RowViews
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import ShardedParameter, num_trainable
+from sherd.errors import GradientError
 from sherd.schedule.moments import MemoryKind
 
 
@@ -31,48 +33,169 @@ class GradientObserver(Protocol):
     """Sees the gradients of one group as they come."""
 
     def arrives(self, index: int, unsharded: torch.Tensor) -> None:
-        """The parameter `unsharded`, of that index in the group, has a gradient that nobody has taken yet."""
+        """Note that `unsharded`, the group's parameter `index`, has a gradient that nobody took yet."""
 
     def borrowed(self) -> None:
-        """The gradient that came last is the rows now."""
+        """Note that the last gradient has become the rows."""
 
     def copy(self, copy: Callable[[], None]) -> None:
         """Have gradients that waited copied into the rows, by `copy()`."""
 
     def gives_back(self) -> None:
-        """The rows of a reduction are about to be freed."""
+        """Note that the rows of a reduction are about to be freed."""
+
+
+# What a gradient is copied to
+
+
+class ReduceBuffer:
+    """The buffer that one reduce-scatter sends: a group's gradients, rank by rank, and a flag for each of them.
+
+    Each rank's part ends with a flag for every tensor of the group, 1 where this rank has a gradient of the tensor.
+    After the sum the flags tell a rank without a gradient that others have one. That rank takes its part of the sum,
+    too, or the shards would drift apart. A large tensor with a group to itself has no flag: the group is not reduced
+    without its gradient.
+
+    Attributes:
+        filled: the indices of the tensors whose gradients are in the buffer.
+    """
+
+    def __init__(self, group: Group, buffer: Buffer, lane: Lane | None = None) -> None:
+        self.buffer = buffer
+        self._lane = lane
+        self._packing = group.packing
+        self._num_flags = group.num_flags
+        self.filled: set[int] = set()
+
+    @cached_property
+    def _places(self) -> RowViews:
+        """The places of gradients and flags. Made on first use: a borrowed gradient needs none."""
+        return RowViews(self._packing, self.buffer.tensor, self._num_flags)
+
+    @classmethod
+    def freed(cls, group: Group, plan: BufferPlan, dtype: torch.dtype, lane: Lane | None) -> ReduceBuffer:
+        """Returns rows without memory. The first fill allocates it, from compute's pool, or from that of `lane`."""
+        buffer = Buffer(sum(plan.reduced_by_piece), dtype, group.device)
+        buffer.free()
+        return cls(group, buffer, lane)
+
+    @classmethod
+    def borrowed(cls, group: Group, gradient: torch.Tensor) -> ReduceBuffer:
+        """Returns rows that are the gradient of the group's only tensor, uncopied. Such a group has no flags."""
+        rows = cls(group, Buffer.around(gradient.detach().view(-1)))
+        rows.filled.add(0)
+        return rows
+
+    def _allocate(self) -> None:
+        if self._lane is None:
+            self.buffer.allocate()
+        else:
+            self._lane.lend(self.buffer.allocate)
+
+    def fill(self, gradients: Mapping[int, torch.Tensor], scale: float) -> None:
+        """Copy in `gradients`, keyed by parameter index, times `scale`. Add the gradient of a `filled` parameter."""
+        if torch.is_grad_enabled():  # in a backward that is differentiated, or after one
+            with torch.no_grad():
+                self.fill(gradients, scale)
+            return
+        if not self.filled:
+            self._allocate()
+        again = self.filled.intersection(gradients) if self.filled else ()
+        fresh = {at: each for at, each in gradients.items() if at not in again} if again else gradients
+        targets, sources = self._places.pairs({at: gradients[at] for at in again}) if again else ([], [])
+        if targets:  # tensors may have no elements
+            torch._foreach_add_(targets, sources, alpha=scale)
+        targets, sources = self._places.pairs(fresh)
+        if scale == 1.0 and targets:
+            torch._foreach_copy_(targets, sources)
+        for target, source in zip(targets, sources, strict=True) if scale != 1.0 else ():
+            # Scaled while it is copied. A narrow gradient is widened first, or it would be rounded twice.
+            if source.dtype == target.dtype:
+                torch.mul(source, scale, out=target)
+            else:
+                target.copy_(source).mul_(scale)
+        self.filled.update(gradients)
+
+    def complete(self) -> None:
+        """Write the flags, and zeros in the place of each gradient that is missing."""
+        if not self.filled:
+            self._allocate()
+        missing = [index for index in range(len(self._packing.slots)) if index not in self.filled]
+        for view in (view for index in missing for view in self._places.tensors[index]):
+            view.zero_()
+        for flags in self._places.flags if self._num_flags else ():
+            flags.fill_(1)
+            for index in missing:
+                flags[:, index : index + 1] = 0
+
+
+def as_dense(gradient: torch.Tensor, record: ShardedParameter) -> torch.Tensor:
+    """Returns the values of `gradient`, which autograd accumulated for an unsharded parameter, as a dense tensor.
+
+    Raises:
+        GradientError: the gradient is sparse.
+    """
+    if isinstance(gradient, DTensor):
+        spec, dims = record.unsharded_spec, record.mesh.dims
+        assert spec is not None, "only a DTensor parameter has a DTensor gradient"
+        names = spec.mesh.mesh_dim_names or ()
+        data_names = () if dims is None else (*dims.shard_names, *dims.replicate_names)
+        data_axes = {names.index(name) for name in data_names if name in names}
+        # The tensor-parallel axes as on the parameter. The data-parallel axes stay: the reduction sums over them.
+        wanted = [
+            have if axis in data_axes else want
+            for axis, (have, want) in enumerate(zip(gradient.placements, spec.placements, strict=True))
+        ]
+        gradient = local_tensor(gradient.redistribute(placements=wanted))
+    if gradient.layout is not torch.strided:
+        raise GradientError(
+            f"{record.name}: its gradient is {gradient.layout}; only dense gradients are reduced, so build the "
+            "embedding with sparse=False"
+        )
+    if type(gradient) is torch.Tensor:
+        return gradient
+    # A tensor subclass may have no memory of its own that could be sent, or several.
+    with torch.no_grad():
+        return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+
+# What autograd tells
 
 
 NBYTES = attrgetter("nbytes")
 
-Told = Callable[[torch.Tensor], None]
+OnGradient = Callable[[torch.Tensor], None]
 
 
 class GradientHooks:
-    """The hooks on one group's unsharded parameters. Python is told of each gradient, until two backwards have brought
-    them in one `order`; from then on of the last of those that are copied together. The others are noted in C.
+    """The hooks on one group's unsharded parameters.
 
-    `noted`: the parameters whose gradients have come and were not taken yet; they stay where autograd has put them.
-    `ends`, if they are learnt: by each gradient that is told of, those that are to have come by then. Unless the hooks
-    `may_note`, each gradient is told of always.
+    Python is called for each gradient until two backwards bring the gradients in the same order. From then on it is
+    called only for the last gradient of each batch that is copied together. The others are noted in C, which costs no
+    Python call.
+
+    Attributes:
+        noted: the parameters whose gradients came and were not taken yet. The gradients stay in `.grad`.
+        order: the order in which the last backward brought the gradients, by index.
+        ends: once the order is learnt, the last gradient of each batch, and the set of all that have come by then.
     """
 
     def __init__(self, plan: BufferPlan, may_note: bool) -> None:
         self.noted: list[torch.Tensor] = []
         self._plan, self._may_note = plan, may_note
-        self._hooks: dict[int, tuple[Callable[[Told], None], Told]] = {}
+        self._hooks: dict[int, tuple[Callable[[OnGradient], None], OnGradient]] = {}
         self._indices: dict[int, int] = {}
         self._nbytes: dict[int, int] = {}
         self.order: tuple[int, ...] = ()
         self.ends: dict[int, Set[int]] = {}
 
-    def watch(self, index: int, parameter: torch.Tensor, told: Told) -> None:
-        """Have `told` be called with `parameter`, the group's of that index, when it has a gradient."""
-        exchange = exchangeable_hook(parameter, told)
-        # In two dtypes there are two forms of each parameter, and what is learnt of the one is no good for the other.
+    def watch(self, index: int, parameter: torch.Tensor, on_gradient: OnGradient) -> None:
+        """Call `on_gradient(parameter)` whenever `parameter`, the group's parameter `index`, has a gradient."""
+        exchange = exchangeable_hook(parameter, on_gradient)
+        # In two dtypes there are two forms of each parameter, and the order learnt of one says nothing of the other.
         self._may_note &= index not in self._hooks
         self.forget()
-        self._hooks[index] = exchange, told
+        self._hooks[index] = exchange, on_gradient
         self._indices[id(parameter)], self._nbytes[index] = index, parameter.nbytes
 
     def expect(self) -> None:
@@ -83,17 +206,17 @@ class GradientHooks:
                 exchange(note)
 
     def take(self) -> list[tuple[int, torch.Tensor]]:
-        """Returns the parameters that are `noted`, each with its index, in the order in which their gradients came."""
+        """Returns the `noted` parameters with their indices, in the order of their gradients, and forgets them."""
         noted, self.noted[:] = self.noted[:], ()
         return list(zip(map(self._indices.__getitem__, map(id, noted)), noted, strict=True))
 
     def rest(self) -> None:
-        """Tell of each gradient from now on, as between backwards, when one may come though nobody expects it."""
-        for exchange, told in self._hooks.values() if self.ends else ():
-            exchange(told)
+        """Call Python for each gradient from now on. Between backwards one may come though nobody expects it."""
+        for exchange, on_gradient in self._hooks.values() if self.ends else ():
+            exchange(on_gradient)
 
     def learn(self, order: tuple[int, ...]) -> None:
-        """Learn from a backward in which all gradients came once, in this `order`; it is empty if they did not."""
+        """Learn from a backward that brought each gradient once, in this `order`; of any other it is empty."""
         if order != self.order:
             self.forget()
         elif not self.ends and self._may_note:
@@ -101,17 +224,26 @@ class GradientHooks:
         self.order = order
 
     def forget(self) -> None:
-        """Tell of each gradient, until their order is learnt anew."""
+        """Call Python for each gradient, until the order is learnt anew."""
         self.rest()
         self.ends, self.order = {}, ()
 
 
 class Arrivals:
-    """One group's gradients that no reduction has taken yet. `begin()` is called when one comes though nobody has said
-    `expect`, `complete()` when every trainable parameter has had its gradient. `lane` is that of the reductions.
+    """One group's gradients that no reduction has taken yet.
 
-    `scale` turns the sum over all ranks into their mean. In the present backward: `came_twice`, two gradients of one
-    parameter have come; `was_taken`, a reduction was started; `expects_all`, all parameters are trainable.
+    Args:
+        lane: the lane of the reductions.
+        begin: called when a gradient comes without an `expect` before it.
+        complete: called when every trainable parameter has its gradient.
+
+    Attributes:
+        scale: the factors that turn the sum over all ranks into their mean.
+        num_expected: the number of trainable parameters.
+        expects_all: all parameters are trainable.
+        is_expecting: a backward is expected, or under way.
+        came_twice: in the present backward, one parameter got two gradients.
+        was_taken: in the present backward, a reduction was started.
     """
 
     def __init__(
@@ -137,7 +269,7 @@ class Arrivals:
         self._dtype = group.reduce_dtype
         self.scale = Scale(1.0, 1.0)
         self._scales: dict[tuple[bool, float], Scale] = {}
-        # A tensor subclass may need a collective to be made dense, which all ranks are to do in the same turn.
+        # A tensor subclass may need a collective to be made dense, which all ranks must start in the same order.
         is_plain = all(each.unsharded_spec is None and each.restored is None for each in group.parameters)
         self._hooks = GradientHooks(plan, may_note=is_plain and not group.gathers_itself)
 
@@ -167,8 +299,8 @@ class Arrivals:
             divide_by: the divisor of the summed gradients.
             may_borrow: a large gradient may be sent from where autograd left it; nobody writes to it then.
             reduces: this backward ends with a reduction.
-            is_one_of_many: it is inside `accumulate`.
-            contributes: its gradients count. If not, they are dropped as they come.
+            is_one_of_many: this backward is inside `accumulate`.
+            contributes: the gradients count. If False, they are dropped as they come.
         """
         self._contributes = contributes
         self.is_expecting = True
@@ -193,15 +325,15 @@ class Arrivals:
         return torch.promote_types(self._group.reduce_dtype, self._group.dtype)
 
     def _told_of(self, index: int, unsharded: torch.Tensor) -> None:
-        """Take the gradient of `unsharded`, the group's parameter `index`, and those that were noted before."""
+        """Take the gradient of `unsharded`, the group's parameter `index`, and all that were noted before."""
         if unsharded.grad is None:
-            return  # frozen since its forward: autograd has come here and accumulated nothing
+            return  # frozen since its forward: autograd comes here and accumulates nothing
         if not self.is_expecting:
             self._begin()
         self._hooks.noted.append(unsharded)
         self._take()
         if self._hooks.ends and self._hooks.ends.get(index) != self._arrived:
-            self._hooks.forget()  # one is missing, or comes in another turn
+            self._hooks.forget()  # a gradient is missing, or comes in another order
         is_complete = len(self._arrived) >= self.num_expected
         if is_complete:
             self._hooks.rest()
@@ -214,20 +346,19 @@ class Arrivals:
             self._complete()
 
     def _take(self) -> None:
-        """Take the gradients of the parameters that were noted. They wait, or are borrowed as the rows."""
+        """Take the gradients of the noted parameters. They wait, or one is borrowed as the rows."""
         gradients: dict[int, torch.Tensor] = {}
         for index, unsharded in self._hooks.take():
             if self._observer is not None:
                 self._observer.arrives(index, unsharded)
             self.came_twice |= index in self._came
             gradient, unsharded.grad = unsharded.grad, None
-            if gradient is not None:  # as it is where autograd has added a second one to the first
+            if gradient is not None:  # None where autograd added a second gradient to the first, which is taken
                 self._came[index] = None
                 is_dense = type(gradient) is torch.Tensor and gradient.layout is torch.strided
                 gradients[index] = gradient if is_dense else as_dense(gradient, self._group.parameters[index])
         if not self._waiting.keys().isdisjoint(gradients):
-            # A second one in the same backward, from another reentrant checkpoint: it is added to the first, which must
-            # be in the rows for that.
+            # The second gradient of a parameter, from another reentrant checkpoint, is added to the first in the rows.
             self.collect()
         self._arrived.update(gradients)
         if self._contributes and self._rows is None and self._borrows and self._can_be_rows(*gradients.values()):
@@ -243,7 +374,7 @@ class Arrivals:
         return self._plan.borrows(gradient.dtype) and gradient.is_contiguous() and not gradient.requires_grad
 
     def collect(self) -> None:
-        """Copy what waits into the rows, and what is noted."""
+        """Copy all waiting and noted gradients into the rows."""
         if self._hooks.noted:
             self._take()
         if not self._waiting:
@@ -259,19 +390,18 @@ class Arrivals:
         rows.fill(waiting, self.scale.before)
 
     def _rows_to_fill(self) -> ReduceBuffer:
-        """Returns the rows; new ones, in spare memory if there is any, if nothing was copied yet."""
+        """Returns the present rows. If there are none, takes spare ones of the dtype, or makes new ones."""
         if self._rows is None:
             for number, spare in enumerate(self._spare):
                 if spare.buffer.tensor.dtype == self._dtype:
                     self._rows = spare
                     del self._spare[number]
                     return spare
-            self._rows = ReduceBuffer.made(self._group, self._plan, self._dtype, self._lane)
+            self._rows = ReduceBuffer.freed(self._group, self._plan, self._dtype, self._lane)
         return self._rows
 
     def end_backward(self) -> None:
-        """Note that the backward is over: gradients that did not come will not come. Those that no reduction has taken
-        wait in the rows, where the next backward's are added to them."""
+        """Note the end of the backward. Gradients that no reduction took stay in the rows, and the next are added."""
         if self._waiting or self._hooks.noted:
             self.collect()
         self._hooks.rest()
@@ -282,10 +412,10 @@ class Arrivals:
         self._arrived.clear()
         self._came.clear()
 
-    # What a reduction does
+    # A reduction
 
     def take(self, even_if_empty: bool) -> ReduceBuffer | None:
-        """Returns the rows, for a reduction, which gives them back; None, or empty ones, if nothing has come."""
+        """Returns the rows for a reduction, which gives them back. Without gradients: None, or empty rows if asked."""
         if self._waiting or self._hooks.noted:
             self.collect()
         self._arrived.clear()
@@ -295,12 +425,15 @@ class Arrivals:
         return rows
 
     def have_zeros(self) -> None:
-        """Have rows for the next reduction, of zeros if nothing has come."""
+        """Have rows for the next reduction. Without gradients they are zero."""
         self._rows = self._rows_to_fill()
 
     def give_back(self, rows: ReduceBuffer) -> None:
-        """Note that a reduction has read `rows`, or is queued on the lane that owns them: their memory is freed, their
-        views are kept for the next one."""
+        """Free the memory of `rows`, and keep their views for the next reduction.
+
+        Called once compute is ordered after the reduction, or at once where the reduce lane owns the rows: the lane
+        reuses memory in its own order.
+        """
         if self._observer is not None:
             self._observer.gives_back()
         if rows.buffer.is_ours:
@@ -317,12 +450,12 @@ class Arrivals:
 
     @property
     def has_any(self) -> bool:
-        """Whether any gradient is here."""
+        """True if any gradient is here."""
         return bool(self._waiting or self._hooks.noted or (self._rows is not None and self._rows.filled))
 
     @property
     def has_received(self) -> bool:
-        """Whether one has come in the present backward."""
+        """True if the present backward has brought a gradient."""
         return bool(self._came or self._hooks.noted)
 
     def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
@@ -355,7 +488,7 @@ class Arrivals:
             self.give_back(rows)
 
     def drop_of(self, indices: frozenset[int]) -> None:
-        """Drop those of the parameters of these indices."""
+        """Drop the gradients of the parameters `indices`."""
         self.collect()
         if self._rows is not None:
             self._rows.filled -= indices

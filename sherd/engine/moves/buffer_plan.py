@@ -1,11 +1,12 @@
-"""The buffer plan of a group: which buffers its collectives take, and what may be done without one.
+"""The buffer plan of a group: the buffers that its collectives take, and the copies that they can do without.
 
-It is made once, when a unit's parameters are put into groups. `Weights` and `Arrivals` carry it out, and the memory
-forecast counts it.
+A plan is made once, when a unit's parameters are put into groups. `Weights` and `Arrivals` carry the plan out, and the
+memory forecast counts its buffers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
@@ -14,12 +15,37 @@ import torch
 
 from sherd.comm.streams import Streams
 from sherd.comm.transport import Sizes, Transport
-from sherd.engine.moves.scale import MANY_RANKS, Scale
 from sherd.engine.state.group import Group, is_large
 
 BATCH_BYTES = 1 << 20
-"""Small gradients wait until this many bytes have come, and are copied in one call; a quarter of it on a device, where
-what waits counts more than a launch."""
+"""Small gradients wait until there are this many bytes of them, and are copied in one call. On a device a quarter of it
+is enough: there the memory of waiting gradients counts more than a launch."""
+
+MANY_RANKS = 8
+"""From this many ranks on, a shard is so small that scaling it costs nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The factors that turn a sum over ranks into the mean: `before` for each gradient, `after` for the sum."""
+
+    before: float
+    after: float
+
+    @classmethod
+    def for_(cls, dtype: torch.dtype, divide_by: float) -> Scale:
+        """Returns the factors for gradients of `dtype`.
+
+        float32 and wider types are scaled before the sum, while they are copied, which is free. bfloat16 has float32's
+        range, so the sum is divided after it was widened. float16 overflows on sums and underflows on quotients: half
+        of the factor (a power of two, hence exact) goes before the sum and the rest after it.
+        """
+        if dtype.itemsize >= 4:
+            return cls(1 / divide_by, 1.0)
+        if dtype == torch.float16:
+            front = 2.0 ** math.floor(math.log2(divide_by) / 2)
+            return cls(1 / front, front / divide_by)
+        return cls(1.0, 1 / divide_by)
 
 
 class Fill(Enum):
@@ -42,19 +68,19 @@ class BufferPlan:
         may_gather_each: each tensor may be gathered by itself, straight to its place in the unsharded buffer.
         is_never_gathered: the shards are the unsharded parameters.
         frees_unsharded: the memory of the unsharded parameters is freed between uses.
-        sends_shards_as_they_are: an all-gather in compute's dtype reads the shard buffer itself, not a copy of it. Of a
-            tensor that gathers itself, it is taken for granted.
-        may_borrow: a gradient in the reduce dtype, the group's only one, may be sent from where autograd has left it.
-        is_unpadded: such a gradient is as long as what is sent.
-        collects_late: gradients that will be reduced wait as they are, and rows are allocated for the reduction only,
-            after the unsharded parameters were freed, and the rows of the unit before.
-        batch_bytes: small gradients wait until so many bytes have come.
-        lane_owns_rows: gradients are collected in memory of the reduce lane, which goes back to it as soon as the
-            reduction is queued. Compute waits for the reduction before when it next takes such rows.
+        sends_shards_as_they_are: an all-gather in compute's dtype reads the shard buffer itself, not a copy. Assumed of
+            a tensor that gathers itself.
+        may_borrow: a gradient in the reduce dtype, the group's only one, may be sent from where autograd left it.
+        is_unpadded: such a gradient has as many elements as the reduction sends.
+        collects_late: gradients wait as autograd left them. Rows are allocated when the reduction starts, after the
+            unsharded parameters and the rows of the previous unit were freed.
+        batch_bytes: small gradients wait until there are so many bytes of them.
+        lane_owns_rows: rows are memory of the reduce lane, and return to it as soon as the reduction is queued. Compute
+            waits for the previous reduction before it fills rows again.
         scales_sums: the sum over the ranks is scaled, not the gradients.
         reduce_dtype: the dtype in which gradients are sent.
-        reduced_by_piece: the lengths of all pieces of what a reduction sends, with their flags.
-        reduced_by_rank: how much each rank of the shard axis gets the sum of.
+        reduced_by_piece: the lengths of all pieces that a reduction sends, with their flags.
+        reduced_by_rank: the number of summed elements that each rank of the shard axis receives.
     """
 
     gathers_itself: bool
@@ -75,10 +101,12 @@ class BufferPlan:
 
     @classmethod
     def of(cls, group: Group, streams: Streams, reduce_buffers: int) -> BufferPlan:
-        """Returns the plan of `group`, whose collectives run on `streams`, and of whose unit's like so many may be in
-        reduction while the next gradients are collected."""
+        """Returns the plan of `group`, whose collectives run on `streams`.
+
+        `reduce_buffers`: how many units may be reducing while the next one collects gradients.
+        """
         packing, mesh, flags = group.packing, group.mesh, group.num_flags
-        # With streams, compute's memory cannot be written ahead of compute.
+        # With streams, a gather that runs ahead of compute cannot write memory that belongs to compute.
         may_be_rows = packing.is_cut_into_runs or (packing.direct and streams.in_host_order)
         is_alone = len(group.parameters) == 1 and packing.direct and flags == 0
         by_piece = Sizes(numel + flags for numel in group.sizes) if flags else group.sizes
@@ -90,6 +118,7 @@ class BufferPlan:
             is_never_gathered=group.is_one_piece and group.unsharded_memory is not None,
             frees_unsharded=group.gathers_itself or (group.unsharded_memory is None and not mesh.keeps_unsharded),
             sends_shards_as_they_are=group.gathers_itself or is_as_computed,
+            # A borrowed gradient is scaled after the sum, on which float16 overflows.
             may_borrow=is_alone and streams.in_host_order and group.reduce_dtype != torch.float16,
             is_unpadded=packing.gathered_numel == packing.slots[0].cut.numel,
             # Without streams small gradients are copied as they come, while they are in the cache. Large rows would
@@ -97,7 +126,7 @@ class BufferPlan:
             # test_large_rows_are_allocated_once_a_units_parameters_are_free.
             collects_late=is_large(packing.gathered_numel, group.reduce_dtype) or not streams.in_host_order,
             batch_bytes=BATCH_BYTES if streams.in_host_order else BATCH_BYTES // 4,
-            # With more than one reduction under way, compute is to wait for none but the oldest.
+            # With several reductions under way, compute must wait for the oldest one only.
             lane_owns_rows=not streams.in_host_order and reduce_buffers <= 1,
             # The rows of many ranks are many short strips, which a plain copy fills faster, and a shard is soon scaled.
             scales_sums=packing.num_ranks >= MANY_RANKS and group.reduce_dtype.itemsize >= 4,
@@ -121,8 +150,11 @@ class BufferPlan:
         return self.may_borrow and self.is_unpadded and dtype == self.reduce_dtype
 
     def ends_of(self, order: Sequence[int], nbytes: Mapping[int, int]) -> dict[int, Set[int]]:
-        """Returns which gradients end a batch, each with all that have come by then, if they come in this `order`, of
-        their parameters' indices. A batch ends once it has `batch_bytes`, and with the last gradient."""
+        """Returns the last gradient of each batch, with the set of all gradients that have come by then.
+
+        A batch ends once it has `batch_bytes`, and with the last gradient. Gradients are named by the indices of their
+        parameters, and come in `order`.
+        """
         ends: dict[int, Set[int]] = {}
         waiting = 0
         for number, index in enumerate(order, start=1):
@@ -132,7 +164,9 @@ class BufferPlan:
         return ends
 
     def scale_for(self, divide_by: float, may_borrow: bool) -> Scale:
-        """Returns the scale of a mean over `divide_by`. A borrowed gradient is autograd's, and not written to: it is
-        scaled once it was summed."""
+        """Returns the factors of a mean over `divide_by`.
+
+        Only the sum of a borrowed gradient is scaled: the gradient is autograd's memory, which nobody writes.
+        """
         scales_sum = self.scales_sums or may_borrow
         return Scale(1.0, 1 / divide_by) if scales_sum else Scale.for_(self.reduce_dtype, divide_by)

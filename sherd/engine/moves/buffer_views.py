@@ -1,6 +1,6 @@
-"""Two views of the same elements: in the rows that collectives move, and in the tensors that modules use.
+"""Views of the same elements in the rows that collectives move, and in the tensors that modules use.
 
-Rows are every rank's shard buffer, one after the other. For each tensor of a packing these functions give matching
+Rows are all ranks' shard buffers, one after the other. For each tensor of a packing these functions return matching
 lists of views, so that one foreach copy moves a whole group.
 """
 
@@ -19,32 +19,46 @@ from sherd.layout.placement import Cut
 from sherd.tensor.gather import shard_of
 
 _Strided = tuple[tuple[int, ...], tuple[int, ...], int]
-"""A view of a contiguous tensor: its shape, its strides, and where in the tensor's elements it begins."""
+"""A view of a contiguous tensor: shape, strides, and the element at which it begins."""
 
 
 class RowViews:
-    """The places of every tensor's elements in `rows`: as few strided views as can be.
+    """The places of every tensor's elements in `rows`, in as few strided views as possible.
 
-    `rows` is 1-D. Behind each rank's part there is room for `num_flags` more elements, `flags`: `[ranks, num_flags]`
-    each, of one or more ranks.
+    Args:
+        rows: 1-D. Each rank's part is followed by room for `num_flags` more elements.
+
+    Attributes:
+        tensors: the views of each tensor.
+        flags: the views of the flags, `[ranks, num_flags]` each, of one or more ranks.
     """
 
     def __init__(self, packing: Packing, rows: torch.Tensor, num_flags: int) -> None:
         self._packing = packing
         self._rows = rows
         self._num_flags = num_flags
-        by_rank = None
-        if packing.is_even:
-            by_rank = rows.view(packing.num_ranks, packing.shard_numels[0] + num_flags)
-        self.tensors = [
-            self._of_runs(slot, by_rank) if slot.cut.in_line else row_views(_needed(by_rank), slot)
-            for slot in packing.slots
-        ]
-        self.flags = self._flags(by_rank) if num_flags else []
+        shard_numel = packing.shard_numels[0]
+        by_rank = rows.view(packing.num_ranks, shard_numel + num_flags) if packing.is_even else None
+        self.tensors: list[list[torch.Tensor]] = []
+        for slot in packing.slots:
+            if slot.cut.in_line:
+                self.tensors.append(self._of_runs(slot, by_rank))
+            else:
+                assert by_rank is not None, "tensors cut by themselves take the same room on every rank"
+                self.tensors.append(row_views(by_rank, slot))
+        self.flags: list[torch.Tensor] = []
+        if num_flags and by_rank is not None:
+            self.flags = [by_rank[:, shard_numel:]]
+        elif num_flags:
+            for rank, (start, numel) in enumerate(zip(packing.starts, packing.shard_numels, strict=True)):
+                end = start + numel + rank * num_flags
+                self.flags.append(rows[end : end + num_flags].view(1, -1))
 
     def pairs(self, tensors: Mapping[int, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns the places of `tensors`, of the slots with these numbers, and the matching parts of the tensors,
-        uncopied where they are contiguous. Where the parts of such a tensor lie is worked out once."""
+        """Returns the places of `tensors`, keyed by slot, and the matching parts of the tensors, uncopied if possible.
+
+        Where the parts of a contiguous tensor lie is worked out once.
+        """
         targets = [target for index in tensors for target in self.tensors[index]]
         given = tensors.values()
         if all(map(torch.Tensor.is_contiguous, given)) and not any(map(torch.Tensor.storage_offset, given)):
@@ -58,47 +72,33 @@ class RowViews:
 
     @cached_property
     def _parts(self) -> list[list[_Strided]]:
-        """The parts of each slot's tensor, if that is contiguous."""
+        """The parts of each slot's tensor, if the tensor is contiguous."""
         wholes = (torch.empty(slot.cut.shape, device="meta") for slot in self._packing.slots)
         parts = (self._sources(index, whole) for index, whole in enumerate(wholes))
         return [[(each.shape, each.stride(), int(each.storage_offset())) for each in of_one] for of_one in parts]
 
-    def _flags(self, by_rank: torch.Tensor | None) -> list[torch.Tensor]:
-        if by_rank is not None:
-            return [by_rank[:, self._packing.shard_numels[0] :]]
-        ends = (start + numel for start, numel in zip(self._packing.starts, self._packing.shard_numels, strict=True))
-        return [
-            self._rows[end + rank * self._num_flags : end + (rank + 1) * self._num_flags].view(1, -1)
-            for rank, end in enumerate(ends)
-        ]
-
     def _of_runs(self, slot: Slot, by_rank: torch.Tensor | None) -> list[torch.Tensor]:
-        """One view for each rank that holds some of the tensor; one for all that hold nothing else."""
+        """Returns one view for each rank with elements of the tensor, and one for all ranks that hold nothing else."""
         packing, cut = self._packing, slot.cut
-        held = [(rank, slot.held(rank)) for rank in cut.holders]
-        held = [(rank, extent) for rank, extent in held if extent.numel]
-        if len(held) == 1 or (self._num_flags == 0 and held):
-            start = slot.unsharded.start + held[0][0] * self._num_flags
+        extents = [(rank, slot.held(rank)) for rank in cut.holders]
+        extents = [(rank, extent) for rank, extent in extents if extent.numel]
+        if len(extents) == 1 or (self._num_flags == 0 and extents):
+            start = slot.unsharded.start + extents[0][0] * self._num_flags
             return [self._rows[start : start + cut.numel].view(cut.shape)]
-        if by_rank is not None and len(held) > 3:
-            numel = packing.shard_numels[0]
-            (first, head), (last, tail) = held[0], held[-1]
+        if by_rank is not None and len(extents) > 3:
+            # The ranks between the first and the last hold nothing but this tensor.
+            (first, head), (last, tail) = extents[0], extents[-1]
             return [
                 by_rank[first, head.start : head.stop],
-                by_rank[first + 1 : last, :numel],
+                by_rank[first + 1 : last, : packing.shard_numels[0]],
                 by_rank[last, tail.start : tail.stop],
             ]
-        begins = [(packing.starts[rank] + rank * self._num_flags + extent.start, extent) for rank, extent in held]
+        begins = [(packing.starts[rank] + rank * self._num_flags + extent.start, extent) for rank, extent in extents]
         return [self._rows[start : start + extent.numel] for start, extent in begins]
 
 
-def _needed(by_rank: torch.Tensor | None) -> torch.Tensor:
-    assert by_rank is not None, "tensors cut by themselves take the same room on every rank"
-    return by_rank
-
-
 def sources_for(targets: list[torch.Tensor], tensor: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
-    """The parts of `tensor`, of shape `cut.shape`, that belong at `targets`, its views in the rows."""
+    """Returns the parts of `tensor`, of shape `cut.shape`, that belong at `targets`, its views in the rows."""
     if len(targets) == 1 and targets[0].numel() == tensor.numel():
         return [tensor.reshape(targets[0].shape)]
     if not cut.in_line:
@@ -111,7 +111,7 @@ def sources_for(targets: list[torch.Tensor], tensor: torch.Tensor, cut: Cut) -> 
 
 
 def row_views(rows: torch.Tensor, slot: Slot) -> list[torch.Tensor]:
-    """The places in `rows`, `[num_ranks, shard_numel]`, of one tensor cut by itself."""
+    """Returns the places in `rows`, `[num_ranks, shard_numel]`, of one tensor cut by itself."""
     cut = slot.cut
     start = slot.shard.start
     if cut.dim is None:
@@ -122,12 +122,12 @@ def row_views(rows: torch.Tensor, slot: Slot) -> list[torch.Tensor]:
         if remainder:
             views.append(rows[full : full + 1, start : start + remainder])
         return [view for view in views if view.numel()]
-    held = [(rank, slot.held(rank).numel) for rank in range(cut.num_ranks)]
-    return [rows[rank, start : start + numel].view(cut.local_shape(rank)) for rank, numel in held if numel]
+    numels = [(rank, slot.held(rank).numel) for rank in range(cut.num_ranks)]
+    return [rows[rank, start : start + numel].view(cut.local_shape(rank)) for rank, numel in numels if numel]
 
 
 def tensor_views(tensor: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
-    """The parts of `tensor`, of shape `cut.shape`, that belong at `row_views`, in the same order and shapes."""
+    """Returns the parts of `tensor`, of shape `cut.shape`, that belong at `row_views`, in the same order and shapes."""
     if cut.dim is None:
         return [tensor.reshape(1, -1).expand(cut.num_ranks, -1)]
     if cut.in_order:
@@ -141,18 +141,20 @@ def tensor_views(tensor: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
 
 
 def _full_ranks(cut: Cut) -> tuple[int, int]:
-    """Returns the number of ranks that hold a full slot, and the number of elements that the next one holds."""
+    """Returns the number of ranks that hold a full slot, and the number of elements on the next rank."""
     if cut.slot == 0:
         return 0, 0
     return divmod(cut.numel, cut.slot)
 
 
 class CopyOut(ABC):
-    """Turns what was gathered into whole tensors, in the 1-D unsharded buffer. Views of that are made once, here or
-    when they are first needed, and stay valid while it is allocated."""
+    """Turns gathered rows into whole tensors, in the 1-D unsharded buffer.
+
+    Views of the unsharded buffer are made once, here or on first use. They stay valid while it is allocated.
+    """
 
     num_late_views = 0
-    """How many tensors share the unsharded buffer that were made when they were first needed."""
+    """How many tensors share the unsharded buffer that were made on first use."""
 
     @abstractmethod
     def __call__(self, rows: torch.Tensor) -> None:
@@ -160,11 +162,13 @@ class CopyOut(ABC):
 
     @abstractmethod
     def copy_into_place(self, rank: int, part: torch.Tensor) -> None:
-        """Copy one rank's shard buffer, `part`, to where its elements go in the unsharded buffer."""
+        """Copy one rank's shard buffer, `part`, to the places of its elements in the unsharded buffer."""
 
     def strips(self, part: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """A packing `in_order`, tensor by tensor: where its elements lie in the unsharded buffer, rank after rank, and
-        what this rank has of it in `part`, its shard buffer. All 1-D."""
+        """Returns where each tensor of a packing `in_order` lies in the unsharded buffer, and its shards in `part`.
+
+        `part` is this rank's shard buffer. A tensor's elements lie rank after rank. All results are 1-D.
+        """
         raise NotImplementedError("the rows are the unsharded buffer")
 
 
@@ -174,7 +178,7 @@ def copy_out(packing: Packing, unsharded: torch.Tensor) -> CopyOut:
 
 
 class _CopyRuns(CopyOut):
-    """The rows are the unsharded buffer."""
+    """For runs, whose rows are the unsharded buffer."""
 
     def __init__(self, packing: Packing, unsharded: torch.Tensor) -> None:
         self._starts = packing.starts
@@ -189,7 +193,7 @@ class _CopyRuns(CopyOut):
 
 
 class _CopyStrips(CopyOut):
-    """One native call for all tensors that are cut in order, one for the others."""
+    """One native call for all tensors that are cut in order, and one for the others."""
 
     def __init__(self, packing: Packing, unsharded: torch.Tensor) -> None:
         self._num_ranks = packing.num_ranks
@@ -203,23 +207,21 @@ class _CopyStrips(CopyOut):
         self._outs: list[torch.Tensor] = []
         end = 0
         for slot in self._in_order:
-            self._skip(slot.shard.start - end)
+            gap = slot.shard.start - end
+            if gap:  # padding between slots is split off with the rest, and needs a place to go
+                self._sizes.append(gap)
+                self._outs.append(unsharded.new_empty(self._num_ranks, gap))
             self._sizes.append(slot.shard.numel)
-            self._outs.append(
-                unsharded[slot.unsharded.start : slot.unsharded.stop].view(self._num_ranks, slot.shard.numel)
-            )
+            self._outs.append(self._flat(slot).view(self._num_ranks, slot.shard.numel))
             end = slot.shard.stop
         self._end = end
         self._into_places: dict[int, _IntoPlace] = {}
 
-    def _skip(self, gap: int) -> None:
-        """Padding between slots is split off with the rest; it needs somewhere to go."""
-        if gap:
-            self._sizes.append(gap)
-            self._outs.append(self._unsharded.new_empty(self._num_ranks, gap))
+    def _flat(self, slot: Slot) -> torch.Tensor:
+        return self._unsharded[slot.unsharded.start : slot.unsharded.stop]
 
     def _tensor(self, slot: Slot) -> torch.Tensor:
-        return self._unsharded[slot.unsharded.start : slot.unsharded.stop].view(slot.cut.shape)
+        return self._flat(slot).view(slot.cut.shape)
 
     def __call__(self, rows: torch.Tensor) -> None:
         by_rank = rows.view(self._num_ranks, self._shard_numel)
@@ -232,49 +234,42 @@ class _CopyStrips(CopyOut):
     def copy_into_place(self, rank: int, part: torch.Tensor) -> None:
         into_place = self._into_places.get(rank)
         if into_place is None:
-            into_place = self._into_places[rank] = self._into_place(rank)
+            scattered = [
+                (slot.held(rank), shard_of(self._tensor(slot), slot.cut, rank))
+                for slot in self._scattered
+                if slot.cut.local_numel(rank)
+            ]
+            into_place = _IntoPlace(self._sizes, [out[rank] for out in self._outs], scattered)
+            self._into_places[rank] = into_place
+            # Only views of the unsharded buffer count: padding goes elsewhere.
+            storage = self._unsharded.untyped_storage().data_ptr()
+            views = (*into_place.runs, *into_place.targets)
+            self.num_late_views += sum(each.untyped_storage().data_ptr() == storage for each in views)
         into_place(part)
 
     def strips(self, part: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         slots = [slot for slot in self._in_order if slot.shard.numel]
-        places = [self._unsharded[slot.unsharded.start : slot.unsharded.stop] for slot in slots]
-        return places, [part[slot.shard.start : slot.shard.stop] for slot in slots]
-
-    def _into_place(self, rank: int) -> _IntoPlace:
-        scattered = [
-            (slot.held(rank), shard_of(self._tensor(slot), slot.cut, rank))
-            for slot in self._scattered
-            if slot.cut.local_numel(rank)
-        ]
-        into_place = _IntoPlace(self._sizes, [out[rank] for out in self._outs], scattered)
-        self.num_late_views += into_place.num_views(self._unsharded)
-        return into_place
+        return [self._flat(slot) for slot in slots], [part[slot.shard.start : slot.shard.stop] for slot in slots]
 
 
 class _IntoPlace:
-    """The places to which the elements of one rank's shard buffer go: runs of it in turn, and extents of it into
-    strided places."""
+    """The places of one rank's shard buffer: consecutive `runs`, then extents that go to strided `targets`."""
 
     def __init__(
         self, sizes: list[int], runs: list[torch.Tensor], scattered: list[tuple[Extent, torch.Tensor]]
     ) -> None:
         self._sizes = sizes
         self._end = sum(sizes)
-        self._runs = runs
+        self.runs = runs
         self._extents = [extent for extent, _ in scattered]
-        self._targets = [target for _, target in scattered]
-
-    def num_views(self, unsharded: torch.Tensor) -> int:
-        """Returns how many of its places are in `unsharded`, and not in what padding is thrown into."""
-        storage = unsharded.untyped_storage().data_ptr()
-        return sum(each.untyped_storage().data_ptr() == storage for each in (*self._runs, *self._targets))
+        self.targets = [target for _, target in scattered]
 
     def __call__(self, part: torch.Tensor) -> None:
-        if self._runs:
-            torch.split_with_sizes_copy(part[: self._end], self._sizes, out=self._runs)
-        if self._targets:
+        if self.runs:
+            torch.split_with_sizes_copy(part[: self._end], self._sizes, out=self.runs)
+        if self.targets:
             sources = [
                 part[extent.start : extent.stop].view(target.shape)
-                for extent, target in zip(self._extents, self._targets, strict=True)
+                for extent, target in zip(self._extents, self.targets, strict=True)
             ]
-            torch._foreach_copy_(self._targets, sources)
+            torch._foreach_copy_(self.targets, sources)

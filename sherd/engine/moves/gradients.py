@@ -17,28 +17,120 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
+from sherd._torch import (
+    DTensorSpec,
+    after_accumulation_hooks,
+    gradient_hooks,
+    hooks_on_gradient,
+    local_tensor,
+    new_dtensor,
+)
 from sherd.comm.streams import Handoff, Lane, Streams
 from sherd.comm.transport import Pending, Transport, parts
-from sherd.engine.moves.arrivals import Arrivals
-from sherd.engine.moves.buffer_plan import BufferPlan
-from sherd.engine.moves.reduce_buffer import ReduceBuffer
-from sherd.engine.moves.scale import Scale, add_earlier
-from sherd.engine.moves.shard_gradients import ShardGradients
+from sherd.engine.moves.arrivals import Arrivals, ReduceBuffer
+from sherd.engine.moves.buffer_plan import BufferPlan, Scale
 from sherd.engine.state.group import Group
+from sherd.engine.state.parameter import as_sharded
+from sherd.errors import GradientError
 from sherd.policy import UnitPolicy
 from sherd.schedule.moments import MemoryKind
+from sherd.tensor.ragged import as_dtensor
+
+
+class ShardGradients:
+    """The `.grad` of one group's optimizer parameters."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        all_of = group.optimizer_params
+        self._records = [each.record for each in all_of]
+        self._forms = [(type(as_sharded(each.parameter)), each.gradient_spec(group.grad_dtype)) for each in all_of]
+        self._places = [slice(each.extent.start, each.extent.stop) for each in all_of]
+        self._shapes = [each.shape for each in all_of]
+
+    def give(self, reduced: torch.Tensor, with_gradient: frozenset[int]) -> None:
+        """Add `reduced`, this rank's part of the reduced gradients, to the shards' `.grad`.
+
+        Each gradient is a view of `reduced`, which lives as long as one of the gradients does.
+
+        Args:
+            reduced: 1-D, laid out as the shard buffer.
+            with_gradient: the indices of the parameters that have a gradient.
+
+        Raises:
+            GradientError: a `.grad` is no DTensor, or a user's hook on a gradient returned no DTensor.
+        """
+        sums: list[torch.Tensor] = []
+        terms: list[torch.Tensor] = []
+        hooked: list[nn.Parameter] = []
+        low_precision = self._group.grad_dtype != self._group.dtype
+        parameters = [each.shard if each.flat is None else each.flat.parameter for each in self._records]
+        have_hooks = any(chain.from_iterable(map(hooks_on_gradient, parameters)))
+        lacks_some = len(with_gradient) < len(self._group.parameters)
+        views = map(torch.Tensor.view, map(reduced.__getitem__, self._places), self._shapes)
+        each_of = zip(self._group.optimizer_params, parameters, self._forms, views, strict=True)
+        for optimizer_param, parameter, (tensor_class, spec), term in each_of:
+            if (lacks_some and optimizer_param.members.isdisjoint(with_gradient)) or not parameter.requires_grad:
+                continue
+            for gap in optimizer_param.gaps:
+                # The reduction leaves there what it finds, and a norm would see it.
+                reduced[gap.start : gap.stop].zero_()
+            for hook in gradient_hooks(parameter) if have_hooks else ():
+                term = _changed_by_hook(optimizer_param.name, hook, term, spec)
+            gradient = parameter.grad
+            if gradient is None:
+                if low_precision:
+                    optimizer_param.expect_gradients_in(self._group.grad_dtype)
+                parameter.grad = new_dtensor(tensor_class, term, spec)
+            elif isinstance(gradient, DTensor):
+                sums.append(local_tensor(gradient))
+                terms.append(term)
+            else:
+                raise GradientError(
+                    f"{optimizer_param.name}: its .grad is a {type(gradient).__name__}, not a DTensor, so the reduced "
+                    "gradient cannot be added to it; set it to None, or to a DTensor placed as the parameter"
+                )
+            if have_hooks:
+                hooked.append(parameter)
+        if sums:
+            torch._foreach_add_(sums, terms)
+        for parameter in hooked:
+            for hook in after_accumulation_hooks(parameter):
+                hook(parameter)
+
+
+def _changed_by_hook(name: str, hook: Callable[[Any], Any], term: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """Returns the reduced gradient as a user's hook (`register_hook`) changes it."""
+    changed = hook(as_dtensor(term, spec))
+    if changed is None:
+        return term
+    if not isinstance(changed, DTensor):
+        raise GradientError(
+            f"{name}: a hook on its gradient returned a {type(changed).__name__}; the gradient that it was given is a "
+            "DTensor, this rank's part of the reduced one, and so must be what it returns"
+        )
+    if changed.placements != spec.placements:
+        changed = changed.redistribute(placements=spec.placements)
+    return local_tensor(changed).contiguous()
 
 
 @dataclass(eq=False, slots=True)
 class _Reduction:
-    """A reduction under way. `partial`: over the shard axis only; the replicas will be summed another time. `rows` have
-    been given back already if a lane owns them. `lands`: what is `reduced` is on its way to host memory.
+    """A reduction under way.
 
-    `sources` are what is sent, what is summed over the replicas, and what earlier backwards left to it; held until
-    compute has waited for the lane that reads them, or the reduce lane could hand their memory out again.
+    Attributes:
+        rows: what is sent. They were given back already if a lane owns them.
+        partial: the sum is over the shard axis only; a later reduction sums over the replicas.
+        to_host: `reduced` is a copy in host memory, which is there once `handoff` says so.
+        sources: tensors that the lane reads: what is sent, what is summed over the replicas, and what earlier backwards
+            left. Held until compute has waited for the lane, or the lane could hand out their memory again.
     """
 
     handoff: Handoff
@@ -47,14 +139,13 @@ class _Reduction:
     with_gradient: frozenset[int]
     scale: Scale
     partial: bool
-    lands: bool
+    to_host: bool
     sources: list[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Landing:
-    """A mean on its way to host memory, where it is once `handoff` says so. `source`, which is copied, is held till
-    then if compute owns it."""
+class _HostCopy:
+    """A mean on its way to host memory. `source`, if compute owns its memory, is held until the copy is there."""
 
     handoff: Handoff
     stored: torch.Tensor
@@ -63,11 +154,15 @@ class _Landing:
 
 
 class Gradients:
-    """One group's gradients: `arrivals` that no reduction has taken yet; `partial`, a sum over the shard axis alone,
-    which waits for the replicas'; and those in a reduction that is under way.
+    """One group's gradients, from autograd to the shards' `.grad`.
 
-    `begin()` is called when a gradient comes though nobody has said that a backward has begun, `complete()` when every
-    trainable parameter has had its gradient.
+    Args:
+        begin: called when a gradient comes before anybody said that a backward begins.
+        complete: called when every trainable parameter has its gradient.
+
+    Attributes:
+        arrivals: the gradients that no reduction has taken yet.
+        partial: a sum over the shard axis alone, which waits for the sum over the replicas.
     """
 
     def __init__(
@@ -86,39 +181,39 @@ class Gradients:
         self._reduction: _Reduction | None = None
         self.partial: torch.Tensor | None = None
         self._partly_reduced: frozenset[int] = frozenset()
-        self._landings: list[_Landing] = []
+        self._host_copies: list[_HostCopy] = []
 
     def may_lack(self, policy: UnitPolicy) -> bool:
-        """Returns whether ranks that have no gradients take part in the reduction of those that others have."""
+        """Returns whether ranks without gradients take part in a reduction of gradients that others have."""
         return (policy.reduce_unused or self.group.num_flags > 0) and self.arrivals.num_expected > 0
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a reduction was started and not finished."""
+        """True between the start and the end of a reduction."""
         return self._reduction is not None
 
     def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
-        """Yields everything whose memory is in its hands now, freed buffers too: what a memory report counts."""
+        """Yields every buffer, freed ones too: what a memory report counts."""
         yield from self.arrivals.held()
         if self._reduction is not None:
             yield MemoryKind.GRADIENT_ROWS, self._reduction.rows.buffer.tensor
             yield MemoryKind.REDUCED, self._reduction.reduced
             for source in self._reduction.sources:
                 yield MemoryKind.REDUCED, source
-        for landing in self._landings:
-            yield MemoryKind.REDUCED, landing.stored
+        for host_copy in self._host_copies:
+            yield MemoryKind.REDUCED, host_copy.stored
         if self.partial is not None:
             yield MemoryKind.REDUCED, self.partial
 
     # Reducing
 
     def collect(self) -> None:
-        """Copy what waits into the rows, where the reduce lane owns these."""
+        """Copy waiting gradients into the rows, if the reduce lane owns the rows."""
         if self._plan.lane_owns_rows:
             self.arrivals.collect()
 
     def reduce(self, policy: UnitPolicy, transport: Transport) -> None:
-        """Start the reduction of what was collected: over the shard axis, and over the replicas if `policy` says so."""
+        """Start the reduction: over the shard axis, and over the replicas if `policy` says so."""
         awaits_replicas = self.partial is not None and policy.all_reduce_gradients  # of earlier backwards
         rows = self.arrivals.take(even_if_empty=awaits_replicas or self.may_lack(policy))
         if rows is None:
@@ -127,7 +222,7 @@ class Gradients:
         rows.complete()
         sizes = self._plan.reduced_by_rank
         result: list[torch.Tensor] = []
-        sent = rows.buffer.tensor.to(group.reduce_dtype)  # itself, unless many were added up in it
+        sent = rows.buffer.tensor.to(group.reduce_dtype)  # the rows themselves, unless micro-batches were added wider
 
         def scatter(async_op: bool) -> Pending | None:
             dtype = transport.sum_dtype(group.reduce_dtype)
@@ -145,24 +240,49 @@ class Gradients:
         if replicated and policy.all_reduce_gradients:
             earlier, self.partial = self.partial, None
             sources += [reduced] if earlier is None else [reduced, earlier]
-            if mesh.shards_replicas:
-                reduced, handoff = self._reduce_pieces(reduced, earlier, handoff)
-            else:
-                handoff = self._all_reduce(reduced, earlier, handoff, policy.all_reduce)
-        used = frozenset(range(len(group.parameters))) if policy.reduce_unused else frozenset(rows.filled)
+            reduced, handoff = self._sum_over_replicas(reduced, earlier, handoff, policy.all_reduce)
+        with_gradient = frozenset(range(len(group.parameters))) if policy.reduce_unused else frozenset(rows.filled)
         is_partial = replicated and not policy.all_reduce_gradients
-        self._reduction = _Reduction(handoff, rows, reduced, used, self.arrivals.scale, is_partial, False, sources)
+        scale = self.arrivals.scale
+        reduction = _Reduction(handoff, rows, reduced, with_gradient, scale, is_partial, False, sources)
+        self._reduction = reduction
         if self._plan.lane_owns_rows:
             self.arrivals.give_back(rows)
         if group.is_offloaded and not is_partial and policy.all_reduce_hook is None:
-            self._send_to_host(self._reduction)
+            # On the lane that made the sum: the memory of the sum goes back to it.
+            lane = self._streams.reduce if mesh.num_replicas == 1 else self._streams.all_reduce
+            stored, handoff = self._store(partial(self._as_gradient, reduced, scale), lane, handoff)
+            self._reduction = replace(reduction, handoff=handoff, reduced=stored, to_host=True)
 
-    def _send_to_host(self, reduction: _Reduction) -> None:
-        """Copy the mean to host memory behind the reduction, on the lane that made the sum and gets its memory back."""
-        lane = self._streams.reduce if self.group.mesh.num_replicas == 1 else self._streams.all_reduce
-        mean = partial(self._as_gradient, reduction.reduced, reduction.scale)
-        stored, handoff = self._store(mean, lane, reduction.handoff)
-        self._reduction = replace(reduction, handoff=handoff, reduced=stored, lands=True)
+    def _sum_over_replicas(
+        self,
+        reduced: torch.Tensor,
+        earlier: torch.Tensor | None,
+        scattered: Handoff,
+        user: Callable[[torch.Tensor], None] | None,
+    ) -> tuple[torch.Tensor, Handoff]:
+        """Sum over the replicas, with the sum that earlier backwards left, once `scattered` is done.
+
+        Returns the sum, and when it is there: of this replica's piece only, where replicas own pieces of the shard.
+        """
+        mesh, result = self.group.mesh, [reduced]
+
+        def run(async_op: bool) -> Pending | None:
+            if earlier is not None:
+                # `earlier` is as wide as the shards. It is added in that width, and sent in the reduce dtype.
+                reduced.copy_(earlier.add_(reduced))
+            if mesh.shards_replicas:
+                transport = mesh.replicate_transport
+                own = self._plan.reduced_by_piece.of(mesh.pieces_of(mesh.shard_rank))
+                result[0] = transport.empty(own[mesh.replica], transport.sum_dtype(reduced.dtype), reduced.device)
+                return transport.reduce_scatter(result[0], reduced, own, async_op)
+            if user is not None:
+                user(reduced)
+                return None
+            return mesh.replicate_transport.all_reduce(reduced, async_op)
+
+        handoff = self._streams.all_reduce.run(run, after=scattered)
+        return result[0], handoff
 
     def _store(
         self, mean: Callable[[], torch.Tensor], lane: Lane, after: Handoff | None = None
@@ -172,47 +292,12 @@ class Gradients:
         handoff = lane.run(lambda async_op: stored.append(self.group.place.store(mean())), after)
         return stored[0], handoff
 
-    def _all_reduce(
-        self,
-        reduced: torch.Tensor,
-        earlier: torch.Tensor | None,
-        scattered: Handoff,
-        user: Callable[[torch.Tensor], None] | None,
-    ) -> Handoff:
-        """Sum over the replicas, with what earlier backwards left to this one."""
-
-        def run(async_op: bool) -> Pending | None:
-            add_earlier(reduced, earlier)
-            if user is not None:
-                user(reduced)
-                return None
-            return self.group.mesh.replicate_transport.all_reduce(reduced, async_op)
-
-        return self._streams.all_reduce.run(run, after=scattered)
-
-    def _reduce_pieces(
-        self, reduced: torch.Tensor, earlier: torch.Tensor | None, scattered: Handoff
-    ) -> tuple[torch.Tensor, Handoff]:
-        """Sum over the replicas where each of them owns a piece of the shard, and gets the sum of that only."""
-        mesh = self.group.mesh
-        transport = mesh.replicate_transport
-        result: list[torch.Tensor] = []
-
-        def run(async_op: bool) -> Pending | None:
-            add_earlier(reduced, earlier)
-            own = self._plan.reduced_by_piece.of(mesh.pieces_of(mesh.shard_rank))
-            result.append(transport.empty(own[mesh.replica], transport.sum_dtype(reduced.dtype), reduced.device))
-            return transport.reduce_scatter(result[0], reduced, own, async_op)
-
-        handoff = self._streams.all_reduce.run(run, after=scattered)
-        return result[0], handoff
-
     def finish_reduce(self, policy: UnitPolicy) -> None:
-        """Order compute after the reduction, add its result to the shards' gradients, free the rows."""
+        """Order compute after the reduction, add the result to the shards' gradients, free the rows."""
         reduction, self._reduction = self._reduction, None
         if reduction is None:
             return
-        if not reduction.lands or reduction.sources:
+        if not reduction.to_host or reduction.sources:
             reduction.handoff.wait()
         if not self._plan.lane_owns_rows:
             self.arrivals.give_back(reduction.rows)
@@ -222,30 +307,34 @@ class Gradients:
             self._partly_reduced |= with_gradient
             return
         with_gradient, self._partly_reduced = with_gradient | self._partly_reduced, frozenset()
-        if reduction.lands:
-            self._landings.append(_Landing(reduction.handoff, reduced, with_gradient))
+        if reduction.to_host:
+            self._host_copies.append(_HostCopy(reduction.handoff, reduced, with_gradient))
             return
         del reduction  # and with it borrowed rows, and the sum in another dtype, before more memory is taken
         if scale.after != 1.0 or reduced.dtype != self.group.grad_dtype:
             reduced = self._as_gradient(reduced, scale)
-        if policy.all_reduce_hook is not None:
-            self._run_hook(policy, reduced)
+        hook, stream = policy.all_reduce_hook, policy.all_reduce_hook_stream
+        if hook is not None:
+            without_flags = reduced[: self.group.shard_numel]
+            if stream is None:
+                hook(without_flags)
+            else:
+                self._streams.run_beside(stream, partial(hook, without_flags))
         if self.group.is_offloaded:
             self._streams.reduce.follow_compute()
             stored, handoff = self._store(lambda: reduced, self._streams.reduce)
-            self._landings.append(_Landing(handoff, stored, with_gradient, reduced))
+            self._host_copies.append(_HostCopy(handoff, stored, with_gradient, reduced))
             return
         if len(with_gradient) < len(self.group.parameters):
             with_gradient = self._anywhere(reduced, with_gradient)
         self._shards.give(reduced, with_gradient)
 
     def land(self) -> None:
-        """Wait for what is on its way to host memory, and add it to the shards' gradients, which an optimizer will read
-        there."""
-        landings, self._landings = self._landings, []
-        for landing in landings:
-            landing.handoff.wait_on_host()
-            self._shards.give(landing.stored, self._anywhere(landing.stored, landing.with_gradient))
+        """Wait for copies to host memory, and add them to the shards' gradients, which an optimizer reads there."""
+        host_copies, self._host_copies = self._host_copies, []
+        for host_copy in host_copies:
+            host_copy.handoff.wait_on_host()
+            self._shards.give(host_copy.stored, self._anywhere(host_copy.stored, host_copy.with_gradient))
 
     def _as_gradient(self, reduced: torch.Tensor, scale: Scale) -> torch.Tensor:
         """Returns the mean in the gradient's dtype."""
@@ -261,47 +350,35 @@ class Gradients:
         missing = [i for i, each in enumerate(self.group.parameters) if i not in here and each.requires_grad]
         if not missing or not self.group.num_flags:
             return here
-        # Read by the host, which waits for it on an accelerator: only in steps where something is missing.
+        # On an accelerator the host waits for the flags. So they are read only in steps where something is missing.
         values = flags.tolist()
         return here.union(index for index in missing if values[index] != 0)
-
-    def _run_hook(self, policy: UnitPolicy, reduced: torch.Tensor) -> None:
-        reduced = reduced[: self.group.shard_numel]
-        hook, stream = policy.all_reduce_hook, policy.all_reduce_hook_stream
-        assert hook is not None, "called only when there is a hook"
-        if stream is None:
-            hook(reduced)
-        else:
-            self._streams.run_beside(stream, lambda: hook(reduced))
 
     # Giving up
 
     def drop_unreduced(self) -> None:
-        """Drop what was collected and given to no reduction (`no_sync`), or to half of one."""
+        """Drop gradients that no reduction took (`no_sync`), and sums over the shard axis alone."""
         self.arrivals.drop()
         self.partial = None
         self._partly_reduced = frozenset()
 
     def drop_unreduced_of(self, indices: frozenset[int]) -> None:
-        """Drop those of the parameters of these indices."""
+        """Drop the same of the parameters `indices` only."""
         if len(indices) == len(self.group.parameters):
             self.drop_unreduced()
             return
         self.arrivals.drop_of(indices)
-        if self.partial is not None:
-            self._zero(self.partial, indices)
-            self._partly_reduced -= indices
-
-    @torch.no_grad()
-    def _zero(self, partial: torch.Tensor, indices: frozenset[int]) -> None:
-        """Zero what a sum over the shard axis has of these parameters, and their flags."""
+        if self.partial is None:
+            return
         group, mesh = self.group, self.group.mesh
         pieces = mesh.pieces_of(mesh.shard_rank)
-        for piece, part in zip(pieces, parts(partial, self._plan.reduced_by_piece.of(pieces)), strict=True):
-            for index in indices:
-                held = group.packing.slots[index].held(piece)
-                part[held.start : held.stop].zero_()
-                part[group.packing.shard_numels[piece] + index] = 0
+        with torch.no_grad():
+            for piece, part in zip(pieces, parts(self.partial, self._plan.reduced_by_piece.of(pieces)), strict=True):
+                for index in indices:
+                    extent = group.packing.slots[index].held(piece)
+                    part[extent.start : extent.stop].zero_()
+                    part[group.packing.shard_numels[piece] + index] = 0  # the flag
+        self._partly_reduced -= indices
 
     def discard(self) -> None:
         """Drop everything that has not reached the shards."""
@@ -310,7 +387,7 @@ class Gradients:
             if not self._plan.lane_owns_rows:
                 self.arrivals.give_back(self._reduction.rows)
             self._reduction = None
-        for landing in self._landings:
-            landing.handoff.wait_on_host()
-        self._landings.clear()
+        for host_copy in self._host_copies:
+            host_copy.handoff.wait_on_host()
+        self._host_copies.clear()
         self.drop_unreduced()

@@ -1,13 +1,14 @@
-"""The weights of one parameter whose tensor subclass says what is gathered, and makes the unsharded tensor of it.
+"""The weights of one parameter whose tensor subclass has an all-gather of its own.
 
-The protocol is torch's, as fp8, int8 and NF4 tensors implement it on the shard's local tensor:
+The subclass says which tensors are gathered, and makes the unsharded tensor of them. The protocol is torch's, as fp8,
+int8 and NF4 tensors implement it on the shard's local tensor:
 
     fsdp_pre_all_gather(mesh[, outer_size, outer_stride, module, mp_policy]) -> (tensors to gather, metadata)
     fsdp_post_all_gather(gathered, metadata, param_dtype)                    -> (whole tensor, tensors to free with it)
     fsdp_post_all_gather(gathered, metadata, param_dtype, out=whole tensor)  -> None, the second time and later
 
-For a smaller mesh of k ranks (`reshard_after_forward=k`) each keeps a k-th of every tensor that was gathered, as it
-came. What those are is the subclass's own affair; k such parts in a row are the same bytes, which it gets again:
+For a smaller mesh of k ranks (`reshard_after_forward=k`) each rank keeps a k-th of every gathered tensor, as it came.
+Only the subclass knows what the tensors mean; k such parts in a row are the same bytes, which it gets again:
 
     sent by rank  0 1 2 3     gathered  | 0 1 2 3 |     kept, k = 2  0: | 0 1 |  1: | 2 3 |  2: | 0 1 |  3: | 2 3 |
 """
@@ -29,8 +30,7 @@ from sherd.comm.streams import Streams
 from sherd.comm.transport import Transport
 from sherd.engine.moves import saved
 from sherd.engine.moves.buffer_plan import BufferPlan
-from sherd.engine.moves.unsharded_buffer import Unsharded
-from sherd.engine.moves.weights import Flight, Weights
+from sherd.engine.moves.weights import Flight, Unsharded, Weights
 from sherd.engine.state.group import Group
 from sherd.errors import PlacementError
 from sherd.layout.placement import Cut
@@ -39,31 +39,31 @@ from sherd.policy import MixedPrecisionPolicy
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """The shape of each tensor that a rank sends, and what the subclass wants to know when all have come."""
+    """The shape of each tensor that a rank sends, and the subclass's `metadata` for `fsdp_post_all_gather`."""
 
     shapes: tuple[torch.Size, ...]
     metadata: Any
 
 
 class _Unsharded(Unsharded):
-    """The gathered buffers, and the unsharded `tensor` that the subclass makes of them at the first gather."""
+    """The gathered buffers, and the unsharded `tensor` that the subclass made of them at the first gather."""
 
     tensor: torch.Tensor | None = None
 
     def keep(self, tensor: torch.Tensor, inner: tuple[torch.Tensor, ...], parameter: nn.Parameter) -> None:
-        """Have `tensor`, whose memory is that of `inner`, from now on."""
+        """Keep `tensor`, whose memory is that of `inner`, shown to the modules as `parameter`."""
         self.tensor = tensor
         self.buffers = (*self.gathered, *map(Buffer.of, inner))
         self.parameters = [parameter]
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The version of each gathered buffer: the subclass may write in them."""
+        """The version of each gathered buffer. They change if the subclass writes in them."""
         return tuple(buffer.tensor._version for buffer in self.gathered)
 
 
 class SelfGatheredWeights(Weights):
-    """The weights of a group of one such parameter, whose views and dtype only the subclass knows."""
+    """The weights of a group of one such parameter. Only the subclass knows its views and its dtype."""
 
     made: _Unsharded | None
 
@@ -80,7 +80,7 @@ class SelfGatheredWeights(Weights):
         (self._record,) = group.parameters
         self._precision = precision
         self._terms: _Terms | None = None
-        self._arrived: tuple[int, ...] = ()  # the versions of the gathered buffers when all had come
+        self._arrived: tuple[int, ...] = ()  # the versions of the gathered buffers after the all-gather
 
     @property
     def _cut(self) -> Cut:
@@ -90,23 +90,22 @@ class SelfGatheredWeights(Weights):
 
     @property
     def is_unread(self) -> bool:
-        """Returns False: what a subclass's unsharded tensor shares its memory with is its own affair."""
+        """False: only the subclass knows which tensors share memory with the unsharded one."""
         return False
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of all that the subclass has told us of; of the parameter before the first gather."""
+        """Bytes of all tensors that the subclass named; before the first gather, of the parameter."""
         known = sum(buffer.tensor.nbytes for buffer in self.made.buffers) if self.made is not None else 0
         return max(super().unsharded_bytes, known)
 
     def part_bytes(self, size: int) -> int:
-        """Returns the bytes of the part kept for a mesh of `size` ranks; 0 before the first gather, which tells what
-        there is."""
+        """Returns the bytes of the part to keep for a mesh of `size` ranks; 0 before the first gather."""
         gathered = self.made.gathered if self.made is not None else ()
         return sum(buffer.tensor.numel() // size * buffer.tensor.element_size() for buffer in gathered)
 
     def _gather_shards(self, transport: Transport, full_precision: bool) -> None:
-        """Ask the subclass what to send, and start sending it. Which dtype it has is the subclass's own affair."""
+        """Ask the subclass what to send, and start to send it. The subclass chooses the dtype."""
         group, num_ranks = self.group, self.group.packing.num_ranks
         tensors, metadata = self._ask(group.place.fetch(self._record.local, group.device))
         padded = tuple(self._padded(tensor) for tensor in tensors)
@@ -118,7 +117,7 @@ class SelfGatheredWeights(Weights):
         self._flight = Flight(self._gather_into_buffers(transport, sources, num_ranks), (), group.version)
 
     def _ask(self, local: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Call `fsdp_pre_all_gather` with as many arguments as it takes: an older form takes the mesh alone."""
+        """Call `fsdp_pre_all_gather` with as many arguments as it takes: its older form takes the mesh alone."""
         mesh = self.group.mesh.shard_mesh
         if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 1:
             tensors, metadata = local.fsdp_pre_all_gather(mesh)
@@ -129,49 +128,49 @@ class SelfGatheredWeights(Weights):
         return tuple(tensors), metadata
 
     def _padded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns `tensor` with as many rows as the rank that holds most: all ranks must send equally much."""
+        """Returns `tensor` with as many rows as the rank that holds most, for all ranks must send equally much."""
         cut = self._cut
         most = max(rows.numel for rows in cut.rows)
-        held = cut.rows[self.group.mesh.piece].numel
-        if held == most or tensor.shape[:1] != (held,):
+        num_rows = cut.rows[self.group.mesh.piece].numel
+        if num_rows == most or tensor.shape[:1] != (num_rows,):
             return tensor
         padded = tensor.new_zeros((most, *tensor.shape[1:]))
-        padded[:held] = tensor
+        padded[:num_rows] = tensor
         return padded
 
     def _trimmed(self, by_rank: torch.Tensor) -> torch.Tensor:
-        """Returns all ranks' pieces one after the other, without the rows that `_padded` added at the end."""
+        """Returns all ranks' pieces one after the other, without the rows that `_padded` added."""
         pieces = by_rank.flatten(0, 1) if by_rank.dim() > 1 else by_rank
         most = max(rows.numel for rows in self._cut.rows)
         return pieces[: self._record.shape[0]] if by_rank.shape[1:2] == (most,) else pieces
 
     def _land(self, flight: Flight) -> None:
-        """Have the subclass make the unsharded parameter of what has come."""
+        """Have the subclass make the unsharded parameter of the gathered tensors."""
         flight.handoff.wait()
-        made, terms = self.made, self._terms
-        assert made is not None and terms is not None, "an all-gather is waited for once it was started"
+        unsharded, terms = self.made, self._terms
+        assert unsharded is not None and terms is not None, "an all-gather is waited for once it was started"
         gathered = tuple(
             self._trimmed(buffer.tensor.view(self.group.packing.num_ranks, *shape))
-            for buffer, shape in zip(made.gathered, terms.shapes, strict=True)
+            for buffer, shape in zip(unsharded.gathered, terms.shapes, strict=True)
         )
-        self._arrived = made.versions
-        if made.tensor is not None:
-            for buffer in made.buffers:
+        self._arrived = unsharded.versions
+        if unsharded.tensor is not None:
+            for buffer in unsharded.buffers:
                 buffer.allocate()
-            self._finish(gathered, terms.metadata, out=made.tensor)
+            self._finish(gathered, terms.metadata, out=unsharded.tensor)
             return
         with torch.inference_mode(False):
-            unsharded, inner = self._finish(gathered, terms.metadata)
+            tensor, inner = self._finish(gathered, terms.metadata)
             shape = self._record.shape
-            if unsharded.shape != shape:  # padded rows at the end
-                unsharded = torch.as_strided(unsharded, shape, torch.empty(shape, device="meta").stride(), 0)
-            # From `.data`: with a version counter of its own, which refilling `unsharded` leaves alone (weights.py).
-            shown, spec = unsharded.data, self._record.unsharded_spec
+            if tensor.shape != shape:  # padded rows at the end
+                tensor = torch.as_strided(tensor, shape, torch.empty(shape, device="meta").stride(), 0)
+            # From `.data`: with a version counter of its own, which refilling `tensor` leaves alone (weights.py).
+            shown, spec = tensor.data, self._record.unsharded_spec
             if spec is not None:
-                shown = dtensor(shown, dtensor_spec(spec.mesh, spec.placements, spec.shape, unsharded.dtype))
-            made.keep(unsharded, inner, nn.Parameter(shown, requires_grad=self._record.requires_grad))
-        self._adopt(0, *made.parameters)
-        for buffer in made.buffers:
+                shown = dtensor(shown, dtensor_spec(spec.mesh, spec.placements, spec.shape, tensor.dtype))
+            unsharded.keep(tensor, inner, nn.Parameter(shown, requires_grad=self._record.requires_grad))
+        self._adopt(0, *unsharded.parameters)
+        for buffer in unsharded.buffers:
             saved.watch(buffer.tensor.untyped_storage(), self)
 
     def _finish(self, gathered: tuple[torch.Tensor, ...], metadata: Any, **out: torch.Tensor) -> Any:
@@ -180,17 +179,17 @@ class SelfGatheredWeights(Weights):
 
     @property
     def _may_keep_part(self) -> bool:
-        """Whether the subclass has not written to what it was given."""
+        """True if the subclass left the gathered buffers unchanged."""
         return self.made is not None and self._arrived == self.made.versions
 
     def free(self) -> None:
-        """Show the shard again and give the memory back, whatever the state."""
+        """Show the shard again and free the memory, whatever the state."""
         super().free()
         self._terms = None
 
 
 def require_can_gather_itself(name: str, tensor: torch.Tensor, cut: Cut, mesh: DataMesh) -> None:
-    """Raise `PlacementError` for a tensor with its own all-gather that is not cut as that needs it."""
+    """Raise `PlacementError` if `tensor` has its own all-gather, and `cut` or `mesh` does not suit it."""
     if not hasattr(tensor, "fsdp_pre_all_gather"):
         return
     if mesh.shards_replicas:

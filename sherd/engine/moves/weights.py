@@ -4,67 +4,44 @@
                             ▲                   │
                             └─gather─ SHRUNK ◀──┘ shrink
 
-Unsharded parameters are cut once from one buffer whose storage comes and goes under them. Reading one while the storage
-is gone kills the process, so the modules show shards at all other times
+Unsharded parameters are made once, as views of one buffer whose storage comes and goes under them. Reading one while
+the storage is gone kills the process, so the modules show shards at all other times
 (`test_whole_parameters_are_freed_after_forward_and_after_backward`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from functools import partial
+from itertools import cycle
+from operator import attrgetter, methodcaller
 
 import torch
 from torch import nn
 
-from sherd._torch import will_get_gradient
+from sherd._torch import increment_versions, set_versions, storage_uses, will_get_gradient
 from sherd.comm.buffers import Buffer
-from sherd.comm.streams import Handoff, Streams
+from sherd.comm.mesh import DataMesh
+from sherd.comm.streams import Handoff, Lane, Streams
 from sherd.comm.transport import CopyIntoPlace, Pending, Transport
 from sherd.engine.moves import saved
 from sherd.engine.moves.buffer_plan import BufferPlan, Fill
-from sherd.engine.moves.kept_part import KeptPart
-from sherd.engine.moves.unsharded_buffer import Unsharded, UnshardedBuffer
+from sherd.engine.moves.buffer_views import copy_out
+from sherd.engine.state.fetching import fetch_into
 from sherd.engine.state.group import Group
-from sherd.engine.state.offload import fetch_into
+from sherd.engine.state.parameter import ShardedParameter, hide_unsharded, show_unsharded
 from sherd.errors import StateError
 from sherd.schedule.moments import MemoryKind
 from sherd.schedule.state import Live
 
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """An all-gather under way, of the shards as of `version`. `sources` is what it reads. `rows` is None when it writes
-    the unsharded buffer itself; `copy_into_place`, if given, puts this rank's own part there."""
-
-    handoff: Handoff
-    sources: tuple[torch.Tensor, ...]
-    version: int
-    rows: torch.Tensor | None = None
-    copy_into_place: CopyIntoPlace | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Handoffs:
-    """Several all-gathers under way. What they read is held until compute has waited for them."""
-
-    handoffs: tuple[Handoff, ...]
-    sources: tuple[torch.Tensor, ...]
-
-    def wait(self) -> None:
-        """Order compute after all of them."""
-        for handoff in self.handoffs:
-            handoff.wait()
-
-    def wait_on_host(self) -> None:
-        """Block the caller until all of them are done."""
-        for handoff in self.handoffs:
-            handoff.wait_on_host()
-
-
+# Asked of all parameters of a group in each gather and free, so C does the asking.
 STAND = attrgetter("_version", "requires_grad")
-"""Returns how many writes in place a parameter has seen, and whether it is trained. All in C, as every gather asks."""
+"""Returns how many writes in place a parameter has seen, and whether it is trained."""
+
+IS_TRAINED = attrgetter("requires_grad")
+ADDRESS = methodcaller("data_ptr")
+VERSION = attrgetter("_version")
 
 MOVES = {
     Live.SHARDED: {Live.GATHERING},
@@ -93,8 +70,203 @@ class Position:
             raise StateError(f"parameters of {self._name} cannot go from {self.live.name} to {to.name}")
 
 
-class Weights(Position, saved.Source):
-    """One group's parameters. `watch(index, parameter)` is told of each unsharded parameter once, when it is made."""
+# The memory of unsharded parameters
+
+
+class Unsharded:
+    """The unsharded `parameters` of `records`, and the `buffers` whose memory is freed under them.
+
+    All-gathers fill `gathered`, which may be fewer buffers.
+
+    Where a hook of ours saw autograd save a parameter, the parameter is gathered before backward reads it. Without a
+    hook autograd compares versions, so the versions are one ahead while the memory is gone. A `ctx.weight` that was not
+    kept by `save_for_backward` then raises, in a gradient of a gradient:
+    test_a_weight_kept_as_an_attribute_is_right_or_raises_in_a_gradient_of_a_gradient.
+
+    Attributes:
+        trained: for each parameter, whether it required a gradient when it was shown.
+    """
+
+    def __init__(self, records: Sequence[ShardedParameter], gathered: tuple[Buffer, ...]) -> None:
+        self._records = records
+        self.gathered = self.buffers = gathered
+        self.parameters: list[nn.Parameter] = []
+        self._versions_are_ahead = False
+        self._as_of: list[tuple[int, bool]] = []
+        self.trained: list[bool] = []
+
+    @property
+    def num_foreign_views(self) -> int:
+        """0: nothing is known of other tensors in the memory."""
+        return 0
+
+    def show(self, as_of: list[tuple[int, bool]]) -> None:
+        """Show the parameters to the modules.
+
+        `as_of` is the `STAND` of each optimizer parameter when the gather started. If an optimizer parameter was
+        written since the last gather, autograd must see its unsharded form as modified in place: a backward raises
+        that reads it for an earlier forward.
+        """
+        if self._versions_are_ahead:
+            set_versions(tuple(self.parameters), tuple(map((-1).__add__, map(VERSION, self.parameters))))
+            self._versions_are_ahead = False
+        if as_of != self._as_of:
+            # `cycle`: all parameters may be members of one flat parameter.
+            stands = zip(self.parameters, cycle(as_of), cycle(self._as_of), strict=False)
+            increment_versions([parameter for parameter, now, then in stands if now[0] != then[0]])
+            self._as_of = as_of
+        show_unsharded(self._records, self.parameters)
+        self.trained = list(map(IS_TRAINED, self.parameters))
+
+    def hide(self) -> list[str]:
+        """Show the shards to the modules.
+
+        Returns the names of parameters that a user gave other values in a way that shards do not notice, where known.
+        """
+        hide_unsharded(self._records, self.parameters, self.trained)
+        return []
+
+    def free(self, lane: Lane | None = None) -> None:
+        """Free the memory. If it is `lane`'s, its pool gets it once compute has read it."""
+        if lane is not None:
+            lane.follow_compute()
+        if self.parameters and not self._versions_are_ahead:
+            increment_versions(self.parameters)
+            self._versions_are_ahead = True
+        for buffer in self.buffers:
+            buffer.free()
+
+
+class UnshardedBuffer(Unsharded):
+    """The unsharded buffer, and the parameters cut from it, in one dtype. An all-gather in place fills `rows`."""
+
+    def __init__(self, group: Group, dtype: torch.dtype) -> None:
+        unsharded_memory = group.unsharded_memory
+        self.buffer = (
+            Buffer(group.packing.unsharded_numel, dtype, group.device)
+            if unsharded_memory is None
+            else Buffer.around(unsharded_memory)
+        )
+        super().__init__(group.parameters, (self.buffer,))
+        flat = self.buffer.tensor
+        self.rows = flat[: group.packing.gathered_numel]
+        self.copy_out = copy_out(group.packing, flat)
+        self._slots = group.packing.slots
+        # What a user's `.data = ...` can move, by index, and the byte where it belongs. A DTensor cannot be moved so.
+        self._plain: list[int] = []
+        self._offsets: list[int] = []
+        for index, (parameter, slot) in enumerate(zip(group.parameters, self._slots, strict=True)):
+            # Each from its own `.data`: its own version counter, so that refilling the buffer is no "modification by an
+            # in-place operation" to autograd, while a user's change of one parameter still is.
+            tensor = flat.data[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(slot.cut.shape)
+            self.parameters.append(nn.Parameter(parameter.as_unsharded(tensor), requires_grad=parameter.requires_grad))
+            if parameter.unsharded_spec is None and parameter.restored is None and slot.cut.numel:
+                self._plain.append(index)
+                self._offsets.append(slot.unsharded.start * dtype.itemsize)
+        del tensor  # or `storage_uses` would count it
+        self._movable = [self.parameters[index] for index in self._plain]
+        self._address = self.buffer.address
+        self._own_uses = storage_uses(self._address)
+
+    @property
+    def num_foreign_views(self) -> int:
+        """The number of tensors in the memory besides those made here: autograd's, and garbage among them."""
+        return storage_uses(self._address) - self._own_uses - self.copy_out.num_late_views
+
+    def hide(self) -> list[str]:
+        """Show the shards to the modules, and put back parameters that a user's `.data = ...` moved."""
+        addresses = list(map(ADDRESS, self._movable))
+        own = list(map(self.buffer.tensor.data_ptr().__add__, self._offsets))
+        lost = []
+        if addresses != own:
+            moved = [index for index, at, of in zip(self._plain, addresses, own, strict=True) if at != of]
+            lost = [self._records[index].name for index in moved if not self._put_back(index)]
+        for record, parameter, instead in hide_unsharded(self._records, self.parameters, self.trained):
+            if instead is None or not _are_same(instead, parameter):
+                lost.append(record.name)
+        return lost
+
+    def _put_back(self, index: int) -> bool:
+        """Give a parameter its memory in the buffer again. Returns whether the other memory has the same values."""
+        parameter, slot = self.parameters[index], self._slots[index]
+        given = parameter.data
+        parameter.data = self.buffer.tensor.data[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(
+            slot.cut.shape
+        )
+        return _are_same(given, parameter.data)
+
+
+def _are_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = type(tensor) is type(other) and (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
+    return alike and tensor.device == other.device and torch.equal(tensor, other)
+
+
+class KeptPart:
+    """A copy of this rank's part of each gathered buffer, kept after forward (`reshard_after_forward=size`).
+
+    In backward a smaller mesh of `size` ranks gathers the parts, which are equally long. Collective at first: the
+    smaller mesh needs a process group.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer], mesh: DataMesh, size: int) -> None:
+        numels = [buffer.tensor.numel() // size for buffer in buffers]
+        at = mesh.shard_rank % size
+        self.tensors = tuple(
+            buffer.tensor[at * numel : (at + 1) * numel].clone() for buffer, numel in zip(buffers, numels, strict=True)
+        )
+        self.size = size
+        self.transport = mesh.transport_of(mesh.smaller_group(size))
+
+
+# All-gathers
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """An all-gather under way, of the shards as of `version`.
+
+    Attributes:
+        sources: the tensors that the all-gather reads.
+        rows: the tensor that it fills; None if it fills the unsharded buffer itself.
+        copy_into_place: puts this rank's own part into the unsharded buffer, where the all-gather does not.
+    """
+
+    handoff: Handoff
+    sources: tuple[torch.Tensor, ...]
+    version: int
+    rows: torch.Tensor | None = None
+    copy_into_place: CopyIntoPlace | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Handoffs:
+    """Several all-gathers under way. The tensors that they read are held until compute has waited for all."""
+
+    handoffs: tuple[Handoff, ...]
+    sources: tuple[torch.Tensor, ...]
+
+    def wait(self) -> None:
+        """Order compute after all of them."""
+        for handoff in self.handoffs:
+            handoff.wait()
+
+    def wait_on_host(self) -> None:
+        """Block the caller until all of them are done."""
+        for handoff in self.handoffs:
+            handoff.wait_on_host()
+
+
+class Weights(Position, saved.StorageOwner):
+    """One group's parameters.
+
+    Args:
+        watch: called once for each unsharded parameter when it is made, as `watch(index, parameter)`.
+        unshard: called when backward is about to read parameters that were freed.
+
+    Attributes:
+        made: the unsharded form in the dtype of the last gather, None before the first.
+        as_of: the `STAND` of each optimizer parameter at the last gather from shards.
+    """
 
     def __init__(
         self,
@@ -105,38 +277,37 @@ class Weights(Position, saved.Source):
         unshard: Callable[[], None],
     ) -> None:
         Position.__init__(self, group.name)
-        saved.Source.__init__(self, unshard)
+        saved.StorageOwner.__init__(self, unshard)
         self.group = group
         self.plan = plan
         self._streams = streams
         self._watch = watch
-        # In each dtype that was asked for, and in that of the last gather. Made at the first gather: a model that is
-        # only built or loaded has none.
+        # In each dtype that was asked for. Made at the first gather: a model that is only built or loaded has none.
         self._by_dtype: dict[torch.dtype, UnshardedBuffer] = {}
         self.made: Unsharded | None = None
-        self._ids: set[int] = set()  # of all unsharded parameters that were made
+        self._ids: set[int] = set()  # of all unsharded parameters
         self._dtype = group.compute_dtype
         self._flight: Flight | None = None
-        self.as_of: list[tuple[int, bool]] = []  # `STAND` of each optimizer parameter at the last gather from shards
+        self.as_of: list[tuple[int, bool]] = []
         self._versions: dict[torch.dtype, int] = {}
         self._part: KeptPart | None = None
-        # Whether the unsharded buffer is the gather lane's memory, which writes it ahead of compute, or compute's own.
+        # The gather lane writes its own memory ahead of compute. Memory of compute's own must be written by compute.
         self._lane_owns_buffer = False
-        self._transport: Transport | None = None  # of the last gather, and the way in which it fills the buffer
-        self._fill = Fill.FROM_ROWS
+        self._transport: Transport | None = None  # of the last gather
+        self._fill = Fill.FROM_ROWS  # by that transport
 
     def _make(self) -> UnshardedBuffer:
         """Make the unsharded buffer in the present dtype, and the parameters in it."""
-        # Outside inference mode too: what is made in it can never be written in training.
+        # Outside inference mode: a tensor made inside can never be written in training.
         with torch.no_grad(), torch.inference_mode(False):
-            made = self._by_dtype[self._dtype] = UnshardedBuffer(self.group, self._dtype)
-            if made.buffer.is_ours:
-                made.free()
-        for index, parameter in enumerate(made.parameters):
+            unsharded = self._by_dtype[self._dtype] = UnshardedBuffer(self.group, self._dtype)
+            if unsharded.buffer.is_ours:
+                unsharded.free()
+        for index, parameter in enumerate(unsharded.parameters):
             self._adopt(index, parameter)
         if self.plan.frees_unsharded:
-            saved.watch(made.buffer.tensor.untyped_storage(), self)
-        return made
+            saved.watch(unsharded.buffer.tensor.untyped_storage(), self)
+        return unsharded
 
     def _adopt(self, index: int, parameter: nn.Parameter) -> None:
         """Make `parameter` the unsharded form of the group's parameter `index`."""
@@ -148,48 +319,50 @@ class Weights(Position, saved.Source):
 
     @property
     def is_unread(self) -> bool:
-        """Whether backward has read all views of the parameters that forward has saved.
+        """True if backward has read all views of the parameters that forward saved.
 
-        Autograd saves a parameter it needs as it is, or a view of it, `w.t()` or `w.detach()`; only views count here.
+        Autograd saves a parameter itself, or a view such as `w.t()` or `w.detach()`; only views count here.
         """
         return self.num_unread_views <= 0
 
     @property
     def is_viewed(self) -> bool:
-        """Whether somebody else than autograd seems to have a view of the parameters, which freeing them would leave
-        without memory. It may also be garbage that waits to be collected."""
-        made = self.made
-        if made is None or not self.plan.frees_unsharded:
+        """True if somebody else than autograd seems to have a view, which freeing would leave without memory.
+
+        The view may also be garbage that waits to be collected.
+        """
+        unsharded = self.made
+        if unsharded is None or not self.plan.frees_unsharded:
             return False
-        return made.num_foreign_views > self.num_saved_views
+        return unsharded.num_foreign_views > self.num_saved_views
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether an all-gather was started and not waited for."""
+        """True between the start of an all-gather and the wait for it."""
         return self._flight is not None
 
     @property
     def awaits_gradients(self) -> bool:
-        """Whether the present backward will bring a gradient for one of the parameters."""
-        made = self.made
-        return made is not None and any(each.requires_grad and will_get_gradient(each) for each in made.parameters)
+        """True if the present backward will bring a gradient for one of the parameters."""
+        parameters = () if self.made is None else self.made.parameters
+        return any(each.requires_grad and will_get_gradient(each) for each in parameters)
 
     def is_parameter(self, tensor: torch.Tensor) -> bool:
         """Returns whether `tensor` is one of the unsharded parameters itself, not a view of one."""
         return id(tensor) in self._ids
 
     def end_backward(self) -> None:
-        """Forget what was saved. Views that backward has not read were not on the way from the loss."""
+        """Forget saved views. Backward did not read the remaining ones: no path from the loss leads through them."""
         self.num_unread_views = 0
 
     def drop_gradients(self) -> None:
-        """Drop gradients of the parameters that nobody has taken, as an exception came in between."""
-        for made in self._by_dtype.values():
-            for parameter in made.parameters:
+        """Drop gradients of the unsharded parameters. After an exception nobody takes them."""
+        for unsharded in self._by_dtype.values():
+            for parameter in unsharded.parameters:
                 parameter.grad = None
 
     def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:
-        """Yields everything whose memory is in its hands now, freed buffers too: what a memory report counts."""
+        """Yields every buffer, freed ones too: what a memory report counts."""
         yield from self.group.held()
         for buffer in self.made.buffers if self.made is not None else ():
             yield MemoryKind.UNSHARDED, buffer.tensor
@@ -198,7 +371,7 @@ class Weights(Position, saved.Source):
         if self._flight is not None:
             if self._flight.rows is not None:
                 yield MemoryKind.ROWS, self._flight.rows
-            for source in self._flight.sources:  # it may be a part of the rows
+            for source in self._flight.sources:  # may be a part of the rows
                 yield MemoryKind.SENT, source
 
     @property
@@ -207,11 +380,14 @@ class Weights(Position, saved.Source):
         return self.group.unsharded_bytes
 
     def part_bytes(self, size: int) -> int:
-        """Returns the bytes of the part that is kept for a mesh of `size` ranks."""
+        """Returns the bytes of the part to keep for a mesh of `size` ranks."""
         return self.group.packing.unsharded_numel // size * self.group.compute_dtype.itemsize
 
     def gather(self, transport: Transport, full_precision: bool = False) -> None:
-        """Start the all-gather, from the shards or from the part that was kept; in the shards' own dtype if told so."""
+        """Start the all-gather, from the kept part if there is one, else from the shards.
+
+        `full_precision`: gather in the shards' dtype, not in compute's.
+        """
         self.move(Live.GATHERING)
         part, self._part = self._part, None
         if part is None:
@@ -222,22 +398,22 @@ class Weights(Position, saved.Source):
             self._flight = Flight(handoff, part.tensors, self.group.version)
 
     def _gather_shards(self, transport: Transport, full_precision: bool) -> None:
-        """Start an all-gather of the shards, and make the buffers for it if there are none yet."""
+        """Start an all-gather of the shards. Make the buffers at the first one."""
         group, plan = self.group, self.plan
         self._dtype = group.dtype if full_precision else group.compute_dtype
-        made = self.made = self._by_dtype.get(self._dtype) or self._make()
+        unsharded = self.made = self._by_dtype.get(self._dtype) or self._make()
         if transport is not self._transport:
             self._transport, self._fill = transport, plan.fill_by(transport)
         if plan.is_never_gathered or (not plan.frees_unsharded and self._versions.get(self._dtype) == group.version):
             handoff = self._streams.gather.run(lambda async_op: None)
             self._flight = Flight(handoff, (group.shard_buffer,), group.version)
         elif self._fill is Fill.FROM_RANKS:
-            self._flight = self._gather_from_ranks(transport, made)
+            self._flight = self._gather_from_ranks(transport, unsharded)
         else:
-            self._flight = self._gather_rows(transport, made)
+            self._flight = self._gather_rows(transport, unsharded)
 
-    def _gather_rows(self, transport: Transport, made: UnshardedBuffer) -> Flight:
-        """Start to gather rows that are copied out later, or the unsharded buffer itself where it needs no rows."""
+    def _gather_rows(self, transport: Transport, unsharded: UnshardedBuffer) -> Flight:
+        """Start to gather the rows, which are copied out later, or the unsharded buffer itself."""
         group = self.group
         in_place = self._fill is not Fill.FROM_ROWS
         is_copied = group.fetched is None and (group.is_offloaded or group.dtype != self._dtype)
@@ -247,13 +423,13 @@ class Weights(Position, saved.Source):
         def start(async_op: bool) -> Pending | None:
             source = None if is_copied else group.source(self._dtype)
             if in_place:
-                made.buffer.allocate()
-                rows = made.rows
+                unsharded.buffer.allocate()
+                rows = unsharded.rows
             else:
                 rows = transport.empty(group.packing.gathered_numel, self._dtype, group.device)
             flight.append(rows)
             if self._fill is Fill.TENSOR_BY_TENSOR:
-                return transport.all_gather_each(*self._strips(made, source), async_op)
+                return transport.all_gather_each(*self._strips(unsharded, source), async_op)
             if source is None:
                 source = group.write_source(rows)
             flight.append(source)
@@ -263,12 +439,14 @@ class Weights(Position, saved.Source):
         return Flight(handoff, tuple(flight[1:]), group.version, None if in_place else flight[0])
 
     def _strips(
-        self, made: UnshardedBuffer, source: torch.Tensor | None
+        self, unsharded: UnshardedBuffer, source: torch.Tensor | None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns the place of each tensor in the unsharded buffer, and what this rank sends of it: its strip of
-        `source`, or of that place, where it is copied to from the shard."""
+        """Returns the place of each tensor in the unsharded buffer, and the strip of it that this rank sends.
+
+        The strips are parts of `source`. Without a source the shards are copied into the places, whose parts they are.
+        """
         group = self.group
-        places, shards = made.copy_out.strips(group.shard_buffer if source is None else source)
+        places, shards = unsharded.copy_out.strips(group.shard_buffer if source is None else source)
         if source is not None:
             return places, shards
         strips = [place.view(group.packing.num_ranks, -1)[group.mesh.shard_rank] for place in places]
@@ -276,18 +454,20 @@ class Weights(Position, saved.Source):
             fetch_into(strip, shard)
         return places, strips
 
-    def _gather_from_ranks(self, transport: Transport, made: UnshardedBuffer) -> Flight:
-        """Have the unsharded buffer filled from where the ranks have their shards, as late as in `wait`: a gather that
-        runs ahead takes no memory for what it will bring."""
+    def _gather_from_ranks(self, transport: Transport, unsharded: UnshardedBuffer) -> Flight:
+        """Have the unsharded buffer filled from the ranks' own memory, in `wait`.
+
+        A gather that runs ahead then takes no memory for its result.
+        """
         source, own = self.group.source(self._dtype), self.group.mesh.shard_rank
 
         def copy_into_place(rank: int, part: torch.Tensor) -> None:
-            made.buffer.allocate()
-            for piece, its in self.group.pieces_of(rank, part):
-                made.copy_out.copy_into_place(piece, its)
+            unsharded.buffer.allocate()
+            for piece, elements in self.group.pieces_of(rank, part):
+                unsharded.copy_out.copy_into_place(piece, elements)
 
         def copy_others_into_place(rank: int, part: torch.Tensor) -> None:
-            if rank != own:  # this rank's part comes at once, and has time
+            if rank != own:  # this rank's part is here: `_land` copies it
                 copy_into_place(rank, part)
 
         handoff = self._streams.gather.run(
@@ -296,88 +476,84 @@ class Weights(Position, saved.Source):
         return Flight(handoff, (source,), self.group.version, copy_into_place=copy_into_place)
 
     def _gather_into_buffers(self, transport: Transport, sources: tuple[torch.Tensor, ...], num_ranks: int) -> Handoff:
-        """Start to fill each buffer with every rank's tensor of the same place in `sources`."""
-        made, lane = self.made, self._streams.gather
-        assert made is not None, "it is made when the first gather is started"
-        for buffer in made.gathered if not self._lane_owns_buffer else ():
+        """Start to fill each gathered buffer with all ranks' tensors of the same place in `sources`."""
+        unsharded, lane = self.made, self._streams.gather
+        assert unsharded is not None, "it is made when the first gather is started"
+
+        def fill(buffer: Buffer, source: torch.Tensor, async_op: bool) -> Pending | None:
+            buffer.allocate()
+            return transport.all_gather(buffer.tensor, source, (source.numel(),) * num_ranks, async_op)
+
+        for buffer in unsharded.gathered if not self._lane_owns_buffer else ():
             buffer.allocate()
         # The sources are compute's memory, and so may be the buffers.
         lane.follow_compute()
-        pairs = zip(made.gathered, sources, strict=True)
-        return _Handoffs(tuple(lane.run(_filling(transport, *pair, num_ranks)) for pair in pairs), sources)
+        pairs = zip(unsharded.gathered, sources, strict=True)
+        return _Handoffs(tuple(lane.run(partial(fill, *pair)) for pair in pairs), sources)
 
     def wait(self) -> None:
         """Let compute go on only with the unsharded parameters in place, and show them to the modules."""
         self.require_move(Live.UNSHARDED)
-        flight, made = self._flight, self.made
-        assert flight is not None and made is not None, "an all-gather is waited for once it was started"
+        flight, unsharded = self._flight, self.made
+        assert flight is not None and unsharded is not None, "an all-gather is waited for once it was started"
         self._land(flight)
         self._flight = None
         self.live = Live.UNSHARDED
-        made.show(self.as_of)
+        unsharded.show(self.as_of)
 
     def _land(self, flight: Flight) -> None:
-        """Let compute go on once the all-gather is done, and make the unsharded parameters of what has come."""
+        """Order compute after the all-gather, and fill the unsharded buffer where the all-gather did not."""
         flight.handoff.wait()
-        made = self._by_dtype[self._dtype]
+        unsharded = self._by_dtype[self._dtype]
         if flight.copy_into_place is not None:
             flight.copy_into_place(self.group.mesh.shard_rank, *flight.sources)
         if flight.rows is not None:
-            made.buffer.allocate()
-            made.copy_out(flight.rows)
+            unsharded.buffer.allocate()
+            unsharded.copy_out(flight.rows)
             # `rows` is the gather lane's memory and goes back to its pool with the flight: not before compute has
             # copied it out. test_rows_return_to_the_gather_lane_after_compute_has_read_them.
             if not self._streams.in_host_order:
                 self._streams.gather.follow_compute()
-        # Not when it was started: until it has landed, it has brought nothing.
+        # Noted here, not at the start: a gather that nobody waits for fills nothing.
         # test_what_is_kept_whole_is_renewed_after_a_gather_that_nobody_waited_for.
         self._versions[self._dtype] = flight.version
 
     def free(self) -> None:
-        """Show the shards again and give the memory back, whatever the state."""
+        """Show the shards again and free the memory, whatever the state."""
         if self.live is Live.SHARDED:
             return
-        made = self.made
-        lost = made.hide() if made is not None and self.live is Live.UNSHARDED else []
+        unsharded = self.made
+        lost = unsharded.hide() if unsharded is not None and self.live is Live.UNSHARDED else []
         if self._flight is not None:
             if self.plan.frees_unsharded:
                 self._flight.handoff.wait()
             else:
-                self._land(self._flight)  # as where somebody waits for it: the ranks that do will not gather it again
+                # As on the ranks that wait for it, which will not gather it again.
+                self._land(self._flight)
             self._flight = None
         self._part = None
         self.live = Live.SHARDED  # from wherever they are
-        if made is not None and self.plan.frees_unsharded:  # there is none if the first gather has failed
-            made.free(self._streams.gather if self._lane_owns_buffer else None)
+        if unsharded is not None and self.plan.frees_unsharded:  # None if the first gather failed
+            unsharded.free(self._streams.gather if self._lane_owns_buffer else None)
         if lost:
             raise _of_lost(lost)
 
     def shrink(self, size: int) -> None:
-        """Show the shards, and keep this rank's part of what was gathered for a mesh of `size` ranks."""
-        made = self.made
-        assert made is not None, "only what was gathered is shrunk"
-        self._part = KeptPart(made.gathered, self.group.mesh, size) if self._may_keep_part else None
+        """Show the shards, and keep this rank's part of the gathered buffers for a mesh of `size` ranks."""
+        unsharded = self.made
+        assert unsharded is not None, "only what was gathered is shrunk"
+        self._part = KeptPart(unsharded.gathered, self.group.mesh, size) if self._may_keep_part else None
         self.move(Live.SHRUNK)
-        lost = made.hide()
+        lost = unsharded.hide()
         if self.plan.frees_unsharded:
-            made.free(self._streams.gather if self._lane_owns_buffer else None)
+            unsharded.free(self._streams.gather if self._lane_owns_buffer else None)
         if lost:
             raise _of_lost(lost)
 
     @property
     def _may_keep_part(self) -> bool:
-        """Whether the buffers still hold what has come. If not, all shards are gathered again."""
+        """True if the gathered buffers are unchanged. If not, backward gathers all shards again."""
         return True
-
-
-def _filling(
-    transport: Transport, buffer: Buffer, source: torch.Tensor, num_ranks: int
-) -> Callable[[bool], Pending | None]:
-    def start(async_op: bool) -> Pending | None:
-        buffer.allocate()
-        return transport.all_gather(buffer.tensor, source, (source.numel(),) * num_ranks, async_op)
-
-    return start
 
 
 def _of_lost(names: list[str]) -> StateError:

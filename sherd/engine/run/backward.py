@@ -1,4 +1,4 @@
-"""The gradients of one unit as they arrive in a backward: which have come, and what may be done once they have."""
+"""One unit in a backward: which gradients have arrived, and when the unit may be reduced and freed."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from sherd.engine.moves.weights import Weights
 from sherd.policy import UnitPolicy
 
 WhenComplete = Callable[[int | None, bool], None]
-"""`when_complete(group, is_done)`: all gradients of the group of that number are there; None: of the last one, so of
-the unit. `is_done`: nothing in this backward will read its parameters again."""
+"""`when_complete(group, is_done)`: all gradients of group number `group` are there, or of the whole unit (None).
+`is_done`: nothing in this backward reads the parameters again."""
 
 RECOMPUTED = -1
-"""Stands among the numbers of groups for a recomputation of the unit."""
+"""Stands for a recomputation of the unit among the numbers of groups."""
 
 
 class Backward:
-    """One unit's part in the present backward, and what the last one has taught.
+    """One unit's part in the present backward, and what the last backward taught.
 
-    It `is_entered` once backward has reached the unit, and `is_recorded` if a part of it was run with gradients
-    enabled. `enter_backward()` tells the runtime that backward is there, and came through none of the unit's outputs:
-    through a loss that a module has kept for itself, a weight that was used after `unshard()`, a gradient of a
-    gradient. Sums of gradients are divided by `num_ranks`, unless the policy says otherwise. The groups that are
-    `unflagged` are left out of a reduction where they have no gradients, which the other ranks are not told.
+    Sums of gradients are divided by `num_ranks`, unless the policy says otherwise.
+
+    Attributes:
+        is_entered: backward has reached the unit.
+        is_recorded: a part of the unit's backward ran with gradients enabled.
+        enter_backward: tells the runtime that backward is in the unit. Backward may come through none of the unit's
+            outputs: through a loss that a module keeps, a weight used after `unshard()`, a gradient of a gradient.
+        unflagged: the groups that a rank without their gradients leaves out of a reduction, untold by any flag.
     """
 
     def __init__(self, enter: Callable[[], None], num_ranks: int) -> None:
@@ -45,29 +48,28 @@ class Backward:
         self._is_gone_through_once = self.is_under_other_hooks = False
 
     def regroup(self, weights: Sequence[Weights], gradients: Sequence[Gradients]) -> None:
-        """Have these groups from now on. What was learnt of the former ones is forgotten."""
+        """Replace the groups, and forget what was learnt of the former ones."""
         self._weights, self._gradients = weights, gradients
-        self.unflagged = [each.arrivals for each in gradients if not each.group.num_flags]
+        self.unflagged = [of_group.arrivals for of_group in gradients if not of_group.group.num_flags]
         self._seen = []
         self._is_gone_through_once = False
 
     def completed(self, group: int) -> Callable[[], None]:
-        """Returns what that group calls when every one of its trainable parameters has its gradient."""
-        return partial(_group_completed, weakref.ref(self), group)  # weak: the groups are held here
+        """Returns the function that group number `group` calls when all its trainable parameters have gradients."""
+        return partial(_group_completed, weakref.ref(self), group)  # weak: this object holds the groups
 
     # What a backward brings
 
     def runs_under_other_hooks(self) -> None:
-        """Hooks of others have been given what the unit's forward saves: they may run a part of it again in
-        backward."""
+        """Note that hooks of others get what the unit's forward saves, and may run parts of it again in backward."""
         self.is_under_other_hooks = True
 
     def expect(self, policy: UnitPolicy, when_complete: WhenComplete) -> None:
         """Prepare for the gradients of a backward that is about to reach the unit.
 
         Args:
-            policy: whether it reduces, and how.
-            when_complete: called for each group whose trainable parameters all have their gradient.
+            policy: the unit's policy.
+            when_complete: called for each group when all its trainable parameters have gradients.
         """
         self.is_entered = True
         self.is_recorded |= torch.is_grad_enabled()
@@ -76,7 +78,7 @@ class Backward:
         self._num_expected = self._expect_of(self._gradients, policy)
 
     def _expect_of(self, expected: Sequence[Gradients], policy: UnitPolicy) -> int:
-        """Prepare the groups `expected`. Returns how many of them have a trainable parameter."""
+        """Prepare the groups `expected`. Returns the number of groups with a trainable parameter."""
         divide_by = self._num_ranks if policy.divide_factor is None else policy.divide_factor
         may_borrow, is_one_of_many = policy.reduce_scatter is None, policy.accumulation is not None
         num_expected = 0
@@ -89,7 +91,7 @@ class Backward:
 
     @contextmanager
     def reducing_for_others(self, policy: UnitPolicy) -> Iterator[None]:
-        """Inside, a reduction finds everything as in a backward, also where none has come to the unit."""
+        """Prepare the unit for a reduction inside this context as a backward does, even if none reaches the unit."""
         idle = [gradients for gradients in self._gradients if not gradients.arrivals.is_expecting]
         self._expect_of(idle, policy)
         try:
@@ -99,15 +101,15 @@ class Backward:
                 gradients.arrivals.end_backward()
 
     def recompute_begins(self) -> None:
-        """Note that a forward of the unit begins inside backward: activation checkpointing."""
+        """Note that a forward of the unit begins inside backward (activation checkpointing)."""
         self._seen.append(RECOMPUTED)
 
     def leave(self) -> None:
-        """Note that backward has passed the unit. It may come again, to what another forward has saved."""
+        """Note that backward is past the unit. It may come again, for another forward of the unit."""
         self.is_entered = False
 
     def end(self) -> None:
-        """Note that backward is over: what has not come will not come."""
+        """Note that backward is over: missing gradients will not arrive."""
         self.is_entered = self.is_recorded = False
         self._when_complete = None
         self._num_completed = 0
@@ -132,25 +134,24 @@ class Backward:
             self._when_complete(completed, self._is_done(completed))
 
     def drop_unreduced(self) -> None:
-        """Drop gradients that wait for a reduction, or for half of one."""
+        """Drop gradients that wait for a reduction, or for the second half of one."""
         for gradients in self._gradients:
             gradients.drop_unreduced()
 
-    # What is known of it
+    # Questions
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether gradients wait for a reduction, or for the other half of one."""
+        """Whether gradients wait for a reduction, or for the second half of one."""
         return any(gradients.partial is not None or gradients.arrivals.has_any for gradients in self._gradients)
 
     def awaits_reduction(self, policy: UnitPolicy, brings_gradients: Callable[[], bool]) -> bool:
-        """Returns whether the unit is to take part in a reduction: gradients wait for the one that this backward is to
-        have, or other ranks may have gradients that are missing here. Sums over the shard axis may wait for a later
-        one.
+        """Returns whether this rank takes part in a reduction of the unit now.
 
-        With none here, other ranks may have some if backward has gone through the unit, its reduction allows for ranks
-        without any, and `brings_gradients()` says that this is a backward for parameters. Those ranks reduce it now, so
-        this one does: test_a_rank_that_uses_none_of_a_unit_reduces_it_in_its_turn.
+        It does if gradients wait for the reduction; sums over the shard axis may wait for a later one. It also does if
+        other ranks may have gradients that this rank lacks, because they reduce the unit now
+        (test_a_rank_that_uses_none_of_a_unit_reduces_it_in_its_turn): backward was in the unit, the reduction allows
+        for ranks without gradients, and `brings_gradients()` says that this is a backward for parameters.
         """
         was_reduced = True
         for gradients in self._gradients:
@@ -162,40 +163,38 @@ class Backward:
         return any(gradients.may_lack(policy) for gradients in self._gradients) and brings_gradients()
 
     def lacking(self, present: int) -> list[str]:
-        """Returns the parameters of the `unflagged` groups that have no gradients. `present` has a bit for each group,
-        the last one's lowest, which is 1 if it has."""
+        """Returns the names of the parameters of `unflagged` groups without gradients.
+
+        `present` is a bit mask of the groups that have gradients. The last group has the lowest bit.
+        """
         absent = [at for at in range(len(self.unflagged)) if not present >> (len(self.unflagged) - 1 - at) & 1]
         return [parameter.name for at in absent for parameter in self.unflagged[at].parameters]
 
     def lack_nothing(self, present: int) -> None:
-        """Have gradients, of zeros, for those `unflagged` groups that have them on another rank: it says so with
-        `present`, as above."""
+        """Fill with zeros the gradients of the `unflagged` groups in `present`, the bit mask of another rank."""
         for at, arrivals in enumerate(reversed(self.unflagged)):
             if present >> at & 1:
                 arrivals.have_zeros()
 
     @property
     def has_received(self) -> bool:
-        """Whether any gradient has come in the present backward."""
+        """Whether a gradient has arrived in the present backward."""
         return any(gradients.arrivals.has_received for gradients in self._gradients)
 
     @property
     def awaits_gradients(self) -> bool:
-        """Whether the present backward will bring gradients for the unit."""
+        """Whether the present backward is still to bring gradients for the unit."""
         return any(weights.awaits_gradients for weights in self._weights)
 
     def _is_done(self, group: int | None) -> bool:
-        """Returns whether nothing in backward will read the unsharded parameters of `group` again, or of the unit
-        (None), now that all their gradients are there.
+        """Returns whether nothing in this backward reads the parameters of `group`, or of the unit (None), again.
 
-        A parameter's gradient is complete once every use of it that leads to that gradient has been gone through. What
-        else may read it is a frozen parameter, on the way to the inputs, or a view cut off from its gradient
-        (`w.detach()`).
+        All gradients of these parameters are there, so autograd is past every use that leads to one. Other uses may
+        follow: those of a frozen parameter, on the way to the inputs, or of a view without gradient (`w.detach()`).
 
-        False until one backward was observed in which no gradient arrived twice: autograd makes two gradients, each a
-        complete one, of a tensor that is used in two reentrant checkpoints, and reads it again in between. False for a
-        group alone if a checkpoint may yet run a part of forward again, for the gradients of other groups: it reads
-        whatever forward has read.
+        Returns False until one backward has shown that no gradient arrives twice: autograd makes two whole gradients of
+        a tensor that is used in two reentrant checkpoints, and reads the tensor again in between. Returns False for a
+        group alone if a checkpoint may yet run a part of forward again, for gradients of other groups.
         """
         if not self._is_gone_through_once or (group is not None and self.is_under_other_hooks):
             return False

@@ -1,7 +1,7 @@
-"""The overseers of a model: who sees each collective of its units before it is started, so that no rank hangs.
+"""The overseers of a model: objects that see each collective of its units before the start, so that no rank hangs.
 
-The engine knows this protocol alone. Who keeps it is a plug-in, `sherd/guard/`, which is loaded when the first model is
-sealed whose ranks may differ.
+The engine knows this protocol only. The implementations are a plug-in, `sherd/guard/`, which is loaded when the first
+model is sealed whose ranks may differ.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from sherd.schedule.actions import Action, Await, FinishReduce, Gather, Reduce
 
 
 class Overseer(Protocol):
-    """Sees each collective of a unit before it is started."""
+    """Sees each collective of a mesh's units before it is started."""
 
     def watch(self, unit: Unit) -> None:
-        """Know `unit`, one of the mesh's."""
+        """Add `unit`, one of the mesh's."""
 
     def begin(self, unit: Unit) -> None:
-        """A forward of `unit`, a root, begins."""
+        """Note that a forward of `unit`, a root, begins."""
 
     def end_backward(self, unit: Unit) -> None:
-        """A backward of the model of `unit`, a root, has ended."""
+        """Note that a backward of the model of `unit`, a root, has ended."""
 
     def abandon_backward(self, unit: Unit) -> None:
-        """A backward of the model of `unit`, a root, has raised in its middle, and the program goes on."""
+        """Note that a backward of the model of `unit`, a root, raised, and that the program goes on."""
 
     def starts(self, action: type[Action], unit: Unit, carry_out: Callable[[], None]) -> None:
         """Carry out `action`, a collective of `unit`, when all ranks do."""
@@ -42,8 +42,7 @@ class Overseer(Protocol):
 
 
 def overseers_of(units: Sequence[Unit]) -> dict[int, Overseer]:
-    """Returns who sees the collectives of `units`, those of one model, the root first: by the ids of those of which
-    somebody does.
+    """Returns the overseers of `units`, all of one model, the root first. By the id of each unit that has one.
 
     Raises:
         PolicyError: some units are to be joined and others are not, or a unit has ranks that the root lacks.
@@ -51,7 +50,7 @@ def overseers_of(units: Sequence[Unit]) -> dict[int, Overseer]:
     """
     _require_one_policy(units)
     overseers: dict[int, Overseer] = {}
-    # A rank that skips a unit of a smaller mesh has to hear of it, so joined units have one order, the root's ranks'.
+    # Joined units have one order, that of the root's ranks: a rank that skips a unit of a smaller mesh must hear of it.
     joins = units[0].mesh.comm.divergence == "join"
     for unit in units:
         overseer = _overseer_of(units[0].mesh if joins else unit.mesh)
@@ -82,12 +81,12 @@ def _ranks_of(mesh: DataMesh) -> tuple[int, ...]:
 
 
 def _overseer_of(mesh: DataMesh) -> Overseer | None:
-    """Returns the overseer of the ranks of `mesh`; None where there is one rank, or nobody is to look."""
+    """Returns the overseer of the ranks of `mesh`; None for a single rank, and where nothing is compared."""
     comm, ranks = mesh.comm, _ranks_of(mesh)
     sends = not (comm.fake_all_gather or comm.fake_reduce)
     if len(ranks) == 1 or comm.divergence == "trust" or not sends or dist.get_backend(default_group()) == "fake":
         return None
-    # The plug-in's door, and the only import of it in the engine: one rank alone does without what is behind it.
+    # The only import of the plug-in in the engine, within a function: a single rank does without the plug-in.
     from sherd.guard import overseer_of
 
     return overseer_of(mesh, ranks)
@@ -96,12 +95,11 @@ def _overseer_of(mesh: DataMesh) -> Overseer | None:
 def overseen(
     overseer: Overseer | None, action: Action, unit: Unit, carry_out: Callable[[], None]
 ) -> Callable[[], None]:
-    """Returns `carry_out`, the call that carries out `action` on `unit`, with `overseer` looking on if it may wait for
-    other ranks."""
-    kind = type(action)
-    if overseer is None or kind not in (Gather, Reduce, Await, FinishReduce):
+    """Returns `carry_out`, the call that carries out `action` on `unit`, under `overseer` if other ranks take part."""
+    action_type = type(action)
+    if overseer is None or action_type not in (Gather, Reduce, Await, FinishReduce):
         return carry_out
-    if kind in (Await, FinishReduce):
-        return partial(overseer.waits, kind, unit, carry_out)
-    is_alone = not unit.parameters or (kind is Gather and unit.mesh.num_shards == 1)
-    return carry_out if is_alone else partial(overseer.starts, kind, unit, carry_out)
+    if action_type in (Await, FinishReduce):
+        return partial(overseer.waits, action_type, unit, carry_out)
+    is_alone = not unit.parameters or (action_type is Gather and unit.mesh.num_shards == 1)
+    return carry_out if is_alone else partial(overseer.starts, action_type, unit, carry_out)

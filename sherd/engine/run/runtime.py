@@ -1,57 +1,121 @@
-"""One per model: the units below a root, their schedule, and the carrying out of its actions.
+"""The runtime of a model: it turns module calls and backward into events of the schedule, and carries out the answers.
 
-Units are sealed into a runtime when the root's first forward begins; from then on nothing about it is optional. A unit
-that is used on its own before has a runtime of its own, which the root's one replaces.
+Units are sealed into a runtime when the root's first forward begins. A unit that runs before then gets a runtime of its
+own, which the root's runtime replaces.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter, methodcaller
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from sherd._torch import at_end_of_backward, in_backward, splitting_stage
+from sherd._torch import (
+    MODULE_CALL,
+    at_end_of_backward,
+    frames_from,
+    in_backward,
+    outside_transforms,
+    splitting_stage,
+    write_into,
+)
+from sherd.comm.agreement import in_short
+from sherd.engine.moves.arrivals import GradientObserver
 from sherd.engine.moves.saved import begin_watching, end_watching
-from sherd.engine.run.call_stack import Call, UnderWay
-from sherd.engine.run.carry_out import outdated
+from sherd.engine.moves.selfgather import require_can_gather_itself
+from sherd.engine.moves.weights import IS_TRAINED, STAND
 from sherd.engine.run.overseer import overseers_of
-from sherd.engine.run.tape import Tape
-from sherd.engine.run.unit import Unit, put_first
+from sherd.engine.run.tape import Observer, Tape
+from sherd.engine.run.unit import Unit
 from sherd.engine.run.unmanaged import Unmanaged, registrations
-from sherd.errors import StateError, WrapperStateError
+from sherd.engine.state.loads import forget_loads
+from sherd.engine.state.ownership import require_not_torchs
+from sherd.engine.state.parameter import ShardedParameter
+from sherd.errors import OwnershipError, StateError, WrapperStateError
 from sherd.policy import UnitPolicy
 from sherd.schedule import actions as do
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, Live, UnitSpec
+from sherd.wrap.names import plain_name
 
 UNIT_OF = attrgetter("unit")
 
 
-runtime_over: Callable[[Unit], Runtime | None] = methodcaller("sealed_into")
-"""Returns the runtime that a unit is sealed into, if that still exists. All in C, as every hook asks."""
+class UnderWay:
+    """The module call that is being made now, to be looked for later on the stack of its thread.
+
+    An exception that is no `Exception` (Ctrl-C) skips torch's forward hooks, also those that are always called. So no
+    hook says that such a forward has ended, but the stack does.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code is not MODULE_CALL:
+            frame = frame.f_back
+        self._call = frame  # the frame itself: another frame may get the same address later
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the call has certainly ended. Nothing is known of a call on another thread."""
+        if self._call is None or self._thread != threading.get_ident():
+            return False
+        return all(frame is not self._call for frame in frames_from(sys._getframe()))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A forward under way.
+
+    Attributes:
+        module: the id of the module.
+        opens_run: the first forward of the unit's modules in this run.
+        handling: the exception that was being handled when the call began, to tell a new one from.
+        under_way: tells if the call is still on the stack; for the first of the calls under way only.
+        watches: what `end_watching` takes.
+    """
+
+    unit: Unit
+    module: int
+    outermost: bool
+    opens_run: bool
+    recomputing: bool
+    handling: BaseException | None
+    under_way: UnderWay | None
+    watches: bool
 
 
 class Runtime:
-    """The units of one model, in the order of `named_modules`, the first being the root's, and last the `guests` (ids),
-    which are not below the root, but own parameters that are used there.
+    """The runtime of one model. The root module holds it, and it holds no module.
 
-    It belongs to the root module and holds no module. `in_backward`: one has begun and not ended, be it because it
-    raised. `num_backwards` have begun. `is_in_last_backward`: the newest one is the last before a step.
-    `_brings_gradients`: whether it does for any unit; None until somebody has asked.
+    Attributes:
+        units: the units in the order of `named_modules`, the root's first, and the `guests` last.
+        guests: the ids of units that are not below the root, but own parameters that are used there.
+        in_backward: True between the start and the end of backward, and after a backward that raised.
+        num_backwards: the number of backwards that have begun.
+        is_in_last_backward: the newest backward is the last one before a step.
     """
 
-    def __init__(self, units: Sequence[Unit], unmanaged: Unmanaged, guests: Collection[int] = ()) -> None:
+    over: Callable[[Unit], Runtime | None] = staticmethod(methodcaller("sealed_into"))
+    """Returns the runtime that a unit is sealed into, or None. In C, because every hook asks."""
+
+    def __init__(self, root: nn.Module, units: Sequence[Unit], guests: Collection[int] = ()) -> None:
         self.units = tuple(units)
-        self.unmanaged, self.guests = unmanaged, frozenset(guests)
+        self.unmanaged, self.guests = Unmanaged(root, units), frozenset(guests)
         self.in_backward = False
         self.num_backwards, self.is_in_last_backward, self._is_last_backward = 0, True, True
         self._brings_gradients: bool | None = None
+        """Whether the present backward brings gradients for any unit; None until somebody asks."""
         self._num_forwards = self._usual_forwards = 0  # before the next backward, and before the last one
         self._calls: list[Call] = []
         self._step_event: Any = None
@@ -63,9 +127,20 @@ class Runtime:
         self.tape = Tape(self.schedule, self.units, overseers)
         self.revise()
 
+    @staticmethod
+    def of(unit: Unit, module: nn.Module) -> Runtime:
+        """Returns the runtime of `unit`. If it has none, `module` or else its first module becomes a root."""
+        runtime = Runtime.over(unit)
+        if runtime is not None and not (runtime.is_idle and unit.id in runtime.guests):
+            return runtime
+        # `module` may be one inside of the unit's modules, called by itself (`engine/run/touch.py`).
+        root = module if Unit.of(module) is unit else unit.modules[0]
+        with outside_transforms():  # new buffers would belong to the transform's level, and be gone after it
+            return seal(root)
+
     @property
     def root(self) -> Unit:
-        """The outermost unit."""
+        """The unit of the root module."""
         return self.units[0]
 
     @property
@@ -76,9 +151,9 @@ class Runtime:
     # Events
 
     def enter(self, unit: Unit, module: nn.Module) -> Call:
-        """A forward of `module`, one of `unit`'s, begins: make it whole.
+        """Unshard `unit`, because a forward of `module` begins.
 
-        Inside our own backward it is a recomputation (activation checkpointing), inside another model's it is not.
+        A forward inside this model's backward is a recomputation (activation checkpointing).
         """
         if unit.lent is not None or unit.companions:
             _require_not_lent(unit, "forward")
@@ -90,7 +165,7 @@ class Runtime:
             self._begin_forward(unit)
         under_way = None if self._calls else UnderWay()
         if unit.policy.on_touch == "unshard":
-            for hooks, key, _ in unit.touch_hooks:  # there also if it rests unsharded
+            for hooks, key, _ in unit.touch_hooks:  # they are there also while the unit rests unsharded
                 hooks.pop(key, None)
         handling, opens_run = sys.exc_info()[1], unit.runs is None or unit.runs.begin()
         watches = begin_watching(unit.backward)
@@ -103,17 +178,19 @@ class Runtime:
         return call
 
     def leave(self, module: nn.Module, differentiable: bool, in_use: bool = False) -> bool:
-        """Note that a forward of `module` has ended. Returns whether it ended by returning: it may have raised, or
-        never have begun because `enter` did.
+        """Note that a forward of `module` has ended. Returns False if the forward or `enter` raised.
 
-        `in_use`: a view of its unit's parameters is still there.
+        Args:
+            module: the module.
+            differentiable: a backward may follow.
+            in_use: a view of the unit's parameters is still alive.
         """
         if not self._calls or self._calls[-1].module != id(module):
             return False
         call = self._pop_call()
         unit, raised = call.unit, sys.exc_info()[1] is not call.handling
         ends = unit.runs is None or unit.runs.end(module) or raised
-        if ends and unit not in map(UNIT_OF, self._calls):  # not from inside its own other method
+        if ends and unit not in map(UNIT_OF, self._calls):  # else another method of the unit, around this one, runs on
             self.tape.play(do.AfterForward, self._index[unit.id], call.recomputing, in_use)
         if call.outermost:
             self._end_forward(differentiable and not raised)
@@ -138,17 +215,16 @@ class Runtime:
         self._look_for_unmanaged(in_backward=False)
         counted = self.root.policy.accumulation
         is_first = counted is None or counted.begin_forward(self.root.id)
-        # First, as ranks that go along with others in there may gather what is kept, before it is stale once more:
-        # test_any_program_trains_as_the_plain_model.
+        # Overseers come first: in `begin` a rank that joins others may gather kept parameters, which are stale again
+        # after that: test_any_program_trains_as_the_plain_model.
         for overseer in self.overseers:
             overseer.begin(self.root)
         if is_first:
             for member in self.units:
-                # Most units keep no copies and find their shards where they were, so nothing more is called for them.
+                # Most units keep no copies, and their shards are where they were: they cost no call.
                 if member.keeps_copies or member.shards.have_moved:
                     member.may_be_written()
-            kept = [unit for unit in self.units for each in unit.weights if each.live is not Live.SHARDED]
-            for member in outdated(kept) if kept else ():
+            for member in outdated(self.units):
                 self.shards_written(member)
         self.revise()
         event, self._step_event = self._step_event, None
@@ -162,18 +238,18 @@ class Runtime:
     def _end_forward(self, differentiable: bool) -> None:
         for index, unit in enumerate(self.units):
             if unit.policy.on_touch == "unshard":
-                put_first(unit.touch_hooks)
-            if unit.runs is not None and unit.runs.give_up():  # a list unit of which the forward ran only some modules
+                unit.watch_touch()
+            if unit.runs is not None and unit.runs.give_up():  # the forward ran only some modules of the unit
                 self.tape.play(do.AfterForward, index)
         self.tape.play(do.EndForward, differentiable)
         self._num_forwards += differentiable
 
     def gathers_follow(self, event: Any) -> None:
-        """The next forward's gathers wait for `event`, the optimizer's, instead of for all of compute."""
+        """Let the gathers of the next forward wait for `event`, the optimizer's, and not for all of compute."""
         self._step_event = event
 
     def before_backward(self, unit: Unit) -> None:
-        """Autograd has reached an output of `unit`."""
+        """Unshard `unit`, because autograd reaches one of its outputs."""
         if unit.lent is not None or unit.companions:
             _require_not_lent(unit, "backward")
         if not self.in_backward:
@@ -194,7 +270,7 @@ class Runtime:
         unit.backward.expect(unit.policy, partial(self._gradients_complete, self._index[unit.id]))
 
     def after_backward(self, unit: Unit) -> None:
-        """Autograd is past the inputs of `unit`."""
+        """Reduce and free `unit`, because autograd is past its inputs."""
         if self.in_backward:
             unreduced = unit.backward.awaits_reduction(unit.policy, self._has_gradients)
             self.tape.play(do.AfterBackward, self._index[unit.id], unreduced)
@@ -210,12 +286,12 @@ class Runtime:
     def _gradients_complete(self, index: int, group: int | None, is_done: bool) -> None:
         unit = self.units[index]
         if unit.surrounds and unit.policy.reduce_unused:
-            return  # ranks that lack some reduce it behind the units inside, and so does this one
-        # What was learnt of one forward says nothing of more: each may be run again, by a checkpoint.
+            return  # ranks that lack gradients reduce the unit behind the units inside, so this rank does, too
+        # The last backward taught about as many forwards as it had: any further one may be run again by a checkpoint.
         is_done = is_done and self._num_forwards <= self._usual_forwards
         if group is None:
-            # Autograd may pass the unit's inputs much later (they may be many units' inputs): free it as soon as that
-            # is safe.
+            # Free the unit as soon as that is safe: autograd may pass its inputs much later, if they are the inputs of
+            # many units.
             if is_done:
                 self.tape.play(do.AfterBackward, index, True)
             else:
@@ -224,7 +300,7 @@ class Runtime:
             self.tape.play(do.GroupPassed, index, group)
 
     def _end_backward(self) -> None:
-        """Autograd is done: whatever is left over is reduced and freed."""
+        """Reduce and free everything that is left, at the end of backward."""
         if not self.in_backward:
             return
         for index, unit in enumerate(self.units):
@@ -236,7 +312,7 @@ class Runtime:
         for unit in self.units:
             unit.backward.end()
             if unit.policy.on_touch == "unshard":
-                put_first(unit.touch_hooks)
+                unit.watch_touch()
         self.tape.play(do.EndBackward, self._is_last_backward)
         for unit in self.units:
             if unit.place.is_elsewhere:
@@ -250,17 +326,17 @@ class Runtime:
             self.unmanaged.average_gradients()
 
     def expect_last_backward(self, is_last: bool) -> None:
-        """Set whether the next backward is the last one before a step. Reductions stay in flight till then."""
+        """Note whether the next backward is the last one before a step. Reductions stay in flight until the last."""
         self._is_last_backward = is_last
 
     # The user's own moves
 
     def unshard(self, unit: Unit, wait: bool) -> None:
-        """Start `unit`'s all-gather, and wait for it if told so."""
+        """Start the all-gather of `unit`, and wait for it if `wait`."""
         if unit.keeps_copies or unit.shards.have_moved or outdated((unit,)):
             unit.may_be_written()
         self.revise()
-        if not self._calls and not self.in_backward:  # else no optimizer has stepped since the forward began
+        if not self._calls and not self.in_backward:  # an optimizer may have stepped
             unit.streams.begin_step()
         self.tape.play(do.Unshard, self._index[unit.id], wait)
 
@@ -274,7 +350,11 @@ class Runtime:
         self.tape.play(do.Reshard, self._index[unit.id])
 
     def show_shards(self, unit: Unit) -> None:
-        """As `reshard`, for somebody who will read or write shards; refused while they are needed whole."""
+        """Free the unsharded parameters of `unit`, for a caller that reads or writes shards.
+
+        Raises:
+            StateError: a forward or backward needs the unsharded parameters.
+        """
         self._give_up_interrupted()
         if self._calls or (self.in_backward and in_backward()):
             during = "backward" if self.in_backward else "forward"
@@ -285,15 +365,43 @@ class Runtime:
         self.reshard(unit)
 
     def shards_written(self, unit: Unit) -> None:
-        """Free `unit`'s unsharded parameters, as its shards have new values. Not if they are being read, as where an
-        optimizer steps inside backward: the next forward sees that they are outdated."""
+        """Free the unsharded parameters of `unit`, because its shards have new values.
+
+        Parameters in use stay, as when an optimizer steps inside backward: the next forward sees that they are stale.
+        """
         if not (self.in_backward or any(unit in (call.unit, *call.unit.companions) for call in self._calls)):
             self.reshard(unit)
+
+    @contextmanager
+    def observed(
+        self,
+        observer: Observer,
+        observer_of_gradients: Callable[[int, int, Sequence[ShardedParameter]], GradientObserver],
+    ) -> Iterator[None]:
+        """Have `observer` see all events and actions inside the context.
+
+        Args:
+            observer: sees the events and actions.
+            observer_of_gradients: called for each group with the numbers of its unit and of the group, and the group's
+                parameters; returns the object that sees the group's gradients.
+
+        Raises:
+            StateError: the model is observed already.
+        """
+        if self.tape.observer is not None:
+            raise StateError(f"the memory of {self.root.name} is tracked already; leave that `with` block first")
+        with ExitStack() as observers:
+            observers.enter_context(self.tape.observed(observer))
+            for number, unit in enumerate(self.units):
+                for group, gradients in enumerate(unit.gradients):
+                    observer_of_group = observer_of_gradients(number, group, gradients.group.parameters)
+                    observers.enter_context(gradients.arrivals.observed(observer_of_group))
+            yield
 
     # When things go wrong
 
     def reset(self, gradients: bool = True) -> None:
-        """Back to shards with nothing in flight; `gradients`: what has not reached the shards is lost."""
+        """Free all units, with nothing in flight. `gradients`: drop gradients that have not reached the shards, too."""
         for overseer in self.overseers if self.in_backward else ():
             overseer.abandon_backward(self.root)
         with torch.no_grad():
@@ -310,12 +418,12 @@ class Runtime:
                 unit.runs.give_up()
 
     def _give_up_interrupted(self) -> None:
-        """Back to shards if a forward has ended and nobody said so."""
+        """Reset if the outermost forward has ended without its hooks, as by Ctrl-C."""
         if self._calls and (first := self._calls[0].under_way) is not None and first.is_over:
             self.reset(gradients=self.in_backward)
 
     def _recover(self, unit: Unit) -> None:
-        """Reset after a backward that has raised, so that its final callback never ran, or an action that has."""
+        """Reset after a backward or an action that raised: the callback at the end of backward did not run then."""
         if self.in_backward and unit is not self.root:
             raise StateError(
                 f"forward of unit {unit.name} after a backward of {self.root.name} that has raised, and left gradients "
@@ -326,7 +434,7 @@ class Runtime:
     # Choices
 
     def revise(self) -> None:
-        """Look at the units' policies again, if any has changed."""
+        """Tell the schedule of policies that have changed."""
         policies = [unit.policy for unit in self.units]
         if policies == self._policies:
             return
@@ -356,8 +464,26 @@ class Runtime:
         return None if ids is None else tuple(self._index[unit_id] for unit_id in ids if unit_id in self._index)
 
 
+def outdated(units: Sequence[Unit]) -> list[Unit]:
+    """Returns those of `units` whose unsharded parameters are stale: made of shards that were written in place since.
+
+    Also units of which one form got another `requires_grad` than the other form has. One call for all units, because
+    each unit of a model may be kept unsharded over a step.
+    """
+    stale: dict[Unit, None] = {}
+    for unit in units:
+        for weights in unit.weights:
+            if (live := weights.live) is Live.SHARDED or (made := weights.made) is None:
+                continue
+            versions = list(map(STAND, weights.group.shard_memory.versioned))
+            is_switched = live is Live.UNSHARDED and made.trained != list(map(IS_TRAINED, made.parameters))
+            if is_switched or versions != weights.as_of:
+                stale[unit] = None
+    return list(stale)
+
+
 def _require_not_lent(unit: Unit, call: str) -> None:
-    """Raise if parameters that `unit` uses are lent: a forward would gather over them, gradients would be lost."""
+    """Raise if parameters of `unit` are lent: a forward would gather over the copies, gradients would be lost."""
     lender = next((owner for owner in (unit, *unit.companions) if owner.lent is not None), None)
     if lender is not None:
         own = lender is unit and call == "forward"
@@ -366,3 +492,105 @@ def _require_not_lent(unit: Unit, call: str) -> None:
             f"{'its parameters' if own else f'the parameters of unit {lender.name}'}; leave the context first, or "
             "enter it with recurse=False on a unit above; backward comes before or after it"
         )
+
+
+# Sealing
+
+
+def seal(root: nn.Module) -> Runtime:
+    """Returns a new runtime of all units at and below `root`, with names as seen from `root`.
+
+    Where a part of a model runs before its root, the runtime also gets units elsewhere that own a parameter which the
+    part uses.
+
+    Raises:
+        ModuleError: torch's own FSDP has a module below `root`.
+        StateError: a unit is at work in another runtime, or parameters still have no data (meta device).
+        OwnershipError: a unit belongs to another root, or a parameter was made tensor parallel after it was sharded.
+    """
+    below = Unit.below(root)
+    ids = {unit.id for unit in below}
+    owners = {owner.id: owner for unit in below for owner in unit.companions if owner.id not in ids}
+    units = [*below, *owners.values()]
+    for unit in units:
+        earlier = Runtime.over(unit)
+        if earlier is not None and unit in below and earlier.root not in below and unit.id not in earlier.guests:
+            raise OwnershipError(
+                f"unit {unit.name} has run below the root {earlier.root.name}, and cannot be taken under a second one, "
+                f"{type(root).__name__}: fully_shard a module that has both, and run its forward first; or delete the "
+                "first root, if it is used no more"
+            )
+        if earlier is not None and not earlier.is_idle:
+            raise StateError(
+                f"unit {unit.name} is still at work below {earlier.root.name}, so it cannot be taken under a new root "
+                f"{type(root).__name__}; finish that forward or backward first, or call reset_iter_state() on it"
+            )
+    name_units(root)
+    for unit in units:
+        if unit.shards.on_meta:
+            unit.notice_replaced()
+            unit.rebind()  # the user may have called `to_empty` on each module by itself
+    _require_data(units)
+    _require_own_meshes(units)
+    # A user may have given a shard an all-gather of its own after it was cut in a way that does not allow one.
+    for record in (parameter for unit in units for parameter in unit.parameters):
+        require_can_gather_itself(record.name, record.resting, record.cut, record.mesh)
+    runtime = Runtime(root, units, guests=owners)
+    for unit in units:
+        unit.notice_moved()
+        if not unit.shards.are_in_buffer:
+            unit.regroup()
+        unit.join(runtime)
+        forget_loads(unit.mesh)
+    write_into(root, Unit.RUNTIME, runtime)
+    return runtime
+
+
+def name_units(root: nn.Module) -> list[Unit]:
+    """Name the units below `root`, and the parameters that they use, as seen from `root`. Returns the units, each once.
+
+    Raises:
+        ModuleError: torch's own FSDP has a module below `root`.
+    """
+    names: dict[int, tuple[Unit, list[str]]] = {}
+    module_names: dict[int, str] = {}
+    for path, module in root.named_modules():
+        name = plain_name(path)
+        unit = Unit.of(module)
+        if unit is None:
+            require_not_torchs(path, module)
+        else:
+            names.setdefault(unit.id, (unit, []))[1].append(name or unit.class_name)
+        module_names[id(module)] = name
+    for unit, unit_names in names.values():
+        unit.rename(", ".join(unit_names), module_names)
+    below = [unit for unit, _ in names.values()]
+    for owner in {owner for unit in below for owner in unit.companions}.difference(below):
+        owner.rename(owner.name, module_names)
+    return below
+
+
+def _require_data(units: list[Unit]) -> None:
+    missing = [f"{name} (unit {unit.name})" for unit in units for name in unit.shards.on_meta]
+    if missing:
+        raise StateError(
+            f"parameters are still on the meta device: {in_short(missing)}. Give them memory and values before the "
+            "first forward: model.to_empty(device=...), then each module's reset_parameters(), or load a state dict"
+        )
+
+
+def _require_own_meshes(units: list[Unit]) -> None:
+    """Raise if the place of a shard shows a DTensor on another mesh.
+
+    The next gather would silently replace it, while the module computes for tensor parallelism.
+    """
+    for unit in units:
+        for record in unit.parameters:
+            for place in record.places:
+                shown = place.shown
+                if isinstance(shown, DTensor) and shown.device_mesh != record.shard_spec.mesh:
+                    raise OwnershipError(
+                        f"{record.name} (unit {unit.name}): a DTensor on {shown.device_mesh} was put in its place "
+                        f"after it was sharded over {record.shard_spec.mesh}; make modules tensor parallel first "
+                        "(parallelize_module), then fully_shard: build the model anew, in that order"
+                    )

@@ -1,10 +1,10 @@
-"""Say which parameter an operation in a forward has met as a shard, where it needed the unsharded one, and what helps.
+"""The explanation of an error of an operation in forward that got a shard and needed the unsharded parameter.
 
-    self.block.forward(x)                   past the hooks that would gather
+    self.block.forward(x)                   skips the hooks that gather
     fused_loss(x, self.head.weight, y)      the weight of a unit that is not running
 
-What raises is torch's dispatch, or that of ragged tensors, and they know neither. A forward hook cannot raise in their
-place, so the answer is added to their text.
+The error comes from torch's dispatch, or from that of ragged tensors, which know neither the parameter's name nor a
+remedy. A forward hook cannot replace the error, so the explanation is added to its text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sherd.engine.state.parameter import ShardedParameter, record_of
 from sherd.errors import PlacementError
 
 MIXED = "got mixed torch.Tensor and DTensor"
-"""In what torch says of an operation on a DTensor and a plain tensor."""
+"""A part of torch's message about an operation on a DTensor and a plain tensor."""
 
 SHOWN = 8
 _REMEDY = (
@@ -32,44 +32,41 @@ _REMEDY = (
 
 
 def explain(error: BaseException | None, units: Sequence[Unit]) -> None:
-    """Say in `error`, which ended a forward of one of `units`, whose shards it met; nothing if it is of another kind.
-
-    Args:
-        error: the exception on its way out.
-        units: all of the model.
-    """
+    """Add to the text of `error`, which ended a forward, if it is about a shard. `units` are all of the model's."""
     if error is None or not met_a_shard(error):
         return
     error.args = (f"{error.args[0]}\n{_in_words(_records_met(error.__traceback__), units)}", *error.args[1:])
 
 
 def met_a_shard(error: BaseException) -> bool:
-    """Returns whether `error` is that of an operation on a shard and a plain tensor, or of one that runs of elements
-    cannot answer."""
-    said = str(error.args[0]) if error.args else ""
-    if _REMEDY in said:
-        return False  # a unit further in has said it
-    of_ours = isinstance(error, PlacementError) and said.startswith("aten.")
-    return of_ours or (isinstance(error, RuntimeError) and MIXED in said)
+    """Returns whether `error` is about an operation that got a shard: mixed with a plain tensor, or cut into runs."""
+    message = str(error.args[0]) if error.args else ""
+    if _REMEDY in message:
+        return False  # a unit further in has explained the error
+    is_ragged = isinstance(error, PlacementError) and message.startswith("aten.")
+    return is_ragged or (isinstance(error, RuntimeError) and MIXED in message)
 
 
 def _records_met(traceback: TracebackType | None) -> list[ShardedParameter]:
-    """The parameters whose shards are at hand in the innermost frame that has any: in a variable, as its module's own,
-    or below its module, if the code there has all words of the name."""
+    """Returns the parameters whose shards the innermost frame with any shard can reach.
+
+    A frame reaches a shard by a variable, as a parameter of its module, or below its module, if the frame's code has
+    all words of the name.
+    """
     for frame in reversed(list(_frames(traceback))):
-        found = [record for value in list(frame.f_locals.values()) for record in _shards_of(value)]
+        records = [record for value in list(frame.f_locals.values()) for record in _shards_of(value)]
         own = frame.f_locals.get("self")
-        if not found and isinstance(own, nn.Module):
+        if not records and isinstance(own, nn.Module):
             words = set(frame.f_code.co_names)
-            named = [each for name, each in own.named_parameters() if words.issuperset(name.split("."))]
-            found = [record for each in (*own._parameters.values(), *named) for record in _shards_of(each)]
-        if found:
-            return list({id(record): record for record in found}.values())
+            named = [parameter for name, parameter in own.named_parameters() if words.issuperset(name.split("."))]
+            records = [record for value in (*own._parameters.values(), *named) for record in _shards_of(value)]
+        if records:
+            return list({id(record): record for record in records}.values())
     return []
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
-    """Yields the frames of `traceback`, but not of our dispatch, whose variables are what it happened to look at."""
+    """Yields the frames of `traceback`, except sherd's dispatch, whose variables say nothing of the user's code."""
     while traceback is not None:
         if not traceback.tb_frame.f_globals.get("__name__", "").startswith("sherd.tensor."):
             yield traceback.tb_frame
@@ -86,14 +83,10 @@ def _in_words(records: Sequence[ShardedParameter], units: Sequence[Unit]) -> str
     if records:
         owners = {owner.id: owner.name for record in records if isinstance(owner := record.owner, Unit)}
         names = _some([record.name for record in records])
-        what = (
-            f"A shard was met where an unsharded parameter was needed: {names}, of unit {_some(list(owners.values()))}"
-        )
+        which = f": {names}, of unit {_some(list(owners.values()))}"
     else:
-        what = (
-            f"A shard was met where an unsharded parameter was needed; units are {_some([unit.name for unit in units])}"
-        )
-    return f"{what}, {_REMEDY}"
+        which = f"; units are {_some([unit.name for unit in units])}"
+    return f"A shard was met where an unsharded parameter was needed{which}, {_REMEDY}"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,11 +1,11 @@
-"""The tape: the schedule's answers as calls, which a settled step plays and does not work out.
+"""The tape: the schedule's answers as calls, which a settled step plays without any decision.
 
     event           the schedule's edge                    its calls, bound once
-    BeforeForward   Await(2), Gather(3)                    wait(unit 2), gather(unit 3)
-                    with an overseer                       waits(wait(unit 2)), starts(gather(unit 3)) of it
+    BeforeForward   Await(2), Gather(3)                    unit2.wait(), unit3.gather()
+                    with an overseer                       overseer.waits(unit2.wait), overseer.starts(unit3.gather)
 
-The calls look at the groups and the policy of a unit when they are played (`carry_out.py`). So they are bound again
-where an observer has come or gone, which drops them all, and where the schedule makes a new edge.
+The calls look at the groups and the policy of a unit when they are played. So a change of those binds no call anew; a
+new edge does, and an observer that comes or goes.
 """
 
 from __future__ import annotations
@@ -13,23 +13,64 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import ParamSpec
+from typing import ParamSpec, Protocol
 
 import torch
 
 from sherd._torch import are_transforms_active, outside_transforms, set_grad_enabled
-from sherd.engine.run.carry_out import bound
-from sherd.engine.run.observer import Observer
 from sherd.engine.run.overseer import Overseer, overseen
 from sherd.engine.run.unit import Unit
-from sherd.schedule.actions import Event
+from sherd.schedule.actions import (
+    Action,
+    Await,
+    Discard,
+    Event,
+    FinishReduce,
+    Free,
+    FreeGroup,
+    Gather,
+    Reduce,
+    Shrink,
+)
 from sherd.schedule.schedule import MOST_NODES, Edge, Schedule
 
 P = ParamSpec("P")
 
+DO: dict[type[Action], Callable[[Unit], None]] = {
+    Gather: Unit.gather,
+    Await: Unit.wait,
+    Free: Unit.free,
+    Shrink: Unit.shrink,
+    Reduce: Unit.reduce,
+    FinishReduce: Unit.finish_reduce,
+    Discard: Unit.discard,
+}
+"""By type of action: the method that carries it out on a whole unit."""
+
+
+def bound(action: Action, unit: Unit) -> Callable[[], None]:
+    """Returns the call that carries out `action` on `unit`."""
+    if isinstance(action, FreeGroup):
+        group = action.group
+        return lambda: unit.weights[group].free()
+    return partial(DO[type(action)], unit)
+
+
+class Observer(Protocol):
+    """An object that sees what happens in a runtime, as a watch over its memory."""
+
+    def begins(self, event: Event) -> None:
+        """Note that `event` is about to be given to the schedule."""
+
+    def perform(self, action: Action, perform: Callable[[], None]) -> None:
+        """Carry out `action` by a call of `perform`."""
+
+    def ended(self, event: Event) -> None:
+        """Note that all actions of `event` are done."""
+
 
 class Tape:
-    """Plays what `schedule` answers on `units`, of which `overseers` see some, by the units' ids.
+    """Plays the answers of `schedule` on `units`. `overseers`: by the id of a unit, the overseer of its collectives.
 
     Attributes:
         observer: sees all events and actions, if there is one.
@@ -40,11 +81,11 @@ class Tape:
         self.observer: Observer | None = None
         self.is_astray = False
         self._schedule, self._units, self._overseers = schedule, units, overseers
-        # Here and not on the edges: these go round in circles, and a deleted model must go at once.
+        # Here and not on the edges: edges form circles, which would hold the units of a deleted model.
         self._calls: dict[Edge, tuple[Callable[[], None], ...]] = {}
 
     def play(self, kind: Callable[P, Event], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Carry out what the schedule answers to the event `kind(*args)`."""
+        """Carry out the schedule's answer to the event `kind(*args)`."""
         edge = self._schedule.follow(kind, *args, **kwargs)
         is_grad_enabled = False
         try:
@@ -67,7 +108,7 @@ class Tape:
 
     def _bind(self, edge: Edge) -> None:
         if len(self._calls) >= MOST_NODES:
-            self._calls.clear()  # as the schedule drops its graph
+            self._calls.clear()  # the schedule drops its graph likewise
         calls, observer = [], self.observer
         for action in edge.actions:
             unit = self._units[action.unit]
@@ -78,12 +119,12 @@ class Tape:
         self._calls[edge] = tuple(calls)
 
     def recovered(self) -> None:
-        """Note that everything is in its place again after an action that has raised."""
+        """Note that all units are reset after an action that raised."""
         self.is_astray = False
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Have `observer` see all events and actions inside the context."""
+        """Let `observer` see all events and actions inside the context."""
         self.observer = observer
         self._calls.clear()
         try:
@@ -94,7 +135,7 @@ class Tape:
 
 
 def _play_outside_transforms(calls: Sequence[Callable[[], None]]) -> None:
-    """Play `calls`; what is gathered under `vmap` or `grad` would be of that level, and gone after it."""
+    """Play `calls` outside of `vmap` and `grad`, at whose end tensors gathered inside would be gone."""
     with outside_transforms():
         for call in calls:
             call()

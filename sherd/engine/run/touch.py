@@ -1,13 +1,13 @@
-"""A module inside of a unit is called by itself while the unit is sharded: `on_touch` says what becomes of the call.
+"""Calls of a module inside of a unit, by itself, while the unit is sharded. The policy `on_touch` decides.
 
     model.embed(tokens)         the weight belongs to the unit of `model`, whose forward does not run
 
     on_touch="error"            raises; torch's DTensor would raise without a name, or compute something else
     on_touch="unshard"          runs the call as a forward of the unit
-    on_touch="ignore"           leaves it to torch
+    on_touch="ignore"           leaves the call to torch
 
-A forward pre-hook on the inner modules notices. It is there only while the unit rests (`Unit.touch_hooks`): it comes
-and goes by a write into a dict, and no call in a forward or backward runs it.
+A forward pre-hook on the inner modules notices such calls. The hook is there only while the unit is at rest
+(`Unit.touch_hooks`): it comes and goes by a write into a dict, so it costs nothing in forward and backward.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import in_backward, users_frame, users_line
 from sherd.engine.moves.saved import is_running
 from sherd.engine.run.hooks import Args, Kwargs, after_forward, before_forward, eager
-from sherd.engine.run.structures import tensors_in
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.parameter import ShardedParameter, record_of
 from sherd.errors import ShardedAccessError
 from sherd.schedule.state import Live
+from sherd.tensor.structures import tensors_in
 
 
 def install(unit: Unit, modules: Sequence[nn.Module]) -> None:
-    """Hook those of `modules`, the unit's own and all below, whose calls the policy of the unit is about.
+    """Hook those of `modules`, the unit's own and all below, that the unit's policy is about.
 
-    A policy that raises hooks the inner modules with parameters of their own; one that gathers, also the modules around
-    them, so that one call gathers once.
+    With "error" these are the inner modules with parameters of their own; with "unshard" also the modules around them,
+    so that one call gathers once.
     """
     on_touch = unit.policy.on_touch
     if on_touch == "ignore":
         return
-    known = {id(hooks) for hooks, _, _ in unit.touch_hooks} | {id(each._forward_pre_hooks) for each in unit.modules}
-    holders = {id(each) for each in modules if any(_records_on(each))}
+    known = {id(hooks) for hooks, _, _ in unit.touch_hooks} | {id(own._forward_pre_hooks) for own in unit.modules}
+    holders = {id(module) for module in modules if any(_records_on(module))}
     for module in modules:
         if on_touch == "error":
             is_concerned = id(module) in holders
         else:
-            is_concerned = any(id(each) in holders for each in module.modules())
+            is_concerned = any(id(inner) in holders for inner in module.modules())
         if is_concerned and id(module._forward_pre_hooks) not in known:
-            # Weak: the unit holds the hook.
+            # The unit holds the hook, so the hook holds the unit weakly.
             hook = eager(_refuse if on_touch == "error" else _gather, weakref.ref(unit))
             handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
             registered: Any = module._forward_pre_hooks  # declared as a dict; it is ordered
@@ -55,9 +55,9 @@ def install(unit: Unit, modules: Sequence[nn.Module]) -> None:
 
 
 def _records_on(module: nn.Module) -> Iterator[ShardedParameter]:
-    """Yields the sharded parameters of which `module` itself shows the shard or the unsharded form, and no copy."""
+    """Yields the sharded parameters that `module` itself shows, as shards or unsharded, but not as copies."""
     for attribute, parameter in module._parameters.items():
-        # One that a flat parameter stands for is a plain attribute.
+        # A member of a flat parameter is a plain attribute.
         shown = module.__dict__.get(attribute) if parameter is None else parameter
         record = None if shown is None else record_of(shown)
         if record is not None:
@@ -85,30 +85,29 @@ def _refuse(touched: weakref.ref[Unit], module: nn.Module, args: Args, kwargs: K
 
 
 def _method_around(module: nn.Module) -> str | None:
-    """Returns "class.method" of the outermost method under way of a module around `module`, other than forward; None if
-    there is none."""
-    found = None
+    """Returns "class.method" of the outermost running method, but forward, of a module around `module`; else None."""
+    method = None
     frame = users_frame(sys._getframe())
     while frame is not None:
         caller, name = frame.f_locals.get("self"), frame.f_code.co_name
-        if isinstance(caller, nn.Module) and name != "forward" and any(each is module for each in caller.modules()):
-            found = f"{type(caller).__name__}.{name}"
+        if isinstance(caller, nn.Module) and name != "forward" and any(inner is module for inner in caller.modules()):
+            method = f"{type(caller).__name__}.{name}"
         frame = users_frame(frame.f_back)
-    return found
+    return method
 
 
 def _gather(touched: weakref.ref[Unit], module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """Run the call of `module` that begins as a forward of its unit, unless it is a part of one already."""
+    """Run the call of `module` as a forward of its unit, unless a forward or backward of the unit is under way."""
     unit = touched()
     if unit is None or is_running(unit.backward) or (in_backward() and unit.live is Live.UNSHARDED):
         return None
     if not any(True for each in module.modules() for _ in _records_on(each)):
-        return None  # copies are lent, or `functional_call` has put values there
+        return None  # the module shows copies that are lent, or values of `functional_call`
     is_over = False
 
     def ended(unit: Unit, module: nn.Module, args: Args, output: Any) -> Any:
         nonlocal is_over
-        if output is not None:  # else the call may have raised, and torch is walking through the hooks
+        if output is not None:  # else the call may have raised: torch iterates over the hooks then
             handle.remove()
         if is_over:
             return output

@@ -1,6 +1,6 @@
-"""One unit: the modules of one `fully_shard` call, their parameters in groups, and the policy that is in force.
+"""One unit: the modules of one `fully_shard` call, their parameters in groups, and the policy in force.
 
-The schedule says what happens to a unit; here it happens to each of its groups.
+The schedule decides for whole units; a unit carries each decision out on its groups, one after the other.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from sherd._torch import in_backward
+from sherd._torch import in_backward, say_fully_sharded, write_into
+from sherd.comm.collectives import UsersCollectives
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
+from sherd.comm.transport import Transport
 from sherd.engine.moves.buffer_plan import BufferPlan
 from sherd.engine.moves.gradients import Gradients
 from sherd.engine.moves.selfgather import SelfGatheredWeights
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.backward import Backward
-from sherd.engine.run.conductor import Conductor
-from sherd.engine.run.module_runs import ModuleRuns
 from sherd.engine.state.compared import Compared
-from sherd.engine.state.group import Group
-from sherd.engine.state.grouping import batches_of
-from sherd.engine.state.offload import RestingPlace
+from sherd.engine.state.fetching import RestingPlace
+from sherd.engine.state.group import Group, batches_of
 from sherd.engine.state.optimizers import watcher
-from sherd.engine.state.ownership import Belongings
+from sherd.engine.state.ownership import UNIT
 from sherd.engine.state.parameter import ShardedParameter, notice_replaced
+from sherd.engine.state.place import Place
 from sherd.engine.state.unit_shards import UnitShards
 from sherd.errors import StateError, WrapperStateError
 from sherd.policy import MixedPrecisionPolicy, UnitPolicy, UnshardTerms
@@ -40,18 +40,48 @@ from sherd.schedule.state import Live
 _ids = itertools.count()
 
 TouchHook = tuple[OrderedDict[int, Callable[..., Any]], int, Callable[..., Any]]
+"""A forward pre-hook that is there only while its unit is at rest: the dict of a module's hooks, the key, the hook."""
 
 
-def put_first(touch_hooks: Sequence[TouchHook]) -> None:
-    """Have calls of modules inside of a unit noticed by its `touch_hooks`, each before all other hooks on its module.
+class _Runtime(Protocol):
+    """The methods of `Runtime` that a unit calls. An import of `Runtime` itself would be circular."""
 
-    A unit that gathers for such calls has them noticed also where it rests unsharded, kept for the backward of one.
-    """
-    for hooks, key, hook in touch_hooks:
-        has_others = bool(hooks)
-        hooks[key] = hook
-        if has_others:
-            hooks.move_to_end(key, last=False)
+    @property
+    def units(self) -> Sequence[Unit]: ...
+    @property
+    def is_idle(self) -> bool: ...
+    def show_shards(self, unit: Unit) -> None: ...
+    def shards_written(self, unit: Unit) -> None: ...
+    def before_backward(self, unit: Unit) -> None: ...
+    def finish_unshard(self, unit: Unit) -> None: ...
+    def reset(self) -> None: ...
+
+
+class ModuleRuns:
+    """The runs of a unit of several modules: each lasts from one module's forward until all have run once."""
+
+    def __init__(self, modules: Sequence[weakref.ref[nn.Module]]) -> None:
+        self._modules = modules
+        self._to_run: set[int] = set()
+
+    def begin(self) -> bool:
+        """Note that a module begins a forward. Returns True if the unit's run begins with it."""
+        begins = not self._to_run
+        if begins:
+            self._to_run = {id(module) for ref in self._modules if (module := ref()) is not None}
+        return begins
+
+    def end(self, module: nn.Module) -> bool:
+        """Note that `module` has ended a forward. Returns True if the unit's run ends with it."""
+        was_running = id(module) in self._to_run
+        self._to_run.discard(id(module))
+        return was_running and not self._to_run
+
+    def give_up(self) -> bool:
+        """Note that the outermost forward is over. Returns True if a run was still going on."""
+        was_running = bool(self._to_run)
+        self._to_run.clear()
+        return was_running
 
 
 def _nowhere() -> None:
@@ -59,17 +89,29 @@ def _nowhere() -> None:
 
 
 class Unit:
-    """The unit that one `fully_shard` call made. `companions`: units that own a parameter which this one's modules use
-    too; `surrounds`: there are units below its modules. `found` is what it is made of.
+    """One unit. It holds its modules weakly: they hold the unit, and a deleted model must be freed at once.
 
-    `sealed_into()` returns its runtime, if it has one that still exists. `backward` is its part in the present
-    backward, `runs` are those of its modules, `shards` what it holds between steps.
-
-    `touch_hooks` are forward pre-hooks on modules below its own (`engine/run/touch.py`): the dict that they are put
-    into as the first ones, key and value. They are there while it is at rest.
-
-    It holds its modules weakly: they hold it, and a deleted model must go at once.
+    Attributes:
+        companions: the units that own a parameter which this unit's modules use too.
+        surrounds: there are units below this unit's modules.
+        ignored: the places of parameters that no unit shards.
+        sealed_into: returns the unit's runtime, if it has one that still exists.
+        backward: the unit's part in the present backward.
+        runs: the runs of the modules, for a unit of several.
+        shards: the parameters as they are between steps.
+        lent: the terms on which unsharded copies are lent to the user, None outside of such a context.
+        touch_hooks: hooks on modules below the unit's own, to notice calls by themselves (`engine/run/touch.py`).
+        compared: the facts about the unit that ranks have compared.
+        keeps_copies: some group keeps copies of the shards, which have to be renewed after writes.
+        is_on_all_ranks: each rank of the mesh holds elements of the unit.
     """
+
+    RUNTIME = "_sherd_runtime"
+    """The attribute of a root module for its runtime."""
+    FRONT_END = "_sherd_state"
+    """The attribute of a module for what its front end keeps beside the unit."""
+    ATTRIBUTES = (UNIT, RUNTIME, FRONT_END)
+    """All attributes of modules that sherd writes."""
 
     def __init__(
         self,
@@ -82,81 +124,113 @@ class Unit:
         place: RestingPlace,
         policy: UnitPolicy,
         surrounds: bool,
-        found: Belongings,
+        ignored: Sequence[Place],
     ) -> None:
         self.id = next(_ids)
         self.class_name = type(modules[0]).__name__
         self.name = self.class_name
-        self.parameters = list(parameters)
-        self.companions = tuple(companions)
         self.mesh = mesh
         self.streams = streams
         self.precision = precision
         self.policy = policy
-        self.ignored = found.ignored
         self.surrounds = surrounds
         self.place = place
         self._modules = tuple(weakref.ref(module) for module in modules)
-        self.sealed_into: Callable[[], Conductor[Unit] | None] = _nowhere
-        surprised = partial(_if_alive, weakref.ref(self), _enter_backward)
-        self.backward = Backward(surprised, mesh.num_shards * mesh.num_replicas)
+        self.sealed_into: Callable[[], _Runtime | None] = _nowhere
+        enter_backward = partial(_if_alive, weakref.ref(self), Unit._enter_backward)
+        self.backward = Backward(enter_backward, mesh.num_shards * mesh.num_replicas)
         self.runs = ModuleRuns(self._modules) if len(modules) > 1 else None
         self.lent: UnshardTerms | None = None
         self.touch_hooks: list[TouchHook] = []
         self.compared = Compared(mesh)
         self.weights: list[Weights] = []
         self.gradients: list[Gradients] = []
-        self.shards = UnitShards(parameters)
-        for parameter in self.parameters:
-            parameter.belong_to(self)
-        self.regroup()
+        self.have(parameters, companions, ignored)
 
     def __repr__(self) -> str:
         live = self.live.name.lower()
         return f"Unit({self.name}, {len(self.parameters)} parameters in {len(self.weights)} groups, {live})"
 
-    # What it is
+    # Units and modules
+
+    @staticmethod
+    def of(module: nn.Module) -> Unit | None:
+        """Returns the unit of which `module` is one of the modules, or None."""
+        unit = module.__dict__.get(UNIT)
+        return unit if isinstance(unit, Unit) else None
+
+    @staticmethod
+    def below(root: nn.Module) -> list[Unit]:
+        """Returns the units at and below `root`, each once, in the order of `named_modules`."""
+        # `modules()` is slower: its nested generators pass each module through all modules above.
+        units: dict[int, Unit] = {}
+        ahead: list[nn.Module | None] = [root]
+        passed: set[nn.Module] = set()
+        while ahead:
+            module = ahead.pop()
+            if module is not None and module not in passed:
+                passed.add(module)
+                ahead += reversed(module._modules.values())
+                if UNIT in module.__dict__ and (unit := Unit.of(module)) is not None:
+                    units[unit.id] = unit
+        return list(units.values())
+
+    @staticmethod
+    def attached_to(module: nn.Module) -> list[object]:
+        """Returns what sherd has written on `module`."""
+        return [module.__dict__[key] for key in Unit.ATTRIBUTES if key in module.__dict__]
+
+    def attach_to(self, module: nn.Module) -> None:
+        """Write the unit on `module`, which then keeps the unit alive. torch's DDP leaves such a module alone."""
+        write_into(module, UNIT, self)
+        say_fully_sharded(module)
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Those of its modules that still exist."""
+        """The modules that still exist."""
         return [module for ref in self._modules if (module := ref()) is not None]
 
     @property
     def live(self) -> Live:
-        """The position of its parameters. A unit without any is always sharded."""
+        """The form of the parameters. A unit without parameters is always sharded."""
         lives = [live for weights in self.weights if (live := weights.live) is not Live.SHARDED]
         return lives[0] if lives else Live.SHARDED
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of its gathered parameters."""
+        """The bytes of the gathered parameters."""
         return sum(weights.group.unsharded_bytes for weights in self.weights)
 
-    def join(self, conductor: Conductor[Unit] | None) -> None:
-        """Be sealed into a runtime, which holds the unit; the unit holds it weakly. None: into none, as at first."""
-        self.sealed_into = _nowhere if conductor is None else weakref.ref(conductor)
+    def join(self, runtime: _Runtime | None) -> None:
+        """Seal the unit into `runtime`, which the unit holds weakly; None takes it out of its runtime."""
+        self.sealed_into = _nowhere if runtime is None else weakref.ref(runtime)
 
-    def have(self, parameters: Sequence[ShardedParameter], companions: Sequence[Unit], found: Belongings) -> None:
-        """Be made of these from now on, in new groups. The shards that it had stay the same Parameters."""
-        self.parameters, self.companions, self.ignored = list(parameters), tuple(companions), found.ignored
+    def have(
+        self, parameters: Sequence[ShardedParameter], companions: Sequence[Unit], ignored: Sequence[Place]
+    ) -> None:
+        """Replace what the unit consists of, in new groups. Shards that stay are the same Parameters."""
+        self.parameters, self.companions, self.ignored = list(parameters), tuple(companions), list(ignored)
         self.shards = UnitShards(self.parameters)
         for parameter in self.parameters:
             parameter.belong_to(self)
         self.regroup()
 
     def rename(self, unit_name: str, module_names: dict[int, str]) -> None:
-        """Use names as seen from the root module; `module_names` are keyed by the id of the module."""
+        """Take names as seen from the root module. `module_names`: by the ids of modules."""
         self.name = unit_name
         for parameter in self.parameters:
             parameter.rename(module_names)
 
     def change(self, **fields: Any) -> None:
-        """Replace fields of the policy; the schedule sees it at the next forward or backward."""
-        before, grouping = self.policy, _grouping(self)
-        self.policy = UnitPolicy(**(before.__dict__ | fields))  # as `replace`, which asks for each field
+        """Replace fields of the policy. The schedule sees the new policy at the next forward or backward.
+
+        Raises:
+            StateError: the groups would change, and gradients wait for a reduction.
+        """
+        before, grouping = self.policy, self._grouping()
+        self.policy = UnitPolicy(**(before.__dict__ | fields))  # faster than `replace`
         self.compared.changed()
-        if grouping == _grouping(self):
+        if grouping == self._grouping():
             return
         if self.backward.has_unreduced:
             self.policy = before
@@ -168,7 +242,7 @@ class Unit:
         self.regroup()
 
     def reduce_fully(self, is_last: bool) -> None:
-        """Of a step of several backwards the next one is the last, or it is not and leaves over what can wait."""
+        """Reduce gradients over all axes in the next backward if it `is_last`, else only over axes that cannot wait."""
         policy = self.policy
         over_shards = is_last or not policy.accumulates_unsharded
         over_copies = is_last or not policy.accumulates_copies
@@ -178,7 +252,7 @@ class Unit:
     # Grouping
 
     def regroup(self) -> None:
-        """Put parameters into groups and each group's shards into one buffer: at the start, and when they moved."""
+        """Put the parameters into groups, and the shards of each group into one buffer."""
         if self.live is not Live.SHARDED:
             raise StateError(f"unit {self.name}: its parameters cannot be regrouped while they are {self.live.name}")
         this = weakref.ref(self)
@@ -189,7 +263,7 @@ class Unit:
             group = Group(batch.parameters, self.precision, self.place, batch.is_part)
             completed = self.backward.completed(len(self.gradients))
             plan = BufferPlan.of(group, self.streams, self.reduce_buffers)
-            gradients = Gradients(group, plan, self.streams, partial(_if_alive, this, _enter_backward), completed)
+            gradients = Gradients(group, plan, self.streams, partial(_if_alive, this, Unit._enter_backward), completed)
             self.gradients.append(gradients)
             unshard = partial(_if_alive, this, Unit.unshard_for_backward)
             self.weights.append(
@@ -200,57 +274,59 @@ class Unit:
         self.backward.regroup(self.weights, self.gradients)
         self.shards.regroup([weights.group for weights in self.weights])
         self.keeps_copies = any(weights.group.keeps_copies for weights in self.weights)
-        held = [weights.group.sizes for weights in self.weights if weights.group.mesh is self.mesh]
-        self.is_on_all_ranks = bool(held) and all(map(any, zip(*held, strict=True)))
+        sizes = [weights.group.sizes for weights in self.weights if weights.group.mesh is self.mesh]
+        self.is_on_all_ranks = bool(sizes) and all(map(any, zip(*sizes, strict=True)))
+
+    def _grouping(self) -> tuple[bool, bool]:
+        """Returns the part of the policy on which groups and their buffers depend."""
+        return self.gathers_as_one, self.streams.in_host_order or self.reduce_buffers <= 1
 
     @property
     def gathers_as_one(self) -> bool:
-        """Whether the user has put something in the way of each collective, which then is to see the unit as one."""
+        """Whether the user has a custom collective or a hook, which gets all parameters of the unit at once."""
         return bool(self.policy.all_gather or self.policy.reduce_scatter or self.policy.all_reduce_hook)
 
     @property
     def meshes(self) -> list[DataMesh]:
-        """Its own mesh, and those that some of its parameters are sharded over instead."""
+        """The unit's mesh, and the meshes of parameters that are sharded over another one."""
         return list(dict.fromkeys((self.mesh, *(each.mesh for each in self.parameters))))
 
     def flatten(self, module: nn.Module, attribute: str) -> None:
-        """Merge the shards, which are of one group, into one flat parameter for the optimizer, a parameter of `module`
-        called `attribute`."""
+        """Merge the shards, all of one group, into the flat parameter `attribute` of `module`, for the optimizer."""
         self.shards.merge(module, attribute)
         self.regroup()
 
     def rebind(self) -> None:
-        """Put shards that may have moved (`module.to()`, a load) back into one buffer, once all are on one device."""
+        """Put shards that may have moved (`module.to()`, a load) back into one buffer, if all are on one device."""
         for parameter in self.parameters:
             parameter.keep_attributes()
         if self.shards.are_on_one_device and not self.shards.are_in_buffer:
             self.regroup()
 
     def notice_moved(self) -> None:
-        """Take the values of what a user has put in the place of the shards' memory.
+        """Take the values of memory that the user has given to shards in the place of their own.
 
         Raises:
-            WriteBackError: they are lost, or of another shape.
+            WriteBackError: values are lost, or have another shape.
         """
         if self.shards.settle() and not self.shards.are_in_buffer:
-            self.rebind()  # some are of another dtype, or elsewhere
+            self.rebind()  # some shards have another dtype or device now
 
     def notice_replaced(self) -> None:
-        """Take the values of Parameters that the user has put in the place of shards. They have moved then if they were
-        on the meta device.
+        """Take the values of Parameters that the user has put in the place of shards. Meta shards get memory by that.
 
         Raises:
-            WriteBackError: one of another shape.
+            WriteBackError: a Parameter has another shape.
         """
         if self.policy.notices_replaced and notice_replaced(self.parameters):
             watcher.sharded_again()
 
     def before_step(self) -> None:
-        """An optimizer is about to write to the shards: what a user gave them before is what it steps.
+        """Take values that the user gave to shards: an optimizer is about to step them.
 
         Raises:
-            WrapperStateError: what is written to the shards now will be written over by what is lent.
-            WriteBackError: values that a user gave are lost, or of another shape.
+            WrapperStateError: the unsharded copies that are lent will be written over the step's results.
+            WriteBackError: values of the user are lost, or have another shape.
         """
         if self.lent is not None and self.lent.writeback:
             raise WrapperStateError(
@@ -262,48 +338,62 @@ class Unit:
     # What the user asks for
 
     def lend(self, terms: UnshardTerms | None) -> None:
-        """Note that unsharded copies of its parameters are lent, on these terms, until they are taken back (None)."""
+        """Note that unsharded copies of the parameters are lent on `terms`; None: they are taken back."""
         self.lent = terms
         self.shards.register(terms is not None)
 
     def show_shards(self) -> None:
-        """Have the modules show shards, for something that is about to read or write them.
+        """Show shards on the modules, for a caller that reads or writes them.
 
         Raises:
-            StateError: the unit is in the middle of a forward or backward, which needs the unsharded ones.
-            WriteBackError: shards were given other memory, and its values are lost.
+            StateError: the unit is in the middle of a forward or backward, which needs unsharded parameters.
+            WriteBackError: the user gave shards other memory, and its values are lost.
         """
         self.notice_moved()
-        conductor = self.sealed_into()
-        if conductor is None:
+        runtime = self.sealed_into()
+        if runtime is None:
             with torch.no_grad():
                 self.free()
         elif self.live is not Live.SHARDED:
-            conductor.show_shards(self)
+            runtime.show_shards(self)
 
-    def may_be_written(self) -> None:
-        """Note that a user may have written to the shards, unnoticed (`parameter.data.copy_(...)`), or given them other
-        memory, whose values are taken.
+    def require_at_rest(self, call: str) -> None:
+        """Show the shards for `call`, the words for what the user calls, which reads or writes them.
 
         Raises:
-            WriteBackError: they are lost, or of another shape.
+            StateError: an unshard context lends the unit, or a forward or backward is under way.
+        """
+        if self.lent is not None:
+            raise StateError(f"{call} inside an unshard context that lends unit {self.name}; leave the context first")
+        self.show_shards()
+        runtime = self.sealed_into()
+        if runtime is not None and not runtime.is_idle:
+            raise StateError(
+                f"{call}: a forward or backward of {runtime.units[0].name} is under way, or has raised; call it "
+                "between steps, or reset_iter_state() first"
+            )
+
+    def may_be_written(self) -> None:
+        """Note that the user may have written to the shards (`parameter.data.copy_(...)` is not noticed otherwise).
+
+        Raises:
+            WriteBackError: the user gave shards other memory, and its values are lost, or have another shape.
         """
         self.notice_moved()
         self.shards_written()
 
     def shards_written(self) -> None:
-        """Shards have new values: unsharded parameters made from the old ones are stale, and what is kept of them by
-        placements that say so is brought up to date at the next gather."""
+        """Note that shards have new values, so unsharded parameters and kept copies are stale."""
         for weights in self.weights:
             weights.group.mark_shards_written()
-        conductor = self.sealed_into()
-        if conductor is not None and self.live is not Live.SHARDED:
-            conductor.shards_written(self)
+        runtime = self.sealed_into()
+        if runtime is not None and self.live is not Live.SHARDED:
+            runtime.shards_written(self)
 
     def zero_grad(self, set_to_none: bool, module_ids: Collection[int]) -> None:
-        """Drop or zero the gradients of what hangs on these modules, and drop what waits of them for a reduction.
+        """Drop or zero the gradients of the parameters on these modules, also gradients that wait for a reduction.
 
-        Of a unit of several modules that may be a part of it.
+        The modules may be some of the unit's.
         """
         is_all = all(id(module) in module_ids for module in self.modules)
         for gradients in self.gradients:
@@ -324,42 +414,127 @@ class Unit:
 
     @property
     def in_full_precision(self) -> bool:
-        """Whether it computes in its parameters' own dtype for now, whatever `param_dtype` says."""
+        """Whether the unit computes in the parameters' own dtype now, whatever `param_dtype` says."""
         return self.precision.full_precision_in_eval and not any(module.training for module in self.modules)
 
+    def _enter_backward(self) -> None:
+        runtime = self.sealed_into()
+        if runtime is not None:
+            runtime.before_backward(self)
+
+    # The schedule's actions
+    #
+    # Each looks at the groups and the policy when it is called, so a call that is bound once (`tape.py`) stays right.
+
+    def gather(self, in_full_precision: bool | None = None, but: Collection[int] = ()) -> None:
+        """Start the all-gathers of all groups but the numbers `but`, by default in the unit's present precision."""
+        user = self.policy.all_gather
+        for number, weights in enumerate(self.weights):
+            if number in but or weights.live is Live.UNSHARDED:
+                continue  # other groups of the unit were freed alone
+            precisely = in_full_precision
+            if precisely is None:
+                precisely = self.precision.full_precision_in_eval and self.in_full_precision
+            if self.policy.notices_replaced and notice_replaced(weights.group.parameters):
+                watcher.sharded_again()
+            mesh = weights.group.mesh
+            transport = mesh.gather_transport if user is None else UsersCollectives(user, mesh.shard_group)
+            weights.gather(transport, precisely)
+
+    def wait(self) -> None:
+        """Wait for the all-gathers, and show unsharded parameters."""
+        for weights in self.weights:
+            if weights.live is not Live.UNSHARDED:
+                weights.wait()
+        for hooks, key, _ in self.touch_hooks:
+            if key in hooks:
+                del hooks[key]
+
     def free(self) -> None:
-        """Shards from here on."""
-        put_first(self.touch_hooks)
+        """Free the unsharded parameters, and show shards."""
+        self.watch_touch()
         for weights in self.weights:
             weights.free()
 
+    def shrink(self) -> None:
+        """Show shards, and keep a part of the unsharded parameters for the smaller mesh."""
+        size = self.policy.reshard_after_forward
+        assert isinstance(size, int), "only an int asks for a smaller mesh"
+        for weights in self.weights:
+            weights.shrink(size)
+        self.watch_touch()
+
+    def watch_touch(self) -> None:
+        """Put the `touch_hooks` in their places, each before all other hooks on its module.
+
+        A unit with `on_touch="unshard"` needs them also while it rests unsharded, kept for the backward of such a call.
+        """
+        for hooks, key, hook in self.touch_hooks:
+            has_others = bool(hooks)
+            hooks[key] = hook
+            if has_others:
+                hooks.move_to_end(key, last=False)
+
+    def reduce(self, policy: UnitPolicy | None = None, but: Collection[int] = ()) -> None:
+        """Start the reductions of all groups but the numbers `but`, by `policy`; None: by the unit's policy."""
+        if policy is None:
+            policy = self.policy
+        user, apart = policy.reduce_scatter, policy.separate_reduce_group
+        # All rows are taken before the first reduction is queued. Else compute would wait for that reduction before it
+        # takes the rows of the second group.
+        for gradients in self.gradients if len(self.gradients) > 1 else ():
+            gradients.collect()
+        for number, gradients in enumerate(self.gradients):
+            if number in but:
+                continue
+            mesh = gradients.group.mesh
+            if user is not None:
+                transport: Transport = UsersCollectives(user, mesh.reduction_group() if apart else mesh.shard_group)
+            else:
+                transport = mesh.separate_reduce_transport if apart else mesh.reduce_transport
+            gradients.reduce(policy, transport)
+
+    def finish_reduce(self) -> None:
+        """Wait for the reductions, and add their results to the gradients of the shards."""
+        for gradients in self.gradients:
+            gradients.finish_reduce(self.policy)
+        if self.policy.when_reduced is not None:
+            self.land_gradients()
+            self.policy.when_reduced()
+
+    def discard(self) -> None:
+        """Drop gradients that have not reached the shards."""
+        for weights in self.weights:
+            weights.drop_gradients()
+        for gradients in self.gradients:
+            gradients.discard()
+
     def land_gradients(self) -> None:
-        """Wait for the gradients that are on their way to host memory: the optimizer, which no stream orders, reads
-        them there."""
+        """Wait for gradients on their way to host memory, where no stream orders the optimizer that reads them."""
         for gradients in self.gradients:
             gradients.land()
 
     @property
     def reduce_buffers(self) -> int:
-        """The number of units whose gradients may be in reduction while the next are collected."""
+        """The number of units that may be in reduction while the next unit collects gradients."""
         chosen = self.policy.reduce_buffers
         return chosen if chosen is not None else int(not self.streams.in_host_order)
 
     def unshard_for_backward(self) -> None:
-        """A node of backward is about to read its parameters, which are not there.
+        """Unshard the unit, whose freed parameters a node of backward is about to read.
 
         Raises:
-            StateError: it is not backward that reads, or the user has said that backward does not need them.
+            StateError: the reader is not backward, or the user has said that backward does not need the parameters.
         """
         if not in_backward():
             raise StateError(
                 f"what autograd has saved of the parameters of unit {self.name} was read outside of backward, when "
                 "they are sharded; read it between unshard() and reshard()"
             )
-        conductor = self.sealed_into()
-        if conductor is not None:
-            conductor.before_backward(self)
-            conductor.finish_unshard(self)
+        runtime = self.sealed_into()
+        if runtime is not None:
+            runtime.before_backward(self)
+            runtime.finish_unshard(self)
         if self.live is not Live.UNSHARDED:
             raise StateError(
                 f"backward needs the parameters of unit {self.name}, for which set_unshard_in_backward(False) was "
@@ -367,18 +542,8 @@ class Unit:
             )
 
 
-def _grouping(unit: Unit) -> tuple[bool, bool]:
-    """Returns what the groups and their buffers depend on, of a policy that may change."""
-    return unit.gathers_as_one, unit.streams.in_host_order or unit.reduce_buffers <= 1
-
-
-def _enter_backward(unit: Unit) -> None:
-    conductor = unit.sealed_into()
-    if conductor is not None:
-        conductor.before_backward(unit)
-
-
 def _if_alive(unit: weakref.ref[Unit], act: Callable[[Unit], None]) -> None:
+    """Call `act`, unless the unit is gone. A strong reference from a group to its unit would be a circle."""
     alive = unit()
     if alive is not None:
         act(alive)

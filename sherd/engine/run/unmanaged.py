@@ -1,8 +1,7 @@
-"""Trainable parameters below a root that no unit has: they came after sharding, and each rank would train its own.
+"""Trainable parameters below a root that belong to no unit, because they came later: each rank would train its own.
 
-A look at all modules of a model would cost too much in each step. So torch counts for us what is registered on any
-module, and a model is looked at when something was since its last look. Not noticed is what goes past `nn.Module`: a
-write into `module._parameters`.
+A walk over all modules in each step would cost too much. So torch counts what is registered on any module, and a model
+is walked when the count has changed. A write into `module._parameters`, past `nn.Module`, is not noticed.
 """
 
 from __future__ import annotations
@@ -24,13 +23,14 @@ from sherd.comm.agreement import broadcast_from_rank0, groups_of, in_short, requ
 from sherd.comm.failures import named
 from sherd.comm.mesh import DataMesh
 from sherd.engine.run.unit import Unit
-from sherd.engine.state.parameter import plain_name, record_of
+from sherd.engine.state.parameter import record_of
 from sherd.errors import UnmanagedParameterError
 from sherd.tensor.ragged import local_part
+from sherd.wrap.names import plain_name
 
 
 class _Registrations:
-    """The number of parameters and modules that were registered anywhere in this process since the first unit."""
+    """The number of parameters and modules that were registered in this process since the first unit."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -38,7 +38,7 @@ class _Registrations:
         self._installed = False
 
     def install(self) -> None:
-        """Count from now on."""
+        """Start to count, unless it has started."""
         if not self._installed:
             self._installed = True
             register_module_parameter_registration_hook(self._note)
@@ -52,11 +52,15 @@ registrations = _Registrations()
 
 
 class Unmanaged:
-    """The parameters below one root that no unit has and nobody has ignored.
+    """The parameters below one root that belong to no unit and are not ignored.
 
-    The runtime asks for a look when `seen`, the count of registrations at the last one, is not today's, or when one of
-    `frozen` is trained; in a settled step it calls nothing here. `replicated` are those whose gradients are averaged,
-    by name.
+    The runtime calls `look` when `seen` is out of date, or a `frozen` parameter is trained; a settled step calls
+    nothing here.
+
+    Attributes:
+        seen: the count of registrations at the last look.
+        frozen: the unmanaged parameters that were frozen then.
+        replicated: by name, the parameters whose gradients are averaged.
     """
 
     def __init__(self, root: nn.Module, units: Sequence[Unit]) -> None:
@@ -67,12 +71,11 @@ class Unmanaged:
         self._units = tuple(units)
 
     def look(self, in_backward: bool) -> None:
-        """Look for unmanaged parameters, if this is a forward in training or a backward, and do what the root's policy
-        says about them.
+        """Look for unmanaged parameters in a backward or a forward in training, and treat them by the root's policy.
 
         Raises:
-            UnmanagedParameterError: there are trainable ones, and the policy is "error".
-            RanksDifferError: ranks have different ones, and the policy is "replicate".
+            UnmanagedParameterError: some are trainable, and the policy is "error".
+            RanksDifferError: the policy is "replicate", and ranks have different ones.
         """
         root, unit = self._root(), self._units[0]
         if root is None or not (in_backward or (root.training and torch.is_grad_enabled())):
@@ -80,9 +83,9 @@ class Unmanaged:
         count, policy = registrations.count, unit.policy.unmanaged
         self.frozen, trained = [], {}
         if policy != "ignore" and unit.mesh.num_pieces * unit.mesh.num_replicas > 1:
-            found = list(unmanaged_below(root, self._units))
-            self.frozen = [parameter for _, parameter, _ in found if not parameter.requires_grad]
-            trained = {name: (parameter, within) for name, parameter, within in found if parameter.requires_grad}
+            unmanaged = list(_unmanaged_below(root, self._units))
+            self.frozen = [parameter for _, parameter, _ in unmanaged if not parameter.requires_grad]
+            trained = {name: (parameter, within) for name, parameter, within in unmanaged if parameter.requires_grad}
         if trained and policy == "error":
             shown = in_short([f"{name} (in unit {within})" for name, (_, within) in trained.items()])
             raise UnmanagedParameterError(
@@ -95,28 +98,28 @@ class Unmanaged:
         self.seen = count
 
     @torch.no_grad()
-    def _replicate(self, found: dict[str, nn.Parameter]) -> None:
-        """Have rank 0's values of those of `found` that are new, and average their gradients from now on."""
+    def _replicate(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Average the gradients of `parameters` from now on. Those that are new take rank 0's values."""
         known = set(map(id, self.replicated.values()))
-        new = {name: parameter for name, parameter in found.items() if id(parameter) not in known}
-        self.replicated = found
+        new = {name: local_part(each) for name, each in parameters.items() if id(each) not in known}
+        self.replicated = parameters
         if new:
-            mesh = self._units[0].mesh
-            require_alike(mesh, [_described(name, each) for name, each in new.items()], "parameters to replicate")
-            values = [local_part(each) for each in new.values()]
+            mesh, values = self._units[0].mesh, list(new.values())
+            described = [f"{name} {tuple(value.shape)} {value.dtype}" for name, value in new.items()]
+            require_alike(mesh, described, "parameters to replicate")
             broadcast_from_rank0(values, mesh, "rank 0's broadcast of unmanaged parameters")
 
     @property
     def has_gradients(self) -> bool:
-        """Whether one of those that are replicated has a gradient here."""
+        """Whether a replicated parameter has a gradient on this rank."""
         return any(each.grad is not None for each in self.replicated.values())
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Replace the gradients of what is replicated by their mean over all ranks.
+        """Replace the gradients of replicated parameters by their mean over all ranks.
 
-        What earlier backwards have left is the same on all ranks, so that its mean is itself. A rank without a gradient
-        counts as zero; where no rank has one there is none.
+        The gradients of earlier backwards are the same on all ranks, so the mean leaves them as they are. A rank
+        without a gradient counts as zero; where no rank has one there is none.
         """
         mesh = self._units[0].mesh
         by_dtype: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
@@ -126,9 +129,8 @@ class Unmanaged:
             _average(members, mesh)
 
 
-def unmanaged_below(root: nn.Module, units: Sequence[Unit]) -> Iterator[tuple[str, nn.Parameter, str]]:
-    """Yields the parameters below `root` that no unit has and nobody has ignored: name, parameter, and the name of the
-    nearest unit around it."""
+def _unmanaged_below(root: nn.Module, units: Sequence[Unit]) -> Iterator[tuple[str, nn.Parameter, str]]:
+    """Yields name, parameter, and name of the nearest unit around it, for each unmanaged parameter below `root`."""
     by_module = {id(module): unit.name for unit in units for module in unit.modules}
     others = {id(each) for module in root.modules() if is_replicated(module) for each in module.modules()}
     records = (record for unit in units for record in unit.parameters)
@@ -141,10 +143,6 @@ def unmanaged_below(root: nn.Module, units: Sequence[Unit]) -> Iterator[tuple[st
             is_known = id(module) in others or (id(module), attribute) in known
             if parameter is not None and not is_known and record_of(parameter) is None:
                 yield plain_name(f"{path}.{attribute}" if path else attribute), parameter, within[path]
-
-
-def _described(name: str, parameter: torch.Tensor) -> str:
-    return f"{name} {tuple(local_part(parameter).shape)} {parameter.dtype}"
 
 
 def _average(members: Sequence[nn.Parameter], mesh: DataMesh) -> None:
@@ -162,7 +160,7 @@ def _average(members: Sequence[nn.Parameter], mesh: DataMesh) -> None:
             dist.all_reduce(sent, group=group)
     sent[: -len(members)] /= mesh.num_shards * mesh.num_replicas
     means = sent[: -len(members)].split([each.numel() for each in flat])
-    # The host waits for the flags only where a gradient is missing.
+    # The host waits for the flags only if a gradient is missing here.
     missing = any(grad is None for grad in grads)
     present = sent[-len(members) :].tolist() if missing else [1.0] * len(members)
     for parameter, target, into, mean, is_there in zip(members, targets, real, means, present, strict=True):

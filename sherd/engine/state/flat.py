@@ -3,9 +3,10 @@
     shard buffers      rank 0 | a a a a | b b |    rank 1 | b b b . | c c | . . |
     flat parameter           | a a a a | b b               b b b . | c c |
 
-Padding between members is part of it, and zero, so that no norm counts it and no optimizer moves it. Padding after the
-last member is not part of it. Under tensor parallelism it lies on those axes, too: each rank has a vector of its parts
-of the members, and norms count one copy of the members that several ranks have.
+Padding between members is a part of the flat parameter. It is zero, so that no norm counts it and no optimizer moves
+it. Padding after the last member is no part. Under tensor parallelism the flat parameter lies on the tensor-parallel
+axes, too: each rank has a vector of its parts of the members, and norms count one copy of members that several ranks
+have.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ import torch
 from torch import nn
 
 from sherd._torch import attributes_of, dispatches_itself, register_foreach_type
-from sherd.engine.state.group import Group, own_view
+from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import record_of
-from sherd.engine.state.tensor_parallel import merged_spec
 from sherd.errors import StateError
-from sherd.tensor.ragged import RaggedDTensor, ragged_dtensor, unpickled
+from sherd.tensor.ragged import RaggedDTensor, own_view, ragged_dtensor, unpickled
 from sherd.tensor.table import Args, Aten, Kwargs
+from sherd.tensor.tensor_parallel import merged_spec
 
 
 class FlatParamShardMetadata(NamedTuple):
     """The members of a flat parameter that this rank holds elements of, one entry for each.
 
     Shapes, strides and numbers of elements are those of the unsharded member. `param_offsets` are the first and the
-    last element held, counted in the flattened member. The fields are those of torch's FSDP1 record of this name.
+    last element held, counted in the flattened member. The fields are those of torch's FSDP1 record of the same name.
     """
 
     param_names: tuple[str, ...]
@@ -45,15 +46,15 @@ class FlatParamShardMetadata(NamedTuple):
 class FlatParameter(RaggedDTensor):
     """All parameters of one unit as one 1-D parameter, of which each rank holds a run; FSDP1's (Zhao et al. 2023).
 
-    Its `shape` is `(numel,)`: the parameters one behind the other, with the padding between them. `to_local()` is this
-    rank's run. A copy, or one that was loaded from a file, is a vector that no unit uses.
+    The `shape` is `(numel,)`: the parameters one behind the other, with the padding between them. `to_local()` is this
+    rank's run. A copy, or a flat parameter loaded from a file, is a vector that no unit uses.
     """
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as torch declares it is not as it calls it
         cls, func: Aten, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        """Answer as a ragged tensor does, but keep the class of what `model.to(...)` puts in the parameter's place."""
+        """Run `func` as on a ragged tensor. The result of `model.to(...)` stays a flat parameter."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
         return _as_flat(result) if func in _KEEP_CLASS and isinstance(args[0], FlatParameter) else result
 
@@ -65,11 +66,10 @@ class FlatParameter(RaggedDTensor):
         return _unpickled, given
 
     def _take_attributes(self, attributes: Mapping[str, object]) -> None:
-        """Have `attributes`, which users wrote on the parameters that it is made of."""
         vars(self).update(attributes)
 
     def shard_metadata(self) -> FlatParamShardMetadata:
-        """The parameters that this rank holds elements of, and which. Raises `StateError` for a copy."""
+        """Returns the parameters and elements that this rank holds. Raises `StateError` for a copy."""
         return self._shard.metadata()
 
     @property
@@ -131,19 +131,19 @@ class FlatShard:
     def metadata(self) -> FlatParamShardMetadata:
         """Returns the members that this rank holds elements of."""
         members = zip(self.names, self.shapes, self._pieces, strict=True)
-        held = [(name, shape, piece) for name, shape, piece in members if piece.numel]
+        on_rank = [(name, shape, piece) for name, shape, piece in members if piece.numel]
         return FlatParamShardMetadata(
-            tuple(name for name, _, _ in held),
-            tuple(shape for _, shape, _ in held),
-            tuple(tuple(prod(shape[at + 1 :]) for at in range(len(shape))) for _, shape, _ in held),
-            (True,) * len(held),
-            tuple(shape.numel() for _, shape, _ in held),
-            tuple((piece.start, piece.stop - 1) for _, _, piece in held),
+            tuple(name for name, _, _ in on_rank),
+            tuple(shape for _, shape, _ in on_rank),
+            tuple(tuple(prod(shape[at + 1 :]) for at in range(len(shape))) for _, shape, _ in on_rank),
+            (True,) * len(on_rank),
+            tuple(shape.numel() for _, shape, _ in on_rank),
+            tuple((piece.start, piece.stop - 1) for _, _, piece in on_rank),
         )
 
 
 def _flat_parameter(group: Group) -> FlatParameter:
-    """Returns a parameter on the group's shard buffer."""
+    """Returns a parameter in the memory of the group's shard buffer."""
     mesh, together = group.mesh, group.packing.runs_together
     extents = (slot.unsharded for slot in group.packing.slots)
     members = [(record.unsharded_spec, extent) for record, extent in zip(group.parameters, extents, strict=True)]
@@ -156,13 +156,12 @@ def _flat_parameter(group: Group) -> FlatParameter:
 
 
 def _common_attributes(shards: Sequence[nn.Parameter], names: Sequence[str]) -> dict[str, object]:
-    """Returns the attributes that users have set alike on all of the parameters. A warning names the others, which the
-    flat parameter loses."""
+    """Returns the attributes that users set alike on all parameters. Warns of the others, which are lost."""
     written = [attributes_of(shard) for shard in shards]
     common = {
         key: value
         for key, value in written[0].items()
-        if all(key in other and _is_same(value, other[key]) for other in written)
+        if all(key in other and _are_same(value, other[key]) for other in written)
     }
     lost = [f"{key} of {name}" for name, own in zip(names, written, strict=True) for key in own if key not in common]
     if lost:
@@ -175,5 +174,5 @@ def _common_attributes(shards: Sequence[nn.Parameter], names: Sequence[str]) -> 
     return common
 
 
-def _is_same(value: object, other: object) -> bool:
+def _are_same(value: object, other: object) -> bool:
     return value is other or (isinstance(value, bool | int | float | str | tuple) and bool(value == other))

@@ -1,48 +1,67 @@
-"""The parameters of a unit that share dtypes and trainability, and the one shard buffer their shards are views of.
+"""Groups: the parameters of a unit that share dtypes and trainability, and the shard buffer that their shards lie in.
 
-What differs between two parameters of a unit (mixed dtypes, frozen layers) puts them into two groups; a group needs no
-rule.
+Parameters of a unit that differ (mixed dtypes, frozen layers) go to different groups; a group needs no rule.
+
+A large unit on a device with streams is cut into parts of neighbouring parameters, each a group:
+
+    registered     norm  qkv  out  up  down           groups    | norm qkv out | up | down |
+    in backward                                       freed            3rd       2nd   1st
+
+Backward comes to the parts from the last to the first. A part's unsharded parameters are freed once its gradients are
+there, so that not all parameters and all gradients of the unit are in memory together. Small tensors (norms, biases)
+share the first part, whose gradients come last: a norm that is registered behind the weights, and used before them,
+would keep its part in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import compress
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from sherd._torch import DTensorSpec, spec_of
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.comm.transport import Sizes, parts
-from sherd.engine.state.offload import RestingPlace, fetch_into
-from sherd.engine.state.parameter import ShardedParameter, as_sharded, in_dtype
-from sherd.engine.state.replica_shard import FetchedShard
+from sherd.engine.state.fetching import FetchedShard, RestingPlace, fetch_into
+from sherd.engine.state.parameter import ShardedParameter, as_sharded
 from sherd.engine.state.shard_memory import ShardMemory, give_memory
 from sherd.layout.extent import Extent
 from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Shape
 from sherd.policy import MixedPrecisionPolicy
 from sherd.schedule.moments import MemoryKind as Memory
-from sherd.tensor.ragged import as_dtensor
+from sherd.tensor.placement import in_dtype
+from sherd.tensor.ragged import as_dtensor, own_view
 
 PADDING_VALUE = 42
-"""Fills the padding between and behind runs, so that a leak is seen at once. Padding within a flat parameter is zero,
-for its norm."""
+"""Fills the padding between and behind runs, so that a leak is seen at once."""
 
 ALONE_BYTES = 4 << 20
 """Tensors of at least this size, unsharded, may have a group of their own."""
 
+MOST_PARTS = 4
+"""Of one unit. With more, messages become small while the largest tensor still bounds what is freed."""
+
+SMALL = 16
+"""A tensor of less than this fraction of a part, 1/16, goes to the first part."""
+
+
+# Which parameters share a group
+
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """The properties that the parameters of one group share. `gathers_itself`: a tensor with its own all-gather.
+    """The properties that the parameters of one group share.
 
-    `plan_id` is None for tensors cut by themselves, else the plan that cut them: those of two plans do not fit one
-    line.
+    Attributes:
+        gathers_itself: the tensor has its own all-gather.
+        plan_id: the plan that cut the parameters into runs, None for tensors cut by themselves. Runs of two plans do
+            not fit one buffer.
     """
 
     dtype: torch.dtype
@@ -53,7 +72,7 @@ class GroupKey:
 
 
 def group_key_of(parameter: ShardedParameter) -> GroupKey:
-    """The group that `parameter` belongs to."""
+    """Returns the key of the group that `parameter` belongs to."""
     resting = parameter.resting
     plan_id = parameter.plan_id if parameter.cut.in_line else None
     return GroupKey(resting.dtype, parameter.requires_grad, _gathers_itself(resting), plan_id, parameter.mesh)
@@ -63,37 +82,100 @@ def _gathers_itself(local: torch.Tensor) -> bool:
     return hasattr(local, "fsdp_pre_all_gather")
 
 
-class Tensorlike(Protocol):
-    """A parameter, or the record of one."""
+def travels_alone(parameter: ShardedParameter | torch.Tensor, streams: Streams, surrounds: bool) -> bool:
+    """Returns whether a tensor should have a group of its own.
 
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-def travels_alone(parameter: Tensorlike, streams: Streams, surrounds: bool) -> bool:
-    """Returns whether a tensor should have a group of its own: a large one, on a device without streams or in a unit
-    that `surrounds` others.
-
-    Alone, it is gathered straight into place and reduced from where autograd left its gradient. That saves the copies
-    and costs one more collective. With streams such a gather cannot run ahead of compute (`weights.py`). But in a unit
-    around others, the parameters before them (an embedding) and after them (a head) are used a whole model apart:
-    alone, the head is freed when backward begins, and no rows wait for the embedding's gradient.
+    A large tensor should, on a device without streams or in a unit that `surrounds` others. Alone, the tensor is
+    gathered straight into place and reduced from where autograd left its gradient. That saves the copies and costs one
+    more collective. With streams such a gather cannot run ahead of compute (`weights.py`). But in a unit around others,
+    the parameters before them (an embedding) and after them (a head) are used a whole model apart: alone, the head is
+    freed when backward begins, and no rows wait for the embedding's gradient.
     """
     is_apart = streams.in_host_order or surrounds
     return is_apart and is_large(parameter.shape.numel(), parameter.dtype)
 
 
 def is_large(numel: int, dtype: torch.dtype) -> bool:
-    """Returns whether copying so many elements of a gradient would cost more than a collective of their own."""
+    """Returns whether to copy so many elements of a gradient costs more than a collective of their own."""
     return numel * dtype.itemsize >= ALONE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The parameters of one future group. `is_part`: their unit is cut into parts for the sake of memory."""
+
+    parameters: tuple[ShardedParameter, ...]
+    is_part: bool = False
+
+
+def batches_of(
+    parameters: Sequence[ShardedParameter], streams: Streams, surrounds: bool, as_one: bool, part_bytes: int | None
+) -> list[Batch]:
+    """Returns the groups to make of a unit's parameters.
+
+    Args:
+        parameters: all of the unit's.
+        streams: the lanes of its device.
+        surrounds: the unit has others inside.
+        as_one: the user has a collective or a hook of their own, which must see the unit as one.
+        part_bytes: the fewest bytes, unsharded, of a part; None leaves a unit in one part.
+    """
+    keys: dict[GroupKey, list[ShardedParameter]] = {}
+    for parameter in parameters:
+        keys.setdefault(group_key_of(parameter), []).append(parameter)
+    batches: list[Batch] = []
+    for key, members in keys.items():
+        together: list[ShardedParameter] = []
+        alone: list[Batch] = []
+        for parameter in members:
+            # Runs are never in order: those of one plan share a buffer.
+            is_apart = parameter.cut.in_order and not as_one
+            if key.gathers_itself or (is_apart and travels_alone(parameter, streams, surrounds)):
+                alone.append(Batch((parameter,)))
+            else:
+                together.append(parameter)
+        # Parts save no memory where unsharded parameters are kept. Runs of one plan balance over the ranks together.
+        is_freed_in_parts = key.plan_id is None and key.mesh.num_pieces > 1 and not key.mesh.keeps_unsharded
+        if part_bytes is not None and not as_one and not streams.in_host_order and is_freed_in_parts:
+            batches += _parts(together, part_bytes)
+        elif together:
+            batches.append(Batch(tuple(together)))
+        batches += alone
+    return batches
+
+
+def _parts(parameters: Sequence[ShardedParameter], part_bytes: int) -> list[Batch]:
+    """Returns `parameters` in parts of about equal bytes, each of at least `part_bytes`, or in one part if too few."""
+    sizes = [each.shape.numel() * each.dtype.itemsize for each in parameters]
+    num_parts = min(MOST_PARTS, sum(sizes) // part_bytes)
+    if num_parts < 2:
+        return [Batch(tuple(parameters))] if parameters else []
+    is_large = [size * SMALL * num_parts >= sum(sizes) for size in sizes]
+    parts = [[each for each, large in zip(parameters, is_large, strict=True) if not large]]
+    least = max(part_bytes, sum(compress(sizes, is_large)) / num_parts)
+    filled = 0
+    for parameter, size in zip(compress(parameters, is_large), compress(sizes, is_large), strict=True):
+        if filled >= least:
+            parts.append([])
+            filled = 0
+        parts[-1].append(parameter)
+        filled += size
+    if filled < part_bytes and len(parts) > 1:
+        parts[-2:] = [parts[-2] + parts[-1]]
+    return [Batch(tuple(part), len(parts) > 1) for part in parts]
+
+
+# A group
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerParam:
     """A parameter of the optimizer and its place in the shard buffer: one shard, or the flat parameter of all shards.
 
-    `shape` is that of this rank's part; `members` are the indices of the group's parameters in it. `gaps` are the
-    extents of the shard buffer within it that belong to no parameter.
+    Attributes:
+        shape: the shape of this rank's part.
+        members: the indices of the group's parameters in it.
+        gaps: the extents of the shard buffer within it that belong to no parameter.
     """
 
     record: ShardedParameter
@@ -114,7 +196,7 @@ class OptimizerParam:
         return self.record.name + (f" (and {more} more, flat)" if more else "")
 
     def gradient_spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """Returns the spec of its gradient: its own layout, in `dtype`."""
+        """Returns the spec of the gradient: the parameter's layout, in `dtype`."""
         return in_dtype(spec_of(as_sharded(self.parameter)), dtype)
 
     def expect_gradients_in(self, dtype: torch.dtype) -> None:
@@ -133,11 +215,11 @@ class Group:
         shard_sizes: how much each rank of the shard axis sends. Equal to `sizes`, unless replicas own pieces of a shard
             (`fetched`).
         is_offloaded: the shards rest in another memory than that of the device that computes.
-        unsharded_memory: the unsharded buffer where that is not given up; the shard buffer is a part of it then.
-        num_flags: flags that travel with the gradients: one for each tensor, none for a large one that is alone, which
-            is sent from where autograd has left its gradient. It has one where it may lack a gradient on some ranks:
-            under `divergence="join"`, and in a part of a unit (`is_part`).
-        trainable: its parameters were trained when the group was made.
+        unsharded_memory: the unsharded buffer if it is never freed; then the shard buffer is a part of it.
+        num_flags: flags that travel with the gradients, one for each tensor. A large tensor that is alone has none: it
+            is sent from where autograd left its gradient. It has a flag where some ranks may lack a gradient: under
+            `divergence="join"`, and in a part of a unit (`is_part`).
+        trainable: the parameters were trained when the group was made.
         is_one_piece: nothing is cut, so the shard buffer holds the unsharded parameters.
     """
 
@@ -191,7 +273,7 @@ class Group:
         )
 
     def hangs_on(self, optimizer_param: OptimizerParam, module_ids: Collection[int]) -> bool:
-        """Returns whether a parameter of `optimizer_param` hangs on one of the modules with these ids."""
+        """Returns whether a member of `optimizer_param` is registered at one of the modules with these ids."""
         places = (place for index in optimizer_param.members for place in self.parameters[index].places)
         return any(place.module_id in module_ids for place in places)
 
@@ -202,7 +284,7 @@ class Group:
 
     @property
     def used(self) -> Extent:
-        """The shard buffer without the padding that follows a packing of runs."""
+        """The extent of the shard buffer without the padding behind runs."""
         return Extent(0, self.packing.runs_together.local_numel(self.mesh.piece))
 
     @property
@@ -214,7 +296,7 @@ class Group:
     def source(self, dtype: torch.dtype) -> torch.Tensor:
         """Returns the buffer that this rank sends along the shard axis, in `dtype`: `[shard_sizes[mesh.shard_rank]]`.
 
-        Where replicas own pieces, it is a collective over the replicate axis if the pieces were written since.
+        Collective over the replicate axis if replicas own pieces, and the pieces were written since the last call.
         """
         if self.fetched is not None:
             return self.fetched.around(self.shard_buffer, dtype, self.version)
@@ -222,8 +304,7 @@ class Group:
         return piece if dtype == self.dtype else piece.to(dtype)
 
     def write_source(self, rows: torch.Tensor) -> torch.Tensor:
-        """Write what `source(rows.dtype)` is into this rank's part of `rows`, `[packing.gathered_numel]`, and return
-        that part."""
+        """Write `source(rows.dtype)` into this rank's part of `rows`, `[packing.gathered_numel]`. Returns the part."""
         mesh = self.mesh
         start = self.packing.starts[mesh.pieces_of(mesh.shard_rank).start]
         part = rows[start : start + self.shard_sizes[mesh.shard_rank]]
@@ -231,13 +312,11 @@ class Group:
         return part
 
     def mark_shards_written(self) -> None:
-        """Note that the shards were written, or may have been, so that copies made of them are stale. All ranks must
-        call it together."""
+        """Note that the shards were, or may be, written: copies of them are stale. All ranks must call it together."""
         self.version += 1
 
     def all_pieces(self, piece: torch.Tensor) -> torch.Tensor:
-        """Gather every rank's piece: returns them side by side, `[packing.gathered_numel]`. Collective over all axes
-        that the parameters are cut over."""
+        """Returns all ranks' pieces side by side, `[packing.gathered_numel]`. Collective over all axes of the cut."""
         mesh, shard = self.mesh, piece
         if self.fetched is not None:
             shard = piece.new_empty(self.fetched.numel)
@@ -247,7 +326,7 @@ class Group:
         return rows
 
     def pieces_of(self, rank: int, shard: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields the number of each piece in `shard`, which `rank` of the shard axis has sent, and the piece."""
+        """Yields each piece of `shard`, which `rank` of the shard axis sent, with the number of the piece."""
         if self.fetched is None:
             yield rank, shard
             return
@@ -270,14 +349,8 @@ class Group:
         return 0 if self.unsharded_memory is not None else self.packing.unsharded_numel * self.compute_dtype.itemsize
 
     @property
-    def is_meta(self) -> bool:
-        """True if the shards have no data yet."""
-        return self.shard_buffer.is_meta
-
-    @property
     def is_in_buffer(self) -> bool:
-        """True if every optimizer parameter is still the view of the shard buffer that it was made as, and none has an
-        all-gather of its own that it did not have."""
+        """True if every optimizer parameter is still its view of the shard buffer, and got no all-gather of its own."""
         if self.gathers_itself:
             return self.parameters[0].local is self.shard_buffer
         if any(_gathers_itself(each.resting) for each in self.parameters):
@@ -296,17 +369,26 @@ class Group:
 
     def _gather_shards_into_one_buffer(self) -> torch.Tensor:
         """Copy the optimizer parameters' local tensors into a new shard buffer, and make them views of it."""
-        device = self.parameters[0].resting.device
-        shard_buffer = self._empty_shard_buffer(device)
-        self._mark_padding(shard_buffer)
+        rank = self.mesh.piece
+        shard_buffer = self._empty_shard_buffer(self.parameters[0].resting.device)
+        if self.packing.is_cut_into_runs and not shard_buffer.is_meta:
+            # Gaps within a flat parameter are zero, for its norm.
+            gaps_within = {gap for optimizer_param in self.optimizer_params for gap in optimizer_param.gaps}
+            for gap in self.packing.gaps_of(rank):
+                if gap not in gaps_within:
+                    shard_buffer[gap.start : gap.stop].fill_(PADDING_VALUE)
         for optimizer_param in self.optimizer_params:
             extent = optimizer_param.extent
             view = own_view(shard_buffer[extent.start : extent.stop]).view(optimizer_param.shape)
             if not shard_buffer.is_meta:
                 view.copy_(optimizer_param.record.resting)
             give_memory(optimizer_param.record, optimizer_param.parameter, view)
-        if self.is_flat:
-            self._view_shards_in(shard_buffer)
+        if self.is_flat:  # the shards are views of the flat parameter's memory
+            for record, slot in zip(self.parameters, self.packing.slots, strict=True):
+                extent = slot.held(rank)
+                view = own_view(shard_buffer[extent.start : extent.stop]).view(slot.cut.local_shape(rank))
+                shard = as_dtensor(view, in_dtype(record.shard_spec, self.dtype))
+                record.exchange(nn.Parameter(shard, requires_grad=record.requires_grad))
         return shard_buffer
 
     def _empty_shard_buffer(self, device: torch.device) -> torch.Tensor:
@@ -323,51 +405,23 @@ class Group:
             return place.empty(self.shard_numel, self.dtype, device)
         return own_view(shard if self.fetched is None else self.fetched.holding(shard))
 
-    def _mark_padding(self, shard_buffer: torch.Tensor) -> None:
-        """Fill the padding that no optimizer parameter includes with a value that would be noticed."""
-        if shard_buffer.is_meta or not self.packing.is_cut_into_runs:
-            return
-        within = {gap for optimizer_param in self.optimizer_params for gap in optimizer_param.gaps}
-        for gap in self.packing.gaps_of(self.mesh.piece):
-            if gap not in within:
-                shard_buffer[gap.start : gap.stop].fill_(PADDING_VALUE)
-
-    def _view_shards_in(self, shard_buffer: torch.Tensor) -> None:
-        """Make the shards views of the flat parameter's memory."""
-        rank = self.mesh.piece
-        for record, slot in zip(self.parameters, self.packing.slots, strict=True):
-            held = slot.held(rank)
-            view = own_view(shard_buffer[held.start : held.stop]).view(slot.cut.local_shape(rank))
-            shard = as_dtensor(view, in_dtype(record.shard_spec, self.dtype))
-            record.exchange(nn.Parameter(shard, requires_grad=record.requires_grad))
-
     def _keep_shard(self) -> torch.Tensor:
-        """Returns the local tensor of a parameter that gathers itself, copied so that the user's full tensor is freed.
-
-        A tensor that got its all-gather as attributes of the object is a shard's memory already.
-        """
+        """Returns the local tensor of a parameter that gathers itself."""
         (parameter,) = self.parameters
         local = parameter.local
+        # Copied, so that the user's full tensor is freed. A tensor whose all-gather was set on the object is the memory
+        # of a shard already.
         if not local.is_meta and "fsdp_pre_all_gather" not in vars(local):
             local = self.place.copy_of(local)
         give_memory(parameter, parameter.shard, local)
         return local
 
     @property
+    def trained(self) -> list[ShardedParameter]:
+        """The parameters that are trained now; `trainable` is as the group was made."""
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+    @property
     def shard_numel(self) -> int:
         """Elements of this rank's shard buffer."""
         return self.packing.shard_numels[self.mesh.piece]
-
-
-def own_view(part: torch.Tensor) -> torch.Tensor:
-    """Returns `part`, uncopied, as a tensor at the beginning of a storage of its own.
-
-    Saving a view would save its neighbours in the buffer, too, and torch cannot save a DTensor whose local tensor has
-    an offset. The view goes through DLPack, as bytes, so that any dtype is possible; through its capsule, for
-    `Tensor.__dlpack_device__` does not know the devices that other packages add to torch.
-    """
-    if part.is_meta or type(part) is not torch.Tensor:
-        return part
-    if part.numel() == 0:
-        return torch.empty_like(part)
-    return from_dlpack(to_dlpack(part.view(torch.uint8))).view(part.dtype)

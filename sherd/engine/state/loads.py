@@ -1,6 +1,6 @@
 """Loads: the elements that each rank owns of uncut tensors, summed over all units whose model has not run yet.
 
-The planner gives the next tensor to the rank that owns least.
+The planner gives the next tensor to the rank that owns the fewest elements.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import torch.distributed as dist
 from sherd.comm.mesh import DataMesh
 
 _loads: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, list[int]]] = weakref.WeakKeyDictionary()
-"""By shard group and number of pieces: the elements of each piece of units whose model has not run yet."""
-
+"""The elements of each piece, by shard group and number of pieces."""
 
 EVEN = 1.1
 """Loads balance if the largest is at most so many times the mean."""

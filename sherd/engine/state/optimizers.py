@@ -1,8 +1,12 @@
 """Hooks on optimizers: they exchange parameters that were sharded since, and tell units that their shards are stepped.
 
-A plain Parameter cannot turn into a DTensor in place, so such an optimizer holds objects that the model no longer has.
-With torch's own FSDP it then trains nothing, without an error. Here replaced parameters are exchanged for their shards
-before the optimizer steps. If the optimizer has state for one of them already, the step raises.
+A plain Parameter cannot turn into a DTensor in place, so an optimizer that was built before the model was sharded holds
+objects that the model no longer has. With torch's own FSDP it then trains nothing, without an error. Here replaced
+parameters are exchanged for their shards before the optimizer steps. If the optimizer has state for a replaced
+parameter already, the step raises.
+
+Some optimizers of torch.optim cannot step shards. torch would raise in the middle of the step, and name only the
+operation that DTensor does not support; here the first step is refused with the parameter's name.
 """
 
 from __future__ import annotations
@@ -15,27 +19,27 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import LBFGS, Adafactor, Optimizer
 
 from sherd._torch import dynamo_disabled, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from sherd.comm.agreement import in_short
-from sherd.engine.state.parameter import Owner, ShardedParameter, record_of
-from sherd.engine.state.steppable import require_shapes, require_steppable
-from sherd.errors import OptimizerError
-from sherd.tensor.ragged import local_part
+from sherd.engine.state.parameter import Owner, ShardedParameter, as_sharded, name_of, record_of
+from sherd.errors import OptimizerError, OptimStateError
+from sherd.tensor.ragged import RaggedDTensor, local_part
+from sherd.tensor.state_kind import StateKind, kind_of
 
 
 @dataclass(eq=False)
 class News:
-    """The parameters that a model has got and lost, for optimizers that do not know of it yet.
+    """The parameters that a model gained and lost, for optimizers that do not know of the change yet.
 
     Args:
         units: the ids of the model's units.
         adopted: the new parameters.
-        dropped: the local tensors of parameters that it has no more, and their names. A local tensor lives and dies
-            with its parameter, of which no reference is held: torch refuses to move a tensor that has a weak one, a
-            strong one would keep the memory, and its id goes to another tensor once it is gone.
+        dropped: the local tensors of dropped parameters, and their names. A local tensor lives and dies with its
+            parameter. No reference to the parameter is held: torch refuses to move a tensor with a weak reference, and
+            a strong one would keep the memory.
     """
 
     units: frozenset[int]
@@ -43,43 +47,45 @@ class News:
     dropped: list[tuple[weakref.ref[torch.Tensor], str]]
 
     def missing_from(self, present: Mapping[int, nn.Parameter], stepped: Collection[int]) -> list[str]:
-        """Returns the names of those adopted that are not `present` in an optimizer that steps the units `stepped`.
-        What was told, or is in an optimizer, is no news any more."""
+        """Returns the names of new parameters that are not `present` in an optimizer of the units `stepped`.
+
+        Parameters that were reported once, or that an optimizer holds, are left out from then on.
+        """
         alive = [record for ref in self.adopted if (record := ref()) is not None]
         absent = [each for each in alive if id(each.optimizer_param) not in present]
-        is_told = not self.units.isdisjoint(stepped)
-        self.adopted = [] if is_told else [weakref.ref(each) for each in absent]
-        return [each.name for each in absent if is_told and each.requires_grad]
+        is_reported = not self.units.isdisjoint(stepped)
+        self.adopted = [] if is_reported else [weakref.ref(each) for each in absent]
+        return [each.name for each in absent if is_reported and each.requires_grad]
 
     def left_in(self, present: Mapping[int, nn.Parameter]) -> list[str]:
-        """Returns the names of those dropped that an optimizer still has."""
+        """Returns the names of dropped parameters that are `present` in an optimizer."""
         plain = [each for each in present.values() if isinstance(each, DTensor) and record_of(each) is None]
-        theirs = {id(local_part(each)) for each in plain}
+        local_ids = {id(local_part(each)) for each in plain}
         alive = [(local, ref, name) for ref, name in self.dropped if (local := ref()) is not None]
-        self.dropped = [(ref, name) for local, ref, name in alive if id(local) not in theirs]
-        return [name for local, _, name in alive if id(local) in theirs]
+        self.dropped = [(ref, name) for local, ref, name in alive if id(local) not in local_ids]
+        return [name for local, _, name in alive if id(local) in local_ids]
 
 
 class StepListener(Protocol):
-    """Hears of each optimizer step before it is made."""
+    """Is called before each optimizer step."""
 
     def before_step(self, optimizer: Optimizer, unit_ids: Sequence[int]) -> None:
-        """`optimizer` is about to step the shards of these units."""
+        """Note that `optimizer` is about to step the shards of these units."""
 
 
 class _Watcher:
-    """The two global optimizer hooks, the hook of each optimizer's loads, and the units whose shards it steps."""
+    """The global hooks on all optimizers' steps, the hook on each one's loads, and the units that each one steps."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], list[weakref.ref[Owner]]]]
         self._known = weakref.WeakKeyDictionary()
-        self._asked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._load_hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._listeners: weakref.WeakSet[StepListener] = weakref.WeakSet()
         self._installed = False
         self._news: list[News] = []
 
     def announce(self, news: News) -> None:
-        """Tell every optimizer of it, at its next step."""
+        """Check every optimizer against `news`, at the optimizer's next step."""
         self._news.append(news)
         self.sharded_again()
 
@@ -92,49 +98,45 @@ class _Watcher:
             self._installed = True
 
     def sharded_again(self) -> None:
-        """Look at every optimizer anew, since parameters have been replaced."""
+        """Examine every optimizer anew at its next step, since parameters were replaced."""
         self._known.clear()
 
     def adopt(self, optimizer: Optimizer) -> list[weakref.ref[Owner]]:
-        """Give `optimizer` the shards of its parameters. Returns the units that it steps.
-
-        Raises:
-            OptimizerError: as `_adopt`.
-        """
+        """Give `optimizer` the shards of its parameters. Returns the units that it steps. Raises as `_adopt` does."""
         known = self._known.get(optimizer)
         if known is None or known[0] != _sizes(optimizer):
             owners = _adopt(optimizer)
-            self._tell(optimizer, owners)
-            if optimizer not in self._asked:
+            self._warn(optimizer, owners)
+            if optimizer not in self._load_hooked:
                 optimizer.register_load_state_dict_pre_hook(require_shapes)
-                self._asked.add(optimizer)
+                self._load_hooked.add(optimizer)
             self._known[optimizer] = known = (_sizes(optimizer), owners)
         return known[1]
 
-    def _tell(self, optimizer: Optimizer, owners: list[weakref.ref[Owner]]) -> None:
-        """Warn of what a model has got, or has no more, where `optimizer` does not know of it."""
+    def _warn(self, optimizer: Optimizer, owners: list[weakref.ref[Owner]]) -> None:
+        """Warn of parameters that a model gained or lost, and that `optimizer` lacks or still holds."""
         present = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
         stepped = {owner.id for ref in owners if (owner := ref()) is not None}
         missing = [name for each in self._news for name in each.missing_from(present, stepped)]
-        gone = [name for each in self._news for name in each.left_in(present)]
+        dropped = [name for each in self._news for name in each.left_in(present)]
         self._news = [each for each in self._news if each.adopted or each.dropped]
-        kind = type(optimizer).__name__
+        class_name = type(optimizer).__name__
         if missing:
             warnings.warn(
-                f"{kind} steps a model that has got parameters since, and has none of these: {in_short(missing)}. "
-                "Nothing trains them unless another optimizer does; pass it to sherd.refresh(model, optimizer), or "
-                "call its add_param_group()",
+                f"{class_name} steps a model that has got parameters since, and has none of these: "
+                f"{in_short(missing)}. Nothing trains them unless another optimizer does; pass it to "
+                "sherd.refresh(model, optimizer), or call its add_param_group()",
                 stacklevel=2,
             )
-        if gone:
+        if dropped:
             warnings.warn(
-                f"{kind} holds parameters that its model has no more: {in_short(gone)}. They get no gradients; "
-                "pass it to sherd.refresh(model, optimizer), which takes them out",
+                f"{class_name} holds parameters that its model has no more: {in_short(dropped)}. They get no "
+                "gradients; pass it to sherd.refresh(model, optimizer), which takes them out",
                 stacklevel=2,
             )
 
     def listen(self, listener: StepListener) -> None:
-        """Tell `listener` of each step that is about to be, as long as it exists."""
+        """Call `listener` before each step, as long as it exists."""
         self._listeners.add(listener)
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -148,7 +150,7 @@ class _Watcher:
         known = self._known.get(optimizer)
         if known is None or not known[1]:
             return
-        # Foreach and fused forms leave no trace on a DTensor.
+        # Foreach and fused forms leave the version of a DTensor as it was.
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         stepped = [each for each in parameters if each.grad is not None and isinstance(each, DTensor)]
         torch.autograd.graph.increment_version(stepped)
@@ -162,12 +164,11 @@ class _Watcher:
 def bring_up_to_date(
     optimizer: Optimizer, adopted: Collection[ShardedParameter], dropped: Collection[nn.Parameter]
 ) -> None:
-    """Add a group of the trainable ones of `adopted`, with the optimizer's defaults, and take out `dropped`, with their
-    state."""
+    """Add trainable `adopted` parameters as a group with the optimizer's defaults. Remove `dropped` and their state."""
     watcher.adopt(optimizer)
-    gone = {id(parameter) for parameter in dropped}
+    dropped_ids = {id(parameter) for parameter in dropped}
     for group in optimizer.param_groups:
-        kept = [at for at, parameter in enumerate(group["params"]) if id(parameter) not in gone]
+        kept = [at for at, parameter in enumerate(group["params"]) if id(parameter) not in dropped_ids]
         for key in ("params", "param_names"):
             if key in group:
                 group[key][:] = [group[key][at] for at in kept]
@@ -187,11 +188,11 @@ def _sizes(optimizer: Optimizer) -> tuple[int, ...]:
 
 
 def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
-    """Exchange replaced parameters for their shards or for flat parameters. Returns the units whose shards it steps.
+    """Exchange replaced parameters for their shards or for flat parameters. Returns the units of the shards.
 
     Raises:
-        OptimizerError: there is state for a replaced parameter, the optimizer has the shard as well, it has the members
-            of a flat parameter only in part or in several groups, or it cannot step shards.
+        OptimizerError: the optimizer has state for a replaced parameter, or has the shard as well, or has only some
+            members of a flat parameter, or has them in several groups, or cannot step shards.
     """
     _merge(optimizer)
     present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -204,9 +205,17 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
             if parameter is not record.optimizer_param:
                 if record.has_taken(parameter) and id(record.optimizer_param) in present:
                     continue  # it gets no gradients, and the shard in its place is there, too
-                _move_state(optimizer, parameter, record)
+                if optimizer.state.get(parameter):
+                    # A shard that another took the place of (`load_state_dict(assign=True)`) hands on its state.
+                    if not _is_shard_of(record, parameter):
+                        raise _has_state(optimizer)
+                    optimizer.state[record.shard] = optimizer.state.pop(parameter)
                 if id(record.shard) in present:
-                    raise OptimizerError(_BOTH.format(kind=type(optimizer).__name__, name=record.name))
+                    raise OptimizerError(
+                        f"{type(optimizer).__name__} holds {record.name} twice: as it was before fully_shard replaced "
+                        "it, and as the shard. A module outside every unit still shows the old one (tied weights?); "
+                        "call fully_shard on a module that contains both"
+                    )
                 group["params"][position] = record.shard
                 present.add(id(record.shard))
             require_steppable(optimizer, record)
@@ -220,8 +229,8 @@ def _merge(optimizer: Optimizer) -> None:
     """Put flat parameters in the place of their members.
 
     Raises:
-        OptimizerError: the optimizer has only some members, or has them in several groups, or has the flat parameter as
-            well, or has state for a member.
+        OptimizerError: the optimizer has only some members, or has them in several groups, or has state for a member,
+            or has the flat parameter as well.
     """
     present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     merged: dict[int, dict[int, tuple[int, ShardedParameter]]] = {}
@@ -235,13 +244,21 @@ def _merge(optimizer: Optimizer) -> None:
     for members in merged.values():
         _require_mergeable(optimizer, list(members.values()), present)
         at, first = next(iter(members.values()))
-        _replace(optimizer.param_groups[at], members.keys(), first.optimizer_param)
+        # The flat parameter takes the place of the first member; the others are dropped.
+        group = optimizer.param_groups[at]
+        is_member = [id(parameter) in members for parameter in group["params"]]
+        first_member = is_member.index(True)
+        kept = [index for index, drops in enumerate(is_member) if not drops or index == first_member]
+        group["params"][first_member] = first.optimizer_param
+        group["params"][:] = [group["params"][index] for index in kept]
+        if "param_names" in group:
+            group["param_names"] = [group["param_names"][index] for index in kept]
 
 
 def _require_mergeable(
     optimizer: Optimizer, members: list[tuple[int, ShardedParameter]], present: Collection[int]
 ) -> None:
-    kind, (_, first) = type(optimizer).__name__, members[0]
+    class_name, (_, first) = type(optimizer).__name__, members[0]
     flat = first.flat
     assert flat is not None, "it was merged"
     names = list(dict.fromkeys(record.name for _, record in members))
@@ -249,17 +266,17 @@ def _require_mergeable(
     away = "build the optimizer from the wrapped model's parameters(), or wrap with use_orig_params=True"
     if id(first.optimizer_param) in present:
         raise OptimizerError(
-            f"{kind} holds {shown} twice: as before, and in the flat parameter they are part of; {away}"
+            f"{class_name} holds {shown} twice: as before, and in the flat parameter they are part of; {away}"
         )
     if len(names) < len(flat.names):
         raise OptimizerError(
-            f"{kind} was built from {shown}: {len(names)} of the {len(flat.names)} parameters that are one flat "
+            f"{class_name} was built from {shown}: {len(names)} of the {len(flat.names)} parameters that are one flat "
             f"parameter now, {', '.join(flat.names[:8])}, which is stepped as a whole; give it all of them, or {away}"
         )
     groups = {record.name: at for at, record in members}
     if len(set(groups.values())) > 1:
         raise OptimizerError(
-            f"{kind} has parameters of one flat parameter in several of its groups: "
+            f"{class_name} has parameters of one flat parameter in several of its groups: "
             f"{', '.join(f'{name} in {at}' for name, at in groups.items())}; put them in one, or {away}"
         )
     records = {id(record) for _, record in members}
@@ -267,38 +284,14 @@ def _require_mergeable(
         raise _has_state(optimizer)
 
 
-def _replace(group: dict[str, Any], members: Collection[int], flat: nn.Parameter) -> None:
-    """Put `flat` in the place of the first of `members`, which are ids of parameters, and drop the others."""
-    kept = [at for at, parameter in enumerate(group["params"]) if id(parameter) not in members]
-    first = next(at for at, parameter in enumerate(group["params"]) if id(parameter) in members)
-    order = sorted([*kept, first])
-    if "param_names" in group:
-        group["param_names"] = [group["param_names"][at] for at in order]
-    group["params"][first] = flat
-    group["params"][:] = [group["params"][at] for at in order]
-
-
-def _move_state(optimizer: Optimizer, parameter: nn.Parameter, record: ShardedParameter) -> None:
-    """Keep a shard's state for the shard that has taken its place (`load_state_dict(assign=True)`)."""
-    if not optimizer.state.get(parameter):
-        return
-    if not _is_shard_of(record, parameter):
-        raise _has_state(optimizer)
-    optimizer.state[record.shard] = optimizer.state.pop(parameter)
-
-
 def _is_shard_of(record: ShardedParameter, parameter: torch.Tensor) -> bool:
-    """Returns whether `parameter` lies as the shard does. One that was tensor parallel before it was sharded is a
-    DTensor, too, but lies differently."""
-    spec = record.shard_spec
-    return isinstance(parameter, DTensor) and (parameter.device_mesh, parameter.placements) == (
-        spec.mesh,
-        spec.placements,
-    )
+    """Returns whether `parameter` is laid out as the shard. A DTensor from before sharding is not."""
+    spec = (record.shard_spec.mesh, record.shard_spec.placements)
+    return isinstance(parameter, DTensor) and (parameter.device_mesh, parameter.placements) == spec
 
 
 def _has_state(optimizer: Optimizer) -> OptimizerError:
-    """Returns the error for an optimizer with state for parameters that shards have taken the place of, by name."""
+    """Returns the error for an optimizer with state for parameters that were replaced by shards."""
     names = [
         record.name
         for parameter, state in optimizer.state.items()
@@ -314,9 +307,60 @@ def _has_state(optimizer: Optimizer) -> OptimizerError:
     )
 
 
-_BOTH = (
-    "{kind} holds {name} twice: as it was before fully_shard replaced it, and as the shard. A module outside every "
-    "unit still shows the old one (tied weights?); call fully_shard on a module that contains both"
+watcher = _Watcher()
+
+
+# What an optimizer cannot step or load
+
+
+_USE_OWNED = "shard with placement=Owned(), of which each tensor's owner steps it"
+_NEEDS_EVEN = (
+    "it joins all parameters in one line, whose elements would be on all ranks in turn; shard so that dim 0 of every "
+    "parameter divides by the number of ranks, or replicate(model)"
 )
 
-watcher = _Watcher()
+
+def require_steppable(optimizer: Optimizer, record: ShardedParameter) -> None:
+    """Raise `OptimizerError` if `optimizer` is of one of torch's own classes and cannot step `record`'s parameter.
+
+    A subclass may step otherwise, so it is never refused.
+    `test_what_is_refused_torch_cannot_step` tries each refusal on torch.
+    """
+    optimizer_class, parameter = type(optimizer), as_sharded(record.optimizer_param)
+    if optimizer_class not in (Adafactor, LBFGS) or parameter.device_mesh.size() == 1:
+        return
+    if all(each.is_replicate() for each in parameter.placements):
+        return
+    is_stock = not isinstance(parameter, RaggedDTensor)
+    if optimizer_class is Adafactor:
+        remedy = _USE_OWNED if is_stock else None
+    else:
+        divides = parameter.ndim > 0 and parameter.shape[0] % parameter.device_mesh.size() == 0
+        # Every rank holds equally many elements, which are consecutive.
+        is_even = is_stock and all(
+            each.is_replicate() or (isinstance(each, Shard) and each.dim == 0 and divides)
+            for each in parameter.placements
+        )
+        remedy = None if is_even else _NEEDS_EVEN
+    if remedy is not None:
+        raise OptimizerError(
+            f"{optimizer_class.__name__} cannot step {record.name}, of shape {tuple(parameter.shape)}, as it is "
+            f"sharded; {remedy}"
+        )
+
+
+def require_shapes(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Raise `OptimStateError` if `optimizer` is about to load state that has not the shape of the parameter.
+
+    torch does not compare the shapes of loaded state.
+    """
+    for group, given in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        for parameter, key in zip(group["params"], given["params"], strict=False):
+            kept, shape, local = optimizer.state.get(parameter, {}), parameter.shape, local_part(parameter).shape
+            for name, value in state_dict["state"].get(key, {}).items():
+                kinds = [kind_of(name, each, shape, local) for each in (kept.get(name), value)]
+                if kinds == [StateKind.ELEMENTS, StateKind.OTHER] and value.shape != shape:
+                    raise OptimStateError(
+                        f"{name_of(parameter)}: its state {name!r} has shape {tuple(shape)}, and {tuple(value.shape)} "
+                        "in what is loaded; load it into the model that it was saved from"
+                    )

@@ -1,26 +1,34 @@
 """Ownership: every parameter belongs to one unit, the first that shards it.
 
-A later unit whose modules use the parameter too (tied weights) borrows it: the same shard hangs on the later unit's
-modules, and the owner becomes a companion, which is unsharded whenever the borrower is.
+A later unit whose modules use the parameter too (tied weights) borrows it: the same shard is registered at the later
+unit's modules, and the owner becomes a companion, which is unsharded whenever the borrower is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from sherd._torch import is_fsdp_of_torch
-from sherd.engine.state.parameter import ShardedParameter, plain_name, record_of
+from sherd._torch import is_fsdp_of_torch, is_replicated
+from sherd.engine.state.parameter import ShardedParameter, record_of
 from sherd.engine.state.place import Place
 from sherd.errors import ModuleError
+from sherd.wrap.names import plain_name
+
+UNIT = "_sherd_unit"
+"""The attribute of a module for the unit that it was made into."""
+
+
+def is_taken(module: nn.Module) -> bool:
+    """Returns whether `module` is a unit, or torch's DDP has it. A unit around it leaves it alone, and all below."""
+    return module.__dict__.get(UNIT) is not None or is_replicated(module)
 
 
 @dataclass(frozen=True)
 class Found:
-    """One parameter to shard: its name, counted from the unit's module, the module it was first found on, and all its
-    places."""
+    """One parameter to shard: its name as seen from the unit's module, the first module that has it, all its places."""
 
     name: str
     parameter: nn.Parameter
@@ -30,7 +38,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Borrowed:
-    """A place where another unit's parameter hangs."""
+    """A place at which another unit's parameter is registered."""
 
     record: ShardedParameter
     place: Place
@@ -38,52 +46,53 @@ class Borrowed:
 
 @dataclass(frozen=True)
 class Belongings:
-    """The modules and parameters of a unit. `modules`: every module below it that no nested unit has. `ignored`: where
-    the parameters to leave alone hang; a place outlives the Parameter in it, which `to_empty()` may exchange."""
+    """The modules and parameters of a unit.
+
+    Attributes:
+        modules: every module below the unit's that no nested unit has.
+        ignored: the places of parameters to leave alone. `to_empty()` may exchange a Parameter, but not its place.
+    """
 
     modules: list[nn.Module]
     owned: list[Found]
     borrowed: list[Borrowed]
     ignored: list[Place] = field(default_factory=list)
 
+    @classmethod
+    def below(cls, roots: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> Belongings:
+        """Walk the modules below `roots` that are not taken yet, and sort their parameters.
 
-def belongings(
-    roots: Sequence[nn.Module], ignored: Collection[nn.Parameter], is_taken: Callable[[nn.Module], bool]
-) -> Belongings:
-    """Walk the modules below `roots`, except for those that are taken already, and sort their parameters.
-
-    Raises:
-        ModuleError: torch's own FSDP has one of the modules.
-    """
-    ignored_ids = {id(parameter) for parameter in ignored}
-    modules: dict[int, nn.Module] = {}
-    owned: dict[int, Found] = {}
-    borrowed: list[Borrowed] = []
-    met: list[Place] = []
-    for prefix, module in _walk(roots, is_taken):
-        require_not_torchs(prefix, module)
-        modules[id(module)] = module
-        for attribute, parameter in module._parameters.items():
-            if parameter is None:
-                hidden = _hidden(module, attribute)
-                if hidden is not None:
-                    borrowed.append(Borrowed(hidden, Place(module, attribute)))
-                continue
-            if id(parameter) in ignored_ids:
-                met.append(Place(module, attribute))
-                continue
-            place = Place(module, attribute)
-            record = record_of(parameter)
-            if record is not None:
-                borrowed.append(Borrowed(record, place))
-                continue
-            name = plain_name(f"{prefix}.{attribute}" if prefix else attribute)
-            owned.setdefault(id(parameter), Found(name, parameter, module)).places.append(place)
-    return Belongings(list(modules.values()), list(owned.values()), borrowed, met)
+        Raises:
+            ModuleError: torch's own FSDP has one of the modules.
+        """
+        ignored_ids = {id(parameter) for parameter in ignored}
+        modules: dict[int, nn.Module] = {}
+        owned: dict[int, Found] = {}
+        borrowed: list[Borrowed] = []
+        ignored_places: list[Place] = []
+        for prefix, module in _walk(roots):
+            require_not_torchs(prefix, module)
+            modules[id(module)] = module
+            for attribute, parameter in module._parameters.items():
+                place = Place(module, attribute)
+                if parameter is None:
+                    # A flat parameter may stand for it, if a module is used inside a wrapper and outside of it.
+                    shown = module.__dict__.get(attribute)
+                    record = record_of(shown) if isinstance(shown, nn.Parameter) else None
+                    if record is not None:
+                        borrowed.append(Borrowed(record, place))
+                elif id(parameter) in ignored_ids:
+                    ignored_places.append(place)
+                elif (record := record_of(parameter)) is not None:
+                    borrowed.append(Borrowed(record, place))
+                else:
+                    name = plain_name(f"{prefix}.{attribute}" if prefix else attribute)
+                    owned.setdefault(id(parameter), Found(name, parameter, module)).places.append(place)
+        return cls(list(modules.values()), list(owned.values()), borrowed, ignored_places)
 
 
 def require_not_torchs(path: str, module: nn.Module) -> None:
-    """Raise ModuleError if torch's own FSDP has `module`, which is no unit, and which `path` leads to."""
+    """Raise ModuleError if torch's own FSDP has `module`, at `path`."""
     if is_fsdp_of_torch(module):
         name = plain_name(path)
         raise ModuleError(
@@ -94,16 +103,8 @@ def require_not_torchs(path: str, module: nn.Module) -> None:
         )
 
 
-def _hidden(module: nn.Module, attribute: str) -> ShardedParameter | None:
-    """Returns the parameter of `module` that a wrapper's flat parameter stands for, if the module is used inside that
-    wrapper and outside of it."""
-    shown = module.__dict__.get(attribute)
-    return record_of(shown) if isinstance(shown, nn.Parameter) else None
-
-
-def _walk(roots: Sequence[nn.Module], is_taken: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the name of every module below `roots` and the module, once each. It leaves out modules that are taken,
-    and what is below them."""
+def _walk(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields every module below `roots` once, after its name. Leaves out taken modules, and all below them."""
     own = {id(root) for root in roots}
     seen: set[int] = set()
     stack = [("", root) for root in reversed(roots)]

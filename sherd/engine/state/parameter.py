@@ -1,10 +1,10 @@
-"""The record of one parameter: its shard, its unsharded form, and the places in the modules where it hangs.
+"""The record of one parameter: its shard, its unsharded form, and the places in the modules where it is registered.
 
 A Parameter object is replaced once, when it is sharded. From then on the module shows the shard (a DTensor), which the
 optimizer owns, and the unsharded parameter during forward and backward only. The replaced object knows its successor.
 
-A unit's shards may be merged into one flat parameter. Then the optimizer owns that one, the shards are views of it, and
-modules hold them as plain attributes.
+A unit's shards may be merged into one flat parameter. Then the optimizer owns the flat parameter, the shards are views
+of it, and modules hold them as plain attributes.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ from sherd.engine.state.place import Place
 from sherd.errors import OwnershipError, UnsupportedError, WriteBackError
 from sherd.layout.placement import Cut
 from sherd.tensor.gather import part_given, shard_of
-from sherd.tensor.placement import places_of
 from sherd.tensor.ragged import as_dtensor
 
 _records: dict[int, tuple[weakref.ref[ShardedParameter], weakref.ref[torch.Tensor] | None]] = {}
-"""By the id of a tensor: its record, and the tensor itself where the record does not hold it.
+"""The record of each tensor, by the tensor's id, and a reference to the tensor where the record does not hold it.
 
 Nothing is written on tensors: it would travel into copies and files. And no weak reference is taken to a shard, for
-torch refuses to swap a tensor that has one (`module.to()`); a shard is known by being its record's.
+torch refuses to swap a tensor that has one (`module.to()`); a shard is compared with its record's.
 """
 
 
 def record_of(tensor: torch.Tensor) -> ShardedParameter | None:
-    """Returns the record of a shard, of an unsharded parameter, or of the Parameter that was sharded; None for other
-    tensors."""
+    """Returns the record of a shard, an unsharded parameter, or a replaced Parameter; None for other tensors."""
     entry = _records.get(id(tensor))
     if entry is None:
         return None
-    record, held = entry[0](), entry[1]
+    record, tensor_ref = entry[0](), entry[1]
     if record is None:
         return None
-    is_it = tensor is record.shard or tensor is record.optimizer_param if held is None else tensor is held()
-    return record if is_it else None
+    # Another tensor may have got the id since.
+    is_known = (
+        tensor is record.shard or tensor is record.optimizer_param if tensor_ref is None else tensor is tensor_ref()
+    )
+    return record if is_known else None
 
 
 def name_of(parameter: torch.Tensor) -> str:
@@ -57,40 +58,19 @@ def name_of(parameter: torch.Tensor) -> str:
 
 
 def _forget(key: int, died: object) -> None:
-    """Drop the entry of the id `key`, if `died`, a weak reference, is a part of it: the id may have gone to another
-    tensor since."""
+    """Drop the entry of the id `key`, unless it is another tensor's by now: `died` is a weak reference of the entry."""
     if any(died is each for each in _records.get(key, ())):
         _records.pop(key, None)
 
 
-WRAPPED = "_checkpoint_wrapped_module"
-"""The name that wrappers give to their one child. torch's checkpointing takes it out of every path, and so do we."""
-
-
-def plain_name(path: str) -> str:
-    """Returns a module's or parameter's path without wrappers, as it is in the user's own model."""
-    return ".".join(part for part in path.split(".") if part != WRAPPED) if WRAPPED in path else path
-
-
-def _is_freed(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor has elements, and no memory for them."""
-    return not isinstance(tensor, DTensor) and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
-
-
 def as_sharded(parameter: torch.Tensor) -> DTensor:
-    """Returns `parameter`, a shard or a flat parameter, as the DTensor that it is besides."""
+    """Returns `parameter`, a shard or a flat parameter, as a DTensor."""
     assert isinstance(parameter, DTensor), "what the optimizer owns is a DTensor"
     return parameter
 
 
-def in_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """Returns `spec` for a tensor of `dtype`."""
-    assert spec.tensor_meta is not None, "a DTensor's spec knows its dtype"
-    return spec if spec.tensor_meta.dtype == dtype else places_of(spec).spec(dtype)
-
-
 class Merged(Protocol):
-    """The part of a flat parameter that its members use. `names` are those of all members."""
+    """The part of a flat parameter that its members use. `names` are the names of all members."""
 
     parameter: nn.Parameter
     names: tuple[str, ...]
@@ -106,8 +86,7 @@ class Owner(Protocol):
         """Note that shards have new values: unsharded parameters made from the old ones are stale."""
 
     def before_step(self) -> None:
-        """Get ready for an optimizer to write to the shards. Raises if its values would be overwritten, or were
-        lost."""
+        """Prepare for an optimizer to write to the shards. Raises if values would be overwritten, or were lost."""
 
 
 @dataclass(eq=False)
@@ -116,15 +95,15 @@ class ShardedParameter:
 
     Attributes:
         shape: the shape of the unsharded parameter; of its local tensor under tensor parallelism.
-        dtype: its dtype, likewise.
-        mesh: the mesh that it is sharded over.
-        plan_id: the number of the unit's plan that cut it, if it is cut into runs.
+        dtype: the dtype of the same tensor.
+        mesh: the mesh that the parameter is sharded over.
+        plan_id: the number of the unit's plan that cut the parameter, if it is cut into runs.
         shard_spec: the layout of the shard as a DTensor.
         unsharded_spec: the layout of the unsharded parameter as a DTensor, None for a plain tensor.
-        holder: the module that it was found on.
+        holder: the first module that had the parameter when it was sharded.
         flat: the flat parameter that the shard was merged into, if any.
         restored: a user's function that makes the unsharded DTensor of its local tensor, if any.
-        lent: an unsharded copy that the user works with (`sherd.unsharded`). Modules show it meanwhile.
+        lent: an unsharded copy that the user works with (`sherd.unsharded`), and that modules show instead.
         attributes: what users write on the parameter (`weight.no_decay = True`): the `__dict__` of all its forms.
     """
 
@@ -146,34 +125,36 @@ class ShardedParameter:
     _owner: weakref.ref[Owner] | None = None
     _taken: weakref.WeakValueDictionary[int, nn.Parameter] = field(default_factory=weakref.WeakValueDictionary)
 
+    of = staticmethod(record_of)
+    name_of = staticmethod(name_of)
+
     def __post_init__(self) -> None:
         self.keep_attributes()
 
     def share_attributes(self, form: torch.Tensor) -> None:
-        """Let `form`, a form of this parameter, have the attributes that users write on any form, now or later.
+        """Let `form`, a form of this parameter, share the attributes that users write on any form.
 
-        A form with attributes of its class's own keeps these, and gets a copy of the others.
+        A form whose class has set attributes keeps them, and gets a copy of the others.
         """
         own = vars(form)
         form.__dict__ = self.attributes if own.keys() <= self.attributes.keys() else {**self.attributes, **own}
 
     def keep_attributes(self) -> None:
-        """Let the shard share them: a new one, or one whose `__dict__` `module.to()` has swapped for another's."""
-        found = vars(self.shard)
-        if found is not self.attributes:
-            self.attributes.update(found)
+        """Let the shard share the attributes, if it is new, or `module.to()` swapped its `__dict__` for another's."""
+        written = vars(self.shard)
+        if written is not self.attributes:
+            self.attributes.update(written)
             self.share_attributes(self.shard)
 
     def claim(self, tensor: torch.Tensor) -> None:
-        """Remember that `tensor` is a form of this parameter: its shard, its unsharded form, or the replaced
-        Parameter."""
+        """Remember that `tensor` is a form of this parameter: shard, unsharded form, or replaced Parameter."""
         key = id(tensor)
         forget = functools.partial(_forget, key)
-        held = None if tensor is self.shard or tensor is self.optimizer_param else weakref.ref(tensor, forget)
-        _records[key] = (weakref.ref(self, forget), held)
+        is_held = tensor is self.shard or tensor is self.optimizer_param
+        _records[key] = (weakref.ref(self, forget), None if is_held else weakref.ref(tensor, forget))
 
     def belong_to(self, owner: Owner) -> None:
-        """Make `owner` the unit that is told when the shard is written."""
+        """Make `owner` the unit of the parameter."""
         self._owner = weakref.ref(owner)
 
     @property
@@ -182,7 +163,7 @@ class ShardedParameter:
         return None if self._owner is None else self._owner()
 
     def exchange(self, shard: nn.Parameter) -> None:
-        """Make `shard`, a DTensor of the same layout, the shard, and the successor of the old one."""
+        """Make `shard`, a DTensor of the same layout, the shard. It succeeds the old one."""
         before, self.shard = self.shard, shard
         self.share_attributes(shard)
         self.claim(before)
@@ -190,7 +171,7 @@ class ShardedParameter:
         self.show(shard)
 
     def merge(self, flat: Merged) -> None:
-        """Make the shard a part of `flat`, which the optimizer has instead of it from now on."""
+        """Make the shard a part of `flat`, which is the optimizer's parameter from now on."""
         self.flat = flat
         self.claim(flat.parameter)
         self.register(False)
@@ -216,16 +197,16 @@ class ShardedParameter:
         return local_tensor(as_sharded(self.shard))
 
     def register(self, registered: bool) -> None:
-        """Have the parameter among its modules' parameters, or only as an attribute."""
+        """Make the parameter one of its modules' parameters, or only an attribute."""
         for place in self.places:
             place.register(registered)
 
     def hang_on(self, places: Sequence[Place]) -> None:
-        """Hang on these places from now on."""
+        """Have these places from now on."""
         self.places = list(places)
 
     def rename(self, module_names: dict[int, str]) -> None:
-        """Take the name from the first of its modules that is in `module_names`: names of modules by id."""
+        """Take the name from the first of its modules in `module_names`, the names of modules by id."""
         for place in self.places:
             name = module_names.get(place.module_id)
             if name is not None:
@@ -233,20 +214,20 @@ class ShardedParameter:
                 return
 
     def show(self, parameter: nn.Parameter) -> None:
-        """Hang `parameter`, a form of this one, on every place, unless a copy is lent."""
+        """Show `parameter`, a form of this one, at every place, unless a copy is lent."""
         if self.lent is None:
             for place in self.places:
                 place.show(parameter)
 
     def notice_replaced(self) -> bool:
-        """Take the values of a Parameter that the user has put in the shard's place. Returns whether there was one.
+        """Take the values of a Parameter that the user put in the shard's place. Returns whether there was one.
 
-        The shard stays, or gets memory if it was on the meta device. It succeeds that Parameter in optimizers.
+        The shard stays, or gets memory if it was on the meta device. It succeeds the Parameter in optimizers.
 
         Raises:
             UnsupportedError: the Parameter is there for one call of `torch.func.functional_call`.
-            OwnershipError: it is another parameter's shard (tied weights), or there is none any more.
-            WriteBackError: it has neither the unsharded shape, nor as many elements as this rank holds.
+            OwnershipError: the Parameter is another parameter's shard (tied weights), or the user deleted the shard.
+            WriteBackError: the Parameter has neither the unsharded shape, nor as many elements as this rank holds.
         """
         noticed = False
         for place in self.places if self.lent is None else ():
@@ -263,8 +244,9 @@ class ShardedParameter:
                 raise _changed_by_hand(f"{self.name} was deleted, or set to None,")
             if isinstance(shown, nn.Parameter):
                 other = record_of(shown)
-                if other is self and _is_freed(shown):
-                    place.show(self.shard)  # an unsharded one, freed meanwhile, that functional_call has put back
+                is_plain = not isinstance(shown, DTensor)
+                if other is self and is_plain and shown.numel() > 0 and shown.untyped_storage().size() == 0:
+                    place.show(self.shard)  # an unsharded one, freed meanwhile, that functional_call put back
                     continue
                 if other is not None and other is not self:
                     raise _changed_by_hand(f"{self.name} was tied to {other.name}")
@@ -278,7 +260,7 @@ class ShardedParameter:
         return noticed
 
     def has_taken(self, parameter: nn.Parameter) -> bool:
-        """Returns whether the user had put `parameter` in the shard's place. No module has it any more."""
+        """Returns whether the user had put `parameter` in the shard's place. Now no module has it."""
         return self._taken.get(id(parameter)) is parameter
 
     @torch.no_grad()
@@ -304,8 +286,7 @@ class ShardedParameter:
         self.restored = restored
 
     def as_unsharded(self, plain: torch.Tensor) -> torch.Tensor:
-        """Returns `plain`, a tensor of shape `shape`, as modules see it: as a DTensor if the parameter was one.
-        Uncopied."""
+        """Returns `plain`, of shape `shape`, as modules see it, uncopied: as a DTensor if the parameter was one."""
         if self.restored is not None:
             return self.restored(plain)
         if self.unsharded_spec is None:
@@ -325,12 +306,11 @@ class ShardedParameter:
         self.lent = unsharded
 
     def take_back(self) -> list[object]:
-        """Show the shard again. Returns the values that the places had: the lent copy, or what the user has put
-        there."""
-        found = [place.shown for place in self.places]
+        """Show the shard again. Returns what each place showed: the lent copy, or what the user put there."""
+        shown = [place.shown for place in self.places]
         self.lent = None
         self.show(self.shard)
-        return found
+        return shown
 
 
 def _changed_by_hand(what: str) -> OwnershipError:
@@ -340,7 +320,7 @@ def _changed_by_hand(what: str) -> OwnershipError:
     )
 
 
-# For all parameters of a group at once, since they are called twice per gather: one call instead of one for each.
+# For all parameters of a group at once. They run twice per gather: one call instead of one for each parameter.
 
 
 def num_trainable(records: Sequence[ShardedParameter]) -> int:
@@ -349,7 +329,7 @@ def num_trainable(records: Sequence[ShardedParameter]) -> int:
 
 
 def show_unsharded(records: Sequence[ShardedParameter], parameters: Sequence[nn.Parameter]) -> None:
-    """Show `parameters`, the unsharded form of each of `records`, and let them require a gradient if the records do."""
+    """Show `parameters`, the unsharded form of each of `records`, which require a gradient if the records do."""
     for record, parameter in zip(records, parameters, strict=True):
         requires_grad = (record.shard if record.flat is None else record.flat.parameter).requires_grad
         if parameter.requires_grad != requires_grad:
@@ -365,9 +345,12 @@ def show_unsharded(records: Sequence[ShardedParameter], parameters: Sequence[nn.
 def hide_unsharded(
     records: Sequence[ShardedParameter], parameters: Sequence[nn.Parameter], trained: Sequence[bool]
 ) -> list[tuple[ShardedParameter, nn.Parameter, nn.Parameter | None]]:
-    """Show the shards where `parameters`, the unsharded form of each of `records`, were shown, `trained` or not, and
-    have a shard trained as the user has told its unsharded form. Returns a record, its parameter and what a user had
-    put there instead, a Parameter or None, for each place where that was done."""
+    """Show the shards where `parameters`, the unsharded form of each of `records`, were shown.
+
+    A shard requires a gradient from now on if a user told its unsharded form so: `trained` says what was shown.
+
+    Returns a record, its parameter, and what a user put there instead, a Parameter or None, for each such place.
+    """
     replaced = []
     for record, parameter, was_trained in zip(records, parameters, trained, strict=True):
         if parameter.requires_grad != was_trained:
@@ -378,14 +361,14 @@ def hide_unsharded(
             if attribute in shown_in and shown_in[attribute] is parameter:
                 shown_in[attribute] = record.shard
                 continue
-            found = place.swap(parameter, record.shard)
-            if found is not parameter:
-                replaced.append((record, parameter, found))
+            shown = place.swap(parameter, record.shard)
+            if shown is not parameter:
+                replaced.append((record, parameter, shown))
     return replaced
 
 
 def notice_replaced(records: Sequence[ShardedParameter]) -> bool:
-    """Take the values of Parameters that the user has put in the places of shards. Returns whether there were any."""
+    """Take the values of Parameters that the user put in the places of shards. Returns whether there were any."""
     noticed = False
     for record in records:
         for place in record.places:

@@ -1,4 +1,4 @@
-"""A place: an attribute of a module on which a parameter hangs."""
+"""A place: an attribute of a module at which a parameter is registered."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch import nn
 
 
 class Place:
-    """An attribute of a module that holds a parameter. The reference to the module is weak: a strong one would keep the
-    module alive; `module()` returns it, or None if it is gone.
+    """An attribute of a module that holds a parameter.
 
-    `registered`: the parameter is among the module's parameters. Otherwise it is a plain attribute, which
-    `parameters()` and `state_dict()` do not see.
+    Attributes:
+        module: a weak reference to the module, which a strong one would keep alive.
+        registered: the parameter is among the module's parameters. If False, it is a plain attribute, which
+            `parameters()` and `state_dict()` do not see.
     """
 
     __slots__ = ("attribute", "module", "parameters", "registered")
@@ -32,7 +33,7 @@ class Place:
 
     @property
     def is_there(self) -> bool:
-        """Whether the module still exists. If not, another one may have got its ids."""
+        """True if the module still exists. If not, another module may have its ids."""
         return self.module() is not None
 
     @property
@@ -43,12 +44,11 @@ class Place:
     @property
     def shown(self) -> Any:
         """The module's attribute now: the parameter, what a user has put in its place, or None if it was deleted."""
-        shown = self.parameters.get(self.attribute)  # where a Parameter goes that the user puts there
+        shown = self.parameters.get(self.attribute)  # nn.Module puts a user's new Parameter here, registered or not
         return self._shown_in.get(self.attribute) if shown is None else shown
 
     def on_copy(self, copies: Mapping[int, Any]) -> Place | None:
-        """Returns the place on the copy of the module, by `copies`, which are keyed by the id of what was copied; None
-        if there is none."""
+        """Returns the place on the module's copy, None if there is no copy. `copies` are keyed by the original's id."""
         module = self.module()
         copied = None if module is None else copies.get(id(module))
         return None if copied is None else Place(copied, self.attribute)
@@ -58,20 +58,21 @@ class Place:
         return self.shown is parameter
 
     def show(self, parameter: nn.Parameter) -> None:
+        """Have the module show `parameter`."""
         # Past nn.Module.__setattr__, which would cost ten times as much.
         if not self.registered:
             self.parameters[self.attribute] = None
         self._shown_in[self.attribute] = parameter
 
     def swap(self, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter | None:
-        """Show `new`. Returns the Parameter that was there instead of `old`, or None if it was deleted; else `old`."""
-        found = self.shown
+        """Show `new`. Returns `old`, or the Parameter that a user put in its place, or None if a user deleted it."""
+        shown = self.shown
         self.show(new)
-        is_other = found is not new and isinstance(found, nn.Parameter)
-        return found if is_other or (found is None and self.is_there) else old
+        is_other = shown is not new and isinstance(shown, nn.Parameter)
+        return shown if is_other or (shown is None and self.is_there) else old
 
     def register(self, registered: bool) -> None:
-        """Make it one of the module's parameters, or a plain attribute. Its turn among the parameters stays."""
+        """Make it one of the module's parameters, in its old order among them, or a plain attribute."""
         if registered == self.registered:
             return
         shown = self.shown

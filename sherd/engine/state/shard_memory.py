@@ -1,10 +1,9 @@
-"""Shard memory: notices that a user has given an optimizer's tensors other memory than the shard buffer, and copies the
-values into the shard buffer.
+"""Shard memory: copies values back into the shard buffer after a user gave an optimizer's tensors other memory.
 
-    the user does                                    and finds                              and we
-    w.data -= ..., w.data.copy_(...), nn.init...     new values in the shard buffer         do nothing
-    w.data = ...                                     new values, which w copied itself      do nothing
-    torch.utils.swap_tensors(w, other)               another local tensor                   copy its values
+the user does                                    the user finds                         sherd does
+w.data -= ..., w.data.copy_(...), nn.init...     new values in the shard buffer         nothing
+w.data = ...                                     new values, which w copied itself      nothing
+torch.utils.swap_tensors(w, other)               another local tensor                   copies the values
 """
 
 from __future__ import annotations
@@ -24,8 +23,11 @@ from sherd.tensor.sharded import rest_on
 
 
 class ShardMemory:
-    """The memory of one group's optimizer parameters, as it was when they became views of the shard buffer. torch
-    counts the writes to those that are `versioned`: none that were made in inference mode."""
+    """The memory of one group's optimizer parameters, as it was when they became views of the shard buffer.
+
+    Attributes:
+        versioned: the optimizer parameters whose writes torch counts: none if one was made in inference mode.
+    """
 
     def __init__(self, records: Sequence[ShardedParameter]) -> None:
         self._records = records
@@ -39,11 +41,11 @@ class ShardMemory:
 
     @property
     def are_taken(self) -> bool:
-        """True if every optimizer parameter has the memory that it was given. Every forward asks, so C does most of
-        it."""
+        """True if every optimizer parameter has the memory that it was given."""
+        # Every forward asks, so C does most of it.
         try:
             now = list(map(local_tensor, self._optimizer_params))
-        except AttributeError:  # it is no DTensor any more
+        except AttributeError:  # one is no DTensor any more
             return False
         return all(map(is_, now, self._locals))
 
@@ -51,48 +53,40 @@ class ShardMemory:
     def settle(self) -> None:
         """Copy values from other memory into the shard buffer, and make the optimizer parameters views of it again.
 
-        One of another dtype or on another device is left as it is: the unit is grouped anew.
+        A parameter with another dtype or device is left as it is: the unit is grouped anew.
 
         Raises:
-            WriteBackError: it was swapped with a tensor that is not sharded as it is.
+            WriteBackError: a parameter was swapped with a tensor of another layout.
         """
         for record, local in zip(self._records, self._locals, strict=True):
-            _require_alike(record, record.optimizer_param)
-            if record.resting is not local:
-                _take_swapped(as_sharded(record.optimizer_param), local)
+            optimizer_param: torch.Tensor = record.optimizer_param
+            placements = record.shard_spec.placements
+            is_alike = isinstance(optimizer_param, DTensor) and (
+                record.flat is not None or spec_of(optimizer_param).placements == placements
+            )
+            if not is_alike:
+                raise WriteBackError(
+                    f"{record.name} was swapped with a {type(optimizer_param).__name__} that is not sharded as it is "
+                    f"({placements}); swap it with a parameter of the same layout, or give the module a new one, "
+                    "module.weight = nn.Parameter(value)"
+                )
+            given = record.resting
+            if given is local or type(given) is not torch.Tensor or type(local) is not torch.Tensor or local.is_meta:
+                continue
+            if (given.shape, given.dtype, given.device) == (local.shape, local.dtype, local.device):
+                local.copy_(given)
+                rest_on(as_sharded(optimizer_param), local)
         self.note()
-
-
-def _require_alike(record: ShardedParameter, optimizer_param: torch.Tensor) -> None:
-    """Raise unless `optimizer_param` is still a DTensor of the parameter's layout."""
-    ours = record.shard_spec if record.flat is None else None
-    is_alike = isinstance(optimizer_param, DTensor) and (
-        ours is None or spec_of(optimizer_param).placements == ours.placements
-    )
-    if not is_alike:
-        raise WriteBackError(
-            f"{record.name} was swapped with a {type(optimizer_param).__name__} that is not sharded as it is "
-            f"({record.shard_spec.placements}); swap it with a parameter of the same layout, or give the module a new "
-            "one, module.weight = nn.Parameter(value)"
-        )
-
-
-def _take_swapped(optimizer_param: DTensor, local: torch.Tensor) -> None:
-    given = local_tensor(optimizer_param)
-    is_own = type(given) is type(local) is torch.Tensor and not local.is_meta
-    if is_own and (given.shape, given.dtype, given.device) == (local.shape, local.dtype, local.device):
-        local.copy_(given)
-        rest_on(optimizer_param, local)
 
 
 def give_memory(record: ShardedParameter, parameter: nn.Parameter, local: torch.Tensor) -> None:
     """Make `local` the memory of `parameter`, the shard or the flat parameter of `record`.
 
-    A DTensor takes gradients on no other device than that it was made on. `module.to()` and `to_empty()` may have
-    brought it to another one than where shards rest; it is then brought back, and stays the same object.
+    A DTensor takes gradients only on the device that it was made on. If `module.to()` or `to_empty()` moved `parameter`
+    away from where shards rest, it is brought back, and stays the same object.
 
     Raises:
-        UnsupportedError: it has a gradient, or somebody holds it, so that it cannot be brought back.
+        UnsupportedError: `parameter` must be brought back, but has a gradient, or somebody holds it.
     """
     sharded = as_sharded(parameter)
     if not local.is_meta and parameter.device != local.device:

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sherd.engine.run.runtime import Runtime
-from sherd.engine.run.seal import runtime_of
+from sherd.engine import Runtime
 from sherd.errors import MemoryLimitError
 from sherd.memory.report import root_unit
 from sherd.requirements import require_int
 from sherd.schedule.actions import Event
-from sherd.schedule.moments import begins_step
-from sherd.schedule.words import in_words
+from sherd.schedule.moments import begins_step, in_words
 from sherd.tools.plan.in_words import advice_of, lines_of_advice
 from sherd.tools.plan.rough import or_impossible
 from sherd.tools.plan.running import Forwards, LossOfOutput, Running, most_within, optimizer_of
@@ -82,7 +80,7 @@ def explain_memory(
     if nbytes is not None:
         require_int("explain_memory(limit={})", nbytes, 1)
     seen = Forwards()
-    follower = None if nbytes is None else _Follower(runtime_of(unit, model), model, optimizer, nbytes)
+    follower = None if nbytes is None else _Follower(Runtime.of(unit, model), model, optimizer, nbytes)
     with ExitStack() as hooks:
         # Before the engine's, which may exceed a limit.
         hooks.callback(model.register_forward_pre_hook(seen.begins, prepend=True, with_kwargs=True).remove)
@@ -96,9 +94,9 @@ def explain_memory(
                 resting: list[str] = []
                 try:
                     if nbytes is not None:
-                        resting = [*_resting(runtime_of(unit, model), optimizer, nbytes)]
+                        resting = [*_resting(Runtime.of(unit, model), optimizer, nbytes)]
                     running = Running(model, optimizer, seen, loss, _cluster(cluster, unit.mesh.device))
-                    lines = _lines(found, running, runtime_of(unit, model), optimizer, follower)
+                    lines = _lines(found, running, Runtime.of(unit, model), optimizer, follower)
                     text = "\n".join([*lines, *resting])
                 except Exception as trouble:  # nothing may hide the user's error
                     said = f"no more can be said: {type(trouble).__name__}: {' '.join(str(trouble).split())}"

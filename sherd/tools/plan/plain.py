@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from sherd.api.module import FSDPModule
 from sherd.api.wrapper import FullyShardedDataParallel
-from sherd.engine.run.methods import BoundForward
-from sherd.engine.run.seal import FRONT_END, RUNTIME, UNIT, attached_to, units_below
-from sherd.engine.run.structures import tensors_in
-from sherd.engine.state.parameter import WRAPPED
+from sherd.engine import BoundForward, Unit
 from sherd.errors import UnsupportedError
+from sherd.tensor.structures import tensors_in
+from sherd.wrap.names import WRAPPED
 
-_OURS = {UNIT, RUNTIME, FRONT_END, "_compiled_call_impl"}
+_OURS = {*Unit.ATTRIBUTES, "_compiled_call_impl"}
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
@@ -33,7 +32,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
         inner = module._modules[WRAPPED] if isinstance(module, FullyShardedDataParallel) else None
         plain = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
         memo[id(module)] = object.__new__(plain) if inner is None else memo[id(inner)]
-        memo |= {id(each): None for each in attached_to(module)}
+        memo |= {id(each): None for each in Unit.attached_to(module)}
         memo |= {id(each): _on_meta(each) for each in tensors_in(vars(module))}
     for module in modules:
         if not isinstance(module, FullyShardedDataParallel):
@@ -45,7 +44,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
                 kind = type(memo[id(module)]).__name__
                 raise UnsupportedError(f"a {kind} of the model holds what cannot be copied: {error}") from error
             vars(memo[id(module)]).update(vars(nn.Module()) | copied_own)
-    for record in (each for unit in units_below(model) for each in unit.parameters):
+    for record in (each for unit in Unit.below(model) for each in unit.parameters):
         if record.unsharded_spec is not None or record.restored is not None:
             raise UnsupportedError(f"{record.name} is also cut over other axes of ranks, which is not simulated")
         whole = nn.Parameter(torch.empty(record.shape, dtype=record.dtype, device="meta"), record.requires_grad)

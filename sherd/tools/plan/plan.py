@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sherd.engine.run.structures import map_tensors, tensors_in
 from sherd.errors import ModuleError, PolicyError, StateError
 from sherd.requirements import require_int
+from sherd.tensor.structures import map_tensors, tensors_in
 from sherd.tools.plan.arguments import ArgumentError, beginning, mesh_of, named, optimizer_of, require_arguments
 from sherd.tools.plan.axes import Cut, Layout, Shards, auto_units
 from sherd.tools.plan.blocks import shares_of_blocks

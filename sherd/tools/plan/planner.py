@@ -17,10 +17,10 @@ from sherd.api.blocks import repeated_blocks
 from sherd.api.recompute import KeptResults
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.comm.transports import use_transports
-from sherd.engine.run.structures import map_tensors
 from sherd.errors import InputError
 from sherd.layout.runs import Flat
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, PrefetchPolicy
+from sherd.tensor.structures import map_tensors
 from sherd.tools.plan.arguments import ArgumentError
 from sherd.tools.plan.axes import Layout
 from sherd.tools.plan.blocks import Run, block_lists, renumbered, spread, thin_out, with_blocks, with_replicas

@@ -15,9 +15,9 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from sherd.engine.run.structures import tensors_in
 from sherd.errors import InputError, reason_of
 from sherd.tensor.ragged import local_part
+from sherd.tensor.structures import tensors_in
 from sherd.tools.plan.operations import kernels_of
 from sherd.tools.plan.recording import Recording
 from sherd.tools.simulate.work import Module, Parameter, Work

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from sherd.api.blocks import repeated_blocks
-from sherd.engine.run.seal import units_below
-from sherd.engine.run.structures import tensors_in
-from sherd.engine.state.parameter import plain_name
+from sherd.engine import Unit
 from sherd.errors import StateError
 from sherd.schedule.state import Keep
+from sherd.tensor.structures import tensors_in
 from sherd.tools.plan.axes import Layout
 from sherd.tools.plan.blocks import shares_of_blocks
 from sherd.tools.plan.plain import plain_copy
@@ -29,6 +28,7 @@ from sherd.tools.simulate.settings import SHARES, Mesh, Settings, Space
 from sherd.tools.simulate.sharded import OPTIMIZERS, Optimizer, Sharded
 from sherd.tools.simulate.timeline import Lane, Timeline
 from sherd.tools.simulate.work import Enter, Work
+from sherd.wrap.names import plain_name
 
 LossOfOutput = Callable[[Any], Tensor]
 """Of what the model returns, a scalar: the loss."""
@@ -73,7 +73,7 @@ class Running(Planner):
     def __init__(
         self, model: nn.Module, stepper: torch.optim.Optimizer, seen: Forwards, loss: LossOfOutput | None, on: Cluster
     ) -> None:
-        units = units_below(model)
+        units = Unit.below(model)
         meshes = {each.mesh for unit in units for each in unit.parameters if each.mesh.num_shards > 1}
         if seen.batch is None or any("shard_transport" not in vars(mesh) for mesh in meshes):
             raise StateError("the model has not run in here yet")  # and to make a transport ranks would have to meet

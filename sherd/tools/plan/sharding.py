@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
-from sherd.engine.moves.weights import Weights
-from sherd.engine.run.seal import units_below
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.parameter import ShardedParameter, as_sharded, plain_name
+from sherd.engine import ShardedParameter, Unit, sizes_of
 from sherd.memory.predict import batch_bytes_of, state_for
-from sherd.memory.sizes import sizes_of, trainable
 from sherd.schedule.moments import Arrival
+from sherd.tensor.ragged import local_part
 from sherd.tools.plan.collectives import group_of
 from sherd.tools.simulate.sharded import Optimizer, Sharded, Traffic
 from sherd.tools.simulate.sharded import Unit as PlayedUnit
 from sherd.tools.simulate.work import Work
+from sherd.wrap.names import plain_name
 
 
 def sharded_of(model: nn.Module, work: Work, optimizer: Optimizer) -> Sharded:
@@ -25,7 +25,7 @@ def sharded_of(model: nn.Module, work: Work, optimizer: Optimizer) -> Sharded:
         work: a micro-batch of the same model before it was sharded.
         optimizer: steps all trainable parameters.
     """
-    units = units_below(model)
+    units = Unit.below(model)
     state = state_for(model, units)
     names = {id(module): plain_name(name) for name, module in model.named_modules(remove_duplicate=False)}
     modules = {module.name: number for number, module in enumerate(work.modules)}
@@ -39,7 +39,7 @@ def sharded_of(model: nn.Module, work: Work, optimizer: Optimizer) -> Sharded:
             parameters[_name(each, names)]: Arrival(number, group, index)
             for number, unit in enumerate(units)
             for group, weights in enumerate(unit.weights)
-            for index, each in enumerate(trainable(weights.group.parameters))
+            for index, each in enumerate(weights.group.trained)
         },
         optimizer,
         any(weights.group.is_offloaded for unit in units for weights in unit.weights),
@@ -54,7 +54,7 @@ def _played(unit: Unit, names: dict[int, str], modules: dict[str, int]) -> Playe
         sum(each.shape.numel() for each in unit.parameters),
         tuple(modules[name] for name in own),
         tuple(sizes_of(unit)),
-        tuple(traffic_of(weights) for weights in unit.weights),
+        tuple(traffic_of(unit)),
         stepped(unit),
     )
 
@@ -66,23 +66,24 @@ def name_of(unit: Unit, names: dict[int, str]) -> str:
 
 def stepped(unit: Unit) -> tuple[int, ...]:
     """Returns the bytes of each shard of `unit` that an optimizer steps."""
-    groups = [weights.group for weights in unit.weights if trainable(weights.group.parameters)]
-    return tuple(as_sharded(each.parameter).to_local().nbytes for group in groups for each in group.optimizer_params)
+    groups = [weights.group for weights in unit.weights if weights.group.trained]
+    return tuple(local_part(each.parameter).nbytes for group in groups for each in group.optimizer_params)
 
 
-def traffic_of(weights: Weights) -> Traffic:
-    """Returns the bytes of the collectives of one group."""
-    group, plan = weights.group, weights.plan
-    mesh = group.mesh
-    reduced = sum(plan.reduced_by_piece) * group.reduce_dtype.itemsize if trainable(group.parameters) else 0
-    return Traffic(
-        gathered=0 if plan.is_never_gathered else group.packing.gathered_numel * group.compute_dtype.itemsize,
-        reduced=reduced if mesh.num_shards > 1 else 0,
-        all_reduced=reduced // mesh.num_shards if mesh.num_replicas > 1 else 0,
-        owned=group.shard_buffer.nbytes,
-        shard=group_of(mesh.shard_group),
-        replicate=group_of(mesh.replicate_group),
-    )
+def traffic_of(unit: Unit) -> Iterator[Traffic]:
+    """Yields the bytes of the collectives of each group of `unit`."""
+    for weights in unit.weights:
+        group, plan = weights.group, weights.plan
+        mesh = group.mesh
+        reduced = sum(plan.reduced_by_piece) * group.reduce_dtype.itemsize if group.trained else 0
+        yield Traffic(
+            gathered=0 if plan.is_never_gathered else group.packing.gathered_numel * group.compute_dtype.itemsize,
+            reduced=reduced if mesh.num_shards > 1 else 0,
+            all_reduced=reduced // mesh.num_shards if mesh.num_replicas > 1 else 0,
+            owned=group.shard_buffer.nbytes,
+            shard=group_of(mesh.shard_group),
+            replicate=group_of(mesh.replicate_group),
+        )
 
 
 def _name(parameter: ShardedParameter, names: dict[int, str]) -> str:

@@ -13,20 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd._torch import group_among
-from sherd.engine.run.runtime import Runtime
-from sherd.engine.run.seal import runtime_of
-from sherd.engine.run.structures import tensors_in
-from sherd.engine.run.unit import Unit
-from sherd.engine.state.parameter import ShardedParameter, plain_name
+from sherd.engine import Runtime, ShardedParameter, Unit, sizes_of
 from sherd.errors import StateError
 from sherd.memory.held import Held, alive, held_by, held_by_optimizer, together
 from sherd.memory.report import root_unit
-from sherd.memory.sizes import sizes_of
-from sherd.memory.watch import observed
 from sherd.schedule import actions as do
-from sherd.schedule.moments import Arrival, MemoryKind, Moment, begins_step
+from sherd.schedule.moments import Arrival, MemoryKind, Moment, begins_step, in_words
 from sherd.schedule.state import Live
-from sherd.schedule.words import in_words
+from sherd.tensor.structures import tensors_in
 from sherd.tools.plan.collectives import collective_of
 from sherd.tools.plan.marks import Marks
 from sherd.tools.plan.sharding import name_of, traffic_of
@@ -35,6 +29,7 @@ from sherd.tools.simulate.meter import Meter
 from sherd.tools.simulate.play import OPTIMIZER_TEMPORARY
 from sherd.tools.simulate.timeline import Lane, Span, Timeline, TimelineUnit
 from sherd.tools.simulate.work import TensorKind
+from sherd.wrap.names import plain_name
 
 __all__ = ["Recorder", "Trace", "recording", "traced"]
 
@@ -103,7 +98,7 @@ def traced(model: nn.Module, optimizer: Optimizer, title: str = "") -> Iterator[
         ModuleError: `model` is not a sharded module.
         StateError: somebody observes it already, as `track_memory` does; or its parameters have no data yet.
     """
-    runtime = runtime_of(root_unit(model, "traced"), model)
+    runtime = Runtime.of(root_unit(model, "traced"), model)
     trace, recorder = Trace(), Recorder(runtime, optimizer)
     with recording(recorder, runtime, model, optimizer):
         yield trace
@@ -120,7 +115,7 @@ def recording(recorder: Recorder, runtime: Runtime, model: nn.Module, optimizer:
         optimizer.register_step_post_hook(recorder.after_step),
     )
     try:
-        with observed(runtime, recorder, partial(_Gradients, recorder)), recorder.storages.following():
+        with runtime.observed(recorder, partial(_Gradients, recorder)), recorder.storages.following():
             recorder.begin()
             yield
     finally:
@@ -277,7 +272,7 @@ class Recorder:
         if type(action) not in LABELS:
             return _Label("free", action.unit)
         name, lane = LABELS[type(action)]
-        traffic = [traffic_of(weights) for weights in unit.weights]
+        traffic = [*traffic_of(unit)]
         all_reduced = sum(each.all_reduced for each in traffic)
         if isinstance(action, do.FinishReduce) and all_reduced:
             return _Label("all-reduce", action.unit, Lane.ALL_REDUCE, all_reduced)

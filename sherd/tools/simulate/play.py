@@ -20,10 +20,9 @@ from dataclasses import replace
 
 from sherd.schedule import actions as do
 from sherd.schedule.forecast import Buffers
-from sherd.schedule.moments import Arrival, GroupSizes, MemoryKind, Moment
+from sherd.schedule.moments import Arrival, GroupSizes, MemoryKind, Moment, in_words
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep
-from sherd.schedule.words import in_words
 from sherd.tools.simulate.clock import Clock, Costs
 from sherd.tools.simulate.meter import Meter
 from sherd.tools.simulate.pipeline import Stage
@@ -228,9 +227,9 @@ class _Player:
 
     def _see_buffers(self) -> None:
         """Note on the meter what has come and gone in the engine's buffers."""
-        for (unit, kind), nbytes in self._buffers.changes[self._num_seen :]:
+        for (unit, kind), nbytes in self._buffers.ledger.changes[self._num_seen :]:
             self._come(kind.value, unit, nbytes)
-        self._num_seen = len(self._buffers.changes)
+        self._num_seen = len(self._buffers.ledger.changes)
 
     def _carry_out(self, action: do.Action) -> None:
         match action:

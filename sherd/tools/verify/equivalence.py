@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from sherd.api.fully_shard import fully_shard
 from sherd.comm.groups import default_group
 from sherd.comm.objects import all_gather_objects, broadcast_object, raw_bytes
-from sherd.engine.run.seal import unit_of, units_below
-from sherd.engine.run.structures import map_tensors, tensors_in
+from sherd.engine import Unit
 from sherd.errors import PolicyError, SherdError, StateError
 from sherd.requirements import require_factor, require_floating_dtype, require_int, require_type
+from sherd.tensor.structures import map_tensors, tensors_in
 from sherd.tools.verify.reference import WIDTHS, ExpectedStep, save, stored_steps, train_plain
 from sherd.tools.verify.report import KINDS, Difference, EquivalenceReport, difference
 from sherd.tools.verify.training import (
@@ -170,7 +170,7 @@ class _Place:
     @classmethod
     def of(cls, model: nn.Module, parts: int | None, compute_dtype: torch.dtype | None) -> _Place:
         """Read it off the units of `model`; without units it is data parallel over all ranks."""
-        units, tensors = units_below(model), list(model.parameters())
+        units, tensors = Unit.below(model), list(model.parameters())
         number, rank, device = dist.get_world_size(), dist.get_rank(), tensors[0].device
         if units:
             mesh = units[0].mesh
@@ -184,7 +184,7 @@ class _Place:
         eps = max(torch.finfo(each).eps for each in dtypes if each and (each.is_floating_point or each.is_complex))
         if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
             eps = max(eps, TENSOR_FLOAT_32)
-        watched = {name for name, each in plainly_named(model.named_modules()).items() if unit_of(each) is not None}
+        watched = {name for name, each in plainly_named(model.named_modules()).items() if Unit.of(each) is not None}
         each = parts // number
         return cls(parts, range(rank * each, (rank + 1) * each), device, eps, frozenset({"", *watched}))
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sherd.api.unsharded import unsharded
-from sherd.engine.run.structures import map_tensors, tensors_in
-from sherd.engine.state.parameter import plain_name
 from sherd.errors import PolicyTypeError
+from sherd.tensor.structures import map_tensors, tensors_in
+from sherd.wrap.names import plain_name
 
 T = TypeVar("T")
 Loss = Callable[[nn.Module, object], Tensor]

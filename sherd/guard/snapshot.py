@@ -1,4 +1,4 @@
-"""Copies of what a step changes, by which it can be undone: buffers, gradients, random states, parameters, optimizers.
+"""Copies of all state that a step changes, to undo it: buffers, gradients, random states, parameters, optimizers.
 
 Tensors get their elements back in place, because others hold views of them: shard buffers, spans of an optimizer.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from sherd.engine.state.parameter import record_of
+from sherd.engine import ShardedParameter
 from sherd.tensor.ragged import local_part
 
 Undo = Callable[[], None]
@@ -27,18 +27,18 @@ class Stateful(Protocol):
         """Returns its state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Have this state."""
+        """Set the state to `state_dict`."""
 
 
 class Snapshot:
-    """Copies of all that one step may change on this rank, but for what an optimizer steps.
+    """Copies of all state that one step may change on this rank before an optimizer steps.
 
     Args:
-        model: its buffers, and gradients of parameters that no unit has, are kept.
+        model: its buffers are kept, and the gradients of parameters that no unit has.
         shards: parameters whose gradients are kept.
         optimizers: the settings of their groups are kept, and the gradients of their parameters.
-        others: gradient scalers, and whatever else has a state dict.
-        device: the one whose random state is kept, beside those of the CPU and of Python.
+        others: gradient scalers, and other objects with a state dict.
+        device: its random state is kept, beside those of the CPU and of Python.
     """
 
     def __init__(
@@ -49,25 +49,27 @@ class Snapshot:
         others: Sequence[Stateful],
         device: torch.device,
     ) -> None:
-        plain = (each for each in model.parameters() if record_of(each) is None)
+        plain = (each for each in model.parameters() if ShardedParameter.of(each) is None)
         stepped = (each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
         parameters = {id(each): each for each in (*shards, *plain, *stepped)}.values()
         self.has_gradients = any(each.grad is not None for each in parameters)
         self._undo = [_gradient(each) for each in parameters]
-        self._undo += [_buffer(*each) for module in model.modules() for each in _buffers_of(module)]
+        for module in model.modules():
+            buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+            self._undo += [_buffer(module, name, buffer) for name, buffer in buffers]
         self._undo += [_entries(group, but=("params",)) for each in optimizers for group in each.param_groups]
         self._undo += [_state(each) for each in others]
         self._undo += _random_states(device)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Have everything as it was."""
+        """Set everything to the copies."""
         for undo in reversed(self._undo):
             undo()
 
     @torch.no_grad()
     def keep_stepped(self, optimizer: Optimizer) -> None:
-        """Copy, too, what `optimizer` is about to change: parameters, state and settings."""
+        """Copy the parameters, state and settings of `optimizer`, too, which is about to step."""
         state = optimizer.state
         for group in optimizer.param_groups:
             self._undo += [_values(each) for each in group["params"]]
@@ -87,7 +89,7 @@ def _values(tensor: torch.Tensor) -> Undo:
     kept = part.detach().clone()
 
     def undo() -> None:
-        if not torch.equal(part, kept):  # what shows one element in many places cannot be written, nor is it
+        if not torch.equal(part, kept):  # an expanded tensor cannot be written, so no step changed it
             part.detach().copy_(kept)
 
     return undo
@@ -105,10 +107,6 @@ def _gradient(parameter: nn.Parameter) -> Undo:
     return undo
 
 
-def _buffers_of(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    return [(module, name, each) for name, each in module.named_buffers(recurse=False, remove_duplicate=False)]
-
-
 def _buffer(module: nn.Module, name: str, tensor: torch.Tensor) -> Undo:
     values = _values(tensor)
     is_persistent = name not in module._non_persistent_buffers_set
@@ -122,7 +120,7 @@ def _buffer(module: nn.Module, name: str, tensor: torch.Tensor) -> Undo:
 
 
 def _entries(of: MutableMapping[str, Any], but: Sequence[str] = ()) -> Undo:
-    """The entries of a group of parameters, or of one parameter's state."""
+    """Keeps the entries of a group of parameters, or of one parameter's state."""
     before = {key: value for key, value in of.items() if key not in but}
     tensors = [_values(value) for value in before.values() if torch.is_tensor(value)]
     kept = {key: value if torch.is_tensor(value) else copy.deepcopy(value) for key, value in before.items()}
@@ -139,9 +137,10 @@ def _entries(of: MutableMapping[str, Any], but: Sequence[str] = ()) -> Undo:
 
 def _state(of: Stateful) -> Undo:
     if isinstance(of, torch.amp.GradScaler):
-        # Its state dict lacks what it knows of gradients that were unscaled already, and asks the device.
+        # Its state dict does not say which gradients were unscaled already, and reads from the device.
         attributes: Mapping[str, Any] = vars(of)
-        kept = {key: copy.deepcopy(value) for key, value in attributes.items() if _is_data(value)}
+        is_data = (torch.Tensor, dict, int, float, type(None))
+        kept = {key: copy.deepcopy(value) for key, value in attributes.items() if isinstance(value, is_data)}
         return lambda: of.__setstate__(copy.deepcopy(kept))
     state = copy.deepcopy(of.state_dict())
 
@@ -149,10 +148,6 @@ def _state(of: Stateful) -> Undo:
         of.load_state_dict(state)
 
     return undo
-
-
-def _is_data(value: object) -> bool:
-    return value is None or isinstance(value, torch.Tensor | dict | int | float)
 
 
 def _random_states(device: torch.device) -> list[Undo]:

@@ -45,15 +45,6 @@ def _copies(mesh: DataMesh) -> tuple[PlacementSpec, ...]:
     return (ReplicateSpec(),) * mesh.mesh.ndim
 
 
-def _data_placements(mesh: DataMesh, dim: int | None, split: int = 1) -> tuple[PlacementSpec, ...]:
-    """Returns the placements on the data-parallel axes. `split`: the number of parts that axes to the right make of
-    `dim`."""
-    placements = list(_copies(mesh))
-    if dim is not None and mesh.shard_axis is not None:
-        placements[mesh.shard_axis] = _shard(dim, split)
-    return tuple(placements)
-
-
 def beside(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) -> DTensorSpec:
     """Returns the spec of the shard of a parameter that is a DTensor on another mesh. `cut` cuts its local tensor.
 
@@ -73,11 +64,13 @@ def beside(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) -> DTens
 
 
 def on_full_mesh(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) -> DTensorSpec:
-    """Returns the spec of the shard of a parameter that is a DTensor on the full mesh, of which the user named the
-    data-parallel axes. If the full mesh has no other axes, the parameter may also be on another mesh.
+    """Returns the spec of the shard of a parameter that is a DTensor on the full mesh.
+
+    The user named the data-parallel axes of the full mesh. If it has no others, the parameter may be on another mesh.
 
     Raises:
-        PlacementError: it is on a mesh that does not fit, not replicated on a data-parallel axis, or a partial sum.
+        PlacementError: the parameter is on a mesh that does not fit, is not replicated on a data-parallel axis, or is a
+            partial sum.
     """
     assert mesh.full is not None and mesh.dims is not None, "only named axes come from a full mesh"
     full, names = mesh.full, mesh.full.mesh_dim_names or ()
@@ -99,7 +92,7 @@ def on_full_mesh(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) ->
         spec = _in_place(unsharded, mesh, cut)
         if spec is not None:
             return spec
-    # Several axes were flattened into one, or ours must go behind: a mesh of the data axes and the ones that are left.
+    # Several axes were flattened into one, or ours must go behind: a mesh of the data axes and the remaining ones.
     data_axes = {names.index(each) for each in (*mesh.dims.shard_names, *mesh.dims.replicate_names)}
     others = [axis for axis in range(full.ndim) if axis not in data_axes]
     remaining = tuple(unsharded.placements[axis] for axis in others)
@@ -108,8 +101,7 @@ def on_full_mesh(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut, name: str) ->
 
 
 def _in_place(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut) -> DTensorSpec | None:
-    """Returns the spec in which the shard axis, one of the parameter's own mesh, cuts the parameter too. None if
-    DTensor would not read that as it was cut."""
+    """Returns the spec on the parameter's own mesh, in which the shard axis cuts, too; None if DTensor misreads it."""
     assert mesh.full is not None and mesh.dims is not None, "only named axes come from a full mesh"
     if not mesh.dims.shard_names or (cut.dim is None and not cut.in_line):
         return unsharded
@@ -117,7 +109,7 @@ def _in_place(unsharded: DTensorSpec, mesh: DataMesh, cut: Cut) -> DTensorSpec |
     if isinstance(cut, Runs):
         return ragged_spec(mesh.full, unsharded.placements, unsharded.shape, _dtype(unsharded), cut, (axis,))
     dim = cut.dim
-    assert dim is not None, "what is not cut stays as it is"
+    assert dim is not None, "a parameter that is not cut keeps its spec"
     sizes = [mesh.full.size(at) if _cuts_dim(each, dim) else 1 for at, each in enumerate(unsharded.placements)]
     before, behind = sizes[:axis], sizes[axis + 1 :]
     strided = any(_is_strided(each) for each in unsharded.placements)
@@ -136,8 +128,10 @@ def _shard_spec(
     cut: Cut,
     name: str,
 ) -> DTensorSpec:
-    """Returns the spec of a shard on the data-parallel axes and on `meshes`, whose axes have the placements
-    `remaining`: our axes in front, or behind where DTensor would not read what lies in front as it was cut."""
+    """Returns the spec of a shard on the data-parallel axes and on `meshes`, whose axes have placements `remaining`.
+
+    Our axes are in front, or behind where DTensor would misread them in front.
+    """
     _require_apart(mesh.given, meshes, name)
     joined = _joined(mesh, meshes, name) if meshes else mesh.mesh
     if isinstance(cut, Runs):
@@ -150,22 +144,24 @@ def _shard_spec(
     sizes = [each.size(axis) for each in meshes for axis in range(each.ndim)]
     behind = [size for size, placement in zip(sizes, remaining, strict=True) if _cuts_dim(placement, dim)]
     strided = any(_is_strided(each) for each in remaining)
-    if dim is None or _reads_as_cut(shape[dim], mesh.num_shards, behind, strided):
-        return dtensor_spec(joined, (*_data_placements(mesh, dim, prod(behind)), *remaining), shape, dtype)
-    joined = _joined(mesh, meshes, name, behind=True)
-    return dtensor_spec(joined, (*remaining, *_data_placements(mesh, dim)), shape, dtype)
+    is_in_front = dim is None or _reads_as_cut(shape[dim], mesh.num_shards, behind, strided)
+    data = list(_copies(mesh))
+    if dim is not None and mesh.shard_axis is not None:
+        data[mesh.shard_axis] = _shard(dim, prod(behind) if is_in_front else 1)
+    if is_in_front:
+        return dtensor_spec(joined, (*data, *remaining), shape, dtype)
+    return dtensor_spec(_joined(mesh, meshes, name, behind=True), (*remaining, *data), shape, dtype)
 
 
 def merged_spec(
     mesh: DataMesh, cut: Runs, dtype: torch.dtype, members: Sequence[tuple[DTensorSpec | None, Extent]], name: str
 ) -> DTensorSpec:
-    """Returns the spec of a flat parameter: a vector of its members' local tensors on the other axes, cut as `cut`.
+    """Returns the spec of a flat parameter: a vector of its members' local tensors, cut as `cut`.
 
-    Collective over the other axes, whose ranks may have vectors of other lengths.
+    Collective over the tensor-parallel axes, whose ranks may have vectors of other lengths.
 
-    Args:
-        members: the spec of each member before it is cut, None for a plain tensor, and its place in the vector.
-        name: the name of the first member, for messages.
+    `members` are the spec of each member before sharding, None for a plain tensor, and its place in the vector. `name`
+    is that of the first member, for messages.
     """
     specs = [unsharded for unsharded, _ in members if unsharded is not None]
     axes = list(dict.fromkeys(axis for unsharded in specs for axis in _axes_of(unsharded.mesh)))
@@ -191,7 +187,7 @@ def _axes_of(mesh: DeviceMesh) -> list[DeviceMesh]:
 
 
 def _is_copied(unsharded: DTensorSpec | None, axis: DeviceMesh) -> bool:
-    """Returns whether the ranks of `axis` have the same elements of a parameter, as they always have of a plain one."""
+    """Returns whether the ranks of `axis` have the same elements of a parameter. Of a plain one they have."""
     if unsharded is None or axis not in (axes := _axes_of(unsharded.mesh)):
         return True
     return unsharded.placements[axes.index(axis)].is_replicate()
@@ -214,11 +210,11 @@ def _reads_as_cut(size: int, num_shards: int, behind: Sequence[int], strided: bo
     if parts != [each.numel for each in chunks(size, prod(behind))]:
         return False
     by_rank = zip(*([each.numel for each in chunks(part, num_shards)] for part in parts), strict=True)
-    return all(list(held) == _parts(sum(held), behind) for held in by_rank)
+    return all(list(numels) == _parts(sum(numels), behind) for numels in by_rank)
 
 
 def _parts(size: int, cuts: Sequence[int]) -> list[int]:
-    """Returns the sizes of the parts of `size` rows that axes of the sizes `cuts` make, one cutting after the other."""
+    """Returns the sizes of the parts that axes of sizes `cuts`, one after the other, make of `size` rows."""
     parts = [size]
     for num_parts in cuts:
         parts = [each.numel for part in parts for each in chunks(part, num_parts)]
@@ -226,7 +222,7 @@ def _parts(size: int, cuts: Sequence[int]) -> list[int]:
 
 
 def _cuts_dim(placement: PlacementSpec, dim: int | None) -> bool:
-    """Returns whether `placement` cuts `dim`, strided or not. `is_shard` is False for strided ones (2.13)."""
+    """Returns whether `placement` cuts `dim`, strided or not. torch's `is_shard` is False for strided ones (2.13)."""
     return dim is not None and getattr(placement, "dim", None) == dim
 
 
@@ -242,7 +238,7 @@ def _shard(dim: int, split: int) -> PlacementSpec:
 
 
 def _require_no_sums(unsharded: DTensorSpec, name: str) -> None:
-    """Raise if the parameter is the sum of what several ranks hold."""
+    """Raise `PlacementError` if the parameter is a partial sum."""
     for axis, placement in enumerate(unsharded.placements):
         if placement.is_partial():
             axis_name = axis if unsharded.mesh.mesh_dim_names is None else repr(unsharded.mesh.mesh_dim_names[axis])
@@ -253,34 +249,34 @@ def _require_no_sums(unsharded: DTensorSpec, name: str) -> None:
 
 
 def _require_apart(data: DeviceMesh, meshes: Sequence[DeviceMesh], name: str) -> None:
-    """Raise unless `data` and `meshes` can be axes of one mesh.
+    """Raise `MeshError` unless `data` and `meshes` can be axes of one mesh.
 
     Two axes of one mesh have this rank in common and no other.
     """
     for other in meshes:
-        found = f"{name}: it is a DTensor on {other} and is to be sharded over {data}"
+        pair = f"{name}: it is a DTensor on {other} and is to be sharded over {data}"
         common = set(data.mesh.flatten().tolist()) & set(other.mesh.flatten().tolist())
         if len(common) > 1:
             raise MeshError(
-                f"{found}, which have ranks {sorted(common)} in common: give fully_shard the data-parallel axes alone, "
+                f"{pair}, which have ranks {sorted(common)} in common: give fully_shard the data-parallel axes alone, "
                 "as mesh['dp'] of a mesh (dp, tp), or the mesh that the parameter is on and dp_mesh_dims"
             )
         if data.mesh_dim_names is None or other.mesh_dim_names is None or data.device_type != other.device_type:
             raise MeshError(
-                f"{found}; the two must be parts of one mesh whose axes have names: "
+                f"{pair}; the two must be parts of one mesh whose axes have names: "
                 "mesh = init_device_mesh(device_type, (2, 4), mesh_dim_names=('dp', 'tp')), parallelize_module over "
                 "mesh['tp'] and fully_shard over mesh['dp']"
             )
         twice = set(data.mesh_dim_names) & set(other.mesh_dim_names)
         if twice:
             raise MeshError(
-                f"{found}: axis {twice.pop()!r} would be named twice; take both from one mesh, whose axes have names "
+                f"{pair}: axis {twice.pop()!r} would be named twice; take both from one mesh, whose axes have names "
                 "of their own"
             )
 
 
 def _joined(mesh: DataMesh, others: Sequence[DeviceMesh], name: str, behind: bool = False) -> DeviceMesh:
-    """Returns one mesh with the axes of all, the data-parallel ones in front or behind."""
+    """Returns one mesh with the axes of all meshes, the data-parallel ones in front or behind."""
     try:
         return mesh.joined(others, behind)
     except RuntimeError as error:

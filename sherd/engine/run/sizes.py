@@ -1,8 +1,6 @@
-"""The sizes of a unit's buffers when they are allocated."""
+"""The sizes of a unit's buffers while they are allocated."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from sherd.comm.collectives import UsersCollectives
 from sherd.comm.transport import Transport
@@ -10,26 +8,25 @@ from sherd.engine.moves.buffer_plan import BufferPlan, Fill
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.group import Group
-from sherd.engine.state.parameter import ShardedParameter
 from sherd.policy import UnitPolicy
 from sherd.schedule.moments import GroupSizes
 
 
 def sizes_of(unit: Unit) -> list[GroupSizes]:
-    """Returns the sizes of `unit`'s buffers when they are allocated. Makes the transport, as the first gather does."""
-    return [group_sizes(weights, unit.policy) for weights in unit.weights]
+    """Returns the sizes of the buffers of each group of `unit`. Makes the transport, as the first gather does."""
+    return [_group_sizes(weights, unit.policy) for weights in unit.weights]
 
 
-def group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
-    """Returns what the group of `weights` takes in the memory of the device that computes."""
+def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
+    """Returns the bytes that the group of `weights` takes on the device that computes."""
     group, plan = weights.group, weights.plan
-    trained, mesh = trainable(group.parameters), group.mesh
+    trained, mesh = group.trained, group.mesh
     own = mesh.shard_transport
     sender: Transport = own if policy.all_gather is None else UsersCollectives(policy.all_gather, None)
     reducer: Transport = own if policy.reduce_scatter is None else UsersCollectives(policy.reduce_scatter, None)
     fill = plan.fill_by(sender)
     compute, reduce, reshard = group.compute_dtype, group.reduce_dtype, policy.reshard_after_forward
-    # Elsewhere it is copied into this rank's part of the rows.
+    # Otherwise the shards are copied into this rank's part of the rows.
     is_copied_to_send = fill is Fill.FROM_RANKS and not plan.sends_shards_as_they_are and not mesh.shards_replicas
     summed, sums = plan.reduced_by_piece[mesh.piece], plan.reduced_by_rank
     return GroupSizes(
@@ -55,8 +52,7 @@ def group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
 
 
 def _shard_bytes(group: Group, plan: BufferPlan) -> int:
-    """Returns the bytes that are kept of the group between steps: its shards, with other replicas' pieces if there are
-    any."""
+    """Returns the bytes of the group between steps: its shards, and the pieces of other replicas."""
     fetched = group.fetched
     if group.unsharded_memory is not None:
         return group.unsharded_memory.nbytes if group.is_one_piece else 0
@@ -68,11 +64,7 @@ def _shard_bytes(group: Group, plan: BufferPlan) -> int:
 
 
 def _kept_bytes(group: Group, plan: BufferPlan) -> int:
-    """Returns the bytes of unsharded parameters that are never freed, besides those of the shards."""
+    """Returns the bytes of unsharded parameters that are never freed, without those of the shards."""
     if plan.is_never_gathered:
         return 0
     return group.unsharded_bytes if group.unsharded_memory is None else group.unsharded_memory.nbytes
-
-
-def trainable(parameters: Sequence[ShardedParameter]) -> list[ShardedParameter]:
-    return [each for each in parameters if each.requires_grad]

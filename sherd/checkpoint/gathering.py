@@ -18,9 +18,7 @@ from sherd.comm.buffers import Buffer
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Handoff, streams_for
 from sherd.comm.transport import Pending, Sizes
-from sherd.engine.moves.buffer_views import CopyOut, copy_out
-from sherd.engine.state.offload import fetch_into
-from sherd.engine.state.parameter import ShardedParameter
+from sherd.engine import ShardedParameter, copy_out, fetch_into
 from sherd.layout.extent import Extent, aligned
 from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Cut
@@ -29,7 +27,7 @@ _ALIGNED = 64
 """Tensors in one buffer begin at multiples of as many bytes."""
 
 _MOST_KEPT = 4
-"""In units of the usual size: three buckets, and what is copied out of their rows."""
+"""Times the usual size of a buffer: three buckets, and what is copied out of their rows."""
 
 _ALONE_BYTES = 1 << 20
 """Without streams and shared memory, unsharded tensors of at least this size are gathered straight into place."""
@@ -38,8 +36,8 @@ _ALONE_BYTES = 1 << 20
 class Memory:
     """The memory that parameters are gathered into. Each tensor belongs to whoever holds it.
 
-    In host memory a buffer is used again once nobody holds a tensor in it: mapping memory anew takes as long as
-    filling it. Buffers have `usual_bytes`, or as many as they must, or a power of two of bytes if that is less.
+    In host memory a buffer is used again once nobody holds a tensor in it: to map memory anew takes as long as to fill
+    it. A buffer has `usual_bytes`, or more if it must, or a power of two of bytes if that is less.
     """
 
     def __init__(self, usual_bytes: int) -> None:
@@ -47,7 +45,7 @@ class Memory:
         self._buffers: list[tuple[Buffer, int]] = []
 
     def take(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch.Tensor]:
-        """Returns tensors of `numels` elements, 1-D and uninitialised, that share one buffer, which nobody else has."""
+        """Returns tensors of `numels` elements, 1-D and uninitialised, that share one buffer of their own."""
         ends, end = [], 0
         for numel, dtype in zip(numels, dtypes, strict=True):
             ends.append(end + numel * dtype.itemsize)
@@ -75,14 +73,13 @@ class Memory:
         return buffer.tensor
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256)  # blocks are alike, and models are read again and again
 def _packing(cuts: tuple[Cut, ...], num_ranks: int) -> Packing:
-    """Returns the packing of `cuts`. Blocks are alike, and models are read again and again."""
     return pack(cuts, num_ranks)
 
 
 class Line:
-    """Parameters that one packing holds, and their unsharded buffer, which is given once there is memory for it."""
+    """Parameters in one packing, and their unsharded buffer, which is set once there is memory for it."""
 
     def __init__(self, records: Sequence[ShardedParameter], dtype: torch.dtype) -> None:
         self.records = records
@@ -92,17 +89,23 @@ class Line:
         self.unsharded: torch.Tensor | None = None
 
     @property
+    def destination(self) -> torch.Tensor:
+        """The unsharded buffer."""
+        assert self.unsharded is not None, "memory was given"
+        return self.unsharded
+
+    @property
     def goes_onto(self) -> bool:
-        """Whether ranks read one another's shards in place, which goes along one axis only."""
+        """True if ranks read one another's shards in place, which is possible along one axis only."""
         return self.mesh.shard_transport.shares_memory and not self.mesh.shards_replicas
 
     @property
     def lands_in_place(self) -> bool:
-        """Whether the unsharded buffer is needed when the collective starts; else it is needed when that has ended."""
+        """True if the unsharded buffer is needed at the start of the collective, False if at its end."""
         return self.goes_onto or self.packing.direct
 
     def held(self) -> list[Extent]:
-        """Returns where each shard is in this rank's part."""
+        """Returns the extent of each shard in this rank's part."""
         return [slot.held(self.mesh.piece) for slot in self.packing.slots]
 
     def shards(self) -> list[torch.Tensor]:
@@ -110,10 +113,10 @@ class Line:
         return [record.local.detach().reshape(-1) for record in self.records]
 
     def in_order(self) -> Iterator[torch.Tensor]:
-        """Yields this rank's part: shards in `dtype`, and something of the size of the padding between them."""
+        """Yields this rank's part: shards in `dtype`, and tensors as long as the padding between them."""
         end = 0
-        held = ((extent, shard) for extent, shard in zip(self.held(), self.shards(), strict=True) if extent.numel)
-        for extent, shard in sorted(held, key=lambda each: each[0].start):
+        filled = ((extent, shard) for extent, shard in zip(self.held(), self.shards(), strict=True) if extent.numel)
+        for extent, shard in sorted(filled, key=lambda each: each[0].start):
             if extent.start > end:
                 yield torch.empty(extent.start - end, dtype=self.dtype)
             yield shard.to(self.dtype)
@@ -122,17 +125,16 @@ class Line:
             yield torch.empty(self.packing.shard_numels[self.mesh.piece] - end, dtype=self.dtype)
 
     def part(self, index: int) -> torch.Tensor:
-        """Returns the parameter `index` as it is on this rank of the axes that it is not cut over: a view of the
-        unsharded buffer."""
-        assert self.unsharded is not None, "it was gathered"
+        """Returns parameter `index`, a view of the unsharded buffer. Tensor-parallel axes are not gathered."""
         slot = self.packing.slots[index]
         start = slot.unsharded.start
-        return self.unsharded[start : start + slot.cut.numel].view(slot.cut.shape)
+        return self.destination[start : start + slot.cut.numel].view(slot.cut.shape)
 
 
 class Gathering:
-    """Lines of one `way_of`, gathered together. All ranks of the axes that they are cut over make it, start it and wait
-    for it in the same order.
+    """Lines of one `way_of`, gathered together.
+
+    All ranks of the axes that the lines are cut over make, start and wait for gatherings in the same order.
     """
 
     def __init__(self, lines: Sequence[Line]) -> None:
@@ -142,8 +144,10 @@ class Gathering:
         self._handoff: Handoff | None = None
 
     def start(self, rows: Mapping[Line, torch.Tensor]) -> None:
-        """Start the collectives, behind all that compute was given until now. `rows`: for each line that does not land
-        in place, memory for its `gathered_numel` elements."""
+        """Start the collectives, behind compute's queue.
+
+        `rows`: for each line that does not land in place, memory for its `gathered_numel` elements.
+        """
         self._rows = {line: rows[line] for line in self._lines if line in rows}
         lane = streams_for(self._mesh.device).gather
         lane.follow_compute()
@@ -154,16 +158,16 @@ class Gathering:
         if self._lines[0].goes_onto:
             onto = _Onto(self._lines)
             return transport.all_gather_onto(onto.copy_into_place, onto.own_pieces(), onto.sizes, async_op)
-        rows, shards, sizes = zip(*(_sent(line, self._rows_of(line)) for line in self._lines), strict=True)
-        return transport.all_gather_several(rows, shards, sizes, async_op)
-
-    def _rows_of(self, line: Line) -> torch.Tensor:
-        rows = self._rows.get(line, line.unsharded)
-        assert rows is not None, "it is gathered into one of them"
-        return rows[: line.packing.gathered_numel]
+        arguments = []
+        for line in self._lines:
+            rows = self._rows.get(line)
+            rows = line.destination if rows is None else rows
+            arguments.append(_sent(line, rows[: line.packing.gathered_numel]))
+        all_rows, shards, sizes = zip(*arguments, strict=True)
+        return transport.all_gather_several(all_rows, shards, sizes, async_op)
 
     def wait(self) -> None:
-        """Order compute after the collective. The shards may be written again then. Raises CommError."""
+        """Order compute after the collective. Then the shards may be written again. Raises CommError."""
         assert self._handoff is not None, "it was started"
         self._handoff.wait()
         if any(record.local.device != self._mesh.device for line in self._lines for record in line.records):
@@ -172,28 +176,24 @@ class Gathering:
     def copy_out(self) -> None:
         """Fill the unsharded buffers of lines that did not land in place."""
         for line, rows in self._rows.items():
-            assert line.unsharded is not None, "memory was given"
-            copy_out(line.packing, line.unsharded)(rows)
+            copy_out(line.packing, line.destination)(rows)
 
 
 class _Onto:
-    """Several lines as one part of each rank: the parts that the rank has in them, one behind the other."""
+    """Several lines gathered as one: a rank's parts of the lines, one behind the other."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self._lines = lines
         self.sizes = Sizes(map(sum, zip(*(line.packing.shard_numels for line in lines), strict=True)))
-        self._copies: list[CopyOut] = []
-        for line in lines:
-            assert line.unsharded is not None, "memory was given"
-            self._copies.append(copy_out(line.packing, line.unsharded))
+        self._copies = [copy_out(line.packing, line.destination) for line in lines]
 
     def own_pieces(self) -> list[torch.Tensor]:
-        """Returns this rank's part, in pieces; one without elements if it holds nothing."""
+        """Returns this rank's part, in pieces; an empty one if it holds nothing."""
         pieces = [piece for line in self._lines for piece in line.in_order()]
         return pieces or [torch.empty(0, dtype=self._lines[0].dtype)]
 
     def copy_into_place(self, rank: int, part: torch.Tensor) -> None:
-        """Copy a rank's part to where its elements go in the unsharded buffers."""
+        """Copy a rank's part to the places of its elements in the unsharded buffers."""
         start = 0
         for line, copy in zip(self._lines, self._copies, strict=True):
             size = line.packing.shard_numels[rank]
@@ -202,7 +202,7 @@ class _Onto:
 
 
 def _sent(line: Line, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Sizes]:
-    """Returns what an all-gather over the sharding axis takes: `rows`, this rank's part, and the sizes of all parts."""
+    """Returns the arguments of an all-gather over the shard axis: `rows`, this rank's part, the sizes of all parts."""
     mesh, starts, sizes = line.mesh, line.packing.starts, Sizes(line.packing.shard_numels)
     shard = _filled(rows[starts[mesh.piece] :][: sizes[mesh.piece]], line)
     together = sizes.together(mesh.num_owners)
@@ -214,16 +214,13 @@ def _sent(line: Line, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, S
 
 
 def _filled(piece: torch.Tensor, line: Line) -> torch.Tensor:
-    """Returns what this rank sends: `piece`, its place in the rows, filled with the shards; or a shard that is all of
-    it, from where it lies."""
-    shards = line.shards()
-    here = all(shard.device == piece.device for shard in shards)
-    held = line.held()
-    sent = _as_they_lie(shards, held, piece)
+    """Returns what this rank sends: `piece`, a part of the rows, filled with shards, or the shards where they lie."""
+    shards, extents = line.shards(), line.held()
+    sent = _as_they_lie(shards, extents, piece)
     if sent is not None:
         return sent
-    places = [piece[extent.start : extent.stop] for extent in held]
-    if here:
+    places = [piece[extent.start : extent.stop] for extent in extents]
+    if all(shard.device == piece.device for shard in shards):
         torch._foreach_copy_(places, shards)
     else:
         for place, shard in zip(places, shards, strict=True):
@@ -231,10 +228,9 @@ def _filled(piece: torch.Tensor, line: Line) -> torch.Tensor:
     return piece
 
 
-def _as_they_lie(shards: Sequence[torch.Tensor], held: Sequence[Extent], piece: torch.Tensor) -> torch.Tensor | None:
-    """Returns the memory of `shards` as a tensor like `piece`, if each shard lies there at its extent of `held`; else
-    None. There may be anything in between."""
-    filled = [(shard, extent) for shard, extent in zip(shards, held, strict=True) if extent.numel]
+def _as_they_lie(shards: Sequence[torch.Tensor], extents: Sequence[Extent], piece: torch.Tensor) -> torch.Tensor | None:
+    """Returns the memory of `shards` as a tensor like `piece`, if each shard lies there at its extent, else None."""
+    filled = [(shard, extent) for shard, extent in zip(shards, extents, strict=True) if extent.numel]
     if not filled:
         return None
     first, start = filled[0][0], filled[0][0].storage_offset() - filled[0][1].start
@@ -251,17 +247,17 @@ def _as_they_lie(shards: Sequence[torch.Tensor], held: Sequence[Extent], piece: 
 
 
 def way_of(line: Line) -> object:
-    """Returns the key that lines have in common which one `Gathering` takes."""
+    """Returns a key that is equal for lines of one `Gathering`."""
     mesh = line.mesh
     return (mesh.shard_transport, line.goes_onto and (mesh.num_pieces, mesh.piece, line.dtype))
 
 
 def line_of(record: ShardedParameter, dtype: torch.dtype) -> object:
-    """Returns the key that parameters have in common which one `Line` of `dtype` holds."""
+    """Returns a key that is equal for parameters of one `Line` of `dtype`."""
     mesh = record.mesh
     # Units have meshes of their own, over the same groups.
     ways = mesh.shard_transport, mesh.fetch_transport if mesh.shards_replicas else None, mesh.num_pieces, mesh.piece
-    # Without shared memory the host would copy it out of the rows, which takes longer than messages of its own.
+    # Without shared memory the host would copy a large tensor out of the rows, which takes longer than a message.
     alone = id(record) if goes_by_itself(mesh) and record.shape.numel() * dtype.itemsize >= _ALONE_BYTES else None
     # Tensors cut into runs fit one line only if one plan has cut them.
     plan = (id(record.owner), record.plan_id) if record.cut.in_line else alone
@@ -269,8 +265,7 @@ def line_of(record: ShardedParameter, dtype: torch.dtype) -> object:
 
 
 def goes_by_itself(mesh: DataMesh) -> bool:
-    """Returns whether a collective goes on while the host works: not where ranks share memory and copy by themselves.
-    With streams it does, too, but there the host need not think of it."""
+    """Returns whether a collective goes on while the host works, without streams. Ranks that share memory copy."""
     return streams_for(mesh.device).in_host_order and not mesh.shard_transport.shares_memory
 
 

@@ -1,0 +1,126 @@
+"""Where shards rest between two uses, and how they are fetched: from host memory, and from the other replicas.
+
+A shard may be divided among replicas. Each replica steps its own piece, and fetches the others before a gather:
+
+    replica 0   optimizer steps | a a |           fetches      | a a | b b |    and sends all of it
+    replica 1   optimizer steps       | b b |                  | a a | b b |    along the shard axis
+
+Pieces are fetched once after they were written, not for each gather: a step of several micro-batches fetches them once.
+If the copy of the shard has the dtype and the device of the pieces, the rank's own piece is a part of the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from sherd.comm.mesh import DataMesh
+from sherd.comm.transport import Sizes
+from sherd.layout.extent import Extent
+from sherd.policy import CPUOffloadPolicy, OffloadPolicy
+
+FETCHED_NUMEL = 1 << 18
+"""Elements that are brought to the device at a time, to be cast there."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestingPlace:
+    """The memory of shard buffers and shard gradients.
+
+    `pinned`: it is page-locked host memory. `is_elsewhere`: it is not that of the device that computes.
+    """
+
+    device: torch.device
+    pinned: bool = False
+    is_elsewhere: bool = False
+
+    @classmethod
+    def under(cls, policy: OffloadPolicy, mesh_device: torch.device) -> RestingPlace:
+        """Returns the place for `policy`. On a CPU mesh shards are in host memory anyway."""
+        if not isinstance(policy, CPUOffloadPolicy):
+            return cls(mesh_device)
+        is_elsewhere = mesh_device.type != "cpu"
+        return cls(torch.device("cpu"), policy.pin_memory and is_elsewhere, is_elsewhere)
+
+    def empty(self, numel: int, dtype: torch.dtype, now_on: torch.device) -> torch.Tensor:
+        """Returns a zeroed buffer here, or a meta one if the parameters are `now_on` meta."""
+        if now_on.type == "meta":
+            return torch.empty(numel, dtype=dtype, device="meta")
+        return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
+
+    def copy_of(self, shard: torch.Tensor) -> torch.Tensor:
+        """Returns a contiguous copy of `shard` here. The copy of a meta tensor is meta."""
+        if shard.is_meta or shard.device == self.device:
+            return shard.clone(memory_format=torch.contiguous_format)
+        return shard.to(self.device, memory_format=torch.contiguous_format)
+
+    def fetch(self, shard_buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns `shard_buffer` on the compute device. A copy is ordered on the current stream."""
+        return shard_buffer if shard_buffer.device == device else shard_buffer.to(device, non_blocking=True)
+
+    def store(self, reduced: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of a reduced gradient here, ordered on the current stream. Pinned: the host does not wait."""
+        stored = torch.empty(reduced.shape, dtype=reduced.dtype, device=self.device, pin_memory=self.pinned)
+        return stored.copy_(reduced, non_blocking=True)
+
+
+def fetch_into(target: torch.Tensor, shard: torch.Tensor) -> None:
+    """Copy `shard`, 1-D, in any dtype and on any device, into `target`. The copy is ordered on the current stream.
+
+    A shard in host memory is cast on the device, a part at a time. torch's own copy would cast it on the host, and make
+    the host wait.
+    """
+    if shard.device == target.device or shard.dtype == target.dtype:
+        target.copy_(shard, non_blocking=True)
+        return
+    for piece, place in zip(shard.split(FETCHED_NUMEL), target.split(FETCHED_NUMEL), strict=True):
+        place.copy_(piece.to(target.device, non_blocking=True))
+
+
+class FetchedShard:
+    """The full shard, 1-D, of which every replica owns a piece of one of the `sizes`. One copy per dtype asked for."""
+
+    def __init__(self, sizes: Sizes, mesh: DataMesh) -> None:
+        self.sizes = sizes
+        self._mesh = mesh
+        self._own = Extent(sum(sizes[: mesh.replica]), sizes[mesh.replica])
+        self._copies: dict[torch.dtype, torch.Tensor] = {}
+        self._versions: dict[torch.dtype, int] = {}
+
+    @property
+    def numel(self) -> int:
+        """Elements of all pieces."""
+        return sum(self.sizes)
+
+    def holding(self, shard: torch.Tensor) -> torch.Tensor:
+        """Keep `shard`, `[numel]`, as a copy. Returns this rank's piece of it."""
+        self._copies[shard.dtype] = shard
+        return self.own_part(shard)
+
+    def own_part(self, shard: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's piece of `shard`, a view."""
+        return shard[self._own.start : self._own.stop]
+
+    def around(self, piece: torch.Tensor, dtype: torch.dtype, version: int) -> torch.Tensor:
+        """Returns the shard in `dtype`, given this rank's piece. Collective over the replicas if `version` is new."""
+        shard = self._copies.get(dtype)
+        if shard is None:
+            shard = self._copies[dtype] = torch.empty(self.numel, dtype=dtype, device=self._mesh.device)
+        if self._versions.get(dtype) != version:
+            own = self.own_part(shard)
+            if own.data_ptr() != piece.data_ptr():
+                fetch_into(own, piece)
+            self._mesh.fetch_transport.all_gather(shard, own, self.sizes, False)
+            self._versions[dtype] = version
+        return shard
+
+    def has_piece(self, piece: torch.Tensor) -> bool:
+        """Returns whether `piece`, this rank's own, is a part of a copy."""
+        shard = self._copies.get(piece.dtype)
+        return shard is not None and self.own_part(shard).data_ptr() == piece.data_ptr()
+
+    def held(self) -> Iterator[torch.Tensor]:
+        """Yields the copies."""
+        yield from self._copies.values()
