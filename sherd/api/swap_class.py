@@ -19,10 +19,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NO_STRATEGY = "does not have a sharding strategy registered"
-"""In what torch says of an operation that DTensor does not know."""
+"""A part of torch's error for an operation that DTensor does not know."""
 
 _classes: dict[type, type] = {}
-"""The class that `swap_class` made of each class: one each, so that two such modules are of one class."""
+"""The `FSDPModule` class of each class: modules of one class get one class."""
 
 
 def swap_class(module: nn.Module) -> None:
@@ -76,20 +76,20 @@ def _refuse_copy(self: nn.Module, protocol: object) -> NoReturn:
 
 
 def _public_methods(original: type) -> list[tuple[str, Callable[..., object]]]:
-    """Returns the methods that the user's own classes add to nn.Module's; forward is one of nn.Module's."""
-    found: dict[str, Callable[..., object]] = {}
+    """Returns the methods of the user's own classes, without those of nn.Module such as forward."""
+    methods: dict[str, Callable[..., object]] = {}
     known = set(dir(nn.Module)) | set(dir(FSDPModule))
     for cls in original.__mro__:
         if cls.__module__.startswith("torch."):
             continue
         for name, value in vars(cls).items():
             if inspect.isfunction(value) and not name.startswith("_") and name not in known:
-                found.setdefault(name, value)
-    return list(found.items())
+                methods.setdefault(name, value)
+    return list(methods.items())
 
 
 def _explained(name: str, method: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:
-    """Returns `method` with an error that says what to do where it finds shards and needs unsharded parameters."""
+    """Returns `method` with an error that says what to do if the method needs unsharded parameters and finds shards."""
 
     @functools.wraps(method)
     def call(self: nn.Module, /, *args: P.args, **kwargs: P.kwargs) -> R:
