@@ -54,8 +54,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         module: the module to wrap.
         process_group: the ranks that shard; for hybrid strategies a pair, the ranks that shard and the ranks that hold
             copies. None: all ranks.
-        sharding_strategy: which tensors are sharded, and when unsharded parameters are freed. None: `FULL_SHARD`. Beyond
-            torch: `sherd.Placements(...)`, of two axes for a pair of groups or a 2-D mesh.
+        sharding_strategy: which tensors are sharded, and when unsharded parameters are freed; None: `FULL_SHARD`.
+            Beyond torch: `sherd.Placements(...)`, of two axes for a pair of groups or a 2-D mesh.
         cpu_offload: keep shards, gradients and optimizer state in host memory.
         auto_wrap_policy: which modules below become units of their own (`sherd.wrap`), made with these arguments.
         backward_prefetch: when to gather the next unit in backward; None: when it is needed.
