@@ -35,7 +35,12 @@ def swap_class(module: nn.Module) -> None:
             "__reduce_ex__": _refuse_copy,
             "__module__": original.__module__,
         }
-        members |= {name: _explained(name, method) for name, method in _public_methods(original)}
+        # The methods that the user's own classes add; forward is one of nn.Module's.
+        others = set(dir(nn.Module)) | set(dir(FSDPModule))
+        for cls in (cls for cls in original.__mro__ if not cls.__module__.startswith("torch.")):
+            for name, value in vars(cls).items():
+                if inspect.isfunction(value) and not name.startswith("_") and name not in others:
+                    members.setdefault(name, _explained(name, value))
         _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), members)
     module.__class__ = _classes[original]
 
@@ -73,19 +78,6 @@ def _refuse_copy(self: nn.Module, protocol: object) -> NoReturn:
         f"{type(self).__name__} is sharded and cannot be pickled (torch.save) or copied by copy.copy: it would be of "
         "process groups, and of one rank's shards. Save its state_dict(); for a copy call copy.deepcopy"
     )
-
-
-def _public_methods(original: type) -> list[tuple[str, Callable[..., object]]]:
-    """Returns the methods of the user's own classes, without those of nn.Module such as forward."""
-    methods: dict[str, Callable[..., object]] = {}
-    known = set(dir(nn.Module)) | set(dir(FSDPModule))
-    for cls in original.__mro__:
-        if cls.__module__.startswith("torch."):
-            continue
-        for name, value in vars(cls).items():
-            if inspect.isfunction(value) and not name.startswith("_") and name not in known:
-                methods.setdefault(name, value)
-    return list(methods.items())
 
 
 def _explained(name: str, method: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:
