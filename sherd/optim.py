@@ -179,7 +179,10 @@ class _Stepper:
             # In a call of their own: an operation on a list cannot mix DTensors with plain tensors.
             self._step_with(optimizer, self._alone)
         if len(optimizer.state) != num_states:
-            _put_in_order(optimizer)
+            # In the order of the parameters: spans differ between ranks, and ranks gather states in order.
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+                if parameter in optimizer.state:
+                    optimizer.state[parameter] = optimizer.state.pop(parameter)
 
     def _step_with(self, optimizer: Optimizer, stepped: list[list[nn.Parameter]]) -> None:
         """Step with `stepped` as the parameters of the optimizer's groups, and restore the optimizer afterwards."""
@@ -262,13 +265,6 @@ def params_replaced(optimizer: Optimizer, parameters: Iterable[list[nn.Parameter
     finally:
         for group, own in before:
             group["params"] = own
-
-
-def _put_in_order(optimizer: Optimizer) -> None:
-    """Put the states in the order of the parameters: spans differ between ranks, and ranks gather states in order."""
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if parameter in optimizer.state:
-            optimizer.state[parameter] = optimizer.state.pop(parameter)
 
 
 def _groups_of(unit: Unit | None) -> list[Group]:
