@@ -101,8 +101,8 @@ def rewrapped(
         wrapping: the word for the change of `units`.
     """
     unit_of = {unit.modules[0]: unit for unit in units if len(unit.modules) == 1}
-    lists = [[block for block in blocks if block in unit_of] for blocks in lists]
-    if wrapping == "auto" or not any(lists):
+    lists = [in_units for blocks in lists if (in_units := [block for block in blocks if block in unit_of])]
+    if wrapping == "auto" or not lists:
         return list(units)
     if wrapping == "pairs":
         # The second block of a pair comes later than the first, so that the pair stands at the place of the second.
