@@ -16,8 +16,7 @@ from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import FSDPModule, require_module
 from sherd.engine import Belongings, Unit
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError
-from sherd.wrap import WrapPolicy, choose, is_container, post_order
-from sherd.wrap.walks import Kwargs
+from sherd.wrap import Kwargs, WrapPolicy, choose, is_container, post_order
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

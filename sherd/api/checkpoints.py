@@ -10,18 +10,16 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch.distributed as dist
 
-from sherd.checkpoint.items import items_of
-from sherd.checkpoint.random_state import random_state
+from sherd.checkpoint.items import items_of, random_state
 from sherd.checkpoint.ranks import Ranks
 from sherd.checkpoint.restoring import Restored, Search, restore
-from sherd.checkpoint.staging import Staging
 from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, chunks_of
-from sherd.checkpoint.writing import GIVEN, RANDOM, contents_of, plan, write
+from sherd.checkpoint.writing import GIVEN, RANDOM, Staging, contents_of, plan, write
 from sherd.errors import CheckpointError, CommError, PolicyTypeError
 from sherd.requirements import require_bool, require_int, require_type
+from sherd.storage.files import Content
 from sherd.storage.folder import Folder, locked_to_read
 from sherd.storage.places import place_of
-from sherd.storage.writing import Content
 
 Where = str | os.PathLike[str]
 Items = Mapping[str, object]

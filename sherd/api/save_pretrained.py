@@ -25,9 +25,8 @@ import torch
 from torch import nn
 
 from sherd.api.module import FSDPModule, require_module
-from sherd.checkpoint.export import Source, file_names, split, write_files
-from sherd.checkpoint.full_tensors import Full, FullTensors
-from sherd.checkpoint.model_tensors import without_wrappers
+from sherd.checkpoint.catalog import without_wrappers
+from sherd.checkpoint.full_tensors import Full, FullTensors, Source, file_names, split, write_files
 from sherd.checkpoint.ranks import Ranks
 from sherd.errors import CheckpointError, ModuleError, UnsupportedError
 from sherd.requirements import require_floating_dtype, require_int, require_type

@@ -37,9 +37,8 @@ from sherd.comm.mesh import DataMesh
 from sherd.engine import Belongings, FlatParameter, Runtime, ShardingRequest, make_unit
 from sherd.errors import ModuleError, PlacementError, PolicyError, UnsupportedError, WrapperStateError
 from sherd.policy import CommPolicy, OnTouch, Unmanaged
-from sherd.wrap import WrapPolicy, apply_wraps, check_frozen, check_none_wrapped, choose
+from sherd.wrap import Kwargs, WrapPolicy, apply_wraps, check_frozen, check_none_wrapped, choose
 from sherd.wrap.names import WRAPPED, plain_name
-from sherd.wrap.walks import Kwargs
 
 
 class FullyShardedDataParallel(FSDPModule, nn.Module):
