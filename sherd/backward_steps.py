@@ -71,7 +71,7 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepsInBackward:
         sherd.step_in_backward(model, optimizer)
         for batch in batches:
             loss_of(model, batch).backward()   # steps the units, and drops their gradients
-            optimizer.step()                   # steps what is left: parameters outside of units
+            optimizer.step()                   # steps the rest: parameters outside of units
             optimizer.zero_grad()
 
     The training loop, its schedulers, checkpoints and results stay the same. Of several backwards before a step, the

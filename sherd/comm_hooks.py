@@ -5,7 +5,7 @@
                                    [ranks * n]
 
 Names, arguments and factors are those of torch 2.13's default hooks. The hooks that compress also work on the CPU,
-where torch's fail. The form of hooks is that of DDP (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
+where torch's hooks fail. Hooks have the form of DDP (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
 Parallel Training", VLDB 2020).
 """
 
@@ -66,7 +66,7 @@ class LowPrecisionState(DefaultState):
 
 
 def _power_of_two_near_the_root(number: int) -> float:
-    """Returns the first power of two that is at least the root of `number`, or does not divide it."""
+    """Returns the first power of two that is at least the root of `number`, or does not divide `number`."""
     power = 1
     while power * power < number and number % power == 0:
         power *= 2

@@ -81,7 +81,7 @@ class _Accumulation:
 
     @property
     def fewest(self) -> int:
-        """The number of backwards of the model with the fewest; 0 if none has ended."""
+        """Returns the number of backwards of the model with the fewest, 0 before the first end of a backward."""
         return min(self._ended.values(), default=0)
 
     def begin_forward(self, root: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar, get_args
 
@@ -101,8 +100,8 @@ def rewrapped(
         wrapping: the word for the change of `units`.
     """
     unit_of = {unit.modules[0]: unit for unit in units if len(unit.modules) == 1}
-    lists = [[block for block in blocks if block in unit_of] for blocks in lists]
-    if wrapping == "auto" or not any(lists):
+    lists = [in_units for blocks in lists if (in_units := [block for block in blocks if block in unit_of])]
+    if wrapping == "auto" or not lists:
         return list(units)
     if wrapping == "pairs":
         # The second block of a pair comes later than the first, so that the pair stands at the place of the second.
@@ -112,13 +111,29 @@ def rewrapped(
         return [UnitCall(by_last.get(unit.modules[0], unit.modules), unit.arguments) for unit in others]
     blocks = {block for each in lists for block in each}
     taken = frozenset(module for unit in units for module in unit.modules)
-    large = _Large(max(numel_of([each]) for each in blocks) / LARGE, taken, registrations(model))
+    least, places = max(numel_of([block]) for block in blocks) / LARGE, registrations(model)
+
+    def large_below(module: nn.Module, numel: int) -> Iterator[nn.Module]:
+        """Yields the outermost large modules below `module`, a part of a module with `numel` elements.
+
+        A large module contains no unit, fewer than `numel` elements, and no parameter that is registered outside too.
+        """
+        for child in module.children():
+            if child in taken:
+                continue
+            own = numel_of([child])
+            if is_container(child) or own == numel or not taken.isdisjoint(child.modules()):
+                yield from large_below(child, numel)
+            elif own >= least and all(places[key] == number for key, number in registrations(child).items()):
+                yield child
+
     if wrapping == "ends":
         usual = unit_of[lists[0][0]].arguments
-        return [*(UnitCall([module], dict(usual)) for module in large.within(model)), *units]
+        return [*(UnitCall([module], dict(usual)) for module in large_below(model, numel_of([model]))), *units]
     with_parts = []
     for unit in units:
-        for module in large.within(unit.modules[0]) if unit.modules[0] in blocks else ():
+        block = unit.modules[0]
+        for module in large_below(block, numel_of([block])) if block in blocks else ():
             with_parts.append(UnitCall([module], dict(unit.arguments)))
         with_parts.append(unit)
     return with_parts
@@ -127,36 +142,3 @@ def rewrapped(
 def in_groups(items: Sequence[T], number: int) -> Iterator[Sequence[T]]:
     """Yields groups of `number` neighbours in `items`; the last group may be smaller."""
     return (items[at : at + number] for at in range(0, len(items), number))
-
-
-@dataclass(frozen=True)
-class _Large:
-    """The modules that are large enough to be units.
-
-    Attributes:
-        least: the smallest number of elements of a large module.
-        taken: the modules that are units already.
-        places: how often the whole model registers each parameter, by the parameter's id.
-    """
-
-    least: float
-    taken: AbstractSet[nn.Module]
-    places: Counter[int]
-
-    def within(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Yields the outermost large modules below `module`.
-
-        Such a module contains no unit, only a part of the parameters of `module`, and no parameter that is registered
-        outside the large module too.
-        """
-        return self._below(module, numel_of([module]))
-
-    def _below(self, module: nn.Module, numel: int) -> Iterator[nn.Module]:
-        for child in module.children():
-            if child in self.taken:
-                continue
-            own = numel_of([child])
-            if is_container(child) or own == numel or not self.taken.isdisjoint(child.modules()):
-                yield from self._below(child, numel)
-            elif own >= self.least and all(self.places[key] == num for key, num in registrations(child).items()):
-                yield child

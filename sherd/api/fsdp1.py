@@ -1,4 +1,4 @@
-"""The arguments of FSDP1, and what they mean in the engine's terms.
+"""The arguments of FSDP1, and their meaning in the engine's terms.
 
     process_group, device_mesh, sharding_strategy     which ranks shard and which hold copies: a `DataMesh`
     sharding_strategy                                 `reshard_after_forward`
@@ -205,7 +205,7 @@ class Choices:
 
     @property
     def policy(self) -> UnitPolicy:
-        """Returns the policy of the unit: what it does, and when."""
+        """Returns the policy of the unit."""
         levels = None if self.placements is None else self.placements.levels
         chosen = unit_policy(levels, self.reshard_after_forward, self.prefetch)
         notices_replaced = not _is_on(SKIP_WRITEBACK_CHECK)
@@ -375,9 +375,9 @@ class Ignored:
         """Returns what `ignored_modules` and `ignored_states` of a wrapper around `root` mean.
 
         Raises:
-            PolicyError: both were given, or one has an element of another type.
-            PolicyTypeError: one of them is not iterable.
-            ModuleError: one of the modules is a unit.
+            PolicyError: both arguments, or an element of another type.
+            PolicyTypeError: an argument is not iterable.
+            ModuleError: a module is a unit.
         """
         if modules is not None and states is not None:
             raise PolicyError(

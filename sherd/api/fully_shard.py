@@ -288,7 +288,7 @@ class _ShardingRequests:
         placement = None if self._placement_fn is None else self._placement_fn(found.parameter)
         mesh = self._mesh
         if isinstance(placement, OnMesh):
-            mesh, placement = self._other_mesh(placement, found.name), placement.placement
+            mesh, placement = self._checked_mesh(placement, found.name), placement.placement
         if placement is None:
             return ShardingRequest(rule_of(self._default, found.parameter), mesh)
         if not is_cut(placement):
@@ -298,7 +298,7 @@ class _ShardingRequests:
             )
         return ShardingRequest(Shard(placement.dim) if isinstance(placement, ShardSpec) else placement, mesh)
 
-    def _other_mesh(self, asked: OnMesh, name: str) -> DataMesh:
+    def _checked_mesh(self, asked: OnMesh, name: str) -> DataMesh:
         key = id(asked.mesh), asked.dp_mesh_dims
         if key not in self._meshes:
             mesh = data_mesh(asked.mesh, asked.dp_mesh_dims, self._mesh.comm)

@@ -384,7 +384,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Let several models, such as pipeline stages, share communication streams. In sherd all models on one device do.
+    """Share communication streams between models, such as pipeline stages. In sherd all models of a device share them.
 
     Raises:
         PolicyError: a module is not sharded.

@@ -44,7 +44,7 @@ class Placements(_PerAxis):
     """How parameters, gradients and optimizer state are placed over each data-parallel axis.
 
     Each argument is one placement, or one per axis in the mesh's order (the replicate axis first). A placement is
-    torch's `Replicate()`, or one of `Shard(dim)`, `Flat()`, `Blocks(rows)` and `Owned()`, the same one wherever it is
+    torch's `Replicate()`, or one of `Shard(dim)`, `Flat()`, `Blocks(rows)` and `Owned()`, the same for all that is
     not `Replicate()`. Over one axis these combinations exist:
 
         parameter   gradient    optimizer                                              over one axis, alone

@@ -130,27 +130,27 @@ class _Named:
     def __init__(self, inner: Any, tensors: FullTensors) -> None:
         self._inner = inner
         self._names = _kept_names(inner, tensors)
+        # The conversion is tried on tensors without values: of all tensors together, and of each by itself, as
+        # `save_pretrained` converts them.
         full = {name: tensors.described[own] for own, name in self._names.items()}
-        self._renamed, whole = {name: name for name in full}, full
-        revert = _revert_of_transformers()
-        if revert is not None:
-            meta = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in full.items()}
-            reverted = revert(inner, dict(meta))
-            by_id = {id(tensor): name for name, tensor in meta.items()}
-            self._renamed = {by_id[id(each)]: name for name, each in reverted.items() if id(each) in by_id}
-            whole = {name: Full(each.shape, each.dtype) for name, each in reverted.items()}
+        meta = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in full.items()}
+        reverted = _reverted(inner, dict(meta))
+        by_id = {id(tensor): name for name, tensor in meta.items()}
+        self._renamed = {by_id[id(each)]: name for name, each in reverted.items() if id(each) in by_id}
         self.sources = []
         for own, name in self._names.items():
-            results: Mapping[str, Full] = {self._renamed[name]: full[name]} if name in self._renamed else {}
-            if not results:
-                assert revert is not None, "else all names stay"
-                single = revert(inner, {name: meta[name]})
+            results: Mapping[str, Full]
+            if name in self._renamed:
+                results = {self._renamed[name]: full[name]}
+            else:
+                single = _reverted(inner, {name: meta[name]})
                 results = {each: Full(tensor.shape, tensor.dtype) for each, tensor in single.items()}
             self.sources.append(Source(own, results))
         one_by_one = {name: each for source in self.sources for name, each in source.results.items()}
-        if one_by_one != whole:
-            names = one_by_one.keys() | whole.keys()
-            wrong = sorted(name for name in names if one_by_one.get(name) != whole.get(name))
+        together = {name: Full(each.shape, each.dtype) for name, each in reverted.items()}
+        if one_by_one != together:
+            names = one_by_one.keys() | together.keys()
+            wrong = sorted(name for name in names if one_by_one.get(name) != together.get(name))
             raise UnsupportedError(
                 f"save_pretrained: transformers makes {', '.join(wrong[:4])} of several tensors of "
                 f"{type(inner).__name__}, which are never together here; collect sherd.iter_full_parameters(model, "
@@ -160,12 +160,7 @@ class _Named:
     def converted(self, own: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns the tensors in the files that the model's tensor `own` becomes, by their names in the files."""
         name = self._names[own]
-        if name in self._renamed:
-            return {self._renamed[name]: tensor}
-        revert = _revert_of_transformers()
-        assert revert is not None, "else all names stay"
-        reverted: dict[str, torch.Tensor] = revert(self._inner, {name: tensor})
-        return reverted
+        return {self._renamed[name]: tensor} if name in self._renamed else _reverted(self._inner, {name: tensor})
 
 
 def _kept_names(inner: Any, tensors: FullTensors) -> dict[str, str]:
@@ -184,13 +179,14 @@ def _kept_names(inner: Any, tensors: FullTensors) -> dict[str, str]:
     return kept
 
 
-def _revert_of_transformers() -> Any:
-    """Returns transformers' function from a model's tensors to the tensors of its files; None before transformers 5."""
+def _reverted(inner: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a model's files that `tensors` of the model become; the same before transformers 5."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
-        return None
-    return revert_weight_conversion
+        return tensors
+    reverted: dict[str, torch.Tensor] = revert_weight_conversion(inner, tensors)
+    return reverted
 
 
 def _write_index_config(inner: Any, tensors: FullTensors, files: Mapping[str, Sequence[Source]], part: Path) -> None:

@@ -66,8 +66,15 @@ def _set(
     wanted, optim_wanted = CONFIGS[state_dict_type]
     config = wanted() if state_dict_config is None else state_dict_config
     optim_config = optim_wanted() if optim_state_dict_config is None else optim_state_dict_config
-    _require_kind("state_dict_config", config, wanted)
-    _require_kind("optim_state_dict_config", optim_config, optim_wanted)
+    for argument, given, expected in (
+        ("state_dict_config", config, wanted),
+        ("optim_state_dict_config", optim_config, optim_wanted),
+    ):
+        if type(given) is not expected:
+            raise WrapperStateError(
+                f"Expected {argument} of type sherd.{expected.__name__} but got {type(given).__module__}."
+                f"{type(given).__name__}: it belongs to the state_dict_type"
+            )
     config._require_one_form()
     before = get_state_dict_type(module)
     for state in _states(module):
@@ -116,14 +123,6 @@ def state_dict_type(
 
 def _states(module: nn.Module) -> list[WrapperState]:
     return [state for state in map(find_state, module.modules()) if state is not None]
-
-
-def _require_kind(argument: str, config: object, wanted: type) -> None:
-    if type(config) is not wanted:
-        raise WrapperStateError(
-            f"Expected {argument} of type sherd.{wanted.__name__} but got {type(config).__module__}."
-            f"{type(config).__name__}: it belongs to the state_dict_type"
-        )
 
 
 # Optimizer state

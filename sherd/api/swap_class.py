@@ -19,10 +19,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NO_STRATEGY = "does not have a sharding strategy registered"
-"""In what torch says of an operation that DTensor does not know."""
+"""A part of torch's error for an operation that DTensor does not know."""
 
 _classes: dict[type, type] = {}
-"""The class that `swap_class` made of each class: one each, so that two such modules are of one class."""
+"""The `FSDPModule` class of each class: modules of one class get one class."""
 
 
 def swap_class(module: nn.Module) -> None:
@@ -35,7 +35,12 @@ def swap_class(module: nn.Module) -> None:
             "__reduce_ex__": _refuse_copy,
             "__module__": original.__module__,
         }
-        members |= {name: _explained(name, method) for name, method in _public_methods(original)}
+        # The methods that the user's own classes add; forward is one of nn.Module's.
+        others = set(dir(nn.Module)) | set(dir(FSDPModule))
+        for cls in (cls for cls in original.__mro__ if not cls.__module__.startswith("torch.")):
+            for name, value in vars(cls).items():
+                if inspect.isfunction(value) and not name.startswith("_") and name not in others:
+                    members.setdefault(name, _explained(name, value))
         _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), members)
     module.__class__ = _classes[original]
 
@@ -75,21 +80,8 @@ def _refuse_copy(self: nn.Module, protocol: object) -> NoReturn:
     )
 
 
-def _public_methods(original: type) -> list[tuple[str, Callable[..., object]]]:
-    """Returns the methods that the user's own classes add to nn.Module's; forward is one of nn.Module's."""
-    found: dict[str, Callable[..., object]] = {}
-    known = set(dir(nn.Module)) | set(dir(FSDPModule))
-    for cls in original.__mro__:
-        if cls.__module__.startswith("torch."):
-            continue
-        for name, value in vars(cls).items():
-            if inspect.isfunction(value) and not name.startswith("_") and name not in known:
-                found.setdefault(name, value)
-    return list(found.items())
-
-
 def _explained(name: str, method: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:
-    """Returns `method` with an error that says what to do where it finds shards and needs unsharded parameters."""
+    """Returns `method` with an error that says what to do if the method needs unsharded parameters and finds shards."""
 
     @functools.wraps(method)
     def call(self: nn.Module, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -53,8 +53,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         module: the module to wrap.
         process_group: the ranks that shard; for hybrid strategies a pair, the ranks that shard and the ranks that hold
             copies. None: all ranks.
-        sharding_strategy: what is sharded, and when unsharded parameters are freed. None: `FULL_SHARD`. Beyond torch:
-            `sherd.Placements(...)`, of two axes for a pair of groups or a 2-D mesh.
+        sharding_strategy: which tensors are sharded, and when unsharded parameters are freed; None: `FULL_SHARD`.
+            Beyond torch: `sherd.Placements(...)`, of two axes for a pair of groups or a 2-D mesh.
         cpu_offload: keep shards, gradients and optimizer state in host memory.
         auto_wrap_policy: which modules below become units of their own (`sherd.wrap`), made with these arguments.
         backward_prefetch: when to gather the next unit in backward; None: when it is needed.
@@ -71,11 +71,10 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         ignored_states: parameters, or modules, that stay as they are.
         device_mesh: instead of `process_group`: a 1-D mesh, or for hybrid strategies a 2-D one `(replicate, shard)`.
             Beside tensor parallelism: the data-parallel axes of a mesh that has others, `mesh["dp"]`.
-        extensions: what is done with parameters that are DTensors already; None: `DTensorExtensions`. Beyond torch.
-        unmanaged: what is done about trainable parameters that are added later, as for `fully_shard`. Beyond torch.
-        comm_policy: how bytes travel, and what is done about ranks that go different ways, as for `fully_shard`. Beyond
-            torch.
-        on_touch: what is done about calls of modules inside, as for `fully_shard`. Beyond torch.
+        extensions: the treatment of parameters that are DTensors already; None: `DTensorExtensions`. Beyond torch.
+        unmanaged: as for `fully_shard`. Beyond torch.
+        comm_policy: as for `fully_shard`. Beyond torch.
+        on_touch: as for `fully_shard`. Beyond torch.
 
     Raises:
         MeshError: groups or a mesh that do not fit the strategy, or a DTensor among the parameters.
@@ -241,7 +240,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """Returns the instances at and below `module`, outermost first; with `root_only` only those in no other."""
+        """Returns the instances at and below `module`, outermost first; with `root_only` only the outermost."""
         wrappers = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
         if not root_only:
             return wrappers
@@ -288,7 +287,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """As nn.Module's: `fn` sees each module with unsharded parameters, and its changes are kept."""
+        """As nn.Module's: `fn` gets each module with unsharded parameters, and may change them."""
         if self._sherd_own_unit.lent is not None:
             raise WrapperStateError(
                 "apply() inside an unshard context that lends this unit's parameters; call it outside, or on "
@@ -301,7 +300,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Let backwards in this context not reduce: gradients are added up unsharded until a backward outside.
+        """Add up unsharded gradients in this context; a backward outside reduces them.
 
         Raises:
             RuntimeError: on an instance that is not the root (a `StateError`).
@@ -322,7 +321,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         """Scale all gradients so that their norm, over all ranks and parameters, is at most `max_norm`.
 
         Returns:
-            The norm before, 0-D, the same on every rank.
+            The norm before clipping, 0-D, the same on every rank.
 
         Raises:
             StateError: on an instance that is not the root.
@@ -339,10 +338,10 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
 
         Under `NO_SHARD` `hook(state, gradient)` reduces in place; otherwise `hook(state, gradient, shard)` fills
         `shard`. Both tensors are 1-D, in the reduce dtype, and include padding, which is 0 in `gradient`. The hook
-        divides too.
+        divides by the number of ranks too.
 
         Raises:
-            PolicyError: not callable, a hybrid strategy, or a unit of several dtypes.
+            PolicyError: a hybrid strategy, or a unit of several dtypes; `PolicyTypeError` if `hook` is not callable.
             WrapperStateError: there is a hook already, or this instance is not the root.
         """
         self._sherd_require_root("register_comm_hook")
@@ -378,7 +377,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             self._sherd_state.hide_names()
 
     def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False) -> Any:
-        """As nn.Module's, for any kind of state dict. Flat parameters are registered again also if it raises."""
+        """As nn.Module's, for any kind of state dict. Flat parameters are registered again also after an error."""
         try:
             return super().load_state_dict(state_dict, strict, assign)
         finally:

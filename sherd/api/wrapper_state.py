@@ -48,7 +48,7 @@ class WrapperState:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """Returns the ranks that shard, or under `NO_SHARD` those that hold copies."""
+        """Returns the ranks that shard, or under `NO_SHARD` the ranks that hold copies."""
         mesh = self.unit.mesh
         copies = self.choices.strategy is ShardingStrategy.NO_SHARD or mesh.shard_group is None
         group = mesh.replicate_group if copies else mesh.shard_group

@@ -17,7 +17,7 @@ import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from torch import nn
@@ -152,19 +152,13 @@ def _torch_face() -> type:
 # The attributes that torch's pipeline stages read
 
 
-class _ParamGroup:
-    """The part of torch's FSDPParamGroup that a pipeline stage uses."""
-
-    def __init__(self, post_backward: Callable[[], None]) -> None:
-        self.post_backward = post_backward
-
-
 class _State:
     """The part of torch's FSDPState that a pipeline stage uses, made for a module at each request."""
 
     def __init__(self, module: Any) -> None:
         self._units = StageUnits(module, type(module).__name__)
-        self._fsdp_param_group = _ParamGroup(self._units.start_reductions)  # torch 2.11 reads one group, 2.12 a list
+        # The part of torch's FSDPParamGroup that a stage uses; torch 2.11 reads one group, 2.12 a list.
+        self._fsdp_param_group = SimpleNamespace(post_backward=self._units.start_reductions)
         self._fsdp_param_groups = [self._fsdp_param_group]
         self._state_ctx = self
 

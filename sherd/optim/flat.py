@@ -179,7 +179,10 @@ class _Stepper:
             # In a call of their own: an operation on a list cannot mix DTensors with plain tensors.
             self._step_with(optimizer, self._alone)
         if len(optimizer.state) != num_states:
-            _put_in_order(optimizer)
+            # In the order of the parameters: spans differ between ranks, and ranks gather states in order.
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+                if parameter in optimizer.state:
+                    optimizer.state[parameter] = optimizer.state.pop(parameter)
 
     def _step_with(self, optimizer: Optimizer, stepped: list[list[nn.Parameter]]) -> None:
         """Step with `stepped` as the parameters of the optimizer's groups, and restore the optimizer afterwards."""
@@ -264,13 +267,6 @@ def params_replaced(optimizer: Optimizer, parameters: Iterable[list[nn.Parameter
             group["params"] = own
 
 
-def _put_in_order(optimizer: Optimizer) -> None:
-    """Put the states in the order of the parameters: spans differ between ranks, and ranks gather states in order."""
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if parameter in optimizer.state:
-            optimizer.state[parameter] = optimizer.state.pop(parameter)
-
-
 def _groups_of(unit: Unit | None) -> list[Group]:
     """Returns the groups that have the unit's shards in a shard buffer."""
     return [] if unit is None else [each.group for each in unit.weights if not each.group.gathers_itself]
@@ -346,8 +342,10 @@ def _unshared(states: Mapping[Key, State]) -> dict[Key, State]:
 
 @dataclass(frozen=True, slots=True)
 class ShardView:
-    """A shard as a view of its group's shard buffer. `group_index` is that of its parameter group in the optimizer, -1
-    for a shard of another optimizer."""
+    """A shard as a view of its group's shard buffer.
+
+    `group_index` is the index of the parameter group in the optimizer, -1 for a shard of another optimizer.
+    """
 
     record: ShardedParameter
     group: Group
@@ -361,30 +359,30 @@ class ShardView:
 
     @property
     def is_empty(self) -> bool:
-        """True if this rank holds nothing of the shard."""
+        """Returns whether the shard is empty on this rank."""
         return not self.extent.numel
 
     @property
     def is_in_buffer(self) -> bool:
-        """True if the shard lies in the buffer. After `module.to()` it does not, until the next forward."""
+        """Returns whether the shard lies in the buffer. After `module.to()` it does not, until the next forward."""
         return self.group.has_at(self.extent.start, self.record.local)
 
     def fits(self, gradient: object) -> bool:
-        """Returns whether `gradient` is laid out as the shard is."""
+        """Returns whether `gradient` has the layout of the shard."""
         return isinstance(gradient, DTensor) and local_tensor(gradient).shape == self.record.local.shape
 
     def is_elementwise(self, key: str, value: object) -> bool:
-        """Returns whether `value`, the optimizer's state under `key`, has an element for each of the shard's."""
+        """Returns whether `value`, the optimizer's state under `key`, has one element for each element of the shard."""
         return kind_of(key, value, self.shard.shape, self.record.local.shape) is StateKind.ELEMENTS
 
     def dtensor(self, local: torch.Tensor) -> DTensor:
-        """Returns a DTensor around `local`, 1-D and uncopied, that is laid out as the shard is."""
+        """Returns a DTensor around `local`, 1-D and uncopied, with the layout of the shard."""
         return as_dtensor(own_view(local).view(self.record.local.shape), in_dtype(self.record.shard_spec, local.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class ShardState:
-    """The state of a shard in a span: `state` is the optimizer's, `views` are its parts of the span's vectors."""
+    """The state of a shard in a span: `state` is the optimizer's, `views` are parts of the span's vectors."""
 
     shard: nn.Parameter
     state: State
@@ -394,23 +392,23 @@ class ShardState:
 class SteppedSpan:
     """Neighbouring shards that are stepped as one vector, `flat`, a view of their shard buffer.
 
-    Shards that this rank holds nothing of come last among the `members`; they share the count of steps.
+    Shards that are empty on this rank come last among the `members`; they share the count of steps.
     """
 
     def __init__(self, members: Sequence[ShardView]) -> None:
-        held = [member.extent for member in members if not member.is_empty]
-        first, stop = (held[0].start, held[-1].stop) if held else (0, 0)
+        extents = [member.extent for member in members if not member.is_empty]
+        first, stop = (extents[0].start, extents[-1].stop) if extents else (0, 0)
         self.members = tuple(members)
         self.shards = [member.shard for member in members]
         self.flat = nn.Parameter(members[0].group.shard_buffer[first:stop].detach(), requires_grad=True)
-        in_span = (extent.shifted(-first) for extent in held)
-        self._span = Span(stop - first, (*in_span, *[Extent(0, 0)] * (len(members) - len(held))))
-        self._starts = [extent.start - first for extent in held]
-        self._all_held = len(held) == len(members)
+        in_span = (extent.shifted(-first) for extent in extents)
+        self._span = Span(stop - first, (*in_span, *[Extent(0, 0)] * (len(members) - len(extents))))
+        self._starts = [extent.start - first for extent in extents]
+        self._none_is_empty = len(extents) == len(members)
         self._shape = self.flat.shape
-        # Parts that begin where the shards do may still have their elements in another order (a transposed gradient):
-        # only neighbours with a single dimension cannot.
-        self._may_be_transposed = len(held) == 1 or any(member.record.local.dim() > 1 for member in members)
+        # Gradients at the addresses of the shards may still have their elements in another order (transposed), unless
+        # they are neighbours with a single dimension.
+        self._may_be_transposed = len(extents) == 1 or any(member.record.local.dim() > 1 for member in members)
         gaps = [torch.arange(gap.start, gap.stop) for gap in self._span.gaps]
         self.padding = torch.cat(gaps).to(self.flat.device) if gaps else None
         self._addresses: list[int] = []
@@ -419,11 +417,11 @@ class SteppedSpan:
         self._states: list[State] = []
 
     def _in_place(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Returns the vector that `parts` are views of, or None if they do not lie as the shards do in their buffer."""
+        """Returns the vector that `parts` are views of, or None if their offsets differ from those of the shards."""
         first = parts[0]
         if not self._starts:
             return first.new_empty(0)
-        addresses = list(map(torch.Tensor.data_ptr, parts if self._all_held else parts[: len(self._starts)]))
+        addresses = list(map(torch.Tensor.data_ptr, parts if self._none_is_empty else parts[: len(self._starts)]))
         if addresses != self._addresses:
             itemsize = first.itemsize
             self._addresses = [addresses[0] + start * itemsize for start in self._starts]
@@ -432,7 +430,7 @@ class SteppedSpan:
         if self._may_be_transposed and not all(map(torch.Tensor.is_contiguous, parts)):
             return None
         try:
-            # An address within the memory of a living storage belongs to that storage.
+            # Parts at addresses within the first part's storage belong to that storage.
             return first.as_strided(self._shape, (1,))
         except RuntimeError:  # the storage ends before the last part
             return None
@@ -440,7 +438,7 @@ class SteppedSpan:
     # Gradients
 
     def take_gradient(self) -> bool:
-        """Give `flat` the shards' gradients, uncopied if they lie in one buffer. Returns False if one is missing."""
+        """Give `flat` the shards' gradients, uncopied if they lie in one buffer. Returns False if any is missing."""
         try:
             parts = local_gradients(self.shards)
         except AttributeError:  # a gradient is None or no DTensor
@@ -451,7 +449,7 @@ class SteppedSpan:
                 return False
             gradient = self._span.vector(parts, self.flat.dtype)
         elif self.padding is not None:
-            # The reduction leaves anything there. No element would see it, but a sum over the buffer might:
+            # The reduction leaves any values in the padding, which an optimizer's sum over the buffer would include:
             # test_what_lies_between_gradients_stays_there.
             gradient.index_fill_(0, self.padding, 0)
         self.flat.grad = gradient
@@ -460,8 +458,10 @@ class SteppedSpan:
     # State
 
     def take_state(self, state_of: States, known: dict[int, ShardState]) -> None:
-        """Make the span's state of the shards' states, uncopied if these lie in one buffer. The shards then have views
-        of it. `known`: the states of shards that were in a span before, by the id of the shard."""
+        """Make the span's state of the shards' states, uncopied if these lie in one buffer; shards get views of it.
+
+        `known` has the states of shards that were in a span before, by the id of the shard.
+        """
         states = [state_of.get(shard) or {} for shard in self.shards]
         vectors: State = {}
         for key, value in states[0].items():
@@ -485,7 +485,7 @@ class SteppedSpan:
             yield ShardState(shard, state, {key: parts[index] for key, parts in views.items()})
 
     def has_its_state(self, state_of: States) -> bool:
-        """Returns whether the shards still have the state that they were given. Otherwise it was loaded or cleared."""
+        """Returns whether the shards have the state of this span, which a load or a clear replaces."""
         state = state_of.get(self.shards[0])
         return state is self._states[0] if self._states else not state
 
@@ -495,7 +495,7 @@ class SteppedSpan:
             state_of[self.flat] = self.state
 
     def take_back(self, state_of: States) -> None:
-        """End a step: give the shards their parts of state that is new."""
+        """End a step: give the shards their parts of new state."""
         state = state_of.pop(self.flat, None)
         if state is not None:
             self._hand_out(state, state_of)

@@ -60,6 +60,23 @@ def test_a_word_makes_units_larger_or_smaller():
         assert units_made(Stack(**options), word) == sorted(expected), (word, options)
 
 
+class TwoLists(Stack):
+    """A stack that names its blocks as units, behind a list of other modules of their size."""
+
+    _no_split_modules = ("Halves",)
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, blocks = nn.ModuleList(nn.Linear(8, 32) for _ in range(2)), self.blocks
+        self.later = blocks
+
+
+@on_threads(2)
+def test_a_list_before_the_blocks_whose_modules_are_no_units_does_not_count():
+    later = [f"later.{at}" for at in range(5)]
+    assert units_made(TwoLists(), "ends") == sorted(alone("", *later, "blocks.0", "blocks.1", "embedding", "head"))
+
+
 @needs_transformers
 @on_threads(2)
 def test_a_word_changes_only_the_blocks_of_a_model_that_describes_itself():
