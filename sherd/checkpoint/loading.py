@@ -25,7 +25,7 @@ from sherd.comm.mesh import default_device_type
 from sherd.comm.objects import broadcast_object
 from sherd.engine import watcher
 from sherd.errors import OptimStateError
-from sherd.tensor.local_step import ELEMENTWISE
+from sherd.tensor.optimizers import ELEMENTWISE
 from sherd.tensor.ragged import local_part
 from sherd.tensor.span import Span
 from sherd.tensor.state_kind import State, StateKind, kind_of

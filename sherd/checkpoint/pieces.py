@@ -23,8 +23,8 @@ from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, GridCut, cell, whole
 from sherd.layout.placement import Shape
 from sherd.storage.safetensors import nbytes_of
-from sherd.tensor.checkpoint import boxes_here
 from sherd.tensor.placement import is_ragged, layout_of
+from sherd.tensor.ragged import boxes_here
 
 SMALL_BYTES = 1 << 20
 """The first rank that has plain tensors below this size writes all of them.

@@ -154,8 +154,8 @@ def _require_same_copies(tensors: Tensors, parties: Sequence[Party], ranks: Rank
             firsts = [ranks.numbers[party.ranks[0]] for party in parties if name in party.tensors]
             raise CheckpointError(
                 f"{name} is not one tensor: ranks {firsts} hold other values of it, each on a mesh of its own. Make it "
-                "a DTensor over the mesh axis that tells them apart, as experts are in docs/strategies.md, or give it "
-                "another name on each of them"
+                "a DTensor over the mesh axis that tells them apart, as experts are in docs/understand/strategies.md, "
+                "or give it another name on each of them"
             )
 
 

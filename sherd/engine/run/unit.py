@@ -30,8 +30,7 @@ from sherd.engine.state.fetching import RestingPlace
 from sherd.engine.state.group import Group, batches_of
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import UNIT
-from sherd.engine.state.parameter import ShardedParameter, notice_replaced
-from sherd.engine.state.place import Place
+from sherd.engine.state.parameter import Place, ShardedParameter, notice_replaced
 from sherd.engine.state.unit_shards import UnitShards
 from sherd.errors import StateError, WrapperStateError
 from sherd.policy import MixedPrecisionPolicy, UnitPolicy, UnshardTerms
