@@ -36,7 +36,7 @@ def require_alike(mesh: DataMesh, mine: Sequence[str], what: str) -> None:
         CommError: a rank has died, or did not come before the group's timeout.
     """
     by_rank = {dist.get_rank(): list(mine)}
-    for group in groups_of(mesh):
+    for group in groups_of(mesh):  # along the second axis, each rank passes on what it has of the first
         parts = all_gather_objects(by_rank, f"the comparison of {what}", group)
         by_rank = {rank: items for part in parts for rank, items in part.items()}
     by_rank = dict(sorted(by_rank.items()))
@@ -61,5 +61,5 @@ def broadcast_from_rank0(tensors: Sequence[torch.Tensor], mesh: DataMesh, what: 
             sent = tensor.detach().contiguous()
             with named(what, group):
                 dist.broadcast(sent, group_src=0, group=group)
-            if sent.data_ptr() != tensor.data_ptr():
+            if sent.data_ptr() != tensor.data_ptr():  # a tensor that is not contiguous was sent as a copy
                 tensor.copy_(sent)

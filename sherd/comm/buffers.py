@@ -19,6 +19,11 @@ class Buffer:
     """`numel` elements of `dtype` on `device`, allocated or not.
 
     An accelerator's allocator keeps memory per stream, so allocate on the stream that writes first.
+
+    Attributes:
+        tensor: the whole buffer, 1-D unless another tensor's memory was taken over.
+        nbytes: its bytes when allocated.
+        address: the address of its storage, for `storage_uses`, which counts tensors that share the memory.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -42,27 +47,17 @@ class Buffer:
         self.tensor = tensor
         self.is_ours = is_ours
         self._storage = tensor.untyped_storage()
-        self._nbytes = self._storage.nbytes()
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the buffer when allocated."""
-        return self._nbytes
-
-    @property
-    def address(self) -> int:
-        """The address of the storage, for `storage_uses`, which counts tensors that share the memory."""
-        address: int = self._storage._cdata
-        return address
+        self.nbytes = self._storage.nbytes()
+        self.address: int = self._storage._cdata
 
     def allocate(self) -> None:
         """Allocate the memory, uninitialised, unless it is allocated."""
-        if self._storage.nbytes() == self._nbytes:
+        if self._storage.nbytes() == self.nbytes:
             return
-        is_large = self._nbytes >= LARGE and self._storage.device.type == "cpu"
+        is_large = self.nbytes >= LARGE and self._storage.device.type == "cpu"
         if is_large:
-            prepare_pages(self._nbytes)
-        self._storage.resize_(self._nbytes)  # from 0 bytes: it would copy old contents
+            prepare_pages(self.nbytes)
+        self._storage.resize_(self.nbytes)  # from 0 bytes: it would copy old contents
         if is_large:
             advise_pages(self._storage)
 

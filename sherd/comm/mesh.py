@@ -35,8 +35,9 @@ class DataMesh:
     With `keeps_unsharded` gathered parameters are not freed, but updated after their shards were written.
 
     `full` is the larger mesh from which the user picked the axes by `dp_mesh_dims`. `copies` is the user's own
-    replicate axis, if `mesh` has this axis and a shard axis of this rank alone. Transports are made on their first use,
-    which all ranks of an axis make at the same moment.
+    replicate axis, if `mesh` has this axis and a shard axis of this rank alone. `given` has the axes as the user gave
+    them. `piece_axes` are the axes of `mesh` that cut a parameter, in the order of cutting. Transports are made on
+    their first use, which all ranks of an axis make at the same moment.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class DataMesh:
         self.dims = dims
         self.comm = comm
         self.copies = copies
+        self.given = mesh if copies is None else copies
         self._joined: dict[tuple[bool, tuple[DeviceMesh, ...]], DeviceMesh] = {}
         self.shard_group = None if shard_axis is None else group_of(mesh, shard_axis)
         self.replicate_group = None if replicate_axis is None else group_of(mesh, replicate_axis)
@@ -71,9 +73,12 @@ class DataMesh:
         self.replica = 0 if replicate_axis is None else mesh.get_local_rank(replicate_axis)
         self.keeps_unsharded = keeps_unsharded
         self.shards_replicas = shards_replicas and self.num_replicas > 1
+        axes = (shard_axis, replicate_axis if self.shards_replicas else None)
+        self.piece_axes = tuple(axis for axis in axes if axis is not None)
         self.num_owners = self.num_replicas if self.shards_replicas else 1
         self.num_pieces = self.num_shards * self.num_owners
         self.piece = self.pieces_of(self.shard_rank)[self.replica if self.shards_replicas else 0]
+        # Without communication, so that a policy that cannot be kept raises here and not at the first gather.
         for group in (self.shard_group, self.replicate_group):
             check_transport(group, self.device, comm)
         wait_for_gloo_at_exit()
@@ -88,11 +93,6 @@ class DataMesh:
             dims = DataParallelMeshDims(names[shard], names[replicate])
         return DataMesh(self.mesh, shard, replicate, self.full, dims, self.comm, shards_replicas, keeps_unsharded)
 
-    @property
-    def given(self) -> DeviceMesh:
-        """The data-parallel axes that the user gave, as a part of the user's mesh."""
-        return self.mesh if self.copies is None else self.copies
-
     def joined(self, others: Sequence[DeviceMesh], behind: bool = False) -> DeviceMesh:
         """Returns one mesh with the axes of this mesh and of `others`. With `behind`, this mesh's axes come last.
 
@@ -103,7 +103,7 @@ class DataMesh:
         if key not in self._joined:
             parts = [*others, self.given] if behind else [self.given, *others]
             joined = concatenate_meshes(parts)
-            if not keeps_root_order(joined):
+            if not keeps_root_order(joined):  # torch redistributes only over the root's order, or over a new mesh
                 joined = permuted(joined, range(joined.ndim))
             self._joined[key] = joined if self.copies is None else self._with_one_rank(joined, parts.index(self.given))
         return self._joined[key]
@@ -131,12 +131,6 @@ class DataMesh:
         ranks = self.mesh.mesh if self.shard_axis is None else self.mesh.mesh.movedim(self.shard_axis, 0)
         by_shard: list[list[int]] = ranks.reshape(self.num_shards, -1).tolist()
         return by_shard
-
-    @property
-    def piece_axes(self) -> tuple[int, ...]:
-        """The axes of `mesh` that cut a parameter, in the order of cutting."""
-        axes = (self.shard_axis, self.replicate_axis if self.shards_replicas else None)
-        return tuple(axis for axis in axes if axis is not None)
 
     @cached_property
     def in_cut_order(self) -> DeviceMesh:

@@ -29,6 +29,7 @@ def all_gather_objects(mine: object, what: str, group: dist.ProcessGroup | None 
     """
     sent = _bytes_of(mine, device_of(group))
     with named(what, group):
+        # An all-gather takes tensors of one length, so shorter ones are padded.
         lengths = _all_gather(torch.tensor([sent.numel()], device=sent.device), group)
         longest = max(int(length) for length in lengths)
         padded = torch.cat((sent, sent.new_zeros(longest - sent.numel())))

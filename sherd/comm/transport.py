@@ -308,6 +308,7 @@ class PartByPart(SingleCalls):
         def broadcast_all() -> None:
             for root, part in enumerate(into):
                 if part.numel():
+                    # As bytes: gloo does not know the 8-bit floats.
                     dist.broadcast(part.view(torch.uint8), group_src=root, group=self._group)
 
         return self._called(broadcast_all, what=f"all-gather of {rows.nbytes:,} bytes")

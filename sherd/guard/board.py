@@ -29,16 +29,16 @@ from sherd.guard.watchdog import Watchdog
 LOOK_EVERY_S = 0.05
 """How often the thread looks whether its rank is blocked, and if so, at the board."""
 FEW = 4
-"""So many ranks open a connection of their own to the store for the board.
+"""Up to this number of ranks, each opens a connection of its own to the store for the board.
 
-The process that has the store holds one connection per rank, so more ranks share the default group's, where a look
-waits while the main thread waits for a key. They look every `SELDOM_S`, less often with more than `OFTEN_UP_TO` ranks.
+The process that has the store holds every connection, so more ranks share the default group's, where a look waits while
+the main thread waits for a key. They look every `SELDOM_S`, less often with more than `OFTEN_UP_TO` ranks.
 """
 SELDOM_S = 1.0
 ASK_AFTER_S = 0.2
 """How long a rank waits for the others to compare before it asks where they are; longer if they look seldom."""
 MOST_QUERIES = 4
-"""With more than `FEW` ranks, so many of the ranks that wait at one position ask, and declare the divergence to all."""
+"""With more than `FEW` ranks, the most ranks that ask at one position; they declare the divergence to all."""
 HEARD_WITHIN_S = 2.0
 """How long a rank that declares a divergence waits for the others to read it; longer if they look seldom."""
 

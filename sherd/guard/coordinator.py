@@ -128,6 +128,7 @@ class Coordinator:
         if self._is_away or not any(unit_id in self._numbers for unit_id in unit_ids):
             return
         if in_backward():
+            # A step inside backward comes without a vote, and without a copy to undo it by.
             if attempt is not None:
                 attempt.steps(for_good=True)
             return
@@ -186,7 +187,7 @@ class Coordinator:
         self._attempt.fail(reason)
         owed, self._owed = self._owed, None
         if owed is not None and self._failure is None:
-            owed()
+            owed()  # the other ranks wait in these collectives, and vote only after them
         self._reach(Step(Kind.FAIL))
         raise AssertionError("no rank goes on when one has failed")
 
@@ -222,6 +223,7 @@ class Coordinator:
                 self._require_possible(step, wishes)
             self._order.take(step)
             if step.kind is Kind.END:
+                # Copies cost memory, and only a rank without a batch steps as if gradients were as reduced.
                 is_any_away = any(wish.step == LEAVE for wish in wishes)
                 self._reduced = _ReducedGradients(self._living_units() if is_any_away else ())
             if step.kind is Kind.FAIL:

@@ -43,7 +43,7 @@ LOOK_EVERY_S = 0.25
 """How often a rank looks for questions of other ranks; less often with more than `OFTEN_UP_TO` ranks."""
 OFTEN_UP_TO = 64
 ANSWERS_WITHIN = 8
-"""A rank waits as many looks for the answers to its question."""
+"""How many looks a rank waits for the answers to its question."""
 STUCK_AFTER = 0.5
 """Share of the timeout after which a waiting rank asks the others where they are."""
 MOST_FRAMES = 8
@@ -252,7 +252,7 @@ class Recorder:
             with contextlib.suppress(BlockingIOError):
                 if getattr(signal, os.environ[SIGNAL]) in os.read(self._signals, 4096):  # a byte is a signal's number
                     self._store.add("asked", 1)
-        asked = self._store.add("asked", 0)
+        asked = self._store.add("asked", 0)  # reads the number; the board's thread may wait for the store
         if asked > self._answered:
             self._has_warned = True  # one rank's question is enough
             self._answer(asked, "another rank, or a signal, has asked for it")
@@ -282,15 +282,10 @@ class Recorder:
                 self._last_words = f"There is no flight record: {type(error).__name__} {error}"
         return f"{text}. {self._last_words}" if self._last_words else text
 
-    def silent(self, ranks: Sequence[int], why: str) -> set[int]:
-        """Have all ranks write their records. Returns silent `ranks`. Raises RuntimeError if the store is gone."""
-        _, missing = self._answers(ranks, why)
-        return missing
-
     def _ask(self, ranks: Sequence[int], why: str, is_failing: bool = False, wait: bool = True) -> str:
         """Have all ranks write their records. Returns sentences about those of `ranks` that have not come."""
         try:
-            answers, missing = self._answers(ranks if wait else (), why, is_failing)
+            answers, missing = self.answers(ranks if wait else (), why, is_failing)
         except RuntimeError:
             return "Where the other ranks are is not known: the process group's store, or the link to it, is gone. "
         sentences = []
@@ -306,7 +301,7 @@ class Recorder:
                 sentences.append(f"Rank {rank} has not come: it {verb} at {place}\n{frames}\n")
         return "".join(sentences)
 
-    def _answers(
+    def answers(
         self, ranks: Sequence[int], why: str, is_failing: bool = False
     ) -> tuple[dict[int, Whereabouts], set[int]]:
         """Have all ranks write their records. Returns where `ranks` are, and which of them give no new answer in time.

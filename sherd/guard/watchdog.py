@@ -54,9 +54,9 @@ class Port:
         self._store, self._host = store, [socket.gethostname(), network_namespace()]
         self._listener = socket.create_server(("", 0))
         self._listener.setblocking(False)
-        self._close = weakref.finalize(self, self._listener.close)
+        self.close = weakref.finalize(self, self._listener.close)
         # A forked child, such as a worker of a data loader, would hold the port open after this process.
-        os.register_at_fork(after_in_child=self._close)
+        os.register_at_fork(after_in_child=self.close)
         self._addresses: dict[int, tuple[str, int]] = {}
         self._unknown: set[int] = set()
         store.set(f"port/{rank}", json.dumps([*self._host, self._listener.getsockname()[1]]))
@@ -93,10 +93,6 @@ class Port:
     def doubt(self, rank: int) -> None:
         """Stop probing `rank`: its port refuses although the process is alive (a firewall, another host)."""
         self._unknown.add(rank)
-
-    def close(self) -> None:
-        """Close the port."""
-        self._close()
 
 
 class Watchdog:
@@ -161,7 +157,7 @@ class Watchdog:
         refused = self._port.refused(peers) if waits_s > DOUBT_AFTER_S else []
         if not refused or not has_store:
             return refused
-        silent = self._recorder.silent(refused, f"ranks {refused} seem to be gone")
+        _, silent = self._recorder.answers(refused, f"ranks {refused} seem to be gone")
         for rank in set(refused) - silent:
             self._port.doubt(rank)
         return sorted(silent)

@@ -133,7 +133,7 @@ class Neighbours:
             while not neighbour.fate:
                 try:
                     neighbour.link.send(message, socket.MSG_NOSIGNAL)
-                except BlockingIOError:
+                except BlockingIOError:  # the socket is full
                     if must_arrive:
                         self._wait_for_room(neighbour)
                         continue

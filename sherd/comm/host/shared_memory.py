@@ -73,7 +73,7 @@ class _Question:
         return described if described != str(self) else f"{described} in parts of other sizes, or not at once"
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)  # the sizes of a unit are the same in every step
 def _digest(sizes: tuple[int, ...]) -> tuple[int, int]:
     return zlib.crc32(repr(sizes).encode()), sum(sizes)
 
@@ -107,17 +107,17 @@ class _Round(ABC):
     def fill(self, stage: torch.Tensor) -> None:
         """Copy this rank's elements for the others, `shown[own rank]` of them, to `stage`."""
 
-    @abstractmethod
     def meant_for_us(self, rank: int) -> tuple[int, int]:
-        """Returns the first element in `rank`'s stage for this rank, and their number."""
+        """Returns the first element in `rank`'s stage for this rank, and their number; by default the whole stage."""
+        return 0, self.shown[rank]
 
     @abstractmethod
     def take(self, rank: int, part: torch.Tensor) -> None:
         """Take `rank`'s part, which stays readable until `finish` has returned."""
 
-    @abstractmethod
     def finish(self) -> None:
         """End the round, once all parts are taken."""
+        self.forget()
 
     @abstractmethod
     def forget(self) -> None:
@@ -142,16 +142,10 @@ class _Gather(_Round):
             torch.cat(list(self._pieces), out=stage)
         self._pieces = ()
 
-    def meant_for_us(self, rank: int) -> tuple[int, int]:
-        return 0, self.shown[rank]
-
     def take(self, rank: int, part: torch.Tensor) -> None:
-        copy_into_place = self._copy_into_place
+        copy_into_place = self._copy_into_place  # read once: another thread may forget the round meanwhile
         if copy_into_place is not None:
             copy_into_place(rank, part)
-
-    def finish(self) -> None:
-        self.forget()
 
     def forget(self) -> None:
         self._copy_into_place = None
@@ -189,10 +183,10 @@ class _Sum(_Round):
         self._pieces[rank] = part
 
     def finish(self) -> None:
-        out = self._out
+        out = self._out  # read once, as above
         if out is not None:
             add_up(self._pieces, out)
-        self._pieces, self._out = [], None
+        self._pieces, self._out = [], None  # they look into the others' segments
 
     def forget(self) -> None:
         self._out = None

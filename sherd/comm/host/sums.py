@@ -45,6 +45,7 @@ def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     if len(parts) == 2 and out.dtype == parts[0].dtype == wide:
         torch.add(parts[0], parts[1], out=out)
         return
+    # A total of another dtype, or over the memory of a summand, is made aside and copied out block by block.
     aside = None
     memory = out.untyped_storage().data_ptr()
     if out.dtype != wide or any(part.untyped_storage().data_ptr() == memory for part in parts):
