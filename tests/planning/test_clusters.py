@@ -86,7 +86,7 @@ def test_a_cluster_that_was_written_reads_as_it_was(tmp_path):
 
 
 def test_the_table_of_the_documents_is_that_of_the_files():
-    text = (ROOT / "docs/clusters.md").read_text()
+    text = (ROOT / "docs/look_up/clusters.md").read_text()
     (table,) = re.findall(r"<!-- shipped -->\n\n(.*?)\n\n<!-- /shipped -->", text, re.DOTALL)
     columns = [texts_of(read_cluster(name)) for name in shipped_clusters()]
     rows = [["field", *shipped_clusters()], ["---"] * (len(columns) + 1)]
