@@ -13,8 +13,11 @@ from sherd.comm.collectives import GroupMemoryAllGather, GroupMemoryReduceScatte
 from sherd.comm.mesh import DataMesh
 from sherd.engine import BoundForward, Runtime, Unit
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError, StateError
+from sherd.optim.torch_muon import serve_torch_muon
 from sherd.policy import AllGather, ReduceScatter
 from sherd.requirements import require_bool, require_factor, require_int, require_type
+
+serve_torch_muon()
 
 
 class UnshardHandle:

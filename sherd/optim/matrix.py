@@ -297,6 +297,10 @@ def batch_of(parameter: torch.Tensor, rows: int = 0) -> Batch:
     name = name_of(parameter)
     if parameter.is_complex() or not parameter.is_floating_point():
         raise OptimizerError(f"{name} is of {parameter.dtype}; a function of whole matrices takes real numbers")
+    if record is None and isinstance(parameter, DTensor):
+        raise OptimizerError(
+            f"{name} is a {type(parameter).__name__} that no unit of sherd holds; shard its module with fully_shard"
+        )
     if record is not None and record.flat is not None:
         raise OptimizerError(
             "a flat parameter holds matrices and vectors in one line; wrap with use_orig_params=True, so that the "

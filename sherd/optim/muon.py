@@ -6,8 +6,10 @@ scalable for LLM training". Values are those of `torch.optim.Muon` in one proces
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -209,3 +211,46 @@ class Muon(MatrixOptimizer):
         if group["adjust_lr_fn"] == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(max(1.0, rows / columns))
+
+
+class TorchMuonStep(Muon):
+    """The step of a `torch.optim.Muon`, with its groups and its state. Products are in bfloat16, as torch's are.
+
+    Raises:
+        OptimizerError: tensor parallelism cuts one of its matrices.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._ns_dtype, self._wire_dtype, self._plan = torch.bfloat16, None, None
+        self._adamw, self._momentum_dtype, self._names, self._why = None, None, {}, {}
+        self._current_plan()
+
+    @property
+    def param_groups(self) -> list[Group]:  # type: ignore[override]  # an attribute of Optimizer
+        """Those of the optimizer."""
+        optimizer = self._optimizer()
+        return [] if optimizer is None else optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]  # an attribute of Optimizer
+        """That of the optimizer."""
+        optimizer = self._optimizer()
+        return {} if optimizer is None else optimizer.state
+
+    def matrix_groups(self) -> list[Group]:
+        """All groups."""
+        return self.param_groups
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient, without the hooks of optimizers, which run around torch's step."""
+        return inspect.unwrap(MatrixOptimizer.step)(self, closure)
+
+    def directions(
+        self, group: Group, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Returns the momenta, or their averages with the gradients; the first step makes them."""
+        for parameter in parameters:
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+        return super().directions(group, parameters, gradients)

@@ -1,12 +1,15 @@
 """Muon trains as `torch.optim.Muon` does in one process, however its matrices are sharded."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 import sherd
-from sherd import MatrixOptimizer, Muon
+from sherd import Flat, MatrixOptimizer, Muon, Owned
 from sherd._torch import imagined_ranks
 from sherd.errors import OptimizerError, PolicyError, PolicyTypeError
 from sherd.optim.newton_schulz import QUINTIC, coefficients_of, orthogonalized
@@ -227,3 +230,102 @@ def test_it_says_what_steps_each_parameter():
         ]
         owned = sherd.fully_shard(nn.Linear(4, 4, bias=False), placement=sherd.Owned())
         assert repr(Muon(owned)).endswith("weight  4 x 4  rank 0; nothing travels")
+
+
+def _train_accumulated(model, optimizer, given):
+    for batch in given:
+        parts = batch.chunk(2)
+        with sherd.accumulate(model, len(parts)):
+            for part in parts:
+                (model(part).square().mean() / len(parts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _train_with_a_scaler(model, optimizer, given):
+    scaler = torch.amp.GradScaler("cpu")
+    for batch in given:
+        scaler.scale(model(batch).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def _train_with_a_closure_and_a_schedule(model, optimizer, given):
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+    def loss(batch):
+        optimizer.zero_grad()
+        value = model(batch).square().mean()
+        value.backward()
+        return value
+
+    for batch in given:
+        assert torch.is_tensor(optimizer.step(functools.partial(loss, batch)))
+        schedule.step()
+
+
+@pytest.mark.parametrize("train", [_train_accumulated, _train_with_a_scaler, _train_with_a_closure_and_a_schedule])
+@on_threads(2)
+def test_it_trains_alike_with_what_loops_do_around_a_step(train):
+    plain = stack()
+    torchs_steps(plain, batches(4))
+    for model in (sharded(stack()), sharded(stack(), "owned")):
+        train(model, Muon(model, lr=0.02, **EXACT), batches(4))
+        assert_as_plain(model, plain)
+
+
+@on_threads(2)
+def test_tied_frozen_and_unused_matrices_and_those_in_host_memory():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(2)
+            self.first, self.second, self.unused = (nn.Linear(5, 5, bias=False) for _ in range(3))
+            self.frozen = nn.Linear(5, 5, bias=False).requires_grad_(False)
+            self.second.weight = self.first.weight
+
+        def forward(self, x):
+            return self.second(torch.tanh(self.frozen(self.first(x))))
+
+    plain = Tied()
+    models = [sherd.fully_shard(Tied()), sherd.fully_shard(Tied(), offload_policy=sherd.CPUOffloadPolicy())]
+    trained(plain, Muon(plain, lr=0.02, **EXACT), batches(3))
+    for model in models:
+        trained(model, Muon(model, lr=0.02, **EXACT), batches(3))
+        assert_as_plain(model, plain)
+
+
+@on_threads(1, 3, front=["shard", "flat", "owned"])
+def test_torchs_own_muon_over_shards_is_stepped_so_to_the_bit(front):
+    plain, model = (nn.Sequential(nn.Linear(6, 9, bias=False), nn.Linear(9, 4, bias=False)) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    model = sharded(model, front)
+    for each in (plain, model):
+        optimizer = torch.optim.Muon(each.parameters(), lr=0.02)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for step in range(3):
+            each(torch.ones(2, 6) + step).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        assert all(list(optimizer.state[p]) == ["momentum_buffer"] for p in each.parameters())
+    for expected, found in zip(plain.parameters(), whole_params(model).values(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("placement", "most"), [(None, 2), (Flat(), 2), (Owned(), 0)])
+@pytest.mark.parametrize("kind", [torch.optim.Muon, Muon])
+def test_a_step_makes_two_collectives_for_all_matrices_and_none_where_they_are_whole(placement, most, kind):
+    with imagined_ranks(4):
+        options = {} if placement is None else {"placement": placement}
+        model = nn.Sequential(*(sherd.fully_shard(nn.Linear(8, 8, bias=False), **options) for _ in range(6)))
+        sherd.fully_shard(model)
+        optimizer = kind(model.parameters())
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            with CommDebugMode() as counted:
+                optimizer.step()
+            assert counted.get_total_counts() == most

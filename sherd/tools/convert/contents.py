@@ -137,6 +137,9 @@ Sink = Callable[[Path, Contents, Read], Sequence[str]]
 Returns what was left out, in sentences.
 """
 
+Progress = Callable[[str, int], None]
+"""Is called with the name of a tensor or file, and the number of its bytes that were just read."""
+
 
 def chunks_of(of: Lazy, most_bytes: int) -> Iterator[memoryview]:
     """Yields the bytes of a tensor, row by row, at most `most_bytes` at a time."""

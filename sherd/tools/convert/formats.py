@@ -12,12 +12,9 @@ from pathlib import Path
 from sherd.errors import CheckpointError
 from sherd.storage.manifest import MANIFEST
 from sherd.tools.convert import of_dcp, of_deepspeed, of_hf, of_sherd, of_torch, of_universal
-from sherd.tools.convert.contents import MOST_BYTES, Named, Sink, Source, chunks_of
+from sherd.tools.convert.contents import MOST_BYTES, Named, Progress, Sink, Source, chunks_of
 from sherd.tools.convert.mapped import Mapped
 from sherd.tools.convert.mapping import Rule
-
-Progress = Callable[[str, int], None]
-"""Is called with the name of a tensor and the number of its bytes that were just copied."""
 
 
 @dataclass(frozen=True)

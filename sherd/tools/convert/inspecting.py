@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,10 @@ from sherd.checkpoint.writing import RANDOM
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import spans, whole
 from sherd.storage.manifest import MANIFEST, name_in_file
-from sherd.tools.convert.contents import MOST_BYTES, Contents, Named, Source, Spec, chunks_of
+from sherd.tools.convert.contents import MOST_BYTES, Contents, Named, Progress, Source, Spec, chunks_of
 from sherd.tools.convert.of_sherd import SherdSource
 from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, references
 from sherd.units import in_bytes
-
-Progress = Callable[[str, int], None]
-"""Is called with a name and the number of bytes that were just read."""
-
 
 # Shown
 

@@ -214,7 +214,7 @@ def _in_order(layer: Mapping[str, T], left: Mapping[str, T], made: dict[str, T],
 
 
 def _reshaped_values(rule: Rule, values: Sequence[T], name: str, num_rows: int) -> Sequence[T]:
-    """Returns the value of each part: all parts of a tensor have the same one. A `Reshape`."""
+    """Returns the value of each part, since all parts of a tensor have the same value. A `Reshape`."""
     if rule.kind in ("merge", "stack") and any(value != values[0] for value in values):
         raise CheckpointError(f"{name} would be one of several parameters whose settings or steps differ")
     number = {"split": len(rule.to), "unstack": num_rows}.get(rule.kind, 1)

@@ -21,6 +21,7 @@ from sherd.tools.plan.garbage import garbage_left
 from sherd.tools.plan.in_words import advice_of, facts_of, lines_of, parted
 from sherd.tools.plan.planner import (
     ArgumentError,
+    Evaluate,
     Planner,
     RoughPlanner,
     Training,
@@ -218,23 +219,10 @@ def planned(
     if dist.is_initialized():
         raise StateError("plan() imagines ranks of its own; call it before init_process_group, or in another process")
     require_int("plan(samples={})", samples, 1)
-    num_ranks = mesh if isinstance(mesh, int) else mesh.num_ranks
     layout, given = training.layout, _settings_of(given, mesh)
-    # Where the device is the host, nothing is saved by what is kept there.
+    # Where the device is the host, offloading saves no memory.
     never = frozenset() if cluster.device.overlaps else frozenset({"offload"})
-    fixed = {*given, *never}
-    fixed |= set() if isinstance(mesh, int) else {"mesh"}
-    fixed |= set() if layout.rewraps else {"wrapping"}
-    fixed |= {"recompute"} if "checkpointing" in given else set()
-    space = Space(
-        num_ranks,
-        samples,
-        cluster.devices_per_node,
-        frozenset(fixed),
-        axes=layout.axes,
-        shares=shares_of_blocks(training.model, SHARES),
-        fits=lambda mesh: not layout.misfit(mesh),
-    )
+    space = _space_of(training, cluster, mesh, samples, {*given, *never})
     shape = _first_mesh(space, given) if isinstance(mesh, int) else mesh
     misfit = layout.misfit(shape)
     if misfit:
@@ -251,12 +239,12 @@ def planned(
         limit = cluster.device.memory * (95 if cluster.device.overlaps else 100) // 100
     require_int("plan(memory_limit={})", limit, 1)
     exactly = partial(
-        Planner(training, cluster).predict, title=title or f"{type(training.model).__name__} on {num_ranks} ranks"
+        Planner(training, cluster).predict, title=title or f"{type(training.model).__name__} on {space.num_ranks} ranks"
     )
     found = None
-    if fixed < set(NAMES) - {"micro_batches"}:
+    if space.fixed < set(NAMES) - {"micro_batches"}:
         rough.outcome(beginning)  # raises if these settings are impossible: a search begins with possible ones
-        if "wrapping" not in fixed:
+        if "wrapping" not in space.fixed:
             space = replace(space, wrappings=_wrappings(evaluate, layout, beginning))
         saving = replace(beginning, **({"checkpointing": 1.0} | given))
         first = min((beginning, saving), key=lambda settings: merit(evaluate(settings), limit))
@@ -273,7 +261,25 @@ def planned(
 
 # The search
 
-Evaluate = Callable[[Settings], Outcome]
+
+def _space_of(training: Training, cluster: Cluster, mesh: int | Mesh, samples: int, fixed: set[str]) -> Space:
+    """Returns the settings to choose from, apart from the `fixed` ones."""
+    layout = training.layout
+    if not isinstance(mesh, int):
+        fixed = fixed | {"mesh"}
+    if not layout.rewraps:
+        fixed = fixed | {"wrapping"}
+    if "checkpointing" in fixed:
+        fixed = fixed | {"recompute"}
+    return Space(
+        mesh if isinstance(mesh, int) else mesh.num_ranks,
+        samples,
+        cluster.devices_per_node,
+        frozenset(fixed),
+        axes=layout.axes,
+        shares=shares_of_blocks(training.model, SHARES),
+        fits=lambda mesh: not layout.misfit(mesh),
+    )
 
 
 def _searched(

@@ -105,6 +105,7 @@ class Planner:
     ) -> None:
         self.training, self.cluster, self._is_rough = training, cluster, is_rough
         self._lender = like or self
+        # Caches of one planner: a cache on the class would keep all planners and their models alive.
         self._read = cache(self._read_once)
         self._any_read: dict[Mesh, Work] = {}
         """By mesh, a micro-batch of any size, for the names of modules and parameters."""
@@ -211,7 +212,7 @@ class Planner:
         device_type = "cuda" if self.cluster.device.overlaps else "cpu"
         if mesh.num_ranks == 1:
             return read_work(model, batch, loss, device_type)
-        with _imagined(mesh, training.stage):
+        with _ranks_of(mesh, training.stage):
             laid = training.layout.lay(model, mesh)
             with laid.running():
                 return read_work(model, batch, laid.loss, device_type)
@@ -232,12 +233,13 @@ class Planner:
         mesh, prefetch = settings.mesh, settings.prefetch
         work, usual = self._any_read[_without_data(mesh)], settings
         if self._is_rough:
+            # Two replicas stand for more, which differ only in the size of the replicas' groups.
             few = mesh.replicate if settings.strategy != "auto" else min(mesh.replicate, 2)
             usual = replace(settings, prefetch=1, mesh=replace(mesh, replicate=few, pp=min(mesh.pp, 2)))
         thin, thin_work = self._lender._thin(usual)
         whole = with_blocks(renumbered(thin, thin_work, work), self._thinned(together(settings))[1], work)
         if whole is None:
-            with self._imagined(usual.mesh):
+            with self._machines(usual.mesh):
                 whole = self._shard(copy.deepcopy(self.training.model), usual, work)
         if usual != settings:
             whole = replace(whole, limits=replace(whole.limits, forward_depth=prefetch, backward_depth=prefetch))
@@ -247,7 +249,7 @@ class Planner:
     def _shard_thin(self, settings: Settings) -> tuple[Sharded, Work]:
         """Returns the sharded model with one block of each kind, and the work that numbers its modules."""
         work = self._any_read[_without_data(settings.mesh)]
-        with self._imagined(settings.mesh):
+        with self._machines(settings.mesh):
             model, _ = self._thinned(together(settings))
             return self._shard(copy.deepcopy(model), settings, work), work
 
@@ -261,14 +263,14 @@ class Planner:
         return model, thin_out(model, together)
 
     @contextmanager
-    def _imagined(self, mesh: Mesh) -> Iterator[None]:
-        """The ranks of `mesh` on machines of the cluster."""
+    def _machines(self, mesh: Mesh) -> Iterator[None]:
+        """A context with the imagined ranks of `mesh` on machines of the cluster."""
         if self.cluster.device.overlaps:
             machine: AbstractContextManager[None] = use_streams(RecordingStreams())
         else:
             is_one_host = mesh.num_ranks // mesh.replicate <= self.cluster.devices_per_node
             machine = use_transports(_on_one_host if is_one_host else _between_hosts)
-        with _imagined(mesh, self.training.stage), machine:
+        with _ranks_of(mesh, self.training.stage), machine:
             yield
 
 
@@ -285,8 +287,8 @@ def _without_data(mesh: Mesh) -> Mesh:
     return replace(mesh, shard=mesh.ep, replicate=1, pp=min(mesh.pp, 2))
 
 
-def _imagined(mesh: Mesh, stage: str) -> AbstractContextManager[None]:
-    """The ranks of `mesh`, and this process as one rank of a stage.
+def _ranks_of(mesh: Mesh, stage: str) -> AbstractContextManager[None]:
+    """Returns a context with the imagined ranks of `mesh`, and this process as one rank of a stage.
 
     With `cp` this rank has the last part of each sample: the part whose attention sees all others.
     """
@@ -455,7 +457,10 @@ def outcome_of(prediction: Prediction) -> Outcome:
     return Outcome(prediction.timeline.seconds, prediction.driver_bytes)
 
 
-def or_impossible(evaluate: Callable[[Settings], Outcome]) -> Callable[[Settings], Outcome]:
+Evaluate = Callable[[Settings], Outcome]
+
+
+def or_impossible(evaluate: Evaluate) -> Evaluate:
     """Returns `evaluate` with the answer `IMPOSSIBLE` for settings that the model refuses."""
 
     def evaluated(settings: Settings) -> Outcome:

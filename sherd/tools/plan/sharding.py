@@ -134,6 +134,7 @@ def with_fewer_blocks(model: nn.Module, num_blocks: int) -> tuple[nn.Module, int
     ((name, blocks),) = repeated_blocks(model).items()
     around = model.get_submodule(name)
     every = around._modules
+    # The other blocks are taken out for a moment, so that they are not copied.
     around._modules = dict(list(every.items())[:num_blocks])
     try:
         return copy.deepcopy(model), len(blocks)

@@ -354,7 +354,7 @@ def _agreed(what: str, action: Callable[[], T]) -> T:
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """A context with a default process group. It keeps torchrun's group, as `fully_shard` does; a group of one goes."""
+    """A context with a default process group. Torchrun's group stays after it, as with `fully_shard`."""
     if dist.is_initialized() or "RANK" in os.environ:
         default_group()
         yield

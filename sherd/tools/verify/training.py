@@ -34,7 +34,7 @@ STORED = ("buffer", UPDATED)
 So a difference is measured against the change.
 """
 WIDTHS = tuple(torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16))
-"""The spacings of numbers for which a reference file has what rounding explains."""
+"""The relative errors for which a reference file has the differences that they explain."""
 
 
 class Key(NamedTuple):
@@ -116,7 +116,7 @@ class Training:
         return shown | {Key("initial buffer", *key[1:]): value for key, value in self._shown_buffers().items()}
 
     def step(self, number: int, parts: Mapping[int, object]) -> Shown:
-        """Run forward and backward of step `number` on the own ones of `parts`. Returns what the step shows."""
+        """Run forward and backward of step `number` on this training's part of `parts`. Returns what the step shows."""
         outputs, losses = {}, {}
         for part in self._own:
             with torch.no_grad():
