@@ -169,8 +169,8 @@ class Packing:
     @property
     def padding(self) -> float:
         """The share of the rows that is padding, 0.0 to 1.0."""
-        held = sum(slot.cut.local_numel(rank) for slot in self.slots for rank in range(self.num_ranks))
-        return 1 - held / self.gathered_numel if self.gathered_numel else 0.0
+        elements = sum(slot.cut.local_numel(rank) for slot in self.slots for rank in range(self.num_ranks))
+        return 1 - elements / self.gathered_numel if self.gathered_numel else 0.0
 
     @property
     def imbalance(self) -> float:

@@ -41,12 +41,12 @@ def together(*parts: Held) -> Held:
 
 def alive(tensors: Iterable[tuple[MemoryKind, torch.Tensor]], device: torch.device) -> Held:
     """Returns the storages of `tensors` that are allocated on `device`, without those that rest elsewhere (offload)."""
-    held: Held = {}
+    storages: Held = {}
     for kind, tensor in tensors:
         for storage in _storages(tensor):
             if storage.nbytes() and storage.device.type == device.type:
-                held.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
-    return held
+                storages.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
+    return storages
 
 
 def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:

@@ -203,10 +203,10 @@ def _lasting(units: Sequence[Unit], optimizer: Optimizer | None) -> Bytes:
 
 
 def _rows(units: Sequence[Unit], names: Sequence[str], peak: Forecast, lasting: Bytes) -> tuple[MemoryRow, ...]:
-    held = {
+    present = {
         (number, kind): nbytes for number, unit in enumerate(units) for kind, nbytes in bytes_of(held_by(unit)).items()
     }
-    now, at_peak = lasting + Counter(held), lasting + Counter(peak.parts)
+    now, at_peak = lasting + Counter(present), lasting + Counter(peak.parts)
     named = [*enumerate(names), (None, BESIDE_UNITS)]
     rows = (MemoryRow(name, kind.value, now[at, kind], at_peak[at, kind]) for at, name in named for kind in MemoryKind)
     return tuple(row for row in rows if row.now or row.at_peak)

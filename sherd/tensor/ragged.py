@@ -327,7 +327,7 @@ def distribute_ragged(full: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
             f"a tensor of shape {tuple(full.shape)} was given for one of shape {layout.shape}; every rank gives "
             "the whole tensor"
         )
-    return dtensor_of(RaggedDTensor, piece_of(full.detach(), layout), layout.spec(full.dtype), False)
+    return as_result(piece_of(full.detach(), layout), layout)
 
 
 def redistribute_to(tensor: DTensor, to: Runs | DTensorSpec) -> RaggedDTensor:
@@ -355,7 +355,7 @@ def redistribute_to(tensor: DTensor, to: Runs | DTensorSpec) -> RaggedDTensor:
             )
     with torch.no_grad():
         full = tensor.full_tensor()
-    return dtensor_of(RaggedDTensor, piece_of(full, layout).clone(), layout.spec(full.dtype), False)
+    return as_result(piece_of(full, layout).clone(), layout)
 
 
 def _distributed(theirs: Callable[..., None], state: dict[str, object], keys: list[str], *more: object) -> None:

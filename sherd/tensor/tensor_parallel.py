@@ -187,7 +187,7 @@ def _axes_of(mesh: DeviceMesh) -> list[DeviceMesh]:
 
 
 def _is_copied(unsharded: DTensorSpec | None, axis: DeviceMesh) -> bool:
-    """Returns whether the ranks of `axis` have the same elements of a parameter. Of a plain one they have."""
+    """Returns True if the ranks of `axis` have the same elements of a parameter, as of every plain one."""
     if unsharded is None or axis not in (axes := _axes_of(unsharded.mesh)):
         return True
     return unsharded.placements[axes.index(axis)].is_replicate()
@@ -197,7 +197,7 @@ def _is_copied(unsharded: DTensorSpec | None, axis: DeviceMesh) -> bool:
 
 
 def _reads_as_cut(size: int, num_shards: int, behind: Sequence[int], strided: bool) -> bool:
-    """Returns whether DTensor will look for each of `size` rows on the rank that holds it.
+    """Returns True if DTensor looks for each of `size` rows on the rank that holds it.
 
     The tensor-parallel axes, of sizes `behind`, cut the rows first, and our axis last. DTensor reads a mesh from left
     to right: our axis first, as a strided shard, then `behind`. `strided`: one of `behind` is a strided shard itself.
@@ -222,7 +222,7 @@ def _parts(size: int, cuts: Sequence[int]) -> list[int]:
 
 
 def _cuts_dim(placement: PlacementSpec, dim: int | None) -> bool:
-    """Returns whether `placement` cuts `dim`, strided or not. torch's `is_shard` is False for strided ones (2.13)."""
+    """Returns True if `placement` cuts `dim`, strided or not. torch's `is_shard` is False for strided ones (2.13)."""
     return dim is not None and getattr(placement, "dim", None) == dim
 
 

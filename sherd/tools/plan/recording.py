@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,10 +36,30 @@ from sherd.tools.simulate.work import (
     Use,
 )
 
-__all__ = ["Recording"]
+__all__ = ["Recording", "is_as_logits", "logits_among", "reads_tokens"]
 
 _known = KnownResults()
-"""Of all recordings: models that differ in the number of blocks alone ask for the same."""
+"""The results of all recordings: models that differ only in the number of blocks ask for the same ones."""
+
+
+# The logits, for this record and for `Storages`
+
+
+def reads_tokens(inputs: Iterable[Tensor]) -> bool:
+    """Returns True if a model with these inputs reads tokens."""
+    return any(each.dim() > 1 and not each.is_floating_point() for each in inputs)
+
+
+def logits_among(outputs: Iterable[Tensor]) -> Tensor | None:
+    """Returns the logits of a model that reads tokens: its largest output."""
+    numbers = (each for each in outputs if each.is_floating_point() and each.dim() > 1)
+    return max(numbers, key=Tensor.numel, default=None)
+
+
+def is_as_logits(width: int, nbytes: int, logits_width: int, logits_nbytes: int) -> bool:
+    """Returns True for a tensor as wide as the logits, of a quarter of the bytes at least."""
+    # A copy may be of half the precision, and without some tokens.
+    return width == logits_width > 0 and 4 * nbytes >= logits_nbytes
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
@@ -55,10 +75,10 @@ class Call:
     around: Call | None
     again: bool
     used: set[int] = field(default_factory=set)
-    """The parameters that it has read itself, outside calls within it."""
+    """The parameters that the call read itself, outside of calls within it."""
     is_reached: bool = False
     passed_at: int = 0
-    """The number of events when the last of its operations was behind backward."""
+    """The number of events when backward was past the last operation of the call."""
 
     def outwards(self) -> Iterator[Call]:
         """Yields this call and all around it."""
@@ -70,7 +90,7 @@ class Call:
 
 @dataclass(slots=True)
 class _Memory:
-    """The memory of a tensor: its size, the shape it was made with, the call in which it was, and its purpose."""
+    """The memory of a tensor: its size, the shape and the call with which it was made, and its purpose."""
 
     nbytes: int
     shape: tuple[int, ...]
@@ -79,10 +99,11 @@ class _Memory:
 
 
 class Recording(TorchDispatchMode):
-    """Notes what happens inside of it. The hooks of modules, of parameters and of autograd's graph tell it the rest.
+    """Records operations and memory. Hooks of modules, parameters and autograd's graph add calls and gradients.
 
     Args:
-        parameters, buffers: those of the model. Their memory is there before the step.
+        parameters: the model's parameters. Their memory is there before the step, as that of the buffers.
+        buffers: the model's buffers.
         batch: the tensors of the batch.
     """
 
@@ -99,9 +120,9 @@ class Recording(TorchDispatchMode):
         self._last_reached: Call | None = None
         self._in_backward = False
         self._recomputed: list[int] = []
-        self._has_tokens = any(each.dim() > 1 and not each.is_floating_point() for each in batch)
+        self._has_tokens = reads_tokens(batch)
         self._logits: int | None = None
-        self._behind_head: int | None = None  # how much memory had been noted when backward left what made the logits
+        self._behind_head: int | None = None  # the length of `_memory` when backward left the call that made the logits
         self._failed_in: int | None = None
         self._handled = sys.exc_info()[1]  # an error that the caller is about to handle
         for each in batch:
@@ -110,7 +131,7 @@ class Recording(TorchDispatchMode):
 
     @property
     def failed_in(self) -> int | None:
-        """The innermost module whose forward an error has ended, or that backward was in; None: the loss."""
+        """The innermost module whose forward ended with an error, or that backward was in; None: the loss."""
         if self._failed_in is None and self._last_reached:
             return self._last_reached.module
         return self._failed_in
@@ -151,7 +172,7 @@ class Recording(TorchDispatchMode):
                 self._events.append(Use(parameter))
 
     def _note(self, tensor: Tensor, again: bool = False) -> None:
-        """Note the memory of `tensor`, if it is new or of another size than it was."""
+        """Note the memory of `tensor`, if it is new or changed its size."""
         storage = tensor.untyped_storage()
         key, nbytes = id(storage), storage.nbytes()
         number = self._number_at.get(key)
@@ -186,7 +207,7 @@ class Recording(TorchDispatchMode):
     # Calls of modules
 
     def enter(self, module: int, inputs: Sequence[Tensor]) -> None:
-        """The forward of a module begins. What its `inputs` were made by belongs to the call around it."""
+        """The forward of a module begins. The operations that made its `inputs` belong to the call around it."""
         self._claim(inputs)
         self._call = Call(module, self._call, self._in_backward)
         self._calls.append(self._call)
@@ -201,16 +222,16 @@ class Recording(TorchDispatchMode):
         self._claim(outputs)
         self._events.append(Leave(call.module, call.again, self._alive(outputs)))
         self._call = call.around
-        numbers = [each for each in outputs if each.is_floating_point() and each.dim() > 1]
-        if self._call is None and self._has_tokens and numbers and not self._in_backward:
-            self._logits = self._number_at.get(id(storage_of(max(numbers, key=Tensor.numel))))
+        logits = logits_among(outputs)
+        if self._call is None and self._has_tokens and logits is not None and not self._in_backward:
+            self._logits = self._number_at.get(id(storage_of(logits)))
 
     def _claim(self, tensors: Sequence[Tensor]) -> None:
-        """Let the nodes of autograd's graph behind `tensors` that nobody has claimed belong to the innermost call."""
+        """Let the unclaimed nodes of autograd's graph behind `tensors` belong to the innermost call."""
         waiting = [each.grad_fn for each in tensors]
         while waiting:
             node = waiting.pop()
-            # The nodes that accumulate gradients have a variable; they tell of themselves.
+            # The nodes that accumulate gradients have a variable: hooks of parameters record them.
             if node is None or hasattr(node, "variable"):
                 continue
             noted: dict[str, Call | None] = node.metadata  # type: ignore[assignment] # a property, whatever its type says
@@ -247,7 +268,7 @@ class Recording(TorchDispatchMode):
             each.passed_at = len(self._events)
 
     def hand_over(self, parameter: int, gradient: Tensor) -> None:
-        """Autograd has made the gradient of a parameter. Its memory has counted as a temporary's until now."""
+        """Autograd hands over the gradient of a parameter, whose memory was a temporary's until now."""
         key = id(storage_of(gradient))
         number = self._number_at.get(key)
         if number is not None and self._memory[number].nbytes == local_part(gradient).nbytes:
@@ -258,17 +279,15 @@ class Recording(TorchDispatchMode):
     # The end
 
     def _mark_logits(self) -> None:
-        """The largest output of a model that reads tokens is its logits; and so is what is as wide and was made later,
-        until backward leaves the module that made it."""
-        if self._logits is not None:
-            logits = self._memory[self._logits]
+        """Mark the logits, and all later tensors like them until backward leaves the module that made the logits."""
+        logits = None if self._logits is None else self._memory[self._logits]
+        if logits is not None and logits.shape:
             for memory in self._memory[self._logits : self._behind_head]:
-                # A copy may be of half the precision, and without some tokens.
-                if memory.shape[-1:] == logits.shape[-1:] and 4 * memory.nbytes >= logits.nbytes:
+                if memory.shape and is_as_logits(memory.shape[-1], memory.nbytes, logits.shape[-1], logits.nbytes):
                     memory.kind = TensorKind.LOGITS
 
     def finished(self) -> Iterator[Event]:
-        """Yields the events of the step. Nothing may happen any more."""
+        """Yields the events of the step, once it is over."""
         self._pass()
         self._mark_logits()
         for number in self._inputs:

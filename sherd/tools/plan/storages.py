@@ -1,4 +1,4 @@
-"""The storages of tensors while a step runs: their bytes, from their first use until they die, and their purpose."""
+"""The storages of tensors while a step runs: their bytes from first use to death, and their purpose."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ from sherd._torch import TorchDispatchMode, in_backward
 from sherd.memory.held import Held
 from sherd.schedule.moments import MemoryKind, Moment
 from sherd.tools.plan.operations import is_communication, tensors_among
+from sherd.tools.plan.recording import is_as_logits
 from sherd.tools.simulate.work import TensorKind
 
 __all__ = ["Note", "Storages"]
 
 _GATHERING = (MemoryKind.ROWS.value, MemoryKind.SENT.value)
 
-
 Call = Callable[[Any, tuple[Any, ...], Callable[[], Any]], Any]
 
 
 @dataclass(eq=False, slots=True)
 class Followed:
-    """A storage. `kind` and `unit` are its purpose while the engine has not held it; `holder` is what the engine has
-    held it for last. `first`: the number of the note with which its present bytes came."""
+    """A storage.
+
+    `kind` and `unit` are its purpose before the engine holds it, `holder` is its last purpose in the engine. `first` is
+    the number of the note with which its present bytes came.
+    """
 
     kind: str
     unit: int
@@ -41,13 +44,16 @@ class Followed:
     holder: tuple[str, int] | None = None
     first: int = 0
     is_seen: bool = False
-    """An operation has touched it, so its death will be noticed."""
+    """An operation touched the storage, so its death will be noticed."""
 
 
 @dataclass(slots=True)
 class Note:
-    """Bytes that come, or go below 0, at a time of the host's clock. `purpose` is None where it is the storage's own,
-    which may turn out later: a tensor of forward is an activation if it is alive when backward begins."""
+    """Bytes that come, or go if below 0, at a time of the host's clock.
+
+    `purpose` is None for the storage's own purpose, which may change later: a tensor of forward is an activation if it
+    is alive when backward begins.
+    """
 
     time: float
     moment: Moment | str | None
@@ -57,7 +63,7 @@ class Note:
 
     @property
     def kind_and_unit(self) -> tuple[str, int]:
-        """The purpose of the bytes, once it is known."""
+        """The purpose of the bytes, as it is known by now."""
         return self.purpose or (self.storage.kind, self.storage.unit)
 
 
@@ -66,10 +72,10 @@ class Storages(TorchDispatchMode):
 
     Args:
         device: the type of device whose memory counts.
-        at_pass: is called with "backward" when the first operation of a backward is about to run, with "recompute" when
-            forward runs again within it, and with "backward" when it has.
-        at_call: runs each collective, of an operation, its arguments, and a function that calls it with them.
-        after_each: is called after each operation, with the bytes that are alive then. What it raises, the operation
+        at_pass: is called with "backward" before the first operation of a backward, with "recompute" when forward runs
+            again within it, and with "backward" when that ends.
+        at_call: runs each collective. It gets the operation, its arguments, and a function that calls it with them.
+        after_each: is called after each operation, with the bytes that are alive then. If it raises, the operation
             raises.
     """
 
@@ -83,7 +89,7 @@ class Storages(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.notes: list[Note] = []
         self.before: list[Note] = []
-        """The storages that were there when the mode began."""
+        """Notes of the storages that were there when the mode began."""
         self._now = 0
         self._device, self._at_pass, self._at_call, self._after_each = device, at_pass, at_call, after_each
         self._thread = threading.get_ident()
@@ -92,7 +98,8 @@ class Storages(TorchDispatchMode):
         self._recomputed: list[Followed] = []
         self._held_at: dict[int, Set[int]] = {}
         self._in_backward = self._again = False
-        self._logits = (0, 0)
+        self._logits: tuple[int, int] | None = None
+        """The width and the bytes of the logits."""
         self.expect(TensorKind.TEMPORARY.value, -1, None)
 
     @contextmanager
@@ -102,11 +109,11 @@ class Storages(TorchDispatchMode):
             with _resizes_told(self._resized), self:
                 yield
         finally:
-            self._of.clear()  # deaths to come are nobody's matter
+            self._of.clear()  # later deaths do not count
             self._at.clear()
 
     def forget(self) -> None:
-        """Forget what has come and gone. What is there now was there before."""
+        """Forget all changes. The present storages were there before."""
         alive = {id(each): each for each in (*self._of.values(), *self._at.values()) if each.nbytes}
         self.notes, self.before, self._now, self._since = [], [], 0, 0
         self._recomputed.clear()
@@ -121,7 +128,7 @@ class Storages(TorchDispatchMode):
         return +held
 
     def expect(self, kind: str, unit: int, moment: Moment | str | None) -> None:
-        """Take what comes from now on as of this kind and unit, until it turns out to be of another."""
+        """Take bytes that come from now on as of this kind and unit, unless they turn out to be of another."""
         self._kind, self._unit, self._moment = kind, unit, moment
         self._since = len(self.notes)
 
@@ -131,12 +138,15 @@ class Storages(TorchDispatchMode):
         return self._kind, self._unit, self._moment
 
     def hold(self, unit: int, held: Held) -> None:
-        """Note what the engine or an optimizer holds for `unit`. What has come since `expect` has come as that. Rows
-        that are alive and not held any more are the transport's, whose thread lets go of them a moment later."""
+        """Note the storages that the engine or an optimizer holds for `unit`.
+
+        Bytes since the last `expect` came for this purpose. Rows that are alive and no longer held are the transport's:
+        its thread drops them a moment later.
+        """
         for address in self._held_at.get(unit, ()) - held.keys():
-            let_go = self._at.get(address)
-            if let_go is not None and let_go.nbytes and let_go.holder is not None and let_go.holder[0] in _GATHERING:
-                self._hand_over(let_go, (MemoryKind.TRANSPORT.value, unit))
+            dropped = self._at.get(address)
+            if dropped is not None and dropped.nbytes and dropped.holder and dropped.holder[0] in _GATHERING:
+                self._hand_over(dropped, (MemoryKind.TRANSPORT.value, unit))
         self._held_at[unit] = held.keys()
         for address, (kind, nbytes) in held.items():
             storage, purpose = self._at.get(address), (kind.value, unit)
@@ -161,16 +171,16 @@ class Storages(TorchDispatchMode):
             self._note(storage, storage.nbytes)
 
     def expect_logits(self, logits: torch.Tensor | None) -> None:
-        """Take `logits`, and from now on what is as wide and not much smaller, as logits; with None no more."""
-        self._logits = (0, 0)
+        """Take `logits`, and later tensors like them, as logits. None: no more."""
+        self._logits = None
         if logits is not None:
             self._logits = logits.shape[-1], logits.nbytes
-            found = self._of.get(logits.untyped_storage()._cdata)
-            if found is not None:
-                found.kind = TensorKind.LOGITS.value
+            storage = self._of.get(logits.untyped_storage()._cdata)
+            if storage is not None:
+                storage.kind = TensorKind.LOGITS.value
 
     def become(self, kind: TensorKind) -> None:
-        """Let all temporaries that are alive be of `kind`, since they came."""
+        """Let all temporaries that are alive be of `kind`, from the start."""
         for storage in list(self._of.values()):
             if storage.kind == TensorKind.TEMPORARY.value:
                 storage.kind = kind.value
@@ -183,7 +193,7 @@ class Storages(TorchDispatchMode):
         kwargs = kwargs or {}
         again = self._follow_passes()
         given = (args, kwargs.values())
-        # `torch.tensor` makes one before its operation is seen, and so does a collective, deep in C++.
+        # `torch.tensor` makes a storage before its operation is seen, and so does a collective, deep in C++.
         is_new = (
             self._in_backward or self._kind == MemoryKind.TRANSPORT.value or func is torch.ops.aten.lift_fresh.default
         )
@@ -191,21 +201,21 @@ class Storages(TorchDispatchMode):
             self._see(each.untyped_storage(), is_new, again)
         call = partial(func, *args, **kwargs)
         result = self._at_call(func, args, call) if is_communication(func) else call()
-        for each in _dense_among((*given, result)):  # an operation as resize_ changes a storage, and makes none
+        for each in _dense_among((*given, result)):  # `resize_` changes a storage and makes none
             self._see(each.untyped_storage(), True, again, each.shape[-1] if each.dim() else 0)
         if self._after_each is not None:
             self._after_each(self._now)
         return result
 
     def _follow_passes(self) -> bool:
-        """Notice that backward begins. Returns whether forward runs again, inside of it."""
+        """Notice that backward begins. Returns True if forward runs again within it."""
         within = in_backward()
         begins = within and not self._in_backward
         if begins:
             self.become(TensorKind.ACTIVATION)
         self._in_backward = within
         again = within and torch.is_grad_enabled()
-        # All-gathers, which are made without gradients, belong to either.
+        # All-gathers, which run without gradients, belong to either pass.
         if begins or (within and again != self._again and self._kind != MemoryKind.TRANSPORT.value):
             self._at_pass("recompute" if again else "backward")
             self._again = again
@@ -219,10 +229,9 @@ class Storages(TorchDispatchMode):
         return again
 
     def _see(self, storage: torch.UntypedStorage, is_new: bool, again: bool = False, width: int = 0) -> None:
-        """Note the bytes of `storage` if they have changed. One that an operation reads and that is not `is_new` was
-        there before the step."""
+        """Note the bytes of `storage` if they changed. An unknown storage that is not `is_new` was there before."""
         if storage.device.type != self._device or not storage.resizable():
-            return  # memory that another storage owns is counted there
+            return  # the memory belongs to another storage, which is counted
         key, nbytes = storage._cdata, storage.nbytes()
         found = self._of.get(key)
         if found is None:
@@ -232,7 +241,7 @@ class Storages(TorchDispatchMode):
                 if not is_new:
                     found = Followed(TensorKind.INPUT.value, -1, nbytes)
                     self._was_there(found)
-                elif width == self._logits[0] > 0 and 4 * nbytes >= self._logits[1]:
+                elif self._logits is not None and is_as_logits(width, nbytes, *self._logits):
                     found.kind = TensorKind.LOGITS.value
                 elif again:
                     self._recomputed.append(found)
@@ -278,7 +287,7 @@ class Storages(TorchDispatchMode):
 
 def _dense_among(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for each in tensors_among(values):
-        if each.layout is torch.strided and not hasattr(each, "__tensor_flatten__"):  # others are made of tensors
+        if each.layout is torch.strided and not hasattr(each, "__tensor_flatten__"):  # others consist of tensors
             yield each
 
 
@@ -288,7 +297,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def _resizes_told(listener: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Tell `listener` of each storage that is resized: no operation of the dispatcher does it."""
+    """Tell `listener` of each storage that is resized, which is no operation of the dispatcher."""
     with _lock:
         _listeners.append(listener)
         if len(_listeners) == 1:

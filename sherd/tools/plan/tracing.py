@@ -23,6 +23,7 @@ from sherd.schedule.moments import Arrival, MemoryKind, Moment, begins_step, in_
 from sherd.schedule.state import Live
 from sherd.tensor.structures import tensors_in
 from sherd.tools.plan.operations import collective_of
+from sherd.tools.plan.recording import logits_among, reads_tokens
 from sherd.tools.plan.sharding import name_of, traffic_of
 from sherd.tools.plan.storages import Storages
 from sherd.tools.simulate.play import OPTIMIZER_TEMPORARY
@@ -165,14 +166,10 @@ class Recorder:
 
     def after_forward(self, _: nn.Module, args: object, output: object) -> None:
         """Note the logits: the largest output of a model that reads tokens."""
-        outputs = [
-            tensor
-            for tensor in tensors_in(output, in_any_object=True)
-            if tensor.is_floating_point() and tensor.dim() > 1
-        ]
-        has_tokens = any(tensor.dim() > 1 and not tensor.is_floating_point() for tensor in tensors_in(args))
-        if has_tokens and outputs and self._phase == "forward" and not self._is_over:
-            self.storages.expect_logits(max(outputs, key=torch.Tensor.numel))
+        logits = logits_among(tensors_in(output, in_any_object=True))
+        is_forward = self._phase == "forward" and not self._is_over
+        if logits is not None and is_forward and reads_tokens(tensors_in(args)):
+            self.storages.expect_logits(logits)
 
     def before_step(self, *_: object) -> None:
         """The optimizer is about to step."""

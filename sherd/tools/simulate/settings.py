@@ -105,7 +105,7 @@ class Settings:
     @property
     def without_effect(self) -> set[str]:
         """The names of settings that change nothing."""
-        # Without checkpointing no block computes again; strategies with a name keep parameters anyway.
+        # Without checkpointing no block computes again; all strategies but "auto" keep parameters anyway.
         has_none = {"recompute": not self.checkpointing, "reshard": self.strategy != "auto"}
         return {name for name, is_so in has_none.items() if is_so}
 
@@ -113,11 +113,11 @@ class Settings:
         """Returns the settings that have an effect in words, by name."""
         without_effect = self.without_effect
         names = [name for name in NAMES if name not in without_effect]
-        mesh = self.mesh
-        others = {"mesh": mesh.in_words(has_replicas=self.strategy == "auto")}
-        if self.strategy == "auto" and mesh.shard * mesh.cp == 1 and mesh.num_data > 1:
-            others["strategy"] = "not sharded"
-        return {name: _words(name, getattr(self, name)) for name in names} | others
+        words = {name: _WORDS[name](getattr(self, name)) for name in names}
+        words["mesh"] = self.mesh.in_words(has_replicas=self.strategy == "auto")
+        if self.strategy == "auto" and self.mesh.shard * self.mesh.cp == 1 and self.mesh.num_data > 1:
+            words["strategy"] = "not sharded"
+        return words
 
     def differing(self, other: Settings) -> list[str]:
         """Returns the names of the settings that differ in `other` and have an effect there."""
@@ -135,43 +135,24 @@ UNITS = {
 NAMES = tuple(each.name for each in fields(Settings))
 
 
-def _words(name: str, value: object) -> str:
-    match name, value:
-        case "strategy", "auto":
-            return "all sharded"
-        case "strategy", _:
-            return str(value)
-        case "placement", _:
-            return f"{value} placement"
-        case "wrapping", _:
-            return UNITS[str(value)]
-        case "reshard", True:
-            return "freed after forward"
-        case "reshard", False:
-            return "kept for backward"
-        case "checkpointing", 0:
-            return "activations kept"
-        case "checkpointing", 1:
-            return "blocks computed again"
-        case "checkpointing", _:
-            return f"{value:.0%} of blocks computed again"
-        case "recompute", "selective":
-            return "selectively recomputed"
-        case "recompute", "own":
-            return "as the model does"
-        case "recompute", _:
-            return "fully recomputed"
-        case "offload", True:
-            return "shards in host memory"
-        case "offload", False:
-            return "shards on the device"
-        case "prefetch", _:
-            return f"{value} prefetched"
-        case "micro_batch", _:
-            return f"{value} sample{'' if value == 1 else 's'} at once"
-        case _:
-            return f"{value} time{'' if value == 1 else 's'}"
-
+_WORDS: dict[str, Callable[[Any], str]] = {
+    "mesh": str,
+    "strategy": lambda strategy: "all sharded" if strategy == "auto" else str(strategy),
+    "placement": lambda placement: f"{placement} placement",
+    "wrapping": lambda wrapping: UNITS[wrapping],
+    "reshard": lambda frees: "freed after forward" if frees else "kept for backward",
+    "checkpointing": lambda share: {0: "activations kept", 1: "blocks computed again"}.get(
+        share, f"{share:.0%} of blocks computed again"
+    ),
+    "recompute": lambda part: {"selective": "selectively recomputed", "own": "as the model does"}.get(
+        part, "fully recomputed"
+    ),
+    "offload": lambda offloads: "shards in host memory" if offloads else "shards on the device",
+    "prefetch": lambda num: f"{num} prefetched",
+    "micro_batch": lambda num: f"{num} sample{'' if num == 1 else 's'} at once",
+    "micro_batches": lambda num: f"{num} time{'' if num == 1 else 's'}",
+}
+"""By the name of a setting: its value in words."""
 
 SHARES = tuple(eighth / 8 for eighth in range(9))
 """The shares of blocks that may be computed again."""
