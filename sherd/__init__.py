@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sherd.api.fsdp1 import MixedPrecision as MixedPrecision
     from sherd.api.fsdp1 import ShardingStrategy as ShardingStrategy
     from sherd.api.fully_shard import fully_shard as fully_shard
+    from sherd.api.fully_shard import replicate as replicate
     from sherd.api.guarded_step import step as step
     from sherd.api.joining import join as join
     from sherd.api.module import FSDPModule as FSDPModule
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from sherd.api.recompute import selective_contexts as selective_contexts
     from sherd.api.refreshing import Refreshed as Refreshed
     from sherd.api.refreshing import refresh as refresh
-    from sherd.api.replicate import replicate as replicate
     from sherd.api.save_pretrained import save_pretrained as save_pretrained
     from sherd.api.state_dict_type import FullOptimStateDictConfig as FullOptimStateDictConfig
     from sherd.api.state_dict_type import FullStateDictConfig as FullStateDictConfig
@@ -149,7 +149,7 @@ _HOMES = {
     "plan": "sherd.tools.plan.plan",
     "refresh": "sherd.api.refreshing",
     "register_fsdp_forward_method": "sherd.api.module",
-    "replicate": "sherd.api.replicate",
+    "replicate": "sherd.api.fully_shard",
     "save": "sherd.api.checkpoints",
     "save_pretrained": "sherd.api.save_pretrained",
     "selective_contexts": "sherd.api.recompute",

@@ -1,6 +1,6 @@
-"""`fully_shard`, the composable front end: one call makes a module, or several modules, into one unit.
+"""`fully_shard` and `replicate`, the composable front end: one call makes a module, or several, into one unit.
 
-Its signature and its meaning are those of torch 2.13.
+Signatures and meanings are those of torch 2.13.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, rule_of, 
 from sherd.api.swap_class import swap_class
 from sherd.comm.mesh import DataMesh, data_mesh
 from sherd.engine import Belongings, Found, ShardingRequest, Unit, make_unit
-from sherd.errors import MeshError, ModuleError, PlacementError, PolicyTypeError
+from sherd.errors import MeshError, ModuleError, PlacementError, PolicyError, PolicyTypeError
 from sherd.layout.placement import Shard
 from sherd.layout.runs import RunPlacement
 from sherd.policy import (
@@ -82,48 +82,46 @@ def fully_shard(
     unmanaged: Unmanaged = "error",
     on_touch: OnTouch = "error",
 ) -> nn.Module | Sequence[nn.Module]:
-    """Shard the parameters below `module` over the data-parallel ranks, all-gather them just before use, free them
-    right after.
+    """Shard the parameters below `module` over the data-parallel ranks, all-gather them for use, and free them after.
 
     This is ZeRO-3 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
     2020); over a 2-D mesh it is HSDP (Zhao et al., "PyTorch FSDP", VLDB 2023).
 
     Each call makes one unit of all parameters below `module` that no earlier call took, so call it on the blocks first
     and on the model last. The module keeps its object and its attributes; its class becomes a subclass of `FSDPModule`
-    and of its own, and its parameters become DTensors, from which the optimizer is built. An optimizer that was built
-    before is adopted at its first step.
+    and of the module's own class, and its parameters become DTensors, from which the optimizer is built. An optimizer
+    that was built before `fully_shard` is adopted at its first step.
 
     Args:
         module: a module, or a list of modules to be gathered and freed as one unit.
         mesh: a 1-D mesh shards; a 2-D mesh `(replicate, shard)` with names shards over its second axis and
             replicates over its first (HSDP). None: all ranks of the default process group.
         reshard_after_forward: True frees the unsharded parameters after forward and gathers them again for backward;
-            False keeps them; an int k keeps this rank's part of a group of k neighbouring ranks, so that the backward's
-            gather is among k. None: False for the root, True for others.
-        shard_placement_fn: given a parameter, how to cut it: torch's `Shard(dim)`, on any dim, even or not; `Flat()`,
-            `Blocks(rows)` or `Owned()` (beyond torch); `OnMesh(...)`, for another mesh (beyond torch); or None for
-            `placement`.
+            False keeps them; an int k keeps this rank's part of a group of k neighbouring ranks, so that the gather of
+            backward is among k ranks. None: False for the root, True for other units.
+        shard_placement_fn: a function from a parameter to its placement: torch's `Shard(dim)`, on any dim, even or not;
+            `Flat()`, `Blocks(rows)` or `Owned()` (beyond torch); `OnMesh(...)`, for another mesh (beyond torch); or
+            None for `placement`.
         mp_policy: dtypes of compute, of reduction and of outputs.
         offload_policy: where shards are kept; with `CPUOffloadPolicy()` they and the optimizer's state are in host
             memory.
         ignored_params: parameters that stay as they are, on every rank, neither sharded nor reduced.
-        dp_mesh_dims: `mesh` is a larger mesh, and these of its named axes are the data-parallel ones; parameters that
-            are DTensors on it keep their placement on the other axes.
+        dp_mesh_dims: the data-parallel axes, by name, of a larger `mesh`; parameters that are DTensors on `mesh` keep
+            their placement on the other axes.
         prefetch_policy: how far gathers run ahead, in units and in bytes; the root's holds for the model. Beyond torch.
         placement: how this unit's parameters are cut; None means `Shard(0)`, and a copy on every rank for scalars.
-            Under `Flat`, `Blocks` and `Owned` unsharded parameters are views of what was gathered, so nothing is
+            Under `Flat`, `Blocks` and `Owned` unsharded parameters are views of the gathered buffer, so nothing is
             copied, and shards are `RaggedDTensor`s. Beyond torch.
         comm_policy: how bytes travel. Beyond torch.
-        placements: what of parameters, gradients and optimizer state is sharded over which axis of the mesh, as
+        placements: which of parameters, gradients and optimizer state are sharded over each axis of the mesh, as
             `Placements(...)` or by name, cut as `placement`: "ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp" and
             others (`Placements.preset`). None: "zero3" over one axis, "hsdp" over two. Beyond torch.
-        unmanaged: what is done about trainable parameters that are added below the model later, and that
-            `sherd.refresh` has not made a unit's: "error" raises before they are trained, "replicate" takes rank 0's
-            values and averages their gradients over all ranks, "ignore" leaves them to the program. The root's holds
-            for the model. Beyond torch.
-        on_touch: what is done about a module inside of the unit that is called by itself, outside of the unit's
-            forward, while the unit is sharded (`model.embed(tokens)`): "error" raises, "unshard" runs the call as a
-            forward of the unit, "ignore" leaves it to torch. Beyond torch.
+        unmanaged: the treatment of trainable parameters that are added below the model later, without
+            `sherd.refresh`: "error" raises before they are trained, "replicate" takes rank 0's values and averages
+            gradients over all ranks, "ignore" leaves them to the program. The root's holds for the model. Beyond torch.
+        on_touch: the treatment of a call of a module inside the unit, outside the unit's forward, while the unit is
+            sharded (`model.embed(tokens)`): "error" raises, "unshard" runs the call as a forward of the unit, "ignore"
+            leaves it to torch. Beyond torch.
 
     Returns:
         `module`, changed in place.
@@ -153,7 +151,7 @@ def fully_shard(
     if placement is not None and not is_cut(placement):
         raise PolicyTypeError(f"fully_shard(placement={placement!r}): {EXPECTED}, or None for Shard(0)")
     strategy = strategy_of(placements, placement)
-    wishes = _Wishes(
+    request_of = _ShardingRequests(
         strategy.arranged(data_mesh(mesh, dp_mesh_dims, comm_policy)),
         strategy.cut,
         shard_placement_fn,
@@ -162,8 +160,8 @@ def fully_shard(
     make_unit(
         modules,
         Belongings.below(modules, ignored_params or ()),
-        wishes.mesh,
-        wishes,
+        request_of.mesh,
+        request_of,
         mp_policy,
         offload_policy,
         replace(strategy.policy(reshard_after_forward, prefetch_policy), unmanaged=unmanaged, on_touch=on_touch),
@@ -179,6 +177,84 @@ def state(module: nn.Module) -> Unit | None:
 
 
 fully_shard.state = state  # type: ignore[attr-defined]
+
+
+class ReplicateOptions(TypedDict, total=False):
+    """The arguments of `replicate`, for the type checker."""
+
+    mesh: DeviceMesh | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+    comm_policy: CommPolicy
+    unmanaged: Unmanaged
+    on_touch: OnTouch
+
+
+@overload
+def replicate(module: nn.Module, **options: Unpack[ReplicateOptions]) -> FSDPModule: ...
+
+
+@overload
+def replicate(module: list[nn.Module], **options: Unpack[ReplicateOptions]) -> list[FSDPModule]: ...
+
+
+def replicate(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    comm_policy: CommPolicy = CommPolicy(),
+    unmanaged: Unmanaged = "error",
+    on_touch: OnTouch = "error",
+) -> nn.Module | Sequence[nn.Module]:
+    """Keep a copy of the parameters below `module` on every rank and all-reduce their gradients in backward.
+
+    `replicate` is `fully_shard(..., placements="ddp")`, data parallelism as in DDP (Li et al., "PyTorch Distributed:
+    Experiences on Accelerating Data Parallel Training", VLDB 2020). The unit computes with the memory that the
+    optimizer steps, unless `mp_policy` asks for another dtype; one reduction of the unit's gradients overlaps with the
+    backward of other units. Call it on blocks first and on the model last, for overlap. All copies must start equal:
+    `replicate` does not broadcast.
+
+    Args:
+        module: a module, or a list of modules that make one unit.
+        mesh: the ranks; of a mesh with two axes, all ranks. None: all ranks of the default process group.
+        mp_policy: as for `fully_shard`.
+        offload_policy: where the copies are kept.
+        ignored_params: parameters that stay as they are, and whose gradients are not reduced.
+        dp_mesh_dims: which axes of a larger `mesh` are data parallel.
+        comm_policy: how bytes travel. Beyond torch.
+        unmanaged: as for `fully_shard`. Beyond torch.
+        on_touch: as for `fully_shard`. Beyond torch.
+
+    Returns:
+        `module`, changed in place: an `FSDPModule`.
+
+    Raises:
+        PolicyError: `dp_mesh_dims` names axes to shard over.
+        ModuleError, MeshError, PlacementError, OwnershipError: as `fully_shard`.
+    """
+    if dp_mesh_dims is not None and dp_mesh_dims.shard_names:
+        raise PolicyError(
+            f"replicate(dp_mesh_dims=...): shard names axes {dp_mesh_dims.shard_names}, and replicate shards nothing; "
+            "name them in DataParallelMeshDims(replicate=...), or call fully_shard"
+        )
+    return fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+        comm_policy=comm_policy,
+        placements="ddp",
+        unmanaged=unmanaged,
+        on_touch=on_touch,
+    )
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
@@ -201,8 +277,8 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
         raise ModuleError("fully_shard got a list that holds a module twice")
 
 
-class _Wishes:
-    """The user's wishes for the sharding of each parameter of a unit. Every mesh is checked once."""
+class _ShardingRequests:
+    """The function from a parameter of a unit to its `ShardingRequest`. Checks every mesh once."""
 
     def __init__(
         self,
@@ -222,22 +298,22 @@ class _Wishes:
         """Returns how one parameter is to be sharded.
 
         Raises:
-            PlacementError: `shard_placement_fn` returned something else.
-            MeshError: the parameter's mesh has ranks that the unit's mesh does not have.
+            PlacementError: `shard_placement_fn` returned no placement.
+            MeshError: the parameter's mesh has ranks that the unit's mesh lacks.
             PolicyError: an int `reshard_after_forward` that does not divide the shard axis of the parameter's mesh.
         """
-        asked = None if self._chosen_by is None else self._chosen_by(found.parameter)
+        placement = None if self._chosen_by is None else self._chosen_by(found.parameter)
         mesh = self.mesh
-        if isinstance(asked, OnMesh):
-            mesh, asked = self._other_mesh(asked, found.name), asked.placement
-        if asked is None:
+        if isinstance(placement, OnMesh):
+            mesh, placement = self._other_mesh(placement, found.name), placement.placement
+        if placement is None:
             return ShardingRequest(rule_of(self._default, found.parameter), mesh)
-        if not is_cut(asked):
+        if not is_cut(placement):
             raise PlacementError(
-                f"{found.name}: shard_placement_fn returned {asked!r}; {EXPECTED}, one of them OnMesh(...), or None "
-                "for the unit's"
+                f"{found.name}: shard_placement_fn returned {placement!r}; {EXPECTED}, one of them OnMesh(...), or "
+                "None for the unit's"
             )
-        return ShardingRequest(Shard(asked.dim) if isinstance(asked, ShardSpec) else asked, mesh)
+        return ShardingRequest(Shard(placement.dim) if isinstance(placement, ShardSpec) else placement, mesh)
 
     def _other_mesh(self, asked: OnMesh, name: str) -> DataMesh:
         key = id(asked.mesh), asked.dp_mesh_dims

@@ -1,24 +1,129 @@
-"""The wrapper's static methods for optimizer state: FSDP1's names and signatures for `sherd.checkpoint`.
+"""The wrapper's static methods for state dicts of models and optimizers: FSDP1's names and signatures.
 
 `set_state_dict_type` of the wrappers says which form a state has; a model without wrappers has FSDP1's default, the
-full state on all ranks in host memory. All ranks must call each of these.
+full state on all ranks in host memory. All ranks must call each of the methods for optimizer state, which are those of
+`sherd.checkpoint`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from sherd.api import advice
-from sherd.api.state_dict_settings import get_state_dict_type
 from sherd.api.state_dict_type import (
+    CONFIGS,
     FullOptimStateDictConfig,
     OptimStateDictConfig,
     StateDict,
+    StateDictConfig,
+    StateDictSettings,
     StateDictType,
 )
+from sherd.api.wrapper_state import WrapperState, find_state
 from sherd.checkpoint import loading, rekeying, saving
+from sherd.errors import WrapperStateError
+from sherd.requirements import require_type
+
+# The kind of state dict
+
+
+def set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """Set the kind of state dict that the wrappers at and below `module` give. A config of None is the kind's default.
+
+    Returns:
+        The settings before; all fields are None if there is no wrapper.
+
+    Raises:
+        PolicyTypeError: `state_dict_type` is no `StateDictType`.
+        WrapperStateError: a config of another kind, or wrappers with different settings (a RuntimeError and an
+            AssertionError).
+        PolicyError: a config that asks for two forms.
+    """
+    advice.of_state_dict_type(for_a_while=False)
+    return _set(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+
+def _set(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None,
+    optim_state_dict_config: OptimStateDictConfig | None,
+) -> StateDictSettings:
+    require_type(f"state_dict_type={state_dict_type!r}: expected a sherd.StateDictType", state_dict_type, StateDictType)
+    wanted, optim_wanted = CONFIGS[state_dict_type]
+    config = wanted() if state_dict_config is None else state_dict_config
+    optim_config = optim_wanted() if optim_state_dict_config is None else optim_state_dict_config
+    _require_kind("state_dict_config", config, wanted)
+    _require_kind("optim_state_dict_config", optim_config, optim_wanted)
+    config._require_one_form()
+    before = get_state_dict_type(module)
+    for state in _states(module):
+        state.use(StateDictSettings(state_dict_type, config, optim_config))
+    return before if before is not None else StateDictSettings(None, None, None)
+
+
+def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
+    """Returns the settings of the wrappers at and below `module`; None if there is no wrapper.
+
+    Raises:
+        WrapperStateError: the settings differ (an AssertionError, as in FSDP1).
+    """
+    settings: StateDictSettings | None = None
+    for state in _states(module):
+        if settings is not None and state.settings != settings:
+            raise WrapperStateError(
+                f"All FSDP modules must have the same state dict settings. Got {settings} and {state.settings}; set "
+                "them on the root"
+            )
+        settings = state.settings
+    return settings
+
+
+@contextmanager
+def state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
+    """Set the kind of state dict within this context. The old settings come back, also if the body raises.
+
+    Raises:
+        SherdError: the errors of `set_state_dict_type`.
+    """
+    advice.of_state_dict_type(for_a_while=True)
+    before = [(state, state.settings) for state in _states(module)]
+    _set(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    try:
+        yield
+    finally:
+        for state, settings in before:
+            state.use(settings)
+
+
+def _states(module: nn.Module) -> list[WrapperState]:
+    return [state for state in map(find_state, module.modules()) if state is not None]
+
+
+def _require_kind(argument: str, config: object, wanted: type) -> None:
+    if type(config) is not wanted:
+        raise WrapperStateError(
+            f"Expected {argument} of type sherd.{wanted.__name__} but got {type(config).__module__}."
+            f"{type(config).__name__}: it belongs to the state_dict_type"
+        )
+
+
+# Optimizer state
 
 
 def _settings(model: nn.Module) -> tuple[bool, OptimStateDictConfig]:
@@ -105,8 +210,7 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """Returns the full state in host memory, whatever the model is set to; on rank 0 only, unless `rank0_only=False`.
-    `optim_input` is not needed."""
+    """Returns the full state in host memory, on rank 0 only unless `rank0_only=False`, whatever the model is set to."""
     advice.of_old_name("full_optim_state_dict", "optim_state_dict")
     advice.of_optim_input(optim_input)
     return saving.optim_state_dict(model, optim, full=True, rank0_only=rank0_only, group=group)
@@ -131,8 +235,8 @@ def shard_full_optim_state_dict(
         optim: the optimizer.
 
     Raises:
-        OptimStateError: it does not fit the model, or the optimizer input is empty (a ValueError).
-        PolicyTypeError: another optimizer input.
+        OptimStateError: the state does not fit the model, or the optimizer input is empty (a ValueError).
+        PolicyTypeError: an optimizer input of another type.
     """
     advice.of_old_name("shard_full_optim_state_dict", "optim_state_dict_to_load")
     advice.of_optim_input(optim_input)
@@ -154,7 +258,7 @@ def scatter_full_optim_state_dict(
     optim: Optimizer | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """As `shard_full_optim_state_dict`, for a full state that rank 0 of `group` has; other ranks pass None."""
+    """As `shard_full_optim_state_dict`, for a full state on rank 0 of `group`; other ranks pass None."""
     advice.of_old_name("scatter_full_optim_state_dict", "optim_state_dict_to_load")
     advice.of_optim_input(optim_input)
     return loading.optim_state_dict_to_load(
