@@ -62,17 +62,49 @@ class UnshardedCopies:
 
     @staticmethod
     def are_lent(unit: Unit, terms: UnshardTerms) -> bool:
-        """Returns whether a context around this one lends copies of `unit`. If none does, prepares the unit to be lent.
+        """Returns whether a context around this one lends copies of `unit`.
+
+        If none does, shows the shards of the unit, and takes the values that a user put in their place.
 
         Raises:
-            StateError: the outer context's terms do not include `terms`, or as `require_lendable`.
-            PlacementError: as `require_lendable`.
+            StateError: the outer context's terms do not include `terms`. Or the unit is in the middle of a forward or
+                backward, or on the meta device. Or `terms` ask for gradients, and some wait for a reduction.
+            PlacementError: a user put something of another shape in a shard's place.
         """
-        if unit.lent is None:
-            require_lendable(unit, terms)
-            return False
-        require_covers(unit, terms)
-        return True
+        if unit.lent is not None:
+            missing = terms.missing_from(unit.lent)
+            if missing:
+                raise WrapperStateError(
+                    "Cannot manually unshard parameters when already unsharding parameters: a context around this one "
+                    f"has lent unit {unit.name} without {' and '.join(missing)}; ask for that in the outer context"
+                )
+            return True
+        runtime = Runtime.over(unit)
+        try:
+            if runtime is not None:
+                runtime.show_shards(unit)
+        except StateError:
+            assert runtime is not None, "only a runtime refuses"
+            raise WrapperStateError(
+                "Cannot manually unshard parameters during forward/backward: it is the turn of "
+                f"{runtime.root.name}, to which unit {unit.name} belongs; enter the unshard context before, or after"
+            ) from None
+        unit.notice_moved()
+        unit.notice_replaced()
+        if runtime is None:
+            unit.rebind()
+        on_meta = unit.shards.on_meta
+        if on_meta:
+            raise StateError(
+                f"parameters of unit {unit.name} are still on the meta device: {', '.join(on_meta[:8])}; give them "
+                "memory and values (to_empty, reset_parameters, or a state dict) before an unshard context"
+            )
+        if terms.with_grads and unit.backward.has_unreduced:
+            raise WrapperStateError(
+                f"with_grads=True: unit {unit.name} has gradients that wait for a reduction (no_sync, or "
+                "set_requires_gradient_sync(False)), so they are in no shard; run a backward that reduces first"
+            )
+        return False
 
     def _lend(self, group: Group, copies: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
         has_grad = {
@@ -139,51 +171,6 @@ class UnshardedCopies:
         if errors:
             raise errors[0]
         _keep_requires_grad(self.unit, present)
-
-
-def require_covers(unit: Unit, terms: UnshardTerms) -> None:
-    """Raise `StateError` if a context's `terms` ask for more than those of the context around it, which lent `unit`."""
-    assert unit.lent is not None, "a context around lent it"
-    missing = terms.missing_from(unit.lent)
-    if missing:
-        raise WrapperStateError(
-            "Cannot manually unshard parameters when already unsharding parameters: a context around this one has "
-            f"lent unit {unit.name} without {' and '.join(missing)}; ask for that in the outer context"
-        )
-
-
-def require_lendable(unit: Unit, terms: UnshardTerms) -> None:
-    """Show the shards of `unit`, and take the values that a user put in their place.
-
-    Raises:
-        StateError: the unit is in the middle of a forward or backward, or on the meta device; or the terms ask for
-            gradients, and some wait for a reduction.
-        PlacementError: a user put something of another shape in a shard's place.
-    """
-    runtime = Runtime.over(unit)
-    try:
-        if runtime is not None:
-            runtime.show_shards(unit)
-    except StateError:
-        assert runtime is not None, "only a runtime refuses"
-        raise WrapperStateError(
-            "Cannot manually unshard parameters during forward/backward: it is the turn of "
-            f"{runtime.root.name}, to which unit {unit.name} belongs; enter the unshard context before, or after"
-        ) from None
-    unit.notice_moved()
-    unit.notice_replaced()
-    if runtime is None:
-        unit.rebind()
-    if unit.shards.on_meta:
-        raise StateError(
-            f"parameters of unit {unit.name} are still on the meta device: {', '.join(unit.shards.on_meta[:8])}; give "
-            "them memory and values (to_empty, reset_parameters, or a state dict) before an unshard context"
-        )
-    if terms.with_grads and unit.backward.has_unreduced:
-        raise WrapperStateError(
-            f"with_grads=True: unit {unit.name} has gradients that wait for a reduction (no_sync, or "
-            "set_requires_gradient_sync(False)), so they are in no shard; run a backward that reduces first"
-        )
 
 
 # Gathering

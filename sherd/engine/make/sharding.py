@@ -77,15 +77,22 @@ def sharding_plans(
     for index, (discovered, request) in enumerate(zip(parameters, requests, strict=True)):
         cut: Cut
         plan_id = 0
+        parameter, name, mesh, data = discovered.parameter, discovered.name, request.mesh, _data(discovered)
         if index in runs:
             cut, plan_id = runs[index]
         else:
-            data, placement, mesh = _data(discovered), request.placement, request.mesh
+            placement = request.placement
             if placement is None or isinstance(placement, RunPlacement):
                 placement = Shard(0) if data.shape else Replicate()
-            cut = placement.cut(tuple(data.shape), mesh.num_shards, discovered.name, mesh.num_owners)
-            require_can_gather_itself(discovered.name, data.data, cut, mesh)
-        plans.append(_plan_of(discovered, request.mesh, cut, plan_id))
+            cut = placement.cut(tuple(data.shape), mesh.num_shards, name, mesh.num_owners)
+            require_can_gather_itself(name, data.data, cut, mesh)
+        if isinstance(parameter, DTensor):
+            unsharded = spec_of(parameter)
+            spec = (beside if mesh.full is None else on_full_mesh)(unsharded, mesh, cut, name)
+        else:
+            _require_data_parallel(name, mesh)
+            unsharded, spec = None, own_spec(mesh, cut, parameter.shape, parameter.dtype)
+        plans.append(ShardingPlan(mesh, cut, plan_id, spec, unsharded, data))
     # Only of what will be sharded: after an error ranks may differ in how far they came.
     for sharding_plan, request in zip(plans, requests, strict=True):
         rule = request.run_placement
@@ -94,21 +101,15 @@ def sharding_plans(
     return plans
 
 
-def _plan_of(discovered: Found, mesh: DataMesh, cut: Cut, plan_id: int) -> ShardingPlan:
-    parameter, data = discovered.parameter, _data(discovered)
-    if isinstance(parameter, DTensor):
-        unsharded = spec_of(parameter)
-        spec_for = beside if mesh.full is None else on_full_mesh
-        return ShardingPlan(mesh, cut, plan_id, spec_for(unsharded, mesh, cut, discovered.name), unsharded, data)
-    if mesh.full is not None and mesh.dims is not None:
-        num_data_axes = len(mesh.dims.shard_names) + len(mesh.dims.replicate_names)
-        if mesh.full.ndim > num_data_axes:
-            raise PlacementError(
-                f"{discovered.name}: dp_mesh_dims names axes of a larger mesh {mesh.full.mesh_dim_names}, so "
-                "parameters must be DTensors on that mesh (distribute_module, parallelize_module); this one is a plain "
-                "tensor"
-            )
-    return ShardingPlan(mesh, cut, plan_id, own_spec(mesh, cut, parameter.shape, parameter.dtype), None, data)
+def _require_data_parallel(name: str, mesh: DataMesh) -> None:
+    """Raise `PlacementError` if `mesh` is a part of a mesh with other axes, on which only a DTensor can lie."""
+    if mesh.full is None or mesh.dims is None:
+        return
+    if mesh.full.ndim > len(mesh.dims.shard_names) + len(mesh.dims.replicate_names):
+        raise PlacementError(
+            f"{name}: dp_mesh_dims names axes of a larger mesh {mesh.full.mesh_dim_names}, so parameters must be "
+            "DTensors on that mesh (distribute_module, parallelize_module); this one is a plain tensor"
+        )
 
 
 def _data(discovered: Found) -> torch.Tensor:

@@ -348,8 +348,7 @@ class Arrivals:
             self._waiting.update(gradients)
             self._waiting_bytes += sum(map(NBYTES, gradients.values()))
 
-    def _can_be_rows(self, gradient: torch.Tensor) -> bool:
-        """Returns whether `gradient`, the group's only one, is laid out and typed as it will be sent."""
+    def _can_be_rows(self, gradient: torch.Tensor) -> bool:  # the group's only one
         return self._plan.borrows(gradient.dtype) and gradient.is_contiguous() and not gradient.requires_grad
 
     def collect(self) -> None:

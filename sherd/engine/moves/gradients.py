@@ -61,23 +61,17 @@ def _changed_by_hook(name: str, hook: Callable[[Any], Any], term: torch.Tensor, 
 
 @dataclass(eq=False, slots=True)
 class _Reduction:
-    """A reduction under way.
-
-    Attributes:
-        rows: what is sent. They were given back already if a lane owns them.
-        partial: the sum is over the shard axis only; a later reduction sums over the replicas.
-        to_host: `reduced` is a copy in host memory, which is there once `handoff` says so.
-        sources: tensors that the lane reads: what is sent, what is summed over the replicas, and what earlier backwards
-            left. Held until compute has waited for the lane, or the lane could hand out their memory again.
-    """
+    """A reduction under way."""
 
     handoff: Handoff
-    rows: ReduceBuffer
+    rows: ReduceBuffer  # given back already if a lane owns them
     reduced: torch.Tensor
     with_gradient: frozenset[int]
     scale: Scale
-    partial: bool
-    to_host: bool
+    partial: bool  # over the shard axis only: a later reduction sums over the replicas
+    to_host: bool  # `reduced` is a copy in host memory, which is there once `handoff` says so
+    # What is sent, what is summed over the replicas, and what earlier backwards left. Held until compute has waited for
+    # the lane that reads them, or the lane could hand out their memory again.
     sources: list[torch.Tensor]
 
 
@@ -316,7 +310,6 @@ class Gradients:
                 hook(parameter)
 
     def _as_gradient(self, reduced: torch.Tensor, scale: Scale) -> torch.Tensor:
-        """Returns the mean in the gradient's dtype."""
         dtype = self.group.grad_dtype
         if scale.after != 1.0:
             reduced = reduced.to(dtype) if dtype.itemsize > reduced.itemsize else reduced

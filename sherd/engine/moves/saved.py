@@ -74,12 +74,9 @@ class StorageOwner(ABC):
 class Reader(Protocol):
     """A unit, whose forward saves tensors."""
 
-    is_entered: bool
-    """The unit knows that the present backward is in it."""
-    is_recorded: bool
-    """Autograd may be recording that backward."""
-    is_under_other_hooks: bool
-    """`runs_under_other_hooks` was called."""
+    is_entered: bool  # the unit knows that the present backward is in it
+    is_recorded: bool  # autograd may be recording that backward
+    is_under_other_hooks: bool  # `runs_under_other_hooks` was called
 
     def enter_backward(self) -> None:
         """Note that backward is in the unit."""
@@ -228,13 +225,11 @@ def _unpack_through(other: Callable[[Any], torch.Tensor], saved: _Saved) -> torc
 
 
 def _hooks(running: Sequence[Reader | None]) -> SavingHooks:
-    """Returns our hooks, for forwards of the units `running`."""
     return functools.partial(_pack, running), _unpack
 
 
 def _around(hooks: SavingHooks) -> SavingHooks:
-    """Returns our hooks around `hooks` of others."""
-    pack, unpack = hooks
+    pack, unpack = hooks  # of others
     return functools.partial(_pack_through, _running.units, pack), functools.partial(_unpack_through, unpack)
 
 

@@ -213,19 +213,13 @@ class KeptPart:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """An all-gather under way, of the shards as of `version`.
-
-    Attributes:
-        sources: the tensors that the all-gather reads.
-        rows: the tensor that it fills; None if it fills the unsharded buffer itself.
-        copy_into_place: puts this rank's own part into the unsharded buffer, where the all-gather does not.
-    """
+    """An all-gather under way, of the shards as of `version`."""
 
     handoff: Handoff
-    sources: tuple[torch.Tensor, ...]
+    sources: tuple[torch.Tensor, ...]  # the tensors that it reads
     version: int
-    rows: torch.Tensor | None = None
-    copy_into_place: CopyIntoPlace | None = None
+    rows: torch.Tensor | None = None  # the tensor that it fills, unless that is the unsharded buffer itself
+    copy_into_place: CopyIntoPlace | None = None  # copies this rank's own part, where the all-gather does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,10 +246,6 @@ class Weights(Position, saved.StorageOwner):
     Args:
         watch: called once for each unsharded parameter when it is made, as `watch(index, parameter)`.
         unshard: called when backward is about to read parameters that were freed.
-
-    Attributes:
-        made: the unsharded form in the dtype of the last gather, None before the first.
-        as_of: the `STAND` of each optimizer parameter at the last gather from shards.
     """
 
     def __init__(
@@ -274,11 +264,11 @@ class Weights(Position, saved.StorageOwner):
         self._watch = watch
         # In each dtype that was asked for. Made at the first gather: a model that is only built or loaded has none.
         self._by_dtype: dict[torch.dtype, UnshardedBuffer] = {}
-        self.made: Unsharded | None = None
+        self.made: Unsharded | None = None  # in the dtype of the last gather
         self._ids: set[int] = set()  # of all unsharded parameters
         self._dtype = group.compute_dtype
         self._flight: Flight | None = None
-        self.as_of: list[tuple[int, bool]] = []
+        self.as_of: list[tuple[int, bool]] = []  # `STAND` of each optimizer parameter at the last gather from shards
         self._versions: dict[torch.dtype, int] = {}
         self._part: KeptPart | None = None
         # The gather lane writes its own memory ahead of compute. Memory of compute's own must be written by compute.
