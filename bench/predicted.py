@@ -39,8 +39,7 @@ from sherd.tools.doctor.operations import EXACTLY, Operations, timed_operations,
 from sherd.tools.plan.axes import Layout
 from sherd.tools.plan.planner import Planner, Training, compute_in, fully_shard_args
 from sherd.tools.plan.tracing import traced
-from sherd.tools.simulate.cluster import Cluster
-from sherd.tools.simulate.cluster_file import cluster_toml, read_cluster
+from sherd.tools.simulate.cluster import Cluster, cluster_toml, read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.tools.simulate.timeline import Timeline

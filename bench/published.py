@@ -23,8 +23,7 @@ import torch
 from sherd.tools.plan.axes import Layout
 from sherd.tools.plan.planner import Planner, Training
 from sherd.tools.plan.reading import own_or_usual_loss
-from sherd.tools.simulate.cluster import Cluster, Link
-from sherd.tools.simulate.cluster_file import read_cluster
+from sherd.tools.simulate.cluster import Cluster, Link, read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.train.config import read_tree

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sherd.api.fsdp1 import MixedPrecision as MixedPrecision
     from sherd.api.fsdp1 import ShardingStrategy as ShardingStrategy
     from sherd.api.fully_shard import fully_shard as fully_shard
+    from sherd.api.fully_shard import replicate as replicate
     from sherd.api.guarded_step import step as step
     from sherd.api.joining import join as join
     from sherd.api.module import FSDPModule as FSDPModule
@@ -38,13 +39,13 @@ if TYPE_CHECKING:
     from sherd.api.recompute import selective_contexts as selective_contexts
     from sherd.api.refreshing import Refreshed as Refreshed
     from sherd.api.refreshing import refresh as refresh
-    from sherd.api.replicate import replicate as replicate
     from sherd.api.save_pretrained import save_pretrained as save_pretrained
     from sherd.api.state_dict_type import FullOptimStateDictConfig as FullOptimStateDictConfig
     from sherd.api.state_dict_type import FullStateDictConfig as FullStateDictConfig
     from sherd.api.state_dict_type import LocalOptimStateDictConfig as LocalOptimStateDictConfig
     from sherd.api.state_dict_type import LocalStateDictConfig as LocalStateDictConfig
     from sherd.api.state_dict_type import OptimStateDictConfig as OptimStateDictConfig
+    from sherd.api.state_dict_type import OptimStateKeyType as OptimStateKeyType
     from sherd.api.state_dict_type import ShardedForm as ShardedForm
     from sherd.api.state_dict_type import ShardedOptimStateDictConfig as ShardedOptimStateDictConfig
     from sherd.api.state_dict_type import ShardedStateDictConfig as ShardedStateDictConfig
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from sherd.api.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
     from sherd.backward_steps import StepsInBackward as StepsInBackward
     from sherd.backward_steps import step_in_backward as step_in_backward
-    from sherd.checkpoint.rekeying import OptimStateKeyType as OptimStateKeyType
     from sherd.checkpoint.restoring import Restored as Restored
     from sherd.clip import clip_grad_norm_ as clip_grad_norm_
     from sherd.engine import FlatParameter as FlatParameter
@@ -113,7 +113,7 @@ _HOMES = {
     "OffloadPolicy": "sherd.policy",
     "OnMesh": "sherd.api.placements",
     "OptimStateDictConfig": "sherd.api.state_dict_type",
-    "OptimStateKeyType": "sherd.checkpoint.rekeying",
+    "OptimStateKeyType": "sherd.api.state_dict_type",
     "Owned": "sherd.layout.runs",
     "Placements": "sherd.api.placements",
     "Plan": "sherd.tools.plan.plan",
@@ -149,7 +149,7 @@ _HOMES = {
     "plan": "sherd.tools.plan.plan",
     "refresh": "sherd.api.refreshing",
     "register_fsdp_forward_method": "sherd.api.module",
-    "replicate": "sherd.api.replicate",
+    "replicate": "sherd.api.fully_shard",
     "save": "sherd.api.checkpoints",
     "save_pretrained": "sherd.api.save_pretrained",
     "selective_contexts": "sherd.api.recompute",

@@ -4,8 +4,8 @@
     reductions                    block 3        block 2        block 1        block 0
     steps                                        block 3        block 2        block 1        block 0
 
-Gradients of all parameters are never there at once, and with CPU offload the host steps one unit while the device goes
-on with the next ones. Fused steps within backward are known from LOMO (Lv et al. 2023) and from torch's
+Gradients of all parameters never exist at once, and with CPU offload the host steps one unit while the device goes on
+with the next units. Fused steps within backward are known from LOMO (Lv et al. 2023) and from torch's
 `register_post_accumulate_grad_hook`; here whole units are stepped, in few calls.
 """
 
@@ -24,7 +24,7 @@ from sherd.optim import FlatStep, params_replaced
 
 
 class StepsInBackward:
-    """The steps that `step_in_backward` has arranged. `remove()` ends them."""
+    """The steps of `step_in_backward`. `remove()` ends them."""
 
     def __init__(self, units: Sequence[Unit], optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -39,16 +39,16 @@ class StepsInBackward:
             unit.change(when_reduced=None)
 
     def _step(self, ref: weakref.ref[Unit]) -> None:
-        """Step what has gradients in the unit, and drop these."""
+        """Step the parameters of the unit that have gradients, and drop the gradients."""
         unit = ref()
         runtime = None if unit is None else Runtime.over(unit)
         if unit is None or runtime is None or not runtime.is_in_last_backward:
             return
-        # Values that backward has not read yet would be gathered anew, from what was stepped.
+        # Backward would gather values that it has not read yet anew, from the stepped shards.
         if not all(weights.is_unread for weights in unit.weights):
             return
-        given = {id(parameter) for parameter in unit.shards.optimizer_params if parameter.grad is not None}
-        if not given:
+        with_gradient = {id(parameter) for parameter in unit.shards.optimizer_params if parameter.grad is not None}
+        if not with_gradient:
             return
         if self._stepped.get(unit) == runtime.num_backwards:
             raise StateError(
@@ -56,8 +56,10 @@ class StepsInBackward:
                 "it already; use non-reentrant activation checkpointing, or leave the steps to optimizer.step()"
             )
         self._stepped[unit] = runtime.num_backwards
-        chosen = [[each for each in group["params"] if id(each) in given] for group in self._optimizer.param_groups]
-        with params_replaced(self._optimizer, chosen):
+        groups = self._optimizer.param_groups
+        with params_replaced(
+            self._optimizer, [[each for each in group["params"] if id(each) in with_gradient] for group in groups]
+        ):
             self._optimizer.step()
             self._optimizer.zero_grad()
 
@@ -72,18 +74,18 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepsInBackward:
             optimizer.step()                   # steps what is left: parameters outside of units
             optimizer.zero_grad()
 
-    The training loop stays as it is, with its schedulers and checkpoints, and so do its results. Of several backwards
-    before a step the last one steps, if the others were announced, by `sherd.accumulate`, `no_sync` or
-    `set_is_last_backward(False)`. A unit that backward may read once more, through `weight.detach()` or a tensor
-    subclass with its own all-gather, is left to `optimizer.step()`.
+    The training loop, its schedulers, checkpoints and results stay the same. Of several backwards before a step, the
+    last one steps, if `sherd.accumulate`, `no_sync` or `set_is_last_backward(False)` announces the others. A unit that
+    backward may read again, through `weight.detach()` or a tensor subclass with its own all-gather, is left to
+    `optimizer.step()`.
 
-    What looks at all gradients between backward and step finds none, and must be left out: clipping by the norm of all,
-    a gradient scaler, and optimizers that join all parameters (LBFGS, D-Adaptation).
+    Between backward and step there are no gradients, so leave out whatever needs all of them: clipping by the norm of
+    all gradients, a gradient scaler, and optimizers that join all parameters (LBFGS, D-Adaptation).
 
     Args:
         model: a module on which `fully_shard` was called, or that holds such modules, or a wrapper.
-        optimizer: one of torch, or of your own, that treats each parameter by itself; its hooks on steps are called for
-            each unit.
+        optimizer: an optimizer of torch, or of your own, that treats each parameter by itself; its hooks on steps are
+            called for each unit.
 
     Returns:
         An object whose `remove()` ends this.
@@ -91,8 +93,8 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepsInBackward:
     Raises:
         ModuleError: nothing below `model` is sharded.
         OptimizerError: the optimizer joins all parameters, or was given to `flatten_optimizer`.
-        PolicyTypeError: it is not an optimizer of torch.
-        StateError: in backward, where the gradients of a unit come twice (reentrant checkpointing of two calls).
+        PolicyTypeError: `optimizer` is no optimizer of torch.
+        StateError: in backward, if the gradients of a unit come twice (reentrant checkpointing of two calls).
     """
     if not isinstance(optimizer, Optimizer):
         raise PolicyTypeError(f"step_in_backward expects a torch.optim.Optimizer, got a {type(optimizer).__name__}")

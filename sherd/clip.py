@@ -1,14 +1,14 @@
-"""Gradient clipping by the norm of all gradients, wherever their pieces lie.
+"""Gradient clipping by the norm of all gradients, under any placements.
 
-Each rank reduces what it holds to one number per set of process groups that shard it. Each process group then has one
-all-reduce, even for ranks that hold no gradient:
+Each rank reduces its pieces of gradients to one number per set of process groups that shard them. Each process group
+then has one all-reduce, even for ranks that hold no gradient:
 
-    gradient            lies as                    is joined over
+    gradient            placements                 is joined over
     w   (6, 4)          Shard(0) on dp             dp
     u   (6, 4)          Shard(0), Shard(1)         dp, then tp
     n   (4,)            Replicate(), Shard(0)      tp
-    b   (4,)            plain, or replicated       nothing: every rank has it, it counts once
-    flat, over tp       RaggedShard, VectorShard   dp, then tp; what tp ranks have copies of counts at the first
+    b   (4,)            plain, or replicated       nothing: every rank has the gradient, which counts once
+    flat, over tp       RaggedShard, VectorShard   dp, then tp; copies on several tp ranks count on the first
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ def clip_grad_norm_(
     """Scale gradients in place so that the norm of all their elements, over all ranks, is at most `max_norm`.
 
     As `torch.nn.utils.clip_grad_norm_` (Pascanu et al., 2013), for any mixture of parameters: DTensors of torch and
-    ragged ones, over several meshes of any number of axes, and plain tensors. What is replicated counts once, and so do
-    plain tensors, which must have the same gradient on all ranks. A collective: each process group that shards a
+    ragged DTensors, over several meshes of any number of axes, and plain tensors. Replicated tensors count once, and so
+    do plain tensors, which must have the same gradient on all ranks. A collective: each process group that shards a
     parameter has one all-reduce.
 
     All ranks of a mesh give the same parameters. The parameters alone say which ranks take part, so that gradients may
     be missing on some ranks (they count as zeros there) and pieces may be empty. Only a gradient that is sharded over
-    an axis on which its parameter is not must be there on all ranks.
+    an axis on which its parameter is replicated must exist on all ranks.
 
     Args:
-        parameters: one tensor or many. One that is given twice counts once.
-        max_norm: the largest norm that is left as it is.
-        norm_type: the order p of the norm: any p > 0, inf for the largest magnitude, or 0 for the number of elements
-            that are not zero (torch gives the number of *tensors* that are not zero).
+        parameters: one tensor or many. A tensor that is given twice counts once.
+        max_norm: the largest norm that stays as it is.
+        norm_type: the order p of the norm: any p > 0, inf for the largest magnitude, or 0 for the number of nonzero
+            elements (torch gives the number of nonzero *tensors*).
         error_if_nonfinite: raise on all ranks, before any gradient is changed, if the norm is inf or nan.
-        foreach: False goes through the gradients one by one.
+        foreach: False scales the gradients one by one.
         extra_groups: process groups whose ranks hold gradients of other parameters, such as pipeline stages; the norm
-            is that of all.
+            is over the gradients of all these ranks.
 
     Returns:
         The norm before clipping, the same on all ranks: a plain tensor without dimensions on the first parameter's
@@ -75,11 +75,19 @@ def clip_grad_norm_(
         MeshError: a parameter lies on a mesh that this rank is not in, or whose process group was destroyed.
         PolicyError: `norm_type` is negative or nan.
     """
-    given = _listed(parameters)
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    each_once = list({id(parameter): parameter for parameter in parameters}.values())
+    if not each_once and isinstance(parameters, types.GeneratorType):
+        warnings.warn(
+            "clip_grad_norm_ was given a generator without parameters (used up before?), so nothing is clipped; pass "
+            "a list, or model.parameters() anew for each call",
+            stacklevel=3,
+        )
     power, fused = float(norm_type), foreach is not False
     if not power >= 0:
         raise PolicyError(f"clip_grad_norm_(norm_type={norm_type}): expected a number of 0 or more, or inf")
-    gradients = _Gradients(given)
+    gradients = _Gradients(each_once)
     norm = _total_norm(gradients, power, fused, extra_groups)
     norm = norm.to(device=gradients.device, dtype=torch.float64 if gradients.is_wide else torch.float32)
     if error_if_nonfinite and not torch.isfinite(norm):
@@ -91,20 +99,7 @@ def clip_grad_norm_(
     return norm
 
 
-def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    if isinstance(parameters, Tensor):
-        return [parameters]
-    listed = list({id(parameter): parameter for parameter in parameters}.values())
-    if not listed and isinstance(parameters, types.GeneratorType):
-        warnings.warn(
-            "clip_grad_norm_ was given a generator without parameters (used up before?), so nothing is clipped; pass "
-            "a list, or model.parameters() anew for each call",
-            stacklevel=4,
-        )
-    return listed
-
-
-# Where the gradients lie
+# The gradients
 
 
 class _Gradients:
@@ -113,10 +108,10 @@ class _Gradients:
     device: the first parameter's device.
     is_wide: a parameter has 64 bits. The parameters decide, since a gradient may be missing on one rank only.
     devices: the device of each process group's collectives, in the order in which all ranks call them.
-    counted: the pieces that the norm counts here, by the process groups over which it is yet to be joined.
-    scaled: the pieces that are to be scaled, also those that the norm counts on another rank.
+    counted: the pieces that the norm counts on this rank, by the process groups that join the norm.
+    scaled: the pieces that are to be scaled, including pieces that the norm counts on another rank.
 
-    Both are lists of pieces of one dtype and device, none of them empty.
+    `counted` and `scaled` have lists of nonempty pieces, each list of one dtype and device.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -126,20 +121,20 @@ class _Gradients:
         self.counted: dict[Groups, list[list[Tensor]]] = {}
         self.scaled: list[list[Tensor]] = []
         self._known: dict[tuple[Hashable, Layout | None], tuple[Groups, list[Tensor]]] = {}
-        # First all parameters, then the gradients, so that the order of the groups does not depend on what is missing
-        # here. Most tensors that lie alike have the very same spec.
+        # First all parameters, then the gradients, so that the order of the groups does not depend on the gradients
+        # that are missing on this rank. By id, since most tensors with one layout share the spec object.
         lists: dict[int, list[Tensor]] = {}
         for index, parameter in enumerate(parameters):
-            kind = _kind(parameter)
-            if id(kind) not in lists:
-                lists[id(kind)] = self._list_of(kind, parameter, index, "it")
+            layout_key = _spec_or_dtype(parameter)
+            if id(layout_key) not in lists:
+                lists[id(layout_key)] = self._list_of(layout_key, parameter, index, "it")
                 self.is_wide |= parameter.dtype in (torch.float64, torch.complex128)
         for index, (grad, parameter) in enumerate(zip(gradients_of(parameters), parameters, strict=True)):
             if grad is not None:
-                kind = _kind(grad)
-                if id(kind) not in lists:
-                    lists[id(kind)] = self._list_of(kind, parameter, index, "its gradient")
-                lists[id(kind)].append(held_of(grad, parameter))
+                layout_key = _spec_or_dtype(grad)
+                if id(layout_key) not in lists:
+                    lists[id(layout_key)] = self._list_of(layout_key, parameter, index, "its gradient")
+                lists[id(layout_key)].append(held_of(grad, parameter))
         for (_, layout), (groups, pieces) in self._known.items():
             sorted_pieces = alike(pieces)
             self.scaled += sorted_pieces
@@ -147,10 +142,12 @@ class _Gradients:
                 sorted_pieces = alike(part for piece in pieces for part in counted_here(piece, layout))
             self.counted.setdefault(groups, []).extend(sorted_pieces)
 
-    def _list_of(self, kind: DTensorSpec | torch.dtype, parameter: Tensor, index: int, what: str) -> list[Tensor]:
-        """Returns the list of this rank's pieces of what lies as `what`, the parameter or its gradient, and takes part
-        in the collectives of the process groups that shard it."""
-        spec = None if isinstance(kind, torch.dtype) else kind
+    def _list_of(self, layout_key: DTensorSpec | torch.dtype, parameter: Tensor, index: int, what: str) -> list[Tensor]:
+        """Returns the list for pieces with the layout of `layout_key`, and notes the groups that shard the pieces.
+
+        `what` is, for errors, "it" for the parameter, or "its gradient".
+        """
+        spec = None if isinstance(layout_key, torch.dtype) else layout_key
         types = () if spec is None else (id(spec.mesh), *map(type, spec.placements))
         key = types, layout_of(spec) if spec is not None and VectorShard in types else None
         if key not in self._known:
@@ -164,14 +161,12 @@ class _Gradients:
         return self._known[key][-1]
 
 
-def _kind(tensor: Tensor) -> DTensorSpec | torch.dtype:
-    """Returns the spec of a DTensor, the dtype of a plain tensor."""
+def _spec_or_dtype(tensor: Tensor) -> DTensorSpec | torch.dtype:
     return spec_of(tensor) if isinstance(tensor, DTensor) else tensor.dtype
 
 
 def _require_known(spec: DTensorSpec, what: str, parameter: Tensor, index: int) -> None:
-    """Check that this rank can know the norm of its piece: `what`, the parameter or its gradient, is not Partial, and
-    this rank is in the mesh."""
+    """Raise if this rank cannot know the norm of its piece: the spec is Partial, or this rank is not in the mesh."""
     record = ShardedParameter.of(parameter)
     name = f"parameter {index}, of shape {tuple(parameter.shape)}" if record is None else record.name
     if any(placement.is_partial() for placement in spec.placements):
@@ -191,38 +186,37 @@ def _require_known(spec: DTensorSpec, what: str, parameter: Tensor, index: int) 
 
 
 def _total_norm(gradients: _Gradients, power: float, fused: bool, extra_groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """Returns the norm of all elements on all ranks, without dimensions."""
-    row, what = norm_of_order(power), "the norm of the gradients"
+    """Returns the norm of all elements on all ranks, 0-D."""
+    row, purpose = norm_of_order(power), "the norm of the gradients"
     home = next(iter(gradients.devices.values()), gradients.device)
     parts = {groups: _part(lists, row, power, fused, home) for groups, lists in gradients.counted.items()}
     for group, device in gradients.devices.items():
         sharded = [groups for groups in parts if group in groups]
         joint = torch.stack([parts[groups] for groups in sharded]).to(device)
-        row.join(joint, [group], what)
+        row.join(joint, [group], purpose)
         parts.update(zip(sharded, joint.to(home).unbind(), strict=True))
     every = list(parts.values()) or [_part([], row, power, fused, home)]
     total = row.fold(torch.stack(every, -1), -1)
     # The ranks of these groups may have other parameters, cut in other ways, so only the total is joined.
-    return row.finish(row.join(total, extra_groups, what))
+    return row.finish(row.join(total, extra_groups, purpose))
 
 
 def _part(lists: Sequence[list[Tensor]], row: Reduction, power: float, fused: bool, home: torch.device) -> Tensor:
-    """Returns what this rank sends for its pieces."""
+    """Returns the number that this rank sends for its pieces."""
     dtype = wide(torch.float32, home)
     norms = [torch.stack(local_norms(each, power, fused)).to(device=home, dtype=dtype) for each in lists]
     return row.fold(row.send(torch.cat(norms or [row.nothing(dtype, home).reshape(1)])), -1)
 
 
 def _scale(lists: Sequence[list[Tensor]], factor: Tensor, fused: bool) -> None:
-    """Multiply all pieces in place. A factor of 1 is multiplied by too, since to look at it would wait for the
-    device."""
+    """Multiply all pieces in place, also by a factor of 1: reading the factor would wait for the device."""
     for pieces in lists:
-        # The factor has the gradients' own type, for which there are fused kernels. Rounded to a half it would be up to
-        # 0.4 % off, in one direction for all elements, so halves are multiplied by the wider factor.
-        kind = pieces[0].dtype.to_real()
-        here = factor.to(device=pieces[0].device, dtype=kind if kind.itemsize >= 4 else None)
+        # A factor of the gradients' own dtype has fused kernels. A half-precision factor would be rounded by up to
+        # 0.4 %, in one direction for all elements, so half-precision gradients are multiplied by the wider factor.
+        dtype = pieces[0].dtype.to_real()
+        local_factor = factor.to(device=pieces[0].device, dtype=dtype if dtype.itemsize >= 4 else None)
         if fused:
-            torch._foreach_mul_(pieces, here)
+            torch._foreach_mul_(pieces, local_factor)
         else:
             for piece in pieces:
-                piece.mul_(here)
+                piece.mul_(local_factor)

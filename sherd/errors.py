@@ -2,31 +2,32 @@
 
     SherdError
     ├── ModuleError     ValueError    a module that cannot become a unit: no forward, sharded twice, copied
-    ├── UnsupportedError  NotImplementedError  a combination that means something but is not offered
-    ├── MeshError       ValueError    a mesh, or an axis of it, that does not fit what was asked
-    ├── PlacementError  ValueError    a parameter that cannot be cut as asked
-    │   └── WriteBackError  RuntimeError  a parameter's new value is of another shape than the parameter
+    ├── UnsupportedError  NotImplementedError  a combination that sherd does not offer
+    ├── MeshError       ValueError    a mesh, or an axis of it, that does not fit the request
+    ├── PlacementError  ValueError    a parameter that cannot be cut as requested
+    │   └── WriteBackError  RuntimeError  a new value with another shape than the parameter
     ├── OwnershipError  ValueError    a parameter that two units would own, or none
-    │   └── UnmanagedParameterError   one that was added after sharding, and that every rank would train for itself
-    ├── PolicyError     ValueError    a choice that means nothing, or that excludes another one
+    │   └── UnmanagedParameterError   a parameter that was added after sharding, and that every rank would train alone
+    ├── PolicyError     ValueError    a choice that means nothing, or that excludes another choice
     │   └── PolicyTypeError  TypeError    a choice of the wrong type
-    ├── StateError      RuntimeError  a call at a moment when it cannot be served
-    │   ├── ShardedAccessError        unsharded parameters were needed where only shards were at hand
-    │   └── WrapperStateError  AssertionError, ValueError    such a call of a wrapper's method, as in FSDP1
-    ├── OptimizerError  RuntimeError  an optimizer that holds parameters which are no longer the model's
+    ├── StateError      RuntimeError  a call at the wrong moment
+    │   ├── ShardedAccessError        an operation on unsharded parameters that found shards
+    │   └── WrapperStateError  AssertionError, ValueError    a call of a wrapper's method at the wrong moment
+    ├── OptimizerError  RuntimeError  an optimizer with parameters that are no longer the model's
     │   └── OptimStateError  AssertionError, ValueError    optimizer state that does not fit the model
     ├── GradientError   RuntimeError  a gradient that cannot be reduced
     ├── CheckpointError RuntimeError  a checkpoint that cannot be written or read
-    │   └── NoCheckpointError FileNotFoundError  a folder without a whole checkpoint
-    ├── ClusterError    ValueError    a cluster file that cannot be read, or that holds something wrong
-    ├── InputError      ValueError    what a user gave to the `sherd` command or to `plan` cannot be used
+    │   ├── NoCheckpointError FileNotFoundError  a folder without a complete checkpoint
+    │   └── StorageError              storage that fails, so that nobody knows which checkpoints are complete
+    ├── ClusterError    ValueError    a cluster file that cannot be read, or with a wrong entry
+    ├── InputError      ValueError    an unusable argument of the `sherd` command or of `plan`
     ├── MemoryLimitError MemoryError  tensors take more bytes than the user allows
-    ├── EquivalenceError AssertionError  a sharded training that differs from the plain one
+    ├── EquivalenceError AssertionError  a sharded training that differs from the plain training
     └── CommError       RuntimeError  a collective that cannot be finished: a rank has died, or ranks differ
         └── RanksDifferError          ranks have changed a model in different ways
 
-Every message names what was found, where (parameter, module, rank), and what to do. Errors that torch's FSDP raises
-as ValueError, TypeError or RuntimeError are also that here, so `except` clauses keep working after a port.
+Every message says what is wrong, where (parameter, module, rank), and what to do. Errors that torch's FSDP raises
+as ValueError, TypeError or RuntimeError have the same base here, so that `except` clauses keep working after a port.
 """
 
 import os
@@ -62,7 +63,7 @@ __all__ = [
 
 
 class SherdError(Exception):
-    """The base of all errors of sherd. The text begins with the rank if RANK is set, as torchrun does."""
+    """The base of all errors of sherd. The text begins with the rank if the variable RANK is set, as by torchrun."""
 
     _names_rank: ClassVar[bool] = True
     """False for an error that one rank reports for all ranks."""
@@ -77,15 +78,15 @@ class ModuleError(SherdError, ValueError):
 
 
 class MeshError(SherdError, ValueError):
-    """A device mesh, or an axis of it, that does not fit what was asked."""
+    """A device mesh, or an axis of it, that does not fit the request."""
 
 
 class PlacementError(SherdError, ValueError):
-    """A parameter that cannot be cut as asked."""
+    """A parameter that cannot be cut as requested."""
 
 
 class WriteBackError(PlacementError, RuntimeError):
-    """A new value of a parameter that has another shape: a RuntimeError in FSDP1."""
+    """A new value with another shape than the parameter: a RuntimeError in FSDP1."""
 
 
 class OwnershipError(SherdError, ValueError):
@@ -97,7 +98,7 @@ class UnmanagedParameterError(OwnershipError):
 
 
 class PolicyError(SherdError, ValueError):
-    """A choice that means nothing, or that excludes another one."""
+    """A choice that means nothing, or that excludes another choice."""
 
 
 class PolicyTypeError(PolicyError, TypeError):
@@ -105,29 +106,27 @@ class PolicyTypeError(PolicyError, TypeError):
 
 
 class StateError(SherdError, RuntimeError):
-    """A call at a moment when it cannot be served."""
+    """A call at the wrong moment."""
 
 
 class ShardedAccessError(StateError):
-    """Unsharded parameters were needed where only shards were at hand."""
+    """An operation on unsharded parameters that found shards."""
 
 
 class WrapperStateError(StateError, ValueError, AssertionError):
-    """A method of the wrapper at a moment when it cannot be served: a ValueError or AssertionError in FSDP1, so it is
-    both here."""
+    """A call of a wrapper's method at the wrong moment. FSDP1 raises a ValueError or AssertionError; this is both."""
 
 
 class UnsupportedError(SherdError, NotImplementedError):
-    """A combination of choices that is not offered."""
+    """A combination of choices that sherd does not offer."""
 
 
 class OptimizerError(SherdError, RuntimeError):
-    """An optimizer that holds parameters which are no longer the model's."""
+    """An optimizer with parameters that are no longer the model's."""
 
 
 class OptimStateError(OptimizerError, ValueError, AssertionError):
-    """Optimizer state that does not fit the model or the optimizer it is for. A ValueError or AssertionError in FSDP1,
-    so it is both here."""
+    """Optimizer state that does not fit the model or optimizer. FSDP1 raises a ValueError or AssertionError."""
 
 
 class GradientError(SherdError, RuntimeError):
@@ -135,29 +134,33 @@ class GradientError(SherdError, RuntimeError):
 
 
 class CheckpointError(SherdError, RuntimeError):
-    """A checkpoint that cannot be written or read: a file is missing, damaged, or not what it says it is."""
+    """A checkpoint that cannot be written or read: a file is missing, damaged, or of another content than expected."""
 
     _names_rank = False
 
 
 class NoCheckpointError(CheckpointError, FileNotFoundError):
-    """A folder without a whole checkpoint, so that a run begins anew."""
+    """A folder without a complete checkpoint, so that a run begins anew."""
 
 
 class StorageError(CheckpointError):
-    """The storage gives errors, so that nobody can tell whether a checkpoint is there and whole. An older one is not
-    taken in its place, and a run does not begin anew. Try again once the storage answers."""
+    """Storage that fails, so that nobody knows which checkpoints are complete.
+
+    No older checkpoint is loaded instead, and a run does not begin anew. Try again once the storage answers.
+    """
 
 
 class ClusterError(SherdError, ValueError):
-    """A cluster file that cannot be read, or that holds something wrong. The message is one line."""
+    """A cluster file that cannot be read, or with a wrong entry. The message is one line."""
 
     _names_rank = False
 
 
 class InputError(SherdError, ValueError):
-    """Something that a user gave to the `sherd` command or to `plan`, and that cannot be used. The message is one line:
-    the command prints it and exits with 2."""
+    """An unusable argument of the `sherd` command or of `plan`.
+
+    The message is one line: the command prints the line and exits with 2.
+    """
 
     _names_rank = False
 
@@ -167,7 +170,7 @@ class MemoryLimitError(SherdError, MemoryError):
 
 
 class EquivalenceError(SherdError, AssertionError):
-    """A sharded training that differs from the plain one: `verify_equivalence(...).require()`."""
+    """A sharded training that differs from the plain training: `verify_equivalence(...).require()`."""
 
     _names_rank = False
 
@@ -177,17 +180,16 @@ class CommError(SherdError, RuntimeError):
 
 
 class RanksDifferError(CommError):
-    """Ranks have changed a model in different ways. All of them raise it, with one text."""
+    """Ranks have changed a model in different ways. All ranks raise the error, with one text."""
 
     _names_rank: ClassVar[bool] = False
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the first line of an error's text, and the next ones as long as a line ends with a colon; of an error
-    without text its name."""
-    said = ""
+    """Returns the first line of an error's text, with the next line after a colon; the class's name without a text."""
+    reason = ""
     for line in str(error).split("\n"):
-        said = f"{said} {line.strip()}".strip()
-        if said and not said.endswith(":"):
+        reason = f"{reason} {line.strip()}".strip()
+        if reason and not reason.endswith(":"):
             break
-    return said or type(error).__name__
+    return reason or type(error).__name__

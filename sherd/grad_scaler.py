@@ -15,23 +15,22 @@ from sherd.tensor.reduction_table import ANY, alike, held_of
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` (Micikevicius et al., 2018) for gradients that are spread over ranks: all ranks step, or
-    all skip the step.
+    """`torch.amp.GradScaler` (Micikevicius et al., 2018) for sharded gradients: all ranks step, or all skip the step.
 
-    Gradients may be ragged DTensors, torch's own and plain tensors side by side, in float16 too, on the CPU while the
-    loss is on an accelerator, or missing on some ranks. Each `unscale_` (or `step` without it) is one small all-reduce
-    over `process_group`; and, if that leaves ranks out, one over each axis of the meshes that the optimizer's
-    parameters lie on. So every rank of those calls it, with or without gradients.
+    Gradients may be ragged DTensors, torch's DTensors and plain tensors side by side, in float16 too, on the CPU while
+    the loss is on an accelerator, or missing on some ranks. Each `unscale_` (or `step` without `unscale_`) is one small
+    all-reduce over `process_group`; and, if that group leaves ranks out, one over each axis of the meshes of the
+    optimizer's parameters. So every rank of these groups calls it, with or without gradients.
 
     Args:
-        device: type of the device that losses are on: any, such as "cpu" or "xpu". The default is torch's; without CUDA
-            it disables the scaler, with a warning.
+        device: type of the device of the losses, such as "cpu" or "xpu". The default is torch's; without CUDA, it
+            disables the scaler with a warning.
         init_scale: the first scale.
-        backoff_factor: what the scale is multiplied by when a gradient was inf or nan; below 1.
-        growth_factor: what the scale is multiplied by after `growth_interval` steps without inf and nan; above 1.
+        backoff_factor: the factor of the scale after a step with an inf or nan; below 1.
+        growth_factor: the factor of the scale after `growth_interval` steps without inf and nan; above 1.
         growth_interval: the number of these steps.
         enabled: False makes `scale`, `unscale_` and `update` do nothing, and `step` the optimizer's own.
-        process_group: the ranks that step together; None for all.
+        process_group: the ranks that step together; None for all ranks.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        # By name: torch's own sharded scaler takes the two factors in this order, and GradScaler in the other one.
+        # By name: torch's own sharded scaler takes the two factors in this order, and GradScaler in the other order.
         super().__init__(
             device,
             init_scale=init_scale,
@@ -56,13 +55,13 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self.process_group = process_group
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply a tensor, or each in an iterable of them, by the scale.
+        """Multiply a tensor, or each tensor of an iterable, by the scale.
 
         Returns:
             The scaled tensors, in the structure and the dtypes of `outputs`.
 
         Raises:
-            PolicyTypeError: `outputs` has something that is no tensor.
+            PolicyTypeError: `outputs` has an element that is no tensor.
         """
         if not self.is_enabled():
             return outputs
@@ -84,20 +83,20 @@ class ShardedGradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale this rank's pieces. Returns the flags of all ranks, one per device.
 
-        `unscale_` calls it, and `step` for optimizers that unscale by themselves: with an `inv_scale` of 1, for the
-        flags. GradScaler has no public place to say this (2.11 to 2.13), and torch's own sharded scaler uses the same:
-        test_torch_asks_for_the_flags_in_one_place.
+        `unscale_` calls the method. So does `step`, with an `inv_scale` of 1, for optimizers that unscale by
+        themselves. GradScaler (2.11 to 2.13) has no public method for the flags, and torch's own sharded scaler
+        overrides this method too: test_torch_asks_for_the_flags_in_one_place.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        held = [
+        pieces_of_all = [
             held_of(grad, parameter)
             for grad, parameter in zip(gradients_of(parameters), parameters, strict=True)
             if grad is not None
         ]
         flags: dict[torch.device, torch.Tensor] = {}
-        for pieces in alike(held):
+        for pieces in alike(pieces_of_all):
             device = pieces[0].device
-            # Brought there in a copy that the host waits for, also in host memory (CPU offload).
+            # A blocking copy: with CPU offload, the host reads the flag next.
             flag = flags.setdefault(device, found_inf.to(device))
             torch._amp_foreach_non_finite_check_and_unscale_(pieces, flag, inv_scale.to(device))
         flags = flags or {found_inf.device: found_inf}
@@ -116,8 +115,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if not dist.is_initialized():
             return
         # Of all parameters, with or without a gradient, so that all ranks agree over the same groups.
-        found = {id(mesh): mesh for each in parameters if isinstance(each, DTensor) for mesh in [spec_of(each).mesh]}
-        meshes = [mesh for mesh in found.values() if mesh.get_coordinate() is not None]
+        specs = [spec_of(parameter) for parameter in parameters if isinstance(parameter, DTensor)]
+        each_once = {id(spec.mesh): spec.mesh for spec in specs}
+        meshes = [mesh for mesh in each_once.values() if mesh.get_coordinate() is not None]
         yield self.process_group, device_of(meshes[0]) if meshes else home
         if dist.get_world_size(self.process_group) < dist.get_world_size():
             axes = [(mesh, axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]

@@ -1,14 +1,14 @@
 """`flatten_optimizer`: an optimizer that steps a few long vectors, views of the shard buffers, instead of many shards.
 
 An element-wise optimizer (Adam, SGD with momentum, ...) does the same to every element. So it may step a span of a
-shard buffer in one call instead of the shards in it, one by one.
+shard buffer in one call, instead of the span's shards one by one.
 
-    shard buffer     | w1 | w2 | w3 | . | b1 | b2 | n |      the seven shards that the optimizer was built from
-    what is stepped  |    span 0    |   |    span 1   |      two parameter groups (with weight decay, without)
+    shard buffer     | w1 | w2 | w3 | . | b1 | b2 | n |      the shards that the optimizer was built from
+    stepped spans    |    span 0    |   |    span 1   |      two parameter groups (with weight decay, without)
 
-The optimizer keeps its class, its parameter groups and its per-parameter state, as views of the spans' states, so that
-schedulers, `GradScaler`, `state_dict` and checkpoints see what they always saw. It sees spans instead of shards only
-while it computes a step.
+The optimizer keeps its class, its parameter groups and its per-parameter state, as views of the spans' states, for
+schedulers, `GradScaler`, `state_dict` and checkpoints. The optimizer has spans as parameters only while it computes a
+step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sherd._torch import gradients_of, hooked_step, local_gradients, local_tenso
 from sherd.engine import Group, ShardedParameter, Unit
 from sherd.errors import OptimizerError, PolicyTypeError
 from sherd.layout.extent import Extent
-from sherd.tensor.local_step import ELEMENTWISE, are_same
+from sherd.tensor.optimizers import ELEMENTWISE, are_same
 from sherd.tensor.placement import in_dtype
 from sherd.tensor.ragged import as_dtensor, local_part, own_view
 from sherd.tensor.span import Span
@@ -41,7 +41,7 @@ from sherd.tensor.state_kind import State, StateKind, copy_of, kind_of
 if TYPE_CHECKING:
     _Optimizer = Optimizer
 else:
-    _Optimizer = object  # the class of the user's own optimizer, which follows, brings Optimizer along
+    _Optimizer = object  # the user's own class, which follows among the bases, is an Optimizer
 
 Key = TypeVar("Key")
 
@@ -63,61 +63,57 @@ def flatten_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> Opt
     Here the optimizer's parameters stay the shards.
 
     Call it once, before a scheduler is built around the optimizer. The optimizer may have stepped before, or have
-    loaded a state. Parameters that are not sharded are stepped as before. In a step where some gradients are missing,
-    the spans are split, so that only shards with a gradient are stepped. State may be loaded, cleared, and written in
-    place; an entry that is replaced by hand (`optimizer.state[p]["exp_avg"] = ...`) is ignored. A copy of the
-    optimizer, or one from a pickle, has the original class and steps tensor by tensor.
+    loaded a state. Parameters that are not sharded are stepped as before. In a step without some of the gradients, the
+    spans are split, so that only shards with a gradient are stepped. State may be loaded, cleared, and written in
+    place; an entry that is replaced by hand (`optimizer.state[p]["exp_avg"] = ...`) has no effect. A copy or a pickle
+    of the optimizer has the original class and steps tensor by tensor.
 
     Args:
         optimizer: of a class that treats every element alike: torch's Adam, AdamW, SGD, Adagrad, RMSprop and others.
-        elementwise: confirms that your own class treats every element alike. Its step may depend on a parameter's
+        elementwise: confirms that your own class treats every element alike. The step may depend on a parameter's
             elements, gradient and state, one by one, but not on the parameter's shape.
 
     Returns:
-        `optimizer`, changed in place: its class becomes a subclass of its class.
+        `optimizer`, changed in place: its class becomes a subclass of the original class.
 
     Raises:
-        OptimizerError: it is not element-wise (Adafactor, Muon), not known to be, flattened already, differentiable, or
-            its `step` was replaced by a scheduler.
-        PolicyTypeError: it is not an optimizer of torch.
+        OptimizerError: `optimizer` is not element-wise (Adafactor, Muon), not known to be, flattened already,
+            differentiable, or its `step` was replaced by a scheduler.
+        PolicyTypeError: `optimizer` is no optimizer of torch.
     """
     if not isinstance(optimizer, Optimizer):
         raise PolicyTypeError(f"flatten_optimizer expects a torch.optim.Optimizer, got a {type(optimizer).__name__}")
-    kind = type(optimizer)
-    _require_flat_form(optimizer, kind, elementwise)
-    optimizer.__class__ = _flat_class(kind)  # type: ignore[arg-type]  # classes are hashable
-    return optimizer
-
-
-def _require_flat_form(optimizer: Optimizer, kind: type[Optimizer], elementwise: bool) -> None:
+    cls, name = type(optimizer), type(optimizer).__name__
     if isinstance(optimizer, FlatStep):
-        raise OptimizerError(f"this {kind.__name__} is flattened already; call flatten_optimizer once")
+        raise OptimizerError(f"this {name} is flattened already; call flatten_optimizer once")
     if isinstance(optimizer, NOT_ELEMENTWISE):
         raise OptimizerError(
-            f"{kind.__name__} looks at whole tensors, rows or indices, and would compute something else on a flat "
+            f"{name} looks at whole tensors, rows or indices, and would compute something else on a flat "
             "buffer; leave it as it is (under placement=Owned() each tensor has one owner)"
         )
-    if not (elementwise or _is_known(kind)):
+    if not (elementwise or _is_known(cls)):
         raise OptimizerError(
-            f"{kind.__name__} is not known to treat every element alike, and might compute something else on a flat "
+            f"{name} is not known to treat every element alike, and might compute something else on a flat "
             "buffer; leave it as it is, or pass elementwise=True for a class of your own that does"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise OptimizerError(
-            f"{kind.__name__}(differentiable=True) is to be differentiated through, which a flat buffer does not "
+            f"{name}(differentiable=True) is to be differentiated through, which a flat buffer does not "
             "allow; build it with differentiable=False, or leave it as it is"
         )
     if "step" in vars(optimizer):
         raise OptimizerError(
-            f"{kind.__name__}.step was replaced on this object (by a learning-rate scheduler?); call flatten_optimizer "
+            f"{name}.step was replaced on this object (by a learning-rate scheduler?); call flatten_optimizer "
             "before building the scheduler"
         )
+    optimizer.__class__ = _flat_class(cls)  # type: ignore[arg-type]  # classes are hashable
+    return optimizer
 
 
-def _is_known(kind: type[Optimizer]) -> bool:
-    """Returns whether `kind` is one of `ELEMENTWISE`, or a subclass of one without a `step` of its own."""
+def _is_known(cls: type[Optimizer]) -> bool:
+    """Returns whether `cls` is one of `ELEMENTWISE`, or a subclass of one without a `step` of its own."""
     return any(
-        issubclass(kind, known) and inspect.unwrap(kind.step) is inspect.unwrap(known.step) for known in ELEMENTWISE
+        issubclass(cls, known) and inspect.unwrap(cls.step) is inspect.unwrap(known.step) for known in ELEMENTWISE
     )
 
 
@@ -131,8 +127,8 @@ class FlatStep(_Optimizer):
         return _Stepper(self._sherd_kind)
 
     def state_dict(self) -> dict[str, object]:
-        """Returns the optimizer's own, where each shard has a copy of the count of steps that a span's shards share."""
-        state_dict = super().state_dict()
+        """Returns the optimizer's own state dict, where each shard has a count of steps of its own."""
+        state_dict = super().state_dict()  # the shards of a span share one count
         return {**state_dict, "state": _unshared(state_dict["state"])}
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -141,12 +137,12 @@ class FlatStep(_Optimizer):
 
 
 @functools.cache
-def _flat_class(kind: type[Optimizer]) -> type[Optimizer]:
-    return type(f"Flat{kind.__name__}", (FlatStep, kind), {"step": hooked_step(_step), "_sherd_kind": kind})
+def _flat_class(cls: type[Optimizer]) -> type[Optimizer]:
+    return type(f"Flat{cls.__name__}", (FlatStep, cls), {"step": hooked_step(_step), "_sherd_kind": cls})
 
 
 def _step(self: FlatStep, closure: Callable[[], object] | None = None) -> object:
-    """Step over the spans. As in torch, `closure` computes the loss again, which is returned."""
+    """Step the spans. As in torch, `closure` computes the loss again, and `_step` returns the loss."""
     loss = None
     if closure is not None:
         with torch.enable_grad():
@@ -156,11 +152,11 @@ def _step(self: FlatStep, closure: Callable[[], object] | None = None) -> object
 
 
 class _Stepper:
-    """The spans of one optimizer. The optimizer holds its stepper, so each method is given the optimizer."""
+    """The spans of one optimizer. Methods take the optimizer, which holds the stepper: no reference cycle."""
 
-    def __init__(self, kind: type[Optimizer]) -> None:
-        self._plain_step: Callable[[Optimizer], object] = kind.step.__wrapped__  # type: ignore[attr-defined]  # torch has hooked it
-        self._knows_forms = _is_known(kind)
+    def __init__(self, cls: type[Optimizer]) -> None:
+        self._plain_step: Callable[[Optimizer], object] = cls.step.__wrapped__  # type: ignore[attr-defined]  # torch has hooked it
+        self._knows_forms = _is_known(cls)
         self.spans: list[SteppedSpan] = []
         self._known_states: dict[int, ShardState] = {}
         self._idle: list[nn.Parameter] = []
@@ -170,7 +166,7 @@ class _Stepper:
         self._buffers: list[tuple[weakref.ref[Unit], list[Group]]] = []
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step everything that has a gradient."""
+        """Step all parameters that have a gradient."""
         if not (
             self._is_current(optimizer)
             and all(span.take_gradient() for span in self.spans)
@@ -180,15 +176,15 @@ class _Stepper:
         num_states = len(optimizer.state)
         self._step_with(optimizer, self._stepped)
         if any(self._alone):
-            # DTensors cannot be in one call with plain tensors.
+            # In a call of their own: an operation on a list cannot mix DTensors with plain tensors.
             self._step_with(optimizer, self._alone)
         if len(optimizer.state) != num_states:
             _put_in_order(optimizer)
 
     def _step_with(self, optimizer: Optimizer, stepped: list[list[nn.Parameter]]) -> None:
-        """Step as if the optimizer had been built from the parameters in `stepped`, and restore it afterwards."""
+        """Step with `stepped` as the parameters of the optimizer's groups, and restore the optimizer afterwards."""
         groups, state_of = optimizer.param_groups, optimizer.state
-        # Stepping a single tensor as a list takes longer than stepping it by itself.
+        # For a single tensor the list form of a step takes longer.
         singles = [
             group
             for group, parameters in zip(groups, stepped, strict=True)
@@ -209,22 +205,25 @@ class _Stepper:
                 span.flat.grad = None
 
     def _is_current(self, optimizer: Optimizer) -> bool:
-        """Returns whether parameters, shards and state are where they were when the spans were built."""
-        now, before = [group["params"] for group in optimizer.param_groups], self._groups
+        groups, before = [group["params"] for group in optimizer.param_groups], self._groups
         return (
             before is not None
-            and len(now) == len(before)
-            and all(map(are_same, now, before))
+            and len(groups) == len(before)
+            and all(map(are_same, groups, before))
             and all(_groups_of(unit()) == groups for unit, groups in self._buffers)
             and all(span.has_its_state(optimizer.state) for span in self.spans)
         )
 
     def _build(self, optimizer: Optimizer) -> None:
-        """Put neighbours of one parameter group that have gradients and the same count of steps into spans."""
+        """Build spans of neighbours in one parameter group that have gradients and the same count of steps."""
         state_of = optimizer.state
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        self._remember_states(state_of)
-        units = _units_of(parameter for group in self._groups for parameter in group)
+        # States of shards in present and earlier spans, without states that were loaded since.
+        states = [*self._known_states.values(), *(state for span in self.spans for state in span.shard_states())]
+        self._known_states = {id(known.shard): known for known in states if state_of.get(known.shard) is known.state}
+        records = [ShardedParameter.of(parameter) for group in self._groups for parameter in group]
+        owners = [record.owner for record in records if record is not None]
+        units = {owner.id: owner for owner in owners if isinstance(owner, Unit)}.values()
         self._buffers = [(weakref.ref(unit), _groups_of(unit)) for unit in units]
         group_index_of = {id(parameter): at for at, group in enumerate(self._groups) for parameter in group}
         self.spans = [
@@ -241,7 +240,7 @@ class _Stepper:
         self._idle = [shard for group in shards for shard in group if shard.grad is None]
         self._alone = [[shard for shard in group if shard.grad is not None] for group in shards]
         for shard in (shard for group in self._alone for shard in group if id(shard) in self._known_states):
-            # It was in a span, and must not share the span's count of steps any longer.
+            # The shard leaves a span, and with it the count of steps that the span's shards share.
             numbers = {key: copy_of(value) for key, value in state_of[shard].items() if not isinstance(value, DTensor)}
             state_of[shard].update(numbers)
             del self._known_states[id(shard)]
@@ -251,16 +250,10 @@ class _Stepper:
             taken = span.take_gradient()
             assert taken, "only shards with a gradient are in a span"
 
-    def _remember_states(self, state_of: States) -> None:
-        """Keep the states of the spans so far, and of idle shards that were in earlier spans, unless the state was
-        loaded since."""
-        states = [*self._known_states.values(), *(state for span in self.spans for state in span.shard_states())]
-        self._known_states = {id(known.shard): known for known in states if state_of.get(known.shard) is known.state}
-
 
 @contextmanager
 def params_replaced(optimizer: Optimizer, parameters: Iterable[list[nn.Parameter]]) -> Iterator[None]:
-    """Have each parameter group hold other parameters within this context."""
+    """Replace the parameters of each parameter group within this context."""
     before = [(group, group["params"]) for group in optimizer.param_groups]
     try:
         for (group, _), others in zip(before, parameters, strict=True):
@@ -272,16 +265,10 @@ def params_replaced(optimizer: Optimizer, parameters: Iterable[list[nn.Parameter
 
 
 def _put_in_order(optimizer: Optimizer) -> None:
-    """Order the states as the parameters are. Spans differ between ranks, but ranks gather states together."""
+    """Put the states in the order of the parameters: spans differ between ranks, and ranks gather states in order."""
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if parameter in optimizer.state:
             optimizer.state[parameter] = optimizer.state.pop(parameter)
-
-
-def _units_of(parameters: Iterable[nn.Parameter]) -> list[Unit]:
-    """Returns the units whose shards are among `parameters`."""
-    owners = [record.owner for parameter in parameters if (record := ShardedParameter.of(parameter)) is not None]
-    return list({owner.id: owner for owner in owners if isinstance(owner, Unit)}.values())
 
 
 def _groups_of(unit: Unit | None) -> list[Group]:
@@ -290,41 +277,40 @@ def _groups_of(unit: Unit | None) -> list[Group]:
 
 
 def _shard_views(group: Group, group_index_of: dict[int, int]) -> list[ShardView]:
-    """Returns all shards of a group in the order of the buffer. Shards that this rank holds nothing of come last."""
-    held = [slot.held(group.mesh.piece) for slot in group.packing.slots]
+    """Returns all shards of a group in the order of the buffer. Shards that are empty on this rank come last."""
+    extents = [slot.held(group.mesh.piece) for slot in group.packing.slots]
     views = [
         ShardView(record, group, extent, group_index_of.get(id(record.shard), -1))
-        for record, extent in zip(group.parameters, held, strict=True)
+        for record, extent in zip(group.parameters, extents, strict=True)
     ]
     return sorted(views, key=lambda view: (view.is_empty, view.extent.start))
 
 
 def _neighbours(views: Sequence[ShardView], state_of: States) -> list[list[ShardView]]:
-    """Returns the shards of each span: neighbours in the buffer that are alike in everything but their elements.
+    """Returns the shards of each span: neighbours in the buffer with one `_span_key`.
 
-    A shard that this rank holds nothing of goes to any span of like shards, since other ranks may count its steps
-    there.
+    A shard that is empty on this rank goes to any span with its key, since other ranks may count its steps there.
     """
     numbers: dict[int, object] = {}
-    likenesses = [_likeness(view, state_of, numbers) for view in views]
-    held = ((alike, view) for alike, view in zip(likenesses, views, strict=True) if not view.is_empty)
-    spans = [(alike, [view for _, view in members]) for alike, members in groupby(held, key=itemgetter(0))]
-    spans = [(alike, members) for alike, members in spans if alike is not None]
-    for alike, view in zip(likenesses, views, strict=True):
-        if view.is_empty and alike is not None:
-            members = next((members for other, members in spans if other == alike), None)
+    keyed = [(_span_key(view, state_of, numbers), view) for view in views]
+    nonempty = ((key, view) for key, view in keyed if not view.is_empty)
+    spans = [(key, [view for _, view in members]) for key, members in groupby(nonempty, key=itemgetter(0))]
+    spans = [(key, members) for key, members in spans if key is not None]
+    for key, view in keyed:
+        if view.is_empty and key is not None:
+            members = next((members for other, members in spans if other == key), None)
             if members is None:
-                spans.append((alike, [view]))
+                spans.append((key, [view]))
             else:
                 members.append(view)
     return [members for _, members in spans]
 
 
-def _likeness(view: ShardView, state_of: States, numbers: dict[int, object]) -> tuple[object, ...] | None:
+def _span_key(view: ShardView, state_of: States, numbers: dict[int, object]) -> tuple[object, ...] | None:
     """Returns a key that is equal for shards of one span: the parameter group, and the state that is not element-wise.
 
-    It is None for a shard that belongs to no span: of another optimizer, without a gradient, or moved out of its
-    buffer. `numbers` are the state tensors read so far, by id.
+    The key is None for a shard that belongs to no span: of another optimizer, without a gradient, or moved out of its
+    buffer. `numbers` has the values of state tensors that were read already, by id.
     """
     if view.group_index < 0 or not view.fits(view.shard.grad) or not view.is_in_buffer:
         return None
@@ -343,8 +329,8 @@ def _likeness(view: ShardView, state_of: States, numbers: dict[int, object]) -> 
 
 
 def _unshared(states: Mapping[Key, State]) -> dict[Key, State]:
-    """Returns the states, with a copy of each tensor that an earlier state has too. Otherwise a loaded count of steps
-    would be raised several times in one step."""
+    """Returns the states, with a copy of each tensor that an earlier state has too."""
+    # Shards that load one shared count of steps would raise the count several times in one step.
     seen: set[int] = set()
     own: dict[Key, State] = {}
     for key, state in states.items():

@@ -1,4 +1,4 @@
-"""The choices a user makes, as frozen records. No torch at run time: the schedule and the layout may read them."""
+"""The choices of a user, as frozen records. No torch at run time: the schedule and the layout may read them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class MixedPrecisionPolicy:
         param_dtype: dtype of the gathered parameters and so of compute; None keeps each parameter's own.
         reduce_dtype: dtype in which gradients are reduced and accumulated; None takes `param_dtype`, else the
             parameter's own.
-        output_dtype: floating-point outputs of the unit's forward are cast to it; None leaves them.
-        cast_forward_inputs: cast floating-point inputs of the unit's forward to `param_dtype`, where that is given.
-        cast_root_forward_inputs: as `cast_forward_inputs`, for the root; None takes that. Beyond torch.
-        full_precision_in_eval: gather, compute and leave inputs in each parameter's own dtype while the unit's modules
-            are in eval mode. Beyond torch.
-        keep_low_precision_grads: leave gradients in `param_dtype`, for an optimizer that wants them so; under pure
-            data parallelism in `reduce_dtype`. Beyond torch.
+        output_dtype: dtype of floating-point outputs of the unit's forward; None leaves them.
+        cast_forward_inputs: cast floating-point inputs of the unit's forward to `param_dtype`, if given.
+        cast_root_forward_inputs: as `cast_forward_inputs`, for the root; None takes `cast_forward_inputs`. Beyond
+            torch.
+        full_precision_in_eval: while the unit's modules are in eval mode, gather and compute in each parameter's own
+            dtype, and do not cast inputs. Beyond torch.
+        keep_low_precision_grads: leave gradients in `param_dtype`; under pure data parallelism in `reduce_dtype`.
+            Beyond torch.
 
     Raises:
         PolicyTypeError: a dtype that is no `torch.dtype`, such as a string, or a switch that is no bool.
@@ -62,13 +63,14 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Shards stay on the mesh's device: no offloading. The base of policies that offload."""
+    """No offloading: shards stay on the mesh's device. The base of policies that offload."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, their gradients and so the optimizer's state stay in host memory; unsharded parameters are on the mesh's
-    device. It changes nothing on a CPU mesh.
+    """Offloading: shards, their gradients and so the optimizer's state stay in host memory.
+
+    Unsharded parameters are on the mesh's device. The policy has no effect on a CPU mesh.
 
     Args:
         pin_memory: use page-locked memory, so that copies overlap with compute. Ignored without an accelerator.
@@ -87,9 +89,8 @@ class PrefetchPolicy:
     Args:
         forward_depth: units gathered ahead in forward.
         backward_depth: units gathered ahead in backward.
-        bytes_in_flight: start no prefetch that would bring the bytes of gathers in flight above this; None sets no
-            bound.
-        after_backward: in backward, gather ahead only after the unit's own parameters were freed: less memory, less
+        bytes_in_flight: the most bytes of gathers in flight; a prefetch that would exceed them waits. None: no limit.
+        after_backward: in backward, gather ahead only after the unit's own parameters are freed: less memory, less
             overlap (FSDP1's BACKWARD_POST).
     """
 
@@ -116,24 +117,23 @@ class CommPolicy:
 
     Args:
         transport: "auto" takes shared memory for gloo ranks that are all on one host, the calls that are fast on gloo
-            for other gloo ranks, and torch's single calls for every other backend. "torch", "gloo" and
-            "shared_memory" ask for one of these. "coalesced" is torch's calls, but each tensor cut by `Shard(0)` is
-            gathered straight into place, and a group in one launch: no copy and no second buffer, for the price of
-            more and smaller messages. All units of a mesh should ask for one transport.
-        part_bytes: on an accelerator, a unit of twice so many bytes of parameters, or more, is gathered and reduced in
-            two to four parts of at least so many. Backward frees each part by itself: less memory, more messages. None:
-            always in one.
+            for other gloo ranks, and torch's single calls for every other backend. "torch", "gloo" and "shared_memory"
+            choose one of these. "coalesced" is torch's calls, but each tensor cut by `Shard(0)` is gathered straight
+            into place, and a group in one launch: no copy and no second buffer, but more and smaller messages. All
+            units of a mesh should have one transport.
         fake_all_gather: send nothing when parameters are gathered, to measure the cost of communication. Results are
             wrong.
-        fake_reduce: send nothing when gradients are reduced, likewise.
-        divergence: "error" has ranks compare what they are about to send wherever a step takes another way than the
-            last one, and raise on all of them, before bytes are mixed, if they differ. "join" has all ranks issue the
-            same collectives, in an order that they agree on: a rank that skips a unit takes part with zero gradients,
-            and `sherd.join` serves one that has no batch left. All units of a model should ask for it. "trust" compares
-            nothing.
+        fake_reduce: send nothing when gradients are reduced. Results are wrong.
+        divergence: "error": if the collectives of a step differ from those of the last step, ranks compare them before
+            they send, and all ranks raise if they differ. "join": all ranks issue the same collectives, in an agreed
+            order; a rank that skips a unit takes part with zero gradients, and `sherd.join` serves a rank that has no
+            batch left. All units of a model should have it. "trust": no comparison.
+        part_bytes: on an accelerator, a unit with at least twice as many bytes of parameters is gathered and reduced in
+            two to four parts, of at least `part_bytes` each. Backward frees each part by itself: less memory, more
+            messages. None: always in one part.
 
     Raises:
-        PolicyError: `transport` or `divergence` is none of these, or `part_bytes` is less than 1.
+        PolicyError: an unknown `transport` or `divergence`, or `part_bytes` less than 1.
     """
 
     transport: str = "auto"
@@ -152,11 +152,10 @@ class CommPolicy:
 
 
 Unmanaged = Literal["error", "replicate", "ignore"]
-"""The ways to treat trainable parameters that were added to a model after it was sharded, and that no unit has."""
+"""The treatment of trainable parameters that are added to a sharded model, and that no unit has."""
 
 OnTouch = Literal["error", "unshard", "ignore"]
-"""The ways to treat a module inside of a unit that is called by itself, outside of the unit's forward, while the unit
-is sharded."""
+"""The treatment of a call of a module inside a unit, outside the unit's forward, while the unit is sharded."""
 
 
 class Level(IntEnum):
@@ -171,21 +170,21 @@ class Level(IntEnum):
     OPTIMIZER = 1
     """Optimizer state (ZeRO-1): gradients are reduced at the last backward of a step."""
     GRADIENTS = 2
-    """And gradients (ZeRO-2): they are reduced at every backward."""
+    """Gradients too (ZeRO-2): they are reduced at every backward."""
     PARAMETERS = 3
-    """And parameters (ZeRO-3), which are gathered for use."""
+    """Parameters too (ZeRO-3): they are gathered for use."""
 
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which named axes of a larger device mesh are data parallel; several names are flattened into one axis.
+    """The data-parallel axes of a larger device mesh, by name; several names are flattened into one axis.
 
     Args:
         shard: axis name(s) that parameters are sharded over.
         replicate: axis name(s) over which the sharded parameters are replicated.
 
     Raises:
-        PolicyError: neither is given, or a name is given twice.
+        PolicyError: no name is given, or one name twice.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -216,12 +215,11 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 class Comm(ABC):
-    """A collective of the user's own, which also chooses the memory that it runs on."""
+    """A collective of the user's own, which also allocates the memory that it runs on."""
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a buffer of shape `size` that the collective will write or read. Called on the collective's
-        stream."""
+        """Returns a buffer of shape `size` for the collective. Called on the collective's stream."""
 
 
 class AllGather(Comm):
@@ -250,32 +248,37 @@ class ReduceScatter(Comm):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill `output_tensor` (`[n]`) with this rank's part of all ranks' `input_tensor` (`[W * n]`), reduced by
-        `op`."""
+        """Fill `output_tensor` (`[n]`) with this rank's part of `input_tensor` (`[W * n]`), reduced over the ranks."""
 
 
 class CountsBackwards(Protocol):
-    """A counter of backwards, which knows the last one before the optimizer step."""
+    """A counter of backwards, which knows the last backward before the optimizer step."""
 
     @property
     def is_in_first_forward(self) -> bool:
-        """Whether the last forward to begin was the first one of its model."""
+        """Returns whether the latest forward is the first forward of its model."""
 
     def begin_forward(self, root: int) -> bool:
-        """Note that a forward begins, of the model whose root unit has the id `root`. Returns whether shards may have
-        been written since the last forward."""
+        """Note the start of a forward of the model whose root unit has the id `root`.
+
+        Returns:
+            True if shards may have been written since the last forward.
+        """
 
     def begin_backward(self, root: int, name: str) -> bool:
-        """Note that a backward of the model begins, which errors call `name`. Returns whether it is the last one before
-        the optimizer step."""
+        """Note the start of a backward of the model, which errors call `name`.
+
+        Returns:
+            True for the last backward before the optimizer step.
+        """
 
     def end_backward(self, root: int, has_brought_gradients: bool) -> None:
-        """Note that a backward of the model has ended."""
+        """Note the end of a backward of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnshardTerms:
-    """The arguments of `sherd.unsharded`, by their names there, for one unit."""
+    """The arguments of `sherd.unsharded`, by name, for one unit."""
 
     writeback: bool
     rank0_only: bool
@@ -283,7 +286,7 @@ class UnshardTerms:
     with_grads: bool
 
     def missing_from(self, outer: UnshardTerms) -> list[str]:
-        """Returns the arguments that this context asks for and `outer`, the context around it, does not give."""
+        """Returns the arguments of this context that `outer`, the context around this one, lacks."""
         wanted = {
             "writeback=True": self.writeback and not outer.writeback,
             "rank0_only=False": outer.rank0_only and not self.rank0_only,
@@ -297,25 +300,25 @@ _WORDS = {"unmanaged": get_args(Unmanaged), "on_touch": get_args(OnTouch)}
 
 @dataclass(frozen=True)
 class UnitPolicy:
-    """All choices of a unit that can change after it was made. A setter of `FSDPModule` replaces one field.
+    """All choices of a unit that can change after its construction. A setter of `FSDPModule` replaces one field.
 
     Args:
-        reshard_after_forward: None means that the root keeps its unsharded parameters for backward, and others do not.
+        reshard_after_forward: None means False for the root, and True for other units.
         accumulates_unsharded: inside `sherd.accumulate`, only the last backward reduces over the shard axis.
         accumulates_copies: inside `sherd.accumulate`, only the last backward reduces over the replicate axis.
         accumulation: the counter of an open `sherd.accumulate`; None outside.
-        reduce_buffers: the number of reductions that may be in flight. None means 1 with streams, and 0 without, where
-            a reduction takes its time from compute anyway.
-        contributes: gradients of the next backwards count. If not, the unit takes part in reductions with nothing.
+        reduce_buffers: the number of reductions that may be in flight. None means 1 with streams; without streams 0,
+            since a reduction then takes its time from compute anyway.
+        contributes: use the gradients of the next backwards; otherwise the unit takes part in reductions with zeros.
         divide_factor: the divisor of summed gradients; None means the number of data-parallel ranks.
-        forward_prefetch: the ids (`Unit.id`) of the units to gather behind this one's forward; None means the order
-            learnt. `backward_prefetch` likewise.
+        forward_prefetch: the ids (`Unit.id`) of the units to gather behind this unit's forward; None means the learnt
+            order. `backward_prefetch` is the same for backward.
         all_reduce: the user's own sum over the replicate axis, in place.
-        when_reduced: called when reduced gradients were added to the shards', with CPU offload in host memory.
+        when_reduced: called when reduced gradients are added to the shards' gradients, in host memory with CPU offload.
         notices_replaced: before a gather, look for parameters that the user has put in the place of shards, and take
             their values.
-        unmanaged: of the root: what is done about trainable parameters that no unit has.
-        on_touch: what is done about calls of modules inside of the unit, outside of its forward.
+        unmanaged: the treatment of trainable parameters that no unit has; read from the root.
+        on_touch: the treatment of calls of modules inside the unit, outside the unit's forward.
     """
 
     reshard_after_forward: bool | int | None = None

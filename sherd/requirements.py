@@ -14,13 +14,13 @@ Number = TypeVar("Number", int, float)
 
 
 def require_bool(where: str, value: object) -> None:
-    """Raise `PolicyTypeError` if `value` is no bool. `where` says where it was given, as "function(argument={})"."""
+    """Raise `PolicyTypeError` if `value` is no bool. `where` names the argument, as "function(argument={})"."""
     if not isinstance(value, bool):
         raise PolicyTypeError(f"{where.format(repr(value))}: expected a bool")
 
 
 def require_int(where: str, value: object, least: int) -> None:
-    """Raise `PolicyTypeError` if `value` is no int, `PolicyError` if it is below `least`."""
+    """Raise `PolicyTypeError` if `value` is no int, `PolicyError` if `value` is below `least`."""
     if not _is_number(value, int):
         raise PolicyTypeError(f"{where.format(repr(value))}: expected an int")
     if value < least:
@@ -28,7 +28,7 @@ def require_int(where: str, value: object, least: int) -> None:
 
 
 def require_factor(where: str, value: object) -> None:
-    """Raise `PolicyTypeError` if `value` is no number, `PolicyError` if it is not finite or not above 0."""
+    """Raise `PolicyTypeError` if `value` is no number, `PolicyError` for infinity and for numbers up to 0."""
     if not _is_number(value, float):
         raise PolicyTypeError(f"{where.format(repr(value))}: expected a number")
     if not 0 < value < math.inf:
@@ -36,7 +36,7 @@ def require_factor(where: str, value: object) -> None:
 
 
 def require_number(where: str, value: object, least: float, most: float) -> None:
-    """Raise `PolicyTypeError` if `value` is no number, `PolicyError` if it is not from `least` to `most`."""
+    """Raise `PolicyTypeError` if `value` is no number, `PolicyError` outside `least` to `most`."""
     if not _is_number(value, float):
         raise PolicyTypeError(f"{where.format(repr(value))}: expected a number")
     if not least <= value <= most:
@@ -44,7 +44,7 @@ def require_number(where: str, value: object, least: float, most: float) -> None
 
 
 def _is_number(value: object, kind: type[Number]) -> TypeGuard[Number]:
-    """Returns whether `value` is an int, or a float if `kind` is float. A bool is no number here."""
+    """Returns whether `value` is an int, or a float if `kind` is float. A bool does not count."""
     return isinstance(value, kind | int) and not isinstance(value, bool)
 
 
@@ -58,15 +58,14 @@ def require_type(expectation: str, value: object, kind: Any) -> None:
 
 
 def require_floating_dtype(where: str, value: object) -> None:
-    """Raise `PolicyTypeError` if `value` is neither None nor a torch.dtype, `PolicyError` if it is an integer or bool
-    dtype. `where` says where it was given, as "Policy(argument={})"."""
+    """Raise `PolicyTypeError` if `value` is neither None nor a dtype, `PolicyError` for an integer or bool dtype."""
     if value is None:
         return
     if not _is_dtype(value):
-        meant = _DTYPES.get(value.lower().removeprefix("torch.")) if isinstance(value, str) else None
+        dtype = _DTYPES.get(value.lower().removeprefix("torch.")) if isinstance(value, str) else None
         raise PolicyTypeError(
             f"{where.format(repr(value))}: expected a torch.dtype or None, got a {type(value).__name__}; write "
-            f"torch.{meant or 'bfloat16'}"
+            f"torch.{dtype or 'bfloat16'}"
         )
     if not (value.is_floating_point or value.is_complex):
         raise PolicyError(
@@ -76,7 +75,7 @@ def require_floating_dtype(where: str, value: object) -> None:
 
 
 def _is_dtype(value: object) -> TypeGuard[torch.dtype]:
-    """Returns whether `value` is a `torch.dtype`. It goes by the name of the class, as this file does without torch."""
+    """Returns whether `value` is a `torch.dtype`, by the name of the class, as this file does not import torch."""
     return (type(value).__module__, type(value).__name__) == ("torch", "dtype")
 
 

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from sherd.engine import Unit
-from sherd.errors import ModuleError, StateError
+from sherd.api.module import sharded_units
+from sherd.errors import StateError
 from sherd.requirements import require_int
 
 
 @contextmanager
 def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
-    """Let the next `num_backwards` backwards of `model` make one optimizer step, and communicate only what that needs.
+    """Let the next `num_backwards` backwards of `model` make one optimizer step, without needless communication.
 
         with sherd.accumulate(model, len(micro_batches)):
             for micro_batch in micro_batches:
@@ -23,10 +23,10 @@ def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
         optimizer.step()
 
     A backward before the last one reduces only over axes over which gradients are sharded (`Placements.gradient`). With
-    HSDP each backward reduces within a replica, and the last one over the replicas; with ZeRO-1 and DDP only the last
-    one reduces. Parameters that are kept unsharded, or of which replicas own pieces, are updated once; outside this
-    context they are updated at every forward, as the program may have written to them. Gradients that wait for the
-    replicas have the parameters' dtype, whatever the reduce dtype. Losses are not divided: the caller divides them.
+    HSDP each backward reduces within a replica, and the last backward over the replicas; with ZeRO-1 and DDP only the
+    last backward reduces. Parameters that are kept unsharded, or of which replicas own pieces, are updated once;
+    outside this context they are updated at every forward, as the program may have written to them. Gradients that wait
+    for the replicas have the parameters' dtype, not the reduce dtype. The caller divides the losses.
 
     Args:
         model: a module on which `fully_shard` was called, or that holds such modules, or a wrapper.
@@ -34,14 +34,12 @@ def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
 
     Raises:
         ModuleError: nothing below `model` is sharded.
-        PolicyError: `num_backwards` below 1; `PolicyTypeError` if it is no int.
-        StateError: inside another such context, at a backward after the last one, or on leaving after fewer backwards.
-            On leaving with any exception, gradients that were not yet reduced are dropped.
+        PolicyError: `num_backwards` below 1; `PolicyTypeError` if `num_backwards` is no int.
+        StateError: inside another `accumulate`, at a backward too many, or at the end after too few backwards. Any
+            exception drops gradients that were not yet reduced.
     """
     require_int("accumulate(num_backwards={})", num_backwards, 1)
-    units = Unit.below(model)
-    if not units:
-        raise ModuleError(f"accumulate: nothing below {type(model).__name__} is sharded; call fully_shard first")
+    units = sharded_units("accumulate", model)
     if any(unit.policy.accumulation is not None for unit in units):
         raise StateError(f"accumulate within accumulate of the same model, {units[0].class_name}; leave the outer one")
     before = [unit.policy for unit in units]
@@ -56,7 +54,7 @@ def accumulate(model: nn.Module, num_backwards: int) -> Iterator[None]:
                 "gradients wait for a reduction that has not come; run as many as announced, of the outermost module"
             )
     except BaseException:
-        # The sums of half a step would be added to the next step's: an optimizer's zero_grad does not see them.
+        # The optimizer's zero_grad does not reach these sums, which would be added to the gradients of the next step.
         for unit in units:
             unit.backward.drop_unreduced()
         raise

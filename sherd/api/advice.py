@@ -1,5 +1,7 @@
-"""Warnings that the wrapper gives where FSDP1 does: about programs that work and are probably a mistake, and about
-deprecated names. Conditions and categories are those of torch 2.13."""
+"""The wrapper's warnings about probable mistakes and deprecated names, as in FSDP1.
+
+Conditions and categories are those of torch 2.13.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from torch import nn
 
 
 def of_containers(module: nn.Module) -> None:
-    """Warn if a list or a dict of modules is wrapped by itself: it has no forward that would gather."""
+    """Warn if the wrapped module is a list or a dict of modules, which has no forward that would gather."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         _warn(
             f"a {type(module).__name__} was wrapped, which has no forward, so nothing gathers the parameters in it; "
@@ -20,7 +22,7 @@ def of_containers(module: nn.Module) -> None:
 
 
 def of_one_rank(num_ranks: int, strategy: str) -> None:
-    """Warn if there is one rank only, and the strategy is not `NO_SHARD`."""
+    """Warn if one rank alone shards."""
     if num_ranks == 1 and strategy != "NO_SHARD":
         _warn(
             f"sharding_strategy {strategy} on one rank alone, the world size being 1, shards nothing; it trains as "
@@ -29,7 +31,7 @@ def of_one_rank(num_ranks: int, strategy: str) -> None:
 
 
 def of_the_host(tensors: Collection[torch.Tensor], computes_on: torch.device) -> None:
-    """Warn if the module is in host memory and will compute on an accelerator."""
+    """Warn if the module is in host memory and computes on an accelerator."""
     first = next(iter(tensors), None)
     if first is not None and first.device.type == "cpu" and computes_on.type != "cpu":
         _warn(
@@ -40,7 +42,7 @@ def of_the_host(tensors: Collection[torch.Tensor], computes_on: torch.device) ->
 
 
 def of_precise_modules(precise: Collection[nn.Module]) -> None:
-    """Warn if there are modules that stay `precise`, where mixed precision and an auto-wrap policy were given."""
+    """Warn if mixed precision and an auto-wrap policy leave modules in full precision."""
     if precise:
         kinds = ", ".join(sorted({type(module).__name__ for module in precise}))
         _warn(
@@ -52,7 +54,7 @@ def of_precise_modules(precise: Collection[nn.Module]) -> None:
 
 
 def of_no_gradients(rank: int, dtype: torch.dtype) -> None:
-    """Warn that gradients were to be clipped on a rank that has none."""
+    """Warn that this rank has no gradients to clip."""
     _warn(
         f"clip_grad_norm_() found no gradients on rank {rank}, so its norm is of other ranks' alone, in {dtype}; "
         "call it after a backward that reduces, and before zero_grad()",
@@ -70,7 +72,7 @@ def of_many_copies() -> None:
 
 
 def of_state_dict_type(for_a_while: bool) -> None:
-    """Warn of FSDP1's way to set the kind of state dict. `for_a_while`: it is set by a `with` statement."""
+    """Warn of FSDP1's functions for the kind of state dict. `for_a_while` means in a `with` statement."""
     _warn_of_old(
         "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated, as in torch: get_state_dict() and "
         "set_state_dict() of torch.distributed.checkpoint.state_dict serve both front ends",
@@ -84,13 +86,13 @@ def of_old_name(old: str, new: str) -> None:
 
 
 def of_optim_input(optim_input: object) -> None:
-    """Warn of `optim_input`, the parameters that the optimizer was made of, if it was given."""
+    """Warn of the argument `optim_input`, if given."""
     if optim_input is not None:
         _warn_of_old("the argument `optim_input` is deprecated, as in torch; give the optimizer, as optim, instead")
 
 
 def _warn(text: str, frames: int = 0) -> None:
-    """Warn at the user's line. `frames` counts sherd's calls between the user's call and the function of this file."""
+    # At the user's line: `frames` counts sherd's calls between the user's call and the function of this file.
     warnings.warn(text, stacklevel=4 + frames)
 
 

@@ -6,19 +6,17 @@ import inspect
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
-from sherd.api.blocks import in_words, repeated_blocks
+from sherd.api.blocks import WRAPPINGS, UnitCall, Wrapping, in_words, repeated_blocks, rewrapped
 from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import FSDPModule, require_module
-from sherd.api.unit_sizes import WRAPPINGS, UnitCall, Wrapping, rewrapped
 from sherd.engine import Belongings, Unit
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError
-from sherd.wrap import WrapPolicy, choose, is_container, post_order
-from sherd.wrap.walks import Kwargs
+from sherd.wrap import Kwargs, WrapPolicy, choose, is_container, post_order
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,19 +31,19 @@ def auto_shard(
 
     Args:
         model: what to shard, in place.
-        policy: one of `sherd.wrap`, one of torch's, or a function `policy(module, recurse, nonwrapped_numel) -> bool`.
-            The arguments that a `CustomPolicy` gives a module go over `fully_shard_args`. Containers without a forward
-            are passed over: their modules are sharded with the unit above, unless they are units. None: the model
-            describes itself, as Hugging Face's models do. Instances of the classes in `_no_split_modules`, of the
-            model and of models in it, are units, and so are the modules that `_fsdp_plan` names: "free_full_weight"
-            means `reshard_after_forward=True`, "keep_full_weight" False, unless `fully_shard_args` say otherwise. A
-            plan's last norm and `lm_head` are one unit; its rules that match no module are passed over; and a module
-            with an embedding whose weight is used outside too (tied to `lm_head`) is left to the root. If a model has
+        policy: a policy of `sherd.wrap` or torch, or a function `policy(module, recurse, nonwrapped_numel) -> bool`.
+            The arguments that a `CustomPolicy` gives a module override `fully_shard_args`. Containers without a forward
+            are left out: the unit above shards their modules, unless these are units. None: the model describes itself,
+            as Hugging Face's models do. Instances of the classes in `_no_split_modules`, of the model and of models in
+            it, are units, and so are the modules that `_fsdp_plan` names: "free_full_weight" means
+            `reshard_after_forward=True`, "keep_full_weight" False, unless `fully_shard_args` say otherwise. A plan's
+            last norm and `lm_head` are one unit; rules of a plan that match no module have no effect; and a module with
+            an embedding whose weight is used outside too (tied to `lm_head`) is left to the root. If a model has
             neither, the units are the blocks that it repeats: the modules in its largest lists of one class
-            (`nn.ModuleList`, `nn.Sequential`). A record of the logger "sherd", level INFO, says which. "pairs": as with
-            None, but each two blocks that follow one another are one unit, which halves the number of collectives.
-            "parts": large modules within a block, as attention and feed-forward, are units too, which takes less memory
-            at once. "ends": so are large modules beside the blocks, as an embedding and a head. "auto" is None.
+            (`nn.ModuleList`, `nn.Sequential`). A record of the logger "sherd", level INFO, says which. "auto": as None.
+            "pairs": as None, but two successive blocks are one unit, which halves the number of collectives. "parts":
+            large modules within a block, as attention and feed-forward, are units too, which takes less memory at once.
+            "ends": large modules beside the blocks, as an embedding and a head, are units too.
         fully_shard_args: arguments of `fully_shard`, for every unit.
 
     Returns:
@@ -53,7 +51,7 @@ def auto_shard(
 
     Raises:
         PolicyError: no policy, and a model that neither describes itself nor repeats blocks, or whose description names
-            an unknown strategy; or a word that is none of these, or is for a model that repeats blocks.
+            an unknown strategy; an unknown word; or a word for repeated blocks, and a model without them.
         PolicyTypeError: something that is no policy, or an argument that `fully_shard` does not take.
         ModuleError: `model` or a chosen module is sharded already. Other errors are those of `fully_shard`.
     """
@@ -61,43 +59,54 @@ def auto_shard(
     _check_arguments(fully_shard_args, "auto_shard")
     arguments: Kwargs = {**fully_shard_args}
     if policy is None or isinstance(policy, str):
-        units = _by_word(model, policy or "auto", arguments)
+        word = policy or "auto"
+        if word not in WRAPPINGS:
+            raise PolicyError(f"auto_shard(policy={word!r}): expected a policy, or one of {', '.join(WRAPPINGS)}")
+        lists = repeated_blocks(model).values() if word != "auto" else ()
+        if word != "auto" and not lists:
+            raise PolicyError(
+                f"auto_shard(policy={word!r}) is for repeated blocks, and {type(model).__name__} has none"
+            )
+        units = rewrapped(model, _described(model, arguments), lists, word)
     else:
-        units = _chosen(model, policy, arguments)
-    _check_none_sharded(model, units)
+        chosen = choose(model, policy, ignored_params=arguments.get("ignored_params") or (), root_kwargs=arguments)
+        for name, module in post_order(model):
+            if module in chosen:
+                _check_arguments(chosen[module], f"the policy, for {name},")
+        units = [UnitCall([module], of_unit) for module, of_unit in chosen.items() if not is_container(module)]
+    # Checked here, since `fully_shard` would raise with half of the model sharded.
+    Belongings.below([model], ())  # raises if torch's own FSDP has a part
+    asked = {module for unit in units for module in unit.modules} | {model}
+    sharded = [name or "the model" for name, each in model.named_modules() if each in asked and Unit.of(each)]
+    if sharded:
+        raise ModuleError(
+            f"auto_shard would shard {', '.join(sharded)} of {type(model).__name__} again; leave to the policy what is "
+            "not sharded yet, or shard by hand alone"
+        )
     for unit in units:
         fully_shard(unit.modules, **unit.arguments)
     return fully_shard(model, **fully_shard_args)
 
 
-def _chosen(model: nn.Module, policy: WrapPolicy, arguments: Kwargs) -> list[UnitCall]:
-    """Returns the units that `policy` chooses."""
-    chosen = choose(model, policy, ignored_params=arguments.get("ignored_params") or (), root_kwargs=arguments)
-    for name, module in post_order(model):
-        if module in chosen:
-            _check_arguments(chosen[module], f"the policy, for {name},")
-    return [UnitCall([module], of_unit) for module, of_unit in chosen.items() if not is_container(module)]
+_TAKES = tuple(name for name in inspect.signature(fully_shard).parameters if name != "module")
 
 
-# What a model says of itself
+def _check_arguments(arguments: Mapping[str, object], who: str) -> None:
+    unknown = [name for name in arguments if name not in _TAKES]
+    if unknown:
+        raise PolicyTypeError(
+            f"{who} gives fully_shard {', '.join(map(str, unknown))}, which it does not take; it takes "
+            f"{', '.join(_TAKES)}"
+        )
+
+
+# A model's description of itself
 
 RESHARDS = {"free_full_weight": True, "keep_full_weight": False}
 TAIL = {"norm", "lm_head"}
 
 Rule: TypeAlias = str | tuple[str, ...]
-"""The name of modules that are a unit each, or names of modules that are one unit together."""
-
-
-def _by_word(model: nn.Module, word: str, arguments: Kwargs) -> list[UnitCall]:
-    """Returns the units that the model describes, changed as `word` says."""
-    if word not in WRAPPINGS:
-        raise PolicyError(f"auto_shard(policy={word!r}): expected a policy, or one of {', '.join(WRAPPINGS)}")
-    if word == "auto":
-        return _described(model, arguments)
-    lists = repeated_blocks(model).values()
-    if not lists:
-        raise PolicyError(f"auto_shard(policy={word!r}) is for repeated blocks, and {type(model).__name__} has none")
-    return rewrapped(model, _described(model, arguments), lists, word)
+"""A name of modules that are one unit each, or names of modules that are one unit together."""
 
 
 def _described(model: nn.Module, arguments: Kwargs) -> list[UnitCall]:
@@ -119,13 +128,24 @@ def _described(model: nn.Module, arguments: Kwargs) -> list[UnitCall]:
             kind = type(model).__name__
             _log.info("auto_shard: %s does not say what its units are: they are %s", kind, in_words(repeated))
     if not unit_of_module:
-        raise PolicyError(_says_nothing(model, classes))
+        if classes:
+            lack = f"has no module of the classes in its _no_split_modules ({', '.join(sorted(classes))})"
+        else:
+            lack = (
+                "has no _no_split_modules, no _fsdp_plan that names modules of it, and no list of blocks of one class"
+            )
+        raise PolicyError(
+            f"auto_shard without a policy: {type(model).__name__} {lack}; "
+            "say what becomes a unit, as policy=ModuleWrapPolicy({Block}) of sherd.wrap"
+        )
     return _bottom_up(model, unit_of_module)
 
 
 def _bottom_up(model: nn.Module, unit_of_module: dict[nn.Module, UnitCall]) -> list[UnitCall]:
     """Returns each unit once, after the units below its modules, without units that are left to the root."""
-    tied = _tied_embeddings(model)
+    places = Counter(id(each) for module in model.modules() for each in module._parameters.values() if each is not None)
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    tied = Counter({key: number for key, number in places.items() if number > 1 and key in embedded})
     waiting = Counter(id(unit) for unit in unit_of_module.values())
     units = []
     for _, module in post_order(model):
@@ -133,38 +153,39 @@ def _bottom_up(model: nn.Module, unit_of_module: dict[nn.Module, UnitCall]) -> l
         if unit is None:
             continue
         waiting[id(unit)] -= 1
-        if not waiting[id(unit)] and not any(_reaches_in(module, tied) for module in unit.modules):
+        if not waiting[id(unit)] and not any(_is_tied_outside(module, tied) for module in unit.modules):
             units.append(unit)
     return units
 
 
 def _no_split_classes(model: nn.Module) -> set[str]:
     """Returns the names of classes in every `_no_split_modules` at and below `model`."""
-    found: set[str] = set()
+    classes: set[str] = set()
     for module in model.modules():
         names = getattr(module, "_no_split_modules", None) or ()
         if isinstance(names, str) or not all(isinstance(each, str) for each in names):
             raise PolicyTypeError(
                 f"{type(module).__name__}._no_split_modules is {names!r}; expected a list of names of classes"
             )
-        found.update(names)
-    return found
+        classes.update(names)
+    return classes
 
 
 def _outermost_plans(module: nn.Module) -> Iterator[tuple[nn.Module, object]]:
-    """Returns the plans at and below `module`, each with its module. A model's plan includes the plans of models inside
-    it, so modules below one that has a plan are not looked at."""
+    """Yields the outermost plans at and below `module`, each with its module."""
     plan = getattr(module, "_fsdp_plan", None)
     if plan is not None:
-        yield module, plan
+        yield module, plan  # which includes the plans of models inside `module`
         return
     for child in module.children():
         yield from _outermost_plans(child)
 
 
 def _planned(owner: nn.Module, plan: object, arguments: Kwargs) -> list[UnitCall]:
-    """Returns the units of one plan: a dict from names below `owner` to strategies. In a name `*` stands for a number;
-    a tuple of names is one unit."""
+    """Returns the units of one plan: a dict from names below `owner` to strategies.
+
+    In a name `*` stands for a number; a tuple of names is one unit.
+    """
     if not isinstance(plan, Mapping):
         raise PolicyTypeError(
             f"{type(owner).__name__}._fsdp_plan is {plan!r}; expected a dict from names to strategies"
@@ -193,8 +214,8 @@ def _planned(owner: nn.Module, plan: object, arguments: Kwargs) -> list[UnitCall
 
 
 def _with_one_tail(plan: Mapping[Rule, str]) -> dict[Rule, str]:
-    """Returns `plan` with the last norm and the head as one rule, if it keeps both: they run one after the other, so
-    one gather serves both."""
+    """Returns `plan` with the last norm and the head as one rule, if the plan keeps both."""
+    # Norm and head run one after the other, so that one gather serves both.
     kept = [rule for rule, strategy in plan.items() if strategy == "keep_full_weight" and isinstance(rule, str)]
     if len(kept) != len(TAIL) or {rule.rpartition(".")[2] for rule in kept} != TAIL:
         return dict(plan)
@@ -209,54 +230,9 @@ def _matching(rule: str, modules: Mapping[str, nn.Module]) -> list[nn.Module]:
     return [module for name, module in modules.items() if pattern.fullmatch(name)]
 
 
-def _tied_embeddings(model: nn.Module) -> Counter[int]:
-    """Returns the number of places where the weight of an embedding is registered, by its id, if there are several."""
-    hang_on = Counter(id(each) for module in model.modules() for each in _own(module))
-    of_embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    return Counter({key: places for key, places in hang_on.items() if places > 1 and key in of_embeddings})
-
-
-def _reaches_in(module: nn.Module, tied: Counter[int]) -> bool:
-    """Returns whether `module` has a tied embedding's weight that is registered outside of `module` too."""
-    inside = Counter(id(each) for below in module.modules() for each in _own(below) if id(each) in tied)
-    return any(places < tied[key] for key, places in inside.items())
-
-
-def _own(module: nn.Module) -> Iterable[nn.Parameter]:
-    return (each for each in module._parameters.values() if each is not None)
-
-
-def _says_nothing(model: nn.Module, classes: set[str]) -> str:
-    if classes:
-        found = f"has no module of the classes in its _no_split_modules ({', '.join(sorted(classes))})"
-    else:
-        found = "has no _no_split_modules, no _fsdp_plan that names modules of it, and no list of blocks of one class"
-    return (
-        f"auto_shard without a policy: {type(model).__name__} {found}; "
-        "say what becomes a unit, as policy=ModuleWrapPolicy({Block}) of sherd.wrap"
+def _is_tied_outside(module: nn.Module, places: Counter[int]) -> bool:
+    """Returns whether a parameter in `places`, by id, is registered both in `module` and outside."""
+    inside = Counter(
+        id(each) for below in module.modules() for each in below._parameters.values() if id(each) in places
     )
-
-
-# Mistakes that would otherwise be found with half of the model sharded
-
-_TAKES = tuple(name for name in inspect.signature(fully_shard).parameters if name != "module")
-
-
-def _check_arguments(arguments: Mapping[str, object], who: str) -> None:
-    unknown = [name for name in arguments if name not in _TAKES]
-    if unknown:
-        raise PolicyTypeError(
-            f"{who} gives fully_shard {', '.join(map(str, unknown))}, which it does not take; it takes "
-            f"{', '.join(_TAKES)}"
-        )
-
-
-def _check_none_sharded(model: nn.Module, units: list[UnitCall]) -> None:
-    Belongings.below([model], ())  # raises if torch's own FSDP has a part
-    asked = {module for unit in units for module in unit.modules} | {model}
-    sharded = [name or "the model" for name, each in model.named_modules() if each in asked and Unit.of(each)]
-    if sharded:
-        raise ModuleError(
-            f"auto_shard would shard {', '.join(sharded)} of {type(model).__name__} again; leave to the policy what is "
-            "not sharded yet, or shard by hand alone"
-        )
+    return any(number < places[key] for key, number in inside.items())

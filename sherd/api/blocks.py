@@ -1,14 +1,18 @@
-"""The blocks that a model repeats: its largest lists of modules of one class, for a model that does not name its units
-itself."""
+"""The blocks that a model repeats, and the units that consist of blocks, pairs of blocks, or parts of blocks."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 from torch import nn
 
-from sherd.wrap import is_container
+from sherd.wrap import Kwargs, is_container
+
+T = TypeVar("T")
 
 WORTH = 10
 """A list counts if the largest list has at most this many times its parameters."""
@@ -18,12 +22,15 @@ Blocks = dict[str, list[nn.Module]]
 
 
 def repeated_blocks(model: nn.Module) -> Blocks:
-    """Returns the lists below `model` (`nn.ModuleList`, `nn.Sequential`) whose modules are of one class and have
-    parameters and a forward: the largest list, and lists that are not much smaller. Lists in blocks do not count."""
-    found = dict(_lists(model, ""))
-    sizes = {name: numel_of(blocks) for name, blocks in found.items()}
+    """Returns the largest list of blocks below `model`, and the lists that are not much smaller.
+
+    A list is an `nn.ModuleList` or `nn.Sequential` of modules of one class, with parameters and a forward. Lists within
+    blocks do not count.
+    """
+    lists = dict(_lists(model, ""))
+    sizes = {name: numel_of(blocks) for name, blocks in lists.items()}
     largest = max(sizes.values(), default=0)
-    return {name: blocks for name, blocks in found.items() if sizes[name] * WORTH >= largest}
+    return {name: blocks for name, blocks in lists.items() if sizes[name] * WORTH >= largest}
 
 
 def in_words(blocks: Blocks) -> str:
@@ -32,9 +39,9 @@ def in_words(blocks: Blocks) -> str:
 
 
 def evenly_spread(blocks: Sequence[nn.Module], share: float) -> list[nn.Module]:
-    """Returns a share of `blocks`, 0 to 1, which lie as far apart as can be."""
-    number = round(share * len(blocks))
-    return [each for at, each in enumerate(blocks) if (at + 1) * number // len(blocks) > at * number // len(blocks)]
+    """Returns a share of `blocks`, 0 to 1, as far apart from each other as possible."""
+    number, total = round(share * len(blocks)), len(blocks)
+    return [block for at, block in enumerate(blocks) if (at + 1) * number // total > at * number // total]
 
 
 def registrations(model: nn.Module) -> Counter[int]:
@@ -43,19 +50,113 @@ def registrations(model: nn.Module) -> Counter[int]:
 
 
 def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, list[nn.Module]]]:
-    children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
-    if isinstance(module, nn.ModuleList | nn.Sequential) and _are_blocks([child for _, child in children]):
-        yield name, [child for _, child in children]
+    children = list(module.children())
+    is_one_class = len({type(child) for child in children}) == 1
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential) and is_one_class and not is_container(children[0])
+    if is_list and all(numel_of([child]) for child in children):
+        yield name, children
         return
-    for path, child in children:
-        yield from _lists(child, path)
-
-
-def _are_blocks(modules: list[nn.Module]) -> bool:
-    is_one_class = len({type(each) for each in modules}) == 1
-    return is_one_class and not is_container(modules[0]) and all(numel_of([each]) for each in modules)
+    for key, child in module.named_children():
+        yield from _lists(child, f"{name}.{key}" if name else key)
 
 
 def numel_of(modules: list[nn.Module]) -> int:
     """Returns the elements of all parameters of `modules`, each once."""
     return sum(each.numel() for each in {each for module in modules for each in module.parameters()})
+
+
+# Units
+
+Wrapping: TypeAlias = Literal["auto", "pairs", "parts", "ends"]
+"""A word for the units of a model:
+
+auto    the units that the model describes, or else the blocks that it repeats
+pairs   as auto, but two successive blocks are one unit: half as many collectives, of twice the bytes
+parts   as auto, and large modules within blocks, as attention and feed-forward: more collectives, less memory
+ends    as auto, and large modules beside the blocks, as an embedding and a head: they are freed while blocks run
+"""
+WRAPPINGS: tuple[Wrapping, ...] = get_args(Wrapping)
+
+LARGE = 10
+"""A module is large if the largest block has at most this many times the parameters of the module."""
+
+
+@dataclass
+class UnitCall:
+    """The modules and the arguments of one call of `fully_shard`."""
+
+    modules: list[nn.Module]
+    arguments: Kwargs
+
+
+def rewrapped(
+    model: nn.Module, units: Sequence[UnitCall], lists: Iterable[Sequence[nn.Module]], wrapping: Wrapping
+) -> list[UnitCall]:
+    """Returns the units of `model` besides the root, children before their parents, as `wrapping` says.
+
+    Args:
+        model: the root.
+        units: the units of "auto", children before their parents.
+        lists: lists of successive blocks of `model`. A block that is no unit does not count.
+        wrapping: the word for the change of `units`.
+    """
+    unit_of = {unit.modules[0]: unit for unit in units if len(unit.modules) == 1}
+    lists = [[block for block in blocks if block in unit_of] for blocks in lists]
+    if wrapping == "auto" or not any(lists):
+        return list(units)
+    if wrapping == "pairs":
+        # The second block of a pair comes later than the first, so that the pair stands at the place of the second.
+        by_last = {pair[-1]: list(pair) for blocks in lists for pair in in_groups(blocks, 2)}
+        firsts = {pair[0] for pair in by_last.values() if len(pair) > 1}
+        others = (unit for unit in units if unit.modules[0] not in firsts)
+        return [UnitCall(by_last.get(unit.modules[0], unit.modules), unit.arguments) for unit in others]
+    blocks = {block for each in lists for block in each}
+    taken = frozenset(module for unit in units for module in unit.modules)
+    large = _Large(max(numel_of([each]) for each in blocks) / LARGE, taken, registrations(model))
+    if wrapping == "ends":
+        usual = unit_of[lists[0][0]].arguments
+        return [*(UnitCall([module], dict(usual)) for module in large.within(model)), *units]
+    with_parts = []
+    for unit in units:
+        for module in large.within(unit.modules[0]) if unit.modules[0] in blocks else ():
+            with_parts.append(UnitCall([module], dict(unit.arguments)))
+        with_parts.append(unit)
+    return with_parts
+
+
+def in_groups(items: Sequence[T], number: int) -> Iterator[Sequence[T]]:
+    """Yields groups of `number` neighbours in `items`; the last group may be smaller."""
+    return (items[at : at + number] for at in range(0, len(items), number))
+
+
+@dataclass(frozen=True)
+class _Large:
+    """The modules that are large enough to be units.
+
+    Attributes:
+        least: the smallest number of elements of a large module.
+        taken: the modules that are units already.
+        places: how often the whole model registers each parameter, by the parameter's id.
+    """
+
+    least: float
+    taken: AbstractSet[nn.Module]
+    places: Counter[int]
+
+    def within(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Yields the outermost large modules below `module`.
+
+        Such a module contains no unit, only a part of the parameters of `module`, and no parameter that is registered
+        outside the large module too.
+        """
+        return self._below(module, numel_of([module]))
+
+    def _below(self, module: nn.Module, numel: int) -> Iterator[nn.Module]:
+        for child in module.children():
+            if child in self.taken:
+                continue
+            own = numel_of([child])
+            if is_container(child) or own == numel or not self.taken.isdisjoint(child.modules()):
+                yield from self._below(child, numel)
+            elif own >= self.least and all(self.places[key] == num for key, num in registrations(child).items()):
+                yield child

@@ -7,41 +7,29 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from sherd.checkpoint.items import Item, items_of
-from sherd.checkpoint.random_state import random_state
+from sherd.checkpoint.items import items_of, random_state
 from sherd.checkpoint.ranks import Ranks
 from sherd.checkpoint.restoring import Restored, Search, restore
-from sherd.checkpoint.staging import Staging
 from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, chunks_of
-from sherd.checkpoint.writing import GIVEN, RANDOM, Plan, contents_of, plan, write
+from sherd.checkpoint.writing import GIVEN, RANDOM, Staging, contents_of, plan, write
 from sherd.errors import CheckpointError, CommError, PolicyTypeError
 from sherd.requirements import require_bool, require_int, require_type
+from sherd.storage.files import Content
 from sherd.storage.folder import Folder, locked_to_read
 from sherd.storage.places import place_of
-from sherd.storage.writing import Content
 
 Where = str | os.PathLike[str]
 Items = Mapping[str, object]
 
 
-@dataclass(frozen=True)
 class _Save:
-    """The arguments of a save."""
+    """One save: `plan` says what each of the `ranks` writes. The constructor checks the arguments."""
 
-    folder: Where
-    items: list[Item]
-    step: int
-    user: object
-    own: dict[str, object]
-    keep_last: int | None
-    keep_every: int | None
-
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         call: str,
         folder: Where,
         items: Items,
@@ -51,8 +39,7 @@ class _Save:
         random: bool,
         keep_last: int | None,
         keep_every: int | None,
-    ) -> _Save:
-        """Returns the arguments, checked."""
+    ) -> None:
         require_type(f"{call}(folder=...): expected a path or URL", folder, str | os.PathLike)
         require_type(f"{call}(items=...): expected a dict of what is saved, by name", items, Mapping)
         require_int(f"{call}(step={{}})", step, 0)
@@ -64,34 +51,34 @@ class _Save:
             json.dumps(user, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise PolicyTypeError(f"{call}(user=...): expected what JSON takes: {error}") from None
-        own: dict[str, object] = {GIVEN: dict(per_rank or {}), **({RANDOM: random_state()} if random else {})}
-        return _Save(folder, items_of(items), step, user, own, keep_last, keep_every)
+        self._own: dict[str, object] = {GIVEN: dict(per_rank or {}), **({RANDOM: random_state()} if random else {})}
+        self._folder, self._items, self._step, self._user = folder, items_of(items), step, user
+        self._keep_last, self._keep_every = keep_last, keep_every
 
-    def ranks(self, group: dist.ProcessGroup | None) -> Ranks:
-        """Returns the ranks that save together."""
-        return Ranks(group, f"saves {_listed(item.name for item in self.items)} as step {self.step}")
+    def begin(self, group: dist.ProcessGroup | None) -> None:
+        """Wait for an earlier `async_save`, and agree with the other ranks on who writes what."""
+        self.ranks = Ranks(group, f"saves {_listed(item.name for item in self._items)} as step {self._step}")
+        _last.wait()
+        self.plan = plan(self._items, self.ranks, self._step, self._user, self._own)
 
-    def planned(self, ranks: Ranks) -> Plan:
-        """Find out, with the other ranks, who writes what."""
-        return plan(self.items, ranks, self.step, self.user, self.own)
-
-    def finish(self, plan: Plan, ranks: Ranks, contents: Mapping[str, Content]) -> str:
-        """Write this rank's file, and have the first rank make it a checkpoint."""
-        folder = Folder(place_of(self.folder))
-        place = folder.folder_of(self.step)
-        what = f"the save of step {self.step} to {place}"
+    def finish(self, contents: Mapping[str, Content]) -> str:
+        """Write this rank's file, and make all files a checkpoint. Returns the path."""
+        folder = Folder(place_of(self._folder))
+        place = folder.folder_of(self._step)
+        purpose = f"the save of step {self._step} to {place}"
         with contextlib.ExitStack() as lock:
-            ranks.each(lambda: lock.enter_context(folder.locked(make=True)), what)
-            write(plan, contents, ranks, folder)
-        ranks.gather(None, what)  # nobody of us holds the lock any more
-        ranks.first(lambda: self._clear(folder), what)
+            self.ranks.each(lambda: lock.enter_context(folder.locked(make=True)), purpose)
+            write(self.plan, contents, self.ranks, folder)
+        self.ranks.gather(None, purpose)  # so that no rank holds the lock when the first rank removes checkpoints
+        self.ranks.first(lambda: self._clear(folder), purpose)
         return str(place)
 
     def _clear(self, folder: Folder) -> None:
-        """Remove old checkpoints, and what killed saves have left. The save is done: if it fails, the next one may."""
+        """Remove old checkpoints, and files of killed saves."""
+        # The save itself is done, so that an error here must not fail it; the next save removes the rest.
         with contextlib.suppress(OSError, CheckpointError):
-            if self.keep_last is not None:
-                folder.prune(self.keep_last, self.keep_every, upto=self.step)
+            if self._keep_last is not None:
+                folder.prune(self._keep_last, self._keep_every, upto=self._step)
             folder.sweep()
 
 
@@ -107,43 +94,46 @@ def save(
     keep_every: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> str:
-    """Save a checkpoint to `folder/step-00000100`, and return that path. All ranks must call it.
+    """Save a checkpoint to `folder/step-00000100`. All ranks must call `save`.
 
         sherd.save("checkpoints", {"model": model, "optimizer": optimizer, "scheduler": scheduler}, step=100)
 
-    Each rank writes what it holds of the tensors, and each element is written once. When the call returns, all of it
-    has reached the disk; until then the folder holds no checkpoint of that step, or the one it had before.
+    Each rank writes its parts of the tensors, and each element is written once. When the call returns, the checkpoint
+    has reached the disk; until then the folder has no checkpoint of that step, or an earlier one.
 
     Args:
         folder: a folder that all ranks share, or a URL such as "s3://bucket/checkpoints", through fsspec.
-        items: what is saved, by name: modules (sharded by either front end, by torch, or not at all; a list of them is
-            one model, as the stages of a pipeline are), optimizers of these modules, anything with `state_dict` and
-            `load_state_dict`, and numbers, texts, lists, dicts and tensors. What is no tensor is the first rank's.
+        items: the objects to save, by name: modules (sharded by either front end, by torch, or not at all; a list of
+            modules is one model, such as the stages of a pipeline), optimizers of these modules, anything with
+            `state_dict` and `load_state_dict`, and numbers, texts, lists, dicts and tensors. Values other than tensors
+            are the first rank's.
         step: the number of the step, 0 or more.
         user: JSON for people and tools to read.
-        per_rank: what differs between ranks, such as the position in the data: values as in `items`.
+        per_rank: values that differ between ranks, such as the position in the data; of the types of `items`.
         random: save the state of the random generators of torch (CPU and accelerator), Python, and numpy if it is
             loaded.
-        keep_last: afterwards remove all but the newest so many checkpoints up to this step. None: keep all.
-        keep_every: with `keep_last`, keep those whose step is a multiple of this, too.
+        keep_last: after the save, keep this many of the newest checkpoints up to this step, and remove the others.
+            None: keep all.
+        keep_every: with `keep_last`, also keep checkpoints whose step is a multiple of this number.
         group: the ranks that save. None: all; without a process group, this process.
 
+    Returns:
+        The path of the checkpoint.
+
     Raises:
-        CheckpointError: a rank cannot write, the ranks do not share the folder, or an item holds what a checkpoint
-            cannot: on all ranks. What was written is removed, and older checkpoints are as they were.
-        CommError: a rank has died. The checkpoint is whole or there is none; the next save removes the rest.
+        CheckpointError: a rank cannot write, the ranks do not share the folder, or an item has values that a checkpoint
+            cannot hold: on all ranks. Written files are removed, and older checkpoints stay as they are.
+        CommError: a rank has died. The checkpoint is complete or absent; the next save removes the rest.
         StateError: a model is on the meta device, in use, or inside `sherd.unsharded`.
         PolicyError, PolicyTypeError: an argument is out of range, or of another type.
     """
-    wanted = _Save.of("save", folder, items, step, user, per_rank, random, keep_last, keep_every)
-    ranks = wanted.ranks(group)
-    _last.wait()
-    planned = wanted.planned(ranks)
-    return wanted.finish(planned, ranks, contents_of(planned.parts, lambda _, tensor: lambda: chunks_of(tensor)))
+    this = _Save("save", folder, items, step, user, per_rank, random, keep_last, keep_every)
+    this.begin(group)
+    return this.finish(contents_of(this.plan.parts, lambda _, tensor: lambda: chunks_of(tensor)))
 
 
 class Saving:
-    """A save that another thread finishes. `step` is its step."""
+    """A save that another thread finishes. `step` is the step of the checkpoint."""
 
     def __init__(self, step: int, finish: Callable[[], str]) -> None:
         self.step = step
@@ -161,26 +151,32 @@ class Saving:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended, in whatever way."""
+        """Returns whether the save has ended, with or without an error."""
         return not self._thread.is_alive()
 
     def wait(self) -> str:
-        """Wait for its end, and return the path of the checkpoint. Raises what `save` raises."""
+        """Wait for the end of the save, and return the path of the checkpoint. Raises what `save` raises."""
         self._thread.join()
-        if _last.saving is self:
-            _last.saving = None
+        _last.forget(self)
         if self._error is not None:
             raise self._error
         return self._path
 
 
 class _Last(threading.local):
-    """The save of this thread that nobody has waited for; ranks may be threads."""
+    """The save of this thread that nobody has waited for. Thread-local, since ranks may be threads."""
 
     saving: Saving | None = None
 
+    def remember(self, saving: Saving) -> None:
+        self.saving = saving
+
+    def forget(self, saving: Saving) -> None:
+        if self.saving is saving:
+            self.saving = None
+
     def wait(self) -> None:
-        """Wait for it, if there is one. Raises what it has raised."""
+        """Wait for the save, if any. Raises the error of the save."""
         if self.saving is not None:
             self.saving.wait()
 
@@ -201,14 +197,14 @@ def async_save(
     group: dist.ProcessGroup | None = None,
     staging_bytes: int | None = None,
 ) -> Saving:
-    """As `save`, but return once all is copied to host memory; another thread writes it. All ranks must call it.
+    """As `save`, but return when all tensors are copied to host memory; another thread writes the files.
 
         saving = sherd.async_save("checkpoints", {"model": model, "optimizer": optimizer}, step=step)
         ...                                # train on
         saving.wait()                      # before the process group is destroyed
 
-    One save is under way at a time: the next `save` or `async_save` waits for it, and raises what it has raised if
-    nobody has waited for it. Ranks talk over a process group of their own.
+    One save is under way at a time: the next `save` or `async_save` waits for the last one, and raises its error if
+    nobody has waited. Ranks talk over a process group of their own. All ranks must call `async_save`.
 
     Args:
         folder: as for `save`.
@@ -220,30 +216,32 @@ def async_save(
         keep_last: as for `save`.
         keep_every: as for `save`.
         group: as for `save`.
-        staging_bytes: the host memory for copies. The call then takes until all but so much is written. None: as much
-            as this rank writes.
+        staging_bytes: the host memory for copies. The call returns when the bytes that remain to be written fit. None:
+            as many bytes as this rank writes.
+
+    Returns:
+        The save under way.
 
     Raises:
-        what `save` raises: here if it is found before anything is written, else from `wait`.
+        what `save` raises: at once if the error precedes all writing, else from `wait`.
     """
-    wanted = _Save.of("async_save", folder, items, step, user, per_rank, random, keep_last, keep_every)
+    this = _Save("async_save", folder, items, step, user, per_rank, random, keep_last, keep_every)
     if staging_bytes is not None:
         require_int("async_save(staging_bytes={})", staging_bytes, 1)
-    ranks = wanted.ranks(group)
-    _last.wait()
-    planned = wanted.planned(ranks)
+    this.begin(group)
     staging = Staging(staging_bytes)
-    contents = contents_of(planned.parts, staging.chunks)
+    contents = contents_of(this.plan.parts, staging.chunks)
 
     def finish() -> str:
         try:
-            return wanted.finish(planned, ranks, contents)
+            return this.finish(contents)
         finally:
             staging.give_up("the save has ended")  # after an error the copying thread would wait for room forever
 
-    _last.saving = saving = Saving(step, finish)
+    saving = Saving(step, finish)
+    _last.remember(saving)
     try:
-        staging.copy(planned.parts.tensors)
+        staging.copy(this.plan.parts.tensors)
     except BaseException as error:
         staging.give_up(f"the copy to host memory failed: {error}")
         with contextlib.suppress(CheckpointError, CommError):
@@ -262,29 +260,33 @@ def load(
     staging_bytes: int = CHUNK_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> Restored:
-    """Load the newest whole checkpoint of `folder` into `items`. All ranks must call it.
+    """Load the newest complete checkpoint of `folder` into `items`. All ranks must call `load`.
 
         restored = sherd.load("checkpoints", {"model": model, "optimizer": optimizer})
         first_step = restored.step + 1
 
-    It may have been saved under another number of ranks, mesh, layout, strategy, wrapping or dtype. Each rank reads the
-    slices that it holds, into the memory where they belong. All that is read is compared with its checksum: if it turns
-    out to be damaged, the checkpoint is passed over, and an older one is loaded.
+    The checkpoint may come from another number of ranks, mesh, layout, strategy, wrapping or dtype. Each rank reads the
+    slices that it holds, into their memory. All bytes are compared with their checksums: a damaged checkpoint is passed
+    over, and an older one is loaded.
 
     Args:
         folder: the folder or URL that `save` was given, or one checkpoint in it.
-        items: what is loaded, as for `save`; items of the checkpoint that are not asked for are left alone. Modules and
-            optimizers, and what has a state, are changed. The others are returned, whatever stands here for them.
+        items: the objects to load, as for `save`; other items of the checkpoint are not read. Modules, optimizers and
+            other objects with a state are changed. Plain values are returned, and the values in `items` are not read.
         step: the step to load. None: the newest.
-        strict: whether a module has to have the same parameters and buffers. Otherwise those that both have are loaded.
-        random: restore the random generators, where as many ranks load as saved.
-        staging_bytes: the memory, beside what is loaded, through which slices go that cannot be read in place.
+        strict: require that a module has the parameters and buffers of the checkpoint. Otherwise, load common names.
+        random: restore the random generators, if as many ranks load as saved.
+        staging_bytes: the additional memory for slices that cannot be read in place.
         group: the ranks that load, as for `save`.
 
+    Returns:
+        The step, the path, and the values that are not loaded into objects.
+
     Raises:
-        NoCheckpointError: there is no whole checkpoint (of this step); the message says what was passed over and why.
-        CheckpointError: an item is not in it, or has other names or shapes; or the checkpoint of the given `step` is
-            damaged. On all ranks. Unless the file was at fault, nothing was changed.
+        NoCheckpointError: there is no complete checkpoint (of this step); the message names checkpoints that were
+            passed over, with reasons.
+        CheckpointError: the checkpoint lacks an item, or has other names or shapes; or the checkpoint of the given
+            `step` is damaged: on all ranks. Nothing is changed, unless a file is damaged.
         CommError, StateError, PolicyError, PolicyTypeError: as `save`.
         OptimStateError: the state does not fit the optimizer.
     """
@@ -297,9 +299,9 @@ def load(
     of_step = "the newest step" if step is None else f"step {step}"
     ranks, place = Ranks(group, f"loads {_listed(items)} of {of_step}"), place_of(folder)
     _last.wait()
-    what = f"the look for a checkpoint in {place}"
+    purpose = f"the look for a checkpoint in {place}"
     with contextlib.ExitStack() as lock:
-        ranks.each(lambda: lock.enter_context(locked_to_read(folder)), what)
+        ranks.each(lambda: lock.enter_context(locked_to_read(folder)), purpose)
         return restore(Search(place, step), own, ranks, staging_bytes, random)
 
 

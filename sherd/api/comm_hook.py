@@ -3,8 +3,8 @@
     rows that are sent     | gradient | padding | flags |     one part a rank
     what the hook sees     | gradient |    0    |             in memory of its own, which it may write
 
-The flags tell whether any rank has a gradient of a parameter that has none here. A hook would scale or compress them as
-if they were gradients, so they are summed apart from it.
+The flags say which parameters have a gradient on other ranks and none here. A hook would scale or compress the flags
+like gradients, so that a collective of their own sums them.
 
 The form of hooks is that of DDP (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 VLDB 2020).
@@ -27,11 +27,10 @@ Hook = Callable[..., object]
 
 
 class _Hooked(ReduceScatter):
-    """A reduce-scatter done by `hook(state, whole_gradient, shard)`; over one rank `in_place`, by `hook(state,
-    gradient)`."""
+    """A reduce-scatter by `hook(state, gradient, shard)`; over one rank, `in_place`, by `hook(state, gradient)`."""
 
     def __init__(self, unit: Unit, state: object, hook: Hook, in_place: bool) -> None:
-        self._unit = weakref.ref(unit)  # weak, as the unit's policy holds this
+        self._unit = weakref.ref(unit)  # weak, as the unit's policy holds this object
         self._state = state
         self._hook = hook
         self._in_place = in_place
@@ -48,10 +47,10 @@ class _Hooked(ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce; the work is done when this returns."""
+        """Reduce, and return when the work is done."""
         reduced = _reduced_group(self._unit)
         numel = reduced.shard_numel
-        # The rows are used again, or are autograd's own gradient, which others may still read: the hook gets a copy.
+        # The hook gets a copy: the rows are used again, or are autograd's own gradient, which others may still read.
         parts = input_tensor.view(reduced.packing.num_ranks, -1)[:, :numel].clone()
         for rank, part in enumerate(parts):
             _clear_gaps(reduced, rank, part)
@@ -68,33 +67,34 @@ class _Hooked(ReduceScatter):
 
 
 def _all_reduce(unit: Unit, state: object, hook: Hook) -> Callable[[torch.Tensor], None]:
-    """Returns an all-reduce done by `hook(state, gradient)`."""
-    this = weakref.ref(unit)
+    """Returns an all-reduce by `hook(state, gradient)`."""
+    unit_ref = weakref.ref(unit)
 
     def run(sums: torch.Tensor) -> None:
-        reduced = _reduced_group(this)
+        reduced = _reduced_group(unit_ref)
         numel = reduced.shard_numel
         gradient = sums[:numel]
         _clear_gaps(reduced, 0, gradient)
         hook(state, gradient)
-        if gradient.data_ptr() != sums.data_ptr():  # the hook gave the tensor other memory, as one of another dtype has
+        # A hook that computes in another dtype gives the tensor other memory, by `gradient.data = ...`.
+        if gradient.data_ptr() != sums.data_ptr():
             sums[:numel].copy_(gradient)
         _add_flags(sums[numel:], reduced.mesh.replicate_group)
 
     return run
 
 
-def _reduced_group(this: weakref.ref[Unit]) -> Group:
+def _reduced_group(unit_ref: weakref.ref[Unit]) -> Group:
     """Returns the one group of the unit that has gradients."""
-    unit = this()
-    assert unit is not None, "its gradients are being reduced"
+    unit = unit_ref()
+    assert unit is not None, "the unit's gradients are being reduced"
     groups = (gradients.group for gradients in unit.gradients)
     (trained,) = (group for group in groups if any(parameter.requires_grad for parameter in group.parameters))
     return trained
 
 
 def _clear_gaps(group: Group, rank: int, part: torch.Tensor) -> None:
-    """Set padding to 0: it holds whatever was there, and a hook that takes a norm would count it."""
+    """Set padding to 0: the memory is not initialised, and a hook that takes a norm would count the padding."""
     for gap in group.packing.gaps_of(rank):
         part[gap.start : gap.stop].zero_()
 
@@ -105,8 +105,9 @@ def _add_flags(flags: torch.Tensor, group: dist.ProcessGroup | None) -> None:
 
 
 def register(modules: Sequence[FSDPModule], state: object, hook: Hook, in_place: Sequence[bool]) -> None:
-    """Reduce the gradients of `modules`, which are wrappers, with `hook`, which divides them as well. `in_place` says
-    for each module whether the hook takes the gradient alone.
+    """Reduce and divide the gradients of the wrappers `modules` with `hook`.
+
+    `in_place` says for each module whether the hook takes the gradient alone.
 
     Raises:
         PolicyTypeError: `hook` cannot be called.
@@ -117,27 +118,25 @@ def register(modules: Sequence[FSDPModule], state: object, hook: Hook, in_place:
         raise PolicyTypeError(f"The communication hook must be callable but got {hook!r}")
     units = [module._sherd_own_unit for module in modules]
     for unit in units:
-        _require_room(unit)
+        if unit.policy.reduce_scatter is not None or unit.policy.all_reduce is not None:
+            raise WrapperStateError(
+                f"A communication hook is already registered for unit {unit.name}; register one, once"
+            )
+        if unit.mesh.num_replicas > 1 and (unit.mesh.num_shards > 1 or unit.mesh.shards_replicas):
+            raise PolicyError(
+                f"Communication hook is not supported for hybrid strategies: unit {unit.name} is cut into "
+                f"{unit.mesh.num_pieces} over {unit.mesh.num_shards} x {unit.mesh.num_replicas} ranks; use "
+                "set_all_reduce_hook"
+            )
+        dtypes = {parameter.resting.dtype for parameter in unit.parameters if parameter.requires_grad}
+        if len(dtypes) > 1:
+            raise PolicyError(
+                f"register_comm_hook: unit {unit.name} has parameters of {len(dtypes)} dtypes "
+                f"({', '.join(sorted(map(str, dtypes)))}), which are reduced apart; wrap them apart, so that each "
+                "hooked unit has one"
+            )
     for unit, copies in zip(units, in_place, strict=True):
         if unit.mesh.num_replicas > 1:
             unit.change(all_reduce=_all_reduce(unit, state, hook), divide_factor=1.0)
         else:
             unit.change(reduce_scatter=_Hooked(unit, state, hook, copies), divide_factor=1.0)
-
-
-def _require_room(unit: Unit) -> None:
-    if unit.policy.reduce_scatter is not None or unit.policy.all_reduce is not None:
-        raise WrapperStateError(f"A communication hook is already registered for unit {unit.name}; register one, once")
-    if unit.mesh.num_replicas > 1 and (unit.mesh.num_shards > 1 or unit.mesh.shards_replicas):
-        raise PolicyError(
-            f"Communication hook is not supported for hybrid strategies: unit {unit.name} is cut into "
-            f"{unit.mesh.num_pieces} over {unit.mesh.num_shards} x {unit.mesh.num_replicas} ranks; use "
-            "set_all_reduce_hook"
-        )
-    dtypes = {each.resting.dtype for each in unit.parameters if each.requires_grad}
-    if len(dtypes) > 1:
-        raise PolicyError(
-            f"register_comm_hook: unit {unit.name} has parameters of {len(dtypes)} dtypes "
-            f"({', '.join(sorted(map(str, dtypes)))}), which are reduced apart; wrap them apart, so that each hooked "
-            "unit has one"
-        )

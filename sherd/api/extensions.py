@@ -35,22 +35,27 @@ from sherd.tensor.tensor_parallel import beside, own_spec
 
 
 class FSDPExtensions(ABC):
-    """The methods that a wrapper calls for parameters that are more than plain tensors: `FullyShardedDataParallel(...,
-    extensions=...)`. Nested wrappers of an `auto_wrap_policy` share the object. All ranks call in the same order."""
+    """The methods that a wrapper calls for parameters that are DTensors: `FullyShardedDataParallel(extensions=...)`.
+
+    Nested wrappers of an `auto_wrap_policy` share the object. All ranks call the methods in the same order.
+    """
 
     @abstractmethod
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
-        """Called for each parameter, before it is sharded.
+        """Called for each parameter, before the parameter is sharded.
 
         Returns:
-            The plain tensor to be sharded, of the shape of the DTensor's local tensor, and what
-            `post_unflatten_transform` needs to make the parameter of it; None if the parameter is sharded as it is.
+            The plain tensor to be sharded, of the shape of the DTensor's local tensor; and the extension with which
+            `post_unflatten_transform` makes the parameter, or None if the parameter is sharded as it is.
         """
 
     @abstractmethod
     def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Any) -> torch.Tensor:
-        """Returns the parameter made of `tensor`: what `pre_flatten_transform` returned, but gathered. It must have
-        the same memory, which the next gather refills. Called for each unsharded buffer, and for each state dict."""
+        """Returns the parameter made of `tensor`, the gathered form of what `pre_flatten_transform` returned.
+
+        The parameter must have the memory of `tensor`, which the next gather refills. Called for each unsharded
+        buffer, and for each state dict.
+        """
 
     @abstractmethod
     def chunk_tensor(
@@ -62,24 +67,28 @@ class FSDPExtensions(ABC):
         pg: dist.ProcessGroup,
         device: torch.device | None = None,
     ) -> object:
-        """Returns the part of an unsharded parameter that `rank`, of the `world_size` in `pg`, has in a sharded state
-        dict of the form `SHARDED_TENSOR`. `tensor` is a DTensor if the parameter was one."""
+        """Returns the part of an unsharded parameter for `rank` of `pg`, in a state dict of the form `SHARDED_TENSOR`.
+
+        `pg` has `world_size` ranks. `tensor` is a DTensor if the parameter is one.
+        """
 
     @abstractmethod
     def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> torch.Tensor:
-        """Returns the part of `rank` in a sharded state dict of the form `ROWS`. `device_mesh` is the wrapper's:
-        `(shard,)` or `(replicate, shard)`, and `rank` counts along its shard axis."""
+        """Returns the part of `rank` in a sharded state dict of the form `ROWS`.
+
+        `device_mesh` is the wrapper's, `(shard,)` or `(replicate, shard)`; `rank` counts along the shard axis.
+        """
 
     @abstractmethod
     def pre_load_state_dict_transform(self, tensor: Any) -> tuple[object, Sequence[Any]]:
-        """Returns the `ShardedTensor` over the wrapper's ranks that is in `tensor`, and its shards on this rank."""
+        """Returns the `ShardedTensor` over the wrapper's ranks inside `tensor`, and the shards on this rank."""
 
     @abstractmethod
     def all_gather_dtensor(self, tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch.Tensor:
         """Gather a DTensor, which is on all axes of `parent_mesh`, over the wrapper's axes.
 
-        Called when a loaded DTensor has another layout than the parameter. Called for full state dicts only if it is
-        overridden; otherwise the parameters of one unit are gathered in one collective.
+        Called when a loaded DTensor has another layout than the parameter. Called for full state dicts only if a
+        subclass overrides the method; otherwise one collective gathers the parameters of one unit.
 
         Returns:
             This rank's local tensor on the other axes.
@@ -87,14 +96,14 @@ class FSDPExtensions(ABC):
 
 
 class DTensorExtensions(FSDPExtensions):
-    """The default treatment of tensor-parallel parameters, on any number of axes beside its own.
+    """The default treatment of tensor-parallel parameters, on any number of axes beside the wrapper's.
 
-    A subclass overrides the methods that it wants to change, or to observe.
+    A subclass overrides the methods that it changes or observes.
     """
 
     def __init__(self) -> None:
         self._parallel_axes: set[str] = set()
-        """The axes that parameters were found on. Tensors are gathered over the other axes."""
+        """The axes of tensor-parallel parameters. Tensors are gathered over the other axes."""
 
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
         """Returns a DTensor's local tensor and its spec; any other tensor as it is, and None."""
@@ -131,8 +140,10 @@ class DTensorExtensions(FSDPExtensions):
         return sharded_tensor_of_rows(tensor, pg) if tensor.dim() else tensor
 
     def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> DTensor:
-        """Returns rows, cut as `torch.chunk` does, as a stock DTensor; if `tensor` is one, on the axes of both meshes:
-        `[_StridedShard(0, split_factor=2), Shard(0)]` for `Shard(0)` over tp of 2, on the mesh (dp, tp)."""
+        """Returns rows, cut as `torch.chunk` does, as a stock DTensor; for a DTensor, on the axes of both meshes.
+
+        Example: `[_StridedShard(0, split_factor=2), Shard(0)]` for `Shard(0)` over tp of 2, on the mesh (dp, tp).
+        """
         mesh = DataMesh(device_mesh, device_mesh.ndim - 1, 0 if device_mesh.ndim > 1 else None)
         tensor = tensor.detach()
         plain, name = local_part(tensor), "a parameter of a state dict"
@@ -145,7 +156,7 @@ class DTensorExtensions(FSDPExtensions):
         return around(shard_of(plain, cut, rank).clone(memory_format=torch.contiguous_format), spec)
 
     def pre_load_state_dict_transform(self, tensor: Any) -> tuple[object, Sequence[Any]]:
-        """Returns the inner one of two nested tensors, a part under tensor parallelism, and its shards on this rank."""
+        """Returns the inner of two nested tensors, a part under tensor parallelism, and its shards on this rank."""
         shards = tensor.local_shards()
         if len(shards) == 1 and type(shards[0].tensor) is type(tensor):
             tensor = shards[0].tensor
@@ -165,7 +176,7 @@ class DTensorExtensions(FSDPExtensions):
         if is_ragged(spec_of(tensor)):
             return gather_part(local_tensor(tensor), layout_of(spec_of(tensor)))
         names = tensor.device_mesh.mesh_dim_names or ()
-        # Without a parameter that told which axes stay, the last axis does, as in torch.
+        # As in torch, the last axis stays if no parameter has said which axes are tensor parallel.
         stay = self._parallel_axes & set(names) or set(names[-1:])
         wanted = [each if name in stay else Replicate() for name, each in zip(names, tensor.placements, strict=True)]
         return local_tensor(tensor.redistribute(placements=wanted))
@@ -192,21 +203,21 @@ def flattened(extensions: FSDPExtensions, parameter: torch.Tensor, name: str) ->
 
     Raises:
         PlacementError: the tensor to be sharded has another shape, or is not plain.
-        UnsupportedError: there is an extension for a parameter that is no DTensor.
+        UnsupportedError: an extension for a parameter that is no DTensor.
     """
     plain, extension = extensions.pre_flatten_transform(parameter)
     if extension is None:
         return None
-    kind = type(extensions).__name__
+    method = f"{type(extensions).__name__}.pre_flatten_transform"
     if not isinstance(parameter, DTensor):
         raise UnsupportedError(
-            f"{name}: {kind}.pre_flatten_transform returned an extension for a {type(parameter.data).__name__}; only "
+            f"{name}: {method} returned an extension for a {type(parameter.data).__name__}; only "
             "a DTensor is taken apart and restored: distribute it first, or return (tensor, None)"
         )
     local = local_tensor(parameter)
     if isinstance(plain, DTensor) or plain.shape != local.shape:
         raise PlacementError(
-            f"{name}: {kind}.pre_flatten_transform returned a {type(plain).__name__} of shape {tuple(plain.shape)}; "
+            f"{name}: {method} returned a {type(plain).__name__} of shape {tuple(plain.shape)}; "
             f"it must be a plain tensor of the local shape, {tuple(local.shape)}"
         )
     if plain is not local:
@@ -218,23 +229,25 @@ def flattened(extensions: FSDPExtensions, parameter: torch.Tensor, name: str) ->
 def restored(
     extensions: FSDPExtensions, extension: object, whole: DTensorSpec, name: str, plain: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the parameter that the user's extensions make around `plain`, of which the spec is `whole`.
+    """Returns the parameter that the user's extensions make around `plain`, with the spec `whole`.
 
     Raises:
         PlacementError: the parameter has another layout or other memory.
     """
-    made = extensions.post_unflatten_transform(plain, extension)
-    if not isinstance(made, DTensor) or not lies_as(made, whole) or not _same_memory(local_part(made), plain):
+
+    def is_around_plain(local: torch.Tensor) -> bool:
+        same_memory = local.untyped_storage().data_ptr() == plain.untyped_storage().data_ptr()
+        return same_memory and local.shape == plain.shape
+
+    parameter = extensions.post_unflatten_transform(plain, extension)
+    is_right = isinstance(parameter, DTensor) and lies_as(parameter, whole)
+    if not is_right or not is_around_plain(local_part(parameter)):
         raise PlacementError(
-            f"{name}: {type(extensions).__name__}.post_unflatten_transform returned a {type(made).__name__} of shape "
-            f"{tuple(made.shape)}; it must make a DTensor with {whole.placements} on {whole.mesh} of the memory it was "
-            "given, without a copy, as the next gather refills that"
+            f"{name}: {type(extensions).__name__}.post_unflatten_transform returned a {type(parameter).__name__} of "
+            f"shape {tuple(parameter.shape)}; it must make a DTensor with {whole.placements} on {whole.mesh} of the "
+            "memory it was given, without a copy, as the next gather refills that"
         )
-    return made
-
-
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and one.shape == other.shape
+    return parameter
 
 
 def has_own(extensions: FSDPExtensions, method: str) -> bool:

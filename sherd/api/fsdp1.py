@@ -7,6 +7,7 @@
     backward_prefetch, forward_prefetch               `PrefetchPolicy`
     sharding_strategy=Placements(...)                 the levels of a `DataMesh`, how parameters are cut
     use_orig_params                                   `Flat()`, merged into one flat parameter or not
+    ignored_modules, ignored_states                   `Ignored`
 
 Names, fields, defaults and environment variables are those of torch 2.13's `torch.distributed.fsdp`.
 """
@@ -14,6 +15,8 @@ Names, fields, defaults and environment variables are those of torch 2.13's `tor
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import get_args, get_type_hints
@@ -24,10 +27,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard as ShardSpec
 
-from sherd.api.placements import Placements, Strategy
+from sherd.api.placements import Placements, unit_policy
 from sherd.comm.groups import default_group, one_rank_group
 from sherd.comm.mesh import DataMesh, arranged, default_device_type, mesh_of_groups
-from sherd.errors import MeshError, PolicyError
+from sherd.engine import Unit
+from sherd.errors import MeshError, ModuleError, PolicyError, PolicyTypeError
 from sherd.layout.runs import Flat, RunPlacement
 from sherd.policy import (
     CommPolicy,
@@ -133,7 +137,7 @@ class CPUOffload:
 
 @dataclass(frozen=True)
 class Choices:
-    """The arguments that describe one unit, as a user gave them.
+    """The arguments that describe one unit, as the user gave them.
 
     Raises:
         PolicyTypeError: an argument of the wrong type.
@@ -156,8 +160,8 @@ class Choices:
 
     def __post_init__(self) -> None:
         kinds = get_type_hints(Choices)
-        del kinds["process_group"]  # whether it fits depends on the strategy, so `mesh` looks at it
-        del kinds["unmanaged"], kinds["on_touch"]  # `UnitPolicy` looks at them
+        del kinds["process_group"]  # `mesh` checks the group, since the right type depends on the strategy
+        del kinds["unmanaged"], kinds["on_touch"]  # `UnitPolicy` checks both
         for name, kind in kinds.items():
             value = getattr(self, name)
             wanted = " or ".join(each.__name__ for each in get_args(kind) or (kind,) if each is not type(None))
@@ -169,7 +173,7 @@ class Choices:
 
     @property
     def strategy(self) -> ShardingStrategy:
-        """Returns the chosen strategy, by default `FULL_SHARD`; for `Placements`, the strategy with the same groups."""
+        """Returns the strategy, by default `FULL_SHARD`; for `Placements`, the strategy with the same groups."""
         chosen = self.sharding_strategy
         if isinstance(chosen, Placements):
             if len(chosen.levels) > 1:
@@ -182,7 +186,7 @@ class Choices:
         """Returns how parameters are cut: as `Flat()`, unless `Placements` say otherwise.
 
         Raises:
-            PolicyError: `Placements` say otherwise for a flat parameter.
+            PolicyError: a flat parameter, with `Placements` that do not cut as `Flat()`.
         """
         cut = self.placements.cut if self.placements is not None else None
         if not self.use_orig_params:
@@ -196,24 +200,25 @@ class Choices:
 
     @property
     def placements(self) -> Placements | None:
-        """Returns the strategy if it was spelt out; None if it is one of FSDP1's."""
+        """Returns the user's `Placements`; None for a strategy of FSDP1."""
         return self.sharding_strategy if isinstance(self.sharding_strategy, Placements) else None
 
     @property
     def policy(self) -> UnitPolicy:
         """Returns the policy of the unit: what it does, and when."""
         levels = None if self.placements is None else self.placements.levels
-        chosen = Strategy(levels, None).policy(self.reshard_after_forward, self.prefetch)
-        return replace(chosen, notices_replaced=self.notices_replaced, unmanaged=self.unmanaged, on_touch=self.on_touch)
+        chosen = unit_policy(levels, self.reshard_after_forward, self.prefetch)
+        notices_replaced = not _is_on(SKIP_WRITEBACK_CHECK)
+        return replace(chosen, notices_replaced=notices_replaced, unmanaged=self.unmanaged, on_touch=self.on_touch)
 
     @property
     def reshard_after_forward(self) -> bool | None:
-        """Returns what `fully_shard` calls so: None frees the parameters of all units but the root."""
+        """Returns the argument of `fully_shard`: None frees the parameters of all units but the root."""
         return None if self.strategy.frees_after_forward or self.placements is not None else False
 
     @property
     def precision(self) -> MixedPrecisionPolicy:
-        """Returns the dtypes, with the environment's switch for full precision in eval."""
+        """Returns the dtypes, with the switch for full precision in eval that the environment has."""
         chosen = self.mixed_precision if self.mixed_precision is not None else MixedPrecision()
         return MixedPrecisionPolicy(
             param_dtype=chosen.param_dtype,
@@ -242,7 +247,7 @@ class Choices:
 
     @property
     def prefetch(self) -> PrefetchPolicy:
-        """Returns how far gathers run ahead. `limit_all_gathers` is not needed: gathers never run further than this."""
+        """Returns how far gathers run ahead. `limit_all_gathers` is not read: gathers never run further than this."""
         return PrefetchPolicy(
             forward_depth=int(self.forward_prefetch),
             backward_depth=int(self.backward_prefetch is not None),
@@ -251,18 +256,13 @@ class Choices:
 
     @property
     def comm(self) -> CommPolicy:
-        """Returns how bytes are sent. The switches of the environment leave collectives out, for ablations."""
+        """Returns how bytes are sent. Switches of the environment leave collectives out, for ablations."""
         if self.comm_policy is not None:
             return self.comm_policy
         return CommPolicy(fake_all_gather=_is_on(FAKE_ALL_GATHER), fake_reduce=_is_on(FAKE_REDUCE))
 
-    @property
-    def notices_replaced(self) -> bool:
-        """Returns whether each gather first looks for tensors that the user put in the place of shards."""
-        return not _is_on(SKIP_WRITEBACK_CHECK)
-
     def mesh(self, has_policy: bool) -> DataMesh:
-        """Returns the ranks that shard and the ranks that hold copies. `has_policy`: there is an auto-wrap policy.
+        """Returns the ranks that shard and the ranks that hold copies. `has_policy` says if a policy wraps modules.
 
         Raises:
             MeshError: groups or axes that do not fit the strategy.
@@ -282,27 +282,26 @@ class Choices:
     def _mesh(self, has_policy: bool) -> DataMesh:
         if self.strategy.is_hybrid:
             return self._hybrid_mesh(has_policy)
-        if self.device_mesh is not None:
-            return self._mesh_of_axis(self.device_mesh)
+        copies_only = self.strategy is ShardingStrategy.NO_SHARD
+        mesh = self.device_mesh
+        if mesh is not None:
+            if mesh.ndim != 1:
+                raise MeshError(
+                    f"{self.strategy.name} expects a 1-D device_mesh, got {mesh.ndim} axes: {mesh}; take one axis, "
+                    "mesh['dp'], or HYBRID_SHARD for (replicate, shard)"
+                )
+            if copies_only:
+                return mesh_of_groups(one_rank_group(), mesh.get_group(), mesh.device_type, self.comm, copies=mesh)
+            return DataMesh(mesh, shard_axis=0, replicate_axis=None, comm=self.comm)
         group = self.process_group if self.process_group is not None else default_group()
         if not isinstance(group, dist.ProcessGroup):
             raise MeshError(
                 f"{self.strategy.name} expects one process group, got {group!r}; a pair (shard group, replicate group) "
                 "is for HYBRID_SHARD"
             )
-        if self.strategy is ShardingStrategy.NO_SHARD:
+        if copies_only:
             return mesh_of_groups(one_rank_group(), group, self._device_type(group), self.comm)
         return mesh_of_groups(group, None, self._device_type(group), self.comm)
-
-    def _mesh_of_axis(self, mesh: DeviceMesh) -> DataMesh:
-        if mesh.ndim != 1:
-            raise MeshError(
-                f"{self.strategy.name} expects a 1-D device_mesh, got {mesh.ndim} axes: {mesh}; take one axis, "
-                "mesh['dp'], or HYBRID_SHARD for (replicate, shard)"
-            )
-        if self.strategy is ShardingStrategy.NO_SHARD:
-            return mesh_of_groups(one_rank_group(), mesh.get_group(), mesh.device_type, self.comm, copies=mesh)
-        return DataMesh(mesh, shard_axis=0, replicate_axis=None, comm=self.comm)
 
     def _hybrid_mesh(self, has_policy: bool) -> DataMesh:
         if self.device_mesh is not None:
@@ -330,10 +329,7 @@ class Choices:
                 f"Manual wrapping with ShardingStrategy.{self.strategy.name} requires explicit specification of "
                 "process group or device_mesh; or give an auto_wrap_policy"
             )
-        return self._mesh_of_nodes()
-
-    def _mesh_of_nodes(self) -> DataMesh:
-        """Returns a mesh that shards within each node and has a copy on each node."""
+        # Shards lie within a node, whose links are fast, and each node has a copy.
         world = dist.get_world_size(default_group())
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or devices_here() or world
         if world % per_node:
@@ -358,3 +354,75 @@ def _is_on(variable: str) -> bool:
 def devices_here() -> int:
     """Returns the number of accelerators of this host."""
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """The ignored modules, parameters and buffers of a wrapper.
+
+    Args:
+        modules: the ignored modules and all modules below them, without units, which are sharded already.
+        parameters: the ignored parameters, with all parameters of `modules`.
+        buffers: the buffers of `modules`.
+    """
+
+    modules: frozenset[nn.Module]
+    parameters: frozenset[nn.Parameter]
+    buffers: frozenset[torch.Tensor]
+
+    @classmethod
+    def read(cls, root: nn.Module, modules: object, states: object) -> Ignored:
+        """Returns what `ignored_modules` and `ignored_states` of a wrapper around `root` mean.
+
+        Raises:
+            PolicyError: both were given, or one has an element of another type.
+            PolicyTypeError: one of them is not iterable.
+            ModuleError: one of the modules is a unit.
+        """
+        if modules is not None and states is not None:
+            raise PolicyError(
+                "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states."
+            )
+        given = [*_elements_of("ignored_modules", modules, (nn.Module,))]
+        given += _elements_of("ignored_states", states, (nn.Parameter, nn.Module))
+        tops = [each for each in given if isinstance(each, nn.Module)]
+        alone = [each for each in given if isinstance(each, nn.Parameter)]
+        if tops and alone:
+            kinds = sorted({type(each) for each in given}, key=lambda kind: kind.__name__)
+            raise PolicyError(
+                f"ignored_states expects all nn.Parameter or all nn.Module list elements but got types {kinds}; give "
+                "modules, or their parameters"
+            )
+        if any(each is root for each in tops):
+            warnings.warn(
+                "the module that is wrapped is itself among the ignored ones, so nothing will be sharded", stacklevel=4
+            )
+        for each in tops:
+            if Unit.of(each) is not None:
+                raise ModuleError(
+                    f"`ignored_modules` should not include FSDP modules: a {type(each).__name__} is one already; "
+                    "ignore its parameters when it is wrapped"
+                )
+        below: set[nn.Module] = set()
+        waiting = list(tops)
+        while waiting:
+            module = waiting.pop()
+            if module not in below and Unit.of(module) is None:
+                below.add(module)
+                waiting.extend(module.children())
+        parameters = {*alone, *(inner for each in below for inner in each.parameters(recurse=False))}
+        buffers = {inner for each in below for inner in each.buffers(recurse=False)}
+        return cls(frozenset(below), frozenset(parameters), frozenset(buffers))
+
+
+def _elements_of(name: str, given: object, kinds: tuple[type, ...]) -> list[object]:
+    if given is None:
+        return []
+    wanted = " or ".join(f"nn.{each.__name__}" for each in kinds)
+    if not isinstance(given, Iterable) or isinstance(given, torch.Tensor):
+        raise PolicyTypeError(f"{name}={given!r}: expected a list or a set of {wanted}")
+    listed = list(given)
+    wrong = [each for each in listed if not isinstance(each, kinds)]
+    if wrong:
+        raise PolicyError(f"{name} expects {wanted} list elements but got types {[type(each) for each in wrong]}")
+    return listed

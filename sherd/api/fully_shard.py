@@ -1,6 +1,6 @@
-"""`fully_shard`, the composable front end: one call makes a module, or several modules, into one unit.
+"""`fully_shard` and `replicate`, the composable front end: one call makes a module, or several, into one unit.
 
-Its signature and its meaning are those of torch 2.13.
+Signatures and meanings are those of torch 2.13.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard as ShardSpec
 
 from sherd.api.module import FSDPModule, checked_reshard, require_divides, require_module
-from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, rule_of, strategy_of
+from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, levels_and_cut, rule_of, unit_policy
 from sherd.api.swap_class import swap_class
-from sherd.comm.mesh import DataMesh, data_mesh
+from sherd.comm.mesh import DataMesh, arranged, data_mesh
 from sherd.engine import Belongings, Found, ShardingRequest, Unit, make_unit
-from sherd.errors import MeshError, ModuleError, PlacementError, PolicyTypeError
+from sherd.errors import MeshError, ModuleError, PlacementError, PolicyError, PolicyTypeError
 from sherd.layout.placement import Shard
 from sherd.layout.runs import RunPlacement
 from sherd.policy import (
@@ -39,22 +39,27 @@ if TYPE_CHECKING:
 ShardPlacementFn = Callable[[nn.Parameter], "ShardSpec | RunPlacement | OnMesh | None"]
 
 
-class Options(TypedDict, total=False):
-    """The arguments of `fully_shard`, for the type checker."""
+class ReplicateOptions(TypedDict, total=False):
+    """The arguments of `replicate`, for the type checker."""
 
     mesh: DeviceMesh | None
-    reshard_after_forward: bool | int | None
-    shard_placement_fn: ShardPlacementFn | None
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: DataParallelMeshDims | None
-    prefetch_policy: PrefetchPolicy
-    placement: ShardSpec | RunPlacement | None
     comm_policy: CommPolicy
-    placements: Placements | str | None
     unmanaged: Unmanaged
     on_touch: OnTouch
+
+
+class Options(ReplicateOptions, total=False):
+    """The arguments of `fully_shard`, for the type checker."""
+
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: ShardPlacementFn | None
+    prefetch_policy: PrefetchPolicy
+    placement: ShardSpec | RunPlacement | None
+    placements: Placements | str | None
 
 
 @overload
@@ -82,48 +87,46 @@ def fully_shard(
     unmanaged: Unmanaged = "error",
     on_touch: OnTouch = "error",
 ) -> nn.Module | Sequence[nn.Module]:
-    """Shard the parameters below `module` over the data-parallel ranks, all-gather them just before use, free them
-    right after.
+    """Shard the parameters below `module` over the data-parallel ranks, all-gather them for use, and free them after.
 
     This is ZeRO-3 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
     2020); over a 2-D mesh it is HSDP (Zhao et al., "PyTorch FSDP", VLDB 2023).
 
     Each call makes one unit of all parameters below `module` that no earlier call took, so call it on the blocks first
     and on the model last. The module keeps its object and its attributes; its class becomes a subclass of `FSDPModule`
-    and of its own, and its parameters become DTensors, from which the optimizer is built. An optimizer that was built
-    before is adopted at its first step.
+    and of the module's own class, and its parameters become DTensors, from which the optimizer is built. An optimizer
+    that was built before `fully_shard` is adopted at its first step.
 
     Args:
         module: a module, or a list of modules to be gathered and freed as one unit.
         mesh: a 1-D mesh shards; a 2-D mesh `(replicate, shard)` with names shards over its second axis and
             replicates over its first (HSDP). None: all ranks of the default process group.
         reshard_after_forward: True frees the unsharded parameters after forward and gathers them again for backward;
-            False keeps them; an int k keeps this rank's part of a group of k neighbouring ranks, so that the backward's
-            gather is among k. None: False for the root, True for others.
-        shard_placement_fn: given a parameter, how to cut it: torch's `Shard(dim)`, on any dim, even or not; `Flat()`,
-            `Blocks(rows)` or `Owned()` (beyond torch); `OnMesh(...)`, for another mesh (beyond torch); or None for
-            `placement`.
+            False keeps them; an int k keeps this rank's part of a group of k neighbouring ranks, so that the gather of
+            backward is among k ranks. None: False for the root, True for other units.
+        shard_placement_fn: a function from a parameter to its placement: torch's `Shard(dim)`, on any dim, even or not;
+            `Flat()`, `Blocks(rows)` or `Owned()` (beyond torch); `OnMesh(...)`, for another mesh (beyond torch); or
+            None for `placement`.
         mp_policy: dtypes of compute, of reduction and of outputs.
         offload_policy: where shards are kept; with `CPUOffloadPolicy()` they and the optimizer's state are in host
             memory.
         ignored_params: parameters that stay as they are, on every rank, neither sharded nor reduced.
-        dp_mesh_dims: `mesh` is a larger mesh, and these of its named axes are the data-parallel ones; parameters that
-            are DTensors on it keep their placement on the other axes.
+        dp_mesh_dims: the data-parallel axes, by name, of a larger `mesh`; parameters that are DTensors on `mesh` keep
+            their placement on the other axes.
         prefetch_policy: how far gathers run ahead, in units and in bytes; the root's holds for the model. Beyond torch.
         placement: how this unit's parameters are cut; None means `Shard(0)`, and a copy on every rank for scalars.
-            Under `Flat`, `Blocks` and `Owned` unsharded parameters are views of what was gathered, so nothing is
+            Under `Flat`, `Blocks` and `Owned` unsharded parameters are views of the gathered buffer, so nothing is
             copied, and shards are `RaggedDTensor`s. Beyond torch.
         comm_policy: how bytes travel. Beyond torch.
-        placements: what of parameters, gradients and optimizer state is sharded over which axis of the mesh, as
+        placements: which of parameters, gradients and optimizer state are sharded over each axis of the mesh, as
             `Placements(...)` or by name, cut as `placement`: "ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp" and
             others (`Placements.preset`). None: "zero3" over one axis, "hsdp" over two. Beyond torch.
-        unmanaged: what is done about trainable parameters that are added below the model later, and that
-            `sherd.refresh` has not made a unit's: "error" raises before they are trained, "replicate" takes rank 0's
-            values and averages their gradients over all ranks, "ignore" leaves them to the program. The root's holds
-            for the model. Beyond torch.
-        on_touch: what is done about a module inside of the unit that is called by itself, outside of the unit's
-            forward, while the unit is sharded (`model.embed(tokens)`): "error" raises, "unshard" runs the call as a
-            forward of the unit, "ignore" leaves it to torch. Beyond torch.
+        unmanaged: the treatment of trainable parameters that are added below the model later, without
+            `sherd.refresh`: "error" raises before they are trained, "replicate" takes rank 0's values and averages
+            gradients over all ranks, "ignore" leaves them to the program. The root's holds for the model. Beyond torch.
+        on_touch: the treatment of a call of a module inside the unit, outside the unit's forward, while the unit is
+            sharded (`model.embed(tokens)`): "error" raises, "unshard" runs the call as a forward of the unit, "ignore"
+            leaves it to torch. Beyond torch.
 
     Returns:
         `module`, changed in place.
@@ -152,24 +155,23 @@ def fully_shard(
         require_type(f"fully_shard({name}=...): expected {getattr(kind, '__name__', str(kind))}", value, kind)
     if placement is not None and not is_cut(placement):
         raise PolicyTypeError(f"fully_shard(placement={placement!r}): {EXPECTED}, or None for Shard(0)")
-    strategy = strategy_of(placements, placement)
-    wishes = _Wishes(
-        strategy.arranged(data_mesh(mesh, dp_mesh_dims, comm_policy)),
-        strategy.cut,
-        shard_placement_fn,
-        checked_reshard(reshard_after_forward),
-    )
+    levels, cut = levels_and_cut(placements, placement)
+    own_mesh = data_mesh(mesh, dp_mesh_dims, comm_policy)
+    if levels is not None:
+        own_mesh = arranged(own_mesh, levels)
+    request_of = _ShardingRequests(own_mesh, cut, shard_placement_fn, checked_reshard(reshard_after_forward))
+    policy = unit_policy(levels, reshard_after_forward, prefetch_policy)
     make_unit(
         modules,
         Belongings.below(modules, ignored_params or ()),
-        wishes.mesh,
-        wishes,
+        own_mesh,
+        request_of,
         mp_policy,
         offload_policy,
-        replace(strategy.policy(reshard_after_forward, prefetch_policy), unmanaged=unmanaged, on_touch=on_touch),
+        replace(policy, unmanaged=unmanaged, on_touch=on_touch),
     )
-    for each in modules:
-        swap_class(each)
+    for one_module in modules:
+        swap_class(one_module)
     return module
 
 
@@ -179,6 +181,71 @@ def state(module: nn.Module) -> Unit | None:
 
 
 fully_shard.state = state  # type: ignore[attr-defined]
+
+
+@overload
+def replicate(module: nn.Module, **options: Unpack[ReplicateOptions]) -> FSDPModule: ...
+
+
+@overload
+def replicate(module: list[nn.Module], **options: Unpack[ReplicateOptions]) -> list[FSDPModule]: ...
+
+
+def replicate(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    comm_policy: CommPolicy = CommPolicy(),
+    unmanaged: Unmanaged = "error",
+    on_touch: OnTouch = "error",
+) -> nn.Module | Sequence[nn.Module]:
+    """Keep a copy of the parameters below `module` on every rank and all-reduce their gradients in backward.
+
+    `replicate` is `fully_shard(..., placements="ddp")`, data parallelism as in DDP (Li et al., "PyTorch Distributed:
+    Experiences on Accelerating Data Parallel Training", VLDB 2020). The unit computes with the memory that the
+    optimizer steps, unless `mp_policy` asks for another dtype; one reduction of the unit's gradients overlaps with the
+    backward of other units. Call it on blocks first and on the model last, for overlap. All copies must start equal:
+    `replicate` does not broadcast.
+
+    Args:
+        module: a module, or a list of modules that make one unit.
+        mesh: the ranks; of a mesh with two axes, all ranks. None: all ranks of the default process group.
+        mp_policy: as for `fully_shard`.
+        offload_policy: where the copies are kept.
+        ignored_params: parameters that stay as they are, and whose gradients are not reduced.
+        dp_mesh_dims: which axes of a larger `mesh` are data parallel.
+        comm_policy: how bytes travel. Beyond torch.
+        unmanaged: as for `fully_shard`. Beyond torch.
+        on_touch: as for `fully_shard`. Beyond torch.
+
+    Returns:
+        `module`, changed in place: an `FSDPModule`.
+
+    Raises:
+        PolicyError: `dp_mesh_dims` names axes to shard over.
+        ModuleError, MeshError, PlacementError, OwnershipError: as `fully_shard`.
+    """
+    if dp_mesh_dims is not None and dp_mesh_dims.shard_names:
+        raise PolicyError(
+            f"replicate(dp_mesh_dims=...): shard names axes {dp_mesh_dims.shard_names}, and replicate shards nothing; "
+            "name them in DataParallelMeshDims(replicate=...), or call fully_shard"
+        )
+    return fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+        comm_policy=comm_policy,
+        placements="ddp",
+        unmanaged=unmanaged,
+        on_touch=on_touch,
+    )
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
@@ -201,53 +268,45 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
         raise ModuleError("fully_shard got a list that holds a module twice")
 
 
-class _Wishes:
-    """The user's wishes for the sharding of each parameter of a unit. Every mesh is checked once."""
+class _ShardingRequests:
+    """The function from a parameter of a unit to its `ShardingRequest`. Checks every mesh once."""
 
     def __init__(
         self,
         mesh: DataMesh,
         default: ShardSpec | RunPlacement | None,
-        chosen_by: ShardPlacementFn | None,
+        placement_fn: ShardPlacementFn | None,
         reshard_after_forward: bool | int | None,
     ) -> None:
         require_divides(reshard_after_forward, mesh)
-        self.mesh = mesh
-        self._default = default
-        self._chosen_by = chosen_by
-        self._reshard = reshard_after_forward
+        self._mesh = mesh
+        self._default, self._placement_fn, self._reshard = default, placement_fn, reshard_after_forward
         self._meshes: dict[tuple[int, DataParallelMeshDims | None], DataMesh] = {}
 
     def __call__(self, found: Found) -> ShardingRequest:
-        """Returns how one parameter is to be sharded.
-
-        Raises:
-            PlacementError: `shard_placement_fn` returned something else.
-            MeshError: the parameter's mesh has ranks that the unit's mesh does not have.
-            PolicyError: an int `reshard_after_forward` that does not divide the shard axis of the parameter's mesh.
-        """
-        asked = None if self._chosen_by is None else self._chosen_by(found.parameter)
-        mesh = self.mesh
-        if isinstance(asked, OnMesh):
-            mesh, asked = self._other_mesh(asked, found.name), asked.placement
-        if asked is None:
+        """Returns how one parameter is to be sharded."""
+        placement = None if self._placement_fn is None else self._placement_fn(found.parameter)
+        mesh = self._mesh
+        if isinstance(placement, OnMesh):
+            mesh, placement = self._other_mesh(placement, found.name), placement.placement
+        if placement is None:
             return ShardingRequest(rule_of(self._default, found.parameter), mesh)
-        if not is_cut(asked):
+        if not is_cut(placement):
             raise PlacementError(
-                f"{found.name}: shard_placement_fn returned {asked!r}; {EXPECTED}, one of them OnMesh(...), or None "
-                "for the unit's"
+                f"{found.name}: shard_placement_fn returned {placement!r}; {EXPECTED}, one of them OnMesh(...), or "
+                "None for the unit's"
             )
-        return ShardingRequest(Shard(asked.dim) if isinstance(asked, ShardSpec) else asked, mesh)
+        return ShardingRequest(Shard(placement.dim) if isinstance(placement, ShardSpec) else placement, mesh)
 
     def _other_mesh(self, asked: OnMesh, name: str) -> DataMesh:
         key = id(asked.mesh), asked.dp_mesh_dims
         if key not in self._meshes:
-            mesh = data_mesh(asked.mesh, asked.dp_mesh_dims, self.mesh.comm)
-            unit_ranks, ranks = (set(each.mesh.mesh.flatten().tolist()) for each in (self.mesh, mesh))
+            mesh = data_mesh(asked.mesh, asked.dp_mesh_dims, self._mesh.comm)
+            unit_ranks, ranks = (set(each.mesh.mesh.flatten().tolist()) for each in (self._mesh, mesh))
             if not ranks <= unit_ranks:
                 raise MeshError(
                     f"{name}: its mesh {mesh.mesh} has ranks {sorted(ranks - unit_ranks)} that the unit's, "
-                    f"{self.mesh.mesh}, does not have; a parameter is shared by some of the ranks that share its unit"
+                    f"{self._mesh.mesh}, does not have; a parameter is shared by some of the ranks that share its unit"
                 )
             require_divides(self._reshard, mesh)
             self._meshes[key] = mesh

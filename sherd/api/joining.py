@@ -9,11 +9,10 @@ from typing import TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from sherd.api.module import require_module
+from sherd.api.module import optimizers_in, require_module, sharded_units
 from sherd.engine import Runtime, Unit
-from sherd.errors import ModuleError, PolicyError
+from sherd.errors import PolicyError
 from sherd.guard import Coordinator
-from sherd.requirements import require_type
 
 Batch = TypeVar("Batch")
 
@@ -25,12 +24,12 @@ class Joined:
         self._units, self._coordinators = units, coordinators
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields `batches`, and the last of them again as long as any rank has one left.
+        """Yields `batches`, and the last batch again as long as any rank has a batch left.
 
-        The gradients of a batch that is yielded again are dropped on their way to the reduction, so it counts as zero,
-        and everything else in the loop (gradient scaling, clipping, learning rates, collectives of its own) runs on all
-        ranks alike. What forward leaves in buffers, as the running mean of batch norm, is that of the repeated batch. A
-        rank that never had a batch leaves the loop at once and takes part from the end of the context.
+        The gradients of a repeated batch are dropped before the reduction, so that they count as zeros, and everything
+        else in the loop (gradient scaling, clipping, learning rates, the loop's own collectives) runs on all ranks
+        alike. Forward updates buffers, as the running mean of batch norm, with the repeated batch. A rank without any
+        batch leaves the loop at once, and takes part from the end of the context.
         """
         yielded: list[Batch] = []
         source = iter(batches)
@@ -50,10 +49,10 @@ class Joined:
         finally:
             self._contribute(True)
 
-    def _any_has(self, has_one: bool) -> bool:
-        """Returns whether any rank has a batch left; this one has, or has not."""
-        found = [each.agree_on_batch(has_one) for each in self._coordinators]
-        return any(found)
+    def _any_has(self, has_batch: bool) -> bool:
+        """Returns whether any rank has a batch left; `has_batch` says so of this rank."""
+        answers = [coordinator.agree_on_batch(has_batch) for coordinator in self._coordinators]
+        return any(answers)
 
     def _contribute(self, contributes: bool) -> None:
         for unit in self._units:
@@ -63,8 +62,9 @@ class Joined:
 
 @contextmanager
 def join(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] = ()) -> Iterator[Joined]:
-    """Let ranks have different numbers of batches: one that leaves the context takes part in the others' steps, with
-    zero gradients, until all have left.
+    """Let ranks have different numbers of batches.
+
+    A rank that leaves the context takes part in the other ranks' steps, with zero gradients, until all ranks have left.
 
         with sherd.join(model, optimizer):
             for batch in loader:
@@ -73,22 +73,25 @@ def join(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] = ()) -> I
                 optimizer.zero_grad()
 
     Gradients are divided by the number of all ranks, as in every step. A rank that has left steps its part of the
-    parameters whenever the others step theirs, with their learning rates, and then drops its gradients. It cannot see
-    what the loop does with gradients besides, so a loop that scales or clips them asks for its batches here:
+    parameters whenever the other ranks step, with their learning rates, and then drops its gradients. It does not run
+    the rest of the loop, so a loop that scales or clips gradients takes its batches from `batches`:
 
         with sherd.join(model) as ranks:
             for batch in ranks.batches(loader):
                 ...
 
     Args:
-        model: a model on all of whose units `CommPolicy(divergence="join")` was given; a wrapper, or one on which
-            `fully_shard` was called, or that holds such modules.
-        optimizer: the optimizers of the loop, which a rank must know that has no batch at all. All ranks must pass the
-            same, in one order.
+        model: a wrapper, or a module on which `fully_shard` was called, or that holds such modules. All units have
+            `CommPolicy(divergence="join")`.
+        optimizer: the optimizers of the loop, for a rank that has no batch at all. All ranks must pass the same
+            optimizers, in one order.
+
+    Yields:
+        The `Joined` ranks.
 
     Raises:
         ModuleError: nothing below `model` is sharded.
-        PolicyError: its units have another `divergence`.
+        PolicyError: a unit has another `divergence`.
         CommError: a rank has died, or does not come before the timeout; or ranks step different optimizers.
     """
     require_module("join expects a module", model)
@@ -103,15 +106,8 @@ def join(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] = ()) -> I
 
 
 def coordinated(caller: str, model: nn.Module) -> tuple[list[Unit], list[Coordinator]]:
-    """Returns the units at and below `model`, and those who coordinate them: none on one rank.
-
-    Raises:
-        ModuleError: nothing below `model` is sharded.
-        PolicyError: its units have another `divergence` than "join".
-    """
-    units = Unit.below(model)
-    if not units:
-        raise ModuleError(f"{caller}: nothing below {type(model).__name__} is sharded; call fully_shard first")
+    """Returns the units at and below `model`, and their coordinators: none on one rank."""
+    units = sharded_units(caller, model)
     for unit in units:
         if unit.mesh.comm.divergence != "join":
             raise PolicyError(
@@ -122,16 +118,8 @@ def coordinated(caller: str, model: nn.Module) -> tuple[list[Unit], list[Coordin
     return units, [each for each in overseers if isinstance(each, Coordinator)]
 
 
-def optimizers_in(caller: str, given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """Returns the optimizers that were `given`, one or several."""
-    optimizers = [given] if isinstance(given, Optimizer) else list(given)
-    for each in optimizers:
-        require_type(f"{caller}(optimizer=...): expected an optimizer, or several", each, Optimizer)
-    return optimizers
-
-
 def _roots(module: nn.Module) -> Iterator[tuple[Unit, nn.Module]]:
-    """Yields the outermost units at and below `module`, each with the module that it was found at."""
+    """Yields the outermost units at and below `module`, each with its module."""
     unit = Unit.of(module)
     if unit is not None:
         yield unit, module

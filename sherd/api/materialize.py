@@ -1,4 +1,4 @@
-"""Gives a module what a wrapper needs: memory, the right device, equal values on all ranks, buffer dtypes."""
+"""The preparation of a module that is wrapped: memory, the device, equal values on all ranks, buffer dtypes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import nn
 
 from sherd._torch import attributes_of, give_attributes
 from sherd.api import advice
-from sherd.api.fsdp1 import Choices
-from sherd.api.ignored import Ignored
+from sherd.api.fsdp1 import Choices, Ignored
 from sherd.comm.agreement import broadcast_from_rank0
 from sherd.comm.mesh import DataMesh
 from sherd.engine import ShardedParameter, Unit
@@ -20,7 +19,7 @@ from sherd.tensor.structures import map_tensors
 
 
 def _modules(root: nn.Module, ignored: Ignored) -> Iterator[nn.Module]:
-    """Returns the modules at and below `root`, breadth first, that are in no unit yet and not ignored."""
+    """Yields the modules at and below `root`, breadth first, without units and ignored modules."""
     queue, seen = [root], {root}
     while queue:
         module = queue.pop(0)
@@ -45,10 +44,10 @@ def prepare(
     device_id: int | str | torch.device | None,
     sync_module_states: bool,
 ) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Give what is to be one unit, at and below `root`, memory and values, the device, and rank 0's values.
+    """Give the modules of one unit, at and below `root`, memory, values, the device, and rank 0's values.
 
     Returns:
-        Parameters on the meta device, each with the one that has taken its place.
+        Pairs of a parameter on the meta device and the parameter that replaced it.
 
     Raises:
         PolicyTypeError: `param_init_fn` cannot be called.
@@ -69,14 +68,16 @@ def prepare(
             if any(tensor.device != torch.device(device_id) for tensor in _own(module, ignored)):
                 module._apply(lambda tensor: tensor.to(device_id), recurse=False)
     if sync_module_states:
-        _take_from_rank0(root, mesh, ignored)
+        each_once = {id(each): each for module in _modules(root, ignored) for each in _own(module, ignored)}
+        with torch.no_grad():
+            values = [local_part(each) for each in each_once.values()]
+            broadcast_from_rank0(values, mesh, "rank 0's broadcast of parameters and buffers (sync_module_states)")
     successors = ((before, module._parameters.get(name)) for module, name, before in on_meta)
     return [(before, successor) for before, successor in successors if successor is not None]
 
 
 def remember(replaced: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Know the Parameters that `prepare` has returned, now that their successors are sharded: an optimizer may have
-    been built from them."""
+    """Claim the parameters that `prepare` replaced, after the sharding: an optimizer may have been built from them."""
     for before, successor in replaced:
         record = ShardedParameter.of(successor)
         if record is not None:
@@ -86,8 +87,7 @@ def remember(replaced: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
 def _give_memory(
     root: nn.Module, device: torch.device, param_init_fn: Callable[[nn.Module], None] | None, ignored: Ignored
 ) -> None:
-    """Give what is on the meta device memory and values: by `param_init_fn(module)` for each module of `root`, or by
-    `to_empty` and the module's own `reset_parameters()`."""
+    """Give tensors on the meta device memory and values: by `param_init_fn`, or `to_empty` and `reset_parameters`."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise PolicyTypeError(
             f"param_init_fn={param_init_fn!r}: Expected it to be callable but got a {type(param_init_fn)}"
@@ -119,25 +119,15 @@ def _reset(module: nn.Module, device: torch.device) -> None:
     written = {name: attributes_of(each) for name, each in module.named_parameters(recurse=False)}
     module.to_empty(device=device, recurse=False)
     for name, each in module.named_parameters(recurse=False):
-        give_attributes(each, written[name])  # `to_empty` has made other Parameters
+        give_attributes(each, written[name])  # `to_empty` makes new Parameters
     reset()
 
 
-@torch.no_grad()
-def _take_from_rank0(root: nn.Module, mesh: DataMesh, ignored: Ignored) -> None:
-    """Send the parameters and buffers of rank 0 to all ranks."""
-    tensors = {id(each): each for module in _modules(root, ignored) for each in _own(module, ignored)}
-    values = [local_part(each) for each in tensors.values()]
-    broadcast_from_rank0(values, mesh, "rank 0's broadcast of parameters and buffers (sync_module_states)")
-
-
 def cast_buffers(root: nn.Module, choices: Choices, ignored: Ignored) -> dict[tuple[nn.Module, str], torch.dtype]:
-    """Cast the unit's floating-point buffers to the dtype that was chosen.
-
-    `root` is the wrapper, a unit itself; nested units cast their own.
+    """Cast the floating-point buffers of a wrapper, `root`, to the chosen dtype; nested units cast their own buffers.
 
     Returns:
-        The dtype that each buffer had, by its module and its name there.
+        The dtype that each buffer had, by the buffer's module and its name there.
     """
     before: dict[tuple[nn.Module, str], torch.dtype] = {}
     wanted = choices.buffer_dtype
@@ -152,7 +142,7 @@ def cast_buffers(root: nn.Module, choices: Choices, ignored: Ignored) -> dict[tu
 
 
 def recast_buffers(before: Mapping[tuple[nn.Module, str], torch.dtype], wanted: torch.dtype | None) -> None:
-    """Cast the buffers that `cast_buffers` cast to `wanted`; None casts them back to what they were `before`."""
+    """Cast the buffers that `cast_buffers` cast to `wanted`; None casts them back to the dtypes `before`."""
     for (module, name), dtype in before.items():
         buffer = module._buffers.get(name)
         if buffer is not None and buffer.dtype != (wanted or dtype):

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from sherd.comm.collectives import GroupMemoryAllGather, GroupMemoryReduceScatter, SymmetricAllGather
 from sherd.comm.mesh import DataMesh
 from sherd.engine import BoundForward, Runtime, Unit
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError, StateError
 from sherd.policy import AllGather, ReduceScatter
-from sherd.requirements import require_bool, require_factor, require_int
+from sherd.requirements import require_bool, require_factor, require_int, require_type
 
 
 class UnshardHandle:
@@ -25,7 +26,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait for the unsharded parameters and show them on the module.
 
-        Does nothing if a forward has waited already, or `reshard()` has given up the gather.
+        Does nothing after a forward that has waited, or a `reshard()` that gave up the gather.
         """
         unit, self._unit = self._unit, None
         runtime = None if unit is None else Runtime.over(unit)
@@ -36,7 +37,7 @@ class UnshardHandle:
 if TYPE_CHECKING:
     _Module = nn.Module
 else:
-    _Module = object  # the class of the user's own module, which follows, brings nn.Module along
+    _Module = object  # the user's own class, which follows among the bases, is an nn.Module
 
 
 class FSDPModule(_Module):
@@ -74,7 +75,7 @@ class FSDPModule(_Module):
         The root's next forward does so by itself; this method frees the memory at once.
 
         Raises:
-            StateError: called on a unit that is not the root.
+            StateError: the unit is not the root.
         """
         unit, runtime = self._sherd_own_unit, self._sherd_own_runtime
         if runtime.root is not unit:
@@ -89,14 +90,14 @@ class FSDPModule(_Module):
         self._sherd_own_runtime.expect_last_backward(is_last_backward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether backward reduces gradients. If not, they are added up unsharded, in the reduce dtype."""
+        """Set whether backward reduces gradients, or else adds up unsharded gradients, in the reduce dtype."""
         require_bool("set_requires_gradient_sync({})", requires_gradient_sync)
         self._sherd_change(
             recurse, reduce_gradients=requires_gradient_sync, all_reduce_gradients=requires_gradient_sync
         )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward sums over the replicate axis. If not, gradients are added up as shards."""
+        """Set whether backward sums over the replicate axis, or else adds up gradients as shards."""
         require_bool("set_requires_all_reduce({})", requires_all_reduce)
         self._sherd_change(recurse, all_reduce_gradients=requires_all_reduce)
 
@@ -106,7 +107,7 @@ class FSDPModule(_Module):
         self._sherd_change(False, divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Call `set_gradient_divide_factor`, whose older name this is."""
+        """Call `set_gradient_divide_factor`; this is the older name."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -114,7 +115,7 @@ class FSDPModule(_Module):
         require_bool("set_force_sum_reduction_for_comms({})", enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Set whether parameters without a gradient on this rank are reduced as zeros, as other ranks may have one."""
+        """Set whether parameters without a gradient on this rank are reduced as zeros; other ranks may have one."""
         require_bool("set_reduce_scatter_unused_params({})", reduce_scatter_unused_params)
         self._sherd_change(recurse, reduce_unused=reduce_scatter_unused_params)
 
@@ -133,8 +134,9 @@ class FSDPModule(_Module):
             unit.change(separate_reduce_group=enable)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
-        """Call `hook(reduced)` on this unit's reduced gradients, on `stream` if given. `reduced` is 1-D, in the
-        gradients' dtype, and has this rank's shards of the group.
+        """Call `hook(reduced)` on this unit's reduced gradients, on `stream` if given.
+
+        `reduced` is 1-D, in the gradients' dtype, and has this rank's shards of the group.
 
         Raises:
             PolicyError: the unit has several groups, for each of which the hook would run; or `stream` is given on a
@@ -164,12 +166,12 @@ class FSDPModule(_Module):
         self._sherd_change(recurse, reshard_after_forward=value)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set whether unsharded parameters are freed after backward; if not, the next forward needs no all-gather."""
+        """Set whether unsharded parameters are freed after backward, or else kept for the next forward."""
         require_bool("set_reshard_after_backward({})", reshard_after_backward)
         self._sherd_change(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether this unit's backward needs its parameters; that of an embedding does not."""
+        """Set whether this unit's backward needs the parameters, which the backward of an embedding does not."""
         require_bool("set_unshard_in_backward({})", unshard_in_backward)
         self._sherd_change(False, unshard_in_backward=unshard_in_backward)
 
@@ -182,7 +184,7 @@ class FSDPModule(_Module):
         self._sherd_change(False, backward_prefetch=_unit_ids(modules))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next forward's all-gathers wait for `event`, recorded after the optimizer step, and nothing later."""
+        """Let the next forward's all-gathers wait only for `event`, recorded after the optimizer step."""
         self._sherd_own_runtime.gathers_follow(event)
 
     # Collectives
@@ -198,7 +200,7 @@ class FSDPModule(_Module):
         self._sherd_change(False, reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Run this unit's collectives on memory of the process group's allocator, where it has one (NCCL)."""
+        """Run this unit's collectives on memory of the process group's allocator, if there is one (NCCL)."""
         method = "set_allocate_memory_from_process_group_for_comm"
         require_bool(f"{method}({{}})", enable)
         unit = self._sherd_own_unit
@@ -213,10 +215,10 @@ class FSDPModule(_Module):
         )
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Run this unit's all-gathers on symmetric memory. Raises `PolicyError` where there is none (CPU)."""
+        """Run this unit's all-gathers on symmetric memory. Raises `PolicyError` on devices other than CUDA."""
         unit = self._sherd_own_unit
         _require_own_comms(unit, "set_symm_mem_for_comm")
-        # The one backend it can name is NCCL, which knows no device but CUDA's.
+        # The only backend is NCCL, which needs CUDA devices.
         if unit.mesh.device.type != "cuda" or unit.mesh.shard_group is None:
             raise PolicyError(
                 f"set_symm_mem_for_comm: symmetric memory needs a CUDA mesh with a shard axis, unit {unit.name} is on "
@@ -257,7 +259,6 @@ class FSDPModule(_Module):
         return Runtime.of(self._sherd_own_unit, self)
 
     def _sherd_units(self, recurse: bool) -> list[Unit]:
-        """Returns this module's unit, and the units below it if `recurse`, each once."""
         return Unit.below(self) if recurse else [self._sherd_own_unit]
 
     def _sherd_change(self, recurse: bool, **fields: object) -> None:
@@ -275,8 +276,24 @@ def require_module(expectation: str, module: object) -> None:
         raise PolicyTypeError(f"{expectation}, got a {type(module).__name__}")
 
 
+def sharded_units(caller: str, model: nn.Module) -> list[Unit]:
+    """Returns the units at and below `model`. Raises `ModuleError` if there is none."""
+    units = Unit.below(model)
+    if not units:
+        raise ModuleError(f"{caller}: nothing below {type(model).__name__} is sharded; call fully_shard first")
+    return units
+
+
+def optimizers_in(caller: str, given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """Returns the optimizers in `given`, one or several. Raises `PolicyTypeError` for other types."""
+    optimizers = [given] if isinstance(given, Optimizer) else list(given)
+    for optimizer in optimizers:
+        require_type(f"{caller}(optimizer=...): expected an optimizer, or several", optimizer, Optimizer)
+    return optimizers
+
+
 def _require_custom(unit: Unit, method: str, comm: object, kind: type) -> None:
-    """Raise unless `comm` is a collective of `kind` that `unit` can be given."""
+    """Raise if `comm` is no `kind`, or the unit's groups and shards do not suit a custom collective."""
     if not isinstance(comm, kind):
         raise PolicyTypeError(f"{method}({comm!r}): expected a sherd.{kind.__name__}")
     _require_single_kind(unit, method)
@@ -312,7 +329,7 @@ def _require_own_comms(unit: Unit, method: str) -> None:
 
 
 def checked_reshard(value: object) -> bool | int | None:
-    """Returns `reshard_after_forward` if a user may give it; None is the default. Raises `PolicyTypeError`."""
+    """Returns `value`, an argument `reshard_after_forward`. Raises `PolicyTypeError` for other types."""
     if value is None or isinstance(value, int):
         return value
     raise PolicyTypeError(
@@ -321,15 +338,15 @@ def checked_reshard(value: object) -> bool | int | None:
 
 
 def require_divides(reshard: bool | int | None, mesh: DataMesh) -> None:
-    """Raise `PolicyError` if parameters cannot be resharded over groups of `reshard` ranks of `mesh`."""
+    """Raise `PolicyError` if groups of `reshard` ranks do not divide the shard axis of `mesh`."""
     if reshard is None or isinstance(reshard, bool):
         return
-    num_shards = mesh.num_shards
     if mesh.keeps_unsharded:
         raise PolicyError(
             f"reshard_after_forward={reshard}: by its placements every rank keeps unsharded parameters; leave it out, "
             "or shard them (zero3, hsdp, hfsdp)"
         )
+    num_shards = mesh.num_shards
     if reshard < 1 or num_shards % reshard:
         raise PolicyError(
             f"reshard_after_forward={reshard}: parameters are sharded over {num_shards} ranks, and {reshard} does not "
@@ -347,9 +364,9 @@ def _unit_ids(modules: Sequence[FSDPModule]) -> tuple[int, ...]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Run `module.method_name(...)` as a forward: parameters are unsharded inside, and freed as their policy says.
+    """Run `module.method_name(...)` as a forward: parameters are unsharded inside, and freed as the policy says.
 
-    Does nothing on a module that is not sharded, so that a program may call it in both cases.
+    Does nothing on a module that is not sharded.
 
     Raises:
         ModuleError: there is no such method.

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as ShardSpec
 
-from sherd.comm.mesh import DataMesh, arranged
 from sherd.errors import PlacementError, PolicyError, PolicyTypeError
 from sherd.layout.placement import Shard
 from sherd.layout.runs import AnyPlacement, RunPlacement
@@ -29,12 +28,12 @@ PRESETS: dict[str, tuple[Level, ...]] = {
     "hfsdp": (Level.OPTIMIZER, Level.PARAMETERS),
     "zero1_across_zero2_within": (Level.OPTIMIZER, Level.GRADIENTS),
 }
-"""The level over each axis, the outer axis first, by the strategy's name. A single level holds for all axes."""
+"""The level over each axis, the outer axis first, by the name of the strategy. A single level holds for all axes."""
 
 
 @dataclass(frozen=True)
 class _PerAxis:
-    """One placement for each data-parallel axis, of parameters, of gradients and of the optimizer."""
+    """The placements of parameters, gradients and optimizer state, one for each data-parallel axis."""
 
     parameter: tuple[AxisPlacement, ...]
     gradient: tuple[AxisPlacement, ...]
@@ -65,7 +64,7 @@ class Placements(_PerAxis):
 
     Raises:
         PlacementError: the combination does not exist, or the placements cut in different ways.
-        PolicyError: sequences of different lengths, or of more than two.
+        PolicyError: sequences of different lengths, or of more than two placements.
         PolicyTypeError: something that is no placement.
     """
 
@@ -78,10 +77,11 @@ class Placements(_PerAxis):
         super().__init__(
             _per_axis("parameter", parameter), _per_axis("gradient", gradient), _per_axis("optimizer", optimizer)
         )
-        if len({len(each) for each in self._kinds}) > 1 or not 1 <= len(self._kinds[0]) <= 2:
+        numbers = len(self.parameter), len(self.gradient), len(self.optimizer)
+        if len(set(numbers)) > 1 or not 1 <= numbers[0] <= 2:
             raise PolicyError(
-                f"Placements: {len(self._kinds[0])} placements for parameters, {len(self._kinds[1])} for gradients, "
-                f"{len(self._kinds[2])} for the optimizer; give each one placement for one data-parallel axis, or two "
+                f"Placements: {numbers[0]} placements for parameters, {numbers[1]} for gradients, "
+                f"{numbers[2]} for the optimizer; give each one placement for one data-parallel axis, or two "
                 "for (replicate, shard), and flatten further axes into one of them (dp_mesh_dims)"
             )
         if len(self._cuts) > 1:
@@ -89,11 +89,11 @@ class Placements(_PerAxis):
                 f"Placements cut in different ways, {sorted(map(repr, self._cuts))}; all that is not Replicate() is "
                 "cut alike"
             )
-        _ = self.levels
+        _ = self.levels  # raises if the combination does not exist
 
     @classmethod
     def preset(cls, name: str, placement: ShardSpec | RunPlacement | None = None) -> Placements:
-        """Returns the strategy of this name (`PRESETS`), which cuts as `placement` says; None is `Shard(0)`.
+        """Returns the strategy called `name` (`PRESETS`), which cuts as `placement` says; None is `Shard(0)`.
 
         Raises:
             PolicyError: there is no strategy of that name.
@@ -102,28 +102,25 @@ class Placements(_PerAxis):
             raise PolicyError(f"placements={name!r}: expected one of {', '.join(PRESETS)}, or a Placements(...)")
         copy, cut = Replicate(), ShardSpec(0) if placement is None else placement
 
-        def kind(least: Level) -> tuple[AxisPlacement, ...]:
+        def sharded_from(least: Level) -> tuple[AxisPlacement, ...]:
             return tuple(cut if level >= least else copy for level in PRESETS[name])
 
-        return cls(kind(Level.PARAMETERS), kind(Level.GRADIENTS), kind(Level.OPTIMIZER))
+        return cls(sharded_from(Level.PARAMETERS), sharded_from(Level.GRADIENTS), sharded_from(Level.OPTIMIZER))
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """Returns what is sharded over each axis."""
-        return tuple(_level(axis, *kinds) for axis, kinds in enumerate(zip(*self._kinds, strict=True)))
+        """Returns the level of sharding over each axis."""
+        per_axis = zip(self.parameter, self.gradient, self.optimizer, strict=True)
+        return tuple(_level(axis, *placements) for axis, placements in enumerate(per_axis))
 
     @property
     def cut(self) -> ShardSpec | RunPlacement | None:
-        """Returns how everything is cut that is not replicated; None if everything is."""
+        """Returns the one placement other than `Replicate()`; None if everything is replicated."""
         return next(iter(self._cuts), None)
 
     @property
     def _cuts(self) -> set[ShardSpec | RunPlacement]:
-        return {placement for kind in self._kinds for placement in kind if is_cut(placement)}
-
-    @property
-    def _kinds(self) -> tuple[tuple[AxisPlacement, ...], ...]:
-        return self.parameter, self.gradient, self.optimizer
+        return {each for each in (*self.parameter, *self.gradient, *self.optimizer) if is_cut(each)}
 
 
 def _per_axis(name: str, given: AxisPlacement | Sequence[AxisPlacement]) -> tuple[AxisPlacement, ...]:
@@ -150,16 +147,16 @@ def _level(axis: int, parameter: AxisPlacement, gradient: AxisPlacement, optimiz
 
 @dataclass(frozen=True)
 class OnMesh:
-    """An answer of `shard_placement_fn`: shard this parameter over another mesh than the rest of its unit.
+    """An answer of `shard_placement_fn`: shard this parameter over another mesh than the rest of the unit.
 
-    An example is a routed expert: each rank of an expert axis has other experts, so fewer ranks share one. The gradient
-    is summed over `mesh`, and divided by the number of ranks of the unit's mesh, as the unit's other gradients are:
-    each of these ranks has its own batch, and tokens of all these batches came to the expert.
+    An example is a routed expert: each rank of an expert axis has other experts, so fewer ranks share an expert. The
+    gradient is summed over `mesh`, and divided by the number of ranks of the unit's mesh, as the unit's other gradients
+    are: each of these ranks has its own batch, and the expert gets tokens of all these batches.
 
     Args:
-        mesh: as `fully_shard`'s: 1-D, `(replicate, shard)`, or larger with `dp_mesh_dims`.
-        placement: how the parameter is cut; None for the unit's.
-        dp_mesh_dims: which axes of a larger `mesh` are data parallel for it.
+        mesh: as for `fully_shard`: 1-D, `(replicate, shard)`, or larger with `dp_mesh_dims`.
+        placement: how the parameter is cut; None for the unit's placement.
+        dp_mesh_dims: which axes of a larger `mesh` are data parallel for this parameter.
 
     Raises:
         PolicyTypeError: an argument of another type.
@@ -194,56 +191,35 @@ def is_cut(value: object) -> TypeGuard[ShardSpec | RunPlacement]:
     return isinstance(value, ShardSpec | RunPlacement) and not isinstance(value, type)
 
 
-@dataclass(frozen=True)
-class Strategy:
-    """The strategy that `placements` and `placement` of one call ask for together.
-
-    Args:
-        levels: what is sharded over each axis; None leaves that to the mesh.
-        cut: how parameters are cut; None is the default.
-    """
-
-    levels: tuple[Level, ...] | None
-    cut: ShardSpec | RunPlacement | None
-
-    def arranged(self, mesh: DataMesh) -> DataMesh:
-        """Returns `mesh` with these levels. Raises `MeshError` if it has fewer axes."""
-        return mesh if self.levels is None else arranged(mesh, self.levels)
-
-    @property
-    def _highest(self) -> Level:
-        return Level.PARAMETERS if self.levels is None else max(self.levels)
-
-    def policy(self, reshard_after_forward: bool | int | None, prefetch: PrefetchPolicy) -> UnitPolicy:
-        """Returns the policy of a unit.
-
-        Raises:
-            PolicyError: `reshard_after_forward` is given, and parameters are not sharded.
-        """
-        lowest = Level.COPIES if self.levels is None else min(self.levels)
-        if self._highest is not Level.PARAMETERS and reshard_after_forward not in (None, False):
-            raise PolicyError(
-                f"reshard_after_forward={reshard_after_forward}: by its placements every rank keeps unsharded "
-                "parameters; leave it out, or shard them (zero3, hsdp, hfsdp)"
-            )
-        return UnitPolicy(
-            reshard_after_forward=reshard_after_forward,
-            prefetch=prefetch,
-            accumulates_unsharded=self._highest < Level.GRADIENTS,
-            accumulates_copies=lowest < Level.GRADIENTS,
-        )
+Levels = tuple[Level, ...] | None
+"""The level of sharding over each axis; None leaves the levels to the mesh."""
 
 
-def strategy_of(placements: Placements | str | None, cut: ShardSpec | RunPlacement | None) -> Strategy:
-    """Returns the strategy that a user named or spelt out.
-
-    Raises:
-        PolicyError: there is no strategy of that name, or `cut` contradicts `placements`.
-    """
+def levels_and_cut(
+    placements: Placements | str | None, cut: ShardSpec | RunPlacement | None
+) -> tuple[Levels, ShardSpec | RunPlacement | None]:
+    """Returns the levels of `placements`, and the cut of parameters. Raises `PolicyError` for contradictions."""
     if placements is None:
-        return Strategy(None, cut)
+        return None, cut
     if isinstance(placements, str):
-        return Strategy(Placements.preset(placements).levels, cut)
+        return Placements.preset(placements).levels, cut
     if cut is not None and cut != placements.cut:
         raise PolicyError(f"placement={cut} beside {placements}, which says how to cut; give one of them")
-    return Strategy(placements.levels, placements.cut)
+    return placements.levels, placements.cut
+
+
+def unit_policy(levels: Levels, reshard_after_forward: bool | int | None, prefetch: PrefetchPolicy) -> UnitPolicy:
+    """Returns the policy of a unit. Raises `PolicyError` if there is nothing to reshard after forward."""
+    lowest = Level.COPIES if levels is None else min(levels)
+    highest = Level.PARAMETERS if levels is None else max(levels)
+    if highest is not Level.PARAMETERS and reshard_after_forward not in (None, False):
+        raise PolicyError(
+            f"reshard_after_forward={reshard_after_forward}: by its placements every rank keeps unsharded "
+            "parameters; leave it out, or shard them (zero3, hsdp, hfsdp)"
+        )
+    return UnitPolicy(
+        reshard_after_forward=reshard_after_forward,
+        prefetch=prefetch,
+        accumulates_unsharded=highest < Level.GRADIENTS,
+        accumulates_copies=lowest < Level.GRADIENTS,
+    )

@@ -1,4 +1,4 @@
-"""`refresh`: what has changed in a model since it was sharded is taken into its units. For both front ends."""
+"""`refresh`: takes the changes of a sharded model into its units, for both front ends."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from sherd.api.module import require_module
+from sherd.api.module import optimizers_in, require_module, sharded_units
 from sherd.api.wrapper_state import find_state
 from sherd.engine import Refreshed, Unit, adopt_changes
-from sherd.errors import ModuleError
-from sherd.requirements import require_bool, require_type
+from sherd.requirements import require_bool
 
 __all__ = ["Refreshed", "refresh"]
 
@@ -22,43 +21,40 @@ def refresh(
     *,
     sync_module_states: bool = False,
 ) -> Refreshed:
-    """Take what has changed in a sharded `model` into its units. All ranks must call it, between two steps.
+    """Take the changes of a sharded `model` into its units. All ranks must call `refresh`, between two steps.
 
-    New parameters are sharded into the nearest unit around them, as those were that it had: mesh, placement, precision,
-    offload. Parameters that are gone are forgotten, places that were tied are tied, and what was frozen or thawed is
-    grouped anew. Shards that stay are the same Parameters with the same values, so optimizers keep them. The order in
-    which units run is learnt anew in the next step.
+    New parameters are sharded into the nearest unit around them, with the mesh, placement, precision and offload of
+    that unit. Removed parameters are dropped, newly tied parameters are tied, and parameters that were frozen or thawed
+    are grouped anew. Shards that stay are the same Parameters with the same values, so optimizers keep them. The order
+    in which units run is learnt anew in the next step.
 
         model = get_peft_model(model, config)
         print(sherd.refresh(model, optimizer))
 
     Args:
-        model: a module on which `fully_shard` was called, or that holds such modules, or a wrapper. A model that it is
-            a part of is refreshed as a whole.
-        optimizer: an optimizer, or several; the first of them gets the new trainable parameters as a group with its
-            defaults, and all lose those that are gone, with their state. Other optimizers are told at their next step,
-            by a warning.
-        sync_module_states: take rank 0's values of new parameters; else each rank takes its part of its own.
+        model: a module on which `fully_shard` was called, or that holds such modules, or a wrapper. If `model` is a
+            part of a larger model, the larger model is refreshed.
+        optimizer: an optimizer, or several. The first gets a group of the new trainable parameters, with its defaults;
+            all lose the removed parameters, with their state. Other optimizers warn at their next step.
+        sync_module_states: take rank 0's values of new parameters; otherwise each rank takes its part of its own.
 
     Returns:
-        What was done, by names: `adopted`, `dropped`, `retied`, `thawed`, `frozen`. Printed, it is a sentence.
+        The names of changed parameters: `adopted`, `dropped`, `retied`, `thawed`, `frozen`. Printed, a sentence.
 
     Raises:
-        ModuleError: nothing below `model` is sharded; or what is new is on the meta device and the unit is not, or the
-            other way round.
-        RanksDifferError: the ranks have changed the model in different ways. Nothing was done then.
+        ModuleError: nothing below `model` is sharded; or new parameters are on the meta device and the unit is not, or
+            the other way round.
+        RanksDifferError: the ranks have changed the model in different ways. Nothing is changed.
         StateError: in the middle of a forward or backward, with gradients that wait for a reduction, or inside
             `sherd.unsharded`.
-        UnsupportedError: parameters of a unit with a flat parameter, or with a custom collective, come, go or are tied.
+        UnsupportedError: parameters of a unit with a flat parameter, or with a custom collective, are added, removed or
+            tied.
         PlacementError, OwnershipError: as when the unit was made.
     """
     require_module("refresh expects a module", model)
     require_bool("refresh(sync_module_states={})", sync_module_states)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    for each in optimizers:
-        require_type("refresh(optimizer=...): expected an optimizer, or several", each, Optimizer)
-    if not Unit.below(model):
-        raise ModuleError(f"refresh: nothing below {type(model).__name__} is sharded; call fully_shard first")
+    optimizers = optimizers_in("refresh", optimizer)
+    sharded_units("refresh", model)
     return adopt_changes(model, optimizers, sync_module_states, _has_flat_parameter)
 
 

@@ -37,6 +37,13 @@ class ShardedForm(Enum):
     """A `ShardedTensor` of rows, as FSDP1 gives without a `device_mesh`; gathered and cut anew."""
 
 
+class OptimStateKeyType(Enum):
+    """The keys of an optimizer's state. Names and members are those of `torch.distributed.fsdp.OptimStateKeyType`."""
+
+    PARAM_NAME = auto()
+    PARAM_ID = auto()
+
+
 @dataclass
 class StateDictConfig:
     """Options of a state dict. `offload_to_cpu`: values are in host memory."""
@@ -45,16 +52,14 @@ class StateDictConfig:
 
     @property
     def _on_rank0_only(self) -> bool:
-        """Returns whether ranks of the shard axis other than rank 0 get no sharded parameter."""
         return False
 
     @property
     def _wanted(self) -> ShardedForm:
-        """Returns the form of shards, in a state dict that has shards."""
         return ShardedForm.RUNS
 
     def _require_one_form(self) -> None:
-        """Raise `PolicyTypeError` or `PolicyError` if the fields do not say one form of shards."""
+        pass
 
 
 @dataclass
@@ -65,7 +70,6 @@ class FullStateDictConfig(StateDictConfig):
 
     @property
     def _on_rank0_only(self) -> bool:
-        """Returns `rank0_only`."""
         return self.rank0_only
 
 
@@ -83,11 +87,10 @@ class ShardedStateDictConfig(StateDictConfig):
 
     @property
     def _wanted(self) -> ShardedForm:
-        """Returns the form, whichever field says it."""
         return ShardedForm.ROWS if self._use_dtensor else self.form
 
     def _require_one_form(self) -> None:
-        """Raise `PolicyTypeError` if `form` is no form, `PolicyError` if `_use_dtensor` contradicts it."""
+        """Raise `PolicyTypeError` if `form` is no form, `PolicyError` if `_use_dtensor` contradicts `form`."""
         if not isinstance(self.form, ShardedForm):
             raise PolicyTypeError(f"ShardedStateDictConfig(form={self.form!r}): expected a sherd.ShardedForm")
         if self._use_dtensor and self.form is ShardedForm.SHARDED_TENSOR:
@@ -105,7 +108,6 @@ class OptimStateDictConfig:
 
     @property
     def _on_rank0_only(self) -> bool:
-        """Returns whether ranks other than rank 0 get nothing."""
         return False
 
     @property
@@ -122,7 +124,6 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
     @property
     def _on_rank0_only(self) -> bool:
-        """Returns `rank0_only`."""
         return self.rank0_only
 
 

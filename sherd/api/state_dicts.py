@@ -3,9 +3,9 @@
 Both methods go through nn.Module's own machinery, which finds shards where parameters are registered. Around it:
 
     before      parameters of a unit with a flat parameter are registered under their own names; for a load, clean names
-                become the modules' paths, and legacy values DTensors or whole tensors
-    after       paths become clean names, and shards become the kind that was asked for (`state_dict_type.py`); the flat
-                parameter is registered again
+                become the modules' paths, and legacy values become DTensors or unsharded tensors
+    after       paths become clean names, and shards become the chosen kind (`state_dict_type.py`); the flat parameter
+                is registered again
 
 `sherd/engine/between/load.py` cuts whole tensors, and shards of other layouts, on the way in.
 """
@@ -45,19 +45,19 @@ FLAT_PARAM = "_flat_param"
 
 
 def install(wrapper: nn.Module) -> None:
-    """Register the hooks by which `wrapper` gives and takes state dicts."""
+    """Register the hooks with which `wrapper` saves and loads state dicts."""
     wrapper.register_state_dict_pre_hook(_before_save)
     wrapper.register_state_dict_post_hook(_after_save)
     wrapper.register_load_state_dict_pre_hook(_before_load)
     wrapper.register_load_state_dict_post_hook(_after_load)
 
 
-# What belongs to one wrapper
+# The entries of one wrapper
 
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """The part of a state dict that is not a nested wrapper's: parameters by key, and the original dtype of buffers."""
+    """A wrapper's part of a state dict, without nested wrappers: parameters, and original dtypes of buffers, by key."""
 
     parameters: dict[str, ShardedParameter]
     buffers: dict[str, torch.dtype | None]
@@ -65,33 +65,28 @@ class _Contents:
     @classmethod
     def of(cls, wrapper: nn.Module, prefix: str) -> _Contents:
         state = state_of(wrapper)
-        hanging = {
+        registered = {
             (place.module_id, place.attribute): record
             for unit in (state.unit, *state.unit.companions)
             for record in unit.parameters
             for place in record.places
         }
-        found = cls({}, {})
-        for path, module in _own_modules(wrapper, prefix):
+        contents = cls({}, {})
+        # A module that is registered in several places has keys for each place.
+        stack = [("", wrapper)]
+        while stack:
+            path, module = stack.pop()
+            own_prefix = prefix + plain_name(path)
             for name in module._parameters:
-                record = hanging.get((id(module), name))
+                record = registered.get((id(module), name))
                 if record is not None:
-                    found.parameters[path + name] = record
+                    contents.parameters[own_prefix + name] = record
             for name in module._buffers:
-                found.buffers[path + name] = state.buffer_dtypes.get((module, name))
-        return found
-
-
-def _own_modules(wrapper: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Returns the modules below `wrapper` that are in no nested wrapper, each with the prefix of its keys. A module
-    that occurs in several places is returned once for each of them."""
-    stack = [("", wrapper)]
-    while stack:
-        path, module = stack.pop()
-        yield prefix + plain_name(path), module
-        for name, child in module._modules.items():
-            if child is not None and find_state(child) is None:
-                stack.append((f"{path}{name}.", child))
+                contents.buffers[own_prefix + name] = state.buffer_dtypes.get((module, name))
+            for name, child in module._modules.items():
+                if child is not None and find_state(child) is None:
+                    stack.append((f"{path}{name}.", child))
+        return contents
 
 
 # Saving
@@ -103,40 +98,53 @@ def _before_save(wrapper: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 @torch.no_grad()
 def _after_save(wrapper: nn.Module, state_dict: StateDict, prefix: str, local_metadata: StateDict) -> None:
-    """Give the keys clean names and the values the kind that was asked for."""
+    """Give the keys clean names and the values the chosen kind."""
     _strip(state_dict, prefix)
     state, contents = state_of(wrapper), _Contents.of(wrapper, prefix)
     unit, config = state.unit, state.settings.state_dict_config
-    _keep_lent_shards(state_dict, contents)
+    # A user may have changed the unsharded copies: their parts on this rank stand for shards that may be out of date.
+    for key, record in contents.parameters.items():
+        if record.lent is not None and key in state_dict:
+            part = record.part_of(local_part(record.lent)).detach().clone()
+            state_dict[key] = as_dtensor(part, record.shard_spec)
     if asked_by_checkpointing():
-        # It gathers or offloads by itself what it is given; told nothing, it would be given whole tensors.
+        # torch's checkpointing gathers and offloads shards by itself; the wrapper's default would be unsharded tensors.
         return
-    kind = _kind_of(state)
+    state_dict_type = _kind_of(state)
     assert config is not None, "a wrapper has a config"
     hidden: set[str] = set()
-    if kind is StateDictType.FULL_STATE_DICT:
-        shown = not _lends_elsewhere(unit) and (not config._on_rank0_only or dist.get_rank(state.process_group) == 0)
+    if state_dict_type is StateDictType.FULL_STATE_DICT:
+        copies = [record.lent for record in unit.parameters]
+        is_on_rank0_only = unit.lent is not None and bool(copies) and all(copy is None for copy in copies)
+        shown = not is_on_rank0_only and (not config._on_rank0_only or dist.get_rank(state.process_group) == 0)
         _put_full(state_dict, state, contents, shown, config.offload_to_cpu)
         hidden = set() if shown else {*contents.parameters, *contents.buffers}
-    elif kind is StateDictType.LOCAL_STATE_DICT:
+    elif state_dict_type is StateDictType.LOCAL_STATE_DICT:
         hidden = _put_flat(state_dict, unit, contents, prefix, local_metadata)
     elif config._wanted is not ShardedForm.RUNS:
         _put_rows(state_dict, state, contents, config._wanted, config.offload_to_cpu)
     for key in hidden:
         state_dict.pop(key, None)
-    _finish_buffers(state_dict, contents, kind)
+    if state_dict_type is not StateDictType.LOCAL_STATE_DICT:
+        for key, dtype in contents.buffers.items():
+            if dtype is not None and key in state_dict:
+                state_dict[key] = state_dict[key].to(dtype)
     if config.offload_to_cpu:
-        _bring_to_host(state_dict, unit, contents, prefix)
+        for key in (*contents.parameters, *contents.buffers, prefix + FLAT_PARAM):
+            value: object = state_dict.get(key)
+            # A ShardedTensor consists of tensors on the host already, and reading any attribute of it warns.
+            if type(value) is torch.Tensor or isinstance(value, DTensor | nn.Parameter):
+                state_dict[key] = value if value.device.type == "cpu" else value.cpu()
 
 
 def _strip(state_dict: StateDict, prefix: str) -> None:
-    """Take the wrapped module's name out of the keys that start with `prefix`. The order stays, as they are the last
-    keys by now."""
+    """Take the wrapped module's name out of the keys that start with `prefix`."""
     inner = f"{prefix}{WRAPPED}."
+    # Keys with the prefix are the last keys at this point, so that putting them back one by one keeps the order.
     for key in [key for key in state_dict if key.startswith(prefix)]:
         value = state_dict.pop(key)
         state_dict[prefix + key[len(inner) :] if key.startswith(inner) else key] = value
-    # Modules that look at versions find them under both names: the wrapper's, when it loads, and the user's own.
+    # Modules look up versions under the wrapper's name when the wrapper loads, and else under the user's own name.
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
         for path in [path for path in metadata if f"{path}.".startswith(inner)]:
@@ -144,7 +152,7 @@ def _strip(state_dict: StateDict, prefix: str) -> None:
 
 
 def _kind_of(state: WrapperState) -> StateDictType:
-    """Returns the kind that was asked for, or a full one where nothing is sharded, as in FSDP1."""
+    """Returns the chosen kind; as in FSDP1, FULL_STATE_DICT where nothing is sharded."""
     kind = state.settings.state_dict_type
     assert kind is not None, "a wrapper has a kind"
     if kind is not StateDictType.FULL_STATE_DICT and state.choices.strategy is ShardingStrategy.NO_SHARD:
@@ -156,32 +164,29 @@ def _kind_of(state: WrapperState) -> StateDictType:
     return kind
 
 
-def _lends_elsewhere(unit: Unit) -> bool:
-    """Returns whether the unsharded copies are on rank 0 only, and this is another rank."""
-    return unit.lent is not None and bool(unit.parameters) and all(each.lent is None for each in unit.parameters)
-
-
 def _put_full(state_dict: StateDict, state: WrapperState, contents: _Contents, shown: bool, on_host: bool) -> None:
-    """Put unsharded tensors in the place of shards. Collective over the shard axis and the axes of tensor parallelism,
-    unless a user works with unsharded copies already."""
+    """Put unsharded tensors in the place of shards.
+
+    Collective over the shard axis and the axes of tensor parallelism, outside of `sherd.unsharded`.
+    """
     fulls = _unsharded_copies(state.unit, contents, shown, on_host)
     if has_own(state.extensions, "all_gather_dtensor") and state.unit.lent is None:
         for record in state.extended:
             gathered = _gathered(state, record, around(record.local.detach(), record.shard_spec))
-            fulls.update({record: gathered} if shown else {})
-    plain = {each: full_of(its) if isinstance(its, DTensor) else its for each, its in fulls.items()}
+            if shown:
+                fulls[record] = gathered
+    plain = {record: full_of(full) if isinstance(full, DTensor) else full for record, full in fulls.items()}
     _put(state_dict, contents, plain)
 
 
 def _put(state_dict: StateDict, contents: _Contents, values: Mapping[ShardedParameter, object]) -> None:
-    """Put the value of each parameter under all its names."""
     for key, record in contents.parameters.items():
         if key in state_dict and record in values:
             state_dict[key] = values[record]
 
 
 def _gathered(state: WrapperState, record: ShardedParameter, shards: DTensor) -> torch.Tensor:
-    """Returns a tensor-parallel parameter, or a value for it, gathered over the data-parallel axes alone."""
+    """Returns `shards`, of a tensor-parallel parameter or of a value for it, gathered over the data-parallel axes."""
     part = state.extensions.all_gather_dtensor(shards, record.shard_spec.mesh)
     return state.extensions.post_unflatten_transform(part, state.extended[record])
 
@@ -195,32 +200,23 @@ def _unsharded_copies(
         fulls = {each: each.lent.detach().clone() for each in unit.parameters if each.lent is not None}
     for record in dict.fromkeys(contents.parameters.values()):
         if record.owner is not unit:
-            # It belongs to another wrapper and is used here too. All ranks gather these in the same order.
+            # Another wrapper owns the parameter, and this wrapper uses it too. All ranks gather in the same order.
             shard = record.shard
             assert isinstance(shard, DTensor), "what the optimizer owns is a DTensor"
             fulls[record] = full_of(shard) if record.lent is None else record.lent.detach().clone()
     return fulls
 
 
-def _keep_lent_shards(state_dict: StateDict, contents: _Contents) -> None:
-    """Put this rank's parts of unsharded copies in the place of shards, whose values may be out of date meanwhile."""
-    for key, record in contents.parameters.items():
-        if record.lent is not None and key in state_dict:
-            part = record.part_of(local_part(record.lent)).detach().clone()
-            state_dict[key] = as_dtensor(part, record.shard_spec)
-
-
 def _flat_parameter(unit: Unit) -> FlatParameter | None:
-    """Returns the unit's flat parameter, if it has one."""
     owned = unit.parameters[0].optimizer_param if unit.parameters else None
     return owned if isinstance(owned, FlatParameter) else None
 
 
 def _put_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: str, metadata: StateDict) -> set[str]:
-    """Put the flat parameter, if the unit has one, before the unit's other keys, and its shapes into the `metadata`.
+    """Put the unit's flat parameter, if any, before the unit's other keys, and the shapes into the `metadata`.
 
     Returns:
-        The keys of the parameters that it stands for.
+        The keys of the parameters in the flat parameter.
     """
     flat = _flat_parameter(unit)
     if flat is None:
@@ -250,23 +246,6 @@ def _put_rows(
     _put(state_dict, contents, rows)
 
 
-def _finish_buffers(state_dict: StateDict, contents: _Contents, kind: StateDictType) -> None:
-    """Cast buffers back to the dtype that the user's model has them in, unless the state dict is a local one."""
-    if kind is StateDictType.LOCAL_STATE_DICT:
-        return
-    for key, dtype in contents.buffers.items():
-        if dtype is not None and key in state_dict:
-            state_dict[key] = state_dict[key].to(dtype)
-
-
-def _bring_to_host(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: str) -> None:
-    for key in (*contents.parameters, *contents.buffers, prefix + FLAT_PARAM):
-        value: object = state_dict.get(key)
-        # A ShardedTensor was made of tensors on the host, and warns whenever an attribute of it is read.
-        if type(value) is torch.Tensor or isinstance(value, DTensor | nn.Parameter):
-            state_dict[key] = value if value.device.type == "cpu" else value.cpu()
-
-
 # Loading
 
 
@@ -280,7 +259,7 @@ def _before_load(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Turn keys and values into what the modules below look for. `state_dict` is nn.Module's own copy."""
+    """Give keys and values the form that the modules below load. `state_dict` is nn.Module's own copy."""
     state = state_of(wrapper)
     state.begin_load(error_msgs)
     for key in [key for key in state_dict if key.startswith(prefix)]:
@@ -289,14 +268,17 @@ def _before_load(
     _take_flat(state_dict, state.unit, contents, prefix, local_metadata)
     for key, record in contents.parameters.items():
         if key in state_dict:
-            state_dict[key] = _taken_up(state, record, state_dict[key])
+            state_dict[key] = _converted(state, record, state_dict[key])
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
 
 
-def _taken_up(state: WrapperState, record: ShardedParameter, given: object) -> object:
-    """Returns a `ShardedTensor` unsharded, and a value of a tensor-parallel parameter with the shard's layout if it has
-    another layout on the same mesh; any other value as it is."""
+def _converted(state: WrapperState, record: ShardedParameter, given: object) -> object:
+    """Returns a value that the engine can load.
+
+    A `ShardedTensor` becomes unsharded. A value for a tensor-parallel parameter, with another layout on the shard's
+    mesh, gets the shard's layout. Any other value stays.
+    """
     extensions, spec = state.extensions, record.shard_spec
     if is_sharded_tensor(given):
         inner, shards = extensions.pre_load_state_dict_transform(given)
@@ -310,24 +292,22 @@ def _taken_up(state: WrapperState, record: ShardedParameter, given: object) -> o
         return extensions.post_unflatten_transform(full, state.extended[record]) if is_part else full
     if record not in state.extended or not isinstance(given, DTensor) or lies_as(given, spec):
         return given
-    if given.shape != spec.shape or given.device_mesh != spec.mesh or not _same_beside(given, record):
+    if given.shape != spec.shape or given.device_mesh != spec.mesh:
+        return given
+    # The extensions gather over the data-parallel axes alone, so the placements on all other axes must be the shard's.
+    names, data_parallel = given.device_mesh.mesh_dim_names or (), record.mesh.mesh.mesh_dim_names or ()
+    pairs = zip(names, given.placements, spec.placements, strict=True)
+    if any(theirs != ours for name, theirs, ours in pairs if name not in data_parallel):
         return given
     full = _gathered(state, record, on_mesh_device(given))
     return around(record.part_of(local_part(full)).detach().clone(), spec)
 
 
-def _same_beside(given: DTensor, record: ShardedParameter) -> bool:
-    """Returns whether `given`, on the shard's mesh, has the shard's placements on axes that are not data parallel."""
-    names, own = given.device_mesh.mesh_dim_names or (), record.mesh.mesh.mesh_dim_names or ()
-    pairs = zip(names, given.placements, record.shard_spec.placements, strict=True)
-    return all(theirs == ours for name, theirs, ours in pairs if name not in own)
-
-
 def _take_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: str, metadata: StateDict) -> None:
-    """Replace a flat parameter by the shards that it stands for, which are views of it.
+    """Replace a flat parameter by its shards, which are views of it.
 
     Raises:
-        PlacementError: it comes from another wrapping, or from another number of ranks.
+        PlacementError: the flat parameter comes from another wrapping, or from another number of ranks.
     """
     own = _flat_parameter(unit)
     if own is None or prefix + FLAT_PARAM not in state_dict:
@@ -335,11 +315,11 @@ def _take_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: s
     given, shapes = state_dict.pop(prefix + FLAT_PARAM), metadata.get(FLAT_PARAM, own.shapes)
     is_alike = isinstance(given, RaggedDTensor) and given.placements == own.placements and given.shape == own.shape
     if not is_alike or shapes != own.shapes:
-        found = f"{tuple(given.shape)} with {given.placements}" if isinstance(given, DTensor) else f"a {type(given)}"
+        theirs = f"{tuple(given.shape)} with {given.placements}" if isinstance(given, DTensor) else f"a {type(given)}"
         raise PlacementError(
-            f"{prefix}{FLAT_PARAM} of unit {unit.name} is {tuple(own.shape)} with {own.placements}, and {found} in the "
-            f"state dict, of {own.shapes} here and {shapes} there; a LOCAL_STATE_DICT loads into the wrapping and the "
-            "number of ranks that it comes from, a SHARDED_STATE_DICT into any"
+            f"{prefix}{FLAT_PARAM} of unit {unit.name} is {tuple(own.shape)} with {own.placements}, and {theirs} in "
+            f"the state dict, of {own.shapes} here and {shapes} there; a LOCAL_STATE_DICT loads into the wrapping and "
+            "the number of ranks that it comes from, a SHARDED_STATE_DICT into any"
         )
     (group,) = (weights.group for weights in unit.weights)
     vector, rank = local_tensor(given), group.mesh.piece
@@ -347,13 +327,13 @@ def _take_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: s
     for key, record in contents.parameters.items():
         if record in slot_of:
             slot = slot_of[record]
-            held = slot.held(rank)
-            part = vector[held.start : held.stop].view(slot.cut.local_shape(rank))
+            extent = slot.held(rank)
+            part = vector[extent.start : extent.stop].view(slot.cut.local_shape(rank))
             state_dict[key] = around(part, record.shard_spec)
 
 
 def _after_load(wrapper: nn.Module, incompatible_keys: tuple[list[str], list[str]]) -> None:
-    """Put clean names into the report of what did not fit."""
+    """Put clean names into the lists of missing and unexpected keys."""
     for keys in incompatible_keys:
         keys[:] = map(plain_name, keys)
     state_of(wrapper).end_load()
@@ -365,8 +345,7 @@ def _after_load(wrapper: nn.Module, incompatible_keys: tuple[list[str], list[str
 def named_for_checkpointing(
     wrapper: nn.Module, own: Iterator[tuple[str, nn.Parameter]]
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Returns the parameters that torch's checkpointing finds on `wrapper`: its `own`, with a flat parameter replaced
-    by the parameters that it stands for.
+    """Yields the parameters that torch's checkpointing finds on `wrapper`: parameters in the place of a flat parameter.
 
     Checkpointing walks over modules to learn the names, and how the value under each name is distributed.
     """

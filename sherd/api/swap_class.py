@@ -9,6 +9,7 @@ from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
 from torch import nn
 
+from sherd._torch import write_into
 from sherd.api.module import FSDPModule
 from sherd.engine import Unit, met_a_shard
 from sherd.errors import ModuleError, PlacementError, ShardedAccessError, StateError
@@ -30,7 +31,7 @@ def swap_class(module: nn.Module) -> None:
     if original not in _classes:
         members: dict[str, object] = {
             "__new__": _new_of_the_original,
-            "__deepcopy__": _deep_copy,
+            "__deepcopy__": deep_copy,
             "__reduce_ex__": _refuse_copy,
             "__module__": original.__module__,
         }
@@ -47,10 +48,24 @@ def _new_of_the_original(cls: type[nn.Module], *args: object, **kwargs: object) 
     return plain
 
 
-def _deep_copy(self: nn.Module, memo: dict[int, object]) -> nn.Module:
-    from sherd.api.copying import deep_copy  # loaded with the first copy: few programs make one
+def deep_copy(module: nn.Module, memo: dict[int, object]) -> nn.Module:
+    """Returns a deep copy of `module`, a unit of either front end: a model of its own, with copied shards.
 
-    return deep_copy(self, memo)
+    Policies and mesh are the same objects.
+
+    Raises:
+        ModuleError: a unit with a flat parameter, or a unit that uses parameters outside of the copied modules.
+        StateError: inside an unshard context, or in the middle of a forward or backward.
+    """
+    from sherd.engine import deep_copied  # loaded with the first copy: few programs make one
+
+    def finish(unit: Unit, copied: Unit, memo: dict[int, object]) -> None:
+        for each in unit.modules:
+            state = each.__dict__.get(Unit.FRONT_END)
+            if state is not None:
+                write_into(memo[id(each)], Unit.FRONT_END, state.of_copy(copied, memo))
+
+    return deep_copied(module, memo, finish)
 
 
 def _refuse_copy(self: nn.Module, protocol: object) -> NoReturn:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from sherd.api.module import require_module
+from sherd.checkpoint.catalog import without_wrappers
 from sherd.checkpoint.full_tensors import FullTensors
-from sherd.checkpoint.model_tensors import without_wrappers
 from sherd.requirements import require_bool, require_floating_dtype, require_int, require_type
 
 BUCKET_BYTES = 64 << 20
@@ -25,34 +25,36 @@ def iter_full_parameters(
     buffers: bool = False,
     rank0_only: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Returns an iterator over the names and unsharded values of all parameters, in the model's order. All ranks must
-    go through it together.
+    """Iterate over the names and unsharded values of all parameters, in the model's order, on all ranks together.
 
         for name, weight in sherd.iter_full_parameters(model, dtype=torch.bfloat16):
             engine.load_weights([(name, weight)])
 
     Parameters are gathered in buckets, and the next bucket is gathered while the loop works on this one. Beside the
-    shards that takes two buckets (three over gloo), the largest parameter, and what this rank sends of one bucket. A
-    tensor is the caller's own: it is not written again, and lives as long as it is held. A tied parameter comes once,
-    under its first name. Names are those of the plain model, without the parts that wrappers add.
+    shards, this takes two buckets (three over gloo), the largest parameter, and the part of one bucket that this rank
+    sends. A tensor belongs to the caller: nothing writes it again, and it lives as long as the caller keeps it. A tied
+    parameter comes once, under its first name. Names are those of the plain model, without the parts that wrappers add.
 
-    The loop may end early on all ranks, behind the same tensor. If it ends on one rank alone, the others raise
-    `CommError` after the timeout of the process group, at the latest. Inside the loop ranks may talk over groups of
-    their own; the model may not run, nor its optimizer step.
+    The loop may end early on all ranks, after the same tensor. If the loop ends on one rank alone, the other ranks
+    raise `CommError`, after the timeout of the process group at the latest. Inside the loop, ranks may communicate over
+    groups of their own; the model may not run, and its optimizer may not step.
 
     Args:
-        model: the model, by either front end, in whatever layout; parameters that are not sharded come, too.
+        model: the model, by either front end, in any layout; parameters that are not sharded come too.
         bucket_bytes: the bytes of a bucket, unsharded. A larger parameter is a bucket by itself.
-        dtype: the dtype in which floating-point tensors are sent and come. None: their own.
+        dtype: the dtype in which floating-point tensors are sent and yielded. None: the dtype of each tensor.
         to: the device of the tensors, "cpu" for host memory. None: the device that computes. Tensors that are not
-            sharded are elsewhere only if they were.
-        buffers: let the buffers that a state dict has follow the parameters. Their values are this rank's own.
-        rank0_only: only rank 0 of the default process group gets tensors. On the other ranks the loop ends without
-            one, after they have taken part; so its body must not communicate.
+            sharded stay on their own device.
+        buffers: after the parameters, yield the buffers that a state dict has, with this rank's values.
+        rank0_only: only rank 0 of the default process group gets tensors. The other ranks take part, and their loop has
+            no iteration; so the body of the loop must not communicate.
+
+    Returns:
+        An iterator over pairs of a name and a tensor.
 
     Raises:
         StateError: the model is on the meta device, inside `sherd.unsharded`, or in the middle of a forward or
-            backward; from the loop: it has run, or its parameters were written, meanwhile.
+            backward; from the loop: the model has run, or its parameters were written, during the loop.
         CommError: a rank has died, or does not go on; from the loop.
         PolicyError, PolicyTypeError: an argument is out of range, or of another type.
     """
@@ -66,5 +68,5 @@ def iter_full_parameters(
     tensors = FullTensors(model, dtype, "iter_full_parameters()")
     wanted = [*tensors.parameters, *(name for name in tensors.buffers if buffers and name in tensors.saved_buffers)]
     shown = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
-    found = tensors.read(wanted, bucket_bytes, shown)
-    return ((without_wrappers(name), value if device is None else value.to(device)) for name, value in found)
+    named = tensors.read(wanted, bucket_bytes, shown)
+    return ((without_wrappers(name), value if device is None else value.to(device)) for name, value in named)

@@ -1,13 +1,15 @@
-"""`FullyShardedDataParallel`: a wrapper around a module that makes one unit of it. FSDP1's front end on sherd's engine.
+"""`FullyShardedDataParallel`: a wrapper that makes one unit of a module. FSDP1's front end on sherd's engine.
 
-The wrapper has one child, the user's module. `fsdp1.py` reads its arguments; the engine does not know that wrappers
+The wrapper has one child, the user's module. `fsdp1.py` reads the arguments; the engine does not know that wrappers
 exist.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,22 +22,22 @@ from sherd._torch import (
     dynamo_disabled,
     gradients_of,
     in_functional_call,
+    is_tensor_parallel,
 )
-from sherd.api import advice, comm_hook, materialize, optim_states, state_dict_settings, state_dicts
-from sherd.api.copying import deep_copy
-from sherd.api.extensions import FSDPExtensions, extensions_given
-from sherd.api.fsdp1 import BackwardPrefetch, Choices, CPUOffload, MixedPrecision, ShardingStrategy
-from sherd.api.ignored import Ignored
+from sherd.api import advice, comm_hook, materialize, state_dicts, state_methods
+from sherd.api.extensions import FSDPExtensions, extensions_given, flattened, has_own, restored
+from sherd.api.fsdp1 import BackwardPrefetch, Choices, CPUOffload, Ignored, MixedPrecision, ShardingStrategy
 from sherd.api.module import FSDPModule, require_module
-from sherd.api.placements import Placements
+from sherd.api.placements import Placements, rule_of
+from sherd.api.swap_class import deep_copy
 from sherd.api.unsharded import unsharded
-from sherd.api.wrapper_state import before_forward, find_state
-from sherd.api.wrapping import make_wrappers_unit, wrap_below
+from sherd.api.wrapper_state import WrapperState, before_forward, find_state
 from sherd.clip import clip_grad_norm_
-from sherd.engine import Runtime
-from sherd.errors import ModuleError, UnsupportedError, WrapperStateError
+from sherd.comm.mesh import DataMesh
+from sherd.engine import Belongings, FlatParameter, Runtime, ShardingRequest, make_unit
+from sherd.errors import ModuleError, PlacementError, PolicyError, UnsupportedError, WrapperStateError
 from sherd.policy import CommPolicy, OnTouch, Unmanaged
-from sherd.wrap import WrapPolicy
+from sherd.wrap import Kwargs, WrapPolicy, apply_wraps, check_frozen, check_none_wrapped, choose
 from sherd.wrap.names import WRAPPED, plain_name
 
 
@@ -135,23 +137,23 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         extended_by = extensions_given(extensions)
         if auto_wrap_policy is not None:
             more = {"param_init_fn": param_init_fn, "sync_module_states": sync_module_states, "extensions": extended_by}
-            # Before the module itself is touched: an error for what no unit can have leaves it as it was.
-            wrap_below(module, auto_wrap_policy, FullyShardedDataParallel, choices, mesh, ignored, more)
+            # Before the module itself is touched, so that an error for what no unit can have leaves it as it was.
+            _wrap_below(module, auto_wrap_policy, choices, mesh, ignored, more)
         replaced = materialize.prepare(module, mesh, ignored, param_init_fn, device_id, sync_module_states)
         self.add_module(WRAPPED, module)
-        self._sherd_state = make_wrappers_unit(self, choices, extended_by, mesh, ignored)
+        self._sherd_state = _make_unit(self, choices, extended_by, mesh, ignored)
         materialize.remember(replaced)
         state_dicts.install(self)
-        # As with hooks: a compiled wrapper is to find no Python of ours to trace.
+        # Dynamo must not trace sherd's Python inside a compiled wrapper; the same holds for hooks.
         self._sherd_prepare = dynamo_disabled(before_forward)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise, as a pickle would be of process groups, and of one rank's shards."""
+        """Raises `ModuleError`: a pickle would hold process groups, and the shards of one rank."""
         raise ModuleError(
             f"a FullyShardedDataParallel around {type(self.module).__name__} cannot be pickled; save its state_dict()"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
         return deep_copy(self, memo)
 
     # The wrapped module
@@ -159,10 +161,10 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     @property
     def module(self) -> nn.Module:
         """The wrapped module, without wrappers of activation checkpointing around it."""
-        found = self.get_submodule(WRAPPED)
-        while find_state(found) is None and WRAPPED in found._modules:
-            found = found.get_submodule(WRAPPED)
-        return found
+        wrapped = self.get_submodule(WRAPPED)
+        while find_state(wrapped) is None and WRAPPED in wrapped._modules:
+            wrapped = wrapped.get_submodule(WRAPPED)
+        return wrapped
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -202,25 +204,27 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             return getattr(wrapped, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As nn.Module's, but a tensor with the name of a parameter of the wrapped module is set there, where reading
-        finds it. `torch.func.functional_call` sets the parameters of a nested wrapper in this way."""
-        found = self.__dict__.get("_modules", {}).get(WRAPPED) if isinstance(value, torch.Tensor) else None
-        while found is not None and WRAPPED in found._modules:
-            found = found._modules[WRAPPED]
-        if found is None or name in self._parameters or name not in found._parameters:
+        """As nn.Module's, but set a tensor on the wrapped module if that has a parameter of the name.
+
+        `__getattr__` reads the tensor there. `torch.func.functional_call` sets the parameters of a nested wrapper so.
+        """
+        wrapped = self.__dict__.get("_modules", {}).get(WRAPPED) if isinstance(value, torch.Tensor) else None
+        while wrapped is not None and WRAPPED in wrapped._modules:
+            wrapped = wrapped._modules[WRAPPED]
+        if wrapped is None or name in self._parameters or name not in wrapped._parameters:
             super().__setattr__(name, value)
         elif in_functional_call():
-            found._parameters[name] = value
+            wrapped._parameters[name] = value
         else:
-            found.register_parameter(name, value)
+            wrapped.register_parameter(name, value)
 
     def __getitem__(self, key: object) -> Any:
-        """`wrapped[key]`, for a wrapped container."""
-        return self.module.__getitem__(key)  # type: ignore[operator]  # where it has none, the error says so
+        """Returns `wrapped[key]`, for a wrapped container."""
+        return self.module.__getitem__(key)  # type: ignore[operator]  # a module without `__getitem__` raises
 
     # Names
 
-    # torch's wrapper declares these two with `*args, **kwargs`; test_public_names.py holds us to that.
+    # torch's wrapper declares both methods with `*args, **kwargs`; test_public_names.py holds sherd to that.
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As nn.Module's, with the names that the user's own model has."""
         named = super().named_parameters(*args, **kwargs)
@@ -238,14 +242,14 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """Returns the instances at and below `module`, outermost first; with `root_only` only those in no other."""
-        found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+        wrappers = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
         if not root_only:
-            return found
-        nested = {id(each) for outer in found for each in outer.modules() if each is not outer}
-        return [each for each in found if id(each) not in nested]
+            return wrappers
+        nested = {id(each) for outer in wrappers for each in outer.modules() if each is not outer}
+        return [each for each in wrappers if id(each) not in nested]
 
     def check_is_root(self) -> bool:
-        """Returns whether this is the outermost unit. Before the first forward it is, until a unit above runs."""
+        """Returns whether this is the outermost unit, as any unit is until a unit above runs."""
         return self._sherd_own_runtime.root is self._sherd_own_unit
 
     # Unsharded parameters
@@ -381,17 +385,128 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             for each in self.fsdp_modules(self):
                 each._sherd_state.hide_names()
 
-    set_state_dict_type = staticmethod(state_dict_settings.set_state_dict_type)
-    get_state_dict_type = staticmethod(state_dict_settings.get_state_dict_type)
-    state_dict_type = staticmethod(state_dict_settings.state_dict_type)
+    set_state_dict_type = staticmethod(state_methods.set_state_dict_type)
+    get_state_dict_type = staticmethod(state_methods.get_state_dict_type)
+    state_dict_type = staticmethod(state_methods.state_dict_type)
 
     # Optimizer state
 
-    optim_state_dict = staticmethod(optim_states.optim_state_dict)
-    optim_state_dict_to_load = staticmethod(optim_states.optim_state_dict_to_load)
-    full_optim_state_dict = staticmethod(optim_states.full_optim_state_dict)
-    sharded_optim_state_dict = staticmethod(optim_states.sharded_optim_state_dict)
-    shard_full_optim_state_dict = staticmethod(optim_states.shard_full_optim_state_dict)
-    flatten_sharded_optim_state_dict = staticmethod(optim_states.flatten_sharded_optim_state_dict)
-    scatter_full_optim_state_dict = staticmethod(optim_states.scatter_full_optim_state_dict)
-    rekey_optim_state_dict = staticmethod(optim_states.rekey_optim_state_dict)
+    optim_state_dict = staticmethod(state_methods.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(state_methods.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(state_methods.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(state_methods.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(state_methods.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(state_methods.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(state_methods.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(state_methods.rekey_optim_state_dict)
+
+
+# The making of a wrapper
+
+
+def _wrap_below(
+    module: nn.Module,
+    policy: WrapPolicy,
+    choices: Choices,
+    mesh: DataMesh,
+    ignored: Ignored,
+    more: Mapping[str, object],
+) -> None:
+    """Wrap the modules below `module` that `policy` chooses. `more` has the arguments that `choices` lacks."""
+    _check_parameters(Belongings.below([module], ignored.parameters), use_orig_params=True)
+    check_none_wrapped(module, lambda each: find_state(each) is not None)
+    kwargs = {field.name: getattr(choices, field.name) for field in dataclasses.fields(choices)}
+    kwargs |= {**more, "ignored_states": ignored.parameters}
+    if choices.strategy.is_hybrid and choices.device_mesh is None:
+        # One mesh for all units: a unit that made its own mesh would make process groups of its own too.
+        kwargs.update(process_group=None, device_mesh=mesh.mesh)
+    precise = {below for below in module.modules() if isinstance(below, choices.precise_classes)}
+    advice.of_precise_modules(precise)
+    chosen = choose(
+        module,
+        policy,
+        ignored.modules,
+        ignored.parameters,
+        kwargs,
+        apart=choices.precise_classes,
+        apart_kwargs={"mixed_precision": None},
+    )
+    if not choices.use_orig_params:
+        check_frozen(module, chosen, ignored.parameters)
+
+    def wrapped(below: nn.Module, of_unit: Kwargs) -> nn.Module:
+        if below in precise:
+            materialize.compute_in_full_precision(below)
+        return FullyShardedDataParallel(below, **of_unit)
+
+    apply_wraps(module, chosen, wrapped)
+
+
+def _make_unit(
+    wrapper: nn.Module, choices: Choices, extensions: FSDPExtensions, mesh: DataMesh, ignored: Ignored
+) -> WrapperState:
+    """Make `wrapper` a unit, with a flat parameter unless `use_orig_params`, and cast its buffers."""
+    cut = choices.placement
+    ownership = Belongings.below([wrapper], ignored.parameters)
+    _check_parameters(ownership, choices.use_orig_params)
+    returned = [flattened(extensions, each.parameter, each.name) for each in ownership.owned]
+    unit = make_unit(
+        [wrapper],
+        ownership,
+        mesh,
+        lambda each: ShardingRequest(rule_of(cut, each.parameter), mesh),
+        choices.precision,
+        choices.offload,
+        choices.policy,
+    )
+    extended = {
+        record: extension for record, extension in zip(unit.parameters, returned, strict=True) if extension is not None
+    }
+    if has_own(extensions, "post_unflatten_transform"):
+        for record, extension in extended.items():
+            spec = record.unsharded_spec
+            assert spec is not None, "only a DTensor is extended"
+            record.restore_with(partial(restored, extensions, extension, spec, record.name))
+    if ownership.owned and not choices.use_orig_params:
+        unit.flatten(wrapper, state_dicts.FLAT_PARAM)
+    return WrapperState(
+        unit,
+        choices,
+        extensions,
+        extended,
+        buffer_dtypes=materialize.cast_buffers(wrapper, choices, ignored),
+        undistributed=[each for each in ownership.modules if each._parameters and not is_tensor_parallel(each)],
+    )
+
+
+def _check_parameters(ownership: Belongings, use_orig_params: bool) -> None:
+    """Raise for parameters that cannot be cut as one line of numbers."""
+    for borrowed in ownership.borrowed:
+        if isinstance(borrowed.place.shown, FlatParameter):
+            raise PlacementError(
+                f"Cannot flatten a `FlatParameter`: {borrowed.place.attribute} is another wrapper's; leave it there"
+            )
+    for each in ownership.owned:
+        dtype = each.parameter.dtype
+        if isinstance(each.parameter, FlatParameter):
+            raise PlacementError(
+                f"Cannot flatten a `FlatParameter`: {each.name} is one already; wrap the module it came from only once"
+            )
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise PlacementError(
+                f"Cannot flatten integer dtype tensors: {each.name} is {dtype}; make it a buffer, or put it into "
+                "ignored_states"
+            )
+    if use_orig_params:
+        return
+    for attribute, values in (
+        ("dtype", {each.name: each.parameter.dtype for each in ownership.owned}),
+        ("`requires_grad`", {each.name: each.parameter.requires_grad for each in ownership.owned}),
+    ):
+        if len(set(values.values())) > 1:
+            first = next(iter(values))
+            other = next(name for name in values if values[name] != values[first])
+            raise PolicyError(
+                f"Must flatten tensors with uniform {attribute} when `use_orig_params=False`: {first} has "
+                f"{values[first]}, {other} has {values[other]}; pass use_orig_params=True, or wrap them apart"
+            )

@@ -1,4 +1,4 @@
-"""`WrapperState`: all that a `FullyShardedDataParallel` keeps beside its unit, in one record under one attribute."""
+"""`WrapperState`: what a `FullyShardedDataParallel` keeps beside its unit, in one record under one attribute."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class WrapperState:
     Args:
         unit: the unit that the wrapper made.
         choices: the arguments that describe the unit, as the user gave them.
-        extensions: what is done with parameters that are DTensors.
-        extended: what `pre_flatten_transform` returned for each tensor-parallel parameter, which restores it.
-        buffer_dtypes: the dtype that a buffer had before it was cast, by its module and its name there.
+        extensions: the treatment of parameters that are DTensors.
+        extended: what `pre_flatten_transform` returned for each tensor-parallel parameter; restores the parameter.
+        buffer_dtypes: the dtype that a buffer had before the cast, by the buffer's module and its name there.
         undistributed: the modules that have parameters and were not tensor parallel when they were wrapped.
         settings: the kind of state dict that the wrapper gives.
     """
@@ -56,8 +56,7 @@ class WrapperState:
         return group
 
     def of_copy(self, unit: Unit, copies: Mapping[int, Any]) -> WrapperState:
-        """Returns the record of a copy of the wrapper, whose unit is `unit`. `copies` are keyed by the id of what was
-        copied."""
+        """Returns the record of a copy of the wrapper, made into `unit`. `copies` are keyed by the original's id."""
         records = dict(zip(self.unit.parameters, unit.parameters, strict=True))
         return WrapperState(
             unit,
@@ -71,47 +70,44 @@ class WrapperState:
         )
 
     def use(self, settings: StateDictSettings) -> None:
-        """Give state dicts of another kind from now on."""
+        """Give state dicts of the kind that `settings` say."""
         self.settings = settings
 
     # Around a forward
 
     def before_forward(self) -> None:
-        """Do all that the wrapper has to do before the wrapped module's forward.
+        """Do what the wrapper has to do before the wrapped module's forward.
 
         Raises:
-            ModuleError: `parallelize_module` was applied to a module after it was wrapped.
+            ModuleError: `parallelize_module` was applied to a module after the module was wrapped.
             UnsupportedError: a parameter has an optimizer that is to step in backward.
         """
         self.hide_names()
         if not self._has_run:
-            self._check_parameters()
+            # A flat parameter hides its parameters from `parallelize_module`, which would itself raise at shards.
+            for module in self.undistributed:
+                if is_tensor_parallel(module):
+                    raise ModuleError(
+                        f"parallelize_module was applied to a {type(module).__name__} after it was wrapped in "
+                        f"{self.unit.name}, whose shards it cannot distribute; build the model anew, apply "
+                        "parallelize_module, and wrap it then"
+                    )
+            for parameter in self.unit.parameters:
+                if steps_in_backward(parameter.optimizer_param):
+                    raise UnsupportedError(
+                        f"{parameter.name} has optimizers that are to step in backward, from "
+                        "_apply_optimizer_in_backward; nothing would call them: step an optimizer of "
+                        "model.parameters() after the backward"
+                    )
             self._has_run, self.undistributed = True, []
         if self.buffer_dtypes and self.unit.precision.full_precision_in_eval:
             wanted = None if self.unit.in_full_precision else self.choices.buffer_dtype
             materialize.recast_buffers(self.buffer_dtypes, wanted)
 
-    def _check_parameters(self) -> None:
-        """Raise for what was done to the parameters since they were wrapped, and would have no effect. A flat parameter
-        hides them from `parallelize_module`, which would itself raise at shards."""
-        for module in self.undistributed:
-            if is_tensor_parallel(module):
-                raise ModuleError(
-                    f"parallelize_module was applied to a {type(module).__name__} after it was wrapped in "
-                    f"{self.unit.name}, whose shards it cannot distribute; build the model anew, apply "
-                    "parallelize_module, and wrap it then"
-                )
-        for parameter in self.unit.parameters:
-            if steps_in_backward(parameter.optimizer_param):
-                raise UnsupportedError(
-                    f"{parameter.name} has optimizers that are to step in backward, from _apply_optimizer_in_backward; "
-                    "nothing would call them: step an optimizer of model.parameters() after the backward"
-                )
-
     # Around a state dict
 
     def show_names(self) -> None:
-        """Register the parameters of the unit and of its companions under their own names, in the place of flat ones.
+        """Register the parameters of the unit and its companions under their own names, not as flat parameters.
 
         Raises:
             StateError: in the middle of a forward or backward.
@@ -124,7 +120,7 @@ class WrapperState:
                 self._show_names.append(unit)
 
     def hide_names(self) -> None:
-        """Register flat parameters again, if a state dict, ended or broken off, has left the names."""
+        """Register flat parameters again where a state dict, finished or interrupted, shows the parameters' names."""
         while self._show_names:
             unit = self._show_names.pop()
             unit.shards.register(unit.lent is not None)
@@ -142,12 +138,12 @@ class WrapperState:
 
 
 def find_state(module: nn.Module) -> WrapperState | None:
-    """Returns the record of `module`; None if it is no wrapper."""
+    """Returns the record of `module`; None if `module` is no wrapper."""
     return module.__dict__.get(Unit.FRONT_END)
 
 
 def state_of(wrapper: nn.Module) -> WrapperState:
-    """Returns the record of a wrapper."""
+    """Returns the record of `wrapper`."""
     state = find_state(wrapper)
     assert state is not None, "a wrapper has its record from the end of its making on"
     return state

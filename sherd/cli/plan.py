@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sherd.cli.terminal import escaped
 from sherd.errors import InputError, SherdError
 from sherd.tools.plan.garbage import garbage_left
-from sherd.tools.simulate.cluster_file import bytes_in, read_cluster, shipped_clusters
+from sherd.tools.simulate.cluster import bytes_in, read_cluster, shipped_clusters
 from sherd.tools.simulate.settings import AXES, STRATEGIES, VALUES, usual_name
 from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.train.axes import Axes, axes_of

@@ -5,7 +5,7 @@ The classes that `fully_shard` makes, and the wrapper's class, get one more base
     FSDPLinear ─▶ sherd's FSDPModule ─▶ Linear ─▶ Module ─▶ TorchFace ─▶ torch's FSDPModule
 
 so every method stays sherd's, and `TorchFace` has torch's further methods. A class stays the same object: modules that
-were sharded before are instances too, and nothing that was compiled for them is compiled again.
+are sharded already are instances too, and code that was compiled for them is not compiled again.
 
 Nothing of torch's FSDP is imported before the first call.
 """
@@ -31,8 +31,8 @@ from sherd.requirements import require_bool
 class torch_fsdp_identity:
     """Make sherd's modules instances of `torch.distributed.fsdp.FSDPModule`, or no longer.
 
-    It takes effect when it is called, on all modules, sharded before or after. In a `with` statement, the end restores
-    what was in force before. torch's `fully_shard.state(module)` then returns what torch's pipeline stages read.
+    The call takes effect at once, on all modules, sharded before or after. The end of a `with` statement restores the
+    earlier setting. torch's `fully_shard.state(module)` then returns the attributes that torch's pipeline stages read.
 
     Args:
         enabled: False takes the base away again.
@@ -63,49 +63,53 @@ def lend_identity(borrower: object, classes: Iterable[type]) -> None:
 
 
 class _Identity:
-    """The classes that have torch's base: all classes, or the classes that a borrower asked for."""
+    """The classes that have torch's base: all classes, or the classes of borrowers."""
 
     def __init__(self) -> None:
         self.for_all = False
-        self._asked: Counter[type] = Counter()
+        self._num_borrowers: Counter[type] = Counter()
         self._undo: list[Callable[[], None]] = []
 
     def give_to_all(self, enabled: bool) -> None:
-        """Give the base to every class that exists or will be made, or take it away from them."""
+        """Give the base to every present and future class, or take it away."""
         if enabled == self.for_all:
             return
         self.for_all = enabled
         if enabled:
-            FSDPModule.__init_subclass__ = classmethod(_made)  # type: ignore[assignment, method-assign]
-            self._undo = [_answer_state(), _watch_torchs_stages()]
+            FSDPModule.__init_subclass__ = classmethod(_init_subclass)  # type: ignore[assignment, method-assign]
+            # Imported here: pipelining.py imports this file, and loads torch's pipelining, which few programs need.
+            from sherd.interop.pipelining import split_backwards_in_torchs_stages
+
+            self._undo = [_answer_state(), split_backwards_in_torchs_stages()]
         else:
             del FSDPModule.__init_subclass__
             for undo in self._undo:
                 undo()
             self._undo = []
         for cls in FSDPModule.__subclasses__():
-            self.show(cls)
+            self.update(cls)
 
     def give(self, cls: type) -> None:
         """Count one more borrower of `cls`."""
-        self._asked[cls] += 1
-        self.show(cls)
+        self._num_borrowers[cls] += 1
+        self.update(cls)
 
     def take_back(self, cls: type) -> None:
         """Count one borrower of `cls` fewer."""
-        self._asked[cls] -= 1
-        if not self._asked[cls]:
-            del self._asked[cls]
-        self.show(cls)
+        self._num_borrowers[cls] -= 1
+        if not self._num_borrowers[cls]:
+            del self._num_borrowers[cls]
+        self.update(cls)
 
-    def show(self, cls: type) -> None:
-        """Give `cls` the base, or take it away, as the borrowers say."""
-        due = self.for_all or cls in self._asked
-        if not due and not issubclass(cls, _faces()):
+    def update(self, cls: type) -> None:
+        """Give `cls` the base if all classes have it or a borrower needs it, or else take the base away."""
+        due = self.for_all or cls in self._num_borrowers
+        is_made = _torch_face.cache_info().currsize > 0
+        if not due and not (is_made and issubclass(cls, _torch_face())):
             return
         others = tuple(base for base in cls.__bases__ if base is not _torch_face())
         if "__new__" not in vars(cls):
-            # The wrapper's class. Python keeps looking for a `__new__` after the base that had one is gone.
+            # The wrapper's class. Python goes on to look for a `__new__` after the base with a `__new__` is taken away.
             cls.__new__ = staticmethod(_new_like(cls.__init__))  # type: ignore[misc, method-assign]
         cls.__bases__ = (*others, _torch_face()) if due else others
 
@@ -113,14 +117,14 @@ class _Identity:
 _identity = _Identity()
 
 
-def _made(cls: Any, /, **options: Any) -> None:
-    """Give the base to a class that is made while all classes have it."""
-    super(FSDPModule, cls).__init_subclass__(**options)  # the user's own class may have one
-    _identity.show(cls)
+def _init_subclass(cls: Any, /, **options: Any) -> None:
+    """Give the base to a new class while all classes have it."""
+    super(FSDPModule, cls).__init_subclass__(**options)  # the user's own class may define the method
+    _identity.update(cls)
 
 
 def _new_like(init: Callable[..., None]) -> Callable[..., Any]:
-    """Returns a `__new__` that takes what `init` takes: tools read a class's arguments from it."""
+    """Returns a `__new__` with the signature of `init`, from which tools read the arguments of a class."""
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         return object.__new__(cls)
@@ -137,17 +141,12 @@ def _torch_face() -> type:
         """The base that makes an instance of torch's `FSDPModule`, with the methods that sherd's class lacks."""
 
         def _set_unshard_async_op(self, async_op: bool) -> None:
-            """Do nothing: sherd's gathers are asynchronous wherever that is of use."""
+            """Do nothing: sherd's gathers are asynchronous wherever useful."""
 
         def _get_fsdp_state(self) -> Any:
             return _State(self)
 
     return TorchFace
-
-
-def _faces() -> tuple[type, ...]:
-    """Returns the base if it was made by now."""
-    return (_torch_face(),) if _torch_face.cache_info().currsize else ()
 
 
 # The attributes that torch's pipeline stages read
@@ -161,7 +160,7 @@ class _ParamGroup:
 
 
 class _State:
-    """The part of torch's FSDPState that a pipeline stage uses, made for a module whenever it is asked for."""
+    """The part of torch's FSDPState that a pipeline stage uses, made for a module at each request."""
 
     def __init__(self, module: Any) -> None:
         self._units = StageUnits(module, type(module).__name__)
@@ -171,7 +170,7 @@ class _State:
 
     @property
     def all_states(self) -> list[_State]:
-        """Returns itself alone, as it stands for all units below the module."""
+        """Returns this object alone, which stands for all units below the module."""
         return [self]
 
     def _root_post_backward_final_callback(self) -> None:
@@ -191,11 +190,3 @@ def _answer_state() -> Callable[[], None]:
 
     theirs.state = state
     return functools.partial(setattr, theirs, "state", before)
-
-
-def _watch_torchs_stages() -> Callable[[], None]:
-    """Let torch's own pipeline stages show unsharded parameters where they split a backward. Returns a function that
-    undoes it."""
-    from sherd.interop.pipelining import split_backwards_in_torchs_stages
-
-    return split_backwards_in_torchs_stages()

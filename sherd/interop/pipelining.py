@@ -20,10 +20,10 @@ __all__ = ["PipelineStage"]
 
 
 class PipelineStage(pipelining.PipelineStage):
-    """A stage of a pipeline whose module was sharded by sherd, as a whole, in parts, or not at all.
+    """A stage of a pipeline whose module sherd has sharded, as a whole, in parts, or not at all.
 
-    Arguments, attributes and methods are those of `torch.distributed.pipelining.PipelineStage`; torch's schedules take
-    it. In one step of a schedule
+    Arguments, attributes and methods are those of `torch.distributed.pipelining.PipelineStage`, for torch's schedules.
+    In one step of a schedule
 
     - parameters are gathered before the stage's first forward, or ahead of it where the schedule says UNSHARD, and kept
       until its last backward, or until the schedule says RESHARD;
@@ -37,7 +37,7 @@ class PipelineStage(pipelining.PipelineStage):
     """
 
     shows_whole_parameters = True
-    """Tells the engine this class from torch's (`sherd._torch.splitting_stage`)."""
+    """The mark by which the engine knows this class from torch's (`sherd._torch.splitting_stage`)."""
 
     def __init__(self, submodule: nn.Module, stage_index: int, num_stages: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(submodule, stage_index, num_stages, *args, **kwargs)
@@ -46,7 +46,7 @@ class PipelineStage(pipelining.PipelineStage):
         self._sherd_earlier: list[tuple[nn.Parameter, torch.Tensor]] | None = None
 
     def clear_runtime_states(self) -> None:
-        """As torch's. A schedule calls it when a step begins."""
+        """As torch's. A schedule calls the method when a step begins."""
         super().clear_runtime_states()
         self._sherd_earlier = None
         self._sherd_units.begin()
@@ -63,7 +63,7 @@ class PipelineStage(pipelining.PipelineStage):
         return output
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """As torch's (2.13), which frees what was gathered to learn the shapes, but keep the gradients that it clears.
+        """As torch's (2.13): free the parameters that were gathered to learn the shapes. Keeps the gradients.
 
         There are gradients if shapes are learnt again, by an evaluation between a step and the optimizer's step.
         """
@@ -91,30 +91,26 @@ class PipelineStage(pipelining.PipelineStage):
             self.submod = module
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce the sums of micro-batches that the last backward did not reduce, and divide this step's gradients by
-        `grad_scale_factor`. Gradients of earlier steps are then added, undivided."""
+        """Finish the reductions of the step, and divide the step's gradients by `grad_scale_factor`.
+
+        Gradients of earlier steps are then added, undivided.
+        """
         if not self.has_backward:
             return
         self._sherd_set_earlier_aside()
         self._sherd_units.reduce()
         self.scale_grads(grad_scale_factor)
         earlier, self._sherd_earlier = self._sherd_earlier, None
-        for optimizer_param, gradient in earlier or ():
-            optimizer_param.grad = gradient if optimizer_param.grad is None else gradient.add_(optimizer_param.grad)
+        for shard, gradient in earlier or ():
+            shard.grad = gradient if shard.grad is None else gradient.add_(shard.grad)
 
     def _sherd_set_earlier_aside(self) -> None:
         """Keep the gradients that shards have from earlier steps out of this step's division."""
         if self._sherd_earlier is None:
-            optimizer_params = [
-                optimizer_param for unit in self._sherd_units.units for optimizer_param in unit.shards.optimizer_params
-            ]
-            self._sherd_earlier = [
-                (optimizer_param, optimizer_param.grad)
-                for optimizer_param in optimizer_params
-                if optimizer_param.grad is not None
-            ]
-            for optimizer_param, _ in self._sherd_earlier:
-                optimizer_param.grad = None
+            shards = [shard for unit in self._sherd_units.units for shard in unit.shards.optimizer_params]
+            self._sherd_earlier = [(shard, shard.grad) for shard in shards if shard.grad is not None]
+            for shard, _ in self._sherd_earlier:
+                shard.grad = None
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients of all parameters by `grad_scale_factor`."""
@@ -124,8 +120,7 @@ class PipelineStage(pipelining.PipelineStage):
 
 
 def split_backwards_in_torchs_stages() -> Callable[[], None]:
-    """Let torch's own stages show unsharded parameters where they split a backward. Returns a function that undoes
-    it."""
+    """Let torch's own stages show unsharded parameters in split backwards. Returns a function that undoes it."""
     name = "backward_maybe_with_nosync"
     owner = next(cls for cls in pipelining.PipelineStage.__mro__ if name in vars(cls))
     original = vars(owner)[name]

@@ -3,8 +3,8 @@
     begin ─▶ forward and backward, any number of times and in any order ─▶ (last_backward) ─▶ reduce
       └──▶ forward, any number of times ─▶ end
 
-In between, units keep their unsharded parameters until the schedule frees them, and add up unsharded gradients. The
-user's policy of each unit holds again for the last backward, which then reduces unit by unit, or else at the end.
+In between, units keep their unsharded parameters until the schedule frees them, and add up unsharded gradients. For the
+last backward, which then reduces unit by unit, or else at the end, each unit gets the user's policy back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DURING_A_STEP = {
 """Fields of a unit's policy, and their values between micro-batches."""
 
 CHANGED = (*DURING_A_STEP, "all_reduce_gradients")
-"""Fields that a step changes; torch's stage sets the last of them."""
+"""Fields that a step changes; torch's stage sets `all_reduce_gradients`."""
 
 
 class StageUnits:
@@ -38,7 +38,7 @@ class StageUnits:
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module = module
         self.name = name
-        self._chosen: list[tuple[Unit, dict[str, Any]]] = []
+        self._user_policies: list[tuple[Unit, dict[str, Any]]] = []
         self._has_begun = False
 
     @property
@@ -48,7 +48,7 @@ class StageUnits:
 
     @property
     def runtimes(self) -> list[tuple[Runtime, Unit]]:
-        """Returns every unit with its runtime. A unit that has none yet is sealed into one."""
+        """Returns every unit with its runtime. A unit without a runtime is sealed into one."""
         return [(Runtime.of(unit, unit.modules[0]), unit) for unit in self.units]
 
     def check(self) -> None:
@@ -90,17 +90,20 @@ class StageUnits:
     # A step
 
     def begin(self) -> None:
-        """Begin a step. A step that raised, and so did not end, is given up with its gradients."""
+        """Begin a step. An earlier step that raised is given up with its gradients."""
         if self._has_begun:
-            self._give_up()
+            for runtime in self._each_runtime():
+                runtime.reset()
+            self._restore_policies()
+            self._has_begun = False  # also if `check` raises
         self.check()
         self._has_begun = True
         for unit in self.units:
-            self._chosen.append((unit, {name: getattr(unit.policy, name) for name in CHANGED}))
+            self._user_policies.append((unit, {name: getattr(unit.policy, name) for name in CHANGED}))
             unit.change(**DURING_A_STEP)
 
     def gather(self) -> None:
-        """Gather all units. Every gather is started before the first one is waited for."""
+        """Gather all units: start every gather, then wait."""
         missing = [(runtime, unit) for runtime, unit in self.runtimes if unit.live is not Live.UNSHARDED]
         for wait in (False, True):
             for runtime, unit in missing:
@@ -114,26 +117,25 @@ class StageUnits:
     def end(self) -> None:
         """End a step without gradients: free unsharded parameters, and restore the user's policies."""
         self.free()
-        self._as_chosen()
+        self._restore_policies()
         self._has_begun = False
 
     def last_backward(self) -> None:
         """Let the next backward, the last one, reduce all gradients and free parameters unit by unit.
 
-        Not for a backward in two parts: the second part brings gradients after the first has passed the units.
+        Not for a backward in two parts, whose second part brings gradients after the first has passed the units.
         """
-        self._as_chosen()
+        self._restore_policies()
 
     def reduce(self) -> None:
-        """End a step: free unsharded parameters, and reduce the gradients of all micro-batches into the shards'."""
-        self._as_chosen()
+        """End a step: free unsharded parameters, and add the reduced gradients of all micro-batches to the shards'."""
+        self._restore_policies()
         self.start_reductions()
         self.finish_reductions()
         self._has_begun = False
 
     def start_reductions(self) -> None:
-        """Free unsharded parameters, and start each unit's reduction in backward order, unless the unit is not to
-        reduce (`set_requires_gradient_sync`)."""
+        """Free unsharded parameters, and start the reductions in backward order, where the policies reduce."""
         self.free()
         for runtime in self._each_runtime():
             runtime.revise()
@@ -150,26 +152,20 @@ class StageUnits:
     def _each_runtime(self) -> list[Runtime]:
         return list({id(runtime): runtime for runtime, _ in self.runtimes}.values())
 
-    def _as_chosen(self) -> None:
-        for unit, chosen in self._chosen:
-            unit.change(**chosen)
-        self._chosen.clear()
-
-    def _give_up(self) -> None:
-        for runtime in self._each_runtime():
-            runtime.reset()
-        self._as_chosen()
-        self._has_begun = False
+    def _restore_policies(self) -> None:
+        for unit, fields in self._user_policies:
+            unit.change(**fields)
+        self._user_policies.clear()
 
     # A backward in two parts
 
     @contextmanager
     def split_backward(self) -> Iterator[None]:
-        """Show unsharded parameters during one half of a backward, that for the inputs or that for the parameters.
+        """Show unsharded parameters during one half of a backward, for the inputs or for the parameters.
 
         torch walks through `module.parameters()` and writes to each parameter's `.grad` itself. So all parameters, also
-        those of a flat parameter, are unsharded and registered, and gradients that torch wrote are reduced as if
-        backward had brought them.
+        those of a flat parameter, are unsharded and registered, and gradients that torch wrote are reduced like
+        gradients from autograd.
         """
         self.gather()
         units = self.units
@@ -177,17 +173,13 @@ class StageUnits:
             unit.shards.register(True)
         try:
             yield
-            self._deliver(units)
+            shown = (record.places[0].shown for unit in units for record in unit.parameters)
+            written = [tensor for tensor in shown if tensor is not None and tensor.is_leaf and tensor.grad is not None]
+            gradients = [tensor.grad for tensor in written]
+            for tensor in written:
+                tensor.grad = None
+            if written:
+                torch.autograd.backward(written, gradients)  # whose hooks take all gradients
         finally:
             for unit in units:
                 unit.shards.register(False)
-
-    def _deliver(self, units: list[Unit]) -> None:
-        """Send gradients that were written to unsharded parameters through autograd, whose hooks take all gradients."""
-        shown = (record.places[0].shown for unit in units for record in unit.parameters)
-        written = [tensor for tensor in shown if tensor is not None and tensor.is_leaf and tensor.grad is not None]
-        gradients = [tensor.grad for tensor in written]
-        for tensor in written:
-            tensor.grad = None
-        if written:
-            torch.autograd.backward(written, gradients)

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sherd.api.fsdp1 import BackwardPrefetch, Choices, CPUOffload, MixedPrecision, ShardingStrategy
+from sherd.api.fsdp1 import BackwardPrefetch, Choices, CPUOffload, Ignored, MixedPrecision, ShardingStrategy
 from sherd.api.fully_shard import fully_shard
-from sherd.api.ignored import Ignored
 from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.comm.mesh import default_device_type
 from sherd.errors import PolicyTypeError

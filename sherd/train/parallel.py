@@ -34,9 +34,8 @@ from sherd import (
     SherdError,
     fully_shard,
 )
-from sherd.api.blocks import evenly_spread
+from sherd.api.blocks import UnitCall, Wrapping, evenly_spread, rewrapped
 from sherd.api.recompute import selective_contexts
-from sherd.api.unit_sizes import UnitCall, Wrapping, rewrapped
 from sherd.train.config import Config, InputError
 from sherd.train.experts import MixtureOfExperts, ToExperts
 from sherd.train.mesh import Grid

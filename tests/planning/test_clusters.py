@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 
 from sherd.cli import main as cli
 from sherd.errors import ClusterError
-from sherd.tools.simulate.cluster import Link, Timed
-from sherd.tools.simulate.cluster_file import FIELDS, OPTIONAL, cluster_toml, read_cluster, shipped_clusters, texts_of
+from sherd.tools.simulate.cluster import (
+    FIELDS,
+    OPTIONAL,
+    Link,
+    Timed,
+    cluster_toml,
+    read_cluster,
+    shipped_clusters,
+    texts_of,
+)
 from sherd.tools.simulate.work import OpKind
 from tests.support.commands import refusal
 from tests.support.refusals import one_line

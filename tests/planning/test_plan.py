@@ -18,7 +18,7 @@ from sherd.tools.plan.axes import Layout
 from sherd.tools.plan.plan import plan
 from sherd.tools.plan.planner import MOST_PLAYED, Planner, Training
 from sherd.tools.plan.rough import FEW, MORE, RoughPlanner
-from sherd.tools.simulate.cluster_file import read_cluster
+from sherd.tools.simulate.cluster import read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.train.config import InputError, Model

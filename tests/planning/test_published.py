@@ -30,7 +30,7 @@ from bench.published import (
     throughputs,
 )
 from sherd.tools.plan.planner import Planner
-from sherd.tools.simulate.cluster_file import read_cluster
+from sherd.tools.simulate.cluster import read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.timeline import Lane
 from sherd.train.config import read_tree

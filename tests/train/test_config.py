@@ -5,8 +5,8 @@ import re
 from dataclasses import replace
 from functools import partial
 
+from sherd.api.blocks import WRAPPINGS
 from sherd.api.placements import PRESETS
-from sherd.api.unit_sizes import WRAPPINGS
 from sherd.policy import TRANSPORTS, Level
 from sherd.tools.simulate.settings import UNITS
 from sherd.train import config as configs

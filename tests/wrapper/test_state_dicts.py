@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 import sherd
 from sherd.api.fsdp1 import MixedPrecision, ShardingStrategy
-from sherd.api.state_dict_settings import get_state_dict_type, set_state_dict_type, state_dict_type
 from sherd.api.state_dict_type import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -34,6 +33,7 @@ from sherd.api.state_dict_type import (
     StateDictSettings,
     StateDictType,
 )
+from sherd.api.state_methods import get_state_dict_type, set_state_dict_type, state_dict_type
 from sherd.api.unsharded import unsharded
 from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.errors import PolicyError, PolicyTypeError, StateError, WrapperStateError

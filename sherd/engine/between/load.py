@@ -48,7 +48,11 @@ def before_load(unit: Unit, module: nn.Module, state_dict: dict[str, object], pr
         if record is None or not isinstance(given, torch.Tensor):
             continue
         if isinstance(given, DTensor):
-            if _can_be_copied(given, record):
+            # torch may copy `given` if both are ragged or neither is, and they are cut alike. Of chunks that differ
+            # the copy fails where chunks are empty, and `assign=True` would take over a piece that is not the
+            # parameter's: test_a_state_dict_of_any_layout_loads_into_any.
+            placements = as_sharded(record.shard).placements
+            if isinstance(given, RaggedDTensor) == record.cut.in_line and given.placements == placements:
                 continue
             given = given.full_tensor()
         if given.shape == record.shard.shape:
@@ -102,14 +106,6 @@ def require_names(unit: Unit, module: nn.Module, method: str) -> None:
             f"{method}() of a {type(module).__name__} inside wrapped unit {unit.name}: its parameters are part of a "
             "flat parameter, and only the wrapper can show them; call it on the wrapper, or on the model around it"
         )
-
-
-def _can_be_copied(given: DTensor, record: ShardedParameter) -> bool:
-    """Returns whether torch may copy `given` into the shard: both are ragged or neither is, and they are cut alike."""
-    # Not only ragged ones: torch's copy fails where chunks are empty, and `assign=True` would take over a piece that is
-    # not the parameter's: test_a_state_dict_of_any_layout_loads_into_any.
-    placements = as_sharded(record.shard).placements
-    return isinstance(given, RaggedDTensor) == record.cut.in_line and given.placements == placements
 
 
 def _shard_of(record: ShardedParameter, unsharded: torch.Tensor) -> DTensor:

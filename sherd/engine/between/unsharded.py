@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
 from sherd._torch import local_tensor
-from sherd.engine.moves.buffer_views import copy_out
+from sherd.engine.moves.buffer_views import copy_out, tensor_in
 from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.group import Group
@@ -122,8 +122,15 @@ class UnshardedCopies:
                 present[id(record)] = _present(record, lent, shown)
             except PlacementError as error:
                 errors.append(error)
-        kept = [record for record, _, _ in taken if id(record) in present]
-        changed = [record.optimizer_param for record in kept if self._keep(record, present[id(record)])]
+        changed = []
+        for record in (record for record, _, _ in taken if id(record) in present):
+            unsharded = present[id(record)]
+            record.local.copy_(_part_of(record, unsharded))
+            # A change on any rank makes all give up a backward that is to come. So the digest is of the whole tensor;
+            # it takes less memory than a copy.
+            before = self._digests.get(id(record))
+            if before is not None and not torch.equal(before, _digest(unsharded)):
+                changed.append(record.optimizer_param)
         torch.autograd.graph.increment_version([each for each in changed if not each.is_inference()])
         self.unit.shards_written()
         if self._terms.with_grads:
@@ -132,14 +139,6 @@ class UnshardedCopies:
         if errors:
             raise errors[0]
         _keep_requires_grad(self.unit, present)
-
-    def _keep(self, record: ShardedParameter, unsharded: torch.Tensor) -> bool:
-        """Write this rank's part into the shard. Returns whether any rank's part has changed."""
-        # All ranks need the same answer, since a change makes them give up a backward that is to come. So the digest is
-        # of the whole tensor; it takes less memory than a copy.
-        record.local.copy_(_part_of(record, unsharded))
-        before = self._digests.get(id(record))
-        return before is not None and not torch.equal(before, _digest(unsharded))
 
 
 def require_covers(unit: Unit, terms: UnshardTerms) -> None:
@@ -225,7 +224,7 @@ def _copies(
         unsharded = torch.empty(packing.unsharded_numel, dtype=source.dtype, device=source.device)
         copy_out(packing, unsharded)(rows)
     for record, slot in zip(group.parameters, packing.slots, strict=True):
-        part = unsharded[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(slot.cut.shape)
+        part = tensor_in(unsharded, slot)
         # Each in memory of its own: a user may keep one copy, and would keep the memory of all.
         part = part.to("cpu", copy=True) if on_host else part.clone()
         copies.append(record.as_unsharded(part))

@@ -26,8 +26,7 @@ from sherd.engine.run.unit import Unit
 from sherd.engine.state.flat import FlatParameter
 from sherd.engine.state.optimizers import News, bring_up_to_date, watcher
 from sherd.engine.state.ownership import Belongings, Borrowed, Found
-from sherd.engine.state.parameter import ShardedParameter
-from sherd.engine.state.place import Place
+from sherd.engine.state.parameter import Place, ShardedParameter
 from sherd.errors import ModuleError, SherdError, StateError, UnsupportedError
 from sherd.tensor.ragged import local_part
 from sherd.wrap.names import plain_name
@@ -63,7 +62,7 @@ class _Change:
     """The change of one unit. `kept` are the parameters that it still has, each with its places."""
 
     unit: Unit
-    found: Belongings
+    belongings: Belongings
     kept: dict[ShardedParameter, list[Place]]
     added: list[Found]
     dropped: list[ShardedParameter]
@@ -133,10 +132,7 @@ class _Change:
 
 
 def adopt_changes(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    from_rank0: bool,
-    has_flat_parameter: Callable[[Unit], bool],
+    model: nn.Module, optimizers: Sequence[Optimizer], from_rank0: bool, has_flat_parameter: Callable[[Unit], bool]
 ) -> Refreshed:
     """Take all changes below `model`, and in the models that its units are part of, into the units.
 
@@ -228,24 +224,24 @@ def _changes(units: Sequence[Unit], names: dict[int, str]) -> list[_Change]:
         place.key: record for unit in units for record in unit.parameters for place in record.places if place.is_there
     }
     now: dict[ShardedParameter, dict[Key, Place]] = {}
-    for _, found in walked:
-        for each in found.borrowed:
+    for _, belongings in walked:
+        for each in belongings.borrowed:
             if not isinstance(each.place.shown, FlatParameter):
                 now.setdefault(each.record, {})[each.place.key] = each.place
     new_values: set[int] = set()
-    for _, found in walked:
-        for new in found.owned:
+    for _, belongings in walked:
+        for new in belongings.owned:
             # A Parameter in the place of a shard of this shape is no new parameter: the shard takes its values.
             before = next((was[place.key] for place in new.places if place.key in was), None)
             if before is not None and before.shard.shape == new.parameter.shape:
                 new_values.add(id(new.parameter))
                 now.setdefault(before, {}).update({place.key: place for place in new.places})
-    return [_change_of(unit, found, was, now, new_values, names) for unit, found in walked]
+    return [_change_of(unit, belongings, was, now, new_values, names) for unit, belongings in walked]
 
 
 def _change_of(
     unit: Unit,
-    found: Belongings,
+    belongings: Belongings,
     was: dict[Key, ShardedParameter],
     now: dict[ShardedParameter, dict[Key, Place]],
     new_values: set[int],
@@ -254,10 +250,10 @@ def _change_of(
     ignored = {place.key for place in unit.ignored if place.is_there}
     added = [
         replace(each, name=_name_at(each.places[0], names))
-        for each in found.owned
+        for each in belongings.owned
         if id(each.parameter) not in new_values and all(place.key not in ignored for place in each.places)
     ]
-    ignored_now = [place for each in found.owned for place in each.places if place.key in ignored]
+    ignored_now = [place for each in belongings.owned for place in each.places if place.key in ignored]
     kept = {record: list(now[record].values()) for record in unit.parameters if record in now}
     retied = [
         f"{_name_at(place, names)} = {record.name}"
@@ -273,14 +269,14 @@ def _change_of(
     ]
     return _Change(
         unit,
-        replace(found, ignored=ignored_now),
+        replace(belongings, ignored=ignored_now),
         kept,
         added,
         [record for record in unit.parameters if record not in kept],
         retied,
         [record for record, was_trained in turned if not was_trained],
         [record for record, was_trained in turned if was_trained],
-        [each for each in found.borrowed if each.record.owner is not unit],
+        [each for each in belongings.borrowed if each.record.owner is not unit],
     )
 
 
@@ -317,7 +313,7 @@ def _carry_out(change: _Change) -> list[ShardedParameter]:
         if change.regroups:
             unit.regroup()
     elif change.regroups or change.retied or change.borrows_anew:
-        unit.have([*change.kept, *adopted], change.companions, change.found.ignored)
+        unit.have([*change.kept, *adopted], change.companions, change.belongings.ignored)
     borrow(change.borrowed)
-    constructions[unit].look_after(unit, change.found.modules)
+    constructions[unit].look_after(unit, change.belongings.modules)
     return adopted

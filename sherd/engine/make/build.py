@@ -34,14 +34,14 @@ from sherd.wrap.names import WRAPPED
 
 def make_unit(
     modules: Sequence[nn.Module],
-    found: Belongings,
+    belongings: Belongings,
     mesh: DataMesh,
     request_of: Callable[[Found], ShardingRequest],
     precision: MixedPrecisionPolicy,
     offload: OffloadPolicy,
     policy: UnitPolicy,
 ) -> Unit:
-    """Make one unit of `modules` and of the parameters `found` below them.
+    """Make one unit of `modules` and of their `belongings`, the parameters below them.
 
     Gradients are divided by the size of `mesh`. Each parameter is sharded over the mesh of its own request.
 
@@ -50,8 +50,8 @@ def make_unit(
         PlacementError: a parameter cannot be cut as asked.
         OwnershipError: a parameter belongs to a unit on another mesh.
     """
-    owners = owners_of(found.borrowed, mesh)
-    _require_something_left(modules, found, owners)
+    owners = owners_of(belongings.borrowed, mesh)
+    _require_something_left(modules, belongings, owners)
     streams = streams_for(mesh.device)
     surrounds = any(Unit.of(below) is not None for module in modules for below in module.modules())
     # If the loads of the units below balance, the units may be a complete model. Then the next unit counts as the first
@@ -59,16 +59,16 @@ def make_unit(
     # test_a_model_made_alike_has_the_same_owners.
     closes = surrounds and loads_balance(mesh)
     place = RestingPlace.under(offload, mesh.device)
-    records = shard(found.owned, sharding_plans(found.owned, streams, request_of, surrounds), place)
+    records = shard(belongings.owned, sharding_plans(belongings.owned, streams, request_of, surrounds), place)
     if closes:
         forget_loads(mesh)
-    borrow(found.borrowed)
-    unit = Unit(modules, records, owners, mesh, streams, precision, place, policy, surrounds, found.ignored)
+    borrow(belongings.borrowed)
+    unit = Unit(modules, records, owners, mesh, streams, precision, place, policy, surrounds, belongings.ignored)
     hooks.install(unit, modules)
     for each in modules:
         unit.attach_to(each)
     constructions[unit] = construction = Construction(request_of)
-    construction.look_after(unit, found.modules)
+    construction.look_after(unit, belongings.modules)
     _hide_from_dynamo()
     registrations.install()
     watcher.install()
@@ -115,17 +115,17 @@ def _hide_from_dynamo() -> None:
 
 
 @torch.no_grad()
-def shard(found: Sequence[Found], plans: Sequence[ShardingPlan], place: RestingPlace) -> list[ShardedParameter]:
+def shard(parameters: Sequence[Found], plans: Sequence[ShardingPlan], place: RestingPlace) -> list[ShardedParameter]:
     """Replace every parameter by its shard, as planned. Returns the records."""
     records = []
-    for each, plan in zip(found, plans, strict=True):
+    for discovered, plan in zip(parameters, plans, strict=True):
         # On the resting place first: a DTensor keeps the device that it was made on, and takes gradients on no other.
         # Copied, though the group copies it again: a DTensor keeps the offset of the view it was made around and cannot
         # be saved then (test_a_shard_that_went_through_a_file_is_a_free_copy).
         local = place.copy_of(shard_of(plan.data.detach(), plan.cut, plan.mesh.piece))
-        shard = nn.Parameter(as_dtensor(local, plan.shard_spec), requires_grad=each.parameter.requires_grad)
+        shard = nn.Parameter(as_dtensor(local, plan.shard_spec), requires_grad=discovered.parameter.requires_grad)
         record = ShardedParameter(
-            each.name,
+            discovered.name,
             plan.data.shape,
             plan.data.dtype,
             plan.mesh,
@@ -134,12 +134,12 @@ def shard(found: Sequence[Found], plans: Sequence[ShardingPlan], place: RestingP
             plan.shard_spec,
             plan.unsharded_spec,
             shard,
-            weakref.ref(each.holder),
-            each.places,
-            attributes=attributes_of(each.parameter),
+            weakref.ref(discovered.holder),
+            discovered.places,
+            attributes=attributes_of(discovered.parameter),
         )
-        move_hooks(each.parameter, shard)
-        record.claim(each.parameter)
+        move_hooks(discovered.parameter, shard)
+        record.claim(discovered.parameter)
         record.show(shard)
         records.append(record)
     return records
@@ -168,19 +168,19 @@ def owners_of(borrowed: Sequence[Borrowed], mesh: DataMesh) -> list[Unit]:
     return list(owners.values())
 
 
-def _require_something_left(modules: Sequence[nn.Module], found: Belongings, owners: Sequence[Unit]) -> None:
+def _require_something_left(modules: Sequence[nn.Module], belongings: Belongings, owners: Sequence[Unit]) -> None:
     """Raise ModuleError if units were made from the outside in.
 
     Modules without parameters, or with parameters that are all tied to those of a unit beside them, may become units.
     """
-    if found.owned:
+    if belongings.owned:
         return
     wrapped = [each for module in modules for each in (module, module._modules.get(WRAPPED)) if each is not None]
     for owner in owners:
         within = {id(below) for module in owner.modules for below in module.modules()}
         inner = next((each for each in wrapped if id(each) in within), None)
         if inner is not None:
-            taken = [each.record.name for each in found.borrowed if each.record.owner is owner]
+            taken = [each.record.name for each in belongings.borrowed if each.record.owner is owner]
             raise ModuleError(
                 f"a {type(inner).__name__} cannot become a unit: unit {owner.name}, around it, was made before and has "
                 f"taken all of its parameters ({in_short(taken, 4)}). Go from the inside out: fully_shard, or the "

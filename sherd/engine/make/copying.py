@@ -68,25 +68,26 @@ def deep_copied(module: nn.Module, memo: Memo, finish: Callable[[Unit, Unit, Mem
             copy.deepcopy(top, memo)
     finally:
         del memo[_WALKING]
-    for old in modules:
-        _drop_hooks(memo[id(old)])
+    for registered in (getattr(memo[id(old)], name) for old in modules for name in _HOOKS):
+        for key, hook in list(registered.items()):
+            if isinstance(getattr(hook, "hook", hook), hooks.Eager):  # of the unit that was copied
+                del registered[key]
     for unit in units:
         _remake(unit, memo)
     ids = {unit.id: memo[id(unit)].id for unit in units}
     for unit in units:
         new = memo[id(unit)]
-        found = Belongings.below(new.modules, ())
-        borrow(found.borrowed)
+        belongings = Belongings.below(new.modules, ())
+        borrow(belongings.borrowed)
         if unit.companions:
-            owners = [memo[id(owner)] for owner in unit.companions]
-            new.have(new.parameters, owners, new.ignored)
+            new.have(new.parameters, [memo[id(owner)] for owner in unit.companions], new.ignored)
         new.change(
             accumulation=None,
             when_reduced=None,
             forward_prefetch=_numbered(unit.policy.forward_prefetch, ids),
             backward_prefetch=_numbered(unit.policy.backward_prefetch, ids),
         )
-        constructions[new].look_after(new, found.modules)
+        constructions[new].look_after(new, belongings.modules)
         if finish is not None:
             finish(unit, new, memo)
     watcher.sharded_again()
@@ -161,12 +162,3 @@ def _remake(unit: Unit, memo: Memo) -> None:
         for name, value in vars(old).items():
             if isinstance(value, hooks.BoundForward):
                 write_into(each, name, value.of_copy(new, each))
-
-
-def _drop_hooks(module: nn.Module) -> None:
-    """Remove the old units' hooks from `module`, a copy."""
-    for name in _HOOKS:
-        registered = getattr(module, name)
-        for key, hook in list(registered.items()):
-            if isinstance(getattr(hook, "hook", hook), hooks.Eager):
-                del registered[key]

@@ -56,69 +56,70 @@ class ShardingPlan:
 
 
 def sharding_plans(
-    found: Sequence[Found], streams: Streams, request_of: Callable[[Found], ShardingRequest], surrounds: bool = False
+    parameters: Sequence[Found], streams: Streams, request_of: Callable[[Found], ShardingRequest], surrounds: bool
 ) -> list[ShardingPlan]:
-    """Returns the plan for each of `found`, the parameters of one unit. `surrounds`: the unit has others inside.
+    """Returns the plans for one unit's `parameters`. `surrounds`: the unit has others inside.
 
     Raises:
         ModuleError: a parameter has no shape yet, or some are on the meta device, and others not.
         PlacementError: a parameter cannot be cut as asked, or is a DTensor that does not fit the mesh.
     """
-    lazy = [each.name for each in found if isinstance(each.parameter, UninitializedParameter)]
+    lazy = [each.name for each in parameters if isinstance(each.parameter, UninitializedParameter)]
     if lazy:
         raise ModuleError(
             f"{lazy[0]} has no shape yet, which a lazy module learns in its first forward; run the model once, on one "
             "batch, before it is sharded"
         )
-    _require_memory(found)
-    requests = [request_of(each) for each in found]
-    runs = _cut_into_runs(found, streams, requests, surrounds)
+    _require_memory(parameters)
+    requests = [request_of(each) for each in parameters]
+    runs = _cut_into_runs(parameters, streams, requests, surrounds)
     plans = []
-    for index, (each, request) in enumerate(zip(found, requests, strict=True)):
+    for index, (discovered, request) in enumerate(zip(parameters, requests, strict=True)):
         cut: Cut
         plan_id = 0
         if index in runs:
             cut, plan_id = runs[index]
         else:
-            data, placement, mesh = _data(each), request.placement, request.mesh
+            data, placement, mesh = _data(discovered), request.placement, request.mesh
             if placement is None or isinstance(placement, RunPlacement):
                 placement = Shard(0) if data.shape else Replicate()
-            cut = placement.cut(tuple(data.shape), mesh.num_shards, each.name, mesh.num_owners)
-            require_can_gather_itself(each.name, data.data, cut, mesh)
-        plans.append(_plan_of(each, request.mesh, cut, plan_id))
+            cut = placement.cut(tuple(data.shape), mesh.num_shards, discovered.name, mesh.num_owners)
+            require_can_gather_itself(discovered.name, data.data, cut, mesh)
+        plans.append(_plan_of(discovered, request.mesh, cut, plan_id))
     # Only of what will be sharded: after an error ranks may differ in how far they came.
-    for made, request in zip(plans, requests, strict=True):
+    for sharding_plan, request in zip(plans, requests, strict=True):
         rule = request.run_placement
         if rule is not None and rule.owned:
-            loads_of(made.mesh)[made.cut.first] += made.cut.numel
+            loads_of(sharding_plan.mesh)[sharding_plan.cut.first] += sharding_plan.cut.numel
     return plans
 
 
-def _plan_of(each: Found, mesh: DataMesh, cut: Cut, plan_id: int) -> ShardingPlan:
-    parameter, data = each.parameter, _data(each)
+def _plan_of(discovered: Found, mesh: DataMesh, cut: Cut, plan_id: int) -> ShardingPlan:
+    parameter, data = discovered.parameter, _data(discovered)
     if isinstance(parameter, DTensor):
         unsharded = spec_of(parameter)
         spec_for = beside if mesh.full is None else on_full_mesh
-        return ShardingPlan(mesh, cut, plan_id, spec_for(unsharded, mesh, cut, each.name), unsharded, data)
+        return ShardingPlan(mesh, cut, plan_id, spec_for(unsharded, mesh, cut, discovered.name), unsharded, data)
     if mesh.full is not None and mesh.dims is not None:
         num_data_axes = len(mesh.dims.shard_names) + len(mesh.dims.replicate_names)
         if mesh.full.ndim > num_data_axes:
             raise PlacementError(
-                f"{each.name}: dp_mesh_dims names axes of a larger mesh {mesh.full.mesh_dim_names}, so parameters must "
-                "be DTensors on that mesh (distribute_module, parallelize_module); this one is a plain tensor"
+                f"{discovered.name}: dp_mesh_dims names axes of a larger mesh {mesh.full.mesh_dim_names}, so "
+                "parameters must be DTensors on that mesh (distribute_module, parallelize_module); this one is a plain "
+                "tensor"
             )
     return ShardingPlan(mesh, cut, plan_id, own_spec(mesh, cut, parameter.shape, parameter.dtype), None, data)
 
 
-def _data(each: Found) -> torch.Tensor:
+def _data(discovered: Found) -> torch.Tensor:
     """Returns the tensor to cut: the parameter, or its local tensor under tensor parallelism."""
-    return local_tensor(each.parameter) if isinstance(each.parameter, DTensor) else each.parameter
+    return local_tensor(discovered.parameter) if isinstance(discovered.parameter, DTensor) else discovered.parameter
 
 
-def _require_memory(found: Sequence[Found]) -> None:
+def _require_memory(parameters: Sequence[Found]) -> None:
     """Raise `ModuleError` if some parameters of one buffer are on the meta device, and others not."""
     by_buffer: dict[tuple[torch.dtype, bool], list[Found]] = {}
-    for each in found:
+    for each in parameters:
         by_buffer.setdefault((each.parameter.dtype, each.parameter.requires_grad), []).append(each)
     for members in by_buffer.values():
         on_meta = [each.name for each in members if each.parameter.is_meta]
@@ -133,24 +134,24 @@ def _require_memory(found: Sequence[Found]) -> None:
 
 
 def _cut_into_runs(
-    found: Sequence[Found], streams: Streams, requests: Sequence[ShardingRequest], surrounds: bool
+    parameters: Sequence[Found], streams: Streams, requests: Sequence[ShardingRequest], surrounds: bool
 ) -> dict[int, tuple[Runs, int]]:
     """Returns the cut and the number of the plan of each parameter that is cut into runs, by the parameter's index."""
     plan_ids: dict[tuple[DataMesh, torch.dtype, bool, bool, int | None], list[int]] = {}
     wanted: dict[int, Wanted] = {}
-    for index, (each, request) in enumerate(zip(found, requests, strict=True)):
+    for index, (discovered, request) in enumerate(zip(parameters, requests, strict=True)):
         placement, mesh = request.run_placement, request.mesh
         if placement is not None:
-            data = _data(each)
+            data = _data(discovered)
             if hasattr(data.data, "fsdp_pre_all_gather"):
                 raise PlacementError(
-                    f"{each.name}: a {type(data.data).__name__} gathers itself and is cut on dim 0 only, not as "
+                    f"{discovered.name}: a {type(data.data).__name__} gathers itself and is cut on dim 0 only, not as "
                     f"{placement}; let shard_placement_fn return Shard(0) for it"
                 )
-            wanted[index] = Wanted(tuple(data.shape), placement, each.name)
+            wanted[index] = Wanted(tuple(data.shape), placement, discovered.name)
             # A tensor that travels alone is cut evenly by itself. Where owners balance, all tensors share a plan.
             alone = index if travels_alone(data, streams, surrounds) and not placement.together else None
-            plan_id = mesh, data.dtype, each.parameter.requires_grad, placement.owned, alone
+            plan_id = mesh, data.dtype, discovered.parameter.requires_grad, placement.owned, alone
             plan_ids.setdefault(plan_id, []).append(index)
     cuts: dict[int, tuple[Runs, int]] = {}
     by_mesh: dict[DataMesh, list[int]] = {}

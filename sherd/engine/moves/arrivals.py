@@ -55,9 +55,6 @@ class ReduceBuffer:
     After the sum the flags tell a rank without a gradient that others have one. That rank takes its part of the sum,
     too, or the shards would drift apart. A large tensor with a group to itself has no flag: the group is not reduced
     without its gradient.
-
-    Attributes:
-        filled: the indices of the tensors whose gradients are in the buffer.
     """
 
     def __init__(self, group: Group, buffer: Buffer, lane: Lane | None = None) -> None:
@@ -65,7 +62,7 @@ class ReduceBuffer:
         self._lane = lane
         self._packing = group.packing
         self._num_flags = group.num_flags
-        self.filled: set[int] = set()
+        self.filled: set[int] = set()  # the indices of the tensors whose gradients are in the buffer
 
     @cached_property
     def _places(self) -> RowViews:
@@ -130,11 +127,7 @@ class ReduceBuffer:
 
 
 def as_dense(gradient: torch.Tensor, record: ShardedParameter) -> torch.Tensor:
-    """Returns the values of `gradient`, which autograd accumulated for an unsharded parameter, as a dense tensor.
-
-    Raises:
-        GradientError: the gradient is sparse.
-    """
+    """Returns `gradient`, which autograd accumulated, as a plain tensor. Raises `GradientError` if it is sparse."""
     if isinstance(gradient, DTensor):
         spec, dims = record.unsharded_spec, record.mesh.dims
         assert spec is not None, "only a DTensor parameter has a DTensor gradient"
@@ -170,18 +163,13 @@ OnGradient = Callable[[torch.Tensor], None]
 class GradientHooks:
     """The hooks on one group's unsharded parameters.
 
-    Python is called for each gradient until two backwards bring the gradients in the same order. From then on it is
-    called only for the last gradient of each batch that is copied together. The others are noted in C, which costs no
-    Python call.
-
-    Attributes:
-        noted: the parameters whose gradients came and were not taken yet. The gradients stay in `.grad`.
-        order: the order in which the last backward brought the gradients, by index.
-        ends: once the order is learnt, the last gradient of each batch, and the set of all that have come by then.
+    Python is called for each gradient until two backwards bring the gradients in the same `order`. From then on it is
+    called only for the last gradient of each batch that is copied together: those in `ends`, each with all gradients
+    that have come by then. The others are noted in C.
     """
 
     def __init__(self, plan: BufferPlan, may_note: bool) -> None:
-        self.noted: list[torch.Tensor] = []
+        self.noted: list[torch.Tensor] = []  # parameters whose gradients came, and wait in `.grad`
         self._plan, self._may_note = plan, may_note
         self._hooks: dict[int, tuple[Callable[[OnGradient], None], OnGradient]] = {}
         self._indices: dict[int, int] = {}
@@ -232,18 +220,8 @@ class GradientHooks:
 class Arrivals:
     """One group's gradients that no reduction has taken yet.
 
-    Args:
-        lane: the lane of the reductions.
-        begin: called when a gradient comes without an `expect` before it.
-        complete: called when every trainable parameter has its gradient.
-
-    Attributes:
-        scale: the factors that turn the sum over all ranks into their mean.
-        num_expected: the number of trainable parameters.
-        expects_all: all parameters are trainable.
-        is_expecting: a backward is expected, or under way.
-        came_twice: in the present backward, one parameter got two gradients.
-        was_taken: in the present backward, a reduction was started.
+    `lane` is the lane of the reductions. `begin()` is called when a gradient comes without an `expect` before it,
+    `complete()` when every trainable parameter has its gradient. `scale` turns the sum over all ranks into the mean.
     """
 
     def __init__(
@@ -261,8 +239,9 @@ class Arrivals:
         self._spare: list[ReduceBuffer] = []
         self._arrived: set[int] = set()
         self._came: dict[int, None] = {}  # in the order in which they came
-        self.came_twice = self.was_taken = False
-        self.num_expected, self.expects_all = 0, False
+        self.came_twice = False  # one parameter got two gradients in the present backward
+        self.was_taken = False  # a reduction was started in the present backward
+        self.num_expected, self.expects_all = 0, False  # trainable parameters, and whether all are
         self.is_expecting, self._contributes = False, True
         self._borrows = False
         self._waits_for_reduction = plan.collects_late
@@ -429,11 +408,8 @@ class Arrivals:
         self._rows = self._rows_to_fill()
 
     def give_back(self, rows: ReduceBuffer) -> None:
-        """Free the memory of `rows`, and keep their views for the next reduction.
-
-        Called once compute is ordered after the reduction, or at once where the reduce lane owns the rows: the lane
-        reuses memory in its own order.
-        """
+        """Free the memory of `rows`, and keep their views for the next reduction."""
+        # Compute is ordered after the reduction, unless the reduce lane owns the rows: it reuses memory in its order.
         if self._observer is not None:
             self._observer.gives_back()
         if rows.buffer.is_ours:
@@ -455,7 +431,7 @@ class Arrivals:
 
     @property
     def has_received(self) -> bool:
-        """True if the present backward has brought a gradient."""
+        """True if the present backward brought a gradient."""
         return bool(self._came or self._hooks.noted)
 
     def held(self) -> Iterator[tuple[MemoryKind, torch.Tensor]]:

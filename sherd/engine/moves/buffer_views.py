@@ -23,14 +23,10 @@ _Strided = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class RowViews:
-    """The places of every tensor's elements in `rows`, in as few strided views as possible.
+    """The places of every tensor's elements in `rows`, 1-D, in as few strided views as possible.
 
-    Args:
-        rows: 1-D. Each rank's part is followed by room for `num_flags` more elements.
-
-    Attributes:
-        tensors: the views of each tensor.
-        flags: the views of the flags, `[ranks, num_flags]` each, of one or more ranks.
+    Each rank's part of the rows is followed by room for `num_flags` more elements. `flags` are the views of them,
+    `[ranks, num_flags]` each, of one or more ranks.
     """
 
     def __init__(self, packing: Packing, rows: torch.Tensor, num_flags: int) -> None:
@@ -71,8 +67,7 @@ class RowViews:
         return sources_for(self.tensors[index], tensor, self._packing.slots[index].cut)
 
     @cached_property
-    def _parts(self) -> list[list[_Strided]]:
-        """The parts of each slot's tensor, if the tensor is contiguous."""
+    def _parts(self) -> list[list[_Strided]]:  # of each slot's tensor, if the tensor is contiguous
         wholes = (torch.empty(slot.cut.shape, device="meta") for slot in self._packing.slots)
         parts = (self._sources(index, whole) for index, whole in enumerate(wholes))
         return [[(each.shape, each.stride(), int(each.storage_offset())) for each in of_one] for of_one in parts]
@@ -147,6 +142,11 @@ def _full_ranks(cut: Cut) -> tuple[int, int]:
     return divmod(cut.numel, cut.slot)
 
 
+def tensor_in(unsharded: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """Returns the tensor of `slot` as a view of the 1-D unsharded buffer."""
+    return unsharded[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(slot.cut.shape)
+
+
 class CopyOut(ABC):
     """Turns gathered rows into whole tensors, in the 1-D unsharded buffer.
 
@@ -202,7 +202,9 @@ class _CopyStrips(CopyOut):
         in_order = (slot for slot in packing.slots if slot.cut.in_order)
         self._in_order = sorted(in_order, key=lambda slot: slot.shard.start)
         self._scattered = [slot for slot in packing.slots if not slot.cut.in_order]
-        self._targets = [view for slot in self._scattered for view in tensor_views(self._tensor(slot), slot.cut)]
+        self._targets = [
+            view for slot in self._scattered for view in tensor_views(tensor_in(unsharded, slot), slot.cut)
+        ]
         self._sizes: list[int] = []
         self._outs: list[torch.Tensor] = []
         end = 0
@@ -215,13 +217,10 @@ class _CopyStrips(CopyOut):
             self._outs.append(self._flat(slot).view(self._num_ranks, slot.shard.numel))
             end = slot.shard.stop
         self._end = end
-        self._into_places: dict[int, _IntoPlace] = {}
+        self._places: dict[int, tuple[list[torch.Tensor], list[Extent], list[torch.Tensor]]] = {}
 
     def _flat(self, slot: Slot) -> torch.Tensor:
         return self._unsharded[slot.unsharded.start : slot.unsharded.stop]
-
-    def _tensor(self, slot: Slot) -> torch.Tensor:
-        return self._flat(slot).view(slot.cut.shape)
 
     def __call__(self, rows: torch.Tensor) -> None:
         by_rank = rows.view(self._num_ranks, self._shard_numel)
@@ -232,44 +231,22 @@ class _CopyStrips(CopyOut):
             torch._foreach_copy_(self._targets, sources)
 
     def copy_into_place(self, rank: int, part: torch.Tensor) -> None:
-        into_place = self._into_places.get(rank)
-        if into_place is None:
-            scattered = [
-                (slot.held(rank), shard_of(self._tensor(slot), slot.cut, rank))
-                for slot in self._scattered
-                if slot.cut.local_numel(rank)
-            ]
-            into_place = _IntoPlace(self._sizes, [out[rank] for out in self._outs], scattered)
-            self._into_places[rank] = into_place
+        if rank not in self._places:
+            runs = [out[rank] for out in self._outs]
+            slots = [slot for slot in self._scattered if slot.cut.local_numel(rank)]
+            targets = [shard_of(tensor_in(self._unsharded, slot), slot.cut, rank) for slot in slots]
+            self._places[rank] = runs, [slot.held(rank) for slot in slots], targets
             # Only views of the unsharded buffer count: padding goes elsewhere.
             storage = self._unsharded.untyped_storage().data_ptr()
-            views = (*into_place.runs, *into_place.targets)
-            self.num_late_views += sum(each.untyped_storage().data_ptr() == storage for each in views)
-        into_place(part)
+            self.num_late_views += sum(each.untyped_storage().data_ptr() == storage for each in (*runs, *targets))
+        runs, extents, targets = self._places[rank]
+        if runs:
+            torch.split_with_sizes_copy(part[: self._end], self._sizes, out=runs)
+        if targets:
+            pairs = zip(extents, targets, strict=True)
+            sources = [part[extent.start : extent.stop].view(target.shape) for extent, target in pairs]
+            torch._foreach_copy_(targets, sources)
 
     def strips(self, part: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         slots = [slot for slot in self._in_order if slot.shard.numel]
         return [self._flat(slot) for slot in slots], [part[slot.shard.start : slot.shard.stop] for slot in slots]
-
-
-class _IntoPlace:
-    """The places of one rank's shard buffer: consecutive `runs`, then extents that go to strided `targets`."""
-
-    def __init__(
-        self, sizes: list[int], runs: list[torch.Tensor], scattered: list[tuple[Extent, torch.Tensor]]
-    ) -> None:
-        self._sizes = sizes
-        self._end = sum(sizes)
-        self.runs = runs
-        self._extents = [extent for extent, _ in scattered]
-        self.targets = [target for _, target in scattered]
-
-    def __call__(self, part: torch.Tensor) -> None:
-        if self.runs:
-            torch.split_with_sizes_copy(part[: self._end], self._sizes, out=self.runs)
-        if self.targets:
-            sources = [
-                part[extent.start : extent.stop].view(target.shape)
-                for extent, target in zip(self._extents, self.targets, strict=True)
-            ]
-            torch._foreach_copy_(self.targets, sources)

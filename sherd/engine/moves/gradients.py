@@ -44,68 +44,6 @@ from sherd.schedule.moments import MemoryKind
 from sherd.tensor.ragged import as_dtensor
 
 
-class ShardGradients:
-    """The `.grad` of one group's optimizer parameters."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        all_of = group.optimizer_params
-        self._records = [each.record for each in all_of]
-        self._forms = [(type(as_sharded(each.parameter)), each.gradient_spec(group.grad_dtype)) for each in all_of]
-        self._places = [slice(each.extent.start, each.extent.stop) for each in all_of]
-        self._shapes = [each.shape for each in all_of]
-
-    def give(self, reduced: torch.Tensor, with_gradient: frozenset[int]) -> None:
-        """Add `reduced`, this rank's part of the reduced gradients, to the shards' `.grad`.
-
-        Each gradient is a view of `reduced`, which lives as long as one of the gradients does.
-
-        Args:
-            reduced: 1-D, laid out as the shard buffer.
-            with_gradient: the indices of the parameters that have a gradient.
-
-        Raises:
-            GradientError: a `.grad` is no DTensor, or a user's hook on a gradient returned no DTensor.
-        """
-        sums: list[torch.Tensor] = []
-        terms: list[torch.Tensor] = []
-        hooked: list[nn.Parameter] = []
-        low_precision = self._group.grad_dtype != self._group.dtype
-        parameters = [each.shard if each.flat is None else each.flat.parameter for each in self._records]
-        have_hooks = any(chain.from_iterable(map(hooks_on_gradient, parameters)))
-        lacks_some = len(with_gradient) < len(self._group.parameters)
-        views = map(torch.Tensor.view, map(reduced.__getitem__, self._places), self._shapes)
-        each_of = zip(self._group.optimizer_params, parameters, self._forms, views, strict=True)
-        for optimizer_param, parameter, (tensor_class, spec), term in each_of:
-            if (lacks_some and optimizer_param.members.isdisjoint(with_gradient)) or not parameter.requires_grad:
-                continue
-            for gap in optimizer_param.gaps:
-                # The reduction leaves there what it finds, and a norm would see it.
-                reduced[gap.start : gap.stop].zero_()
-            for hook in gradient_hooks(parameter) if have_hooks else ():
-                term = _changed_by_hook(optimizer_param.name, hook, term, spec)
-            gradient = parameter.grad
-            if gradient is None:
-                if low_precision:
-                    optimizer_param.expect_gradients_in(self._group.grad_dtype)
-                parameter.grad = new_dtensor(tensor_class, term, spec)
-            elif isinstance(gradient, DTensor):
-                sums.append(local_tensor(gradient))
-                terms.append(term)
-            else:
-                raise GradientError(
-                    f"{optimizer_param.name}: its .grad is a {type(gradient).__name__}, not a DTensor, so the reduced "
-                    "gradient cannot be added to it; set it to None, or to a DTensor placed as the parameter"
-                )
-            if have_hooks:
-                hooked.append(parameter)
-        if sums:
-            torch._foreach_add_(sums, terms)
-        for parameter in hooked:
-            for hook in after_accumulation_hooks(parameter):
-                hook(parameter)
-
-
 def _changed_by_hook(name: str, hook: Callable[[Any], Any], term: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """Returns the reduced gradient as a user's hook (`register_hook`) changes it."""
     changed = hook(as_dtensor(term, spec))
@@ -156,32 +94,27 @@ class _HostCopy:
 class Gradients:
     """One group's gradients, from autograd to the shards' `.grad`.
 
-    Args:
-        begin: called when a gradient comes before anybody said that a backward begins.
-        complete: called when every trainable parameter has its gradient.
-
-    Attributes:
-        arrivals: the gradients that no reduction has taken yet.
-        partial: a sum over the shard axis alone, which waits for the sum over the replicas.
+    `begin()` is called when a gradient comes before anybody said that a backward begins, `complete()` when every
+    trainable parameter has its gradient.
     """
 
     def __init__(
-        self,
-        group: Group,
-        plan: BufferPlan,
-        streams: Streams,
-        begin: Callable[[], None],
-        complete: Callable[[], None],
+        self, group: Group, plan: BufferPlan, streams: Streams, begin: Callable[[], None], complete: Callable[[], None]
     ) -> None:
         self.group = group
         self._plan = plan
         self.arrivals = Arrivals(group, plan, streams.reduce, begin, complete)
         self._streams = streams
-        self._shards = ShardGradients(group)
         self._reduction: _Reduction | None = None
-        self.partial: torch.Tensor | None = None
+        self.partial: torch.Tensor | None = None  # a sum over the shard axis, which waits for that over the replicas
         self._partly_reduced: frozenset[int] = frozenset()
         self._host_copies: list[_HostCopy] = []
+        # For `_give`, which every backward calls: a record, a class and spec, a part of the buffer, a shape each.
+        params = group.optimizer_params
+        self._records = [each.record for each in params]
+        self._forms = [(type(as_sharded(each.parameter)), each.gradient_spec(group.grad_dtype)) for each in params]
+        self._places = [slice(each.extent.start, each.extent.stop) for each in params]
+        self._shapes = [each.shape for each in params]
 
     def may_lack(self, policy: UnitPolicy) -> bool:
         """Returns whether ranks without gradients take part in a reduction of gradients that others have."""
@@ -327,14 +260,60 @@ class Gradients:
             return
         if len(with_gradient) < len(self.group.parameters):
             with_gradient = self._anywhere(reduced, with_gradient)
-        self._shards.give(reduced, with_gradient)
+        self._give(reduced, with_gradient)
 
     def land(self) -> None:
         """Wait for copies to host memory, and add them to the shards' gradients, which an optimizer reads there."""
         host_copies, self._host_copies = self._host_copies, []
         for host_copy in host_copies:
             host_copy.handoff.wait_on_host()
-            self._shards.give(host_copy.stored, self._anywhere(host_copy.stored, host_copy.with_gradient))
+            self._give(host_copy.stored, self._anywhere(host_copy.stored, host_copy.with_gradient))
+
+    def _give(self, reduced: torch.Tensor, with_gradient: frozenset[int]) -> None:
+        """Add `reduced`, laid out as the shard buffer, to the `.grad` of the parameters `with_gradient`.
+
+        Each gradient is a view of `reduced`, which lives as long as one of the gradients does.
+
+        Raises:
+            GradientError: a `.grad` is no DTensor, or a user's hook on a gradient returned no DTensor.
+        """
+        sums: list[torch.Tensor] = []
+        terms: list[torch.Tensor] = []
+        hooked: list[nn.Parameter] = []
+        low_precision = self.group.grad_dtype != self.group.dtype
+        parameters = [each.shard if each.flat is None else each.flat.parameter for each in self._records]
+        have_hooks = any(chain.from_iterable(map(hooks_on_gradient, parameters)))
+        lacks_some = len(with_gradient) < len(self.group.parameters)
+        views = map(torch.Tensor.view, map(reduced.__getitem__, self._places), self._shapes)
+        each_of = zip(self.group.optimizer_params, parameters, self._forms, views, strict=True)
+        for optimizer_param, parameter, (tensor_class, spec), term in each_of:
+            if (lacks_some and optimizer_param.members.isdisjoint(with_gradient)) or not parameter.requires_grad:
+                continue
+            for gap in optimizer_param.gaps:
+                # The reduction leaves there what it finds, and a norm would see it.
+                reduced[gap.start : gap.stop].zero_()
+            for hook in gradient_hooks(parameter) if have_hooks else ():
+                term = _changed_by_hook(optimizer_param.name, hook, term, spec)
+            gradient = parameter.grad
+            if gradient is None:
+                if low_precision:
+                    optimizer_param.expect_gradients_in(self.group.grad_dtype)
+                parameter.grad = new_dtensor(tensor_class, term, spec)
+            elif isinstance(gradient, DTensor):
+                sums.append(local_tensor(gradient))
+                terms.append(term)
+            else:
+                raise GradientError(
+                    f"{optimizer_param.name}: its .grad is a {type(gradient).__name__}, not a DTensor, so the reduced "
+                    "gradient cannot be added to it; set it to None, or to a DTensor placed as the parameter"
+                )
+            if have_hooks:
+                hooked.append(parameter)
+        if sums:
+            torch._foreach_add_(sums, terms)
+        for parameter in hooked:
+            for hook in after_accumulation_hooks(parameter):
+                hook(parameter)
 
     def _as_gradient(self, reduced: torch.Tensor, scale: Scale) -> torch.Tensor:
         """Returns the mean in the gradient's dtype."""

@@ -48,19 +48,16 @@ class StorageOwner(ABC):
 
     `unshard()` is called when backward is about to read them after they were freed. It raises `StateError` outside of
     backward, or if the user said that backward does not need them.
-
-    Attributes:
-        num_unread_views: the number of views that autograd saved and has not read since. Unlike `num_saved_views` it is
-            the same on all ranks, as it does not depend on when garbage is collected:
-            test_when_garbage_is_collected_does_not_say_when_ranks_gather.
-        view_mark: an object that each view in autograd's hands refers to.
     """
 
     live: Live
 
     def __init__(self, unshard: Callable[[], None]) -> None:
+        # The views that autograd saved and has not read since. Unlike `num_saved_views` the number is the same on all
+        # ranks, for it does not depend on when garbage is collected:
+        # test_when_garbage_is_collected_does_not_say_when_ranks_gather.
         self.num_unread_views = 0
-        self.view_mark = object()
+        self.view_mark = object()  # each view in autograd's hands refers to it
         self._own_references = sys.getrefcount(self.view_mark)
         self.unshard = unshard
 
@@ -75,17 +72,14 @@ class StorageOwner(ABC):
 
 
 class Reader(Protocol):
-    """A unit, whose forward saves tensors.
-
-    Attributes:
-        is_entered: the unit knows that the present backward is in it.
-        is_recorded: autograd may be recording that backward.
-        is_under_other_hooks: `runs_under_other_hooks` was called.
-    """
+    """A unit, whose forward saves tensors."""
 
     is_entered: bool
+    """The unit knows that the present backward is in it."""
     is_recorded: bool
+    """Autograd may be recording that backward."""
     is_under_other_hooks: bool
+    """`runs_under_other_hooks` was called."""
 
     def enter_backward(self) -> None:
         """Note that backward is in the unit."""

@@ -27,7 +27,7 @@ from sherd.comm.streams import Handoff, Lane, Streams
 from sherd.comm.transport import CopyIntoPlace, Pending, Transport
 from sherd.engine.moves import saved
 from sherd.engine.moves.buffer_plan import BufferPlan, Fill
-from sherd.engine.moves.buffer_views import copy_out
+from sherd.engine.moves.buffer_views import copy_out, tensor_in
 from sherd.engine.state.fetching import fetch_into
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import ShardedParameter, hide_unsharded, show_unsharded
@@ -74,17 +74,12 @@ class Position:
 
 
 class Unsharded:
-    """The unsharded `parameters` of `records`, and the `buffers` whose memory is freed under them.
-
-    All-gathers fill `gathered`, which may be fewer buffers.
+    """The unsharded `parameters` of `records`, and the `buffers` under them, some or all of which all-gathers fill.
 
     Where a hook of ours saw autograd save a parameter, the parameter is gathered before backward reads it. Without a
     hook autograd compares versions, so the versions are one ahead while the memory is gone. A `ctx.weight` that was not
     kept by `save_for_backward` then raises, in a gradient of a gradient:
     test_a_weight_kept_as_an_attribute_is_right_or_raises_in_a_gradient_of_a_gradient.
-
-    Attributes:
-        trained: for each parameter, whether it required a gradient when it was shown.
     """
 
     def __init__(self, records: Sequence[ShardedParameter], gathered: tuple[Buffer, ...]) -> None:
@@ -93,7 +88,7 @@ class Unsharded:
         self.parameters: list[nn.Parameter] = []
         self._versions_are_ahead = False
         self._as_of: list[tuple[int, bool]] = []
-        self.trained: list[bool] = []
+        self.trained: list[bool] = []  # whether each parameter required a gradient when it was shown
 
     @property
     def num_foreign_views(self) -> int:
@@ -119,10 +114,7 @@ class Unsharded:
         self.trained = list(map(IS_TRAINED, self.parameters))
 
     def hide(self) -> list[str]:
-        """Show the shards to the modules.
-
-        Returns the names of parameters that a user gave other values in a way that shards do not notice, where known.
-        """
+        """Show the shards to the modules. Returns the parameters whose new values no shard got, where known."""
         hide_unsharded(self._records, self.parameters, self.trained)
         return []
 
@@ -158,7 +150,7 @@ class UnshardedBuffer(Unsharded):
         for index, (parameter, slot) in enumerate(zip(group.parameters, self._slots, strict=True)):
             # Each from its own `.data`: its own version counter, so that refilling the buffer is no "modification by an
             # in-place operation" to autograd, while a user's change of one parameter still is.
-            tensor = flat.data[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(slot.cut.shape)
+            tensor = tensor_in(flat.data, slot)
             self.parameters.append(nn.Parameter(parameter.as_unsharded(tensor), requires_grad=parameter.requires_grad))
             if parameter.unsharded_spec is None and parameter.restored is None and slot.cut.numel:
                 self._plain.append(index)
@@ -190,9 +182,7 @@ class UnshardedBuffer(Unsharded):
         """Give a parameter its memory in the buffer again. Returns whether the other memory has the same values."""
         parameter, slot = self.parameters[index], self._slots[index]
         given = parameter.data
-        parameter.data = self.buffer.tensor.data[slot.unsharded.start : slot.unsharded.start + slot.cut.numel].view(
-            slot.cut.shape
-        )
+        parameter.data = tensor_in(self.buffer.tensor.data, slot)
         return _are_same(given, parameter.data)
 
 

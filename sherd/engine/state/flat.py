@@ -124,7 +124,15 @@ class FlatShard:
         self.names = tuple(record.name for record in group.parameters)
         self.shapes = tuple(record.shape for record in group.parameters)
         self._pieces = tuple(slot.cut.piece(group.mesh.piece) for slot in group.packing.slots)
-        flat = _flat_parameter(group)
+        mesh, together = group.mesh, group.packing.runs_together
+        extents = (slot.unsharded for slot in group.packing.slots)
+        members = [(record.unsharded_spec, extent) for record, extent in zip(group.parameters, extents, strict=True)]
+        spec = merged_spec(mesh, together, group.dtype, members, group.name)
+        local = own_view(group.shard_buffer[: together.local_numel(mesh.piece)])
+        for gap in group.packing.gaps_of(mesh.piece):
+            local[gap.start : gap.stop].zero_()
+        # `nn.Parameter(...)` keeps the class of its data, whatever its type says: the result is a RaggedDTensor.
+        flat = _as_flat(nn.Parameter(ragged_dtensor(local, spec), requires_grad=group.parameters[0].requires_grad))
         flat._take_attributes(_common_attributes([record.shard for record in group.parameters], self.names))
         self.parameter = cast(nn.Parameter, flat)
 
@@ -140,19 +148,6 @@ class FlatShard:
             tuple(shape.numel() for _, shape, _ in on_rank),
             tuple((piece.start, piece.stop - 1) for _, _, piece in on_rank),
         )
-
-
-def _flat_parameter(group: Group) -> FlatParameter:
-    """Returns a parameter in the memory of the group's shard buffer."""
-    mesh, together = group.mesh, group.packing.runs_together
-    extents = (slot.unsharded for slot in group.packing.slots)
-    members = [(record.unsharded_spec, extent) for record, extent in zip(group.parameters, extents, strict=True)]
-    spec = merged_spec(mesh, together, group.dtype, members, group.name)
-    local = own_view(group.shard_buffer[: together.local_numel(mesh.piece)])
-    for gap in group.packing.gaps_of(mesh.piece):
-        local[gap.start : gap.stop].zero_()
-    # `nn.Parameter(...)` keeps the class of its data, whatever its type says: the result is a RaggedDTensor.
-    return _as_flat(nn.Parameter(ragged_dtensor(local, spec), requires_grad=group.parameters[0].requires_grad))
 
 
 def _common_attributes(shards: Sequence[nn.Parameter], names: Sequence[str]) -> dict[str, object]:

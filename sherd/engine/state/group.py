@@ -18,18 +18,20 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from sherd._torch import DTensorSpec, spec_of
+from sherd._torch import DTensorSpec, local_tensor, move_hooks, spec_of, swap_devices
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.comm.transport import Sizes, parts
 from sherd.engine.state.fetching import FetchedShard, RestingPlace, fetch_into
 from sherd.engine.state.parameter import ShardedParameter, as_sharded
-from sherd.engine.state.shard_memory import ShardMemory, give_memory
+from sherd.errors import UnsupportedError, WriteBackError
 from sherd.layout.extent import Extent
 from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Shape
@@ -37,6 +39,7 @@ from sherd.policy import MixedPrecisionPolicy
 from sherd.schedule.moments import MemoryKind as Memory
 from sherd.tensor.placement import in_dtype
 from sherd.tensor.ragged import as_dtensor, own_view
+from sherd.tensor.sharded import rest_on
 
 PADDING_VALUE = 42
 """Fills the padding between and behind runs, so that a leak is seen at once."""
@@ -56,12 +59,10 @@ SMALL = 16
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """The properties that the parameters of one group share.
+    """The properties that the parameters of one group share. `gathers_itself`: the tensor has its own all-gather.
 
-    Attributes:
-        gathers_itself: the tensor has its own all-gather.
-        plan_id: the plan that cut the parameters into runs, None for tensors cut by themselves. Runs of two plans do
-            not fit one buffer.
+    `plan_id` is None for tensors cut by themselves, else the plan that cut them into runs: runs of two plans do not fit
+    one buffer.
     """
 
     dtype: torch.dtype
@@ -165,6 +166,100 @@ def _parts(parameters: Sequence[ShardedParameter], part_bytes: int) -> list[Batc
     return [Batch(tuple(part), len(parts) > 1) for part in parts]
 
 
+# The memory of shards
+
+
+class ShardMemory:
+    """The memory of one group's optimizer parameters, as it was when they became views of the shard buffer.
+
+        the user does                                  the user finds                       sherd does
+        w.data -= ..., w.data.copy_(...), nn.init...   new values in the shard buffer       nothing
+        w.data = ...                                   new values, which w copied itself    nothing
+        torch.utils.swap_tensors(w, other)             another local tensor                 copies the values back
+
+    torch counts the writes to `versioned`: none of them if one optimizer parameter was made in inference mode.
+    """
+
+    def __init__(self, records: Sequence[ShardedParameter]) -> None:
+        self._records = records
+        self.note()
+
+    def note(self) -> None:
+        """Remember the optimizer parameters, which may be other objects than before, and their memory."""
+        self._optimizer_params = [as_sharded(record.optimizer_param) for record in self._records]
+        self.versioned = [] if any(map(torch.is_inference, self._optimizer_params)) else self._optimizer_params
+        self._locals = [record.resting for record in self._records]
+
+    @property
+    def are_taken(self) -> bool:
+        """True if every optimizer parameter has the memory that it was given."""
+        # Every forward asks, so C does most of it.
+        try:
+            now = list(map(local_tensor, self._optimizer_params))
+        except AttributeError:  # one is no DTensor any more
+            return False
+        return all(map(is_, now, self._locals))
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Copy values from other memory into the shard buffer, and make the optimizer parameters views of it again.
+
+        A parameter with another dtype or device is left as it is: the unit is grouped anew.
+
+        Raises:
+            WriteBackError: a parameter was swapped with a tensor of another layout.
+        """
+        for record, local in zip(self._records, self._locals, strict=True):
+            optimizer_param: torch.Tensor = record.optimizer_param
+            placements = record.shard_spec.placements
+            is_alike = isinstance(optimizer_param, DTensor) and (
+                record.flat is not None or spec_of(optimizer_param).placements == placements
+            )
+            if not is_alike:
+                raise WriteBackError(
+                    f"{record.name} was swapped with a {type(optimizer_param).__name__} that is not sharded as it is "
+                    f"({placements}); swap it with a parameter of the same layout, or give the module a new one, "
+                    "module.weight = nn.Parameter(value)"
+                )
+            given = record.resting
+            if given is local or type(given) is not torch.Tensor or type(local) is not torch.Tensor or local.is_meta:
+                continue
+            if (given.shape, given.dtype, given.device) == (local.shape, local.dtype, local.device):
+                local.copy_(given)
+                rest_on(as_sharded(optimizer_param), local)
+        self.note()
+
+
+def give_memory(record: ShardedParameter, parameter: nn.Parameter, local: torch.Tensor) -> None:
+    """Make `local` the memory of `parameter`, the shard or the flat parameter of `record`.
+
+    A DTensor takes gradients only on the device that it was made on. If `module.to()` or `to_empty()` moved `parameter`
+    away from where shards rest, it is brought back, and stays the same object.
+
+    Raises:
+        UnsupportedError: `parameter` must be brought back, but has a gradient, or somebody holds it.
+    """
+    sharded = as_sharded(parameter)
+    if not local.is_meta and parameter.device != local.device:
+        if parameter.grad is not None:
+            raise UnsupportedError(
+                f"{record.name} was moved to {parameter.device} with its gradient; its shard rests on {local.device}. "
+                "Call zero_grad() before a model with CPU offload is moved"
+            )
+        moved = as_dtensor(local, spec_of(sharded))
+        moved.requires_grad_(parameter.requires_grad)
+        move_hooks(parameter, moved)
+        try:
+            swap_devices(sharded, moved)
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"{record.name} is on {parameter.device}, its shard rests on {local.device}, and it cannot be brought "
+                f"back ({error}). Leave the model where it was when it was sharded"
+            ) from error
+    rest_on(sharded, local)
+    record.claim(parameter)
+
+
 # A group
 
 
@@ -172,10 +267,8 @@ def _parts(parameters: Sequence[ShardedParameter], part_bytes: int) -> list[Batc
 class OptimizerParam:
     """A parameter of the optimizer and its place in the shard buffer: one shard, or the flat parameter of all shards.
 
-    Attributes:
-        shape: the shape of this rank's part.
-        members: the indices of the group's parameters in it.
-        gaps: the extents of the shard buffer within it that belong to no parameter.
+    `shape` is that of this rank's part. `members` are the indices of the group's parameters in it, `gaps` the extents
+    within it that belong to none.
     """
 
     record: ShardedParameter

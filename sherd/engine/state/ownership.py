@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from sherd._torch import is_fsdp_of_torch, is_replicated
-from sherd.engine.state.parameter import ShardedParameter, record_of
-from sherd.engine.state.place import Place
+from sherd.engine.state.parameter import Place, ShardedParameter, record_of
 from sherd.errors import ModuleError
 from sherd.wrap.names import plain_name
 

@@ -9,8 +9,7 @@ from torch import nn
 
 from sherd.engine.state.flat import FlatShard
 from sherd.engine.state.group import Group, group_key_of
-from sherd.engine.state.parameter import ShardedParameter
-from sherd.engine.state.place import Place, key_of
+from sherd.engine.state.parameter import Place, ShardedParameter, key_of
 
 
 class UnitShards:

@@ -17,8 +17,7 @@ import torch
 from sherd.checkpoint.tensor_bytes import DTYPES, memory_of
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, overlapping, spans, whole
-from sherd.storage.place import read_exactly
-from sherd.storage.places import Disk, Readable, read_file
+from sherd.storage.places import Disk, Readable, read_exactly, read_file
 from sherd.storage.safetensors import Stored, header_length, header_of, nbytes_of, parsed, read_json
 from sherd.tools.convert.contents import MODEL, Contents, LazySource, Read, Spec, in_files, path_inside
 from sherd.tools.convert.state_trees import Collected

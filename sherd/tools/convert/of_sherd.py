@@ -14,11 +14,10 @@ import torch
 from sherd.checkpoint.tensor_bytes import read_into
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, Grid
+from sherd.storage.files import Content, Opened, write_file
 from sherd.storage.folder import Folder, file_name
 from sherd.storage.manifest import MANIFEST, Entry, File, Manifest
-from sherd.storage.opened import Opened
 from sherd.storage.places import place_of
-from sherd.storage.writing import Content, write_file
 from sherd.tools.convert.contents import Contents, Read, Spec, in_files
 
 FORMAT = "sherd"

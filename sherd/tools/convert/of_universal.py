@@ -25,8 +25,7 @@ import torch
 
 from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, DTYPES, memory_of
 from sherd.errors import CheckpointError
-from sherd.storage.place import Readable
-from sherd.storage.places import Disk
+from sherd.storage.places import Disk, Readable
 from sherd.tools.convert.contents import MODEL, Contents, LazySource, Read, Spec
 from sherd.tools.convert.of_deepspeed import MODEL_FILE, MODEL_FILES, Files, OfRuns, Run, Wrong, folder_of, reading
 from sherd.tools.convert.of_torch import save

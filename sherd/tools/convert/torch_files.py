@@ -23,8 +23,7 @@ from sherd.checkpoint.tensor_bytes import DTYPES, dtype_name, memory_of
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box
 from sherd.layout.extent import Extent
-from sherd.storage.place import read_exactly
-from sherd.storage.places import Disk, Readable
+from sherd.storage.places import Disk, Readable, read_exactly
 from sherd.tools.convert.contents import Spec
 from sherd.tools.convert.pickles import Dict, Unpickler
 

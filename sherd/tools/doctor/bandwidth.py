@@ -26,8 +26,7 @@ from sherd.tools.doctor.findings import Finding
 from sherd.tools.doctor.machine import host_memory
 from sherd.tools.doctor.operations import EXACTLY, Operations, Step, timed_operations, usual_steps, with_operations
 from sherd.tools.doctor.ranks import collective, device
-from sherd.tools.simulate.cluster import Cluster, Device, Link
-from sherd.tools.simulate.cluster_file import cluster_toml, texts_of
+from sherd.tools.simulate.cluster import Cluster, Device, Link, cluster_toml, texts_of
 from sherd.tools.simulate.costs import waited
 from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.tools.simulate.work import OpKind

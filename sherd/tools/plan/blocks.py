@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from sherd.api.blocks import evenly_spread, registrations, repeated_blocks
-from sherd.api.unit_sizes import in_groups
+from sherd.api.blocks import evenly_spread, in_groups, registrations, repeated_blocks
 from sherd.schedule.state import UnitSpec
 from sherd.tools.simulate.sharded import Sharded, Traffic
 from sherd.tools.simulate.sharded import Unit as PlayedUnit

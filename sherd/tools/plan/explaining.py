@@ -24,8 +24,7 @@ from sherd.tools.plan.rough import or_impossible
 from sherd.tools.plan.running import Forwards, LossOfOutput, Running, most_within, optimizer_of
 from sherd.tools.plan.sharding import stepped
 from sherd.tools.plan.tracing import Recorder, recording
-from sherd.tools.simulate.cluster import Cluster
-from sherd.tools.simulate.cluster_file import bytes_in, read_cluster, shipped_clusters
+from sherd.tools.simulate.cluster import Cluster, bytes_in, read_cluster, shipped_clusters
 from sherd.tools.simulate.predict import Prediction
 from sherd.tools.simulate.search import Outcome, cheapest_changes
 from sherd.tools.simulate.settings import Settings

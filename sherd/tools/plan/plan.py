@@ -24,8 +24,7 @@ from sherd.tools.plan.in_words import advice_of, facts_of, lines_of, parted
 from sherd.tools.plan.planner import Planner, Training, fully_shard_args
 from sherd.tools.plan.reading import Loss, own_or_usual_loss
 from sherd.tools.plan.rough import RoughPlanner, or_impossible, outcome_of
-from sherd.tools.simulate.cluster import Cluster
-from sherd.tools.simulate.cluster_file import read_cluster
+from sherd.tools.simulate.cluster import Cluster, read_cluster
 from sherd.tools.simulate.predict import Prediction
 from sherd.tools.simulate.search import IMPOSSIBLE, Found, Outcome, cheapest_changes, merit, search
 from sherd.tools.simulate.settings import NAMES, SHARES, VALUES, Mesh, Settings, Space

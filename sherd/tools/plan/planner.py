@@ -29,7 +29,7 @@ from sherd.tools.plan.sharding import sharded_of
 from sherd.tools.plan.transports import between_hosts, on_one_host
 from sherd.tools.simulate.cluster import Cluster
 from sherd.tools.simulate.costs import op_seconds
-from sherd.tools.simulate.pipeline import Stage
+from sherd.tools.simulate.play import Stage
 from sherd.tools.simulate.predict import Prediction, RankWork, predict, predict_pipeline
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import Optimizer, Sharded

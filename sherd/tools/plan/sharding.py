@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from sherd.engine import ShardedParameter, Unit, sizes_of
-from sherd.memory.predict import batch_bytes_of, state_for
+from sherd.memory.report import batch_bytes_of, state_for
 from sherd.schedule.moments import Arrival
 from sherd.tensor.ragged import local_part
 from sherd.tools.plan.collectives import group_of

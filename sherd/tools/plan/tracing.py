@@ -25,9 +25,8 @@ from sherd.tools.plan.collectives import collective_of
 from sherd.tools.plan.marks import Marks
 from sherd.tools.plan.sharding import name_of, traffic_of
 from sherd.tools.plan.storages import Storages
-from sherd.tools.simulate.meter import Meter
 from sherd.tools.simulate.play import OPTIMIZER_TEMPORARY
-from sherd.tools.simulate.timeline import Lane, Span, Timeline, TimelineUnit
+from sherd.tools.simulate.timeline import Lane, Meter, Span, Timeline, TimelineUnit
 from sherd.tools.simulate.work import TensorKind
 from sherd.wrap.names import plain_name
 
