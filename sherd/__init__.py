@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from sherd.memory.report import memory_report as memory_report
     from sherd.memory.report import track_memory as track_memory
     from sherd.optim import flatten_optimizer as flatten_optimizer
+    from sherd.optim.matrix import MatrixOptimizer as MatrixOptimizer
+    from sherd.optim.muon import Muon as Muon
     from sherd.policy import AllGather as AllGather
     from sherd.policy import Comm as Comm
     from sherd.policy import CommPolicy as CommPolicy
@@ -108,8 +110,10 @@ _HOMES = {
     "FullyShardedDataParallel": "sherd.api.wrapper",
     "LocalOptimStateDictConfig": "sherd.api.state_dict_type",
     "LocalStateDictConfig": "sherd.api.state_dict_type",
+    "MatrixOptimizer": "sherd.optim.matrix",
     "MixedPrecision": "sherd.api.fsdp1",
     "MixedPrecisionPolicy": "sherd.policy",
+    "Muon": "sherd.optim.muon",
     "OffloadPolicy": "sherd.policy",
     "OnMesh": "sherd.api.placements",
     "OptimStateDictConfig": "sherd.api.state_dict_type",

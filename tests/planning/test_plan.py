@@ -16,8 +16,7 @@ from sherd.memory.report import memory_report
 from sherd.schedule.moments import MemoryKind
 from sherd.tools.plan.axes import Layout
 from sherd.tools.plan.plan import plan
-from sherd.tools.plan.planner import MOST_PLAYED, Planner, Training
-from sherd.tools.plan.rough import FEW, MORE, RoughPlanner
+from sherd.tools.plan.planner import FEW, MORE, MOST_PLAYED, Planner, RoughPlanner, Training
 from sherd.tools.simulate.cluster import read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import OPTIMIZERS
