@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: its tensors, where their pieces are, and all other values.
 
-`docs/look_up/checkpoint_format.md` describes it for those who read it without sherd. A manifest is not trusted: its
-numbers are checked against each other before anything is read or allocated for them.
+`docs/look_up/checkpoint_format.md` describes the format for other readers. A manifest is not trusted: its numbers are
+checked against each other before anything is read or allocated for them.
 """
 
 from __future__ import annotations
