@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -247,8 +248,10 @@ def choose(
     if hasattr(policy, "_run_policy"):
         chosen = _ask_object(root, policy, ignored, kwargs, apart_modules)
     else:
-        function = _checked_function(policy)
-        chosen = _ask_function(root, function, ignored, ignored_params, kwargs, apart_modules, bool(apart))
+        function, ignored_ids = _checked_function(policy), {id(parameter) for parameter in ignored_params}
+        asking = _Asking(root, function, ignored, ignored_ids, kwargs, apart_modules, bool(apart))
+        asking.choose_below(root)
+        chosen = asking.chosen
     for module in apart_modules & chosen.keys():
         chosen[module].update(apart_kwargs or {})
     return chosen
@@ -273,51 +276,51 @@ def _ask_object(
     return chosen
 
 
-def _ask_function(
-    root: nn.Module,
-    policy: Callable[..., object],
-    ignored: set[nn.Module],
-    ignored_params: Collection[nn.Parameter],
-    kwargs: Kwargs,
-    apart: set[nn.Module],
-    looks_everywhere: bool,
-) -> Chosen:
-    """Ask a function about every module below `root`, in the order of torch's walk.
+@dataclass
+class _Asking:
+    """Asks a function about every module below `root`, in the order of torch's walk.
 
     As in torch, a shared module is asked about once, but each parent counts it. Modules in `apart` become units in any
-    case; a walk that `looks_everywhere` for them also goes below modules that the policy closes.
+    case; a walk that `looks_everywhere` for them also goes below modules that the policy closes. `kwargs` are the
+    arguments of each unit.
     """
-    ignored_ids = {id(parameter) for parameter in ignored_params}
-    chosen: Chosen = {}
-    numel_in_units: dict[nn.Module, int] = {}
 
-    def asked(module: nn.Module, recurse: bool, numel: int) -> bool:
-        answer = policy(module=module, recurse=recurse, nonwrapped_numel=numel)
+    root: nn.Module
+    policy: Callable[..., object]
+    ignored: set[nn.Module]
+    ignored_ids: set[int]
+    kwargs: Kwargs
+    apart: set[nn.Module]
+    looks_everywhere: bool
+    chosen: Chosen = field(default_factory=dict)
+    numel_in_units: dict[nn.Module, int] = field(default_factory=dict)
+
+    # A method, and no function inside of another: one that calls itself is a circle, which would keep the model until
+    # the garbage collector comes (test_a_deleted_model_is_gone_at_once).
+    def choose_below(self, module: nn.Module) -> int:
+        """Choose at and below `module`. Returns the number of its elements that are in units then."""
+        numel = sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in self.ignored_ids)
+        if not (self._asked(module, True, numel) or self.looks_everywhere):
+            return 0
+        below = 0
+        for child in module.children():
+            if child not in self.ignored:
+                if child not in self.numel_in_units:
+                    self.numel_in_units[child] = self.choose_below(child)
+                below += self.numel_in_units[child]
+        if module is self.root or not (self._asked(module, False, numel - below) or module in self.apart):
+            return below
+        self.chosen[module] = dict(self.kwargs)
+        return numel
+
+    def _asked(self, module: nn.Module, recurse: bool, numel: int) -> bool:
+        answer = self.policy(module=module, recurse=recurse, nonwrapped_numel=numel)
         if isinstance(answer, dict):
             raise PolicyTypeError(
                 f"a policy function returned {answer!r} for a {type(module).__name__}, expected a bool; "
                 "for arguments per module pass CustomPolicy(function), which calls function(module)"
             )
         return bool(answer)
-
-    def choose_below(module: nn.Module) -> int:
-        """Choose at and below `module`. Returns the number of its elements that are in units then."""
-        numel = sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in ignored_ids)
-        if not (asked(module, True, numel) or looks_everywhere):
-            return 0
-        below = 0
-        for child in module.children():
-            if child not in ignored:
-                if child not in numel_in_units:
-                    numel_in_units[child] = choose_below(child)
-                below += numel_in_units[child]
-        if module is root or not (asked(module, False, numel - below) or module in apart):
-            return below
-        chosen[module] = dict(kwargs)
-        return numel
-
-    choose_below(root)
-    return chosen
 
 
 def _checked_function(policy: object) -> Callable[..., object]:
@@ -342,16 +345,15 @@ def _checked_function(policy: object) -> Callable[..., object]:
 
 def post_order(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields every module at and below `root` once, by the first of its names, children before their parents."""
-    seen = {root}
+    return _post_order(root, "", {root})
 
-    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        for child_name, child in module.named_children():
-            if child not in seen:
-                seen.add(child)
-                yield from walk(f"{name}.{child_name}" if name else child_name, child)
-        yield name, module
 
-    return walk("", root)
+def _post_order(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        if child not in seen:
+            seen.add(child)
+            yield from _post_order(child, f"{name}.{child_name}" if name else child_name, seen)
+    yield name, module
 
 
 def is_container(module: nn.Module) -> bool:
