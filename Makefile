@@ -8,7 +8,7 @@ BARE := .venv-bare
 DOCS := .venv-docs
 BROWSER := .browser/chromium
 
-.PHONY: help test test-front test-all test-thorough test-device train lint bare docs bench clean
+.PHONY: help test test-front test-all test-thorough test-device train lint bare docs pages bench clean
 .NOTPARALLEL:
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make lint           ruff (lint and format) and mypy --strict"
 	@echo "make bare           what a newcomer does first, with torch and nothing else installed (in .venv-bare)"
 	@echo "make docs           build the documentation site into site/; ARGS='...' go to mkdocs build"
+	@echo "make pages          compute docs/data and the summaries of pages anew, where that takes seconds"
 	@echo "make bench          sherd beside DDP, FSDP1 and FSDP2; ARGS='...' go to python -m bench"
 	@echo "make clean          remove .venv, caches and builds"
 
@@ -65,6 +66,11 @@ bare: $(BARE)/bin/python
 
 docs: $(DOCS)/.docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
+
+# What needs minutes or a quiet machine is written by hand: python -m bench.published, bench.predicted, tests.faults.
+pages: $(VENV)/.test
+	$(BIN)/python -m bench.padding --write
+	$(BIN)/python -m bench.published --render
 
 bench: $(VENV)/.train
 	$(BIN)/python -m bench $(ARGS)

@@ -34,7 +34,7 @@ def main() -> None:
         assert run("sherd", "generate", "run", "--prompt", "def ", "--length", "4").startswith("def "), "written"
         assert "bits per byte" in run("sherd", "eval", "run", "--nproc", "2"), "judged on two ranks"
         run("sherd", "export", "run", "model.pt")
-        read = "from sherd.tools.simulate.cluster_file import read_cluster; print(read_cluster('h100'))"
+        read = "from sherd.tools.simulate.cluster import read_cluster; print(read_cluster('h100'))"
         assert "H100" in run("python", "-c", read), "the shipped clusters are in the wheel"
 
 

@@ -118,7 +118,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _add_arguments_of_device(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--lines", type=Path, metavar="FILE", help="write each result as it comes, as a line of JSON")
     parser.add_argument(
-        "--write", type=Path, metavar="PAGE", help="write the tables into docs/benchmarks.md, this page"
+        "--write", type=Path, metavar="PAGE", help="write the tables into docs/understand/benchmarks.md, this page"
     )
     parser.add_argument(
         "--minutes", type=float, metavar="N", help="start nothing after that long (8, or 2 with --quick)"

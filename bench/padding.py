@@ -1,23 +1,27 @@
-"""What does cutting into runs cost on real shapes? `python -m bench.padding` prints the tables of docs/packing.md."""
+"""What runs cost on real shapes: `python -m bench.padding` prints a summary of docs/data/packing.csv.
+
+`--write` writes the file, and the summary into docs/understand/layouts.md.
+"""
 
 from __future__ import annotations
 
 import argparse
-import re
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from math import prod
-from pathlib import Path
 
 from sherd.layout.packing import Packing, pack
 from sherd.layout.placement import Shape
 from sherd.layout.plan import Wanted, plan
 from sherd.layout.runs import Blocks, Flat, Owned, RunPlacement
 
-PAGE = Path(__file__).parent.parent / "docs" / "packing.md"
+from .pages import DOCS, as_csv, written
+
+PAGE, DATA = DOCS / "understand/layouts.md", DOCS / "data/packing.csv"
 
 RANKS = (2, 3, 4, 6, 8, 16, 64, 100, 128, 256, 512, 1000, 1024)
 
@@ -123,20 +127,33 @@ def least_longest_run(shapes: Sequence[Shape], rule: RunPlacement, num_ranks: in
     return max(bound, *(up_to[k * num_ranks + 1] - up_to[k * num_ranks - k] for k in crowded), 0)
 
 
-# The page
+# The data, and their summary on the page
+
+FIGURES = {"padding": "padding", "imbalance": "imbalance", "over_bound": "over the bound"}
+"""The properties of `Result` that are shown, in percent, and their names on the page."""
 
 
-def table(placement: str, figure: str) -> str:
-    """A row per model, a column per number of ranks. `figure` is a property of `Result`, shown in percent."""
-    rows = [
-        [model, *(percent(getattr(result(model, placement, num_ranks), figure)) for num_ranks in RANKS)]
-        for model in BLOCKS
-    ]
-    return "\n".join(markdown([[f"`{placement}`, ranks:", *map(str, RANKS)], *rows]))
+def rows() -> list[list[str]]:
+    """Returns the lines of docs/data/packing.csv: a case each, behind a line of names."""
+    lines = [["model", "placement", "ranks", *(f"{figure} (%)" for figure in FIGURES)]]
+    for placement in PLACEMENTS:
+        for model in BLOCKS:
+            for num_ranks in RANKS:
+                this = result(model, placement, num_ranks)
+                figures = [f"{100 * getattr(this, figure):.2f}" for figure in FIGURES]
+                lines.append([model, placement, str(num_ranks), *figures])
+    return lines
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.0f}" if share >= 1 else f"{100 * share:.1f}"
+def summary(lines: Sequence[Sequence[str]]) -> str:
+    """Returns a table of the median and the worst of `rows()`, for each placement and figure."""
+    _, *cases = lines
+    table = [["placement", *(f"{name}, {of} (%)" for name in FIGURES.values() for of in ("median", "worst"))]]
+    for placement in PLACEMENTS:
+        columns = zip(*(map(float, case[3:]) for case in cases if case[1] == placement), strict=True)
+        figures = [f"{of(column):.1f}" for column in columns for of in (statistics.median, max)]
+        table.append([f"`{placement}`", *figures])
+    return "\n".join(markdown(table))
 
 
 def markdown(lines: list[list[str]]) -> Iterator[str]:
@@ -150,16 +167,6 @@ def markdown(lines: list[list[str]]) -> Iterator[str]:
         yield "| " + " | ".join(cells) + " |"
 
 
-@cache
-def sections() -> dict[str, str]:
-    """What stands between the page's markers."""
-    return {
-        "padding": "\n\n".join(table(placement, "padding") for placement in ("Flat()", "Blocks(1)", "Blocks(32)")),
-        "imbalance": "\n\n".join(table(placement, "imbalance") for placement in ("Blocks(1)", "Blocks(32)", "Owned()")),
-        "longest": "\n\n".join(table(placement, "over_bound") for placement in PLACEMENTS),
-    }
-
-
 def times() -> str:
     lines = [["slowest of all", "plan (ms)", "pack (ms)"]]
     for placement in PLACEMENTS:
@@ -169,20 +176,16 @@ def times() -> str:
     return "\n".join(markdown(lines))
 
 
-def written(page: str) -> str:
-    """The page with its tables made anew."""
-    for marker, text in {**sections(), "times": times()}.items():
-        page = re.sub(rf"(<!-- {marker} -->\n).*?(<!-- /{marker} -->)", rf"\g<1>{text}\n\g<2>", page, flags=re.DOTALL)
-    return page
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.padding", description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE.name}, in place of the tables that are there")
+    parser.add_argument("--write", action="store_true", help=f"{DATA.name}, and the summary into {PAGE.name}")
+    lines = rows()
+    sections = {"packing": summary(lines), "times": times()}
     if parser.parse_args().write:
-        PAGE.write_text(written(PAGE.read_text()))
+        DATA.write_text(as_csv(lines))
+        PAGE.write_text(written(PAGE.read_text(), sections))
     else:
-        print(*sections().values(), times(), sep="\n\n")
+        print(*sections.values(), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How much do runs pad real models? The worst of `bench.padding`'s blocks, as rows; docs/packing.md has them all."""
+"""How much runs pad real models: the worst of `bench.padding`'s blocks, as rows. docs/data/packing.csv has all."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ def measure(conditions: Conditions) -> Figure:
         )
         for placement, most in worst.items()
     ]
-    return Figure(rows, {"percent": worst}, ["padding: of one block of each model; docs/packing.md has all"])
+    return Figure(rows, {"percent": worst}, ["padding: of one block of each model; docs/data/packing.csv has all"])

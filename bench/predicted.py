@@ -39,19 +39,19 @@ from sherd.tools.doctor.operations import EXACTLY, Operations, timed_operations,
 from sherd.tools.plan.axes import Layout
 from sherd.tools.plan.planner import Planner, Training, compute_in, fully_shard_args
 from sherd.tools.plan.tracing import traced
-from sherd.tools.simulate.cluster import Cluster
-from sherd.tools.simulate.cluster_file import cluster_toml, read_cluster
+from sherd.tools.simulate.cluster import Cluster, cluster_toml, read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.tools.simulate.timeline import Timeline
 from sherd.train.config import Model as Shape
 from sherd.train.models import Decoder as SherdDecoder
 
+from .pages import DOCS, as_csv, written
 from .ranks import Conditions, on_ranks
 from .rounds import timed, without_collector
-from .table import markdown
 
 ROOT = Path(__file__).parent.parent
+PAGE, DATA = DOCS / "understand/predictions.md", DOCS / "data/predictions_here.csv"
 WARMUPS, LEAST_STEPS, TURN_S = 1, 3, 1.0  # steps are warmed up and then measured in turns at least that long
 LEAST_TURNS, TURNS_S = 6, 60.0  # and turns are taken so often, and for so many seconds
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
@@ -372,48 +372,32 @@ def _off(by: Sequence[float]) -> str:
     return f"{median(by):.1%} in the median and {max(by):.1%} at most, {sum(each <= 0.1 for each in by)} within 10 %"
 
 
-def page(rows: list[Row]) -> str:
-    """Returns the page of documentation, with the machine but not its name."""
+def lines_of_data(rows: list[Row]) -> list[list[str]]:
+    """Returns the lines of docs/data/predictions_here.csv."""
+    predictions = ("from its own operations (ms)", "ratio", "from the usual ones (ms)", "ratio of these")
+    lines = [["seed", "model and settings", "measured (ms)", *predictions, "peak bytes, ratio"]]
+    for row in rows:
+        own, usual = f"{row.from_own:.0f}", f"{row.planned:.0f}"
+        figures = [f"{row.took:.0f}", own, f"{row.ratio_from_own:.2f}", usual, f"{row.ratio:.2f}", f"{row.peak:.3f}"]
+        lines.append([str(row.this.seed), str(row.this), *figures])
+    return lines
+
+
+def section(rows: list[Row]) -> str:
+    """Returns the summary on the page, with the machine but not its name."""
     info = Path("/proc/cpuinfo")
     names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
     cpu = names[0].partition(": ")[2] if names else platform.machine()
-    cells = [
-        (
-            str(row.this.seed),
-            str(row.this),
-            f"{row.took:.0f}",
-            f"{row.from_own:.0f}",
-            f"{row.ratio_from_own:.2f}",
-            f"{row.planned:.0f}",
-            f"{row.ratio:.2f}",
-            f"{row.peak:.3f}",
-        )
-        for row in rows
-    ]
-    predictions = ("from its own operations, ms", "ratio", "from the usual ones, ms", "ratio")
-    heads = ("seed", "model and settings", "measured, ms", *predictions, "peak bytes, ratio")
     seeds = f"{rows[0].this.seed}:{rows[-1].this.seed + 1}"
-    return f"""# Predictions against this machine
-
-{summary(rows)}
-
-Written by `python -m bench.predicted --seeds {seeds} --write PAGE`: two ranks of one thread each on {cpu},
-{os.cpu_count()} cores, torch {torch.__version__}. The median step, on the slower rank, of the fastest turn within a
-minute, and of {LEAST_TURNS} turns at least. malloc keeps what is freed (see [planning](planning.md)). No model of this
-page was looked at when the predictions were tuned. *From its own operations*: after each turn a step of the unsharded
-model with the same micro-batch was run on both ranks, and its operations timed one by one, as `sherd doctor --bandwidth
---model MODEL --samples N` does; those of the fastest turn count. *From the usual ones*: `sherd doctor --bandwidth`
-alone, up to half an hour before.
-
-{markdown(heads, cells)}
-"""
+    machine = f"{cpu}, {os.cpu_count()} cores, torch {torch.__version__}"
+    return f"{summary(rows)}\n\nWritten by `python -m bench.predicted --seeds {seeds} --write` on {machine}."
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.predicted", description=__doc__)
     parser.add_argument("--seeds", default="0:20", help="FROM:TO")
     parser.add_argument("--clusters", type=Path, metavar="FOLDER", help="of cluster files measured before, or for them")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table into this page")
+    parser.add_argument("--write", action="store_true", help=f"write {DATA.name}, and the summary into {PAGE.name}")
     parser.add_argument("--lanes", action="store_true", help="print the seconds of each lane, too")
     chosen = parser.parse_args(arguments)
     os.environ |= KEEPING
@@ -447,7 +431,8 @@ def main(arguments: list[str] | None = None) -> int:
             print("      ", "; ".join(f"{name} {a * 1e3:.1f}/{b * 1e3:.1f}" for name, (a, b) in seconds.items()))
     print(summary(rows))
     if chosen.write:
-        chosen.write.write_text(page(rows), encoding="utf-8")
+        DATA.write_text(as_csv(lines_of_data(rows)))
+        PAGE.write_text(written(PAGE.read_text(), {"here": section(rows)}))
     return 0
 
 

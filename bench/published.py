@@ -1,7 +1,8 @@
-"""`python -m bench.published`: predicts the trainings of bench/published.toml, and writes docs/predictions.md.
+"""`python -m bench.published` predicts the trainings of bench/published.toml.
 
-`--looked-at` prints the rows that are not held out, and writes nothing; ids of rows print these alone. `--render`
-writes the page from the predictions in bench/published.json.
+It writes docs/data/predictions.csv, and the summary in docs/understand/predictions.md. `--looked-at` prints the rows
+that are not held out, and writes nothing; ids of rows print these alone. `--render` writes both files from the
+predictions in bench/published.json.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ import torch
 from sherd.tools.plan.axes import Layout
 from sherd.tools.plan.planner import Planner, Training
 from sherd.tools.plan.reading import own_or_usual_loss
-from sherd.tools.simulate.cluster import Cluster, Link
-from sherd.tools.simulate.cluster_file import read_cluster
+from sherd.tools.simulate.cluster import Cluster, Link, read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.train.config import read_tree
 
 from .llama_axes import LlamaLayout, Stage
+from .pages import DOCS, as_csv, written
 from .table import markdown
 
 ROOT = Path(__file__).parent.parent
-DATA, PREDICTIONS, PAGE = ROOT / "bench/published.toml", ROOT / "bench/published.json", ROOT / "docs/predictions.md"
-MARKS = "<!-- published -->\n", "<!-- /published -->\n"
+DATA, PREDICTIONS = ROOT / "bench/published.toml", ROOT / "bench/published.json"
+PAGE, TABLE = DOCS / "understand/predictions.md", DOCS / "data/predictions.csv"
 
 
 @dataclass(frozen=True)
@@ -339,43 +340,79 @@ def _cells(compared: Compared | None, unit: str) -> list[str]:
     return [f"{compared.published:,g}{unit}", f"{low} to {high}" if selective else low, error]
 
 
-def sections(tree: Mapping[str, Any], found: Found) -> str:
-    """Returns what stands between the marks of docs/predictions.md."""
+ON_THE_PAGE = (
+    "all",
+    "held out",
+    "A100",
+    "H100",
+    "one node",
+    "several nodes",
+    "eager",
+    "compile",
+    "up to 4,096 tokens in a micro-batch",
+    "tensor parallel",
+    "pipeline",
+    "reserved",
+    "active",
+)
+"""The kinds of rows that the page shows the errors of."""
+
+
+def summary(tree: Mapping[str, Any], found: Found, kinds: Iterable[str]) -> str:
+    """Returns how far the predictions are off, for `kinds` of rows."""
     rows = [row for row in read_rows(tree) if row.id in found]
     exact = [row for row in rows if row.checkpointing != "selective"]
-    selective = [row for row in rows if row.checkpointing == "selective"]
     alone, others = ([row for row in exact if bool(row.cut) == is_cut] for is_cut in (False, True))
-    parts = ["### Throughput, data parallel alone\n", distribution(throughputs(alone, found))]
-    parts += ["\n### Throughput, tensor, context and pipeline parallel\n", distribution(throughputs(others, found))]
-    parts.append("\n### Memory\n")
-    parts += [
-        distribution(memories(exact, found), KINDS_OF_MEMORY),
-        "\n### Selective checkpointing that is not described\n",
+    chosen = {name: KINDS_OF_MEMORY[name] for name in kinds}
+    of_time = {name: kind for name, kind in chosen.items() if name in KINDS}
+    too_large = sum(not found[row.id][0].fits for row in exact)
+    parts = [
+        "\n### Throughput, data parallel alone\n",
+        distribution(throughputs(alone, found), of_time),
+        "\n### Throughput, tensor, context and pipeline parallel\n",
+        distribution(throughputs(others, found), of_time),
+        "\n### Memory\n",
+        distribution(memories(exact, found), chosen),
+        f"\nAll of these trainings ran; {too_large} of {len(exact)} would not fit, the simulator says.\n",
     ]
-    for name, compared in (("throughput", throughputs(selective, found)), ("memory", memories(selective, found))):
-        inside = sum(each.error == 0 for each in compared)
-        outside = ", ".join(f"{_percent(each.error)} ({each.row.id})" for each in compared if each.error)
-        parts.append(f"- {name}: {inside} of {len(compared)} are between none and full; outside: {outside or 'none'}.")
-    parts.append("\n### Memory and fit\n")
-    too_large = [row.id for row in exact if not found[row.id][0].fits]
-    parts.append(f"All of these trainings ran. {len(too_large)} of {len(exact)} would not, the simulator says:")
-    parts.append(f"{', '.join(too_large)}." if too_large else "none.")
-    parts.append("\n## The rows\n")
+    return "\n".join(parts)
+
+
+def tables(tree: Mapping[str, Any], found: Found) -> str:
+    """Returns each row that is in `found`, by source."""
+    parts = []
     for name, source in tree["sources"].items():
-        own = [row for row in rows if row.source == name]
-        parts.append(
-            f"\n### {source['title']}\n\n{source['found']}. Assumed: {source['assumed']}.\n\n{table(own, found)}"
-        )
-    others = [[tree["sources"][each["source"]]["title"], each["place"], each["why"]] for each in tree["others"]]
-    parts.append("\n## Not predicted yet\n\n" + markdown(["source", "place", "why, and what it says"], others))
-    return "\n".join(parts).replace("\n\n\n", "\n\n") + "\n"
+        if own := [row for row in read_rows(tree) if row.source == name and row.id in found]:
+            told = f"{source['found']}. Assumed: {source['assumed']}."
+            parts.append(f"### {source['title']}\n\n{told}\n\n{table(own, found)}")
+    return "\n\n".join(parts)
 
 
-def page_with(page: str, tree: Mapping[str, Any], found: Found) -> str:
-    """Returns `page` with new sections between its marks."""
-    head, _, rest = page.partition(MARKS[0])
-    _, _, tail = rest.partition(MARKS[1])
-    return "".join((head, MARKS[0], "\n", sections(tree, found), "\n", MARKS[1], tail))
+def lines_of_data(tree: Mapping[str, Any], found: Found) -> list[list[str]]:
+    """Returns the lines of docs/data/predictions.csv: a training each, with what was published and predicted."""
+    rows = read_rows(tree)
+    speed = {each.row.id: each for each in throughputs(rows, found)}
+    space = {each.row.id: each for each in memories(rows, found)}
+    told = ["id", "source", "place", "model", "cluster", "GPUs", "sharding", "replicate", "tp", "cp", "pp"]
+    told += ["sequence", "micro-batch", "micro-batches", "checkpointing", "compile", "offload", "held out"]
+    compared = [f"{name}{part}" for name in ("speed", "memory") for part in ("", " is", " from", " to", " error")]
+    lines = [[*told, *compared, "fits"]]
+    for row in rows:
+        values = [row.id, row.source, row.place, row.model, row.cluster, row.mesh.num_ranks, row.sharding]
+        values += [row.replicate, row.tp, row.cp, row.pp, row.sequence, row.micro_batch, row.micro_batches]
+        values += [row.checkpointing]
+        values += ["yes" if each else "no" for each in (row.compile, row.offload, row.held_out)]
+        values += _figures(speed.get(row.id), "tokens/s/GPU" if row.mfu is None else "% MFU")
+        values += _figures(space.get(row.id), f"GiB {row.memory_is}")
+        lines.append([*map(str, values), "yes" if any(each.fits for each in found[row.id]) else "no"])
+    return lines
+
+
+def _figures(compared: Compared | None, unit: str) -> list[str]:
+    if compared is None:
+        return [""] * 5
+    low, high = f"{compared.low:g}", f"{compared.high:g}"
+    return [f"{compared.published:g}", unit, low, high, f"{compared.error:.3f}"]
 
 
 def read_found() -> dict[str, list[Predicted]]:
@@ -386,7 +423,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.published", description=__doc__)
     parser.add_argument("ids", nargs="*", help="rows to print")
     parser.add_argument("--looked-at", action="store_true", help="print rows that are not held out, write nothing")
-    parser.add_argument("--render", action="store_true", help="predict nothing, write the page")
+    parser.add_argument("--render", action="store_true", help="predict nothing, write the table and the page")
     chosen = parser.parse_args(arguments)
     tree = read_tree(str(DATA))
     rows = [
@@ -398,12 +435,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = read_found() if chosen.render else predict_rows(tree, rows)
     print(f"{len(found)} rows, {time.perf_counter() - since:.0f} s", file=sys.stderr)
     if chosen.ids or chosen.looked_at:
-        print(sections(tree, found))
+        print(summary(tree, found, KINDS_OF_MEMORY), tables(tree, found), sep="\n\n")
         return 0
     ordered = {row.id: [asdict(each) for each in found[row.id]] for row in rows}
     lines = ",\n".join(f'"{id}": {json.dumps(each)}' for id, each in ordered.items())
     PREDICTIONS.write_text(f"{{\n{lines}\n}}\n")
-    PAGE.write_text(page_with(PAGE.read_text(), tree, found))
+    TABLE.write_text(as_csv(lines_of_data(tree, found)))
+    PAGE.write_text(written(PAGE.read_text(), {"published": summary(tree, found, ON_THE_PAGE)}))
     return 0
 
 

@@ -168,10 +168,11 @@ def ratios_table(rows: Sequence[Row], title: str, candidates: Sequence[str]) -> 
     """Of rows in which one of these systems has a ratio; their rival is 1."""
     rows = [row for row in rows if any(name in row.ratios for name in candidates)]
     names = [name for name in candidates if any(name in row.ratios for row in rows)]
-    return markdown([title, *names], [[row.figure, *(_ratio(row, name) for name in names)] for row in rows])
+    return markdown([title, *names], [[row.figure, *(ratio_words(row, name) for name in names)] for row in rows])
 
 
-def _ratio(row: Row, name: str) -> str:
+def ratio_words(row: Row, name: str) -> str:
+    """Returns a ratio with the middle half of the rounds; empty if there is none."""
     if name not in row.ratios:
         return ""
     ratio = f"{row.ratios[name]:.2f}"

@@ -16,11 +16,11 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("*.md", "docs/**/*.md")
-OTHER_FILES = ("LICENSE", "docs/*.svg", "docs/*.css", "examples/*", "configs/*")
+OTHER_FILES = ("LICENSE", "docs/**/*.svg", "docs/**/*.csv", "docs/*.css", "examples/*", "configs/*")
 """Files that documents show or link to; the site gets copies of them."""
 ENTRY = re.compile(r"^## (.+)$|^- \[([^\]]+)\]\(([^)#]+)\)", re.MULTILINE)
 MODULE = re.compile(r"^::: ([\w.]+)((?: \w+)*)$", re.MULTILINE)
-NOT_IN_SEARCH = re.compile(r"docs/(decisions/|predictions|packing)|CHANGELOG")
+NOT_IN_SEARCH = re.compile(r"docs/decisions/|CHANGELOG")
 """Pages that name everything and explain how to use none of it."""
 
 
@@ -55,7 +55,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def _file(source: str, config: MkDocsConfig) -> File:
-    """`docs/layouts.md` is found at layouts/, `README.md` at readme/: docs/index.md is the first page."""
+    """`docs/understand/layouts.md` is found at layouts/, `README.md` at readme/: docs/index.md is the first page."""
     shown = source.removeprefix("docs/")
     if shown == source and source.endswith(".md"):
         shown = source.lower()  # else README.md would be the first page

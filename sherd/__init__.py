@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from sherd.api.state_dict_type import LocalOptimStateDictConfig as LocalOptimStateDictConfig
     from sherd.api.state_dict_type import LocalStateDictConfig as LocalStateDictConfig
     from sherd.api.state_dict_type import OptimStateDictConfig as OptimStateDictConfig
+    from sherd.api.state_dict_type import OptimStateKeyType as OptimStateKeyType
     from sherd.api.state_dict_type import ShardedForm as ShardedForm
     from sherd.api.state_dict_type import ShardedOptimStateDictConfig as ShardedOptimStateDictConfig
     from sherd.api.state_dict_type import ShardedStateDictConfig as ShardedStateDictConfig
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from sherd.api.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
     from sherd.backward_steps import StepsInBackward as StepsInBackward
     from sherd.backward_steps import step_in_backward as step_in_backward
-    from sherd.checkpoint.rekeying import OptimStateKeyType as OptimStateKeyType
     from sherd.checkpoint.restoring import Restored as Restored
     from sherd.clip import clip_grad_norm_ as clip_grad_norm_
     from sherd.engine import FlatParameter as FlatParameter
@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from sherd.memory.report import memory_report as memory_report
     from sherd.memory.report import track_memory as track_memory
     from sherd.optim import flatten_optimizer as flatten_optimizer
+    from sherd.optim.matrix import MatrixOptimizer as MatrixOptimizer
+    from sherd.optim.muon import Muon as Muon
     from sherd.policy import AllGather as AllGather
     from sherd.policy import Comm as Comm
     from sherd.policy import CommPolicy as CommPolicy
@@ -108,12 +110,14 @@ _HOMES = {
     "FullyShardedDataParallel": "sherd.api.wrapper",
     "LocalOptimStateDictConfig": "sherd.api.state_dict_type",
     "LocalStateDictConfig": "sherd.api.state_dict_type",
+    "MatrixOptimizer": "sherd.optim.matrix",
     "MixedPrecision": "sherd.api.fsdp1",
     "MixedPrecisionPolicy": "sherd.policy",
+    "Muon": "sherd.optim.muon",
     "OffloadPolicy": "sherd.policy",
     "OnMesh": "sherd.api.placements",
     "OptimStateDictConfig": "sherd.api.state_dict_type",
-    "OptimStateKeyType": "sherd.checkpoint.rekeying",
+    "OptimStateKeyType": "sherd.api.state_dict_type",
     "Owned": "sherd.layout.runs",
     "Placements": "sherd.api.placements",
     "Plan": "sherd.tools.plan.plan",

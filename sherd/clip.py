@@ -187,18 +187,18 @@ def _require_known(spec: DTensorSpec, what: str, parameter: Tensor, index: int) 
 
 def _total_norm(gradients: _Gradients, power: float, fused: bool, extra_groups: Sequence[dist.ProcessGroup]) -> Tensor:
     """Returns the norm of all elements on all ranks, 0-D."""
-    row, what = norm_of_order(power), "the norm of the gradients"
+    row, purpose = norm_of_order(power), "the norm of the gradients"
     home = next(iter(gradients.devices.values()), gradients.device)
     parts = {groups: _part(lists, row, power, fused, home) for groups, lists in gradients.counted.items()}
     for group, device in gradients.devices.items():
         sharded = [groups for groups in parts if group in groups]
         joint = torch.stack([parts[groups] for groups in sharded]).to(device)
-        row.join(joint, [group], what)
+        row.join(joint, [group], purpose)
         parts.update(zip(sharded, joint.to(home).unbind(), strict=True))
     every = list(parts.values()) or [_part([], row, power, fused, home)]
     total = row.fold(torch.stack(every, -1), -1)
     # The ranks of these groups may have other parameters, cut in other ways, so only the total is joined.
-    return row.finish(row.join(total, extra_groups, what))
+    return row.finish(row.join(total, extra_groups, purpose))
 
 
 def _part(lists: Sequence[list[Tensor]], row: Reduction, power: float, fused: bool, home: torch.device) -> Tensor:

@@ -88,13 +88,13 @@ class ShardedGradScaler(torch.amp.GradScaler):
         overrides this method too: test_torch_asks_for_the_flags_in_one_place.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        held = [
+        pieces_of_all = [
             held_of(grad, parameter)
             for grad, parameter in zip(gradients_of(parameters), parameters, strict=True)
             if grad is not None
         ]
         flags: dict[torch.device, torch.Tensor] = {}
-        for pieces in alike(held):
+        for pieces in alike(pieces_of_all):
             device = pieces[0].device
             # A blocking copy: with CPU offload, the host reads the flag next.
             flag = flags.setdefault(device, found_inf.to(device))

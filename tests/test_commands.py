@@ -19,8 +19,8 @@ from tests.train.test_checkpoint import put
 from tests.train.test_loop import grid
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-BLOCK = re.compile(r"^```\w*\n(.*?)^```$|((?:^    .*\n)+)", re.MULTILINE | re.DOTALL)
+DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*/*.md"))]
+BLOCK = re.compile(r"^```\w*\n(.*?)^```$|((?:^    [^\n]*\n)+)", re.MULTILINE | re.DOTALL)
 STARTED_BY_TORCHRUN = re.compile(r"^torchrun\s+(?P<options>.*?)\s*-m\s+(?=sherd )")
 
 
@@ -74,7 +74,7 @@ def asked_for(options, args, config):
 
 
 def test_there_are_commands():
-    assert {"README.md", "training.md", "several_machines.md"} <= {document for document, *_ in TRAIN}
+    assert {"README.md", "train.md", "machines.md"} <= {document for document, *_ in TRAIN}
 
 
 def test_every_command_is_one():

@@ -175,7 +175,7 @@ def test_a_list_stands_as_the_sites_markdown_wants_it():
 
 
 def test_commands_with_comments_fit_the_site_at_1280_pixels():
-    for name in ("README.md", "docs/config.md", "docs/index.md", "docs/recipes.md"):
+    for name in ("README.md", "docs/look_up/config.md", "docs/index.md", "docs/do/recipes.md"):
         assert [line for line in read(name).splitlines() if line.startswith("    ") and len(line) > 110] == [], name
 
 
@@ -201,6 +201,14 @@ def test_every_decision_is_listed_once_and_numbered_without_gaps():
     assert LINK.findall(read("docs/decisions/README.md")) == pages
 
 
+def test_a_decision_says_its_status_and_date_and_the_list_repeats_them():
+    head = re.compile(r"# (\d+)\. .*\n\n- Status: (accepted|withdrawn)\b.*\n- Date: (\d{4}-\d\d-\d\d)\n")
+    told = [head.match(path.read_text()) for path in sorted((ROOT / "docs/decisions").glob("[0-9]*.md"))]
+    assert None not in told
+    row = re.compile(r"^\| (\d+) \| .* \| (accepted|withdrawn)\b.* \| (\S+) \|$", re.MULTILINE)
+    assert row.findall(read("docs/decisions/README.md")) == [match.groups() for match in told]
+
+
 def test_the_index_lists_every_page_once():
     listed = [(ROOT / "docs" / target).resolve() for target in ENTRY.findall(read("docs/index.md"))]
     not_listed = {ROOT / "docs/index.md", *ROOT.glob("docs/decisions/[0-9]*.md")}
@@ -209,7 +217,7 @@ def test_the_index_lists_every_page_once():
 
 def test_every_module_that_documents_and_examples_import_from_is_in_the_reference():
     """All of its names: the site is not built where one is missing on the page."""
-    pages = [path.read_text() for path in ROOT.glob("docs/reference/*.md")]
+    pages = [path.read_text() for path in ROOT.glob("docs/look_up/*.md")]
     described = {module for page in pages for module in re.findall(r"^::: (\S+)", page, re.MULTILINE)}
     programs = [path.read_text() for path in (*DOCUMENTS, *ROOT.glob("examples/*.py"))]
     imported = {
@@ -223,8 +231,8 @@ def test_every_module_that_documents_and_examples_import_from_is_in_the_referenc
 
 
 def drawn_in_layouts(placement):
-    """What docs/layouts.md shows for a placement: the lines of its drawing, without what is in front of `rank`."""
-    lines = read("docs/layouts.md").partition(f"    {placement}")[2].split("\n\n")[0].splitlines()
+    """The drawing of a placement in docs/understand/layouts.md: its lines, without what is in front of `rank`."""
+    lines = read("docs/understand/layouts.md").partition(f"    {placement}")[2].split("\n\n")[0].splitlines()
     return [line.strip() for line in lines]
 
 
@@ -239,7 +247,7 @@ def test_the_drawings_of_layouts_show_what_comes_out():
 
 
 def test_every_public_name_and_every_method_of_a_unit_is_in_the_port_guide():
-    guide = read("docs/from_fsdp2.md")
+    guide = read("docs/do/from_fsdp2.md")
     for name in set(sherd.__all__) - {"__version__"}:
         assert re.search(rf"\b{name}\b", guide), name
     for method, _ in inspect.getmembers(sherd.FSDPModule, callable):
@@ -247,7 +255,7 @@ def test_every_public_name_and_every_method_of_a_unit_is_in_the_port_guide():
 
 
 def test_an_error_has_its_own_entry_which_says_which_python_error_it_is():
-    page = read("docs/errors.md")
+    page = read("docs/look_up/errors.md")
     for error in errors.__all__:
         assert f"## {error}\n" in page, error
         entry = page.partition(f"## {error}\n")[2].partition("\n## ")[0]
@@ -268,7 +276,8 @@ def test_every_option_of_the_command_that_the_readme_names_exists(capsys):
 
 def test_every_field_of_sherd_train_that_the_table_of_other_tools_names_exists():
     fields = {f"{section}.{field.name}" for section, kind in SECTIONS.items() for field in dataclasses.fields(kind)}
-    named = set(re.findall(rf"\b(?:{'|'.join(SECTIONS)})\.\w+", read("docs/where_is.md"))) - {"model.config"}
+    tables = read("docs/do/recipes.md").partition("\n## Where is X?\n")[2]
+    named = set(re.findall(rf"\b(?:{'|'.join(SECTIONS)})\.\w+", tables)) - {"model.config"}
     assert "optimizer.lr" in named
     assert named - fields == set()
 

@@ -12,6 +12,7 @@ import warnings
 import weakref
 import zipfile
 from datetime import timedelta
+from inspect import ismodule
 from pathlib import Path
 from types import FrameType
 
@@ -40,7 +41,8 @@ ROWS = torch.arange(10.0).view(5, 2)
 
 def test_each_name_has_its_contract_here():
     tested = set(re.findall(r"^def test_(\w+?)__", Path(__file__).read_text(), re.MULTILINE))
-    assert tested == {name.lower() for name in _torch.__all__}
+    public = {name for name, value in vars(_torch).items() if not (name.startswith("_") or ismodule(value))}
+    assert tested == {name.lower() for name in public}
 
 
 def named_mesh(**sizes: int) -> DeviceMesh:
@@ -350,8 +352,8 @@ def test_give_attributes__writes_what_attributes_of_has_returned():
 
 def test_functions_of_torch_and_marks_on_modules_are_written_in_one_place():
     writing = re.compile(r"\bsetattr\(|__setattr__|__dict__\W*(\[|\.update)")
-    files = Path(_torch.__file__).parent.glob("*.py")
-    assert [path.name for path in files if writing.search(path.read_text())] == ["writes.py"]
+    lines = (line for path in Path(_torch.__file__).parent.glob("*.py") for line in path.read_text().splitlines())
+    assert [line.strip() for line in lines if writing.search(line)] == ["object.__setattr__(owner, name, value)"]
 
 
 def test_module_call__is_the_code_that_hooks_and_forward_run_in():
@@ -734,15 +736,6 @@ def test_register_foreach_type__lets_optimizers_and_clipping_use_foreach(monkeyp
         _torch.register_foreach_type(Other)
     assert _foreach_utils._has_foreach_support(tensors, CPU)
     assert optimizer._foreach_supported_types.count(Other) == 1
-
-
-def test_no_torch_function__makes_results_of_a_subclass_plain():
-    class Quiet(torch.Tensor):
-        __torch_function__ = _torch.NO_TORCH_FUNCTION
-
-    quiet = torch.ones(2).as_subclass(Quiet)
-    assert type(quiet + 1) is type(quiet.view(1, 2)) is torch.Tensor
-    assert type(quiet) is Quiet
 
 
 def test_torchdispatchmode__sees_operations_of_forward_and_backward():

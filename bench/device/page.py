@@ -1,8 +1,8 @@
-"""The section of docs/benchmarks.md that says what was measured on an accelerator.
+"""What was measured on an accelerator: all figures in docs/understand/benchmarks.csv, the main ratios on its page.
 
-    python -m bench.device.page figures.jsonl [more.jsonl ...] docs/benchmarks.md
+    python -m bench.device.page figures.jsonl [more.jsonl ...] docs/understand/benchmarks.md
 
-writes it from the lines of one run, or of several that measured parts.
+writes both from the lines of one run, or of several that measured parts.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..table import TO_RIVALS, Row, ratios_table, values_table
+from ..pages import as_csv
+from ..table import COLUMNS, RIVALS, TO_RIVALS, Row, ratio_words, ratios_table, three_digits
 from .cases import CASES
 from .lines import read
 from .rows import Result, rows_of
 
 BEGIN, END = "<!-- figures of an accelerator: begin -->", "<!-- figures of an accelerator: end -->"
+
+ON_THE_PAGE = ("step", "host", "allocated in backward", "allocated in forward and backward", "reserved")
+"""The figures of which the page has the ratios."""
 
 COUNTS = (
     ("step", "from the end of one step to the end of the next, by events of the device; steps follow one another"),
@@ -47,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def write(page: Path, circumstances: Sequence[dict[str, Any]], results: Sequence[Result]) -> None:
-    """Replace what is between the two markers of `page`.
+    """Replaces what is between the two markers of `page`, and the data of the same name beside it.
 
     Raises:
         ValueError: the page has no such markers.
@@ -57,10 +61,22 @@ def write(page: Path, circumstances: Sequence[dict[str, Any]], results: Sequence
     if not begin or not end:
         raise ValueError(f"{page} has no line {BEGIN!r} with {END!r} behind it: nothing says where the figures go")
     page.write_text(f"{before}{BEGIN}\n\n{section(circumstances, results)}\n\n{END}{after}")
+    page.with_suffix(".csv").write_text(as_csv(lines_of_data(results)))
+
+
+def lines_of_data(results: Sequence[Result]) -> list[list[str]]:
+    """Returns each figure of each group of ranks: the systems' values, and ratios to their rivals."""
+    ratios = {name: f"{name} / {rival}" for name, rival in RIVALS.items()}
+    lines = [["ranks", "figure", "unit", *COLUMNS, *ratios.values(), "remark"]]
+    for row in rows_of(results):
+        ranks, _, figure = row.figure.partition(", ")
+        values = [three_digits(row.values[name]).replace(",", "") if name in row.values else "" for name in COLUMNS]
+        lines.append([ranks, figure, row.unit, *values, *(ratio_words(row, name) for name in ratios), row.remark])
+    return lines
 
 
 def section(circumstances: Sequence[dict[str, Any]], results: Sequence[Result]) -> str:
-    """Conditions, what the figures count, and the tables of each group."""
+    """Conditions, what the figures count, and the main ratios of each group."""
     rows = rows_of(results)
     parts = ["\n".join(_conditions(each) for each in circumstances), _legend(rows), _cases(results)]
     for group, own in groupby(rows, key=lambda row: row.figure.partition(", ")[0]):
@@ -90,11 +106,12 @@ def _cases(results: Sequence[Result]) -> str:
 
 
 def _tables(rows: Sequence[Row]) -> list[str]:
-    """Values and ratios, without the group's name in every row."""
-    short = [
-        replace(row, figure=row.figure.partition(", ")[2], remark=row.remark if not row.values else "") for row in rows
-    ]
-    return [values_table(short), *(ratios_table(short, title, names) for title, names in TO_RIVALS.items())]
+    """The ratios that the page shows, without the group's name in every row, and what failed."""
+    short = [replace(row, figure=row.figure.partition(", ")[2]) for row in rows]
+    shown = [row for row in short if row.figure.partition(": ")[2] in ON_THE_PAGE]
+    failed = "\n".join(f"- {row.figure} failed: {row.remark}" for row in short if not row.values)
+    tables = [ratios_table(shown, title, names) for title, names in TO_RIVALS.items()]
+    return [part for part in (*tables, failed) if part]
 
 
 if __name__ == "__main__":

@@ -4,225 +4,102 @@ Nothing else in the package may import a name that torch does not promise (`test
 each one here (`tests/test_torch_names.py`).
 """
 
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 
-from sherd._torch.autograd import (
-    after_accumulation_hooks,
-    are_transforms_active,
-    at_end_of_backward,
-    beneath_transforms,
-    exchangeable_hook,
-    gradient_hooks,
-    hooks_on_gradient,
-    in_backward,
-    increment_versions,
-    move_hooks,
-    outside_transforms,
-    set_grad_enabled,
-    set_versions,
-    will_get_gradient,
-)
-from sherd._torch.call_stack import (
-    MODULE_CALL,
-    asked_by_checkpointing,
-    asked_by_spec,
-    frames_from,
-    in_functional_call,
-    splitting_stage,
-    users_frame,
-    users_line,
-)
-from sherd._torch.checkpointing import (
-    answer_checkpointing,
-    full_of_sharded_tensor,
-    is_sharded_tensor,
-    sharded_tensor_of_rows,
-)
-from sherd._torch.collectives import (
-    Store,
-    abort_groups,
-    adopt_timeout,
-    all_gather_coalesced,
-    all_gather_single,
-    backend_of,
-    bound_all_gather,
-    bound_reduce_scatter,
-    gloo_on_demand,
-    group_among,
-    has_ended,
-    imagined_ranks,
-    named_group,
-    read_objects_with,
-    reduce_scatter_single,
-    set_timeout,
-    store_beside,
-    symmetric_memory,
-    timeout_of,
-    wait_on_host,
-)
-from sherd._torch.dtensors import (
-    become_view,
-    dispatches_itself,
-    dtensor,
-    dtensor_of,
-    dtensor_spec,
-    local_gradients,
-    local_tensor,
-    new_dtensor,
-    replace_class,
-    replace_local_tensor,
-    spec_of,
-    specs_of,
-    split_factor_of,
-    strided_shard,
-    swap_devices,
-)
-from sherd._torch.dynamo import (
-    are_fake,
-    composed_on_meta,
-    dynamo_disabled,
-    not_traced,
-    trace_nothing_in,
-)
-from sherd._torch.meshes import (
-    concatenate_meshes,
-    device_of,
-    flatten_mesh,
-    keeps_root_order,
-)
-from sherd._torch.modules import (
-    is_fsdp_of_torch,
-    is_replicated,
-    is_tensor_parallel,
-    manage,
-    say_fully_sharded,
-)
-from sherd._torch.optimizers import (
-    hooked_step,
-    register_foreach_type,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from sherd._torch.saved_files import rebuild_tensor, rebuild_tensor_of_bytes, storage_info
-from sherd._torch.saved_tensors import (
-    SAVE_NO_RESULT,
-    SavingHooks,
-    may_hook_saving,
-    pop_saving_hooks,
-    push_saving_hooks,
-    saving_hooks,
-    share_saving_hooks,
-    storage_address,
-)
-from sherd._torch.tensors import (
-    NO_TORCH_FUNCTION,
-    TorchDispatchMode,
-    attributes_of,
-    give_attributes,
-    gradients_of,
-    steps_in_backward,
-    storage_uses,
-)
-from sherd._torch.writes import write_into
-
-__all__ = [
-    "MODULE_CALL",
-    "NO_TORCH_FUNCTION",
-    "SAVE_NO_RESULT",
-    "DTensorSpec",
-    "SavingHooks",
-    "Store",
-    "TorchDispatchMode",
-    "abort_groups",
-    "adopt_timeout",
-    "after_accumulation_hooks",
-    "all_gather_coalesced",
-    "all_gather_single",
-    "answer_checkpointing",
-    "are_fake",
-    "are_transforms_active",
-    "asked_by_checkpointing",
-    "asked_by_spec",
-    "at_end_of_backward",
-    "attributes_of",
-    "backend_of",
-    "become_view",
-    "beneath_transforms",
-    "bound_all_gather",
-    "bound_reduce_scatter",
-    "composed_on_meta",
-    "concatenate_meshes",
-    "device_of",
-    "dispatches_itself",
-    "dtensor",
-    "dtensor_of",
-    "dtensor_spec",
-    "dynamo_disabled",
-    "exchangeable_hook",
-    "flatten_mesh",
-    "frames_from",
-    "full_of_sharded_tensor",
-    "give_attributes",
-    "gloo_on_demand",
-    "gradient_hooks",
-    "gradients_of",
-    "group_among",
-    "has_ended",
-    "hooked_step",
-    "hooks_on_gradient",
-    "imagined_ranks",
-    "in_backward",
-    "in_functional_call",
-    "increment_versions",
-    "is_fsdp_of_torch",
-    "is_replicated",
-    "is_sharded_tensor",
-    "is_tensor_parallel",
-    "keeps_root_order",
-    "local_gradients",
-    "local_tensor",
-    "manage",
-    "may_hook_saving",
-    "move_hooks",
-    "named_group",
-    "new_dtensor",
-    "not_traced",
-    "outside_transforms",
-    "pop_saving_hooks",
-    "push_saving_hooks",
-    "read_objects_with",
-    "rebuild_tensor",
-    "rebuild_tensor_of_bytes",
-    "reduce_scatter_single",
-    "register_foreach_type",
-    "register_optimizer_step_post_hook",
-    "register_optimizer_step_pre_hook",
-    "replace_class",
-    "replace_local_tensor",
-    "saving_hooks",
-    "say_fully_sharded",
-    "set_grad_enabled",
-    "set_timeout",
-    "set_versions",
-    "sharded_tensor_of_rows",
-    "share_saving_hooks",
-    "spec_of",
-    "specs_of",
-    "split_factor_of",
-    "splitting_stage",
-    "steps_in_backward",
-    "storage_address",
-    "storage_info",
-    "storage_uses",
-    "store_beside",
-    "strided_shard",
-    "swap_devices",
-    "symmetric_memory",
-    "timeout_of",
-    "trace_nothing_in",
-    "users_frame",
-    "users_line",
-    "wait_on_host",
-    "will_get_gradient",
-    "write_into",
-]
+from sherd._torch.autograd import after_accumulation_hooks as after_accumulation_hooks
+from sherd._torch.autograd import are_transforms_active as are_transforms_active
+from sherd._torch.autograd import at_end_of_backward as at_end_of_backward
+from sherd._torch.autograd import beneath_transforms as beneath_transforms
+from sherd._torch.autograd import exchangeable_hook as exchangeable_hook
+from sherd._torch.autograd import gradient_hooks as gradient_hooks
+from sherd._torch.autograd import hooks_on_gradient as hooks_on_gradient
+from sherd._torch.autograd import in_backward as in_backward
+from sherd._torch.autograd import increment_versions as increment_versions
+from sherd._torch.autograd import move_hooks as move_hooks
+from sherd._torch.autograd import outside_transforms as outside_transforms
+from sherd._torch.autograd import set_grad_enabled as set_grad_enabled
+from sherd._torch.autograd import set_versions as set_versions
+from sherd._torch.autograd import will_get_gradient as will_get_gradient
+from sherd._torch.call_stack import MODULE_CALL as MODULE_CALL
+from sherd._torch.call_stack import asked_by_checkpointing as asked_by_checkpointing
+from sherd._torch.call_stack import asked_by_spec as asked_by_spec
+from sherd._torch.call_stack import frames_from as frames_from
+from sherd._torch.call_stack import in_functional_call as in_functional_call
+from sherd._torch.call_stack import splitting_stage as splitting_stage
+from sherd._torch.call_stack import users_frame as users_frame
+from sherd._torch.call_stack import users_line as users_line
+from sherd._torch.checkpointing import answer_checkpointing as answer_checkpointing
+from sherd._torch.checkpointing import full_of_sharded_tensor as full_of_sharded_tensor
+from sherd._torch.checkpointing import is_sharded_tensor as is_sharded_tensor
+from sherd._torch.checkpointing import rebuild_tensor as rebuild_tensor
+from sherd._torch.checkpointing import rebuild_tensor_of_bytes as rebuild_tensor_of_bytes
+from sherd._torch.checkpointing import sharded_tensor_of_rows as sharded_tensor_of_rows
+from sherd._torch.checkpointing import storage_info as storage_info
+from sherd._torch.collectives import Store as Store
+from sherd._torch.collectives import abort_groups as abort_groups
+from sherd._torch.collectives import adopt_timeout as adopt_timeout
+from sherd._torch.collectives import all_gather_coalesced as all_gather_coalesced
+from sherd._torch.collectives import all_gather_single as all_gather_single
+from sherd._torch.collectives import backend_of as backend_of
+from sherd._torch.collectives import bound_all_gather as bound_all_gather
+from sherd._torch.collectives import bound_reduce_scatter as bound_reduce_scatter
+from sherd._torch.collectives import gloo_on_demand as gloo_on_demand
+from sherd._torch.collectives import group_among as group_among
+from sherd._torch.collectives import has_ended as has_ended
+from sherd._torch.collectives import imagined_ranks as imagined_ranks
+from sherd._torch.collectives import named_group as named_group
+from sherd._torch.collectives import read_objects_with as read_objects_with
+from sherd._torch.collectives import reduce_scatter_single as reduce_scatter_single
+from sherd._torch.collectives import set_timeout as set_timeout
+from sherd._torch.collectives import store_beside as store_beside
+from sherd._torch.collectives import symmetric_memory as symmetric_memory
+from sherd._torch.collectives import timeout_of as timeout_of
+from sherd._torch.collectives import wait_on_host as wait_on_host
+from sherd._torch.dtensors import become_view as become_view
+from sherd._torch.dtensors import concatenate_meshes as concatenate_meshes
+from sherd._torch.dtensors import device_of as device_of
+from sherd._torch.dtensors import dispatches_itself as dispatches_itself
+from sherd._torch.dtensors import dtensor as dtensor
+from sherd._torch.dtensors import dtensor_of as dtensor_of
+from sherd._torch.dtensors import dtensor_spec as dtensor_spec
+from sherd._torch.dtensors import flatten_mesh as flatten_mesh
+from sherd._torch.dtensors import keeps_root_order as keeps_root_order
+from sherd._torch.dtensors import local_gradients as local_gradients
+from sherd._torch.dtensors import local_tensor as local_tensor
+from sherd._torch.dtensors import new_dtensor as new_dtensor
+from sherd._torch.dtensors import replace_class as replace_class
+from sherd._torch.dtensors import replace_local_tensor as replace_local_tensor
+from sherd._torch.dtensors import spec_of as spec_of
+from sherd._torch.dtensors import specs_of as specs_of
+from sherd._torch.dtensors import split_factor_of as split_factor_of
+from sherd._torch.dtensors import strided_shard as strided_shard
+from sherd._torch.dtensors import swap_devices as swap_devices
+from sherd._torch.dynamo import are_fake as are_fake
+from sherd._torch.dynamo import composed_on_meta as composed_on_meta
+from sherd._torch.dynamo import dynamo_disabled as dynamo_disabled
+from sherd._torch.dynamo import not_traced as not_traced
+from sherd._torch.dynamo import trace_nothing_in as trace_nothing_in
+from sherd._torch.modules import is_fsdp_of_torch as is_fsdp_of_torch
+from sherd._torch.modules import is_replicated as is_replicated
+from sherd._torch.modules import is_tensor_parallel as is_tensor_parallel
+from sherd._torch.modules import manage as manage
+from sherd._torch.modules import say_fully_sharded as say_fully_sharded
+from sherd._torch.optimizers import hooked_step as hooked_step
+from sherd._torch.optimizers import register_foreach_type as register_foreach_type
+from sherd._torch.optimizers import register_optimizer_step_post_hook as register_optimizer_step_post_hook
+from sherd._torch.optimizers import register_optimizer_step_pre_hook as register_optimizer_step_pre_hook
+from sherd._torch.saved_tensors import SAVE_NO_RESULT as SAVE_NO_RESULT
+from sherd._torch.saved_tensors import SavingHooks as SavingHooks
+from sherd._torch.saved_tensors import may_hook_saving as may_hook_saving
+from sherd._torch.saved_tensors import pop_saving_hooks as pop_saving_hooks
+from sherd._torch.saved_tensors import push_saving_hooks as push_saving_hooks
+from sherd._torch.saved_tensors import saving_hooks as saving_hooks
+from sherd._torch.saved_tensors import share_saving_hooks as share_saving_hooks
+from sherd._torch.saved_tensors import storage_address as storage_address
+from sherd._torch.tensors import TorchDispatchMode as TorchDispatchMode
+from sherd._torch.tensors import attributes_of as attributes_of
+from sherd._torch.tensors import give_attributes as give_attributes
+from sherd._torch.tensors import gradients_of as gradients_of
+from sherd._torch.tensors import steps_in_backward as steps_in_backward
+from sherd._torch.tensors import storage_uses as storage_uses
+from sherd._torch.tensors import write_into as write_into

@@ -11,16 +11,16 @@ import torch
 from torch.autograd import Variable
 
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-"""Has autograd record from now on, or not. `torch.no_grad` calls it too, after ten other calls (2.11 to 2.13)."""
+"""Switches autograd's recording on or off. `torch.no_grad` calls it too, after ten other calls (2.11 to 2.13)."""
 
 
 def in_backward() -> bool:
-    """Returns whether this thread is inside a backward pass. No public name tells (2.11 to 2.13)."""
+    """Returns whether this thread is inside a backward pass, which no public name says (2.11 to 2.13)."""
     return torch._C._current_graph_task_id() != -1
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` when the present backward pass ends, unless it raises. No public name (2.11 to 2.13)."""
+    """Call `callback` when the present backward pass ends without an error. No public name (2.11 to 2.13)."""
     engine = Variable._execution_engine
     engine.queue_callback(callback)
 
@@ -28,7 +28,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def will_get_gradient(leaf: torch.Tensor) -> bool:
     """Returns whether the present backward pass will accumulate a gradient in `leaf`.
 
-    It will if it reaches `leaf` and was not started by `torch.autograd.grad`. No public name tells (2.11 to 2.13).
+    A pass of `torch.autograd.grad` accumulates nothing. No public name says which leaves a pass reaches (2.11 to 2.13).
     """
     with outside_transforms():
         node = torch.autograd.graph.get_gradient_edge(leaf).node
@@ -46,21 +46,24 @@ def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.
 
 hooks_on_gradient: Callable[[torch.Tensor], tuple[object, object]]
 hooks_on_gradient = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Returns the hooks that a tensor was given on its gradient, of either kind, empty or None if there are none. All in C,
-as every reduction asks. No public name (2.11 to 2.13)."""
+"""Returns a tensor's two dicts of gradient hooks; each is empty or None without hooks. No public name (2.11 to 2.13).
+
+It runs in C alone, because every reduction calls it.
+"""
 
 
 def after_accumulation_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """Returns the hooks given to `tensor.register_post_accumulate_grad_hook`. No public name lists them (2.11 to
-    2.13)."""
+    """Returns the hooks given to `tensor.register_post_accumulate_grad_hook`, which no public name lists (to 2.13)."""
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def exchangeable_hook(
     tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]
 ) -> Callable[[Callable[[torch.Tensor], None]], None]:
-    """Register `hook` as `tensor.register_post_accumulate_grad_hook` does. Returns a call that puts another hook in its
-    place, in C. There is none in public: a handle removes, and to register anew takes ten times as long (2.11 to 2.13).
+    """Register a post-accumulate-grad hook on `tensor`. Returns a function that puts another hook in its place.
+
+    That function runs in C. A public handle only removes its hook, and registering again takes ten times as long (2.11
+    to 2.13).
     """
     handle = tensor.register_post_accumulate_grad_hook(hook)
     hooks: dict[int, Callable[[torch.Tensor], None]] = handle.hooks_dict_ref()
@@ -68,7 +71,7 @@ def exchangeable_hook(
 
 
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Give `target` the hooks on gradients of `source`. Their handles then remove them from `target` too.
+    """Give `target` the gradient hooks of `source`. The hooks' handles then remove them from `target` too.
 
     No public call copies hooks (2.11 to 2.13).
     """
@@ -79,8 +82,7 @@ def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 increment_versions: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version
-"""Adds 1 to the version counter of each tensor. The public function is a call in Python around it, which every gather
-would pay for (2.11 to 2.13)."""
+"""Adds 1 to the version counter of each tensor. Every gather calls it; the public one is Python (2.11 to 2.13)."""
 
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
@@ -92,15 +94,15 @@ _UNCHANGED = contextlib.nullcontext()
 
 
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether this thread is inside a function under `torch.func.jvp`, `vmap` and the like. No public name tells (2.11 to
-2.13)."""
+"""Returns whether this thread runs a function under `torch.func.jvp`, `vmap` and the like (private to 2.13)."""
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[None]:
-    """A context in which tensors are ordinary ones, also inside a function under `torch.func.jvp`, `vmap` and the like.
+    """Returns a context in which tensors are ordinary ones, also inside `torch.func.jvp`, `vmap` and the like.
 
     Function transforms have no public way out (2.11 to 2.13).
     """
+    # Outside of transforms, which is nearly always, one context serves all callers.
     return _outside() if are_transforms_active() else _UNCHANGED
 
 
@@ -118,13 +120,13 @@ def _outside() -> Iterator[None]:
 
 
 def beneath_transforms(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """Returns `tensors` and, inside a function transform, the tensors they wrap, level by level, and their tangents.
+    """Returns `tensors`; inside a function transform also all tensors that they wrap, and their tangents.
 
-    Each of them may have an autograd node of its own. No public name unwraps them (2.11 to 2.13).
+    Each of these may have an autograd node of its own. No public name unwraps them (2.11 to 2.13).
     """
     if not are_transforms_active():
         return tensors
-    return [found for tensor in tensors for found in _beneath(tensor)]
+    return [beneath for tensor in tensors for beneath in _beneath(tensor)]
 
 
 def _beneath(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

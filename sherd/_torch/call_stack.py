@@ -1,4 +1,4 @@
-"""The call stack tells which function of torch a call of ours comes from, and which line of the user's."""
+"""The call stack: which function of torch calls us, and which line of the user's."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 _LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["sherd"], contextlib))
 
 MODULE_CALL: CodeType = torch.nn.Module._call_impl.__code__
-"""The code that runs a module's hooks and forward: a frame of it is on the stack for as long as the call lasts. No
-public name (2.11 to 2.13)."""
+"""The code that runs a module's hooks and forward, and stays on the stack until both end (private to 2.13)."""
 
 
 def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yields `frame`, its caller, the caller of that, up to the thread's first frame."""
+    """Yields `frame`, its caller, and so on up to the thread's first frame."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -31,33 +30,36 @@ def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
     """Returns the innermost frame, from `frame` on, of code that is neither sherd's nor torch's."""
-    return next((each for each in frames_from(frame) if not each.f_code.co_filename.startswith(_LIBRARIES)), None)
+    return next((outer for outer in frames_from(frame) if not outer.f_code.co_filename.startswith(_LIBRARIES)), None)
 
 
 def users_line(frame: FrameType | None) -> str:
-    """Returns the line, "file:number", that `users_frame` is at; empty if there is none."""
-    found = users_frame(frame)
-    return "" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
+    """Returns the line of `users_frame` as "file:number"; "" without such a frame."""
+    users = users_frame(frame)
+    return "" if users is None else f"{users.f_code.co_filename}:{users.f_lineno}"
 
 
 def in_functional_call() -> bool:
-    """Returns whether this thread is inside a `torch.func.functional_call`. No public name tells (2.11 to 2.13)."""
+    """Returns whether this thread is inside a `torch.func.functional_call` (private to 2.13)."""
     code = _functional_call.__code__
     return any(frame.f_code is code for frame in frames_from(sys._getframe()))
 
 
 def asked_by_spec() -> bool:
-    """Returns whether a `DTensorSpec` that is being made compares its placements, in the caller of our caller. It asks
-    them nothing else that could tell a user what to do instead (2.9 to 2.13)."""
+    """Returns whether the caller of our caller is a `DTensorSpec` that compares its placements as it is made.
+
+    A new spec asks its placements nothing else that could tell a user what to do instead (2.9 to 2.13).
+    """
     return sys._getframe(2).f_code.co_name == "_verify_shard_order"
 
 
 def asked_by_checkpointing(directly: bool = False) -> bool:
-    """Returns whether the present call comes from `torch.distributed.checkpoint.state_dict` (`get_state_dict` and its
-    kin).
+    """Returns whether a function of `torch.distributed.checkpoint.state_dict` (`get_state_dict`, ...) calls us.
 
-    With `directly`, whether the caller of our caller is a function of that file. The file tells instances of torch's
-    FSDP which kind of state dict it wants, and nobody else (2.2 to 2.13).
+    The file says which state dict it wants to instances of torch's FSDP only (2.2 to 2.13).
+
+    Args:
+        directly: look at the caller of our caller only, not at the whole stack.
     """
     frame = sys._getframe(2)
     frames = [frame] if directly else frames_from(frame)
@@ -67,10 +69,10 @@ def asked_by_checkpointing(directly: bool = False) -> bool:
 def splitting_stage() -> _PipelineStageBase | None:
     """Returns the pipeline stage that is calling its module, if its schedule splits backward; else None.
 
-    A split backward has one part for inputs and one for parameters. For the second part torch's stage looks for
-    unsharded parameters where sherd shows shards. It does not do so if it takes the module for torch's FSDP, and a
-    stage with an attribute `shows_whole_parameters` sees to it by itself: for these two the answer is None as well. A
-    stage tells its module nothing about itself (2.11 to 2.13).
+    A split backward has one part for inputs and one for parameters. In the second part torch's stage looks for
+    unsharded parameters where sherd shows shards. Two stages need no help, and None is returned for them: one that
+    takes the module for torch's FSDP does not look, and one with an attribute `shows_whole_parameters` shows them
+    itself. A stage tells its module nothing about itself (2.11 to 2.13).
     """
     if (stages := sys.modules.get("torch.distributed.pipelining.stage")) is None:
         return None

@@ -1,4 +1,4 @@
-"""Private names of checkpointing: functions behind `torch.distributed.checkpoint.state_dict`, and `ShardedTensor`."""
+"""Private names of checkpointing: functions behind state dicts, `ShardedTensor`, and what files name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._state_dict_utils as _utilities
 
-from sherd._torch.writes import write_into
+from sherd._torch.tensors import write_into
 
 if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -22,24 +22,23 @@ _originals: dict[str, Callable[..., object]] = {}
 
 
 def answer_checkpointing(answers: dict[str, Callable[..., object]]) -> None:
-    """Have functions of `torch.distributed.checkpoint.state_dict`, or of the file that sends and cuts full states for
-    it, run as `answer(original, *args)` from now on, by name.
+    """Have functions of torch's state dicts run as `answer(original, *args)` from now on, by name.
 
-    The former learns the names of an optimizer's parameters from the model's `named_parameters()` and from instances of
-    torch's FSDP only, and has no public function to be told them. It is imported by now: it asks us. The latter
-    compares no shapes (2.2 to 2.13).
+    They are those of `torch.distributed.checkpoint.state_dict`, which is imported by now, and of the file that sends
+    and cuts full states for it. The first learns the names of an optimizer's parameters from `named_parameters()` and
+    from instances of torch's FSDP only; no public function tells it. The second compares no shapes (2.2 to 2.13).
     """
     modules = _utilities, sys.modules.get("torch.distributed.checkpoint.state_dict")
     for name, answer in answers.items():
         if name not in _originals:
-            module = next(each for each in modules if hasattr(each, name))
+            module = next(candidate for candidate in modules if hasattr(candidate, name))
             original = _originals[name] = getattr(module, name)
             write_into(module, name, functools.wraps(original)(functools.partial(answer, original)))
 
 
 def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
-    """Returns whether `value` is a `ShardedTensor`. There is none before its package is imported, and the package has
-    no public name (1.10 to 2.13)."""
+    """Returns whether `value` is a `ShardedTensor`, whose package has no public name (1.10 to 2.13)."""
+    # Without the package no ShardedTensor exists, so asking does not import it.
     module = sys.modules.get("torch.distributed._shard.sharded_tensor")
     return module is not None and isinstance(value, module.ShardedTensor)
 
@@ -47,8 +46,7 @@ def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
 def sharded_tensor_of_rows(unsharded: torch.Tensor, group: dist.ProcessGroup) -> ShardedTensor:
     """Returns `unsharded`, which every rank of `group` has, as a `ShardedTensor` of rows in memory of its own.
 
-    DTensor replaces `ShardedTensor`, but programs written for FSDP1 expect it. Its package has no public name (1.10 to
-    2.13).
+    DTensor replaces `ShardedTensor`, but programs written for FSDP1 expect one (private from 1.10 to 2.13).
     """
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -71,20 +69,19 @@ def sharded_tensor_of_rows(unsharded: torch.Tensor, group: dist.ProcessGroup) ->
 def full_of_sharded_tensor(
     value: object, device: torch.device, shards: Sequence[Shard] | None = None
 ) -> torch.Tensor | None:
-    """Returns the full tensor of a `ShardedTensor`, on every rank of its group, all of which must call; None for any
-    other value.
+    """Returns the full tensor of a `ShardedTensor`; None for any other value. All ranks of its group must call.
 
     Args:
-        value: Any object.
-        device: A device on which the group has collectives.
-        shards: This rank's shards, where `value.local_shards()` is not to be asked.
+        value: any object.
+        device: a device on which the group has collectives.
+        shards: this rank's shards; None takes `value.local_shards()`.
     """
     if not is_sharded_tensor(value):
         return None
     group, metadata = value._process_group, value.metadata()
     full = torch.empty(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
-    held = value.local_shards() if shards is None else shards
-    mine = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in held}
+    own = value.local_shards() if shards is None else shards
+    mine = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in own}
     for shard in metadata.shards_metadata:
         place = full
         for dim, (start, size) in enumerate(zip(shard.shard_offsets, shard.shard_sizes, strict=True)):
@@ -96,3 +93,25 @@ def full_of_sharded_tensor(
         dist.broadcast(sent, src=shard.placement.rank(), group=group)
         place.copy_(sent)
     return full
+
+
+# Names inside of files
+
+
+def rebuild_tensor() -> Callable[..., object]:
+    """Returns the function that files of `torch.save` name for a tensor of a typed storage, since torch 0.4."""
+    rebuild: Callable[..., object] = torch._utils._rebuild_tensor_v2
+    return rebuild
+
+
+def rebuild_tensor_of_bytes() -> Callable[..., object]:
+    """Returns the function for a dtype without a typed storage (float8, unsigned integers), since torch 2.1."""
+    rebuild: Callable[..., object] = torch._utils._rebuild_tensor_v3
+    return rebuild
+
+
+def storage_info(path: str, offset: int, length: int) -> object:
+    """Returns the record in `.metadata` of where a file of `torch.distributed.checkpoint` has an item, since 2.0."""
+    from torch.distributed.checkpoint import filesystem  # takes long to load
+
+    return filesystem._StorageInfo(path, offset, length)

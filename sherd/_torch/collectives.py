@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import distributed_c10d
 
-from sherd._torch.writes import write_into
+from sherd._torch.tensors import write_into
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend
@@ -37,24 +37,24 @@ SingleCollective = Callable[[torch.Tensor, torch.Tensor], dist.Work | None]
 def bound_all_gather(group: dist.ProcessGroup) -> dict[bool, SingleCollective]:
     """Returns, by `async_op`, the method of `group` behind `all_gather_single`, bound with its options.
 
-    Bound once, it spares two dozen calls of Python, which ask what does not change. Complex tensors are to be passed as
-    real ones, and what it returns, if anything, is waited for without `async_op`, too: some backends leave that to the
-    caller. `_allgather_base` and `_reduce_scatter_base` have no public names before 2.13 (2.11, 2.12).
+    The public function makes two dozen Python calls whose answers never change. The caller passes complex tensors as
+    real ones, and waits for the result also without `async_op`, because some backends leave that to the caller.
+    `_allgather_base` and `_reduce_scatter_base` have no public names before 2.13 (2.11, 2.12).
     """
     return _bound(getattr(group, "all_gather_single", None) or group._allgather_base, AllgatherOptions)
 
 
 def bound_reduce_scatter(group: dist.ProcessGroup) -> dict[bool, SingleCollective]:
-    """Returns the method behind `reduce_scatter_single`, which sums, in the same way."""
+    """Returns, likewise, the method of `group` behind `reduce_scatter_single`, which sums."""
     return _bound(getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base, ReduceScatterOptions)
 
 
 def _bound(
-    method: Callable[..., dist.Work | None], kind: type[AllgatherOptions] | type[ReduceScatterOptions]
+    method: Callable[..., dist.Work | None], make_options: type[AllgatherOptions] | type[ReduceScatterOptions]
 ) -> dict[bool, SingleCollective]:
     bound: dict[bool, SingleCollective] = {}
     for async_op in (False, True):
-        options = kind()
+        options = make_options()
         options.asyncOp = async_op
         bound[async_op] = functools.partial(method, opts=options)
     return bound
@@ -63,7 +63,7 @@ def _bound(
 def all_gather_coalesced(
     outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, async_op: bool
 ) -> distributed_c10d._CoalescingManager | None:
-    """Run several all-gathers as one, on NCCL one launch. Returns an object with `wait()`, or None without `async_op`.
+    """Run several all-gathers as one, on NCCL in one launch. Returns an object with `wait()`; None without `async_op`.
 
     The context has no public name (2.1 to 2.13). Gloo takes outputs of 1 dimension only.
     """
@@ -81,23 +81,22 @@ def symmetric_memory() -> ModuleType:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Backend:
-    """Returns the backend of `group` for `device`; NCCL's has an allocator. `_get_backend` has no public name (2.11 to
-    2.13)."""
+    """Returns the backend of `group` for `device`. `_get_backend` has no public name (2.11 to 2.13)."""
     return group._get_backend(device)
 
 
 def named_group(
     name: str, ranks: Sequence[int], timeout: timedelta | None = None, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Make a process group by a call of its own ranks alone, which all pass the same `name`, one not yet taken.
+    """Make a process group by a call of its own ranks alone, which all pass the same unused `name`.
 
     `dist.new_group(use_local_synchronization=True)` will not do, for three reasons:
 
-    - It derives the name from the number of groups that a rank knows. One earlier group with only some of the ranks in
-      it is enough for the others to wait under another name, for ever.
-    - It gives a name again after its group was destroyed.
-    - Where the default group is bound to a device, NCCL makes a group by splitting that one, which all ranks have to do
-      together. Stages of a pipeline, which wait for each other's tensors, would hang.
+    - It derives the name from the number of groups that a rank knows. After one group of only some of the ranks, the
+      others wait under another name for ever.
+    - It reuses the name of a destroyed group.
+    - Where the default group is bound to a device, NCCL makes a group by splitting the default one, which all ranks
+      must do together. Stages of a pipeline, which wait for each other's tensors, would hang.
 
     `_new_process_group_helper`, `_world` and `_get_default_timeout` have no public names, and no public call takes a
     name or leaves the default group unsplit (2.11 to 2.13).
@@ -108,7 +107,7 @@ def named_group(
     backend = dist.Backend(backend or default_backend)
     timeout = timeout or distributed_c10d._get_default_timeout(backend)
     ranks, key = list(ranks), distributed_c10d.GroupName(name)
-    bound, default.bound_device_id = default.bound_device_id, None
+    bound, default.bound_device_id = default.bound_device_id, None  # unbound, NCCL does not split the default group
     try:
         group, _ = distributed_c10d._new_process_group_helper(
             len(ranks), ranks.index(dist.get_rank()), ranks, backend, store, key, timeout=timeout, group_desc=name
@@ -122,11 +121,11 @@ def named_group(
 
 @functools.cache
 def gloo_on_demand() -> str:
-    """Returns the name of a backend that is gloo but for its connections: two ranks connect when they first send each
-    other something, where gloo connects all of them with each other at once. Its start waits for the two ranks beside.
+    """Returns the name of a gloo backend that connects two ranks when they first send each other something.
 
-    `_Options` and its fields have no public names; torch's own way is an environment variable, TORCH_GLOO_LAZY_INIT,
-    for all groups of the process (2.11 to 2.13).
+    gloo itself connects all ranks with each other at the start. The start of this one waits for the two ranks beside
+    only. `_Options` and its fields have no public names; torch's own switch is an environment variable,
+    TORCH_GLOO_LAZY_INIT, for all groups of the process (2.11 to 2.13).
     """
 
     def make(
@@ -139,22 +138,25 @@ def gloo_on_demand() -> str:
         options._devices = [
             gloo.create_device(interface=interface, **lazy) if interface else gloo.create_default_device(**lazy)
         ]
-        made = gloo(store, rank, size, options)
-        # Its start waits for as long as the store does, whatever the timeout of the group.
+        backend = gloo(store, rank, size, options)
+        # gloo's start waits as long as the store's own timeout, whatever the timeout of the group.
         store.set(f"here/{rank}", "")
         store.wait([f"here/{(rank + step) % size}" for step in (1, -1)], timeout)
-        return made
+        return backend
 
     dist.Backend.register_backend("gloo_on_demand", make, devices=["cpu"])
     return "gloo_on_demand"
 
 
 def has_ended(work: dist.Work, seconds: float) -> bool:
-    """Wait at most that long, at least a millisecond. Returns whether `work` has ended; raises what it has ended with.
+    """Wait for `work`, `seconds` at most and a millisecond at least. Returns whether it has ended.
 
-    `is_completed()` will not do: it keeps the interpreter's lock while it waits for that of the work, whose holder may
-    wait for the interpreter's. While a profiler runs, gloo's thread restores there what the thread of the call had,
-    hooks on saved tensors too (2.11 to 2.13).
+    `is_completed()` will not do: it keeps the GIL while it waits for the lock of the work, and the thread that holds
+    that lock may wait for the GIL. While a profiler runs, gloo's thread does so: it restores the caller's thread state,
+    hooks on saved tensors included (2.11 to 2.13).
+
+    Raises:
+        RuntimeError: `work` has failed.
     """
     try:
         work.wait(timedelta(seconds=max(seconds, 1e-3)))
@@ -166,8 +168,10 @@ def has_ended(work: dist.Work, seconds: float) -> bool:
 
 
 def wait_on_host(work: dist.Work) -> None:
-    """Wait for a collective of gloo, and come back to the interpreter each second, for another thread may have raised
-    an error here. Not for sends and receives: a wait of theirs that times out breaks their connections."""
+    """Wait for a collective of gloo, and return to the interpreter each second: another thread may raise an error here.
+
+    It is not for sends and receives: a wait of theirs that times out breaks their connections.
+    """
     while not has_ended(work, 1.0):
         pass
 
@@ -176,32 +180,36 @@ _CONNECTS_WITHIN = timedelta(seconds=60)
 
 
 class Store(Protocol):
-    """The calls of a store, in which processes leave values for each other. torch's have no public type (2.11 to
-    2.13)."""
+    """A store that processes share. torch's stores have no public type (2.11 to 2.13)."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Leave `value`."""
+        """Set the value of `key`."""
 
     def get(self, key: str, /) -> bytes:
-        """Returns what was left, and waits for it."""
+        """Wait for a value of `key`. Returns it."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Returns the number that was left, increased."""
+        """Add `amount` to the number under `key`. Returns the sum."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Returns whether something was left under all of `keys`."""
+        """Returns whether all of `keys` have values."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Leave `desired` if `expected` was there, or if nothing was and that is ""; returns what is there now."""
+        """Set `desired` if the value is `expected` (without a value: if that is ""). Returns the value from then on."""
 
 
 def store_beside(group: dist.ProcessGroup, prefix: str, connects: bool = True) -> Store | None:
-    """Returns a store of the processes of `group`, whose keys begin with `prefix`; None if `group` was not made over
-    one that connects processes. Raises RuntimeError if it is gone.
-
-    One that `connects` has a connection of its own; else its calls wait for those of the group's store to end.
+    """Returns the store of `group` under keys that begin with `prefix`; None if that store connects no processes.
 
     `_world` has no public name (2.11 to 2.13).
+
+    Args:
+        group: the group whose processes share the store.
+        prefix: the beginning of all keys.
+        connects: open a connection of its own; else its calls wait for those of the group's own store to end.
+
+    Raises:
+        RuntimeError: the process that has the store is gone.
     """
     _, store = distributed_c10d._world.pg_map[group]
     below = store
@@ -215,7 +223,7 @@ def store_beside(group: dist.ProcessGroup, prefix: str, connects: bool = True) -
         host, port = below.host, below.port
         try:
             socket.create_connection((host, port), 1.0).close()
-        except ConnectionRefusedError as error:  # torch would go on trying, as it is to where a link is down
+        except ConnectionRefusedError as error:  # torch would retry until its timeout, as for a link that is down
             raise RuntimeError(f"the store of the process group at {host}:{port}: {error}") from error
         except OSError:
             pass
@@ -226,8 +234,8 @@ def store_beside(group: dist.ProcessGroup, prefix: str, connects: bool = True) -
 def read_objects_with(read: Callable[[torch.Tensor], object]) -> None:
     """Have torch's object collectives (`gather_object` and its kin) unpickle by `read` from now on.
 
-    `read` gets the bytes that have arrived, a 1-D uint8 tensor. torch's checkpointing makes these calls; torch's own
-    way needs numpy, and nothing public exchanges it (2.11 to 2.13).
+    `read` gets the received bytes, a 1-D uint8 tensor. torch's own function needs numpy, and nothing public replaces
+    it; torch's checkpointing makes these calls (2.11 to 2.13).
     """
 
     def to_object(tensor: torch.Tensor, numel: SupportsInt, *_: object) -> object:
@@ -237,20 +245,20 @@ def read_objects_with(read: Callable[[torch.Tensor], object]) -> None:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Returns the timeout that `group` was made with, or None where its backend does not say (2.11 to 2.13)."""
+    """Returns the timeout of `group`; None if its backend does not say (2.11 to 2.13)."""
     try:
         backend = backend_of(group, device)
-    except RuntimeError:  # a group of threads has none
+    except RuntimeError:  # a group of threads has no backend
         return None
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """Set how long collectives wait for other ranks: in the default group, and in groups made later without a timeout.
+    """Set the timeout of the default group, and of groups that are made later without a timeout.
 
-    A mesh makes its groups without one, and torch gives those 30 minutes (10 with NCCL) whatever the default group has.
-    `_set_pg_timeout` and the two defaults have no public setter (2.11 to 2.13).
+    A mesh makes its groups without a timeout, and torch gives these 30 minutes (10 with NCCL) whatever the default
+    group has. `_set_pg_timeout` and the two defaults have no public setter (2.11 to 2.13).
     """
     distributed_c10d._set_pg_timeout(timeout)
     write_into(distributed_c10d, "default_pg_timeout", timeout)
@@ -260,7 +268,7 @@ def set_timeout(timeout: timedelta) -> None:
 def adopt_timeout(group: dist.ProcessGroup) -> None:
     """Have a gloo group that was made without a timeout wait no longer than the default group does.
 
-    torch gives such a group, and those of a mesh are such, 30 minutes whatever `init_process_group` was told.
+    torch gives such a group, for example a mesh's, 30 minutes whatever timeout `init_process_group` has.
     `_set_default_timeout` has no public name (2.11 to 2.13).
     """
     world = dist.group.WORLD
@@ -268,7 +276,7 @@ def adopt_timeout(group: dist.ProcessGroup) -> None:
     try:
         ours, default = (backend_of(either, torch.device("cpu")) for either in (group, world))
     except RuntimeError:
-        return  # the default group has nothing for a CPU
+        return  # the default group has no backend for the CPU
     if not all(isinstance(backend, dist.ProcessGroupGloo) for backend in (ours, default)):
         return
     if default.options._timeout < ours.options._timeout == dist.default_pg_timeout:
@@ -276,17 +284,17 @@ def adopt_timeout(group: dist.ProcessGroup) -> None:
 
 
 def abort_groups() -> None:
-    """Break off what the groups of this process do on accelerators; those of the host, gloo's, go on.
+    """Abort the collectives of all groups of this process on accelerators; gloo's groups on the host go on.
 
     `dist.distributed_c10d._abort_process_group` will not do: it forgets the groups too, so that the user's
-    `destroy_process_group()` in a `finally` would raise, and hide what came before. As it does, communicators of NCCL
-    are aborted as one, or they wait for each other. `_world`, `_device_types`, `_get_backend` and `_group_start` have
-    no public names (2.11 to 2.13).
+    `destroy_process_group()` in a `finally` would raise and hide the error before. `_world`, `_device_types`,
+    `_get_backend` and `_group_start` have no public names (2.11 to 2.13).
     """
     groups = list(distributed_c10d._world.pg_map)
     served = [backend_of(group, device) for group in groups for device in group._device_types if device.type != "cpu"]
-    backends = [backend for backend in served if backend.name() != "gloo"]  # the host's, which serves devices too
+    backends = [backend for backend in served if backend.name() != "gloo"]  # gloo may serve devices, too
     first = next(iter(backends), None)
+    # NCCL's communicators are aborted as one, as torch does it, or they wait for each other.
     is_grouped = hasattr(first, "_group_start")
     if is_grouped:
         first._group_start()  # type: ignore[union-attr]
@@ -297,30 +305,33 @@ def abort_groups() -> None:
 
 
 def group_among(args: Sequence[object]) -> dist.ProcessGroup:
-    """Returns the process group among the arguments of an operation: boxed in those of `torch.distributed`, by its name
-    as the last one in functional ones. Boxed objects and the look-up of names are private (2.1 to 2.13)."""
-    for each in args:
-        if isinstance(each, torch.ScriptObject) and each._type().name() == "ProcessGroup":  # type: ignore[attr-defined]
-            return dist.ProcessGroup.unbox(each)
+    """Returns the process group among the arguments of a collective operation.
+
+    `torch.distributed` passes it boxed; functional collectives pass its name last. Boxed objects and the look-up of
+    names are private (2.1 to 2.13).
+    """
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject) and argument._type().name() == "ProcessGroup":  # type: ignore[attr-defined]
+            return dist.ProcessGroup.unbox(argument)
     return distributed_c10d._resolve_process_group(args[-1])  # type: ignore[arg-type,attr-defined]
 
 
 @contextlib.contextmanager
 def imagined_ranks(number: int, rank: int = 0) -> Iterator[None]:
-    """A context with a default process group of `number` ranks, of which this process is `rank` and the others do not
-    exist: collectives return at once. torch has the backend for its own tests only (2.1 to 2.13).
+    """A context with a default process group of `number` ranks, of which only this process, `rank`, exists.
 
-    DTensor remembers results of its dispatch with their meshes, and takes meshes of equal ranks for the same, also when
-    their process groups are gone and others have got their names. So it is made to forget (2.11 to 2.13).
+    Collectives return at once. torch has the backend for its own tests only (2.1 to 2.13).
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    hook = sys.excepthook  # which torch replaces by one that begins each line with the rank
+    hook = sys.excepthook  # torch replaces it by one that begins each line with the rank
     dist.init_process_group("fake", rank=rank, world_size=number, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+        # DTensor caches results of its dispatch by mesh, and takes meshes of equal ranks for the same one, also when
+        # their process groups are gone and other groups have their names (2.11 to 2.13).
         _clear_sharding_prop_cache()
         sys.excepthook = hook

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from sherd._torch.writes import write_into
+from sherd._torch.tensors import write_into
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -16,8 +16,8 @@ Function = TypeVar("Function", bound=Callable[..., object])
 def dynamo_disabled(function: Function) -> Function:
     """Returns `function`, marked so that Dynamo traces neither it nor what it calls.
 
-    The public decorator makes eight calls around each one, also where Dynamo is not at work; the marks have no public
-    names (2.11 to 2.13).
+    The public decorator adds eight Python calls to each call, also outside of Dynamo. The marks have no public names
+    (2.11 to 2.13).
     """
     dynamo, plain = torch._C._dynamo.eval_frame, getattr(function, "__func__", function)
     skip = dynamo._FrameAction.SKIP
@@ -29,7 +29,7 @@ def dynamo_disabled(function: Function) -> Function:
 def trace_nothing_in(*packages: str) -> None:
     """Have Dynamo run all functions of these packages as they are, but trace what they call.
 
-    The decorator `torch.compiler.disable` takes a microsecond of every call, and nothing public names a package (2.2 to
+    The decorator `torch.compiler.disable` takes a microsecond of every call; no public name marks a package (2.2 to
     2.13).
     """
     from torch._dynamo import trace_rules
@@ -41,8 +41,8 @@ def trace_nothing_in(*packages: str) -> None:
 def not_traced(reason: str) -> Exception:
     """Returns the error that a tensor raises when Dynamo wants a fake copy of it, so that the graph breaks there.
 
-    Dynamo then runs what works on the tensor as it is; with `fullgraph=True` the user sees the error. Nothing public
-    does this outside of what Dynamo traces (2.11 to 2.13).
+    Dynamo then runs the code around the tensor untraced; with `fullgraph=True` the user sees the error. Nothing public
+    breaks a graph from outside of traced code (2.11 to 2.13).
     """
     from torch._dynamo.exc import Unsupported
 
@@ -50,20 +50,22 @@ def not_traced(reason: str) -> Exception:
 
 
 def are_fake(kinds: Iterable[type]) -> bool:
-    """Returns whether one of these classes is that of tensors with a device but no memory. DTensor computes with such
-    to learn the shapes of results, once for each kind of operation. The class is private (2.0 to 2.13)."""
+    """Returns whether one of the tensor classes `kinds` is FakeTensor's, which has a device but no memory.
+
+    DTensor computes the shapes of results with these, once for each form of operation (private from 2.0 to 2.13).
+    """
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return any(issubclass(each, FakeTensor) for each in kinds)
+    return any(issubclass(tensor_class, FakeTensor) for tensor_class in kinds)
 
 
 @contextlib.contextmanager
 def composed_on_meta(functions: Mapping[str, Callable[..., object]]) -> Iterator[None]:
-    """A context in which these functions, by the names of operators that torch composes of others, stand for them on
-    meta tensors.
+    """A context in which `functions` replace composite operators, by name, on meta tensors.
 
-    Each device composes them in its own way, and meta in another. A mode for functions does not see those that torch's
-    own functions call. `torch.library` is public, but not how to take a registration back (2.3 to 2.13).
+    Each device composes an operator in its own way, and meta in another one. A mode for functions does not see the
+    operators that torch's own functions call. `torch.library` is public, but nothing public takes a registration back
+    (2.3 to 2.13).
     """
     with torch.library._scoped_library("aten", "IMPL") as library:
         for name, function in functions.items():

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from sherd._torch.writes import write_into
+from sherd._torch.tensors import write_into
 
 _MANAGED = "_sherd_managed"
 
@@ -21,21 +21,21 @@ def is_replicated(module: torch.nn.Module) -> bool:
 
 
 def is_fsdp_of_torch(module: torch.nn.Module) -> bool:
-    """Returns whether torch's own FSDP has the module.
+    """Returns whether torch's own FSDP manages the module.
 
-    It has if the module is an FSDP1 wrapper, if FSDP2 has exchanged its class, or if one of the two manages it from
-    further out and has told Dynamo so. Read from the names of packages, none of which is imported; the mark for Dynamo
-    has no public name (2.0 to 2.13).
+    Such a module is an FSDP1 wrapper, or has a class of FSDP2, or lies below one of these and has their mark for
+    Dynamo, which has no public name (2.0 to 2.13).
     """
+    # The name of the base's module tells without an import of torch's FSDP.
     if any(base.__module__.startswith("torch.distributed.fsdp.") for base in type(module).__mro__):
         return True
     return bool(module.__dict__.get("_is_fsdp_managed_module")) and _MANAGED not in module.__dict__
 
 
 def manage(module: torch.nn.Module) -> None:
-    """Have Dynamo take the parameters of `module` as inputs of the graph, as it takes those of torch's FSDP.
+    """Have Dynamo take the parameters of `module` as inputs of the graph, as it does for torch's FSDP.
 
-    Otherwise it would guard each parameter object, which changes on every gather. Nothing public does this (2.0 to
+    Otherwise Dynamo guards each parameter object, which changes on every gather. Nothing public does this (2.0 to
     2.13).
     """
     for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", _MANAGED):
@@ -43,10 +43,9 @@ def manage(module: torch.nn.Module) -> None:
 
 
 def say_fully_sharded(module: torch.nn.Module) -> None:
-    """Have torch's composable `replicate` (DDP) leave `module` and all below it alone, as it leaves what torch's
-    `fully_shard` was applied to.
+    """Have torch's composable `replicate` (DDP) leave `module` and all below it alone, as for torch's `fully_shard`.
 
-    It asks a registry; neither that nor its package has a public name (2.0 to 2.13).
+    `replicate` asks a registry, which has no public name, nor has its package (2.0 to 2.13).
     """
     from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
 
@@ -58,6 +57,8 @@ def say_fully_sharded(module: torch.nn.Module) -> None:
 
 
 def is_tensor_parallel(module: torch.nn.Module) -> bool:
-    """Returns whether `parallelize_module` or `distribute_module` has distributed the module's own parameters. They
-    write it in an attribute without a public name (2.3 to 2.13)."""
+    """Returns whether `parallelize_module` or `distribute_module` has distributed the module's own parameters.
+
+    Both write an attribute without a public name (2.3 to 2.13).
+    """
     return getattr(module, "_distribute_module_applied", False) is True

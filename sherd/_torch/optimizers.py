@@ -24,25 +24,25 @@ __all__ = [
 Result = TypeVar("Result")
 
 
-def register_foreach_type(kind: type[torch.Tensor]) -> None:
+def register_foreach_type(tensor_class: type[torch.Tensor]) -> None:
     """Have `torch.optim` and `clip_grad_norm_` take tensors of exactly this type for their foreach and fused forms.
 
-    DTensor enters itself into the same two lists, which have no public setter (2.1 to 2.13).
+    DTensor is in the same two lists, which have no public setter (2.1 to 2.13).
     """
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
     for known in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-        if kind not in known:
-            known.append(kind)
+        if tensor_class not in known:
+            known.append(tensor_class)
 
 
 def hooked_step(step: Callable[..., Result]) -> Callable[..., Result]:
     """Returns `step`, a method of an optimizer's class, with the optimizer's step hooks and the global ones around it.
 
-    `Optimizer.__init__` does so for the class it finds; a class made later has to ask. torch's own wrapper also opens a
-    range for profilers, which takes a third of a small step, so it is used only while a profiler is on. None of the
-    names is documented (2.11 to 2.13).
+    `Optimizer.__init__` wraps the `step` of the object's class, but not of a class that the object gets later. torch's
+    own wrapper also opens a range for profilers, which takes a third of a small step, so it serves only while a
+    profiler is on. None of the names is documented (2.11 to 2.13).
     """
     profiled: Callable[..., Result] = torch.optim.Optimizer.profile_hook_step(step)
 
@@ -62,5 +62,5 @@ def hooked_step(step: Callable[..., Result]) -> Callable[..., Result]:
             hook(optimizer, args, kwargs)
         return result
 
-    hooked.hooked = True  # type: ignore[attr-defined]  # or torch would hook it again
+    hooked.hooked = True  # type: ignore[attr-defined]  # torch wraps a step without this mark again
     return hooked

@@ -11,36 +11,36 @@ from typing import Any
 
 import torch
 
-from sherd._torch.writes import write_into
+from sherd._torch.tensors import write_into
 
 SavingHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-"""A pair of hooks: autograd calls the first with each tensor that it saves, and the second with the first one's result
-when backward reads the tensor."""
+"""Two hooks: pack, called with each tensor that autograd saves, and unpack, called with its result in backward."""
 
 _core: ModuleType = torch._C
 _stack: ModuleType = torch._C._autograd
 _push = _stack._push_saved_tensors_default_hooks
 
 
-# Asked in every forward of a unit, so these are torch's own functions and not functions of ours around them.
+# Every forward of a unit calls these, so they are torch's own functions without functions of ours around them.
 
 saving_hooks: Callable[[], SavingHooks | None] = functools.partial(_stack._top_saved_tensors_default_hooks, True)
-"""Returns the innermost default hooks in this thread. No public name tells (2.11 to 2.13)."""
+"""Returns this thread's innermost default hooks, which no public name gives (2.11 to 2.13)."""
 
 may_hook_saving: Callable[[], bool] = _stack._saved_tensors_hooks_is_enabled
-"""Whether default hooks may be pushed, which `torch.func.grad` and its kin forbid. No public name tells (2.11 to
-2.13)."""
+"""Returns whether default hooks may be pushed, which `torch.func.grad` and its kin forbid (private to 2.13)."""
 
 
 def push_saving_hooks(hooks: SavingHooks) -> None:
-    """Push default hooks, as entering `torch.autograd.graph.saved_tensors_hooks` does. The public class works only as a
-    `with` block (2.11 to 2.13)."""
+    """Push default hooks as `torch.autograd.graph.saved_tensors_hooks` does, which works only in `with` (to 2.13)."""
     _push(*hooks)
 
 
 storage_address: Callable[[torch.Tensor], int] = _core._storage_address
-"""Returns the `_cdata` of the tensor's storage, without making a storage object, which takes longer. It raises
-`RuntimeError` where there is none. No public name tells (2.11 to 2.13)."""
+"""Returns the `_cdata` of the tensor's storage without making a storage object (private from 2.11 to 2.13).
+
+Raises:
+    RuntimeError: the tensor has no storage.
+"""
 
 SAVE_NO_RESULT = frozenset(
     node
@@ -48,14 +48,16 @@ SAVE_NO_RESULT = frozenset(
     if {name for name in vars(node) if name.startswith("_raw_saved_")}
     <= {f"_raw_saved_{argument}" for argument in ("self", "other", "mat1", "mat2")}
 )
-"""The classes of such a `grad_fn` as saves arguments only, and not what it makes, unless that is written in place: the
-names of attributes tell, for there is one for each tensor that is saved. No public name does (2.11 to 2.13)."""
+"""The classes of `grad_fn` that save arguments only and not their result, unless the operation writes in place.
+
+Each saved tensor has an attribute, whose name says which one it is. No public name does (2.11 to 2.13).
+"""
 
 pop_saving_hooks: Callable[[], None] = _stack._pop_saved_tensors_default_hooks
-"""Pop the innermost default hooks, as leaving `torch.autograd.graph.saved_tensors_hooks` does (2.11 to 2.13)."""
+"""Pops the innermost default hooks, as leaving `torch.autograd.graph.saved_tensors_hooks` does (2.11 to 2.13)."""
 
 
-class _TakenOff(threading.local):
+class _HooksTakenOff(threading.local):
     """The hooks that a function transform of this thread has taken off."""
 
     hooks: SavingHooks | None = None
@@ -69,20 +71,20 @@ class _TakenOff(threading.local):
 
 
 def share_saving_hooks(are_ours: Callable[[SavingHooks], bool], around: Callable[[SavingHooks], SavingHooks]) -> None:
-    """Let hooks for which `are_ours` is true share the stack with other users of it.
+    """Let hooks for which `are_ours` is true share the stack with hooks of others.
 
-    - Hooks that others push over ours are replaced by what `around` makes of them.
+    - Hooks that others push over ours are replaced by the result of `around`.
     - `torch.func.grad` and its kin, which refuse to run inside of any hooks, take ours off for as long as they run.
 
     Nothing public does either (2.11 to 2.13). So three functions of torch are replaced, for the whole process; where no
-    hooks are ours, the replacements do what the originals did.
+    hooks are ours, the replacements do what the originals do.
     """
     push, disable, enable = (
         _stack._push_saved_tensors_default_hooks,
         _stack._saved_tensors_hooks_disable,
         _stack._saved_tensors_hooks_enable,
     )
-    off = _TakenOff()
+    off = _HooksTakenOff()
 
     def pushed(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
         top = saving_hooks()

@@ -92,7 +92,7 @@ def of_optim_input(optim_input: object) -> None:
 
 
 def _warn(text: str, frames: int = 0) -> None:
-    """Warn at the user's line. `frames` counts sherd's calls between the user's call and the function of this file."""
+    # At the user's line: `frames` counts sherd's calls between the user's call and the function of this file.
     warnings.warn(text, stacklevel=4 + frames)
 
 

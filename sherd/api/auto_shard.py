@@ -16,8 +16,7 @@ from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import FSDPModule, require_module
 from sherd.engine import Belongings, Unit
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError
-from sherd.wrap import WrapPolicy, choose, is_container, post_order
-from sherd.wrap.walks import Kwargs
+from sherd.wrap import Kwargs, WrapPolicy, choose, is_container, post_order
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -60,7 +59,15 @@ def auto_shard(
     _check_arguments(fully_shard_args, "auto_shard")
     arguments: Kwargs = {**fully_shard_args}
     if policy is None or isinstance(policy, str):
-        units = _by_word(model, policy or "auto", arguments)
+        word = policy or "auto"
+        if word not in WRAPPINGS:
+            raise PolicyError(f"auto_shard(policy={word!r}): expected a policy, or one of {', '.join(WRAPPINGS)}")
+        lists = repeated_blocks(model).values() if word != "auto" else ()
+        if word != "auto" and not lists:
+            raise PolicyError(
+                f"auto_shard(policy={word!r}) is for repeated blocks, and {type(model).__name__} has none"
+            )
+        units = rewrapped(model, _described(model, arguments), lists, word)
     else:
         chosen = choose(model, policy, ignored_params=arguments.get("ignored_params") or (), root_kwargs=arguments)
         for name, module in post_order(model):
@@ -100,18 +107,6 @@ TAIL = {"norm", "lm_head"}
 
 Rule: TypeAlias = str | tuple[str, ...]
 """A name of modules that are one unit each, or names of modules that are one unit together."""
-
-
-def _by_word(model: nn.Module, word: str, arguments: Kwargs) -> list[UnitCall]:
-    """Returns the units that the model describes, changed as `word` says."""
-    if word not in WRAPPINGS:
-        raise PolicyError(f"auto_shard(policy={word!r}): expected a policy, or one of {', '.join(WRAPPINGS)}")
-    if word == "auto":
-        return _described(model, arguments)
-    lists = repeated_blocks(model).values()
-    if not lists:
-        raise PolicyError(f"auto_shard(policy={word!r}) is for repeated blocks, and {type(model).__name__} has none")
-    return rewrapped(model, _described(model, arguments), lists, word)
 
 
 def _described(model: nn.Module, arguments: Kwargs) -> list[UnitCall]:

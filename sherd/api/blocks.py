@@ -10,8 +10,7 @@ from typing import Literal, TypeAlias, TypeVar, get_args
 
 from torch import nn
 
-from sherd.wrap import is_container
-from sherd.wrap.walks import Kwargs
+from sherd.wrap import Kwargs, is_container
 
 T = TypeVar("T")
 

@@ -10,18 +10,16 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch.distributed as dist
 
-from sherd.checkpoint.items import items_of
-from sherd.checkpoint.random_state import random_state
+from sherd.checkpoint.items import items_of, random_state
 from sherd.checkpoint.ranks import Ranks
 from sherd.checkpoint.restoring import Restored, Search, restore
-from sherd.checkpoint.staging import Staging
 from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, chunks_of
-from sherd.checkpoint.writing import GIVEN, RANDOM, contents_of, plan, write
+from sherd.checkpoint.writing import GIVEN, RANDOM, Staging, contents_of, plan, write
 from sherd.errors import CheckpointError, CommError, PolicyTypeError
 from sherd.requirements import require_bool, require_int, require_type
+from sherd.storage.files import Content
 from sherd.storage.folder import Folder, locked_to_read
 from sherd.storage.places import place_of
-from sherd.storage.writing import Content
 
 Where = str | os.PathLike[str]
 Items = Mapping[str, object]
@@ -67,12 +65,12 @@ class _Save:
         """Write this rank's file, and make all files a checkpoint. Returns the path."""
         folder = Folder(place_of(self._folder))
         place = folder.folder_of(self._step)
-        what = f"the save of step {self._step} to {place}"
+        purpose = f"the save of step {self._step} to {place}"
         with contextlib.ExitStack() as lock:
-            self.ranks.each(lambda: lock.enter_context(folder.locked(make=True)), what)
+            self.ranks.each(lambda: lock.enter_context(folder.locked(make=True)), purpose)
             write(self.plan, contents, self.ranks, folder)
-        self.ranks.gather(None, what)  # so that no rank holds the lock when the first rank removes checkpoints
-        self.ranks.first(lambda: self._clear(folder), what)
+        self.ranks.gather(None, purpose)  # so that no rank holds the lock when the first rank removes checkpoints
+        self.ranks.first(lambda: self._clear(folder), purpose)
         return str(place)
 
     def _clear(self, folder: Folder) -> None:
@@ -301,9 +299,9 @@ def load(
     of_step = "the newest step" if step is None else f"step {step}"
     ranks, place = Ranks(group, f"loads {_listed(items)} of {of_step}"), place_of(folder)
     _last.wait()
-    what = f"the look for a checkpoint in {place}"
+    purpose = f"the look for a checkpoint in {place}"
     with contextlib.ExitStack() as lock:
-        ranks.each(lambda: lock.enter_context(locked_to_read(folder)), what)
+        ranks.each(lambda: lock.enter_context(locked_to_read(folder)), purpose)
         return restore(Search(place, step), own, ranks, staging_bytes, random)
 
 

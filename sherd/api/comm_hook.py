@@ -118,27 +118,25 @@ def register(modules: Sequence[FSDPModule], state: object, hook: Hook, in_place:
         raise PolicyTypeError(f"The communication hook must be callable but got {hook!r}")
     units = [module._sherd_own_unit for module in modules]
     for unit in units:
-        _require_hookable(unit)
+        if unit.policy.reduce_scatter is not None or unit.policy.all_reduce is not None:
+            raise WrapperStateError(
+                f"A communication hook is already registered for unit {unit.name}; register one, once"
+            )
+        if unit.mesh.num_replicas > 1 and (unit.mesh.num_shards > 1 or unit.mesh.shards_replicas):
+            raise PolicyError(
+                f"Communication hook is not supported for hybrid strategies: unit {unit.name} is cut into "
+                f"{unit.mesh.num_pieces} over {unit.mesh.num_shards} x {unit.mesh.num_replicas} ranks; use "
+                "set_all_reduce_hook"
+            )
+        dtypes = {parameter.resting.dtype for parameter in unit.parameters if parameter.requires_grad}
+        if len(dtypes) > 1:
+            raise PolicyError(
+                f"register_comm_hook: unit {unit.name} has parameters of {len(dtypes)} dtypes "
+                f"({', '.join(sorted(map(str, dtypes)))}), which are reduced apart; wrap them apart, so that each "
+                "hooked unit has one"
+            )
     for unit, copies in zip(units, in_place, strict=True):
         if unit.mesh.num_replicas > 1:
             unit.change(all_reduce=_all_reduce(unit, state, hook), divide_factor=1.0)
         else:
             unit.change(reduce_scatter=_Hooked(unit, state, hook, copies), divide_factor=1.0)
-
-
-def _require_hookable(unit: Unit) -> None:
-    if unit.policy.reduce_scatter is not None or unit.policy.all_reduce is not None:
-        raise WrapperStateError(f"A communication hook is already registered for unit {unit.name}; register one, once")
-    if unit.mesh.num_replicas > 1 and (unit.mesh.num_shards > 1 or unit.mesh.shards_replicas):
-        raise PolicyError(
-            f"Communication hook is not supported for hybrid strategies: unit {unit.name} is cut into "
-            f"{unit.mesh.num_pieces} over {unit.mesh.num_shards} x {unit.mesh.num_replicas} ranks; use "
-            "set_all_reduce_hook"
-        )
-    dtypes = {each.resting.dtype for each in unit.parameters if each.requires_grad}
-    if len(dtypes) > 1:
-        raise PolicyError(
-            f"register_comm_hook: unit {unit.name} has parameters of {len(dtypes)} dtypes "
-            f"({', '.join(sorted(map(str, dtypes)))}), which are reduced apart; wrap them apart, so that each hooked "
-            "unit has one"
-        )

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import spec_of
 from sherd.api.module import require_module
-from sherd.checkpoint.model_tensors import ModelTensors, Named, put
-from sherd.checkpoint.relayout import around, laid_out
+from sherd.checkpoint.catalog import ModelTensors
+from sherd.checkpoint.relayout import Named, around, laid_out, put
 from sherd.comm.agreement import in_short
 from sherd.engine import ShardedParameter
 from sherd.errors import ModuleError, StateError

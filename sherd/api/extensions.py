@@ -208,16 +208,16 @@ def flattened(extensions: FSDPExtensions, parameter: torch.Tensor, name: str) ->
     plain, extension = extensions.pre_flatten_transform(parameter)
     if extension is None:
         return None
-    kind = type(extensions).__name__
+    method = f"{type(extensions).__name__}.pre_flatten_transform"
     if not isinstance(parameter, DTensor):
         raise UnsupportedError(
-            f"{name}: {kind}.pre_flatten_transform returned an extension for a {type(parameter.data).__name__}; only "
+            f"{name}: {method} returned an extension for a {type(parameter.data).__name__}; only "
             "a DTensor is taken apart and restored: distribute it first, or return (tensor, None)"
         )
     local = local_tensor(parameter)
     if isinstance(plain, DTensor) or plain.shape != local.shape:
         raise PlacementError(
-            f"{name}: {kind}.pre_flatten_transform returned a {type(plain).__name__} of shape {tuple(plain.shape)}; "
+            f"{name}: {method} returned a {type(plain).__name__} of shape {tuple(plain.shape)}; "
             f"it must be a plain tensor of the local shape, {tuple(local.shape)}"
         )
     if plain is not local:

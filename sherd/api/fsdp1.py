@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard as ShardSpec
 
-from sherd.api.placements import Placements, Strategy
+from sherd.api.placements import Placements, unit_policy
 from sherd.comm.groups import default_group, one_rank_group
 from sherd.comm.mesh import DataMesh, arranged, default_device_type, mesh_of_groups
 from sherd.engine import Unit
@@ -207,7 +207,7 @@ class Choices:
     def policy(self) -> UnitPolicy:
         """Returns the policy of the unit: what it does, and when."""
         levels = None if self.placements is None else self.placements.levels
-        chosen = Strategy(levels, None).policy(self.reshard_after_forward, self.prefetch)
+        chosen = unit_policy(levels, self.reshard_after_forward, self.prefetch)
         notices_replaced = not _is_on(SKIP_WRITEBACK_CHECK)
         return replace(chosen, notices_replaced=notices_replaced, unmanaged=self.unmanaged, on_touch=self.on_touch)
 

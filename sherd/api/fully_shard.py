@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard as ShardSpec
 
 from sherd.api.module import FSDPModule, checked_reshard, require_divides, require_module
-from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, rule_of, strategy_of
+from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, levels_and_cut, rule_of, unit_policy
 from sherd.api.swap_class import swap_class
-from sherd.comm.mesh import DataMesh, data_mesh
+from sherd.comm.mesh import DataMesh, arranged, data_mesh
 from sherd.engine import Belongings, Found, ShardingRequest, Unit, make_unit
 from sherd.errors import MeshError, ModuleError, PlacementError, PolicyError, PolicyTypeError
 from sherd.layout.placement import Shard
@@ -39,22 +39,27 @@ if TYPE_CHECKING:
 ShardPlacementFn = Callable[[nn.Parameter], "ShardSpec | RunPlacement | OnMesh | None"]
 
 
-class Options(TypedDict, total=False):
-    """The arguments of `fully_shard`, for the type checker."""
+class ReplicateOptions(TypedDict, total=False):
+    """The arguments of `replicate`, for the type checker."""
 
     mesh: DeviceMesh | None
-    reshard_after_forward: bool | int | None
-    shard_placement_fn: ShardPlacementFn | None
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: DataParallelMeshDims | None
-    prefetch_policy: PrefetchPolicy
-    placement: ShardSpec | RunPlacement | None
     comm_policy: CommPolicy
-    placements: Placements | str | None
     unmanaged: Unmanaged
     on_touch: OnTouch
+
+
+class Options(ReplicateOptions, total=False):
+    """The arguments of `fully_shard`, for the type checker."""
+
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: ShardPlacementFn | None
+    prefetch_policy: PrefetchPolicy
+    placement: ShardSpec | RunPlacement | None
+    placements: Placements | str | None
 
 
 @overload
@@ -150,24 +155,23 @@ def fully_shard(
         require_type(f"fully_shard({name}=...): expected {getattr(kind, '__name__', str(kind))}", value, kind)
     if placement is not None and not is_cut(placement):
         raise PolicyTypeError(f"fully_shard(placement={placement!r}): {EXPECTED}, or None for Shard(0)")
-    strategy = strategy_of(placements, placement)
-    request_of = _ShardingRequests(
-        strategy.arranged(data_mesh(mesh, dp_mesh_dims, comm_policy)),
-        strategy.cut,
-        shard_placement_fn,
-        checked_reshard(reshard_after_forward),
-    )
+    levels, cut = levels_and_cut(placements, placement)
+    own_mesh = data_mesh(mesh, dp_mesh_dims, comm_policy)
+    if levels is not None:
+        own_mesh = arranged(own_mesh, levels)
+    request_of = _ShardingRequests(own_mesh, cut, shard_placement_fn, checked_reshard(reshard_after_forward))
+    policy = unit_policy(levels, reshard_after_forward, prefetch_policy)
     make_unit(
         modules,
         Belongings.below(modules, ignored_params or ()),
-        request_of.mesh,
+        own_mesh,
         request_of,
         mp_policy,
         offload_policy,
-        replace(strategy.policy(reshard_after_forward, prefetch_policy), unmanaged=unmanaged, on_touch=on_touch),
+        replace(policy, unmanaged=unmanaged, on_touch=on_touch),
     )
-    for each in modules:
-        swap_class(each)
+    for one_module in modules:
+        swap_class(one_module)
     return module
 
 
@@ -177,19 +181,6 @@ def state(module: nn.Module) -> Unit | None:
 
 
 fully_shard.state = state  # type: ignore[attr-defined]
-
-
-class ReplicateOptions(TypedDict, total=False):
-    """The arguments of `replicate`, for the type checker."""
-
-    mesh: DeviceMesh | None
-    mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy
-    ignored_params: set[nn.Parameter] | None
-    dp_mesh_dims: DataParallelMeshDims | None
-    comm_policy: CommPolicy
-    unmanaged: Unmanaged
-    on_touch: OnTouch
 
 
 @overload
@@ -284,26 +275,18 @@ class _ShardingRequests:
         self,
         mesh: DataMesh,
         default: ShardSpec | RunPlacement | None,
-        chosen_by: ShardPlacementFn | None,
+        placement_fn: ShardPlacementFn | None,
         reshard_after_forward: bool | int | None,
     ) -> None:
         require_divides(reshard_after_forward, mesh)
-        self.mesh = mesh
-        self._default = default
-        self._chosen_by = chosen_by
-        self._reshard = reshard_after_forward
+        self._mesh = mesh
+        self._default, self._placement_fn, self._reshard = default, placement_fn, reshard_after_forward
         self._meshes: dict[tuple[int, DataParallelMeshDims | None], DataMesh] = {}
 
     def __call__(self, found: Found) -> ShardingRequest:
-        """Returns how one parameter is to be sharded.
-
-        Raises:
-            PlacementError: `shard_placement_fn` returned no placement.
-            MeshError: the parameter's mesh has ranks that the unit's mesh lacks.
-            PolicyError: an int `reshard_after_forward` that does not divide the shard axis of the parameter's mesh.
-        """
-        placement = None if self._chosen_by is None else self._chosen_by(found.parameter)
-        mesh = self.mesh
+        """Returns how one parameter is to be sharded."""
+        placement = None if self._placement_fn is None else self._placement_fn(found.parameter)
+        mesh = self._mesh
         if isinstance(placement, OnMesh):
             mesh, placement = self._other_mesh(placement, found.name), placement.placement
         if placement is None:
@@ -318,12 +301,12 @@ class _ShardingRequests:
     def _other_mesh(self, asked: OnMesh, name: str) -> DataMesh:
         key = id(asked.mesh), asked.dp_mesh_dims
         if key not in self._meshes:
-            mesh = data_mesh(asked.mesh, asked.dp_mesh_dims, self.mesh.comm)
-            unit_ranks, ranks = (set(each.mesh.mesh.flatten().tolist()) for each in (self.mesh, mesh))
+            mesh = data_mesh(asked.mesh, asked.dp_mesh_dims, self._mesh.comm)
+            unit_ranks, ranks = (set(each.mesh.mesh.flatten().tolist()) for each in (self._mesh, mesh))
             if not ranks <= unit_ranks:
                 raise MeshError(
                     f"{name}: its mesh {mesh.mesh} has ranks {sorted(ranks - unit_ranks)} that the unit's, "
-                    f"{self.mesh.mesh}, does not have; a parameter is shared by some of the ranks that share its unit"
+                    f"{self._mesh.mesh}, does not have; a parameter is shared by some of the ranks that share its unit"
                 )
             require_divides(self._reshard, mesh)
             self._meshes[key] = mesh

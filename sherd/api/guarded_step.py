@@ -176,7 +176,16 @@ class GuardedStep:
         try:
             if error is not None:
                 self._attempt.abandon()
-            self._vote(error)
+            if self._coordinator is not None and error is None:
+                self._coordinator.done()  # raises `GivenUp` if another rank has failed
+            elif self._coordinator is None and isinstance(error, GivenUp):
+                raise error
+            elif error is not None:
+                reason = f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
+                if self._coordinator is None:
+                    self._fail_alone(reason)
+                else:
+                    self._coordinator.fail(reason)
         except GivenUp as given_up:
             failure = given_up.failure
         else:
@@ -185,18 +194,6 @@ class GuardedStep:
         if failure.changed is None:
             self._attempt.undo()
         return failure
-
-    def _vote(self, error: BaseException | None) -> None:
-        """Tell the other ranks that this rank is done, or failed. Raises `GivenUp` if any rank failed."""
-        if self._coordinator is None:
-            if isinstance(error, GivenUp):
-                raise error
-            if error is not None:
-                self._fail_alone(_in_words(error))
-        elif error is None:
-            self._coordinator.done()
-        else:
-            self._coordinator.fail(_in_words(error))
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         # Without a coordinator, on one rank, the hook does what the coordinator does on several.
@@ -228,10 +225,6 @@ class GuardedStep:
 
 def _own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
 
 
 def step(

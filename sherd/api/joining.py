@@ -106,12 +106,7 @@ def join(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] = ()) -> I
 
 
 def coordinated(caller: str, model: nn.Module) -> tuple[list[Unit], list[Coordinator]]:
-    """Returns the units at and below `model`, and their coordinators: none on one rank.
-
-    Raises:
-        ModuleError: nothing below `model` is sharded.
-        PolicyError: a unit has another `divergence` than "join".
-    """
+    """Returns the units at and below `model`, and their coordinators: none on one rank."""
     units = sharded_units(caller, model)
     for unit in units:
         if unit.mesh.comm.divergence != "join":

@@ -259,7 +259,6 @@ class FSDPModule(_Module):
         return Runtime.of(self._sherd_own_unit, self)
 
     def _sherd_units(self, recurse: bool) -> list[Unit]:
-        """Returns this module's unit, and the units below it if `recurse`, each once."""
         return Unit.below(self) if recurse else [self._sherd_own_unit]
 
     def _sherd_change(self, recurse: bool, **fields: object) -> None:

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as ShardSpec
 
-from sherd.comm.mesh import DataMesh, arranged
 from sherd.errors import PlacementError, PolicyError, PolicyTypeError
 from sherd.layout.placement import Shard
 from sherd.layout.runs import AnyPlacement, RunPlacement
@@ -192,53 +191,35 @@ def is_cut(value: object) -> TypeGuard[ShardSpec | RunPlacement]:
     return isinstance(value, ShardSpec | RunPlacement) and not isinstance(value, type)
 
 
-@dataclass(frozen=True)
-class Strategy:
-    """The strategy of one call: `placements` and `placement` together.
-
-    Args:
-        levels: the level of sharding over each axis; None leaves the levels to the mesh.
-        cut: how parameters are cut; None is the default.
-    """
-
-    levels: tuple[Level, ...] | None
-    cut: ShardSpec | RunPlacement | None
-
-    def arranged(self, mesh: DataMesh) -> DataMesh:
-        """Returns `mesh` with these levels. Raises `MeshError` if it has fewer axes."""
-        return mesh if self.levels is None else arranged(mesh, self.levels)
-
-    def policy(self, reshard_after_forward: bool | int | None, prefetch: PrefetchPolicy) -> UnitPolicy:
-        """Returns the policy of a unit.
-
-        Raises:
-            PolicyError: `reshard_after_forward` is given, and parameters are not sharded.
-        """
-        lowest = Level.COPIES if self.levels is None else min(self.levels)
-        highest = Level.PARAMETERS if self.levels is None else max(self.levels)
-        if highest is not Level.PARAMETERS and reshard_after_forward not in (None, False):
-            raise PolicyError(
-                f"reshard_after_forward={reshard_after_forward}: by its placements every rank keeps unsharded "
-                "parameters; leave it out, or shard them (zero3, hsdp, hfsdp)"
-            )
-        return UnitPolicy(
-            reshard_after_forward=reshard_after_forward,
-            prefetch=prefetch,
-            accumulates_unsharded=highest < Level.GRADIENTS,
-            accumulates_copies=lowest < Level.GRADIENTS,
-        )
+Levels = tuple[Level, ...] | None
+"""The level of sharding over each axis; None leaves the levels to the mesh."""
 
 
-def strategy_of(placements: Placements | str | None, cut: ShardSpec | RunPlacement | None) -> Strategy:
-    """Returns the strategy that a user gives, by name or as `Placements`.
-
-    Raises:
-        PolicyError: there is no strategy of that name, or `cut` contradicts `placements`.
-    """
+def levels_and_cut(
+    placements: Placements | str | None, cut: ShardSpec | RunPlacement | None
+) -> tuple[Levels, ShardSpec | RunPlacement | None]:
+    """Returns the levels of `placements`, and the cut of parameters. Raises `PolicyError` for contradictions."""
     if placements is None:
-        return Strategy(None, cut)
+        return None, cut
     if isinstance(placements, str):
-        return Strategy(Placements.preset(placements).levels, cut)
+        return Placements.preset(placements).levels, cut
     if cut is not None and cut != placements.cut:
         raise PolicyError(f"placement={cut} beside {placements}, which says how to cut; give one of them")
-    return Strategy(placements.levels, placements.cut)
+    return placements.levels, placements.cut
+
+
+def unit_policy(levels: Levels, reshard_after_forward: bool | int | None, prefetch: PrefetchPolicy) -> UnitPolicy:
+    """Returns the policy of a unit. Raises `PolicyError` if there is nothing to reshard after forward."""
+    lowest = Level.COPIES if levels is None else min(levels)
+    highest = Level.PARAMETERS if levels is None else max(levels)
+    if highest is not Level.PARAMETERS and reshard_after_forward not in (None, False):
+        raise PolicyError(
+            f"reshard_after_forward={reshard_after_forward}: by its placements every rank keeps unsharded "
+            "parameters; leave it out, or shard them (zero3, hsdp, hfsdp)"
+        )
+    return UnitPolicy(
+        reshard_after_forward=reshard_after_forward,
+        prefetch=prefetch,
+        accumulates_unsharded=highest < Level.GRADIENTS,
+        accumulates_copies=lowest < Level.GRADIENTS,
+    )

@@ -25,9 +25,8 @@ import torch
 from torch import nn
 
 from sherd.api.module import FSDPModule, require_module
-from sherd.checkpoint.export import Source, file_names, split, write_files
-from sherd.checkpoint.full_tensors import Full, FullTensors
-from sherd.checkpoint.model_tensors import without_wrappers
+from sherd.checkpoint.catalog import without_wrappers
+from sherd.checkpoint.full_tensors import Full, FullTensors, Source, file_names, split, write_files
 from sherd.checkpoint.ranks import Ranks
 from sherd.errors import CheckpointError, ModuleError, UnsupportedError
 from sherd.requirements import require_floating_dtype, require_int, require_type
@@ -90,32 +89,6 @@ def save_pretrained(
     adapted = _beneath_wrappers(model, "peft", "PeftModel")
     if adapted is not None:
         return _save_adapters(model, adapted, Path(path), dtype, tokenizer)
-    inner = _transformers_model(model)
-    tensors = FullTensors(model, dtype, "save_pretrained()")
-    named = _Named(inner, tensors)
-    parts = split(named.sources, max_shard_bytes)
-    files = dict(zip(file_names(len(parts)), parts, strict=True))
-    with _staging_folder(Path(path)) as (part, ranks, what):
-        sizes = write_files(tensors, files, named.converted, ranks, Disk(part), what)
-
-        def finish() -> None:
-            for name, size in zip(files, sizes, strict=True):
-                if not (part / name).is_file() or (part / name).stat().st_size != size:
-                    raise CheckpointError(f"{part / name} is not there; give a folder that all ranks share")
-            _write_index_config(inner, tensors, files, part)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(part)
-            _publish(part, Path(path), CONFIG, _WEIGHTS)
-
-        ranks.first(finish, what)
-    return str(Path(path))
-
-
-# A transformers model
-
-
-def _transformers_model(model: nn.Module) -> Any:
-    """Returns the transformers model beneath the wrappers of `model`. Raises ModuleError, UnsupportedError."""
     inner = _beneath_wrappers(model, "transformers", "PreTrainedModel")
     if inner is None:
         raise ModuleError(
@@ -128,7 +101,27 @@ def _transformers_model(model: nn.Module) -> Any:
             "are saved in formats of their own; collect sherd.iter_full_parameters(model, rank0_only=True) in a dict, "
             "and give it to the model's save_pretrained(path, state_dict=...)"
         )
-    return inner
+    tensors = FullTensors(model, dtype, "save_pretrained()")
+    named = _Named(inner, tensors)
+    parts = split(named.sources, max_shard_bytes)
+    files = dict(zip(file_names(len(parts)), parts, strict=True))
+    with _staging_folder(Path(path)) as (part, ranks, purpose):
+        sizes = write_files(tensors, files, named.converted, ranks, Disk(part), purpose)
+
+        def finish() -> None:
+            for name, size in zip(files, sizes, strict=True):
+                if not (part / name).is_file() or (part / name).stat().st_size != size:
+                    raise CheckpointError(f"{part / name} is not there; give a folder that all ranks share")
+            _write_index_config(inner, tensors, files, part)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(part)
+            _publish(part, Path(path), CONFIG, _WEIGHTS)
+
+        ranks.first(finish, purpose)
+    return str(Path(path))
+
+
+# A transformers model
 
 
 class _Named:
@@ -230,15 +223,15 @@ def _save_adapters(model: nn.Module, adapted: Any, folder: Path, dtype: torch.dt
     shapes and no values. Then these tensors alone are gathered, and the first rank writes them.
     """
     tensors = FullTensors(model, dtype, "save_pretrained()")
-    with _staging_folder(folder) as (part, ranks, what):
+    with _staging_folder(folder) as (part, ranks, purpose):
         for adapter, config in adapted.peft_config.items():
             # On all ranks: peft reads names from a wrapper's state_dict, which is a collective.
-            named = ranks.each(partial(_names, adapted, tensors, adapter), what)[0]
+            named = ranks.each(partial(_names, adapted, tensors, adapter), purpose)[0]
             if isinstance(named, str):
                 raise UnsupportedError(named)
             sources = [Source(own, dict.fromkeys(of, tensors.described[own])) for own, of in named.items()]
             place = part / adapter
-            write_files(tensors, {ADAPTER_WEIGHTS: sources}, partial(_renamed, named), ranks, Disk(place), what)
+            write_files(tensors, {ADAPTER_WEIGHTS: sources}, partial(_renamed, named), ranks, Disk(place), purpose)
 
             def finish(adapter: str = adapter, config: Any = config, place: Path = place) -> None:
                 _write_adapter_config(adapted, config, place)
@@ -247,7 +240,7 @@ def _save_adapters(model: nn.Module, adapted: Any, folder: Path, dtype: torch.dt
                 target = folder if adapter == DEFAULT else folder / adapter
                 _publish(place, target, ADAPTER_CONFIG, _ADAPTER_WEIGHTS)
 
-            ranks.first(finish, what)
+            ranks.first(finish, purpose)
     return str(folder)
 
 
@@ -273,7 +266,15 @@ def _names(adapted: Any, tensors: FullTensors, adapter: str) -> dict[str, list[s
     """Returns the names in the adapter's file, by the model's own name of each tensor; or the text of an error."""
     from peft import get_peft_model_state_dict
 
-    own_of = _own_names(adapted, tensors)
+    saved = [*tensors.parameters, *(name for name in tensors.buffers if name in tensors.saved_buffers)]
+    names = {name: name for name in saved} | {alias: own for alias, own in tensors.aliases.items() if own in saved}
+    own_of = {without_wrappers(name): own for name, own in names.items()}
+    first: dict[int, str] = {}
+    for path, buffer in adapted.named_buffers(remove_duplicate=False):
+        name = without_wrappers(path)
+        own_name = own_of.get(first.setdefault(id(buffer), name))
+        if own_name is not None:
+            own_of[name] = own_name
     given = {}
     for name, own in own_of.items():
         described = tensors.described[own]
@@ -296,20 +297,6 @@ def _names(adapted: Any, tensors: FullTensors, adapter: str) -> dict[str, list[s
     for name, each in in_file.items():
         named.setdefault(own_of[name_of[id(each)]], []).append(name)
     return named
-
-
-def _own_names(adapted: Any, tensors: FullTensors) -> dict[str, str]:
-    """Returns the first name of each tensor in the model, by each name in a state dict without wrappers."""
-    saved = [*tensors.parameters, *(name for name in tensors.buffers if name in tensors.saved_buffers)]
-    names = {name: name for name in saved} | {alias: own for alias, own in tensors.aliases.items() if own in saved}
-    own_of = {without_wrappers(name): own for name, own in names.items()}
-    first: dict[int, str] = {}
-    for path, buffer in adapted.named_buffers(remove_duplicate=False):
-        name = without_wrappers(path)
-        own = own_of.get(first.setdefault(id(buffer), name))
-        if own is not None:
-            own_of[name] = own
-    return own_of
 
 
 def _write_adapter_config(adapted: Any, config: Any, place: Path) -> None:
@@ -337,20 +324,20 @@ def _staging_folder(folder: Path) -> Iterator[tuple[Path, Ranks, str]]:
     Raises:
         CheckpointError: the folder cannot be made.
     """
-    part, ranks, what = folder / _PART, Ranks(), f"save_pretrained to {folder}"
+    part, ranks, purpose = folder / _PART, Ranks(), f"save_pretrained to {folder}"
 
     def begin() -> None:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
 
-    ranks.first(begin, what)
+    ranks.first(begin, purpose)
     try:
-        yield part, ranks, what
+        yield part, ranks, purpose
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
         raise
-    ranks.first(lambda: shutil.rmtree(part, ignore_errors=True), what)  # before the other ranks go on
+    ranks.first(lambda: shutil.rmtree(part, ignore_errors=True), purpose)  # before the other ranks go on
 
 
 def _publish(part: Path, folder: Path, config: str, weights: re.Pattern[str]) -> None:

@@ -37,6 +37,13 @@ class ShardedForm(Enum):
     """A `ShardedTensor` of rows, as FSDP1 gives without a `device_mesh`; gathered and cut anew."""
 
 
+class OptimStateKeyType(Enum):
+    """The keys of an optimizer's state. Names and members are those of `torch.distributed.fsdp.OptimStateKeyType`."""
+
+    PARAM_NAME = auto()
+    PARAM_ID = auto()
+
+
 @dataclass
 class StateDictConfig:
     """Options of a state dict. `offload_to_cpu`: values are in host memory."""

@@ -110,22 +110,22 @@ def _after_save(wrapper: nn.Module, state_dict: StateDict, prefix: str, local_me
     if asked_by_checkpointing():
         # torch's checkpointing gathers and offloads shards by itself; the wrapper's default would be unsharded tensors.
         return
-    kind = _kind_of(state)
+    state_dict_type = _kind_of(state)
     assert config is not None, "a wrapper has a config"
     hidden: set[str] = set()
-    if kind is StateDictType.FULL_STATE_DICT:
+    if state_dict_type is StateDictType.FULL_STATE_DICT:
         copies = [record.lent for record in unit.parameters]
         is_on_rank0_only = unit.lent is not None and bool(copies) and all(copy is None for copy in copies)
         shown = not is_on_rank0_only and (not config._on_rank0_only or dist.get_rank(state.process_group) == 0)
         _put_full(state_dict, state, contents, shown, config.offload_to_cpu)
         hidden = set() if shown else {*contents.parameters, *contents.buffers}
-    elif kind is StateDictType.LOCAL_STATE_DICT:
+    elif state_dict_type is StateDictType.LOCAL_STATE_DICT:
         hidden = _put_flat(state_dict, unit, contents, prefix, local_metadata)
     elif config._wanted is not ShardedForm.RUNS:
         _put_rows(state_dict, state, contents, config._wanted, config.offload_to_cpu)
     for key in hidden:
         state_dict.pop(key, None)
-    if kind is not StateDictType.LOCAL_STATE_DICT:
+    if state_dict_type is not StateDictType.LOCAL_STATE_DICT:
         for key, dtype in contents.buffers.items():
             if dtype is not None and key in state_dict:
                 state_dict[key] = state_dict[key].to(dtype)
@@ -180,7 +180,6 @@ def _put_full(state_dict: StateDict, state: WrapperState, contents: _Contents, s
 
 
 def _put(state_dict: StateDict, contents: _Contents, values: Mapping[ShardedParameter, object]) -> None:
-    """Put the value of each parameter under all names of the parameter."""
     for key, record in contents.parameters.items():
         if key in state_dict and record in values:
             state_dict[key] = values[record]
@@ -316,11 +315,11 @@ def _take_flat(state_dict: StateDict, unit: Unit, contents: _Contents, prefix: s
     given, shapes = state_dict.pop(prefix + FLAT_PARAM), metadata.get(FLAT_PARAM, own.shapes)
     is_alike = isinstance(given, RaggedDTensor) and given.placements == own.placements and given.shape == own.shape
     if not is_alike or shapes != own.shapes:
-        found = f"{tuple(given.shape)} with {given.placements}" if isinstance(given, DTensor) else f"a {type(given)}"
+        theirs = f"{tuple(given.shape)} with {given.placements}" if isinstance(given, DTensor) else f"a {type(given)}"
         raise PlacementError(
-            f"{prefix}{FLAT_PARAM} of unit {unit.name} is {tuple(own.shape)} with {own.placements}, and {found} in the "
-            f"state dict, of {own.shapes} here and {shapes} there; a LOCAL_STATE_DICT loads into the wrapping and the "
-            "number of ranks that it comes from, a SHARDED_STATE_DICT into any"
+            f"{prefix}{FLAT_PARAM} of unit {unit.name} is {tuple(own.shape)} with {own.placements}, and {theirs} in "
+            f"the state dict, of {own.shapes} here and {shapes} there; a LOCAL_STATE_DICT loads into the wrapping and "
+            "the number of ranks that it comes from, a SHARDED_STATE_DICT into any"
         )
     (group,) = (weights.group for weights in unit.weights)
     vector, rank = local_tensor(given), group.mesh.piece

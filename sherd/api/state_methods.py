@@ -19,14 +19,17 @@ from sherd.api.state_dict_type import (
     CONFIGS,
     FullOptimStateDictConfig,
     OptimStateDictConfig,
+    OptimStateKeyType,
     StateDict,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
 )
 from sherd.api.wrapper_state import WrapperState, find_state
-from sherd.checkpoint import loading, rekeying, saving
-from sherd.errors import WrapperStateError
+from sherd.checkpoint.catalog import Catalog, plain_key
+from sherd.checkpoint.loading import from_rank0, to_load
+from sherd.checkpoint.saving import Form, state_by_name
+from sherd.errors import OptimStateError, WrapperStateError
 from sherd.requirements import require_type
 
 # The kind of state dict
@@ -155,16 +158,9 @@ def optim_state_dict(
         OptimStateError: the optimizer has a parameter that is not the model's, or ranks have different states.
     """
     full, config = _settings(model)
-    return saving.optim_state_dict(
-        model,
-        optim,
-        optim_state_dict,
-        full=full,
-        rank0_only=config._on_rank0_only,
-        offload_to_cpu=config.offload_to_cpu,
-        in_rows=config.in_rows,
-        group=group,
-    )
+    is_kept = not (full and config._on_rank0_only) or dist.get_rank(group) == 0
+    form = Form(full, config.in_rows, config.offload_to_cpu, is_kept)
+    return state_by_name(Catalog(model), optim, optim_state_dict, form)
 
 
 def optim_state_dict_to_load(
@@ -192,15 +188,8 @@ def optim_state_dict_to_load(
         OptimStateError: the state does not fit the model (a ValueError).
     """
     full, config = _settings(model)
-    return loading.optim_state_dict_to_load(
-        model,
-        optim,
-        optim_state_dict,
-        is_named=is_named_optimizer,
-        load_directly=load_directly,
-        from_rank_0=full and config._on_rank0_only,
-        group=group,
-    )
+    state = from_rank0(optim_state_dict, group) if full and config._on_rank0_only else optim_state_dict
+    return to_load(Catalog(model), optim, state, is_named=is_named_optimizer, load_directly=load_directly)
 
 
 def full_optim_state_dict(
@@ -213,13 +202,14 @@ def full_optim_state_dict(
     """Returns the full state in host memory, on rank 0 only unless `rank0_only=False`, whatever the model is set to."""
     advice.of_old_name("full_optim_state_dict", "optim_state_dict")
     advice.of_optim_input(optim_input)
-    return saving.optim_state_dict(model, optim, full=True, rank0_only=rank0_only, group=group)
+    is_kept = not rank0_only or dist.get_rank(group) == 0
+    return state_by_name(Catalog(model), optim, None, Form(full=True, on_host=True, is_kept=is_kept))
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None) -> StateDict:
     """Returns the sharded state, whatever the model is set to."""
     advice.of_old_name("sharded_optim_state_dict", "optim_state_dict")
-    return saving.optim_state_dict(model, optim, full=False, offload_to_cpu=False, group=group)
+    return state_by_name(Catalog(model), optim, None, Form())
 
 
 def shard_full_optim_state_dict(
@@ -240,7 +230,7 @@ def shard_full_optim_state_dict(
     """
     advice.of_old_name("shard_full_optim_state_dict", "optim_state_dict_to_load")
     advice.of_optim_input(optim_input)
-    return loading.optim_state_dict_to_load(model, optim, full_optim_state_dict, optim_input=optim_input)
+    return to_load(Catalog(model), optim, full_optim_state_dict, optim_input=optim_input)
 
 
 def flatten_sharded_optim_state_dict(
@@ -248,7 +238,7 @@ def flatten_sharded_optim_state_dict(
 ) -> StateDict:
     """Turn a sharded state into what `optim.load_state_dict` takes on this rank, as `optim_state_dict_to_load` does."""
     advice.of_old_name("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-    return loading.optim_state_dict_to_load(model, optim, sharded_optim_state_dict)
+    return to_load(Catalog(model), optim, sharded_optim_state_dict)
 
 
 def scatter_full_optim_state_dict(
@@ -261,18 +251,71 @@ def scatter_full_optim_state_dict(
     """As `shard_full_optim_state_dict`, for a full state on rank 0 of `group`; other ranks pass None."""
     advice.of_old_name("scatter_full_optim_state_dict", "optim_state_dict_to_load")
     advice.of_optim_input(optim_input)
-    return loading.optim_state_dict_to_load(
-        model, optim, full_optim_state_dict, optim_input=optim_input, from_rank_0=True, group=group
-    )
+    state = from_rank0(full_optim_state_dict, group)
+    return to_load(Catalog(model), optim, state, optim_input=optim_input)
 
 
 def rekey_optim_state_dict(
     optim_state_dict: StateDict,
-    optim_state_key_type: rekeying.OptimStateKeyType,
+    optim_state_key_type: OptimStateKeyType,
     model: nn.Module,
     optim_input: object = None,
     optim: Optimizer | None = None,
 ) -> StateDict:
-    """Call `sherd.checkpoint.rekeying.rekey_optim_state_dict`, where it is described."""
+    """Returns a full state with other keys: names instead of the optimizer's numbers, or numbers instead of names.
+
+    A state that has these keys already, or is empty, is returned itself. No tensor is copied.
+
+    Args:
+        optim_state_dict: the state of an optimizer, keyed by names or by numbers.
+        optim_state_key_type: the keys of the result.
+        model: the model that the optimizer was built from, before it was wrapped, or with its own parameters.
+        optim_input: the parameters or groups that the optimizer was built from. None: all parameters in order.
+        optim: the optimizer, instead of `optim_input`.
+
+    Raises:
+        OptimStateError: names and numbers mixed, keys that the model does not have, a flat parameter, or another type.
+    """
     advice.of_optim_input(optim_input)
-    return rekeying.rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)
+    if optim_state_key_type not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
+        raise OptimStateError(
+            f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, got {optim_state_key_type!r}"
+        )
+    keys = optim_state_dict["state"].keys()
+    wanted: type = str if optim_state_key_type is OptimStateKeyType.PARAM_NAME else int
+    if all(isinstance(key, wanted) for key in keys):
+        return optim_state_dict
+    if not all(isinstance(key, int) for key in keys) and not all(isinstance(key, str) for key in keys):
+        raise OptimStateError(
+            f"Invalid parameter keys: {list(keys)}; a state is keyed by names or by numbers, not by both"
+        )
+    catalog = Catalog(model)
+    groups = catalog.groups_of(optim) if optim is not None else catalog.groups_of_input(optim_input)[0]
+    entries = [entry for group in groups for entry in group]
+    flat = next((entry for entry in entries if len(entry.members) > 1), None)
+    if flat is not None:
+        raise OptimStateError(
+            f"Each parameter should only map to one parameter name but got {len(flat.members)}: {flat.names}; pass the "
+            "model as it was before it was wrapped, or wrap with use_orig_params=True"
+        )
+    names = [entry.names[0] for entry in entries]
+    new_keys: dict[object, str | int] = dict(enumerate(names))
+    if optim_state_key_type is OptimStateKeyType.PARAM_ID:
+        new_keys = {name: number for number, name in enumerate(names)}
+
+    def new_key(key: object) -> str | int:
+        plain = plain_key(key)
+        if plain not in new_keys:
+            raise OptimStateError(
+                f"the state has {key!r}, and the model's optimizer only {list(new_keys)[:5]} and so on; pass the "
+                "model, and the optimizer input, that the state was made with"
+            )
+        return new_keys[plain]
+
+    return {
+        "state": {new_key(key): state for key, state in optim_state_dict["state"].items()},
+        "param_groups": [
+            {**group, "params": sorted(new_key(key) for key in group["params"])}
+            for group in optim_state_dict["param_groups"]
+        ],
+    }

@@ -1,4 +1,4 @@
-"""`unsharded`: a user's work with unsharded parameters outside forward and backward, for both front ends."""
+"""`unsharded`: unsharded parameters outside forward and backward, for both front ends."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def unsharded(
 ) -> Iterator[None]:
     """Show unsharded parameters, in full precision, on the modules at and below `module` within this context.
 
-    All ranks must enter it together. The parameters are copies. After the context, also when its body raises, modules
+    All ranks must enter it together. The parameters are copies. After the context, also when the body raises, modules
     show shards again, with all changes if `writeback`. Contexts may be nested; the outermost context of a unit writes
     its parameters back. Inside, the unit's forward may not run, and no optimizer may step its parameters; forwards of
-    other units may run. If parameters are changed between a forward and its backward, the backward raises, as it does
-    for plain parameters that are changed in place.
+    other units may run. If parameters are changed between a forward and its backward, the backward raises, as for plain
+    parameters that are changed in place.
 
     Args:
-        module: any module: a unit, one that contains units, or neither.
-        recurse: include units below `module`; False means only the unit that `module` is. Units that own a tied
-            parameter of an included unit are included too.
+        module: any module: a unit, a module that contains units, or neither.
+        recurse: include units below `module`; otherwise only the unit `module` itself. Units that own a tied parameter
+            of an included unit are included too.
         writeback: keep changes: values, replaced parameters of the same shape (`module.weight = nn.Parameter(...)`),
             `requires_grad`, and, with `with_grads`, gradients.
         rank0_only: only rank 0 of the shard axis sees unsharded parameters, other ranks see their shards.
@@ -46,39 +46,30 @@ def unsharded(
     Raises:
         UnsupportedError: `rank0_only` with `writeback`, which would leave ranks with different values; `offload_to_cpu`
             with `with_grads`.
-        StateError: a unit is in the middle of a forward or backward, or is in a context around this one with fewer
-            arguments set, or has gradients that wait for a reduction while `with_grads` asks for gradients. Nothing
-            is changed then.
+        StateError: a unit is in the middle of a forward or backward; or is in an outer context with fewer arguments
+            set; or has gradients that wait for a reduction, with `with_grads`. Nothing is changed.
         PlacementError: on leaving with `writeback`, a parameter has another shape.
     """
-    terms = UnshardTerms(writeback, rank0_only, offload_to_cpu, with_grads)
-    _check(module, terms, recurse=recurse, **dataclasses.asdict(terms))
-    to_lend = [unit for unit in _units(module, recurse) if not UnshardedCopies.are_lent(unit, terms)]
-    with ExitStack() as lent:  # ends all copies, even if the end of one of them raises
-        for unit in to_lend:
-            lent.callback(UnshardedCopies(unit, terms).end)
-        yield
-
-
-def _check(module: nn.Module, terms: UnshardTerms, **flags: object) -> None:
     require_module("unsharded expects a module", module)
-    for name, value in flags.items():
+    terms = UnshardTerms(writeback, rank0_only, offload_to_cpu, with_grads)
+    for name, value in {"recurse": recurse, **dataclasses.asdict(terms)}.items():
         require_bool(f"unsharded({name}={{}})", value)
-    if terms.writeback and terms.rank0_only:
+    if writeback and rank0_only:
         raise UnsupportedError(
             "writeback=True and rank0_only=True is not supported: the other ranks would keep their old parts; pass "
             "writeback=False, or change the parameters on all ranks"
         )
-    if terms.offload_to_cpu and terms.with_grads:
+    if offload_to_cpu and with_grads:
         raise UnsupportedError(
             "offload_to_cpu=True and with_grads=True is not supported: a gradient lies where its parameter does; leave "
             "one of them out"
         )
-
-
-def _units(module: nn.Module, recurse: bool) -> list[Unit]:
-    """Returns the units at and below `module`, and the owners of their tied parameters, each once, outermost first."""
     own = Unit.of(module)
-    found = Unit.below(module) if recurse else [] if own is None else [own]
-    owners = [owner for unit in found for owner in unit.companions]
-    return list({unit.id: unit for unit in (*found, *owners)}.values())
+    units = Unit.below(module) if recurse else [] if own is None else [own]
+    owners = [owner for unit in units for owner in unit.companions]
+    each_once = {unit.id: unit for unit in (*units, *owners)}.values()
+    to_lend = [unit for unit in each_once if not UnshardedCopies.are_lent(unit, terms)]
+    with ExitStack() as lent:  # ends all copies, even if the end of one of them raises
+        for unit in to_lend:
+            lent.callback(UnshardedCopies(unit, terms).end)
+        yield

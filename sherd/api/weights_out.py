@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from sherd.api.module import require_module
+from sherd.checkpoint.catalog import without_wrappers
 from sherd.checkpoint.full_tensors import FullTensors
-from sherd.checkpoint.model_tensors import without_wrappers
 from sherd.requirements import require_bool, require_floating_dtype, require_int, require_type
 
 BUCKET_BYTES = 64 << 20

@@ -37,9 +37,8 @@ from sherd.comm.mesh import DataMesh
 from sherd.engine import Belongings, FlatParameter, Runtime, ShardingRequest, make_unit
 from sherd.errors import ModuleError, PlacementError, PolicyError, UnsupportedError, WrapperStateError
 from sherd.policy import CommPolicy, OnTouch, Unmanaged
-from sherd.wrap import WrapPolicy, apply_wraps, check_frozen, check_none_wrapped, choose
+from sherd.wrap import Kwargs, WrapPolicy, apply_wraps, check_frozen, check_none_wrapped, choose
 from sherd.wrap.names import WRAPPED, plain_name
-from sherd.wrap.walks import Kwargs
 
 
 class FullyShardedDataParallel(FSDPModule, nn.Module):
@@ -413,13 +412,7 @@ def _wrap_below(
     ignored: Ignored,
     more: Mapping[str, object],
 ) -> None:
-    """Wrap the modules below `module` that `policy` chooses. `more` has the arguments that `choices` lacks.
-
-    Raises:
-        ModuleError: a module below is wrapped already.
-        PlacementError: an integer parameter, or a flat parameter. Nothing is wrapped.
-        PolicyError: a unit would have trained and frozen parameters in one flat parameter.
-    """
+    """Wrap the modules below `module` that `policy` chooses. `more` has the arguments that `choices` lacks."""
     _check_parameters(Belongings.below([module], ignored.parameters), use_orig_params=True)
     check_none_wrapped(module, lambda each: find_state(each) is not None)
     kwargs = {field.name: getattr(choices, field.name) for field in dataclasses.fields(choices)}
@@ -452,15 +445,7 @@ def _wrap_below(
 def _make_unit(
     wrapper: nn.Module, choices: Choices, extensions: FSDPExtensions, mesh: DataMesh, ignored: Ignored
 ) -> WrapperState:
-    """Make `wrapper` a unit, with a flat parameter unless `use_orig_params`, and cast its buffers.
-
-    Returns:
-        The wrapper's record.
-
-    Raises:
-        PlacementError: a parameter that cannot be cut.
-        PolicyError: parameters that differ in dtype or in `requires_grad`, for a flat parameter.
-    """
+    """Make `wrapper` a unit, with a flat parameter unless `use_orig_params`, and cast its buffers."""
     cut = choices.placement
     ownership = Belongings.below([wrapper], ignored.parameters)
     _check_parameters(ownership, choices.use_orig_params)
@@ -514,7 +499,7 @@ def _check_parameters(ownership: Belongings, use_orig_params: bool) -> None:
             )
     if use_orig_params:
         return
-    for what, values in (
+    for attribute, values in (
         ("dtype", {each.name: each.parameter.dtype for each in ownership.owned}),
         ("`requires_grad`", {each.name: each.parameter.requires_grad for each in ownership.owned}),
     ):
@@ -522,6 +507,6 @@ def _check_parameters(ownership: Belongings, use_orig_params: bool) -> None:
             first = next(iter(values))
             other = next(name for name in values if values[name] != values[first])
             raise PolicyError(
-                f"Must flatten tensors with uniform {what} when `use_orig_params=False`: {first} has {values[first]}, "
-                f"{other} has {values[other]}; pass use_orig_params=True, or wrap them apart"
+                f"Must flatten tensors with uniform {attribute} when `use_orig_params=False`: {first} has "
+                f"{values[first]}, {other} has {values[other]}; pass use_orig_params=True, or wrap them apart"
             )

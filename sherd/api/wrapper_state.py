@@ -84,28 +84,25 @@ class WrapperState:
         """
         self.hide_names()
         if not self._has_run:
-            self._check_parameters()
+            # A flat parameter hides its parameters from `parallelize_module`, which would itself raise at shards.
+            for module in self.undistributed:
+                if is_tensor_parallel(module):
+                    raise ModuleError(
+                        f"parallelize_module was applied to a {type(module).__name__} after it was wrapped in "
+                        f"{self.unit.name}, whose shards it cannot distribute; build the model anew, apply "
+                        "parallelize_module, and wrap it then"
+                    )
+            for parameter in self.unit.parameters:
+                if steps_in_backward(parameter.optimizer_param):
+                    raise UnsupportedError(
+                        f"{parameter.name} has optimizers that are to step in backward, from "
+                        "_apply_optimizer_in_backward; nothing would call them: step an optimizer of "
+                        "model.parameters() after the backward"
+                    )
             self._has_run, self.undistributed = True, []
         if self.buffer_dtypes and self.unit.precision.full_precision_in_eval:
             wanted = None if self.unit.in_full_precision else self.choices.buffer_dtype
             materialize.recast_buffers(self.buffer_dtypes, wanted)
-
-    def _check_parameters(self) -> None:
-        """Raise for changes of wrapped parameters that would have no effect."""
-        # A flat parameter hides its parameters from `parallelize_module`, which would itself raise at shards.
-        for module in self.undistributed:
-            if is_tensor_parallel(module):
-                raise ModuleError(
-                    f"parallelize_module was applied to a {type(module).__name__} after it was wrapped in "
-                    f"{self.unit.name}, whose shards it cannot distribute; build the model anew, apply "
-                    "parallelize_module, and wrap it then"
-                )
-        for parameter in self.unit.parameters:
-            if steps_in_backward(parameter.optimizer_param):
-                raise UnsupportedError(
-                    f"{parameter.name} has optimizers that are to step in backward, from _apply_optimizer_in_backward; "
-                    "nothing would call them: step an optimizer of model.parameters() after the backward"
-                )
 
     # Around a state dict
 

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from sherd._torch import answer_checkpointing
 from sherd.checkpoint.catalog import Catalog, StateDict
-from sherd.checkpoint.loading import optim_state_dict_to_load
-from sherd.checkpoint.saving import optim_state_dict
+from sherd.checkpoint.loading import to_load
+from sherd.checkpoint.saving import Form, state_by_name
 from sherd.engine import FlatParameter, Unit, watcher
 from sherd.errors import OptimStateError
 
@@ -47,7 +47,7 @@ class ByParameter(Optimizer):
         """Take views of the optimizer's state. All ranks must call it."""
         if self.state or not self.optimizer.state:
             return
-        named = optim_state_dict(self._model, self.optimizer, full=False, offload_to_cpu=False)["state"]
+        named = state_by_name(Catalog(self._model), self.optimizer, None, Form())["state"]
         for member in chain.from_iterable(self._members):
             if member.name in named:
                 self.state[member.parameter] = named[member.name]
@@ -71,7 +71,7 @@ class ByParameter(Optimizer):
             "state": {name_of.get(key, key): state for key, state in state_dict["state"].items()},
             "param_groups": [{**group, "params": [name_of[key] for key in group["params"]]} for group in groups],
         }
-        optim_state_dict_to_load(self._model, self.optimizer, named, load_directly=True)
+        to_load(Catalog(self._model), self.optimizer, named, load_directly=True)
 
 
 def show_parameters_to_checkpointing() -> None:

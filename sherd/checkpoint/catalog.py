@@ -1,4 +1,4 @@
-"""The catalog of a model's parameters: their names, and which parameter of an optimizer each of them belongs to.
+"""The catalog of a model's tensors: their names, and which parameter of an optimizer each parameter belongs to.
 
 optimizer      entry                    members: name, extent in this rank's vector
 parameter 0    a shard                  blocks.0.weight
@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec, spec_of
-from sherd.checkpoint.relayout import around, full_of
+from sherd.checkpoint.relayout import Named, put
+from sherd.comm.agreement import in_short
 from sherd.engine import FlatParameter, ShardedParameter, Unit
-from sherd.errors import OptimStateError, PolicyTypeError
-from sherd.tensor.ragged import local_part, own_view
+from sherd.errors import OptimStateError, PolicyTypeError, StateError
+from sherd.tensor.ragged import local_part
 from sherd.tensor.span import Span
 from sherd.wrap.names import plain_name
 
@@ -36,8 +37,8 @@ ParamGroup = dict[str, Any]
 class Member:
     """One parameter of the model: a shard, or a plain parameter.
 
-    For a member of a flat parameter under tensor parallelism, `unsharded_spec` says which DTensor the unsharded
-    parameter is, and `unsharded_shape` is the shape of this rank's part of it. Otherwise that is the shape.
+    For a member of a flat parameter under tensor parallelism, `unsharded_spec` is the layout of the unsharded
+    parameter, and `unsharded_shape` is the shape of this rank's part of it. Otherwise that is the parameter's shape.
     """
 
     name: str
@@ -46,27 +47,9 @@ class Member:
     unsharded_spec: DTensorSpec | None = None
 
     @property
-    def shape(self) -> torch.Size:
-        """The shape of the parameter, over all ranks."""
-        return self.parameter.shape
-
-    @property
     def spec(self) -> DTensorSpec | None:
         """The layout of the shard over the ranks, or None for a plain parameter."""
-        return _spec_of(self.parameter)
-
-    def sharded_state(self, view: torch.Tensor) -> DTensor:
-        """Returns a DTensor around `view`, the member's part of this rank's vector, uncopied."""
-        assert self.spec is not None, "a member of a flat parameter is sharded"
-        return around(own_view(view), self.spec)
-
-    def unsharded_state(self, view: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of `view`, the member's part of the gathered vector, in the parameter's shape.
-
-        Under tensor parallelism it is gathered, which is collective over those axes.
-        """
-        part = view.view(self.unsharded_shape)
-        return part.clone() if self.unsharded_spec is None else full_of(around(part, self.unsharded_spec))
+        return spec_of(self.parameter) if isinstance(self.parameter, DTensor) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +74,7 @@ class Entry:
     @property
     def spec(self) -> DTensorSpec | None:
         """The layout of the parameter over the ranks, or None for a plain tensor, which every rank has."""
-        return _spec_of(self.parameter)
+        return spec_of(self.parameter) if isinstance(self.parameter, DTensor) else None
 
     @property
     def local_shape(self) -> torch.Size:
@@ -110,13 +93,13 @@ class Catalog:
     """
 
     def __init__(self, *modules: nn.Module) -> None:
-        places = [place for module in modules for place in places_of(module)]
+        places = [place for module in modules for place in _places_of(module)]
         names: dict[int, str] = {}
         for path, record, parameter in places:
             if record is not None and not isinstance(parameter, FlatParameter):
                 names.setdefault(id(record), plain_name(path))
-        named = (each for module in modules for each in module.named_parameters())
-        paths = {id(_optimizer_param_of(parameter)): path for path, parameter in named}
+        registered = (named for module in modules for named in module.named_parameters())
+        paths = {id(_optimizer_param_of(parameter)): path for path, parameter in registered}
         self._by_optimizer_param: dict[int, Entry] = {}
         for path, record, parameter in places:
             key = id(parameter if record is None else record.optimizer_param)
@@ -134,41 +117,27 @@ class Catalog:
         """Returns the entry that the model calls `path`. A flat parameter has the path of its attribute."""
         return self._by_path.get(plain_name(path))
 
-    def of(self, parameter: torch.Tensor, where: str) -> Entry:
-        """Returns the entry of `parameter`, which may be one that was replaced when it was sharded.
-
-        Raises:
-            OptimStateError: it is no parameter of the model. The message begins with `where`.
-        """
-        entry = self._by_optimizer_param.get(id(_optimizer_param_of(parameter)))
-        if entry is None:
-            raise OptimStateError(
-                f"{where} is a tensor of shape {tuple(parameter.shape)} that is no parameter of the model; pass the "
-                "model that the optimizer was built from, or build the optimizer anew from model.parameters()"
-            )
-        return entry
-
     def groups_of(self, optimizer: Optimizer) -> Groups:
         """Returns the parameters of `optimizer`. Raises `OptimStateError` if one is not the model's."""
         return self._groups([group["params"] for group in optimizer.param_groups], type(optimizer).__name__)
 
-    def groups_of_input(self, given: object) -> tuple[Groups, list[ParamGroup]]:
-        """Returns the parameters of an optimizer built from `given`, and the hyper-parameters of each group.
+    def groups_of_input(self, optim_input: object) -> tuple[Groups, list[ParamGroup]]:
+        """Returns the parameters of an optimizer built from `optim_input`, and the hyper-parameters of each group.
 
-        `given` is an iterable of parameters, or of dicts with "params", or None for all parameters of the model.
+        `optim_input` is an iterable of parameters, or of dicts with "params", or None for all parameters of the model.
 
         Raises:
             OptimStateError: it is empty, a dict has no "params", or a parameter is not the model's.
             PolicyTypeError: it is anything else.
         """
-        if given is None:
+        if optim_input is None:
             return [self.entries], [{}]
-        if not isinstance(given, Iterable) or isinstance(given, torch.Tensor | dict):
+        if not isinstance(optim_input, Iterable) or isinstance(optim_input, torch.Tensor | dict):
             raise PolicyTypeError(
-                f"Optimizer input should be an iterable of Tensors or dicts, but got {given!r}; pass what the "
+                f"Optimizer input should be an iterable of Tensors or dicts, but got {optim_input!r}; pass what the "
                 "optimizer was built from"
             )
-        groups = list(given)
+        groups = list(optim_input)
         if not groups:
             raise OptimStateError(
                 "Optimizer input should not be empty; a generator gives its parameters once, so pass a new one"
@@ -186,18 +155,28 @@ class Catalog:
                 )
         members = (group["params"] for group in groups)
         listed = [[params] if isinstance(params, torch.Tensor) else list(params) for params in members]
-        choices = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        return self._groups(listed, "optim_input"), choices
+        hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        return self._groups(listed, "optim_input"), hyperparameters
 
-    def _groups(self, groups: Sequence[Sequence[torch.Tensor]], what: str) -> Groups:
-        return [
-            [self.of(parameter, f"parameter {index} in group {at} of {what}") for index, parameter in enumerate(group)]
-            for at, group in enumerate(groups)
-        ]
+    def _groups(self, groups: Sequence[Sequence[torch.Tensor]], source: str) -> Groups:
+        """Returns the entries of parameters. Sharding may have replaced a parameter since the optimizer was built."""
+        entries: Groups = []
+        for at, group in enumerate(groups):
+            entries.append([])
+            for index, parameter in enumerate(group):
+                entry = self._by_optimizer_param.get(id(_optimizer_param_of(parameter)))
+                if entry is None:
+                    raise OptimStateError(
+                        f"parameter {index} in group {at} of {source} is a tensor of shape {tuple(parameter.shape)} "
+                        "that is no parameter of the model; pass the model that the optimizer was built from, or build "
+                        "the optimizer anew from model.parameters()"
+                    )
+                entries[-1].append(entry)
+        return entries
 
 
-def places_of(model: nn.Module) -> Iterator[tuple[str, ShardedParameter | None, nn.Parameter]]:
-    """Yields the path, the record and the parameter of every place in the model where a parameter is."""
+def _places_of(model: nn.Module) -> Iterator[tuple[str, ShardedParameter | None, nn.Parameter]]:
+    """Yields the path, the record and the parameter of every place in the model that shows a parameter."""
     records = {
         (place.module_id, place.attribute): record
         for unit in Unit.below(model)
@@ -213,19 +192,10 @@ def places_of(model: nn.Module) -> Iterator[tuple[str, ShardedParameter | None, 
                 yield f"{prefix}.{attribute}" if prefix else attribute, record, parameter
 
 
-def plain_key(key: object) -> object:
-    """Returns the key of a state, without wrappers if it is a name."""
-    return plain_name(key) if isinstance(key, str) else key
-
-
 def _optimizer_param_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns what an optimizer owns of `parameter`, which may have been sharded since the optimizer was built."""
+    """Returns the optimizer parameter of `parameter`, which may be the one that sharding has replaced."""
     record = ShardedParameter.of(parameter)
     return parameter if record is None else record.optimizer_param
-
-
-def _spec_of(parameter: nn.Parameter) -> DTensorSpec | None:
-    return spec_of(parameter) if isinstance(parameter, DTensor) else None
 
 
 def _entry(path: str, record: ShardedParameter | None, parameter: nn.Parameter, names: dict[int, str]) -> Entry:
@@ -248,3 +218,90 @@ def _entry(path: str, record: ShardedParameter | None, parameter: nn.Parameter, 
         Span(group.used.numel, tuple(slot.held(group.mesh.piece) for slot in slots)),
         Span(group.packing.runs_together.numel, tuple(slot.unsharded for slot in slots)),
     )
+
+
+# Names
+
+
+def plain_key(key: object) -> object:
+    """Returns the key of a state, without wrappers if it is a name."""
+    return plain_name(key) if isinstance(key, str) else key
+
+
+def without_wrappers(name: str) -> str:
+    """Returns the name of a parameter in the plain model, without the part that `torch.compile` adds, too."""
+    return ".".join(part for part in plain_name(name).split(".") if part != "_orig_mod")
+
+
+# Parameters and buffers
+
+
+class ModelTensors:
+    """The parameters and buffers below a module, each once, under its first name; and the units that own them.
+
+    `aliases` are the other names of tied parameters. `saved_buffers` are the names of buffers that a state dict has.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters: dict[str, ShardedParameter | nn.Parameter] = {}
+        self.aliases: dict[str, str] = {}
+        first: dict[int, str] = {}
+        for path, record, parameter in _places_of(module):
+            if isinstance(parameter, FlatParameter):
+                continue  # its members have places of their own
+            name, owned = plain_name(path), record or parameter
+            if first.setdefault(id(owned), name) == name:
+                self._parameters[name] = owned
+            else:
+                self.aliases[name] = first[id(owned)]
+        self.records = {name: each for name, each in self._parameters.items() if isinstance(each, ShardedParameter)}
+        self.trained = {name for name, each in self._parameters.items() if each.requires_grad}
+        self.buffers = {plain_name(path): buffer for path, buffer in module.named_buffers()}
+        self.saved_buffers = {
+            plain_name(f"{path}.{name}" if path else name)
+            for path, below in module.named_modules()
+            for name in below._buffers.keys() - below._non_persistent_buffers_set
+        } & self.buffers.keys()
+        owners = [*Unit.below(module), *(record.owner for record in self.records.values())]
+        self._units = {owner.id: owner for owner in owners if isinstance(owner, Unit)}.values()
+
+    @property
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """All parameters and buffers: shards, and plain tensors."""
+        shards = {name: record.shard for name, record in self.records.items()}
+        return {**self._parameters, **shards, **self.buffers}  # type: ignore[dict-item]  # no record is left
+
+    @property
+    def saved(self) -> dict[str, torch.Tensor]:
+        """All parameters, and the buffers that a state dict has."""
+        left_out = self.buffers.keys() - self.saved_buffers
+        return {name: tensor for name, tensor in self.by_name.items() if name not in left_out}
+
+    def require_at_rest(self, call: str) -> None:
+        """Raise `StateError` if the tensors are in use, or on the meta device.
+
+        Units take over the values of tensors that a user has put in the place of shards.
+        """
+        for unit in self._units:
+            unit.require_at_rest(call)
+            unit.notice_replaced()
+        on_meta = [name for name, tensor in self.by_name.items() if local_part(tensor).is_meta]
+        if on_meta:
+            raise StateError(f"{call}: {in_short(on_meta)} on the meta device; give the model memory and values first")
+
+    def take(self, values: Named) -> None:
+        """Copy `values` into the tensors of these names."""
+        self.before_writing()
+        put(self.by_name, values)
+        self.after_writing()
+
+    def before_writing(self) -> None:
+        """Find the memory of shards that a user has moved."""
+        for unit in self._units:
+            unit.notice_moved()
+
+    def after_writing(self) -> None:
+        """Tell the units that their shards have other values."""
+        for unit in self._units:
+            unit.compared.loaded()
+            unit.shards_written()

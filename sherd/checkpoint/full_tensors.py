@@ -1,15 +1,23 @@
-"""The tensors of a model, gathered one bucket after the other for a reader: while it has one, the next is gathered.
+"""The unsharded tensors of a model, gathered in buckets: for a reader, or for safetensors files.
 
-The next bucket takes the memory of the one before this one, so it starts when the reader has let go of that:
+While a reader has one bucket, the next is gathered. It takes the memory of the bucket before this one, so it starts
+when the reader has let go of that:
 
 gather       | bucket 0 | bucket 1 |          | bucket 2 |
 reader                  | tensors of bucket 0 | tensors of bucket 1 | ...
 
-Over gloo, which works in the background, it takes a third one's, and starts before this one is waited for.
+Over gloo, which works in the background, it takes a third bucket's memory, and starts before this one is waited for.
+
+An export writes some files on each rank while all ranks gather:
+
+files      | 1 | 2 |          written by ranks 0 and 1, side by side
+           | 3 | 4 |          then these
+gather     1a 2a 1b 2b ...    by turns, so that both ranks have something to write
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -19,13 +27,19 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from sherd.checkpoint.catalog import ModelTensors
 from sherd.checkpoint.gathering import Gathering, Line, Memory, gathers_itself, goes_by_itself, line_of, way_of
-from sherd.checkpoint.model_tensors import ModelTensors
+from sherd.checkpoint.ranks import Ranks
 from sherd.checkpoint.relayout import full_of
+from sherd.checkpoint.tensor_bytes import chunks_of, dtype_name
 from sherd.engine import Runtime, ShardedParameter, Unit
 from sherd.errors import StateError
+from sherd.storage.files import Content, write_file
+from sherd.storage.places import Place
 
 T = TypeVar("T")
+
+_EXPORT_BUCKET_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +51,20 @@ class Full:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes."""
+        """The bytes of the tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
 
-def in_buckets(given: Iterable[T], nbytes_of: Callable[[T], int], most_bytes: int) -> list[list[T]]:
-    """Returns what is `given`, in order, in lists of at most `most_bytes`, or of one element."""
+def in_buckets(elements: Iterable[T], nbytes_of: Callable[[T], int], most_bytes: int) -> list[list[T]]:
+    """Returns `elements`, in order, in lists of at most `most_bytes`, or of one element."""
     buckets: list[list[T]] = []
     room = 0
-    for each in given:
-        nbytes = nbytes_of(each)
+    for element in elements:
+        nbytes = nbytes_of(element)
         if not buckets or nbytes > room:
             buckets.append([])
             room = most_bytes
-        buckets[-1].append(each)
+        buckets[-1].append(element)
         room -= nbytes
     return buckets
 
@@ -61,27 +75,30 @@ class FullTensors:
     Args:
         model: the model, by either front end, or not sharded at all.
         dtype: the dtype of floating-point tensors; None: their own. They are sent in it.
-        call: what the user has called, for messages.
+        call: the user's call, for messages.
 
     Raises:
         StateError: the model is in use, or on the meta device.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None, call: str) -> None:
-        found = ModelTensors(model)
-        found.require_at_rest(call)
+        own = ModelTensors(model)
+        own.require_at_rest(call)
         self._call = call
-        self._tensors = found.by_name
-        self._records = found.records
-        self.aliases = found.aliases
-        self.buffers = list(found.buffers)
-        self.saved_buffers = found.saved_buffers
-        self.parameters = [name for name in self._tensors if name not in found.buffers]
-        self.described = {name: _full(tensor, dtype) for name, tensor in self._tensors.items()}
+        self._tensors = own.by_name
+        self._records = own.records
+        self.aliases = own.aliases
+        self.buffers = list(own.buffers)
+        self.saved_buffers = own.saved_buffers
+        self.parameters = [name for name in self._tensors if name not in own.buffers]
+        self.described = {
+            name: Full(tensor.shape, tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype)
+            for name, tensor in self._tensors.items()
+        }
         owners = {id(record.owner): record.owner for record in self._records.values()}
         self._units = [owner for owner in owners.values() if isinstance(owner, Unit)]
         over = (Runtime.over(unit) for unit in self._units)
-        self._runtimes = list({id(each): each for each in over if each is not None}.values())
+        self._runtimes = list({id(runtime): runtime for runtime in over if runtime is not None}.values())
         self._versions = self._versions_now()
         self._goes_by_itself = any(goes_by_itself(unit.mesh) for unit in self._units)
 
@@ -89,42 +106,42 @@ class FullTensors:
         return [weights.group.version for unit in self._units for weights in unit.weights]
 
     def read(self, names: Sequence[str], bucket_bytes: int, shown: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields each of `names` with the unsharded tensor, which is the reader's own. All ranks must read the same
-        names to their end, or stop behind the same one. Nothing is yielded if it is not `shown`.
+        """Yields each of `names` with the unsharded tensor, which is the reader's own; nothing unless `shown`.
+
+        All ranks must read the same names to their end, or stop behind the same name.
 
         Raises:
-            StateError: a forward or backward is under way, or the shards have been written since the model was looked
-                at.
+            StateError: a forward or backward is under way, or the shards were written since this object was made.
             CommError: a rank has died, or does not read on.
         """
         memory = Memory(min(bucket_bytes, sum(self.described[name].nbytes for name in names)))
-        names_of = in_buckets(names, lambda name: self.described[name].nbytes, bucket_bytes)
-        buckets = (self._bucket(each, memory) for each in names_of)
+        wanted = {name: (self._tensors[name], self.described[name].dtype) for name in names}
+        buckets = (
+            _Bucket({name: wanted[name] for name in members}, self._records, memory)
+            for members in in_buckets(names, lambda name: self.described[name].nbytes, bucket_bytes)
+        )
         here, ahead = None, self._started(next(buckets, None))
-        following = next(buckets, None)  # it is laid out while the one before is gathered
+        following = next(buckets, None)  # it is laid out while the bucket before is gathered
         is_held = False
         try:
             while ahead is not None:
                 here, ahead = ahead, None
                 self._require_unwritten()
-                found = here.tensors() if shown else iter(())
+                tensors = here.tensors() if shown else iter(())
                 if not self._goes_by_itself:
                     here.wait()
                     if is_held and not here.is_single:
-                        yield from islice(found, 1)  # then the reader holds this tensor, and not the one before
+                        # The reader's variable then refers to this tensor, and frees the last one of the bucket before.
+                        yield from islice(tensors, 1)
                 ahead = self._started(following)
                 following = next(buckets, None)
                 here.wait()
-                yield from found
+                yield from tensors
                 is_held = here.ends_in_place
-        finally:  # an error, or the reader has stopped: other ranks may have stopped as well, or not
+        finally:  # an error, or the reader stops: other ranks may stop as well, or not
             for bucket in (here, ahead):
                 if bucket is not None:
                     bucket.wait()
-
-    def _bucket(self, names: Sequence[str], memory: Memory) -> _Bucket:
-        dtypes = {name: self.described[name].dtype for name in names}
-        return _Bucket({name: self._tensors[name] for name in names}, self._records, dtypes, memory)
 
     def _started(self, bucket: _Bucket | None) -> _Bucket | None:
         if bucket is None:
@@ -145,26 +162,25 @@ class FullTensors:
 
 
 class _Bucket:
-    """Tensors that are gathered together."""
+    """Tensors that are gathered together, each with the dtype in which it is read."""
 
     def __init__(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, tuple[torch.Tensor, torch.dtype]],
         records: Mapping[str, ShardedParameter],
-        dtypes: Mapping[str, torch.dtype],
         memory: Memory,
     ) -> None:
-        self._tensors, self._records, self._dtypes, self._memory = tensors, records, dtypes, memory
-        self._last = list(tensors)[-1]
+        self._tensors, self._records, self._memory = tensors, records, memory
+        self.is_single, self._last = len(tensors) == 1, list(tensors)[-1]
         together: dict[object, list[str]] = {}
-        for name in tensors:
+        for name, (_, dtype) in tensors.items():
             record = records.get(name)
             if record is not None and not gathers_itself(record):
-                together.setdefault(line_of(record, dtypes[name]), []).append(name)
+                together.setdefault(line_of(record, dtype), []).append(name)
         self._places: dict[str, tuple[Line, int]] = {}
         ways: dict[object, list[Line]] = {}
         for members in together.values():
-            line = Line([records[name] for name in members], dtypes[members[0]])
+            line = Line([records[name] for name in members], tensors[members[0]][1])
             ways.setdefault(way_of(line), []).append(line)
             self._places |= {name: (line, index) for index, name in enumerate(members)}
         lines = [line for of_way in ways.values() for line in of_way]
@@ -185,20 +201,17 @@ class _Bucket:
             line.unsharded = unsharded
 
     @property
-    def is_single(self) -> bool:
-        """Whether it is one tensor."""
-        return len(self._tensors) == 1
-
-    @property
     def ends_in_place(self) -> bool:
-        """Whether its last tensor lies where it was gathered. While a reader holds that, the memory of the bucket is
-        not free for the next but one."""
+        """True if the last tensor lies where it was gathered.
+
+        While a reader holds that tensor, the bucket after the next cannot use this bucket's memory.
+        """
         place = self._places.get(self._last)
         return place is not None and place[0].lands_in_place
 
     @torch.no_grad()
     def start(self) -> None:
-        """Take memory, and start its collectives."""
+        """Take memory, and start the collectives."""
         self._give_memory(self._in_place)
         rows = dict(self._taken(self._later, [line.packing.gathered_numel for line in self._later]))
         for gathering in self._gatherings:
@@ -206,8 +219,10 @@ class _Bucket:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait for its collectives, and gather what other axes shard, too: all ranks must do that, read or not. May be
-        called again."""
+        """Wait for the collectives, and gather over other axes, too. Ranks that do not read must call it, too.
+
+        A second call does nothing.
+        """
         if self._is_here:
             return
         for gathering in self._gatherings:
@@ -217,7 +232,7 @@ class _Bucket:
             gathering.copy_out()
         self._gatherings.clear()
         self._is_here = True
-        for name, tensor in self._tensors.items():
+        for name, (tensor, dtype) in self._tensors.items():
             record = self._records.get(name)
             if name in self._places:
                 assert record is not None, "only parameters of units have a place"
@@ -225,18 +240,18 @@ class _Bucket:
                     part = record.as_unsharded(self._part(name))
                     self._whole[name] = full_of(part) if isinstance(part, DTensor) else part
             elif isinstance(tensor, DTensor):
-                self._whole[name] = full_of(tensor).to(self._dtypes[name])
+                self._whole[name] = full_of(tensor).to(dtype)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields all of them by name."""
-        for name, tensor in self._tensors.items():
+        """Yields all tensors by name."""
+        for name, (tensor, dtype) in self._tensors.items():
             if name in self._whole:
                 yield name, self._whole.pop(name)
             elif name not in self._places:
-                yield name, tensor.detach().to(self._dtypes[name], copy=True)
+                yield name, tensor.detach().to(dtype, copy=True)
             elif name == self._last and not self.is_single and not self.ends_in_place:
-                # The reader's variable holds it while the next bucket is copied out of its rows, and would hold all of
-                # what was copied out here.
+                # The reader's variable holds this tensor while the next bucket is copied out of its rows. As a view it
+                # would hold the memory of all tensors that were copied out here.
                 yield name, self._part(name).clone()
             else:
                 yield name, self._part(name)
@@ -246,5 +261,94 @@ class _Bucket:
         return line.part(index)
 
 
-def _full(tensor: torch.Tensor, dtype: torch.dtype | None) -> Full:
-    return Full(tensor.shape, tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype)
+# Files
+
+Convert = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
+"""Turns a tensor of the model, given its name, into the tensors that files have of it, by their names there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor of the model, by `name`, and its `results`: one tensor or several, by their names in files."""
+
+    name: str
+    results: Mapping[str, Full]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the results."""
+        return sum(result.nbytes for result in self.results.values())
+
+
+def split(sources: Sequence[Source], most_bytes: int) -> list[list[Source]]:
+    """Returns `sources` by file, in order: at most `most_bytes` in each, or one tensor."""
+    return in_buckets(sources, lambda source: source.nbytes, most_bytes)
+
+
+def file_names(number: int) -> list[str]:
+    """Returns the names that transformers gives to `number` files."""
+    if number == 1:
+        return ["model.safetensors"]
+    return [f"model-{index + 1:05d}-of-{number:05d}.safetensors" for index in range(number)]
+
+
+def write_files(
+    tensors: FullTensors, files: Mapping[str, Sequence[Source]], convert: Convert, ranks: Ranks, place: Place, task: str
+) -> list[int]:
+    """Write `files`, by name, into `place`, and return their sizes in bytes. All ranks must call it.
+
+    Raises:
+        CheckpointError: a rank cannot write.
+        CommError: a rank has died.
+    """
+    names, sizes = list(files), []
+    for first in range(0, len(files), ranks.size):
+        wave = _Wave(tensors, list(files.values())[first : first + ranks.size], convert)
+        own = first + ranks.rank
+        name = names[own] if own < len(files) else None
+        sizes += ranks.each(functools.partial(wave.write, ranks.rank, name, place), task)
+    return [size for size in sizes if size is not None]
+
+
+class _Wave:
+    """Files that are written side by side, one by each rank, from one reading."""
+
+    def __init__(self, tensors: FullTensors, files: Sequence[Sequence[Source]], convert: Convert) -> None:
+        self._files, self._convert = files, convert
+        # Sorted by the byte of its file at which a tensor begins, so that all files grow at one rate.
+        begins: list[tuple[int, int, str]] = []
+        for number, file in enumerate(files):
+            begin = 0
+            for source in file:
+                begins.append((begin, number, source.name))
+                begin += source.nbytes
+        names = [name for _, _, name in sorted(begins, key=lambda entry: entry[:2])]
+        self._reading = tensors.read(names, _EXPORT_BUCKET_BYTES)
+        self._at = ""
+        self._results: dict[str, torch.Tensor] = {}
+
+    def write(self, rank: int, name: str | None, place: Place) -> int | None:
+        """Write this rank's file, `name`, and return its size; without a name, only take part. Raises OSError."""
+        try:
+            if name is None:
+                return None
+            contents = {
+                key: Content(
+                    dtype_name(full.dtype, key), tuple(full.shape), functools.partial(self._chunks, source, key)
+                )
+                for source in self._files[rank]
+                for key, full in source.results.items()
+            }
+            return write_file(place, name, contents, {"format": "pt"}).nbytes
+        finally:
+            for _ in self._reading:  # to its end, even if this rank cannot write: the others gather with it
+                pass
+
+    def _chunks(self, source: Source, key: str) -> Iterator[memoryview]:
+        """Yields the bytes of `key`, a result of `source`. The writer asks in the order of the file."""
+        while self._at != source.name:
+            self._at, tensor = next(self._reading)
+            if self._at == source.name:
+                self._results = self._convert(source.name, tensor)
+            del tensor  # its memory is the next bucket's
+        yield from chunks_of(self._results.pop(key))

@@ -13,8 +13,7 @@ from functools import lru_cache
 import torch
 
 from sherd._torch import storage_uses
-from sherd.comm import pages
-from sherd.comm.buffers import Buffer
+from sherd.comm.buffers import Buffer, advise_pages, prepare_pages
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Handoff, streams_for
 from sherd.comm.transport import Pending, Sizes
@@ -66,9 +65,9 @@ class Memory:
             return min(fitting, key=lambda buffer: buffer.nbytes).tensor
         if sum(buffer.nbytes for buffer, _ in self._buffers) + size > _MOST_KEPT * self._usual_bytes:
             self._buffers = [each for each in self._buffers if each[0] not in free]
-        pages.prepare(size)
+        prepare_pages(size)
         buffer = Buffer(size, torch.uint8, device)
-        pages.advise(buffer.tensor.untyped_storage())
+        advise_pages(buffer.tensor.untyped_storage())
         self._buffers.append((buffer, storage_uses(buffer.address)))
         return buffer.tensor
 

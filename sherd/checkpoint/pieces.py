@@ -1,39 +1,50 @@
-"""The pieces of a tensor that ranks hold: this rank's, and which file each rank's piece goes to.
+"""The pieces of a tensor that ranks hold, and which rank writes which piece.
 
-Every rank finds out by itself, from the layouts of its tensors; ranks exchange nothing.
+Every rank derives from the layouts of its tensors which file the pieces of all ranks go to; ranks exchange nothing.
+Each piece is written once, and each rank writes about as many bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import permutations, product
 from math import prod
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from sherd._torch import DTensorSpec, local_tensor, spec_of, split_factor_of
 from sherd.checkpoint.tensor_bytes import dtype_name
 from sherd.errors import CheckpointError
-from sherd.layout.boxes import Box, Grid, GridCut, cell, whole
+from sherd.layout.boxes import Box, GridCut, cell, whole
 from sherd.layout.placement import Shape
-from sherd.tensor.checkpoint import boxes_here
+from sherd.storage.safetensors import nbytes_of
 from sherd.tensor.placement import is_ragged, layout_of
+from sherd.tensor.ragged import boxes_here
+
+SMALL_BYTES = 1 << 20
+"""The first rank that has plain tensors below this size writes all of them.
+
+Ranks may have different ones, as of a batch norm, and the mean of one rank does not go with the variance of another.
+"""
+
+
+# The layouts of tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """How a mesh holds tensors of certain placements, of which it may hold several copies.
+    """The copies of a tensor of certain placements that a mesh holds.
 
     Args:
-        files: the files of the mesh's ranks, from which ranks know that they mean the same mesh.
+        files: the files of the mesh's ranks, by which ranks recognise each other's mesh.
         firsts: the file of the first piece of each copy.
-        cuts: how a copy is cut; None: each rank lists its own pieces.
-        own: the copy that this rank has a piece of; None if it is not in the mesh.
+        cuts: how a copy is cut. None: each rank lists its own pieces.
+        own: the copy that this rank has a piece of. None: this rank is not in the mesh.
     """
 
     files: tuple[int, ...]
@@ -44,8 +55,10 @@ class Copies:
 
 @dataclass(frozen=True)
 class Described:
-    """A tensor that is saved, as this rank sees it. `copies` is None if each rank has it whole: a plain tensor, or one
-    without elements."""
+    """A tensor that is saved, as one rank sees it.
+
+    `copies` is None if each rank has the whole tensor: a plain tensor, or one without elements.
+    """
 
     dtype: str
     shape: Shape
@@ -53,14 +66,16 @@ class Described:
 
     @cached_property
     def variant(self) -> tuple[object, ...]:
-        """The key that this rank and another one share if they hold pieces, or copies, of one tensor."""
+        """The key that two ranks share if they hold pieces, or copies, of one tensor."""
         of_mesh = (self.copies.files, self.copies.firsts, self.copies.cuts) if self.copies else None
         return self.dtype, self.shape, of_mesh
 
 
 class Layouts:
-    """The layouts of the tensors of one save, each looked at once. `ranks` are those that save, each to a file of its
-    own, by its number among them."""
+    """The layouts of the tensors of one save, each computed once.
+
+    `ranks` are the ranks that save. Each writes a file, whose number is the rank's place among them.
+    """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._files = {rank: number for number, rank in enumerate(ranks)}
@@ -70,43 +85,57 @@ class Layouts:
         """Returns the description of `tensor`, which is called `name`.
 
         Raises:
-            CheckpointError: its dtype or layout is one that files do not have.
+            CheckpointError: files do not have its dtype or layout.
         """
         copies = self._copies(name, spec_of(tensor)) if isinstance(tensor, DTensor) and tensor.numel() else None
         return Described(dtype_name(tensor.dtype, name), tuple(tensor.shape), copies)
 
     def _copies(self, name: str, spec: DTensorSpec) -> Copies:
-        is_of_runs = is_ragged(spec)
-        how = layout_of(spec).copied_axes if is_of_runs else tuple(spec.placements)
-        key = (spec.mesh, is_of_runs, how)
-        if key not in self._known:
-            files = self._files_of(name, spec.mesh)
-            if is_of_runs:
-                self._known[key] = _held(spec.mesh, files, layout_of(spec).copied_axes, None)
-            else:
-                order = _order_of(name, spec)
-                rest = tuple(axis for axis in range(spec.mesh.ndim) if axis not in order)
-                self._known[key] = _held(spec.mesh, files, rest, _cuts(spec, files, order))
-        return self._known[key]
-
-    def _files_of(self, name: str, mesh: DeviceMesh) -> tuple[int, ...]:
-        """Returns the file of each rank of `mesh`, the last axis fastest."""
-        ranks = mesh.mesh.flatten().tolist()
+        is_of_runs, mesh = is_ragged(spec), spec.mesh
+        key = (mesh, is_of_runs, layout_of(spec).copied_axes if is_of_runs else tuple(spec.placements))
+        if key in self._known:
+            return self._known[key]
+        ranks = mesh.mesh.flatten().tolist()  # the last axis fastest
         if absent := [rank for rank in ranks if rank not in self._files]:
             raise CheckpointError(f"{name} lies on ranks {absent[:8]}, too, which do not save; leave out the group")
-        return tuple(self._files[rank] for rank in ranks)
+        files = tuple(self._files[rank] for rank in ranks)
+        cuts: tuple[GridCut, ...] | None = None
+        if is_of_runs:
+            copied = layout_of(spec).copied_axes
+        else:
+            order = _order_of(name, spec)
+            copied = tuple(axis for axis in range(mesh.ndim) if axis not in order)
+            cuts = _cuts(spec, files, order)
+        own: int | None = None
+        if (coordinate := mesh.get_coordinate()) is not None:
+            own = 0
+            for axis in copied:
+                own = own * mesh.size(axis) + coordinate[axis]
+        strides = [prod(mesh.shape[axis + 1 :]) for axis in range(mesh.ndim)]
+        coordinates = product(*(range(mesh.size(axis)) for axis in copied))
+        firsts = [sum(at * strides[axis] for at, axis in zip(place, copied, strict=True)) for place in coordinates]
+        self._known[key] = Copies(files, tuple(files[first] for first in firsts), cuts, own)
+        return self._known[key]
+
+
+# This rank's pieces
 
 
 def pieces_here(name: str, tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """Returns this rank's pieces of `tensor`, each with its memory. A plain tensor is one piece, and so is one without
-    elements."""
+    """Returns this rank's pieces of `tensor`, each with its memory.
+
+    A plain tensor is one piece, and so is a tensor without elements.
+    """
     if not tensor.numel():
         return [(whole(tuple(tensor.shape)), torch.empty(tensor.shape, dtype=tensor.dtype))]
     if not isinstance(tensor, DTensor):
         return [(whole(tuple(tensor.shape)), tensor.detach())]
     spec, local = spec_of(tensor), local_tensor(tensor).detach()
     if is_ragged(spec):
-        return _runs_here(spec, local)
+        boxes = boxes_here(layout_of(spec))
+        if len(boxes) == 1 and boxes[0][0].sizes == tuple(local.shape):
+            return [(boxes[0][0], local)]  # as it is: its elements need not be in order, so no view may flatten it
+        return [(box, local.view(-1)[start : start + box.numel].view(box.sizes)) for box, start in boxes]
     box = _cell_here(name, spec)
     if box is None:
         return []
@@ -119,20 +148,20 @@ def pieces_here(name: str, tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor
 
 
 def sampled(name: str, tensor: torch.Tensor) -> dict[int, complex]:
-    """Returns the elements of `tensor`, by their number in it, that this rank holds of some 64 all over it."""
-    found: dict[int, complex] = {}
+    """Returns this rank's elements among some 64 that are spread over `tensor`, by their number in it."""
+    sample: dict[int, complex] = {}
     at = torch.arange(0, tensor.numel(), max(tensor.numel() // 64, 1))
     for box, part in pieces_here(name, tensor):
         index = [of - first for of, first in zip(torch.unravel_index(at, tensor.shape), box.offsets, strict=True)]
         within = [(of >= 0) & (of < size) for of, size in zip(index, box.sizes, strict=True)]
         inside = torch.stack([torch.ones_like(at, dtype=torch.bool), *within]).all(0)
         here = part[tuple(of[inside].to(part.device) for of in index)].reshape(-1)
-        found.update(zip(at[inside].tolist(), here.to(torch.complex128).tolist(), strict=True))
-    return found
+        sample.update(zip(at[inside].tolist(), here.to(torch.complex128).tolist(), strict=True))
+    return sample
 
 
 def local_shape_of(name: str, spec: DTensorSpec) -> Shape:
-    """Returns the shape of this rank's part of the tensor `name`, which lies as `spec` says."""
+    """Returns the shape of this rank's part of the tensor `name`, whose layout is `spec`."""
     if is_ragged(spec):
         return layout_of(spec).local_shape
     box = _cell_here(name, spec)
@@ -140,7 +169,7 @@ def local_shape_of(name: str, spec: DTensorSpec) -> Shape:
 
 
 def _cell_here(name: str, spec: DTensorSpec) -> Box | None:
-    """Returns this rank's part of a tensor that is sharded as torch shards, or None if it is not in the mesh."""
+    """Returns this rank's part of a tensor that is sharded as torch shards; None if the rank is not in the mesh."""
     coordinate, everything = spec.mesh.get_coordinate(), whole(tuple(spec.shape))
     if coordinate is None:
         return None
@@ -150,36 +179,11 @@ def _cell_here(name: str, spec: DTensorSpec) -> Box | None:
     )
 
 
-def _runs_here(spec: DTensorSpec, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    boxes = boxes_here(layout_of(spec))
-    if len(boxes) == 1 and boxes[0][0].sizes == tuple(local.shape):
-        return [(boxes[0][0], local)]  # its elements need not be in order
-    return [(box, local.view(-1)[start : start + box.numel].view(box.sizes)) for box, start in boxes]
-
-
-def grid_of(copies: Copies, copy: int) -> Grid:
-    """Returns where the pieces of one copy are, over the files."""
-    assert copies.cuts is not None, "its ranks do not list their pieces"
-    return Grid(copies.firsts[copy], copies.cuts)
-
-
-def _held(
-    mesh: DeviceMesh, files: tuple[int, ...], copied: tuple[int, ...], cuts: tuple[GridCut, ...] | None
-) -> Copies:
-    """Returns the copies that the axes `copied` hold."""
-    coordinate, own = mesh.get_coordinate(), None
-    strides = [prod(mesh.shape[axis + 1 :]) for axis in range(mesh.ndim)]
-    if coordinate is not None:
-        own = 0
-        for axis in copied:
-            own = own * mesh.size(axis) + coordinate[axis]
-    places = product(*(range(mesh.size(axis)) for axis in copied))
-    firsts = [sum(at * strides[axis] for at, axis in zip(place, copied, strict=True)) for place in places]
-    return Copies(files, tuple(files[first] for first in firsts), cuts, own)
+# The cuts of a copy
 
 
 def _cuts(spec: DTensorSpec, files: tuple[int, ...], order: tuple[int, ...]) -> tuple[GridCut, ...] | None:
-    """Returns the cuts of a copy, or None if the files are not evenly spaced along the axes of the mesh."""
+    """Returns the cuts of a copy; None if the files are not evenly spaced along the axes of the mesh."""
     sizes = tuple(spec.mesh.shape)
     strides = [files[prod(sizes[axis + 1 :])] - files[0] if sizes[axis] > 1 else 0 for axis in range(len(sizes))]
     spaced = tuple(
@@ -192,7 +196,7 @@ def _cuts(spec: DTensorSpec, files: tuple[int, ...], order: tuple[int, ...]) -> 
 
 
 def _order_of(name: str, spec: DTensorSpec) -> tuple[int, ...]:
-    """Returns the mesh axes that shard a dim, in the order in which they cut. Raises CheckpointError if none can."""
+    """Returns the mesh axes that shard a dim, in the order in which they cut. Raises CheckpointError if none exists."""
     order = _order(tuple(spec.placements), tuple(spec.mesh.shape))
     if order is None:
         raise CheckpointError(
@@ -209,26 +213,87 @@ def _dim_of(placement: Placement) -> int:
 
 @lru_cache(maxsize=1024)
 def _order(placements: tuple[Placement, ...], sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns the axes that shard a dim, in the order in which they cut it: from left to right, but an axis with a
-    strided shard after those to its right whose sizes make up its split factor. None if there is no such order."""
+    """Returns the axes that shard a dim, in the order in which they cut it; None if no order fits.
+
+    Axes cut from left to right. But an axis with a strided shard cuts after the axes to its right whose sizes make up
+    its split factor.
+    """
     by_dim: dict[int, list[int]] = {}
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard) or split_factor_of(placement) is not None:
             by_dim.setdefault(_dim_of(placement), []).append(axis)
         elif not placement.is_replicate():
             return None
-    found: list[int] = []
+    ordered: list[int] = []
     for axes in by_dim.values():
-        order = next((order for order in permutations(axes) if _makes(order, placements, sizes)), None)
+        order = next((order for order in permutations(axes) if _fits(order, placements, sizes)), None)
         if order is None:
             return None
-        found += order
-    return tuple(found)
+        ordered += order
+    return tuple(ordered)
 
 
-def _makes(order: tuple[int, ...], placements: tuple[Placement, ...], sizes: tuple[int, ...]) -> bool:
-    """Returns whether cutting in this order gives the axes the split factors that they have."""
+def _fits(order: tuple[int, ...], placements: tuple[Placement, ...], sizes: tuple[int, ...]) -> bool:
+    """Returns True if cutting in this order gives the axes the split factors that they have."""
     return all(
         prod(sizes[other] for other in order[:at] if other > axis) == (split_factor_of(placements[axis]) or 1)
         for at, axis in enumerate(order)
     )
+
+
+# The choice of copies
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The copy of a tensor that is written: the `variant` that some ranks have, and the number of its `copy`.
+
+    The copy of a plain tensor is a rank.
+    """
+
+    variant: tuple[object, ...]
+    copy: int
+
+
+@dataclass(frozen=True, slots=True)
+class Party:
+    """Ranks that have the same tensors, as they describe them."""
+
+    ranks: tuple[int, ...]
+    tensors: Mapping[str, Described]
+
+
+def choose(parties: Sequence[Party]) -> dict[str, Choice]:
+    """Returns the choice for each tensor, in the order of its first party.
+
+    Parties may describe a tensor in different ways: two tensor-parallel ranks each shard a norm over their own
+    data-parallel ranks. Then the first party's way is written. Copies go to the ranks with the fewest bytes so far. All
+    ranks that know the same parties make the same choices.
+    """
+    choices: dict[str, Choice] = {}
+    of_copies: dict[tuple[int, ...], list[int]] = {}
+    of_ranks = {party.ranks: [(0, rank) for rank in party.ranks] for party in parties}
+    for party in parties:
+        for name, tensor in party.tensors.items():
+            if name in choices:
+                continue
+            nbytes = nbytes_of(tensor.dtype, tensor.shape)
+            if tensor.copies is None and nbytes < SMALL_BYTES:
+                copy = party.ranks[0]
+            elif tensor.copies is None:
+                load, copy = of_ranks[party.ranks][0]
+                heapq.heapreplace(of_ranks[party.ranks], (load + nbytes, copy))
+            else:
+                firsts = tensor.copies.firsts
+                loads = of_copies.setdefault(firsts, [0] * len(firsts))
+                copy = loads.index(min(loads))
+                loads[copy] += nbytes * len(firsts) // len(tensor.copies.files)
+            choices[name] = Choice(tensor.variant, copy)
+    return choices
+
+
+def is_written_here(tensor: Described, choice: Choice, rank: int) -> bool:
+    """Returns True if this rank writes its pieces of `tensor`."""
+    if tensor.variant != choice.variant:
+        return False
+    return choice.copy == (rank if tensor.copies is None else tensor.copies.own)

@@ -1,9 +1,11 @@
-"""From one layout to another: a tensor of optimizer state gathered, cut as a parameter is, or cut into rows.
+"""From one layout to another: a tensor gathered, cut as a parameter is, cut into rows, or copied into another.
 
 All ranks that hold parts must call the functions that gather, in the same order.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -11,11 +13,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from sherd._torch import DTensorSpec, dtensor_spec, local_tensor, spec_of
 from sherd.tensor.gather import gather_part
 from sherd.tensor.placement import is_ragged, layout_of
-from sherd.tensor.ragged import as_dtensor, distribute_ragged
+from sherd.tensor.ragged import as_dtensor, distribute_ragged, local_part
+
+Named = Mapping[str, torch.Tensor]
 
 
 def around(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Returns a DTensor around `local`, uncopied, that lies as `spec` says, in the dtype of `local`."""
+    """Returns a DTensor around `local`, uncopied, in the layout of `spec` and the dtype of `local`."""
     return as_dtensor(local, _of_dtype(spec, local.dtype))
 
 
@@ -35,18 +39,19 @@ def full_of(value: DTensor) -> torch.Tensor:
     """Returns the unsharded tensor in memory of its own, gathered on the device of the mesh."""
     local = local_tensor(value).detach()
     full: torch.Tensor = around(local.to(value.device_mesh.device_type), spec_of(value)).full_tensor()
+    # On one rank, or replicated, the full tensor is the local one.
     return full.clone() if full.data_ptr() == local.data_ptr() else full
 
 
 def on_mesh_device(value: DTensor) -> DTensor:
-    """Returns `value` on its mesh's device, since collectives cannot gather what was offloaded to the host."""
-    kind = value.device_mesh.device_type
+    """Returns `value` on the device of its mesh: collectives cannot gather a tensor that was offloaded to the host."""
+    device_type = value.device_mesh.device_type
     local = local_tensor(value)
-    return value if local.device.type == kind else around(local.detach().to(kind), spec_of(value))
+    return value if local.device.type == device_type else around(local.detach().to(device_type), spec_of(value))
 
 
 def laid_out(value: torch.Tensor, spec: DTensorSpec, device: torch.device) -> DTensor:
-    """Returns a copy of `value` that lies as `spec` says, on `device`. `value` is an unsharded tensor or a DTensor."""
+    """Returns a copy of `value`, an unsharded tensor or a DTensor, in the layout of `spec` on `device`."""
     dtensor = value if isinstance(value, DTensor) else None
     if dtensor is not None and lies_as(dtensor, spec):
         local = local_tensor(dtensor).detach()
@@ -61,8 +66,7 @@ def laid_out(value: torch.Tensor, spec: DTensorSpec, device: torch.device) -> DT
 
 
 def as_rows(value: DTensor) -> DTensor:
-    """Returns a ragged tensor as a DTensor of torch's own, cut into equal chunks of dim 0; other DTensors as they
-    are."""
+    """Returns a ragged tensor as a DTensor of torch's own, in equal chunks of dim 0; other DTensors as they are."""
     if not value.dim() or not is_ragged(spec_of(value)):
         return value
     axes = layout_of(spec_of(value)).ragged
@@ -71,7 +75,19 @@ def as_rows(value: DTensor) -> DTensor:
 
 
 def gathered_vector(value: DTensor) -> torch.Tensor:
-    """Returns the state of a flat parameter, gathered over the data-parallel ranks. Under tensor parallelism it is the
-    vector of this rank of the other axes."""
+    """Returns the state of a flat parameter, gathered over the data-parallel axes, but not over tensor parallelism."""
     value = on_mesh_device(value)
     return gather_part(local_tensor(value), layout_of(spec_of(value)))
+
+
+@torch.no_grad()
+def put(targets: Named, values: Named) -> None:
+    """Copy each of `values`, in any layout, into the tensor of the same name in `targets`."""
+    for name, value in values.items():
+        target, source = targets[name], value
+        if isinstance(target, DTensor):
+            if not (isinstance(value, DTensor) and lies_as(value, spec_of(target))):
+                source = laid_out(value, spec_of(target), local_part(target).device)
+        elif isinstance(value, DTensor):
+            source = full_of(value)
+        local_part(target).copy_(local_part(source))

@@ -1,4 +1,9 @@
-"""`optim_state_dict`: an optimizer's state by parameter name, gathered, or as DTensors laid out as the parameters."""
+"""An optimizer's state by parameter name: gathered, or as DTensors laid out as the parameters.
+
+Ranks first compare their states. Otherwise a rank without some state would hang the others, or pair their collectives
+wrongly. A rank that holds no element of a parameter may have no state for it, since optimizers may skip empty tensors:
+it is given empty parts, and the numbers that the other ranks have.
+"""
 
 from __future__ import annotations
 
@@ -8,115 +13,73 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import local_tensor, spec_of
-from sherd.checkpoint.agreement import agree
-from sherd.checkpoint.catalog import Catalog, Entry, Groups, Member, ParamGroup, StateDict
+from sherd.checkpoint.catalog import Catalog, Entry, StateDict
 from sherd.checkpoint.relayout import around, as_rows, full_of, gathered_vector, laid_out, lies_as
-from sherd.engine import watcher
+from sherd.comm.mesh import DataMesh
+from sherd.comm.objects import all_gather_objects
+from sherd.engine import ShardedParameter, watcher
+from sherd.errors import OptimStateError
+from sherd.tensor.ragged import own_view
 from sherd.tensor.state_kind import State, StateKind, copy_of, kind_of
 
 
-def optim_state_dict(
-    model: nn.Module,
-    optim: Optimizer,
-    given: StateDict | None = None,
-    *,
-    full: bool,
-    rank0_only: bool = False,
-    offload_to_cpu: bool = True,
-    in_rows: bool = False,
-    group: dist.ProcessGroup | None = None,
-) -> StateDict:
-    """Returns the state of `optim`, by the names that the parameters have in the user's own model.
-
-    All ranks must call it. State with an element for each element of a parameter is returned as one tensor of the
-    parameter's shape; all other state (counts of steps, numbers) as it is. The names and the two forms are those of
-    `torch.distributed.fsdp.FullyShardedDataParallel.optim_state_dict`.
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form of a state.
 
     Args:
-        model: the model that the optimizer was built from, or one that contains it.
+        full: gather tensors. Otherwise they are DTensors in the parameters' layout, in the optimizer's own memory.
+        in_rows: cut ragged DTensors anew as `Shard(0)`.
+        on_host: put tensors into host memory.
+        is_kept: False on a rank that takes part in the collectives, and gets {}.
+    """
+
+    full: bool = False
+    in_rows: bool = False
+    on_host: bool = False
+    is_kept: bool = True
+
+    def of_part(self, part: DTensor) -> object:
+        """Returns a tensor that lies as its parameter does: gathered, in rows, or as it is."""
+        return self.placed(full_of(part) if self.full else as_rows(part) if self.in_rows else part)
+
+    def placed(self, value: object) -> object:
+        """Returns a tensor on the host if the state goes there; anything else as it is."""
+        is_moved = self.on_host and self.is_kept
+        if not is_moved or not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+            return value
+        return around(local_tensor(value).cpu(), spec_of(value)) if isinstance(value, DTensor) else value.cpu()
+
+
+def state_by_name(
+    catalog: Catalog, optim: Optimizer, given: StateDict | None, form: Form, compare: bool = True
+) -> StateDict:
+    """Returns the state of `optim`, by the names that its parameters have in the user's own model.
+
+    All ranks must call it. State with an element for each element of a parameter is returned as one tensor of the
+    parameter's shape; all other state (counts of steps, numbers) as it is. Parameters without state have no entry. The
+    form of the dict is that of `torch.distributed.fsdp.FullyShardedDataParallel.optim_state_dict`.
+
+    Args:
+        catalog: the parameters of the model.
         optim: the optimizer.
         given: the optimizer's state, keyed by id or by the model's names. None: `optim.state_dict()`. If it has no
             "param_groups", neither has the result.
-        full: gather tensors. Otherwise they are DTensors that lie as the parameters do and share the optimizer's
-            memory.
-        rank0_only: gather on rank 0 of `group` (None: of all ranks) alone. The others take part and return an empty
-            dict.
-        offload_to_cpu: return tensors in host memory.
-        in_rows: cut ragged DTensors anew as `Shard(0)`.
-
-    Returns:
-        `{"state": {name: {key: value}}, "param_groups": [{..., "params": [name, ...]}]}`; parameters without state have
-        no entry.
+        form: the form of the state.
+        compare: compare the ranks' states first. All ranks must do so if one of them `needs_comparison`, or if the
+            state is gathered.
 
     Raises:
-        OptimStateError: a parameter of the optimizer is not the model's, or ranks have different states.
+        OptimStateError: a parameter of the optimizer is not in the catalog, or ranks have different states.
     """
     if not optim.state:
         watcher.adopt(optim)  # it may have been built before the model was sharded
     raw: StateDict = type(optim).state_dict(optim) if given is None else given  # torch may have patched its own
-    catalog = Catalog(model)
     groups = catalog.groups_of(optim)
-    states, users_own = _sorted_out(raw, groups, catalog)
-    agree(catalog.entries, states)
-    is_returned = not (full and rank0_only) or dist.get_rank(group) == 0
-    form = _Form(full, in_rows, offload_to_cpu and is_returned)
-    named: dict[object, State] = {}
-    # In the model's order, which all ranks share. The order of the optimizer's parameters may differ between them.
-    for entry in catalog.entries:
-        if id(entry) not in states:
-            continue
-        for name, state in _by_name(entry, states[id(entry)], form):
-            if is_returned:
-                named[name] = state
-    if not is_returned:
-        return {}
-    param_groups = {"param_groups": _named_groups(raw, groups)} if "param_groups" in raw else {}
-    return {"state": named | users_own, **param_groups}
-
-
-def needs_comparison(catalog: Catalog, optim: Optimizer) -> bool:
-    """Returns whether a rank cannot tell alone what the state of `optim` is: it has a plain tensor that may be its part
-    of a sharded one. Raises as `state_in_parts`."""
-    if not optim.state:
-        watcher.adopt(optim)
-    entries = [entry for group in catalog.groups_of(optim) for entry in group if entry.spec is not None]
-    return any(_has_plain_part(optim.state.get(entry.parameter, {}), entry) for entry in entries)
-
-
-def state_in_parts(catalog: Catalog, optim: Optimizer, compare: bool) -> StateDict:
-    """Returns the state of `optim` by name, tensors as DTensors that share its memory.
-
-    Ranks compare their states, as they do in `optim_state_dict`, only with `compare`.
-
-    Raises:
-        OptimStateError: a parameter of the optimizer is not in the catalog; or ranks have different states.
-    """
-    raw: StateDict = type(optim).state_dict(optim)
-    groups = catalog.groups_of(optim)
-    states, users_own = _sorted_out(raw, groups, catalog)
-    if compare:
-        agree(catalog.entries, states)
-    form = _Form(full=False, in_rows=False, on_host=False)
-    held = [(entry, states[id(entry)]) for entry in catalog.entries if id(entry) in states]
-    named: dict[object, State] = {name: each for entry, state in held for name, each in _by_name(entry, state, form)}
-    return {"state": named | users_own, "param_groups": _named_groups(raw, groups)}
-
-
-def _has_plain_part(state: State, entry: Entry) -> bool:
-    """Returns whether a plain tensor has the shape of this rank's part of the parameter."""
-    shape, local = entry.parameter.shape, entry.local_shape
-    plain = ((key, value) for key, value in state.items() if not isinstance(value, DTensor))
-    return any(kind_of(key, value, shape, local) is StateKind.ELEMENTS for key, value in plain)
-
-
-def _sorted_out(raw: StateDict, groups: Groups, catalog: Catalog) -> tuple[dict[int, State], dict[object, State]]:
-    """Returns the states by the id of their entry, and those that a user has put among them under other keys."""
     by_key: dict[object, Entry] = {}
     if "param_groups" in raw:
         for saved, group in zip(raw["param_groups"], groups, strict=True):
@@ -125,6 +88,7 @@ def _sorted_out(raw: StateDict, groups: Groups, catalog: Catalog) -> tuple[dict[
         # A user has left out the groups: the keys are numbers as an optimizer gives them.
         by_key.update(enumerate(entry for group in groups for entry in group))
     states: dict[int, State] = {}
+    named: dict[object, State] = {}
     users_own: dict[object, State] = {}
     for key, state in raw["state"].items():
         entry = catalog.at(key) if isinstance(key, str) else by_key.get(key)
@@ -132,12 +96,29 @@ def _sorted_out(raw: StateDict, groups: Groups, catalog: Catalog) -> tuple[dict[
             warnings.warn(
                 f"Found a optim state, {key}, that FSDP cannot process: it belongs to no parameter of the model. It is "
                 "handed on as it is",
-                stacklevel=4,
+                stacklevel=3,
             )
             users_own[key] = state
         else:
             states[id(entry)] = {name: _recognised(name, value, entry) for name, value in state.items()}
-    return states, users_own
+    if compare:
+        agree(catalog.entries, states)
+    # In the model's order, which all ranks share. The order of the optimizer's parameters may differ between them.
+    for entry in catalog.entries:
+        if id(entry) in states:
+            for name, state in _by_name(entry, states[id(entry)], form):
+                if form.is_kept:
+                    named[name] = state
+    if not form.is_kept:
+        return {}
+    complete: StateDict = {"state": named | users_own}
+    if "param_groups" in raw:
+        complete["param_groups"] = [
+            {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+            | {"params": [name for entry in group for name in entry.names]}
+            for saved, group in zip(raw["param_groups"], groups, strict=True)
+        ]
+    return complete
 
 
 def _recognised(key: str, value: Any, entry: Entry) -> object:
@@ -148,32 +129,7 @@ def _recognised(key: str, value: Any, entry: Entry) -> object:
     return laid_out(value, entry.spec, value.device) if is_element else value
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """The form in which state was asked for; `optim_state_dict` explains the choices."""
-
-    full: bool
-    in_rows: bool
-    on_host: bool
-
-    def of_part(self, part: DTensor) -> object:
-        """Returns a piece that lies as its parameter does: gathered, in rows, or as it is."""
-        return self.placed(full_of(part) if self.full else as_rows(part) if self.in_rows else part)
-
-    def of_view(self, member: Member, view: torch.Tensor) -> object:
-        """Returns the member's part of a vector, which was gathered if the state is to be full."""
-        if self.full:
-            return self.placed(member.unsharded_state(view))
-        return self.of_part(member.sharded_state(view))
-
-    def placed(self, value: object) -> object:
-        """Returns a tensor on the host if it was asked for there; anything else as it is."""
-        if not self.on_host or not isinstance(value, torch.Tensor) or value.device.type == "cpu":
-            return value
-        return around(local_tensor(value).cpu(), spec_of(value)) if isinstance(value, DTensor) else value.cpu()
-
-
-def _by_name(entry: Entry, state: State, form: _Form) -> Iterator[tuple[str, State]]:
+def _by_name(entry: Entry, state: State, form: Form) -> Iterator[tuple[str, State]]:
     """Yields the names of the members, and the state of each. Collective if the state is to be full."""
     parts, others = _parts_of(state, entry)
     if form.full and entry.span is None:
@@ -188,17 +144,26 @@ def _by_name(entry: Entry, state: State, form: _Form) -> Iterator[tuple[str, Sta
         views = {key: entry.unsharded_span.views(gathered_vector(part)) for key, part in parts.items()}
     else:
         views = {key: entry.span.views(local_tensor(part).detach()) for key, part in parts.items()}
-    for index, member in enumerate(entry.members):
-        yield (
-            member.name,
-            {key: copy_of(others[key]) if key in others else form.of_view(member, views[key][index]) for key in state},
-        )
+    for number, member in enumerate(entry.members):
+        assert member.spec is not None, "a member of a flat parameter is sharded"
+        of_member: State = {}
+        for key in state:
+            if key in others:
+                of_member[key] = copy_of(others[key])
+            elif not form.full:
+                of_member[key] = form.of_part(around(own_view(views[key][number]), member.spec))
+            else:
+                # A copy, or the gathered vectors of all members would live as long as one of them.
+                part = views[key][number].view(member.unsharded_shape)
+                spec = member.unsharded_spec
+                of_member[key] = form.placed(part.clone() if spec is None else full_of(around(part, spec)))
+        yield member.name, of_member
 
 
 def _parts_of(state: State, entry: Entry) -> tuple[dict[str, DTensor], State]:
-    """Returns the pieces of state that are DTensors, laid out as the entry, and all others.
+    """Returns the values of a state that are DTensors, laid out as the entry, and all others.
 
-    A DTensor of another shape is no vector of a flat parameter's members: it is gathered, since all of them have it.
+    A DTensor of another shape has no elements of a flat parameter. It is gathered, and each member gets it.
     """
     parts: dict[str, DTensor] = {}
     others: State = {}
@@ -216,10 +181,131 @@ def _parts_of(state: State, entry: Entry) -> tuple[dict[str, DTensor], State]:
     return parts, others
 
 
-def _named_groups(raw: StateDict, groups: Groups) -> list[ParamGroup]:
-    """Returns the parameter groups with names under "params". `param_names`, which torch may keep too, is dropped."""
-    return [
-        {key: value for key, value in saved.items() if key not in ("params", "param_names")}
-        | {"params": [name for entry in group for name in entry.names]}
-        for saved, group in zip(raw["param_groups"], groups, strict=True)
-    ]
+# The comparison of ranks
+
+PART, NUMBER, VALUE, OTHER = "a part of a tensor", "a number", "a value", "an object"
+LIKE_PART = "a plain tensor of the shape of this rank's part"
+"""It is a part if every rank has a tensor of the shape of its part. Otherwise the shape is a coincidence."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """A value of a state as a rank describes it to the others. `value` is there if it is short."""
+
+    kind: str
+    dtype: torch.dtype | None = None
+    value: object = None
+
+    def __str__(self) -> str:
+        dtype = "" if self.dtype is None else f" of {self.dtype}"
+        return f"{self.kind if self.kind == PART else self.value}{dtype}"
+
+
+_Holding = tuple[int, dict[str, _Description]]
+"""A rank's part of one parameter: the number of its elements, and its state by key."""
+
+
+def needs_comparison(catalog: Catalog, optim: Optimizer) -> bool:
+    """Returns True if `optim` has a plain tensor that may be a part of a sharded one, which only all ranks can tell.
+
+    Raises:
+        OptimStateError: a parameter of the optimizer is not in the catalog.
+    """
+    if not optim.state:
+        watcher.adopt(optim)
+    entries = [entry for group in catalog.groups_of(optim) for entry in group if entry.spec is not None]
+    return any(
+        not isinstance(value, DTensor)
+        and kind_of(key, value, entry.parameter.shape, entry.local_shape) is StateKind.ELEMENTS
+        for entry in entries
+        for key, value in optim.state.get(entry.parameter, {}).items()
+    )
+
+
+def agree(entries: list[Entry], states: dict[int, State]) -> None:
+    """Complete `states` (by the id of the entry), so that all ranks have the same keys for each of `entries`.
+
+    Plain tensors that are parts become DTensors. All ranks that hold parts must call it.
+
+    Raises:
+        OptimStateError: ranks that hold elements of a parameter have different state for it. On all ranks.
+    """
+    by_mesh: dict[DataMesh | None, list[Entry]] = {}
+    for entry in entries:
+        if entry.spec is not None:
+            record = ShardedParameter.of(entry.parameter)
+            by_mesh.setdefault(None if record is None else record.mesh, []).append(entry)
+    for mesh, sharded in by_mesh.items():
+        by_rank: list[list[_Holding]] = [[]]
+        for entry in sharded:
+            described = {key: _described(key, value, entry) for key, value in states.get(id(entry), {}).items()}
+            by_rank[0].append((entry.local_shape.numel(), described))
+        for group in () if mesh is None else mesh.piece_groups:
+            gathered = all_gather_objects(by_rank, "the comparison of optimizer states", group)
+            by_rank = [holdings for of_rank in gathered for holdings in of_rank]  # one rank after the other
+        for entry, *holdings in zip(sharded, *by_rank, strict=True):
+            if expected := _agreed(entry, holdings):
+                own = states.get(id(entry), {})
+                states[id(entry)] = {key: _completed(own, key, entry, value) for key, value in expected.items()}
+
+
+def _described(key: str, value: object, entry: Entry) -> _Description:
+    if isinstance(value, torch.Tensor):
+        kind = kind_of(key, value, entry.parameter.shape, entry.local_shape)
+        if kind is StateKind.ELEMENTS:
+            return _Description(PART if isinstance(value, DTensor) else LIKE_PART, value.dtype)
+        if kind is StateKind.NUMBER:
+            return _Description(NUMBER, value.dtype, value.item())
+    if value is None or isinstance(value, bool | int | float | str):
+        return _Description(VALUE, None, value)
+    return _Description(OTHER, None, type(value).__name__)
+
+
+def _agreed(entry: Entry, holdings: list[_Holding]) -> dict[str, _Description]:
+    """Returns the state that every rank has for `entry`, in the order of the first rank with state.
+
+    Raises:
+        OptimStateError: a rank has other state than the others.
+    """
+    not_parts = {
+        key for _, described in holdings for key, value in described.items() if value.kind not in (LIKE_PART, PART)
+    }
+
+    def resolved(key: str, value: _Description) -> _Description:
+        if value.kind != LIKE_PART:
+            return value
+        return _Description(OTHER, None, "Tensor") if key in not_parts else _Description(PART, value.dtype)
+
+    by_rank = [{key: resolved(key, value) for key, value in described.items()} for _, described in holdings]
+    expected: dict[str, _Description] = {}
+    for described in by_rank:
+        for key, value in described.items():
+            expected.setdefault(key, value)
+    first = next((rank for rank, described in enumerate(by_rank) if described), None)
+    for rank, ((numel, _), described) in enumerate(zip(holdings, by_rank, strict=True)):
+        for key, value in expected.items():
+            own = described.get(key)
+            if own is None and (numel or value.kind == OTHER):
+                raise OptimStateError(
+                    f"{entry.names[0]}: rank {rank} keeps no {key!r} for it, which other ranks do; build the optimizer "
+                    "from the same parameters on all ranks, and step it on all or on none"
+                )
+            if own is not None and repr(own) != repr(value):  # as text, where nan equals nan
+                raise OptimStateError(
+                    f"{entry.names[0]}: Rank {rank} has different values for {key}: {own}. Other ranks: {value} (rank "
+                    f"{first}); step the optimizer on all ranks or on none"
+                )
+    return expected
+
+
+def _completed(state: State, key: str, entry: Entry, expected: _Description) -> object:
+    """Returns the value under `key`, a DTensor if it is a part. A rank that holds no element may have to make it."""
+    if expected.kind == PART:
+        assert entry.spec is not None, "plain parameters are not compared"
+        if key not in state:
+            empty = torch.empty(entry.local_shape, dtype=expected.dtype, device=entry.parameter.device)
+            return around(empty, entry.spec)
+        return state[key] if isinstance(state[key], DTensor) else around(state[key], entry.spec)
+    if key in state:
+        return state[key]
+    return torch.tensor(expected.value, dtype=expected.dtype) if expected.kind == NUMBER else expected.value

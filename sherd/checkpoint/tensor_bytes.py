@@ -1,4 +1,4 @@
-"""Tensors as the bytes of files: their dtypes by the names that safetensors has, and their memory."""
+"""Tensors as the bytes of files: dtypes by their names in safetensors files, and memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import local_tensor
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, spans, start_of_run, whole
-from sherd.storage.opened import Opened
+from sherd.storage.files import Opened
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -38,43 +38,46 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 CHUNK_BYTES = 4 << 20
-"""A tensor that is not in host memory, or not in one run, is copied there as many bytes at a time."""
+"""A tensor that is on a device, or not contiguous, is copied to the host in chunks of this size."""
 
 
-def dtype_name(dtype: torch.dtype, what: str) -> str:
-    """Returns the name of a dtype in files. Raises CheckpointError, about `what`, if there is none."""
+def dtype_name(dtype: torch.dtype, name: str) -> str:
+    """Returns the name of a dtype in files. Raises CheckpointError, about the tensor `name`, if there is none."""
     if dtype not in _NAMES:
-        raise CheckpointError(f"{what} is of {dtype}, which safetensors files do not have; save it in another dtype")
+        raise CheckpointError(f"{name} is of {dtype}, which safetensors files do not have; save it in another dtype")
     return _NAMES[dtype]
 
 
-def require_bytes(tensor: torch.Tensor, what: str) -> None:
-    """Raises CheckpointError, about `what`, unless the elements of `tensor` are the bytes of its memory."""
+def require_bytes(tensor: torch.Tensor, name: str) -> None:
+    """Raises CheckpointError unless the elements of the tensor `name` are the bytes of its memory."""
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     if local.layout != torch.strided or local.is_quantized:
-        raise CheckpointError(f"{what} is sparse or quantized, which checkpoints do not hold; make it dense")
+        raise CheckpointError(f"{name} is sparse or quantized, which checkpoints do not hold; make it dense")
     if local.is_meta:
-        raise CheckpointError(f"{what} is on the meta device; give it memory and values first")
-    kind = type(local)
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise CheckpointError(f"{name} is on the meta device; give it memory and values first")
+    subclass = type(local)
+    if subclass.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise CheckpointError(
-            f"{what} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass without memory of its own, which "
-            "checkpoints do not hold; save or load the plain tensors in it, or what it stands for as a plain tensor "
-            "(torchao's tensors have dequantize())"
+            f"{name} is a {subclass.__module__}.{subclass.__qualname__}, a tensor subclass without memory of its own, "
+            "which checkpoints do not hold; save or load the plain tensors in it, or what it stands for as a plain "
+            "tensor (torchao's tensors have dequantize())"
         )
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Returns the memory of a contiguous tensor on the host; it lives as long as the view."""
-    assert tensor.device.type == "cpu" and tensor.is_contiguous(), "its memory is one run on the host"
+    assert tensor.device.type == "cpu" and tensor.is_contiguous(), "its memory is contiguous and on the host"
+    # Not by numpy, which torch works without, and which has no bfloat16 or float8.
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     memory.of = tensor  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
 
 
 def chunks_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yields the bytes of a tensor, row by row; those of a contiguous one on the host where they are. A chunk is to be
-    used before the next one is asked for."""
+    """Yields the bytes of a tensor, row by row. A contiguous tensor on the host is not copied.
+
+    Use each chunk before asking for the next one.
+    """
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not tensor.numel():
         return
@@ -90,7 +93,7 @@ def chunks_of(tensor: torch.Tensor) -> Iterator[memoryview]:
 def read_into(opened: Opened, name: str, part: Box, target: torch.Tensor, most_bytes: int = CHUNK_BYTES) -> None:
     """Fill `target`, which has the shape of `part`, with that part of the tensor `name`, in `target`'s dtype.
 
-    It takes at most `most_bytes` of memory beside `target`, and the block of each file that was read last.
+    It takes at most `most_bytes` of memory beside `target`, and one block of each file.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -99,10 +102,11 @@ def read_into(opened: Opened, name: str, part: Box, target: torch.Tensor, most_b
     for file, stored, piece in opened.pieces(name, part):
         shared = piece.intersect(part)
         if shared is None:
-            continue  # it has no elements
+            continue  # a piece without elements
         if target.dtype == dtype and target.device.type == "cpu":
             first, place = start_of_run(piece, shared), target[shared.within(part)]
             if first is not None and place.is_contiguous():
+                # Contiguous in the file and in memory: the bytes go straight to where they belong.
                 file.bytes.read_into(stored.start + first * dtype.itemsize, memory_of(place))
                 continue
         for span in spans(piece, shared, max(most_bytes // dtype.itemsize, 1)):
@@ -111,10 +115,9 @@ def read_into(opened: Opened, name: str, part: Box, target: torch.Tensor, most_b
             target[span.wanted.within(part)].copy_(read[span.wanted.within(span.box)])
 
 
-def read_tensor(opened: Opened, name: str, part: Box | None = None) -> torch.Tensor:
-    """Returns the tensor `name`, or a part of it, in host memory."""
+def read_tensor(opened: Opened, name: str) -> torch.Tensor:
+    """Returns the tensor `name` in host memory."""
     entry = opened.entry(name)
-    part = part or whole(entry.shape)
-    target = torch.empty(part.sizes, dtype=DTYPES[entry.dtype])
-    read_into(opened, name, part, target)
+    target = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    read_into(opened, name, whole(entry.shape), target)
     return target

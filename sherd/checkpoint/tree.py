@@ -1,13 +1,13 @@
-"""Values that are no tensors, as JSON: the numbers, texts, lists and dicts of optimizers, schedulers and data loaders.
+r"""Values as JSON: the numbers, texts, lists and dicts of optimizers, schedulers and data loaders.
 
-JSON has fewer types than Python. What it lacks is an object with one key that begins with "$":
+JSON has fewer types than Python. A value of any other type is an object with one key that begins with "$":
 
     ("a", 1)                {"$tuple": ["a", 1]}           float("inf")   {"$float": "inf"}
     {0: "x"}                {"$dict": [[0, "x"]]}          1 + 2j         {"$complex": [1.0, 2.0]}
-    torch.tensor(3.0)       {"$scalar": ["F32", 3.0]}      b"\\x00"        {"$bytes": "AA=="}
+    torch.tensor(3.0)       {"$scalar": ["F32", 3.0]}      b"\x00"        {"$bytes": "AA=="}
     torch.zeros(5)          {"$tensor": "loader/queue"}    torch.float16  {"$dtype": "F16"}
 
-A tensor with dimensions is among the checkpoint's tensors, under the name that stands here. Nothing is pickled.
+A tensor with dimensions is among the checkpoint's tensors, under the name given here. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from sherd.errors import CheckpointError
 Json = Any
 """Any value that `json` reads and writes."""
 
-
 NOT_WRITTEN = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
-"""The errors that values lead to which sherd has not written."""
+"""The errors of code that meets a value which sherd has not written."""
 
 
 class Tensors(dict[str, torch.Tensor]):
     """Tensors by their names in a checkpoint."""
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor. Raises CheckpointError if there is one of this name, or its elements are not in its memory."""
+        """Add a tensor. Raises CheckpointError if the name is taken, or the elements are not in the tensor's memory."""
         require_bytes(tensor, name)
         if name in self:
             raise CheckpointError(
@@ -45,7 +44,7 @@ class Tensors(dict[str, torch.Tensor]):
 
 
 def encoded(value: object, path: str, keep: Callable[[str, torch.Tensor], None]) -> Json:
-    """Returns `value` as JSON. Each tensor with dimensions is handed to `keep` with its name, which begins with `path`.
+    """Returns `value` as JSON. Each tensor with dimensions goes to `keep`, with a name that begins with `path`.
 
     Raises:
         CheckpointError: an object is of another type, or contains itself. The message has its path.
@@ -89,10 +88,10 @@ def _encoded(value: object, path: str, keep: Callable[[str, torch.Tensor], None]
 
 
 def decoded(value: Json, tensor: Callable[[str], object]) -> Any:
-    """Returns what was encoded as `value`; `tensor` of its name stands where a tensor with dimensions was.
+    """Returns the value that was encoded as `value`. Tensors with dimensions come from `tensor`, by name.
 
     Raises:
-        CheckpointError: there is no such encoding, or a tensor stands in two places, and would take memory twice.
+        CheckpointError: there is no such encoding, or a tensor is in two places, and would take memory twice.
     """
     seen: set[str] = set()
 
@@ -116,8 +115,8 @@ def _decoded(value: Json, tensor: Callable[[str], object]) -> Any:
     if not any(key.startswith("$") for key in value):
         return {key: _decoded(item, tensor) for key, item in value.items()}
     try:
-        ((kind, held),) = value.items()
-        return _DECODERS[kind](held, tensor)
+        ((type_name, content),) = value.items()
+        return _DECODERS[type_name](content, tensor)
     except (CheckpointError, RecursionError):
         raise
     except NOT_WRITTEN as error:
@@ -131,12 +130,12 @@ def _number(value: object) -> object:
 
 
 _DECODERS: dict[str, Callable[[Json, Callable[[str], object]], object]] = {
-    "$float": lambda held, _: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[held],
-    "$tuple": lambda held, tensor: tuple(_decoded(held, tensor)),
-    "$dict": lambda held, tensor: {_decoded(key, tensor): _decoded(item, tensor) for key, item in held},
-    "$scalar": lambda held, tensor: torch.tensor(_number(_decoded(held[1], tensor)), dtype=DTYPES[held[0]]),
-    "$tensor": lambda held, tensor: tensor(held),
-    "$bytes": lambda held, _: base64.b64decode(held, validate=True),
-    "$complex": lambda held, tensor: complex(_decoded(held[0], tensor), _decoded(held[1], tensor)),
-    "$dtype": lambda held, _: DTYPES[held],
+    "$float": lambda content, _: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content],
+    "$tuple": lambda content, tensor: tuple(_decoded(content, tensor)),
+    "$dict": lambda content, tensor: {_decoded(key, tensor): _decoded(item, tensor) for key, item in content},
+    "$scalar": lambda content, tensor: torch.tensor(_number(_decoded(content[1], tensor)), dtype=DTYPES[content[0]]),
+    "$tensor": lambda content, tensor: tensor(content),
+    "$bytes": lambda content, _: base64.b64decode(content, validate=True),
+    "$complex": lambda content, tensor: complex(_decoded(content[0], tensor), _decoded(content[1], tensor)),
+    "$dtype": lambda content, _: DTYPES[content],
 }

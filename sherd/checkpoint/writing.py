@@ -1,45 +1,63 @@
-"""A save: what each rank writes is found out first, then all write, then the first rank makes it a checkpoint."""
+"""A save: ranks plan who writes what, all of them write, and the first rank makes the files a checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import secrets
+import threading
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from functools import reduce
-from itertools import zip_longest
+from functools import partial, reduce
+from itertools import count, zip_longest
 
 import torch
 from torch import nn
 
-from sherd.checkpoint.choosing import Choice, Party, choose, is_written_here
 from sherd.checkpoint.items import Item
-from sherd.checkpoint.pieces import Described, Layouts, grid_of, pieces_here, sampled
+from sherd.checkpoint.pieces import (
+    Choice,
+    Described,
+    Layouts,
+    Party,
+    choose,
+    is_written_here,
+    pieces_here,
+    sampled,
+)
 from sherd.checkpoint.ranks import Ranks
-from sherd.checkpoint.tensor_bytes import dtype_name
+from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, chunks_of, dtype_name, memory_of
 from sherd.checkpoint.tree import Json, Tensors, encoded
 from sherd.comm.agreement import in_short
 from sherd.errors import CheckpointError, CommError
 from sherd.layout.boxes import Box, Grid, Piece
 from sherd.layout.placement import Shape
+from sherd.storage.files import Content, write_file
 from sherd.storage.folder import Folder, faults, file_name
 from sherd.storage.manifest import MANIFEST, Entry, File, Manifest, name_in_file, parsed
 from sherd.storage.places import Chunks, Place
-from sherd.storage.writing import Content, write_file
 
 PER_RANK = "per_rank"
-"""Where the values have what belongs to single ranks, by their number."""
+"""The key of the ranks' own values in a manifest, by rank."""
 GIVEN, RANDOM = "given", "random"
-"""Under these names a rank keeps what the user gave as `per_rank`, and its random generators."""
+"""Of a single rank's values: the keys of the user's `per_rank`, and of the random generators."""
+
+
+# Planning
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The tensors that this rank writes: parts by their name in the file. `listed` are the boxes of tensors of which
-    each rank lists its own, and `private` the tensors that only this rank has."""
+    """The content of this rank's file, and what it tells the first rank about that.
+
+    Args:
+        tensors: the content of its file, by the names there.
+        listed: the boxes of tensors whose ranks list their own pieces.
+        private: dtype and shape of the tensors that only this rank has.
+        values: this rank's own values, as JSON.
+    """
 
     tensors: dict[str, torch.Tensor]
     listed: dict[str, list[Box]]
@@ -49,7 +67,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Plan:
-    """A save as one rank sees it. What is the same on all ranks is `described`, `choices`, `aliases` and `values`."""
+    """A save as one rank sees it. All ranks have the same `described`, `choices`, `aliases` and `values`."""
 
     step: int
     save_id: str
@@ -62,109 +80,113 @@ class Plan:
 
 
 def plan(items: Sequence[Item], ranks: Ranks, step: int, user: Json, own: Mapping[str, object]) -> Plan:
-    """Returns what is to be saved. All ranks must call it; they exchange a digest, and what differs where that does.
+    """Returns the plan of a save. All ranks must call it.
+
+    Ranks exchange digests of their tensors' descriptions, and the descriptions only if digests differ.
 
     Args:
         items: the items.
         ranks: the ranks that save.
         step: the number of the step.
         user: JSON.
-        own: what this rank has for itself, by name.
+        own: this rank's own values, by name.
 
     Raises:
         CheckpointError: an item holds what cannot be saved.
     """
-
     flags = ranks.each(lambda: [item.needs_comparison() for item in items], "the look at what is saved")
-    held = _Held()
+    tensors = Tensors()
+    described: dict[str, Described] = {}
+    values: dict[str, Json] = {}
+    aliases: dict[str, str] = {}
 
-    def hold() -> tuple[bytes, str]:
+    def collect() -> tuple[bytes, str]:
         layouts = Layouts(ranks.numbers)
-        for item, *of_ranks in zip(items, *flags, strict=True):
-            held.take(item, compare=any(of_ranks), layouts=layouts)
-        return _digest(held.described), secrets.token_hex(4)
+        for item, *flags_of_item in zip(items, *flags, strict=True):
+            values[item.name] = item.contents(tensors, compare=any(flags_of_item))
+            aliases.update(item.aliases())
+        described.update({name: layouts.described(name, tensor) for name, tensor in tensors.items()})
+        return _digest(described), secrets.token_hex(4)
 
-    told = ranks.each(hold, "the comparison of what is saved")
-    digests, save_id = [digest for digest, _ in told], told[0][1]
-    parties, values, aliases = [Party(tuple(range(ranks.size)), held.described)], held.values, held.aliases
+    answers = ranks.each(collect, "the comparison of what is saved")
+    digests, save_id = [digest for digest, _ in answers], answers[0][1]
+    parties = [Party(tuple(range(ranks.size)), described)]
     if len(set(digests)) > 1:
-        leads = digests.index(digests[ranks.rank]) == ranks.rank
-        mine = (held.described, values, aliases) if leads else None
-        leaders = [each for each in ranks.gather(mine, "the exchange of what is saved") if each is not None]
+        # The first rank with a digest speaks for all ranks that have the same.
+        is_leader = digests.index(digests[ranks.rank]) == ranks.rank
+        description = (described, values, aliases) if is_leader else None
+        leaders = [each for each in ranks.gather(description, "the exchange of what is saved") if each is not None]
         members = [tuple(r for r, d in enumerate(digests) if d == digest) for digest in dict.fromkeys(digests)]
-        parties = [Party(who, of) for who, (of, _, _) in zip(members, leaders, strict=True)]
-        values = reduce(_together, [each for _, each, _ in leaders])
-        aliases = {name: other for _, _, each in leaders for name, other in each.items()}
-        _require_one(held, parties, ranks)
+        parties = [Party(who, of_leader) for who, (of_leader, _, _) in zip(members, leaders, strict=True)]
+        values = reduce(_together, [of_leader for _, of_leader, _ in leaders])
+        aliases = {name: other for _, _, of_leader in leaders for name, other in of_leader.items()}
+        _require_same_copies(tensors, parties, ranks)
     choices = choose(parties)
     parts: list[Parts] = []
-    ranks.each(lambda: parts.append(_parts(held, choices, ranks.rank, own)), "the look at what this rank saves")
+    ranks.each(
+        lambda: parts.append(_parts(tensors, described, choices, ranks.rank, own)), "the look at what this rank saves"
+    )
     everything = {name: tensor for party in reversed(parties) for name, tensor in party.tensors.items()}
     ordered = {name: everything[name] for name in choices}
     return Plan(step, save_id, ordered, choices, aliases, values, user, parts[0])
 
 
-def _require_one(held: _Held, parties: Sequence[Party], ranks: Ranks) -> None:
-    """Compare parameters that some ranks hold in one way and some in another, as norms under tensor parallelism.
+def _require_same_copies(tensors: Tensors, parties: Sequence[Party], ranks: Ranks) -> None:
+    """Compare parameters that ranks hold in different ways, as norms under tensor parallelism.
 
     Raises:
         CheckpointError: they have other shapes, or elements further apart than rounding brings copies of one tensor.
     """
     variants: dict[str, set[tuple[object, ...]]] = {}
     for party in parties:
-        for name, of in party.tensors.items():
-            variants.setdefault(name, set()).update([of.variant] if of.copies else [])
-    several = [name for name, each in variants.items() if len(each) > 1]
-    mine = {name: each for name in several if isinstance(each := held.tensors.get(name), nn.Parameter)}
-    told = ranks.each(lambda: {name: sampled(name, each) for name, each in mine.items()}, "the comparison of copies")
+        for name, tensor in party.tensors.items():
+            variants.setdefault(name, set()).update([tensor.variant] if tensor.copies else [])
+    several = [name for name, of_name in variants.items() if len(of_name) > 1]
+    parameters = {name: held for name in several if isinstance(held := tensors.get(name), nn.Parameter)}
+    samples = ranks.each(
+        lambda: {name: sampled(name, parameter) for name, parameter in parameters.items()}, "the comparison of copies"
+    )
     for name in several:
-        found = [each[name] for each in told if name in each]
-        one = ChainMap(*found)
-        far = max(map(abs, one.values()), default=0) / 100
-        if any(abs(value - one[at]) > far for each in found for at, value in each.items()):
+        of_ranks = [of_rank[name] for of_rank in samples if name in of_rank]
+        reference = ChainMap(*of_ranks)
+        tolerance = max(map(abs, reference.values()), default=0) / 100
+        if any(abs(value - reference[at]) > tolerance for sample in of_ranks for at, value in sample.items()):
             firsts = [ranks.numbers[party.ranks[0]] for party in parties if name in party.tensors]
             raise CheckpointError(
                 f"{name} is not one tensor: ranks {firsts} hold other values of it, each on a mesh of its own. Make it "
-                "a DTensor over the mesh axis that tells them apart, as experts are in docs/strategies.md, or give it "
-                "another name on each of them"
+                "a DTensor over the mesh axis that tells them apart, as experts are in docs/understand/strategies.md, "
+                "or give it another name on each of them"
             )
 
 
-class _Held:
-    """The tensors and values of all items, as this rank holds them."""
-
-    def __init__(self) -> None:
-        self.tensors = Tensors()
-        self.described: dict[str, Described] = {}
-        self.values: dict[str, Json] = {}
-        self.aliases: dict[str, str] = {}
-
-    def take(self, item: Item, compare: bool, layouts: Layouts) -> None:
-        """Add an item."""
-        tensors, self.values[item.name] = item.held(compare)
-        for name, tensor in tensors.items():
-            self.tensors.keep(name, tensor)
-        self.described |= {name: layouts.described(name, tensor) for name, tensor in tensors.items()}
-        self.aliases |= item.aliases()
-
-
 def _digest(described: Mapping[str, Described]) -> bytes:
-    found = hashlib.blake2b(digest_size=16)
-    meshes: dict[int, bytes] = {}
+    digest = hashlib.blake2b(digest_size=16)
+    meshes: dict[int, bytes] = {}  # a mesh of many ranks takes long to hash, and thousands of tensors share it
     for name, tensor in described.items():
         copies = tensor.copies
         if id(copies) not in meshes:
             of_mesh = copies and (copies.files, copies.firsts, copies.cuts)
             meshes[id(copies)] = hashlib.blake2b(repr(of_mesh).encode(), digest_size=16).digest()
-        found.update(f"{name}\0{tensor.dtype}{tensor.shape}".encode() + meshes[id(copies)])
-    return found.digest()
+        digest.update(f"{name}\0{tensor.dtype}{tensor.shape}".encode() + meshes[id(copies)])
+    return digest.digest()
 
 
-def _parts(held: _Held, choices: Mapping[str, Choice], rank: int, own: Mapping[str, object]) -> Parts:
+def _parts(
+    tensors: Tensors,
+    described: Mapping[str, Described],
+    choices: Mapping[str, Choice],
+    rank: int,
+    own: Mapping[str, object],
+) -> Parts:
+    """Returns the content of this rank's file.
+
+    Raises:
+        CheckpointError: two pieces would have one name in a file, or a value of `own` cannot be saved.
+    """
     parts: dict[str, torch.Tensor] = {}
     listed: dict[str, list[Box]] = {}
-    for name, tensor in held.tensors.items():
-        of = held.described[name]
+    for name, tensor in tensors.items():
+        of = described[name]
         if not is_written_here(of, choices[name], rank):
             continue
         for box, part in pieces_here(name, tensor):
@@ -176,41 +198,121 @@ def _parts(held: _Held, choices: Mapping[str, Choice], rank: int, own: Mapping[s
                 listed.setdefault(name, []).append(box)
     private = Tensors()
     values = encoded(dict(own), f"{PER_RANK}/{rank}", private.keep)
-    kinds = {name: (dtype_name(tensor.dtype, name), tuple(tensor.shape)) for name, tensor in private.items()}
-    return Parts(parts | private, listed, kinds, values)
+    private_shapes = {name: (dtype_name(tensor.dtype, name), tuple(tensor.shape)) for name, tensor in private.items()}
+    return Parts(parts | private, listed, private_shapes, values)
 
 
 def _together(first: dict[str, Json], other: dict[str, Json]) -> dict[str, Json]:
-    """Returns the JSON of two ranks as one: what both have is that of the first, but an optimizer has the parameters of
-    both (stages of a pipeline have different ones)."""
+    """Returns the JSON of two ranks as one. Of values that both have, the first rank's are taken.
+
+    An optimizer gets the parameters of both, since the stages of a pipeline have different ones.
+    """
     merged = {**other, **first}
     for name in first.keys() & other.keys():
-        mine, theirs = first[name], other[name]
-        if mine["kind"] == theirs["kind"] == "optimizer":
+        a, b = first[name], other[name]
+        if a["kind"] == b["kind"] == "optimizer":
             none: dict[str, Json] = {"params": []}
             groups = [
-                {**b, **a, "params": list(dict.fromkeys([*a["params"], *b["params"]]))}
-                for a, b in zip_longest(mine["param_groups"], theirs["param_groups"], fillvalue=none)
+                {**of_b, **of_a, "params": list(dict.fromkeys([*of_a["params"], *of_b["params"]]))}
+                for of_a, of_b in zip_longest(a["param_groups"], b["param_groups"], fillvalue=none)
             ]
-            merged[name] = {**mine, "state": {**theirs["state"], **mine["state"]}, "param_groups": groups}
+            merged[name] = {**a, "state": {**b["state"], **a["state"]}, "param_groups": groups}
     return merged
 
 
-# Carrying it out
+# Copies in host memory
 
 
-@dataclass(frozen=True)
-class Written:
-    """The file that one rank has written, as it tells the others."""
+class Staging:
+    """Chunks of tensors that one thread copies to host memory and another thread writes, in the same order.
 
-    file: File
-    listed: dict[str, list[Box]]
-    private: dict[str, tuple[str, Shape]]
-    values: Json
+    Args:
+        most_bytes: the most bytes that are copied and not yet written. The copying thread waits for room. With this
+            limit, chunks are dropped once written, so a failed write cannot be repeated. None: no limit.
+    """
+
+    def __init__(self, most_bytes: int | None) -> None:
+        self._most_bytes = most_bytes
+        self._chunks: dict[str, list[memoryview | None]] = {}
+        self._whole: set[str] = set()
+        self._held, self._failure = 0, ""
+        self._changed = threading.Condition()
+
+    def copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy all of `tensors`. Returns once all are copied, or after `give_up`."""
+        for name, tensor in tensors.items():
+            for chunk in _copied(tensor):
+                with self._changed:
+                    self._changed.wait_for(lambda: self._failure or self._has_room())
+                    if self._failure:
+                        return
+                    self._chunks.setdefault(name, []).append(chunk)
+                    self._held += len(chunk)
+                    self._changed.notify_all()
+            with self._changed:
+                self._whole.add(name)
+                self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        return self._most_bytes is None or self._held < self._most_bytes
+
+    def give_up(self, why: str) -> None:
+        """End the waits of both threads. A read then raises OSError with the text `why`."""
+        with self._changed:
+            self._failure = why
+            self._changed.notify_all()
+
+    def chunks(self, name: str, tensor: torch.Tensor) -> Callable[[], Iterator[memoryview]]:
+        """Returns the bytes of a tensor, for the writing thread, which waits until they are copied."""
+
+        def is_copied(at: int) -> bool:
+            return bool(self._failure) or name in self._whole or len(self._chunks.get(name, ())) > at
+
+        def read() -> Iterator[memoryview]:
+            for at in count():
+                with self._changed:
+                    self._changed.wait_for(partial(is_copied, at))
+                    if self._failure:
+                        raise OSError(self._failure)
+                    chunks = self._chunks.get(name, [])
+                    if at == len(chunks):
+                        return
+                    chunk = chunks[at]
+                if chunk is None:
+                    raise OSError(
+                        "a failed write cannot be repeated, as its bytes are not kept; leave out staging_bytes"
+                    )
+                yield chunk
+                if self._most_bytes is not None:
+                    with self._changed:
+                        chunks[at] = None
+                        self._held -= len(chunk)
+                        self._changed.notify_all()
+
+        return read
+
+
+def _copied(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yields the bytes of a tensor in memory of their own."""
+    if tensor.device.type == "cpu":
+        for chunk in chunks_of(tensor):
+            for start in range(0, len(chunk), CHUNK_BYTES):
+                yield memoryview(bytearray(chunk[start : start + CHUNK_BYTES]))
+    elif tensor.numel():
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor)
+        yield memory_of(host)
+
+
+# Writing
+
+
+Written = tuple[File, Parts]
+"""The file that one rank has written, as it tells the first rank: without the tensors of its parts."""
 
 
 def contents_of(parts: Parts, chunks: Callable[[str, torch.Tensor], Chunks]) -> dict[str, Content]:
-    """Returns the contents of this rank's file; `chunks(name, tensor)` says where the bytes come from."""
+    """Returns the contents of this rank's file; `chunks(name, tensor)` returns the bytes of a tensor."""
     return {
         name: Content(dtype_name(tensor.dtype, name), tuple(tensor.shape), chunks(name, tensor))
         for name, tensor in parts.tensors.items()
@@ -223,23 +325,21 @@ def write(plan: Plan, contents: Mapping[str, Content], ranks: Ranks, folder: Fol
     All ranks must call it.
 
     Raises:
-        CheckpointError: a rank cannot write, or the first rank does not see all files. What was written is removed.
-        CommError: a rank has died. What this rank has written stays until the next save removes it: the first rank may
-            have heard from all before, and write a manifest that names it.
+        CheckpointError: a rank cannot write, or the first rank does not see all files. The files are removed.
+        CommError: a rank has died. This rank's file stays until the next save removes it: the first rank may have heard
+            from all ranks before, and have written a manifest that names it.
     """
     place, name = folder.folder_of(plan.step), file_name(plan.save_id, ranks.rank)
-    what = f"the save of step {plan.step} to {place}"
-    parts, manifests = plan.parts, list[Manifest]()
+    task = f"the save of step {plan.step} to {place}"
+    manifests: list[Manifest] = []
 
     def describe() -> None:
         manifests.append(_manifest(plan, written, ranks.size))
         _require_readable(place, manifests[0], ranks)
 
     try:
-        written = ranks.each(
-            lambda: Written(write_file(place, name, contents), parts.listed, parts.private, parts.values), what
-        )
-        ranks.first(describe, what)
+        written = ranks.each(lambda: (write_file(place, name, contents), replace(plan.parts, tensors={})), task)
+        ranks.first(describe, task)
     except CommError:
         raise
     except Exception:
@@ -247,46 +347,47 @@ def write(plan: Plan, contents: Mapping[str, Content], ranks: Ranks, folder: Fol
             place.remove(name)
             place.drop()
         raise
-    # What it leaves behind if it fails is for the folder to say: the manifest may have been written.
-    ranks.first(lambda: folder.finish(plan.step, manifests[0]), what)
+    # Outside of `try`: if this fails, the manifest may be there, and only the folder knows which files must stay.
+    ranks.first(lambda: folder.finish(plan.step, manifests[0]), task)
 
 
 def _require_readable(place: Place, manifest: Manifest, ranks: Ranks) -> None:
-    """Raises CheckpointError if the manifest is not one that is read (the ranks' pieces do not make up a tensor), or if
-    the files that other ranks have written are not seen here."""
+    """Raises CheckpointError if a reader would refuse the manifest, or if this rank does not see all ranks' files.
+
+    A reader refuses a manifest if the ranks' pieces do not make up a tensor.
+    """
     parsed(manifest.to_bytes(), f"{place}/{MANIFEST}")
-    wrong = faults(place, manifest.files, manifest.block_bytes)
-    if wrong:
-        numbers = in_short([str(ranks.numbers[number]) for number in wrong])
+    unseen = faults(place, manifest.files, manifest.block_bytes)
+    if unseen:
+        numbers = in_short([str(ranks.numbers[number]) for number in unseen])
         raise CheckpointError(
-            f"rank {ranks.numbers[0]} does not see what rank {numbers} has written ({next(iter(wrong.values()))}); all "
-            "ranks need to share the folder: give all of them the same one, on a disk that all machines see"
+            f"rank {ranks.numbers[0]} does not see what rank {numbers} has written ({next(iter(unseen.values()))}); "
+            "all ranks need to share the folder: give all of them the same one, on a disk that all machines see"
         )
 
 
 def _manifest(plan: Plan, written: Sequence[Written], world_size: int) -> Manifest:
     entries: dict[str, Entry] = {}
     for name, of in plan.described.items():
-        entries[name] = Entry(of.dtype, of.shape, _layout(name, of, plan.choices[name], written))
-    for number, each in enumerate(written):
-        entries |= {name: Entry(dtype, shape, Grid(number)) for name, (dtype, shape) in each.private.items()}
-    per_rank = {str(number): each.values for number, each in enumerate(written)}
+        copy = plan.choices[name].copy
+        layout: Grid | tuple[Piece, ...]
+        if of.copies is None:
+            layout = Grid(copy)
+        elif of.copies.cuts is not None:
+            layout = Grid(of.copies.firsts[copy], of.copies.cuts)
+        else:
+            layout = tuple((number, box) for number, (_, by) in enumerate(written) for box in by.listed.get(name, ()))
+        entries[name] = Entry(of.dtype, of.shape, layout)
+    for number, (_, by) in enumerate(written):
+        entries |= {name: Entry(dtype, shape, Grid(number)) for name, (dtype, shape) in by.private.items()}
     return Manifest(
         step=plan.step,
         save_id=plan.save_id,
         saved=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         world_size=world_size,
-        files=tuple(each.file for each in written),
+        files=tuple(file for file, _ in written),
         tensors=entries,
         aliases={name: other for name, other in plan.aliases.items() if name not in entries and other in entries},
-        values={**plan.values, PER_RANK: per_rank},
+        values={**plan.values, PER_RANK: {str(number): by.values for number, (_, by) in enumerate(written)}},
         user=plan.user,
     )
-
-
-def _layout(name: str, of: Described, choice: Choice, written: Sequence[Written]) -> Grid | tuple[Piece, ...]:
-    if of.copies is None:
-        return Grid(choice.copy)
-    if of.copies.cuts is not None:
-        return grid_of(of.copies, choice.copy)
-    return tuple((number, box) for number, each in enumerate(written) for box in each.listed.get(name, ()))

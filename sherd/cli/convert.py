@@ -18,14 +18,12 @@ from sherd.cli.terminal import say
 from sherd.errors import CheckpointError, InputError, PolicyError
 from sherd.storage.folder import Folder
 from sherd.storage.places import place_of
-from sherd.tools.convert import of_hf, showing
-from sherd.tools.convert.comparing import differences
+from sherd.tools.convert import inspecting, of_hf
 from sherd.tools.convert.contents import Source
-from sherd.tools.convert.converting import convert
-from sherd.tools.convert.formats import FORMATS, open_source
+from sherd.tools.convert.formats import FORMATS, convert, open_source
+from sherd.tools.convert.inspecting import damages, differences
 from sherd.tools.convert.mapping import numbers_of, rules_of
 from sherd.tools.convert.of_sherd import SherdSource
-from sherd.tools.convert.verifying import damages
 from sherd.train.codes import NO_ROOM
 
 __all__ = ["run"]
@@ -97,7 +95,7 @@ def _numbers(given: list[str]) -> dict[str, int]:
 
 def _inspect(args: argparse.Namespace) -> int:
     with _opened(Path(args.source), args.from_format) as source:
-        say(json.dumps(showing.as_json(source)) if args.json else showing.as_text(source, args.source))
+        say(json.dumps(inspecting.as_json(source)) if args.json else inspecting.as_text(source, args.source))
     return 0
 
 

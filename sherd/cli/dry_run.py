@@ -9,10 +9,9 @@ import torch
 from sherd.cli.plan import TRAINED, as_configured
 from sherd.cli.planned_model import trained
 from sherd.errors import InputError, SherdError
-from sherd.tools.plan.arguments import mesh_of
-from sherd.tools.plan.plan import Plan
+from sherd.tools.plan.plan import Plan, mesh_of
 from sherd.tools.plan.plan import planned as planned_on
-from sherd.tools.simulate.cluster_file import read_cluster
+from sherd.tools.simulate.cluster import read_cluster
 from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.train.axes import axes_of
 from sherd.train.config import Config

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from sherd.cli.planned_model import Planned, model_from
 from sherd.tensor.structures import map_tensors
 from sherd.tools.doctor.operations import DTYPES, Step
-from sherd.tools.plan.blocks import with_fewer_blocks
 from sherd.tools.plan.plan import num_samples, resized_batch
 from sherd.tools.plan.planner import compute_in
 from sherd.tools.plan.reading import Loss
+from sherd.tools.plan.sharding import with_fewer_blocks
 
 BLOCKS = 2
 """Of many equal blocks so many run."""

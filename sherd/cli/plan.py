@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sherd.cli.terminal import escaped
 from sherd.errors import InputError, SherdError
 from sherd.tools.plan.garbage import garbage_left
-from sherd.tools.simulate.cluster_file import bytes_in, read_cluster, shipped_clusters
+from sherd.tools.simulate.cluster import bytes_in, read_cluster, shipped_clusters
 from sherd.tools.simulate.settings import AXES, STRATEGIES, VALUES, usual_name
 from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.train.axes import Axes, axes_of
@@ -116,7 +116,7 @@ def _next(made: Plan, model: Planned) -> str:
     """Returns what makes the training that was planned."""
     if model.config is not None or not made.fits:
         return ""
-    from sherd.tools.plan.program import program_of
+    from sherd.tools.plan.in_words import program_of
 
     device_type = "cuda" if made.prediction.cluster.device.overlaps else "cpu"
     program = "\n".join(program_of(made.settings, made.compute_dtype, model.model, device_type))
@@ -139,8 +139,8 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
     import torch
 
     from sherd.cli.planned_model import model_from
-    from sherd.tools.plan.arguments import ArgumentError, mesh_of
-    from sherd.tools.plan.plan import planned
+    from sherd.tools.plan.plan import mesh_of, planned
+    from sherd.tools.plan.planner import ArgumentError
 
     try:
         mesh = mesh_of(_mesh(args, cluster.devices_per_node))

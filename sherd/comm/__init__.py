@@ -1,2 +1,1 @@
-"""The means by which bytes travel: meshes and groups, streams and handoffs, buffers, transports. No modules, no
-schedule."""
+"""The means by which bytes travel: meshes and groups, streams, buffers, transports. No modules, no schedule."""

@@ -9,22 +9,20 @@ __all__ = ["accelerator", "backend", "backend_for"]
 
 
 def accelerator() -> str | None:
-    """Returns the type of this machine's accelerator; None where there is none, or none that collectives reach."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found.type if found is not None and backend_for(found.type) else None
+    """Returns the type of this machine's accelerator; None without one that collectives reach."""
+    current = torch.accelerator.current_accelerator(check_available=True)
+    return current.type if current is not None and backend_for(current.type) else None
 
 
 def backend_for(device: str) -> str | None:
-    """Returns torch's default backend of process groups on devices of this type; None where it has none that works.
-
-    The backend itself is asked what it carries, because torch names gloo for "mps", whose tensors gloo refuses.
-    """
+    """Returns torch's default backend of process groups on devices of this type; None without one that works."""
     try:
         backend = dist.get_default_backend_for_device(device)
     except ValueError:
         return None
-    carries = device in dist.Backend.backend_capability.get(backend, ())
-    return backend if carries and dist.is_backend_available(backend) else None
+    # The backend itself says which devices it serves: torch names gloo for "mps", whose tensors gloo refuses.
+    serves = device in dist.Backend.backend_capability.get(backend, ())
+    return backend if serves and dist.is_backend_available(backend) else None
 
 
 def backend() -> str:

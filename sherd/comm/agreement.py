@@ -1,4 +1,4 @@
-"""The agreement of ranks on a change of their models: the same is said on all of them, and values are rank 0's."""
+"""The agreement of ranks on a change of their models: all ranks change alike, and take the values of rank 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sherd.comm.objects import all_gather_objects
 from sherd.errors import RanksDifferError
 
 MOST_SHOWN = 8
-"""Parameters that a message names."""
+"""The most parameters that a message names."""
 
 
 def in_short(names: Sequence[str], most: int = MOST_SHOWN) -> str:
@@ -27,23 +27,24 @@ def groups_of(mesh: DataMesh) -> list[dist.ProcessGroup]:
 
 
 def require_alike(mesh: DataMesh, mine: Sequence[str], what: str) -> None:
-    """Raise the same error on all ranks of `mesh` if they differ in `mine`, which is `what` in words. All of them must
-    call it.
+    """Raise the same error on all ranks of `mesh` if they differ in `mine`, which is `what` in words.
+
+    All ranks must call this.
 
     Raises:
-        RanksDifferError: it names what some ranks have and others do not.
+        RanksDifferError: some ranks have items in `mine` that others do not have, or another order.
         CommError: a rank has died, or did not come before the group's timeout.
     """
     by_rank = {dist.get_rank(): list(mine)}
     for group in groups_of(mesh):
         parts = all_gather_objects(by_rank, f"the comparison of {what}", group)
-        by_rank = {rank: said for part in parts for rank, said in part.items()}
+        by_rank = {rank: items for part in parts for rank, items in part.items()}
     by_rank = dict(sorted(by_rank.items()))
-    if len({tuple(said) for said in by_rank.values()}) == 1:
+    if len({tuple(items) for items in by_rank.values()}) == 1:
         return
-    every = dict.fromkeys(each for said in by_rank.values() for each in said)
-    having = {each: [rank for rank, said in by_rank.items() if each in said] for each in every}
-    some = [f"{each} only on ranks {ranks}" for each, ranks in having.items() if len(ranks) < len(by_rank)]
+    every = dict.fromkeys(item for items in by_rank.values() for item in items)
+    having = {item: [rank for rank, items in by_rank.items() if item in items] for item in every}
+    some = [f"{item} only on ranks {ranks}" for item, ranks in having.items() if len(ranks) < len(by_rank)]
     raise RanksDifferError(
         f"the ranks differ in {what}: {in_short(some) or 'the same ones, in another order'}. Nothing was done about "
         "them; change the model on all ranks alike, in the same order"
@@ -53,7 +54,7 @@ def require_alike(mesh: DataMesh, mine: Sequence[str], what: str) -> None:
 def broadcast_from_rank0(tensors: Sequence[torch.Tensor], mesh: DataMesh, what: str) -> None:
     """Send the values of rank 0 to all ranks of `mesh`: along the replicate axis, then along the shard axis.
 
-    Of a DTensor give this rank's part, as ranks along the other axes of its mesh have other parts.
+    For a DTensor pass this rank's part, because ranks along the other axes of its mesh have other parts.
     """
     for group in groups_of(mesh):
         for tensor in tensors:

@@ -1,4 +1,4 @@
-"""`CommError`s for collectives that were not finished; they name the ranks."""
+"""`CommError`s for unfinished collectives, which name the ranks."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from sherd.errors import CommError
 
 
 def unfinished(what: str, ranks: Sequence[int], error: Exception, peer: int | None = None) -> CommError:
-    """Returns the error of `what`, a collective of `ranks` that `error` has ended. `peer` is the number in `ranks` of
-    the one to blame, where there is a single one."""
-    others = [rank for rank in ranks if rank != dist.get_rank()]
-    if peer is not None:
-        others = [ranks[peer]]
+    """Returns the error of `what`, a collective of `ranks` that `error` has ended.
+
+    `peer` is the index in `ranks` of the rank to blame, if one rank alone is.
+    """
+    others = [rank for rank in ranks if rank != dist.get_rank()] if peer is None else [ranks[peer]]
     with_whom = f" with rank {others[0]}" if len(others) == 1 else ""
-    who = f"Rank {others[0]}" if len(others) == 1 else f"One of the ranks {in_short(others)}"
+    who = f"Rank {others[0]}" if len(others) == 1 else f"One of the ranks {ranks_in_short(others)}"
     return CommError(
-        f"{what} among ranks {in_short(ranks)} failed on rank {dist.get_rank()}{with_whom}: {error}. {who} has died, "
-        "has left, is late, or does not make this call (a branch on the rank?): look for the first error in the logs "
-        "of all ranks and start them again from the last checkpoint; this group is of no more use. If a rank was only "
-        "late, give init_process_group a longer timeout"
+        f"{what} among ranks {ranks_in_short(ranks)} failed on rank {dist.get_rank()}{with_whom}: {error}. {who} has "
+        "died, has left, is late, or does not make this call (a branch on the rank?): look for the first error in the "
+        "logs of all ranks and start them again from the last checkpoint; this group is of no more use. If a rank was "
+        "only late, give init_process_group a longer timeout"
     )
 
 
 @contextmanager
 def named(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Wraps one collective of torch over `group` (None: the default one): its RuntimeError becomes a CommError."""
+    """A context for one collective of torch over `group`, or the default group: a RuntimeError becomes a CommError."""
     try:
         yield
     except CommError:
@@ -39,6 +39,6 @@ def named(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
         raise unfinished(what, dist.get_process_group_ranks(group), error) from error
 
 
-def in_short(ranks: Sequence[int]) -> str:
-    """Returns `ranks` in brackets; if there are more than 16, only the first, the last and the number."""
+def ranks_in_short(ranks: Sequence[int]) -> str:
+    """Returns `ranks` in brackets; of more than 16 only the first, the last and the number."""
     return f"{list(ranks)}" if len(ranks) <= 16 else f"[{ranks[0]}, ..., {ranks[-1]}] ({len(ranks)} of them)"

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sherd._torch import concatenate_meshes, device_of, flatten_mesh, keeps_root_order
-from sherd.comm.at_exit import wait_for_gloo_at_exit
-from sherd.comm.groups import default_group, group_beside, group_of, meshes_of, require_alive
+from sherd.comm.groups import default_group, group_beside, group_of, meshes_of, require_alive, wait_for_gloo_at_exit
 from sherd.comm.objects import all_gather_objects
 from sherd.comm.transport import NoTransport, Transport
 from sherd.comm.transports import check_transport, transport_of
@@ -25,19 +24,19 @@ ONE_RANK = "alone"
 class DataMesh:
     """The data-parallel axes: parameters are sharded over `shard`, and each shard is replicated over `replicate`.
 
-    If it `shards_replicas`, each replica owns only one piece of the shard, steps that piece, and fetches the other
-    pieces before use. A parameter is cut into `num_pieces`, of which this rank owns `piece`. The pieces of one shard
-    are consecutive. 2 replicas of 2 shards:
+    With `shards_replicas` each replica owns only one piece of the shard, steps that piece, and fetches the other pieces
+    before use. A parameter is cut into `num_pieces`, of which this rank owns `piece`. The pieces of one shard are
+    consecutive. 2 replicas of 2 shards:
 
         shard      | 0         | 1         |
         piece      | 0   | 1   | 2   | 3   |
         replica      0     1     0     1
 
-    If it `keeps_unsharded`, gathered parameters are not freed, but brought up to date after their shards were written.
+    With `keeps_unsharded` gathered parameters are not freed, but updated after their shards were written.
 
     `full` is the larger mesh from which the user picked the axes by `dp_mesh_dims`. `copies` is the user's own
-    replicate axis, if `mesh` consists of that and of a shard axis of this rank alone. Transports are made on the first
-    use, which all ranks of an axis make at the same moment.
+    replicate axis, if `mesh` has this axis and a shard axis of this rank alone. Transports are made on their first use,
+    which all ranks of an axis make at the same moment.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class DataMesh:
         self.dims = dims
         self.comm = comm
         self.copies = copies
-        self._transports: dict[dist.ProcessGroup | None, Transport] = {}
         self._joined: dict[tuple[bool, tuple[DeviceMesh, ...]], DeviceMesh] = {}
         self.shard_group = None if shard_axis is None else group_of(mesh, shard_axis)
         self.replicate_group = None if replicate_axis is None else group_of(mesh, replicate_axis)
@@ -92,7 +90,7 @@ class DataMesh:
 
     @property
     def given(self) -> DeviceMesh:
-        """The axes that the user gave, as parts of the user's mesh."""
+        """The data-parallel axes that the user gave, as a part of the user's mesh."""
         return self.mesh if self.copies is None else self.copies
 
     def joined(self, others: Sequence[DeviceMesh], behind: bool = False) -> DeviceMesh:
@@ -104,12 +102,14 @@ class DataMesh:
         key = behind, tuple(others)
         if key not in self._joined:
             parts = [*others, self.given] if behind else [self.given, *others]
-            joined = _in_one(parts)
+            joined = concatenate_meshes(parts)
+            if not keeps_root_order(joined):
+                joined = permuted(joined, range(joined.ndim))
             self._joined[key] = joined if self.copies is None else self._with_one_rank(joined, parts.index(self.given))
         return self._joined[key]
 
     def _with_one_rank(self, mesh: DeviceMesh, at: int) -> DeviceMesh:
-        """Returns `mesh`, whose axis `at` is `copies`, with an axis of this rank alone inserted behind that."""
+        """Returns `mesh` with an axis of this rank alone inserted behind axis `at`, which is `copies`."""
         names, groups = list(mesh.mesh_dim_names or ()), [mesh.get_group(axis) for axis in range(mesh.ndim)]
         names.insert(at + 1, ONE_RANK)
         assert self.shard_group is not None, "copies are shards of one rank"
@@ -123,7 +123,7 @@ class DataMesh:
         return device_of(self.mesh)
 
     def pieces_of(self, shard: int) -> range:
-        """Returns the numbers of the pieces of one shard: one piece, unless the mesh `shards_replicas`."""
+        """Returns the numbers of the pieces of one shard: several with `shards_replicas`."""
         return range(shard * self.num_owners, (shard + 1) * self.num_owners)
 
     def copies_of_shards(self) -> list[list[int]]:
@@ -140,9 +140,9 @@ class DataMesh:
 
     @cached_property
     def in_cut_order(self) -> DeviceMesh:
-        """`mesh` with its axes in the order in which they cut parameters. DTensor reads placements from the left, so
-        only in this order do they say which rank holds what."""
-        return self.mesh if not self.shards_replicas else permuted(self.mesh, self.piece_axes)
+        """`mesh` with its axes in the order in which they cut parameters."""
+        # DTensor reads placements from the left, so only in this order do they say which rank holds which piece.
+        return permuted(self.mesh, self.piece_axes) if self.shards_replicas else self.mesh
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -187,7 +187,7 @@ class DataMesh:
 
     @cached_property
     def separate_reduce_transport(self) -> Transport:
-        """Another one, beside which all-gathers run. The first call is collective."""
+        """A second transport along the shard axis, beside which all-gathers run. The first call is collective."""
         return _NO_TRANSPORT if self.comm.fake_reduce else self.transport_of(self.reduction_group())
 
     @cached_property
@@ -196,15 +196,13 @@ class DataMesh:
         return _NO_TRANSPORT if self.comm.fake_reduce else self.transport_of(self.replicate_group)
 
     def transport_of(self, group: dist.ProcessGroup | None) -> Transport:
-        """Returns the transport between the ranks of `group`, a group of this mesh; None stands for this rank alone."""
-        if group not in self._transports:
-            self._transports[group] = transport_of(group, self.device, self.comm)
-        return self._transports[group]
+        """Returns the transport between the ranks of `group`, a group of this mesh; None is this rank alone."""
+        return transport_of(group, self.device, self.comm)
 
     def smaller_group(self, size: int) -> dist.ProcessGroup:
         """Returns the group of this rank and its neighbours: `size` ranks of the shard axis. Collective at first."""
         if size == self.num_shards and self.shard_group is not None:
-            return self.shard_group  # one mesh of a unit with several may be so small
+            return self.shard_group  # a unit of several meshes may have one this small
         first = self.shard_rank // size * size
         return self._group_beside("neighbours", self.shard_ranks[first : first + size])
 
@@ -223,7 +221,7 @@ _NO_TRANSPORT = NoTransport()
 def data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, comm: CommPolicy = CommPolicy()) -> DataMesh:
     """Read a user's mesh: 1-D shards, 2-D replicates over axis 0 and shards over axis 1, `dims` picks axes by name.
 
-    Without a mesh it is one axis over all ranks of the default process group, on the device of its backend.
+    Without a mesh, one axis has all ranks of the default process group, on the device of its backend.
 
     Raises:
         MeshError: no process group; another number of axes, a 2-D mesh without names, or a name that the mesh does not
@@ -232,21 +230,27 @@ def data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, comm: 
     if mesh is None:
         group = default_group()
         mesh = init_device_mesh(default_device_type(group), (group.size(),))
-    return _read(mesh, comm) if dims is None else _pick(mesh, dims, comm)
-
-
-def _in_one(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """Returns one mesh with the axes of all in this order. It is a new mesh if their root mesh has another order."""
-    found = concatenate_meshes(meshes)
-    return found if keeps_root_order(found) else permuted(found, range(found.ndim))
+    if dims is not None:
+        return _pick(mesh, dims, comm)
+    if mesh.ndim == 1:
+        return DataMesh(mesh, shard_axis=0, replicate_axis=None, comm=comm)
+    if mesh.ndim != 2:
+        raise MeshError(
+            f"fully_shard expects a 1-D mesh (shard) or a 2-D mesh (replicate, shard), got {mesh.ndim} axes: {mesh}; "
+            "for a larger mesh pass dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)"
+        )
+    if mesh.mesh_dim_names is None:
+        raise MeshError(
+            f"a 2-D mesh needs names, to tell its replicate axis from its shard axis: {mesh}; pass "
+            "mesh_dim_names=('replicate', 'shard') to init_device_mesh"
+        )
+    return DataMesh(mesh, shard_axis=1, replicate_axis=0, comm=comm)
 
 
 def permuted(mesh: DeviceMesh, order: Sequence[int]) -> DeviceMesh:
-    """Returns a new mesh: `mesh` with its axes in another order, on the same process groups.
-
-    A slice of `mesh` would not do: torch finds only slices in the order of their root mesh (2.13: `full_tensor` of two
-    axes that shard one dim).
-    """
+    """Returns a new mesh: `mesh` with its axes in another order, on the same process groups."""
+    # A slice of `mesh` would not do: torch finds only slices in the order of their root mesh (2.13: `full_tensor` of
+    # two axes that shard one dim).
     groups = [mesh.get_group(axis) for axis in order]
     names = mesh.mesh_dim_names
     assert names is not None, "a mesh of several axes has names, or it was refused"
@@ -258,8 +262,8 @@ def permuted(mesh: DeviceMesh, order: Sequence[int]) -> DeviceMesh:
 def arranged(mesh: DataMesh, levels: Sequence[Level]) -> DataMesh:
     """Returns a mesh of the same ranks that shards over each data-parallel axis what its level says.
 
-    Of two axes the one with the higher level is the shard axis, and the other one holds copies of the shards, or pieces
-    of them. Two axes that both shard parameters, or both shard nothing, become one axis.
+    Of two axes, the axis with the higher level is the shard axis, and the other one holds copies of the shards, or
+    pieces of them. Two axes that both shard parameters, or both shard nothing, become one axis.
 
     Args:
         mesh: the mesh as the user gave it.
@@ -292,7 +296,7 @@ def arranged(mesh: DataMesh, levels: Sequence[Level]) -> DataMesh:
 
 
 def _as_one_axis(mesh: DataMesh, shards: bool) -> DataMesh:
-    """Returns a mesh with all data-parallel axes as one, over which parameters are sharded or replicated."""
+    """Returns a mesh with all data-parallel axes as one axis, over which parameters are sharded or replicated."""
     if mesh.full is not None and mesh.dims is not None:
         names = (*mesh.dims.replicate_names, *mesh.dims.shard_names)
         dims = DataParallelMeshDims(shard=names) if shards else DataParallelMeshDims(replicate=names)
@@ -307,12 +311,18 @@ def _as_one_axis(mesh: DataMesh, shards: bool) -> DataMesh:
 
 
 def default_device_type(group: dist.ProcessGroup | None = None) -> str:
-    """Returns the accelerator if the group (None: the default one) has a backend for it other than gloo, else the CPU.
-    Raises `MeshError` if the group was destroyed."""
+    """Returns the type of the accelerator if `group` has a backend for it other than gloo, else "cpu".
+
+    Args:
+        group: a process group; None means the default group.
+
+    Raises:
+        MeshError: `group` was destroyed.
+    """
     if group is not None:
         require_alive(group, "a given group")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
+    backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     if accelerator is None or backends.get(accelerator.type, "gloo") == "gloo":
         return "cpu"
     return accelerator.type
@@ -325,10 +335,9 @@ def mesh_of_groups(
     comm: CommPolicy = CommPolicy(),
     copies: DeviceMesh | None = None,
 ) -> DataMesh:
-    """Returns a mesh of the user's process groups: parameters are sharded over `shard` and replicated over `replicate`.
-    If `copies` is given, `replicate` is the group of that mesh.
+    """Returns a mesh of the user's process groups: parameters are sharded over `shard`, replicated over `replicate`.
 
-    The first call with these two groups is collective over `replicate`.
+    The first call with two groups is collective over `replicate`. If `copies` is given, `replicate` is its group.
 
     Raises:
         MeshError: the two groups are not the row and the column of one grid of ranks, or one was destroyed.
@@ -336,43 +345,23 @@ def mesh_of_groups(
     if replicate is not None:
         require_alive(replicate, "a given group")
     known, key = meshes_of(shard), (replicate, device_type)
-    if key not in known:
-        known[key] = _mesh_of(shard, replicate, device_type)
+    if key not in known and replicate is None:
+        known[key] = DeviceMesh.from_group(shard, device_type)
+    if key not in known and replicate is not None:
+        row = dist.get_process_group_ranks(shard)
+        rows: list[list[int]] = all_gather_objects(row, "the comparison of shard groups", replicate)
+        column = dist.get_process_group_ranks(replicate)
+        at = row.index(dist.get_rank())
+        if len({len(ranks) for ranks in rows}) > 1 or [ranks[at] for ranks in rows] != column:
+            raise MeshError(
+                f"the shard groups {rows} and the replicate group {column} are not rows and a column of one grid; give "
+                "rank r of every shard group the replicate group of all ranks r"
+            )
+        known[key] = DeviceMesh.from_group(
+            [replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
+        )
     shard_axis, replicate_axis = (0, None) if replicate is None else (1, 0)
     return DataMesh(known[key], shard_axis, replicate_axis, comm=comm, copies=copies)
-
-
-def _mesh_of(shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None, device_type: str) -> DeviceMesh:
-    if replicate is None:
-        return DeviceMesh.from_group(shard, device_type)
-    row = dist.get_process_group_ranks(shard)
-    rows: list[list[int]] = all_gather_objects(row, "the comparison of shard groups", replicate)
-    column = dist.get_process_group_ranks(replicate)
-    at = row.index(dist.get_rank())
-    if len({len(ranks) for ranks in rows}) > 1 or [ranks[at] for ranks in rows] != column:
-        raise MeshError(
-            f"the shard groups {rows} and the replicate group {column} are not rows and a column of one grid; give "
-            "rank r of every shard group the replicate group of all ranks r"
-        )
-    return DeviceMesh.from_group(
-        [replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
-    )
-
-
-def _read(mesh: DeviceMesh, comm: CommPolicy) -> DataMesh:
-    if mesh.ndim == 1:
-        return DataMesh(mesh, shard_axis=0, replicate_axis=None, comm=comm)
-    if mesh.ndim != 2:
-        raise MeshError(
-            f"fully_shard expects a 1-D mesh (shard) or a 2-D mesh (replicate, shard), got {mesh.ndim} axes: {mesh}; "
-            "for a larger mesh pass dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)"
-        )
-    if mesh.mesh_dim_names is None:
-        raise MeshError(
-            f"a 2-D mesh needs names, to tell its replicate axis from its shard axis: {mesh}; pass "
-            "mesh_dim_names=('replicate', 'shard') to init_device_mesh"
-        )
-    return DataMesh(mesh, shard_axis=1, replicate_axis=0, comm=comm)
 
 
 def _pick(mesh: DeviceMesh, dims: DataParallelMeshDims, comm: CommPolicy) -> DataMesh:

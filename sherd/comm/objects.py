@@ -17,12 +17,12 @@ from sherd.comm.failures import named
 
 
 def all_gather_objects(mine: object, what: str, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Returns the objects of all ranks of `group` (None: the default one), in rank order. All of them must call it.
+    """Returns the objects of all ranks of `group`, in rank order. All ranks must call this.
 
     Args:
         mine: this rank's object, which pickle must take.
         what: the purpose of the exchange, for the error's text.
-        group: a group of any backend.
+        group: a group of any backend; None means the default group.
 
     Raises:
         CommError: a rank has died, or did not come before the group's timeout.
@@ -37,16 +37,16 @@ def all_gather_objects(mine: object, what: str, group: dist.ProcessGroup | None 
 
 
 def start_all_gather(own: bytes, into: Sequence[bytearray], group: dist.ProcessGroup) -> dist.Work:
-    """Returns the all-gather of `own` into `into`, under way: as many bytes from each rank of `group`, one of the host.
-    It goes past the dispatcher, where users count collectives."""
-    received = [torch.frombuffer(each, dtype=torch.uint8) for each in into]
+    """Returns the all-gather of `own` into `into`, under way: equally many bytes from each rank of a host's `group`."""
+    received = [torch.frombuffer(bytes_of_rank, dtype=torch.uint8) for bytes_of_rank in into]
     sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    started: dist.Work = backend_of(group, sent.device).allgather([received], [sent])  # type: ignore[attr-defined]
-    return started
+    # Past the dispatcher, where users count collectives.
+    work: dist.Work = backend_of(group, sent.device).allgather([received], [sent])  # type: ignore[attr-defined]
+    return work
 
 
 def broadcast_object(value: object, what: str, group: dist.ProcessGroup | None = None) -> Any:
-    """Returns the `value` of rank 0 of `group` (None: the default one) on all its ranks. All of them must call it.
+    """Returns the `value` of rank 0 of `group`, or of the default group, on all its ranks. All ranks must call this.
 
     Raises:
         CommError: a rank has died, or did not come before the group's timeout.
@@ -62,10 +62,9 @@ def broadcast_object(value: object, what: str, group: dist.ProcessGroup | None =
 
 
 def do_without_numpy() -> None:
-    """Have torch's own calls for objects do without numpy, if it is missing. torch's checkpointing makes these calls on
-    several ranks.
+    """Have torch's own calls for objects, which its checkpointing makes, do without numpy if numpy is missing.
 
-    This changes torch, so it is for a program that has the process to itself.
+    This changes torch for the whole process, so only a program that owns the process calls it.
     """
     try:
         torch.empty(0).numpy()
@@ -80,7 +79,7 @@ def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[t
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Returns the device on which `group` moves the bytes: the CPU if it can, because they are there."""
+    """Returns the device on which `group` moves bytes: the CPU if the group can, because the bytes are there."""
     devices = {backend.partition(":")[0] for backend in dist.get_backend_config(group).split(",")}
     if "cpu" in devices or not torch.accelerator.is_available():
         return torch.device("cpu")
@@ -99,8 +98,9 @@ def _object_of(tensor: torch.Tensor) -> Any:
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """Returns the elements of `tensor`, 1-D and uint8. `tensor.numpy()` needs numpy, the storage is slow to read."""
-    taken = bytearray(tensor.numel())
-    if taken:
-        torch.frombuffer(taken, dtype=torch.uint8).copy_(tensor)
-    return bytes(taken)
+    """Returns the elements of `tensor`, 1-D and uint8."""
+    # `tensor.numpy()` needs numpy, and reading a storage is slow.
+    copied = bytearray(tensor.numel())
+    if copied:
+        torch.frombuffer(copied, dtype=torch.uint8).copy_(tensor)
+    return bytes(copied)

@@ -1,16 +1,16 @@
-"""Lanes, which run collectives beside compute, and handoffs, which say when compute may touch a lane's buffer.
+"""Lanes, which run collectives beside compute, and handoffs, which say when compute may touch a lane's result.
 
-No other file names a stream or an event. There are three lanes, so that the collectives of one step overlap with
-compute and with one another: `gather`, `reduce` and `all_reduce`. A lane gives its result as a `Handoff`, and compute
-touches the result only after `handoff.wait()`.
+No other file names a stream or an event. There are three lanes, `gather`, `reduce` and `all_reduce`, so that the
+collectives of one step overlap with compute and with one another. A lane returns a `Handoff`, and compute touches the
+result only after `handoff.wait()`.
 
 On a CPU a lane starts the collective in the background (gloo works on its own threads) and `wait` blocks the caller. On
 an accelerator a lane is a stream, `wait` makes the compute stream wait for an event, and the host never blocks.
 
 Memory follows one rule: a buffer belongs to the stream it was allocated on, and goes back to that stream's pool as soon
-as the last reference is dropped. So whoever drops a lane's buffer after compute has read it first calls
-`lane.follow_compute()`, and whoever drops compute's buffer after a lane has read it first waits for the lane's handoff.
-A lane's own buffer that compute only writes (`lane.lend`) may be dropped as soon as the lane's work on it is queued.
+as the last reference is dropped. So before dropping a lane's buffer that compute reads, call `lane.follow_compute()`.
+Before dropping compute's buffer that a lane reads, wait for the lane's handoff. A lane's own buffer that compute only
+writes (`lane.lend`) may be dropped as soon as the lane's work on it is queued.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ import torch
 from sherd.comm.transport import Pending
 
 Run = Callable[[bool], Pending | None]
-"""A function that starts a collective. If its argument is true it must return at once, with an object to wait for."""
+"""A function that starts a collective. Called with True, it returns at once, with an object to wait for."""
 
 
 class Handoff(Protocol):
     """The moment from which compute may touch a lane's result."""
 
     def wait(self) -> None:
-        """Order compute after the lane. May be called more than once."""
+        """Order compute after the lane's collective. May be called more than once."""
 
     def wait_on_host(self) -> None:
-        """Block the caller until the lane has come so far: for results in host memory."""
+        """Block the caller until the collective has ended: for results in host memory."""
 
 
 class Lane(ABC):
@@ -49,16 +49,18 @@ class Lane(ABC):
 
     @abstractmethod
     def run(self, start: Run, after: Handoff | None = None) -> Handoff:
-        """Queue a collective behind the lane's earlier ones, and behind `after`. The lane owns memory it allocates."""
+        """Queue a collective behind the lane's earlier ones and behind `after`. Memory it allocates is the lane's."""
 
     @abstractmethod
     def follow_compute(self) -> None:
-        """Order all later work of the lane after all work that was queued on compute until now."""
+        """Order the lane's later work after all work that compute has queued."""
 
     @abstractmethod
     def lend(self, allocate: Callable[[], None]) -> None:
-        """Have `allocate()` take the lane's memory, for compute to write: all that compute does next is ordered after
-        the lane's work until now, which may have used the same memory."""
+        """Have `allocate()` take the lane's memory, for compute to write.
+
+        Compute's next work comes after the lane's earlier work, which may have used the same memory.
+        """
 
 
 class Streams(ABC):
@@ -68,7 +70,7 @@ class Streams(ABC):
     reduce: Lane
     all_reduce: Lane
     in_host_order: bool
-    """Whether memory that the host frees is free for every lane at once, which is so without streams."""
+    """Memory that the host frees is free for every lane at once, because there are no streams."""
 
     @abstractmethod
     def begin_step(self, event: torch.Event | None = None) -> None:
@@ -76,10 +78,10 @@ class Streams(ABC):
 
     @abstractmethod
     def run_beside(self, stream: torch.Stream, work: Callable[[], None]) -> None:
-        """Do `work` on the user's `stream`, ordered after compute and before what compute does next."""
+        """Do `work` on the user's `stream`, after compute's earlier work and before its next."""
 
     def noting(self, queued: Queued) -> AbstractContextManager[None]:
-        """A context in which collectives that lanes queue are noted in `queued`."""
+        """Returns a context in which collectives that lanes queue are noted in `queued`."""
         return contextlib.nullcontext()
 
 
@@ -95,7 +97,7 @@ class _Started:
     def wait(self) -> None:
         if self.work is not None:
             self.work.wait()
-            self.work = None
+            self.work = None  # it holds the collective's buffers
 
     def wait_on_host(self) -> None:
         self.wait()
@@ -123,9 +125,10 @@ class HostStreams(Streams):
         self.gather = self.reduce = self.all_reduce = _BackgroundLane()
 
     def begin_step(self, event: torch.Event | None = None) -> None:
-        return None
+        """Do nothing: the optimizer has written when its call returns."""
 
     def run_beside(self, stream: torch.Stream, work: Callable[[], None]) -> None:
+        """Do `work` now."""
         work()
 
 
@@ -135,21 +138,21 @@ class HostStreams(Streams):
 class _Collective:
     """A collective on a lane: the events before and after it, and when it was first seen between them."""
 
-    __slots__ = ("_begun", "_done", "_seen")
+    __slots__ = ("_begun", "_done", "_seen_at")
 
     def __init__(self, begun: torch.Event, done: torch.Event) -> None:
-        self._begun, self._done, self._seen = begun, done, 0.0
+        self._begun, self._done, self._seen_at = begun, done, 0.0
 
     @property
     def is_done(self) -> bool:
         return _is_past(self._done)
 
     def lasts_s(self) -> float:
-        """Returns for how long it has been seen under way; 0 if the device has not come to it."""
-        if not self._seen and _is_past(self._begun):
-            self._seen = time.monotonic()
-        # The clock may stand still between the two, and a collective under way is never told by 0.
-        return max(time.monotonic() - self._seen, 1e-6) if self._seen else 0.0
+        """Returns how long the collective has been seen under way; 0 before the device reaches it."""
+        if not self._seen_at and _is_past(self._begun):
+            self._seen_at = time.monotonic()
+        # The clock may stand still between the two calls, and 0 would say that the collective is not under way.
+        return max(time.monotonic() - self._seen_at, 1e-6) if self._seen_at else 0.0
 
 
 def _is_past(event: torch.Event) -> bool:
@@ -160,20 +163,20 @@ def _is_past(event: torch.Event) -> bool:
 
 
 class Queued:
-    """The collectives that some ranks have in the queues of a device. Nobody waits for the device to learn of them.
+    """The collectives in the queues of a device, among the ranks of one mesh. No call waits for the device.
 
     A collective that stands behind compute is not under way: compute may take as long as it wants.
     """
 
     NUM_KEPT = 1000
-    """Of each lane, as many are known."""
+    """Collectives that are kept of each lane."""
 
     def __init__(self) -> None:
         self._by_lane: dict[int, deque[_Collective]] = {}
-        self._lock = threading.Lock()  # among those that look; the one thread that queues takes none
+        self._lock = threading.Lock()  # between readers; the one thread that adds takes none, as appending is atomic
 
     def __bool__(self) -> bool:
-        """Whether there were any; never on a device without streams."""
+        """Returns whether a collective was ever added, which never happens without streams."""
         return bool(self._by_lane)
 
     def add(self, lane: object, begun: torch.Event, done: torch.Event) -> None:
@@ -181,7 +184,7 @@ class Queued:
         self._by_lane.setdefault(id(lane), deque(maxlen=self.NUM_KEPT)).append(_Collective(begun, done))
 
     def waits_s(self) -> float:
-        """Returns for how long the device has been in the oldest collective, as far as calls of this have seen."""
+        """Returns how long the device has been in the oldest collective, since a call of this first saw it there."""
         with self._lock:
             for lane in list(self._by_lane.values()):
                 while lane and lane[0].is_done:
@@ -189,21 +192,20 @@ class Queued:
             return max((lane[0].lasts_s() for lane in list(self._by_lane.values()) if lane), default=0.0)
 
     def clear(self) -> None:
-        """Forget all, and let go of their events."""
+        """Drop all collectives and their events."""
         with self._lock:
             for lane in list(self._by_lane.values()):
                 lane.clear()
 
 
 class _Notes:
-    """Where the lanes of one device note what they queue now, if anywhere."""
+    """The `Queued` in which the lanes of one device note their collectives now; None for nowhere."""
 
     def __init__(self) -> None:
         self.queued: Queued | None = None
 
     @contextmanager
     def into(self, queued: Queued) -> Iterator[None]:
-        """Note in `queued` inside."""
         before, self.queued = self.queued, queued
         try:
             yield
@@ -251,7 +253,7 @@ class _StreamLane(Lane):
 
     def lend(self, allocate: Callable[[], None]) -> None:
         compute = torch.accelerator.current_stream(self._device)
-        # The allocator may hand out what compute was the last to read: a gradient that was dropped after the step.
+        # The lane's pool may hand out memory that compute read last: a gradient that was dropped after the step.
         self._stream.wait_stream(compute)
         with self._stream:
             allocate()
@@ -275,12 +277,14 @@ class DeviceStreams(Streams):
         self.all_reduce = _StreamLane(device, 0, notes)
 
     def begin_step(self, event: torch.Event | None = None) -> None:
+        """Order later gathers after `event`, or after compute. The other lanes read no shards."""
         if event is not None:
             self.gather.follow_event(event)
         else:
             self.gather.follow_compute()
 
     def run_beside(self, stream: torch.Stream, work: Callable[[], None]) -> None:
+        """Do `work` on `stream`, between compute's earlier work and its next."""
         compute = torch.accelerator.current_stream(self._device)
         stream.wait_stream(compute)
         with stream:
@@ -288,10 +292,10 @@ class DeviceStreams(Streams):
         compute.wait_stream(stream)
 
     def noting(self, queued: Queued) -> AbstractContextManager[None]:
-        """As said there. While a graph is captured nothing is noted: to ask for an event would spoil the capture."""
+        """Returns a context in which collectives are noted in `queued`; without effect while a graph is captured."""
         is_capturing = getattr(torch.get_device_module(self._device), "is_current_stream_capturing", None)
         if is_capturing is not None and is_capturing():
-            queued.clear()
+            queued.clear()  # a query of an event, also of an earlier one, would break the capture
             return contextlib.nullcontext()
         return self._notes.into(queued)
 
@@ -314,7 +318,7 @@ def streams_for(device: torch.device) -> Streams:
 
 @contextmanager
 def use_streams(streams: Streams) -> Iterator[None]:
-    """Have units that are made inside use these lanes, for example recording ones in a test."""
+    """A context in which new units use these lanes, for example recording ones in a test."""
     token = _replaced.set(streams)
     try:
         yield
@@ -323,21 +327,22 @@ def use_streams(streams: Streams) -> Iterator[None]:
 
 
 class RecordingStreams(Streams):
-    """Lanes for tests: they log each call in order, and run it as `HostStreams` does."""
+    """Lanes for tests and plans: they log each call in order, and run it as `HostStreams` does."""
 
     in_host_order = False
 
     def __init__(self) -> None:
         self.log: list[tuple[str, str]] = []
-        self._host = HostStreams()
         self.gather, self.reduce, self.all_reduce = (
             _RecordingLane(name, self.log) for name in ("gather", "reduce", "all_reduce")
         )
 
     def begin_step(self, event: torch.Event | None = None) -> None:
+        """Log what the gather lane follows."""
         self.log.append(("gather", "follow event" if event is not None else "follow compute"))
 
     def run_beside(self, stream: torch.Stream, work: Callable[[], None]) -> None:
+        """Log the call, and do `work`."""
         self.log.append(("compute", "run beside"))
         work()
 
@@ -349,13 +354,13 @@ class _RecordingLane(_BackgroundLane):
 
     def run(self, start: Run, after: Handoff | None = None) -> Handoff:
         if isinstance(after, _RecordedWait):
-            # The lane waits, not compute, whose waits the recorded handoff would write down.
+            # Past the recorded handoff, which would log a wait of compute: the lane waits here.
             self._log.append((self._name, "follow handoff"))
             after = after.inner
         if after is not None:
             after.wait()
         self._log.append((self._name, "run"))
-        # In the foreground: what a lane's owner drops once work is queued must not be in use any more.
+        # In the foreground: an owner drops buffers once the work on them is queued, so it must be over by then.
         return _RecordedWait(self._name, self._log, _Started(start(False)))
 
     def follow_compute(self) -> None:

@@ -1,7 +1,7 @@
-"""The interface of a transport, which moves the bytes of one process group, and the one made of torch's single calls.
+"""The interface of a transport, which moves the bytes of one process group, and transports of torch's own calls.
 
 A transport moves 1-D buffers that lie rank by rank: rank r's part takes `sizes[r]` elements, and the parts need not be
-equally long. `rows` is all parts side by side, `shard_buffer` this rank's own:
+equally long. `rows` has all parts side by side, `shard_buffer` is this rank's own part:
 
     sizes (3, 2)     rows | 0 0 0 | 1 1 |     shard_buffer on rank 0 | 0 0 0 |     on rank 1 | 1 1 |
 """
@@ -28,54 +28,48 @@ InPieces = torch.Tensor | Sequence[torch.Tensor]
 """A 1-D buffer, or its pieces, one behind the other."""
 
 
-def pieces_of(buffer: InPieces) -> list[torch.Tensor]:
-    """Returns the pieces, without their autograd history."""
-    return [piece.detach() for piece in ([buffer] if isinstance(buffer, torch.Tensor) else buffer)]
-
-
 class Pending(Protocol):
-    """A collective under way; torch's `Work` is one."""
+    """A collective under way, such as torch's `Work`."""
 
     def wait(self) -> object:
-        """Return once its results are there."""
+        """Return once the results are there."""
         ...
 
 
 class _Several:
     """Collectives that are waited for together."""
 
-    def __init__(self, begun: Sequence[Pending]) -> None:
-        self._begun = begun
+    def __init__(self, under_way: Sequence[Pending]) -> None:
+        self._under_way = under_way
 
     def wait(self) -> None:
-        """Wait for each."""
-        for pending in self._begun:
+        for pending in self._under_way:
             pending.wait()
 
 
 class Transport(ABC):
     """The collectives of one process group. All ranks of the group call the same ones in the same order.
 
-    With `async_op` a call returns at once, and its buffers must be left alone until `wait()` of its result. Without it,
-    and where the result is None, everything is done (on an accelerator: queued on the current stream).
+    With `async_op` a call returns at once, and its buffers must be left alone until `wait()` of its result. Without
+    `async_op`, and if the result is None, everything is done (on an accelerator: queued on the current stream).
     """
 
     shares_memory = False
-    """Whether it has `all_gather_onto`: ranks read one another's parts in place."""
+    """It has `all_gather_onto`: ranks read one another's parts in place."""
 
     coalesces = False
-    """Whether it has `all_gather_each`: many gathers for the price of one."""
+    """It has `all_gather_each`: many gathers for the price of one."""
 
     brings_memory = False
-    """Whether its buffers must come from `empty`."""
+    """Its buffers must come from `empty`."""
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a 1-D buffer for a collective, uninitialised. It is called on the lane of the collective."""
+        """Returns an uninitialised 1-D buffer for a collective. Call it on the lane of the collective."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
-        """The memory that this rank holds for other ranks to read, in bytes."""
+        """The bytes that this rank holds for other ranks to read."""
         return 0
 
     def scratch_bytes(self, sizes: Sequence[int], rank: int, itemsize: int) -> int:
@@ -83,7 +77,7 @@ class Transport(ABC):
         return 0
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which `reduce_scatter` adds up `dtype`, which is that of its result."""
+        """Returns the dtype of the sums that `reduce_scatter` makes of `dtype`."""
         return dtype
 
     @abstractmethod
@@ -95,15 +89,20 @@ class Transport(ABC):
     def all_gather_onto(
         self, copy_into_place: CopyIntoPlace, shard_buffer: InPieces, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """Hand every rank's `shard_buffer` to `copy_into_place`, rank by rank, from where it lies; on the caller's
-        thread, in `wait()` at the latest. `shard_buffer` may be written again as soon as the call has returned."""
+        """Hand every rank's `shard_buffer` to `copy_into_place`, rank by rank, from where it lies.
+
+        That happens on the caller's thread, in `wait()` at the latest. `shard_buffer` may be written again as soon as
+        the call has returned.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no memory that ranks share")
 
     def all_gather_each(
         self, targets: Sequence[torch.Tensor], shard_buffers: Sequence[torch.Tensor], async_op: bool
     ) -> Pending | None:
-        """Fill each of `targets`, 1-D, with every rank's tensor of the same place in `shard_buffers`. These are equally
-        long on all ranks."""
+        """Fill each of `targets`, 1-D, with every rank's tensor at the same index of `shard_buffers`.
+
+        A tensor is equally long on all ranks.
+        """
         raise NotImplementedError(f"{type(self).__name__} gathers one buffer at a time")
 
     def all_gather_several(
@@ -114,7 +113,7 @@ class Transport(ABC):
         async_op: bool,
     ) -> Pending | None:
         """Make the all-gathers of `rows[i]`, `shard_buffers[i]` and `sizes[i]` for each i."""
-        begun = [self.all_gather(*each, async_op) for each in zip(rows, shard_buffers, sizes, strict=True)]
+        begun = [self.all_gather(*arguments, async_op) for arguments in zip(rows, shard_buffers, sizes, strict=True)]
         under_way = [pending for pending in begun if pending is not None]
         return _Several(under_way) if under_way else None
 
@@ -122,8 +121,7 @@ class Transport(ABC):
     def reduce_scatter(
         self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """Fill `shard_buffer`, of `sum_dtype(rows.dtype)`, with the sum over the ranks of this rank's part of their
-        `rows`."""
+        """Fill `shard_buffer`, of `sum_dtype(rows.dtype)`, with the sum of this rank's part in all ranks' `rows`."""
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
@@ -137,7 +135,7 @@ def parts(rows: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
 
 
 class Sizes(tuple[int, ...]):
-    """The sizes of all parts, one per rank. It looks at its thousands of ranks once, not in each call."""
+    """The sizes of all parts, one per rank. It compares thousands of ranks once, not in each call."""
 
     @cached_property
     def are_even(self) -> bool:
@@ -145,11 +143,11 @@ class Sizes(tuple[int, ...]):
         return len(set(self)) <= 1
 
     def of(self, parts: range) -> Sizes:
-        """Returns the sizes of `parts`, which are neighbours."""
+        """Returns the sizes of neighbouring `parts`."""
         return self if len(parts) == len(self) else Sizes(self[parts.start : parts.stop])
 
     def together(self, number: int) -> Sizes:
-        """Returns the sizes that result when every `number` neighbouring parts become one."""
+        """Returns the sizes of larger parts, of `number` neighbouring parts each."""
         if number == 1:
             return self
         return Sizes(sum(self[start : start + number]) for start in range(0, len(self), number))
@@ -158,28 +156,6 @@ class Sizes(tuple[int, ...]):
 def are_even(sizes: Sequence[int]) -> bool:
     """Returns whether all sizes are equal."""
     return (sizes if type(sizes) is Sizes else Sizes(sizes)).are_even
-
-
-class OneRank(Transport):
-    """A group of one rank: copies."""
-
-    def all_gather(
-        self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
-        """Copy `shard_buffer`, the only part."""
-        rows.copy_(shard_buffer)
-        return None
-
-    def reduce_scatter(
-        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
-    ) -> Pending | None:
-        """Copy `rows`, the only summand."""
-        shard_buffer.copy_(rows)
-        return None
-
-    def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
-        """Leave `tensor` as it is."""
-        return None
 
 
 class NoTransport(Transport):
@@ -202,6 +178,24 @@ class NoTransport(Transport):
         return None
 
 
+class OneRank(NoTransport):
+    """A group of one rank: copies. The sum over one rank is there already."""
+
+    def all_gather(
+        self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """Copy `shard_buffer`, the only part."""
+        rows.copy_(shard_buffer)
+        return None
+
+    def reduce_scatter(
+        self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
+    ) -> Pending | None:
+        """Copy `rows`, the only summand."""
+        shard_buffer.copy_(rows)
+        return None
+
+
 class _Named:
     """A call of torch under way, whose error will name the ranks of its group."""
 
@@ -211,9 +205,9 @@ class _Named:
         self._pending, self._what, self._group, self._is_on_host = pending, what, group, is_on_host
 
     def wait(self) -> None:
-        """Wait for the call. Raises CommError."""
         try:
             if self._is_on_host and isinstance(self._pending, dist.Work):
+                # The watchdog raises errors in this thread, which only the interpreter sees.
                 wait_on_host(self._pending)
             else:
                 self._pending.wait()
@@ -227,10 +221,8 @@ class SingleCalls(Transport):
     """torch's own collectives, one call each: for NCCL, and for every backend without a better transport.
 
     Parts of unequal length go through the list forms, which NCCL serves with grouped broadcasts and reductions, or
-    through the transport `for_uneven`, for a backend that refuses the list forms.
-
-    Raises, from a call or its `wait()`:
-        CommError: torch's call has raised, because a peer has died or is late.
+    through the transport `for_uneven`, for a backend that refuses the list forms. A call or its `wait()` raises
+    CommError if a peer has died or is late.
     """
 
     def __init__(self, group: dist.ProcessGroup, for_uneven: Transport | None = None) -> None:
@@ -241,10 +233,10 @@ class SingleCalls(Transport):
     def all_gather(
         self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """One call into one buffer, or into its parts."""
+        """Gather by one call into one buffer, or into its parts."""
         what = f"all-gather of {rows.nbytes:,} bytes"
         if are_even(sizes):
-            if rows.dtype.is_complex:
+            if rows.dtype.is_complex:  # the bound method of the group, unlike torch's function, takes real tensors only
                 rows, shard_buffer = torch.view_as_real(rows), torch.view_as_real(shard_buffer)
             return self._called(self._gather_evenly[async_op], rows, shard_buffer, what=what, async_op=async_op)
         if self._for_uneven is not None:
@@ -254,7 +246,7 @@ class SingleCalls(Transport):
     def reduce_scatter(
         self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """One call from one buffer, or from its parts."""
+        """Reduce by one call from one buffer, or from its parts."""
         what = f"reduce-scatter of {rows.nbytes:,} bytes"
         if are_even(sizes):
             return self._called(self._reduce_evenly[async_op], shard_buffer, rows, what=what, async_op=async_op)
@@ -264,14 +256,14 @@ class SingleCalls(Transport):
         return self._called(dist.reduce_scatter, shard_buffer, into, op, self._group, async_op, what=what)
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
-        """One call, in place."""
+        """Reduce by one call, in place."""
         what = f"all-reduce of {tensor.nbytes:,} bytes"
         return self._called(dist.all_reduce, tensor, dist.ReduceOp.SUM, self._group, async_op, what=what)
 
     def _called(
         self, call: Callable[..., Pending | None], *args: object, what: str, async_op: bool = True
     ) -> Pending | None:
-        """Returns what `call(*args)` returns, with its errors named. Without `async_op` it is waited for here."""
+        """Returns the result of `call(*args)`, whose errors name the ranks. Without `async_op` the wait is here."""
         try:
             pending = call(*args)
             if pending is not None and not async_op:
@@ -285,28 +277,29 @@ class SingleCalls(Transport):
 
 
 class CoalescedCalls(SingleCalls):
-    """Like `SingleCalls`, but each tensor of a group is gathered straight into its place, and nothing is copied out. On
-    NCCL all of them take one launch."""
+    """Like `SingleCalls`, but each tensor of a group is gathered straight into its place; on NCCL all in one launch."""
 
     coalesces = True
 
     def all_gather_each(
         self, targets: Sequence[torch.Tensor], shard_buffers: Sequence[torch.Tensor], async_op: bool
     ) -> Pending | None:
-        """One coalesced call."""
+        """Gather by one coalesced call."""
         what = f"all-gather of {len(targets)} tensors at once"
         return self._called(all_gather_coalesced, targets, shard_buffers, self._group, async_op, what=what)
 
 
 class PartByPart(SingleCalls):
-    """Like `SingleCalls`, for gloo on an accelerator, whose list forms refuse parts of unequal length: each part is
-    broadcast, and of an all-reduce each rank keeps its part. The host waits for both: ranks that share a device over
-    gloo try a program, and are not fast."""
+    """Like `SingleCalls`, for gloo on an accelerator, whose list forms refuse parts of unequal length.
+
+    Each such part is broadcast, and of an all-reduce each rank keeps its part. The host waits for both: ranks that
+    share a device over gloo try a program out, and need not be fast.
+    """
 
     def all_gather(
         self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """One call, or a broadcast of each part that is not empty."""
+        """Gather by one call, or by a broadcast of each part that is not empty."""
         if are_even(sizes):
             return super().all_gather(rows, shard_buffer, sizes, async_op)
         into = parts(rows, sizes)
@@ -322,7 +315,7 @@ class PartByPart(SingleCalls):
     def reduce_scatter(
         self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
-        """One call, or an all-reduce of a copy of `rows`."""
+        """Reduce by one call, or by an all-reduce of a copy of `rows`."""
         if are_even(sizes):
             return super().reduce_scatter(shard_buffer, rows, sizes, async_op)
         total = rows.clone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,21 +16,21 @@ from sherd.errors import MeshError
 from sherd.policy import CommPolicy
 
 MOST_NEIGHBOURS = 12
-"""The most ranks that share memory unless a policy says so: a rank holds three descriptors for each of the others."""
+"""The most ranks that share memory under "auto": a rank holds three descriptors for each other rank."""
 
 _ONE_RANK = OneRank()
 _known: dict[dist.ProcessGroup, dict[str, Transport]] = {}
-"""Kept as long as the group is registered with torch, not as long as it is used: garbage is collected at different
-moments on different ranks, and all ranks must make a transport together."""
+"""By group and policy, as long as the group is registered with torch.
 
+Not as long as it is used: ranks collect garbage at different moments, and all ranks must make a transport together.
+"""
 
 _replaced: ContextVar[Callable[[dist.ProcessGroup, str], Transport] | None] = ContextVar("transports", default=None)
 
 
 @contextmanager
 def use_transports(make: Callable[[dist.ProcessGroup, str], Transport]) -> Iterator[None]:
-    """Have groups that need a transport inside take `make(group, wanted)`, where a policy says `wanted`: so that ranks
-    which do not exist have the transports of others."""
+    """A context in which groups take `make(group, wanted)` for a policy's `wanted`, for ranks that do not exist."""
     token = _replaced.set(make)
     try:
         yield
@@ -56,11 +57,7 @@ def transport_of(group: dist.ProcessGroup | None, device: torch.device, policy: 
 
 
 def check_transport(group: dist.ProcessGroup | None, device: torch.device, policy: CommPolicy) -> None:
-    """Check without communication that the backend of `group` can have the transport that `policy` asks for.
-
-    Raises:
-        MeshError: it cannot.
-    """
+    """Raise MeshError if the backend of `group` cannot have the transport of `policy`. Without communication."""
     if group is None or group.size() == 1 or policy.transport in ("auto", "torch", "coalesced") or _replaced.get():
         return
     if not _is_on_gloo(group, device):
@@ -71,7 +68,7 @@ def check_transport(group: dist.ProcessGroup | None, device: torch.device, polic
 
 
 def _is_on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    # get_backend() would not do: it does not name the backends of a group that was made without naming any.
+    # get_backend() would not do: it says "undefined" for a group that was made without naming its backends.
     return device.type == "cpu" and _has_gloo(group, device)
 
 
@@ -80,10 +77,6 @@ def _has_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _made(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transport:
-    # Loaded with the first transport of several ranks: one rank alone needs neither.
-    from sherd.comm.host.gloo import Gloo
-    from sherd.comm.host.shared_memory import SharedMemory
-
     replaced = _replaced.get()
     if replaced is not None:
         return replaced(group, wanted)
@@ -91,17 +84,46 @@ def _made(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transp
     if not on_gloo and _has_gloo(group, device):
         # Coalesced calls are left out, too: gloo's end the process on CUDA tensors (torch 2.11).
         return PartByPart(group)
-    if wanted in ("torch", "coalesced") or (wanted == "auto" and not on_gloo):
-        # gloo's list forms refuse parts of unequal length.
-        calls = CoalescedCalls if wanted == "coalesced" else SingleCalls
-        return calls(group, for_uneven=Gloo(group) if on_gloo else None)
-    is_wanted = wanted == "shared_memory" or (wanted == "auto" and group.size() <= MOST_NEIGHBOURS)
-    shared = SharedMemory.meet(group) if is_wanted else None
-    if shared is not None:
-        return shared
-    if wanted == "shared_memory":
-        raise MeshError(
-            f"CommPolicy(transport='shared_memory'): ranks {dist.get_process_group_ranks(group)} cannot map one "
-            "another's memory; they must be on one host, in one network namespace and of one user. Use 'auto' or 'gloo'"
-        )
+    if wanted != "auto":
+        names = [wanted]
+    elif not on_gloo:
+        names = ["torch"]
+    else:
+        names = ["shared_memory", "gloo"] if group.size() <= MOST_NEIGHBOURS else ["gloo"]
+    for name in names:
+        transport = MAKERS[name](group, on_gloo)
+        if transport is not None:
+            return transport
+    raise MeshError(
+        f"CommPolicy(transport='shared_memory'): ranks {dist.get_process_group_ranks(group)} cannot map one "
+        "another's memory; they must be on one host, in one network namespace and of one user. Use 'auto' or 'gloo'"
+    )
+
+
+# The host's transports are plug-ins: nothing else in `comm` knows them, and each is loaded when a group first gets it.
+
+
+def _gloo(group: dist.ProcessGroup, on_gloo: bool) -> Transport:
+    from sherd.comm.host.gloo import Gloo
+
     return Gloo(group)
+
+
+def _shared_memory(group: dist.ProcessGroup, on_gloo: bool) -> Transport | None:
+    from sherd.comm.host.shared_memory import SharedMemory
+
+    return SharedMemory.meet(group)
+
+
+def _torch(group: dist.ProcessGroup, on_gloo: bool, calls: type[SingleCalls] = SingleCalls) -> Transport:
+    # gloo's list forms refuse parts of unequal length.
+    return calls(group, for_uneven=_gloo(group, on_gloo) if on_gloo else None)
+
+
+MAKERS: dict[str, Callable[[dist.ProcessGroup, bool], Transport | None]] = {
+    "torch": _torch,
+    "coalesced": partial(_torch, calls=CoalescedCalls),
+    "gloo": _gloo,
+    "shared_memory": _shared_memory,
+}
+"""By name in a policy: makes the transport of a group, which may be on gloo; None if its ranks cannot have it."""

@@ -1,31 +1,69 @@
-"""Never hang: what is done so that no rank waits for ever for another one, and ranks that differ train together.
+"""Never hang: no rank waits for ever for another one, and ranks that differ can train together.
 
-The engine loads this room when it seals a model whose ranks may differ. It calls it through one protocol, `Overseer` of
-`sherd/engine/run/overseer.py`, with each collective that it starts, and with what may wait for other ranks.
+The engine loads this package when it seals a model whose ranks may differ. It calls it through one protocol, `Overseer`
+of `sherd/engine/run/overseer.py`, with each collective that it starts, and with each wait for other ranks.
 
-    overseer_of      divergence.py: which of the two a mesh has
+    overseer_of      here: which of the two a mesh has
                        |
         +--------------+---------------+
     DivergenceChecker              Coordinator
     divergence="error"             divergence="join"
     checker.py                     coordinator.py     all ranks issue the same collectives, in an agreed order
-      order_check.py                 for_others.py    what other ranks want of a unit, and this one does not
-      likeness.py                    away.py          optimizer steps of ranks without a batch
-      tree.py                        attempt.py       a step that all ranks make or skip (`sherd.step`)
+    ranks compare where they       attempt.py         a step that all ranks make or skip (`sherd.step`)
+    leave the known path; all raise
         +--------------+---------------+
                        |
-    ledger.py        what this rank has started, and whether it waits
-    board.py         ranks that cannot go on tell each other where they stand; its thread serves the next two
-    flight.py        when something fails, each rank writes what it has done to a file
+    order_check.py   the words for a collective, and the comparison of ranks
+    flight.py        the log of collectives; when something fails, each rank writes its log to a file
+    board.py         ranks that cannot go on tell each other where they stand; its thread serves recorder and watchdog
     watchdog.py      on an accelerator, where the host does not wait: a queued collective that does not end
-    bounded_store.py a store whose calls end, for all three
+    bounded_store.py a store whose calls end
 
-Decisions 30 and 31 say why. The comparison of a step's ways is `sherd/schedule/path.py`, the agreed order
-`sherd/schedule/agreed.py`; both are pure.
+Under `divergence="trust"` nothing is compared, and the engine does not load this package. Decisions 30 and 31 say why.
+`sherd/schedule/path.py` compares the paths of steps, `sherd/schedule/agreed.py` has the agreed order; both are pure.
 """
 
+import weakref
+
+import torch.distributed as dist
+
+from sherd.comm.failures import named
+from sherd.comm.groups import default_group, group_of
+from sherd.comm.mesh import DataMesh
 from sherd.guard.attempt import Attempt, Failure, GivenUp
+from sherd.guard.board import board_of
+from sherd.guard.checker import DivergenceChecker
 from sherd.guard.coordinator import Coordinator
-from sherd.guard.divergence import overseer_of
+from sherd.guard.flight import CollectiveLog
 
 __all__ = ["Attempt", "Coordinator", "Failure", "GivenUp", "overseer_of"]
+
+_overseers: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], DivergenceChecker | Coordinator]
+] = weakref.WeakKeyDictionary()
+"""By group, policy and ranks: by the group of a mesh of one axis, else by the default group."""
+
+
+def overseer_of(mesh: DataMesh, ranks: tuple[int, ...]) -> DivergenceChecker | Coordinator | None:
+    """Returns the overseer of the collectives of units on `mesh`, which has these `ranks`.
+
+    It is None if ranks are to be compared, and their store connects no processes: a rank that leaves the path alone
+    could not say so.
+
+    Raises:
+        CommError: the process that has the store of the default group has died.
+    """
+    policy, world = mesh.comm.divergence, default_group()
+    parent = group_of(mesh.mesh, 0) if mesh.mesh.ndim == 1 else world
+    known = _overseers.setdefault(parent, {})
+    if (policy, ranks) not in known:
+        with named("the connection to the store, for ranks that differ,", world):
+            board = board_of(world)
+        if policy == "join":
+            log = CollectiveLog(f"{parent.group_name} {ranks} join", ranks, None if board is None else board.recorder)
+            known[policy, ranks] = Coordinator(parent, ranks, mesh.device, log)
+        elif board is not None:
+            known[policy, ranks] = DivergenceChecker(parent, ranks, mesh.device, board)
+        else:
+            return None
+    return known[policy, ranks]

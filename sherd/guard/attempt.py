@@ -1,9 +1,9 @@
 """The attempt at a step that all ranks make or skip together: what one rank knows of it.
 
-event on one rank           what its vote says    what all ranks do
-the body has raised         FAIL                  undo, if nobody has an obstacle; else all raise
+event on one rank           its vote              what all ranks do
+the body raises             FAIL                  undo, unless a rank has an obstacle; then all raise
 a gradient is not finite    FAIL, not STEP        likewise, and no optimizer has stepped yet
-the body has ended          DONE                  go on, once all ranks have
+the body ends               DONE                  go on, once all ranks have voted so
 """
 
 from __future__ import annotations
@@ -23,8 +23,14 @@ from sherd.tensor.ragged import local_part
 
 
 class Report(NamedTuple):
-    """The words of a rank on an attempt that some rank cannot finish. `reason`: why it cannot itself. `changed`: why it
-    cannot undo what it has done. `limit`: why it is not to skip the step. `had_gradients`: some were there before."""
+    """What one rank tells the others of an attempt that some rank cannot finish.
+
+    Attributes:
+        reason: why this rank cannot finish it; None if it can.
+        changed: why this rank cannot undo what it has done; None if it can.
+        limit: why the step must not be skipped; None if it may.
+        had_gradients: there were gradients before the attempt.
+    """
 
     reason: str | None
     changed: str | None
@@ -34,8 +40,14 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an attempt was given up, the same on all ranks: `rank` had `reason`. All is undone, unless it was `changed`
-    for good. The step is skipped if there is no `obstacle`."""
+    """Why all ranks gave an attempt up. It is the same on all ranks.
+
+    Attributes:
+        rank: the lowest rank that could not finish.
+        reason: why that rank could not finish.
+        changed: why the step cannot be rolled back; None if it is.
+        obstacle: why the step is not skipped, and all ranks raise; None if it is skipped.
+    """
 
     rank: int
     reason: str
@@ -44,22 +56,22 @@ class Failure:
 
     @classmethod
     def of(cls, ranks: Sequence[int], reports: Sequence[Report | None]) -> Failure:
-        """Returns what follows from the `reports` of `ranks`; None is from a rank that makes no attempt."""
-        inside = [each for each in reports if each is not None]
-        changes = [each.changed for each in inside if each.changed is not None]
-        if len(inside) < len(reports) and any(each.had_gradients for each in inside):
+        """Returns the failure that follows from the `reports` of `ranks`; a rank without an attempt reports None."""
+        inside = [report for report in reports if report is not None]
+        changes = [report.changed for report in inside if report.changed is not None]
+        if len(inside) < len(reports) and any(report.had_gradients for report in inside):
             changes.append("a rank outside of sherd.step cannot bring back gradients from before it")
-        obstacles = [*changes, *(each.limit for each in inside if each.limit is not None)]
+        obstacles = [*changes, *(report.limit for report in inside if report.limit is not None)]
         rank, reason = next(
-            (rank, each.reason)
-            for rank, each in zip(ranks, reports, strict=True)
-            if each is not None and each.reason is not None
+            (rank, report.reason)
+            for rank, report in zip(ranks, reports, strict=True)
+            if report is not None and report.reason is not None
         )
         return cls(rank, reason, next(iter(changes), None), next(iter(obstacles), None))
 
 
 class GivenUp(BaseException):
-    """Leaves a step that all ranks give up, from wherever this rank is in it. No `except Exception` is to stop it."""
+    """Raised wherever a rank is in a step that all ranks give up. It passes by `except Exception`."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"rank {failure.rank} cannot finish this step: {failure.reason}")
@@ -70,11 +82,11 @@ class Attempt:
     """One rank's attempt at a step.
 
     Args:
-        units: of the model.
-        snapshot: what the step may change.
-        checks_gradients: those that are not finite are a reason not to step.
-        undoes_optimizers: copy what an optimizer changes, before it does.
-        limit: why the step must not be skipped, whatever happens in it.
+        units: the units of the model.
+        snapshot: everything that the step may change.
+        checks_gradients: refuse to step with gradients that are not finite.
+        undoes_optimizers: copy what an optimizer changes before it steps.
+        limit: why the step must not be skipped, whatever happens in it; None if it may.
     """
 
     def __init__(
@@ -93,7 +105,7 @@ class Attempt:
 
     def refuses(self, optimizer: Optimizer) -> str | None:
         """Returns why `optimizer`, which is about to step, must not; None if it may."""
-        # A scaler has these looked at by the optimizer itself, and lets it skip.
+        # A gradient scaler checks its gradients itself, and lets the optimizer skip the step.
         is_scaled = getattr(optimizer, "found_inf", None) is not None
         wrong = _not_finite_in(optimizer) if self._checks_gradients and not is_scaled else []
         if not wrong and self._undoes_optimizers:
@@ -101,7 +113,11 @@ class Attempt:
         return f"gradients that are not finite: {in_short(wrong)}" if wrong else None
 
     def steps(self, for_good: bool = False) -> None:
-        """An optimizer steps now, on all ranks; `for_good`: some parameters change of which there is no copy."""
+        """Note that an optimizer steps now, on all ranks.
+
+        Args:
+            for_good: some of the parameters that change have no copy.
+        """
         self._has_stepped = True
         self._changed = self._changed or for_good or not self._undoes_optimizers
 
@@ -110,7 +126,7 @@ class Attempt:
         self._reason = reason
 
     def report(self) -> Report:
-        """Returns what the other ranks have to know, now that one cannot finish."""
+        """Returns what the other ranks must know when one rank cannot finish."""
         changed = (
             "an optimizer has stepped on some ranks, and the parameters are not as before; go on from a checkpoint. "
             "sherd.step(..., undo_optimizer=True) keeps copies, unless an optimizer steps inside backward, or a rank "
@@ -119,13 +135,13 @@ class Attempt:
         return Report(self._reason, changed if self._changed else None, self._limit, self._snapshot.has_gradients)
 
     def abandon(self) -> None:
-        """Have shards, and nothing in flight, wherever the model was."""
-        conductors = {id(each): each for unit in self._units if (each := unit.sealed_into()) is not None}
-        for conductor in conductors.values():
-            conductor.reset()
+        """Reshard the model, and leave no collective in flight."""
+        runtimes = {id(runtime): runtime for unit in self._units if (runtime := unit.sealed_into()) is not None}
+        for runtime in runtimes.values():
+            runtime.reset()
 
     def undo(self) -> None:
-        """Have everything as it was before."""
+        """Bring everything back to how it was before the attempt."""
         self._snapshot.restore()
         if self._has_stepped:
             for unit in self._units:
@@ -133,15 +149,15 @@ class Attempt:
 
 
 def _not_finite_in(optimizer: Optimizer) -> list[str]:
-    """Returns the parameters of `optimizer` of whose gradients this rank holds an inf or a nan. The host waits for the
-    gradients, once for each device."""
-    given = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
-    held = [(each, part) for each in given if (part := local_part(each.grad.detach())).numel()]
+    """Returns the names of parameters whose gradients on this rank hold an inf or a nan."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+    pieces = [(parameter, local_part(parameter.grad.detach())) for parameter in parameters]
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for _, part in held:
-        by_device.setdefault(part.device, []).append(part)
-    largest = (torch._foreach_norm(parts, math.inf) for parts in by_device.values())
-    if all(bool(torch.stack([each.float() for each in norms]).isfinite().all()) for norms in largest):
+    for _, piece in pieces:
+        if piece.numel():  # an empty tensor has no largest element
+            by_device.setdefault(piece.device, []).append(piece)
+    # One norm for all gradients of a device, so that the host waits once per device where all are finite.
+    norms = (torch._foreach_norm(on_device, math.inf) for on_device in by_device.values())
+    if all(bool(torch.stack([norm.float() for norm in on_device]).isfinite().all()) for on_device in norms):
         return []
-    wrong = [parameter for parameter, part in held if not bool(part.isfinite().all())]
-    return [ShardedParameter.name_of(each) for each in wrong]
+    return [ShardedParameter.name_of(parameter) for parameter, piece in pieces if not bool(piece.isfinite().all())]

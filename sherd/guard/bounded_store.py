@@ -16,46 +16,45 @@ ANSWERS_WITHIN_S = 3.0
 
 
 class BoundedStore:
-    """`store`, for a main thread. Once it has not answered for `ANSWERS_WITHIN_S`, each call raises at once.
+    """A `store` for a main thread: once it has not answered for `ANSWERS_WITHIN_S`, each call raises at once.
 
-    One thread makes the calls, and stays with one that does not end: this is for what ranks do when something is wrong.
-    It is not started for each call: an error that is raised in the main thread meanwhile (`Watchdog`) could leave
-    Python's own lock on threads locked.
+    All calls raise RuntimeError if the store is gone, or does not answer.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._asked: queue.SimpleQueue[_Asked | None] | None = None
+        self._calls: queue.SimpleQueue[_Call | None] | None = None
         self._is_silent = False
 
     def set(self, key: str, value: str, /) -> None:
-        """As the store's, as all of these; they raise RuntimeError if it is gone."""
+        """Set the value of `key`."""
         self._do(lambda store: store.set(key, value))
 
     def get(self, key: str, /) -> bytes:
-        """As the store's."""
+        """Wait for a value of `key`. Returns it."""
         return self._do(lambda store: store.get(key))
 
     def add(self, key: str, amount: int, /) -> int:
-        """As the store's."""
+        """Add `amount` to the number under `key`. Returns the sum."""
         return self._do(lambda store: store.add(key, amount))
 
     def check(self, keys: Sequence[str], /) -> bool:
-        """As the store's."""
+        """Returns whether all of `keys` have values."""
         return self._do(lambda store: store.check(list(keys)))
 
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """As the store's."""
-        return self._do(lambda store: store.compare_set(key, expected, desired))
-
     def _do(self, call: Callable[[Store], T]) -> T:
-        if self._asked is None:
-            self._asked = queue.SimpleQueue()
-            weakref.finalize(self, self._asked.put, None)
-            threading.Thread(target=_answer, args=(self._asked, self._store), name="sherd store", daemon=True).start()
+        # One thread makes all calls, and stays with a call that does not end. A thread for each call would not do:
+        # an error that the watchdog raises in the main thread during a start could leave Python's own lock on threads
+        # locked.
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            weakref.finalize(self, self._calls.put, None)
+            threading.Thread(
+                target=_make_calls, args=(self._calls, self._store), name="sherd store", daemon=True
+            ).start()
         answers: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
         if not self._is_silent:
-            self._asked.put((call, answers))
+            self._calls.put((call, answers))
         try:
             outcome = answers.get(timeout=0 if self._is_silent else ANSWERS_WITHIN_S)
         except queue.Empty:
@@ -69,14 +68,14 @@ class BoundedStore:
         return outcome
 
 
-_Asked = tuple[Callable[[Store], Any], "queue.SimpleQueue[Any]"]
+_Call = tuple[Callable[[Store], Any], "queue.SimpleQueue[Any]"]
 
 
-def _answer(asked: queue.SimpleQueue[_Asked | None], store: Store) -> None:
-    while (each := asked.get()) is not None:
-        call, answers = each
+def _make_calls(calls: queue.SimpleQueue[_Call | None], store: Store) -> None:
+    while (item := calls.get()) is not None:
+        call, answers = item
         try:
             answers.put(call(store))
         except Exception as error:
             answers.put(error)
-        del call, answers, each
+        del call, answers, item  # or the thread holds the caller's objects until the next call

@@ -1,13 +1,13 @@
 """The checker: no rank starts a collective that the others do not start.
 
 All ranks of a mesh must gather and reduce the same units in the same order. Otherwise they read each other's bytes as
-their own, or wait until a timeout. The first time that a step takes a way, ranks compare before each collective. From
-then on a rank compares only where it takes another way than the last time (`Path`), so a settled step costs nothing.
+their own, or wait until a timeout. The first time that a step takes a path, ranks compare before each collective. From
+then on a rank compares only where it leaves the path of the last time (`Path`), so a settled step costs nothing.
 
-If all ranks have changed alike, the comparison says so. If not, the others are blocked in the collective that came next
-the last time, and say so on the board (`Board`). The rank that left then declares what it wanted and where the others
-are; it takes part in the collectives that they have started, with what it has, so that they come out of them; and all
-of them raise the same error.
+If all ranks have changed alike, the comparison says so. If not, the others are blocked in the next collective of the
+path, and say so on the board (`Board`). The rank that left the path then declares what it wanted and where the others
+are. It takes part in the collectives that they have started, with the values that it has, so that they come out of
+them; and all ranks raise the same error.
 
     TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun ... train.py        compares before every collective
     CommPolicy(divergence="trust")                              compares nothing
@@ -29,20 +29,33 @@ import torch.distributed as dist
 
 from sherd._torch import has_ended, users_line
 from sherd.comm.failures import named
+from sherd.comm.groups import is_debugging_in_detail
 from sherd.engine import Unit
 from sherd.errors import CommError
-from sherd.guard.board import LOOK_EVERY_S, Answer, Board, Failure, Inquiry, Position
-from sherd.guard.ledger import Ledger
-from sherd.guard.likeness import HASH_BYTES, digest_of, values_hash
-from sherd.guard.order_check import MOST_STEPS, PlannedCollective, agree, different, planned
-from sherd.guard.tree import Tree, tree_beside
+from sherd.guard.board import LOOK_EVERY_S, Answer, Board, Divergence, Position, Query
+from sherd.guard.flight import CollectiveLog
+from sherd.guard.order_check import (
+    HASH_BYTES,
+    MOST_STEPS,
+    PlannedCollective,
+    Tree,
+    agree,
+    different,
+    digest_of,
+    planned,
+    tree_beside,
+    values_hash,
+)
 from sherd.schedule.actions import Action, Gather, Reduce
 from sherd.schedule.path import Path
 from sherd.schedule.state import Live
 
 OVERTIME_S = 1.0
-"""A comparison that has not ended so long after the timeout never will. Gloo is to say so, but while it connects to a
-rank that has listened and given up, it tries five times, each as long as the timeout."""
+"""A comparison that has not ended so long after the timeout never ends.
+
+Gloo should raise at the timeout. But while it connects to a rank that has given up listening, it tries five times, each
+time as long as the timeout.
+"""
 
 
 class DivergenceChecker:
@@ -56,25 +69,25 @@ class DivergenceChecker:
         self._position = Position()
         self._steps: dict[int, tuple[int, int, int]] = {}
         """By unit: its optimizer steps at its last gather, its gathers since the last step, and those before it."""
-        self._ledger = Ledger(self.key, ranks, board.recorder)
+        self._log = CollectiveLog(self.key, ranks, board.recorder)
         self._is_asking, self._agreed_at = False, 0
-        self._failure: Failure | None = None
+        self._divergence: Divergence | None = None
         self._board = board
         board.join(self)
 
     def watch(self, unit: Unit) -> None:
         """Know `unit`, one of the mesh's."""
-        self._ledger.units[unit.id] = unit
+        self._log.units[unit.id] = unit
 
     def begin(self, unit: Unit) -> None:
-        """A pass begins: the forward of `unit`, a root."""
+        """Begin a pass: the forward of `unit`, a root."""
         self._path.begin()
 
     def end_backward(self, unit: Unit) -> None:
-        """A backward of the model of `unit`, a root, has ended."""
+        """Do nothing: the next collective shows whether ranks differ."""
 
     def abandon_backward(self, unit: Unit) -> None:
-        """A backward of the model of `unit`, a root, has raised in its middle: the next collective shows it."""
+        """Do nothing: the next collective shows whether ranks differ."""
 
     def starts(self, action: type[Action], unit: Unit, carry_out: Callable[[], None]) -> None:
         """Carry out `action`, a collective of `unit`, as all ranks do.
@@ -82,73 +95,75 @@ class DivergenceChecker:
         Raises:
             CommError: not all ranks do, or one has died.
         """
-        if self._failure is not None:
-            self._raise_failure(self._failure)
-        compared, kind, num_trained = unit.compared, 0, 0
+        if self._divergence is not None:
+            self._raise_divergence(self._divergence)
+        compared, form, num_trained = unit.compared, 0, 0
         if action is Gather:
-            kind = int(unit.in_full_precision)
+            form = int(unit.in_full_precision)
         else:
             num_trained = unit.backward.num_trained
             for arrivals in unit.backward.unflagged:
-                kind = 2 * kind + (arrivals.has_any or unit.policy.reduce_unused)
-        new, doubts = 0, compared.replicas_may_differ
+                form = 2 * form + (arrivals.has_any or unit.policy.reduce_unused)
+        new_steps, doubts = 0, compared.replicas_may_differ
         if unit.is_on_all_ranks and (action is Gather or unit.mesh.num_shards == 1):
             steps, since, usual = self._steps.get(unit.id, (0, 0, 0))
-            new = compared.num_steps - steps
-            # It also asks where a step comes after another number of gathers than the last one, or does not come.
-            doubts = doubts or (since != usual if new else since == usual)
-            self._steps[unit.id] = (compared.num_steps, 1, since) if new else (steps, since + 1, usual)
-        self._path.take((action, unit.id, kind, compared.digest or digest_of(unit), num_trained), doubts)
-        which = MOST_STEPS * kind + min(new, MOST_STEPS - 1)
-        if not self._path.is_sure or _is_detailed():
-            self._ask(planned(action, unit, which, users_line(sys._getframe())), unit)
+            new_steps = compared.num_steps - steps
+            # Also compare where a step comes after another number of gathers than the last step, or does not come.
+            doubts = doubts or (since != usual if new_steps else since == usual)
+            self._steps[unit.id] = (compared.num_steps, 1, since) if new_steps else (steps, since + 1, usual)
+        self._path.take((action, unit.id, form, compared.digest or digest_of(unit), num_trained), doubts)
+        variant = MOST_STEPS * form + min(new_steps, MOST_STEPS - 1)
+        if not self._path.is_sure or is_debugging_in_detail():
+            self._compare(planned(action, unit, variant, users_line(sys._getframe())), unit)
             compared.agreed()
         here = self._position
         self._position = Position(here.agreements, here.issued + 1)
-        self._ledger.start(action, unit, which, carry_out)
-        if self._failure is not None:
-            self._raise_failure(self._failure)
+        self._log.start(action, unit, variant, carry_out)
+        if self._divergence is not None:
+            self._raise_divergence(self._divergence)
 
     def waits(self, action: type[Action], unit: Unit, carry_out: Callable[[], None]) -> None:
         """Carry out `action`, which may wait for the other ranks.
 
         Raises:
-            CommError: while it waited, it was declared that ranks went different ways; or one has died.
+            CommError: a rank has declared meanwhile that ranks diverged; or a rank has died.
         """
-        self._ledger.run(action, unit, carry_out)
-        if self._failure is not None:
-            self._raise_failure(self._failure)
+        self._log.run(action, unit, carry_out)
+        if self._divergence is not None:
+            self._raise_divergence(self._divergence)
 
-    def _raise_failure(self, failure: Failure) -> NoReturn:
-        error = self._ledger.failure(failure.text)  # recorded before the farewell, which no program has asked for
+    def _raise_divergence(self, divergence: Divergence) -> NoReturn:
+        # The record comes first: the collectives of `_release` are not the program's.
+        error = self._log.failure(divergence.text)
         with contextlib.suppress(CommError):
-            self._release(failure.issued - self._position.issued)
+            self._release(divergence.issued - self._position.issued)
         raise error
 
     # The comparison
 
-    def _ask(self, collective: PlannedCollective, unit: Unit) -> None:
+    def _compare(self, collective: PlannedCollective, unit: Unit) -> None:
+        """Return once all ranks are about to start `collective`. Raises CommError if they are not."""
         self._is_asking = True
-        has_asked, inquiry = False, None
+        has_asked, query = False, None
 
         def wait(work: dist.Work) -> None:
-            nonlocal has_asked, inquiry
+            nonlocal has_asked, query
             while not has_ended(work, LOOK_EVERY_S if has_asked else self._board.patience_s):
-                if self._failure is not None:
-                    self._raise_failure(self._failure)
+                if self._divergence is not None:
+                    self._raise_divergence(self._divergence)
                 if time.monotonic() > latest:
                     raise RuntimeError(f"it has not ended {OVERTIME_S:g} s after the timeout")
                 try:
                     if not has_asked:
-                        inquiry, has_asked = self._board.inquire(self.key, self._position), True
-                    if inquiry is not None:
-                        self._give_up_if_alone(inquiry, collective)
-                except RuntimeError as error:  # of a store that is busy, or gone with a rank, which ends `work`
+                        query, has_asked = self._board.ask(self.key, self._position), True
+                    if query is not None:
+                        self._declare_if_alone(query, collective)
+                except RuntimeError as error:  # the store is busy, or gone with a rank, whose death ends `work`
                     if isinstance(error, CommError):
                         raise
 
         try:
-            with self._ledger.waiting(collective):
+            with self._log.waiting(collective):
                 may_differ = unit.compared.replicas_may_differ
                 values = values_hash(unit) if may_differ else bytes(HASH_BYTES)
                 copies = unit.mesh.copies_of_shards() if may_differ else []
@@ -156,47 +171,47 @@ class DivergenceChecker:
                 latest = time.monotonic() + tree.timeout_s + OVERTIME_S
                 text = agree(tree, collective, self._position.issued, wait, values, copies)
                 if text:
-                    raise self._ledger.failure(text)
+                    raise self._log.failure(text)
         except CommError:
-            self._path = Path()  # ranks have taken different steps to here
+            self._path = Path()  # ranks came here by different steps, so no known place holds any more
             raise
         finally:
             self._is_asking = False
-            self._agreed_at, self._position = self._ledger.newest, Position(self._position.agreements + 1)
+            self._agreed_at, self._position = self._log.newest, Position(self._position.agreements + 1)
         self._path.agree()
 
     def _tree(self) -> Tree:
-        """Returns the tree that ranks compare over. It is used for nothing else, so that a comparison meets only other
-        comparisons, and its groups are the host's, which is what waits."""
+        """Returns the tree that ranks compare over."""
         parent = self._parent()
         assert parent is not None, "the mesh of a unit holds it"
-        # One that was made at DETAIL keeps the host waiting from the call on, when the level is no longer that.
-        purpose = "order-detail" if _is_detailed() else "order"
+        # The tree has groups of its own, so that a comparison meets only other comparisons. A group made at DETAIL
+        # keeps the host waiting inside each call, also once the level is another one; so there are two trees.
+        purpose = "order-detail" if is_debugging_in_detail() else "order"
         with named("the first comparison of what ranks are about to do", parent):
             return tree_beside(parent, purpose, self._ranks, self._device)
 
-    def _give_up_if_alone(self, inquiry: Inquiry, collective: PlannedCollective) -> None:
-        """Declare a failure, if all other ranks have said where they are and some will not come."""
-        answers = inquiry.answers(self._peers)
-        started = {rank: PlannedCollective(*each.collective) for rank, each in answers.items() if each.collective}
+    def _declare_if_alone(self, query: Query, collective: PlannedCollective) -> None:
+        """Declare the divergence, if all other ranks have said where they are and some will not come."""
+        answers = query.answers(self._peers)
+        started = {rank: answer.collective for rank, answer in answers.items() if answer.collective}
         if not started or len(answers) < len(self._peers):
             return
         known = [rank for rank in self._ranks if rank in started or rank == dist.get_rank()]
         text = different(known, [started.get(rank, collective) for rank in known])
-        self._failure = Failure(text, max(answer.issued for answer in answers.values()))
-        inquiry.declare(self._failure, self._peers)
+        self._divergence = Divergence(text, max(answer.issued for answer in answers.values()))
+        query.declare(self._divergence, self._peers)
 
     def _release(self, number: int) -> None:
         """Take part in the next `number` collectives, which others have started, so that they do not wait for ever."""
         number = max(number, 0)
         self._position = Position(self._position.agreements, self._position.issued + number)
-        for action, unit_id, which, *_ in islice(self._path.expected(), number):
-            unit = self._ledger.units.get(unit_id)
+        for action, unit_id, form, *_ in islice(self._path.expected(), number):
+            unit = self._log.units.get(unit_id)
             if unit is None:
                 return
             if action is Reduce:
                 unit.discard()
-                unit.backward.lack_nothing(which)
+                unit.backward.lack_nothing(form)
                 unit.reduce()
                 unit.discard()
             else:
@@ -211,11 +226,11 @@ class DivergenceChecker:
 
     @property
     def blocked_s(self) -> float:
-        """For how long host or device have waited for other ranks; for ever while this one compares."""
-        return math.inf if self._is_asking else self._ledger.waits_s
+        """How long host or device have waited for other ranks; for ever while this rank compares."""
+        return math.inf if self._is_asking else self._log.waits_s
 
     def answer(self, position: Position) -> Answer | None:
-        """Returns the collective that this rank has started where another one stands; see `Party`."""
+        """Returns the collective that this rank has started where another rank stands; see `Participant`."""
         here = self._position
         if here.agreements > position.agreements:
             raise LookupError("they have agreed")
@@ -224,19 +239,13 @@ class DivergenceChecker:
         if here.issued <= position.issued:
             return Answer(here.issued) if self._is_asking else None
         there = self._agreed_at + position.issued + 1
-        for number, _, _, is_gather, unit_id, which in list(self._ledger.started):
-            unit = self._ledger.units.get(unit_id)
+        for number, _, _, is_gather, unit_id, variant in list(self._log.started):
+            unit = self._log.units.get(unit_id)
             if number == there and unit is not None:
-                line = users_line(sys._current_frames().get(self._ledger.thread))
-                collective = planned(Gather if is_gather else Reduce, unit, which, line)
-                told = (collective.what, collective.parameters, collective.terms, collective.line)
-                return Answer(here.issued, told)
+                line = users_line(sys._current_frames().get(self._log.thread))
+                return Answer(here.issued, planned(Gather if is_gather else Reduce, unit, variant, line))
         return None
 
-    def hear(self, failure: Failure) -> None:
-        """Take note of what went wrong; the next collective, or the end of the one under way, raises it."""
-        self._failure = self._failure or failure
-
-
-def _is_detailed() -> bool:
-    return dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
+    def hear(self, divergence: Divergence) -> None:
+        """Note a declared divergence, which the collective under way raises at its end, or the next one."""
+        self._divergence = self._divergence or divergence

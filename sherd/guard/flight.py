@@ -1,17 +1,19 @@
-"""The flight recorder: when a collective fails, or a rank waits for long, each rank writes what it has done to a file.
+"""The flight recorder: a log of the collectives of each mesh, and files in which all ranks write theirs on a failure.
 
-A rank that fails asks the others, through the store of the default group, to write theirs too. The board's thread
-answers for a rank whose main thread is busy or stuck, with the stack of that thread. So the rank that failed can name
-the one which has not come, and say where that is. A process that is gone does not answer, and is named for that.
+A rank that fails, or waits for long, asks the other ranks through the store of the default group to write their logs
+too. The board's thread answers, with the stack of the main thread, for a rank whose main thread is busy or stuck. So
+the rank that failed can name the ranks that have not come, and say where they are. A process that is gone does not
+answer, and is named for that.
 
-    SHERD_FLIGHT_DIR=/records torchrun ... train.py         where files go; "" writes none
+    SHERD_FLIGHT_DIR=/records torchrun ... train.py         the folder of the files; "" writes none
     SHERD_FLIGHT_SIGNAL=SIGUSR1 torchrun ... train.py       all ranks write when one gets this signal
-    sherd doctor /records                                   reads them
+    sherd doctor /records                                   reads the files
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -22,58 +24,188 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Protocol
 
-from sherd._torch import Store, users_line
+from sherd._torch import Store, in_backward, users_line
+from sherd.comm.streams import Queued
+from sherd.engine import Unit
+from sherd.errors import CommError
 from sherd.guard.bounded_store import BoundedStore
+from sherd.guard.order_check import MOST_STEPS, PlannedCollective, planned
+from sherd.schedule.actions import Action, Await, FinishReduce, Gather, Reduce
 
 FOLDER, SIGNAL = "SHERD_FLIGHT_DIR", "SHERD_FLIGHT_SIGNAL"
 LOOK_EVERY_S = 0.25
-"""A rank looks this often whether it is asked; less often if there are more than `OFTEN_UP_TO` ranks."""
+"""How often a rank looks for questions of other ranks; less often with more than `OFTEN_UP_TO` ranks."""
 OFTEN_UP_TO = 64
 ANSWERS_WITHIN = 8
-"""A rank that has asked waits as many looks for the answers."""
+"""A rank waits as many looks for the answers to its question."""
 STUCK_AFTER = 0.5
-"""Share of the timeout after which a rank that waits asks the others where they are."""
+"""Share of the timeout after which a waiting rank asks the others where they are."""
 MOST_FRAMES = 8
-"""Innermost lines of a stack in an error's text; the file has all."""
+"""Innermost frames of a stack in an error's text; the file has all."""
+
+NUM_RECENT = 1000
+"""Collectives that a log keeps."""
+NO_COLLECTIVE = PlannedCollective("", ())
+
+Entry = tuple[int, float, bool, bool, int, int]
+"""Collective number, start time, in backward or not, gather or not, unit id, and variant (`MOST_STEPS`).
+
+Ranks that agree give a collective the same number. An entry holds only numbers, so the garbage collector ignores it,
+and a settled step pays for one tuple per collective; words are made when somebody asks.
+"""
 
 
-class Source(Protocol):
-    """The collectives of one rank among the ranks of a mesh; `key` is the same on all of them, and no other's."""
+class CollectiveLog:
+    """The collectives that one rank has started among `ranks`, the ranks of one mesh.
 
-    key: str
-    ranks: tuple[int, ...]
+    Attributes:
+        key: the same on all ranks of the mesh, and on no other mesh.
+        started: the last collectives, oldest first.
+        units: the units of the mesh, by id.
+        thread: the thread that waited last.
+    """
+
+    def __init__(self, key: str, ranks: tuple[int, ...], recorder: Recorder | None) -> None:
+        self.key, self.ranks = key, ranks
+        self.started: deque[Entry] = deque(maxlen=NUM_RECENT)
+        self.units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+        self.thread = 0
+        self._numbers = itertools.count(1)
+        self._finished: dict[tuple[int, bool], int] = {}
+        """By unit and whether gathers: the newest collective's number when the unit's last ones finished."""
+        self._entered, self._wants = 0.0, NO_COLLECTIVE
+        self._queued, self._lost = Queued(), ""
+        self._recorder = recorder
+        if recorder is not None:
+            recorder.join(self)
 
     @property
     def waits_s(self) -> float:
-        """How long it has been waiting for other ranks; 0 if it is not."""
-
-    @property
-    def newest(self) -> int:
-        """The number of the collective that it has started last, 0 if there is none."""
+        """How long host or device has been waiting for other ranks; 0 if neither waits."""
+        entered = self._entered
+        return max(time.monotonic() - entered if entered else 0.0, self._queued.waits_s())
 
     @property
     def device_waits_s(self) -> float | None:
-        """How long its accelerator has been waiting for other ranks, 0 if it is not; None if it has none."""
+        """How long the device has been waiting for other ranks; None if nothing was ever queued on a device."""
+        return self._queued.waits_s() if self._queued else None
 
-    def record(self) -> dict[str, object]:
-        """Returns its collectives, and what it is doing, as JSON takes it."""
+    @property
+    def newest(self) -> int:
+        """The number of the collective that was started last, 0 without one."""
+        return self.started[-1][0] if self.started else 0
 
     def lose(self, text: str) -> None:
-        """Have its next collective raise CommError of this `text`."""
+        """Raise CommError of this `text` from now on: the groups of the device are broken."""
+        self._lost = text
 
     def forget(self) -> None:
-        """Let go of what it holds of its accelerator."""
+        """Drop the device's events."""
+        self._queued.clear()
+
+    def start(self, action: type[Action], unit: Unit, variant: int, carry_out: Callable[[], None]) -> None:
+        """Carry out `action`, which starts a collective of `unit`. Raises CommError as `run` does."""
+        is_gather = action is Gather
+        self.started.append((next(self._numbers), time.time(), in_backward(), is_gather, unit.id, variant))
+        if unit.streams.in_host_order:
+            self.run(action, unit, carry_out)
+        else:
+            with unit.streams.noting(self._queued):
+                self.run(action, unit, carry_out)
+
+    def run(self, action: type[Action], unit: Unit, carry_out: Callable[[], None]) -> None:
+        """Carry out `action` on `unit`, by `carry_out()`, which may wait for the other ranks.
+
+        Raises:
+            CommError: a rank has died, or does not come; the text says where the missing ranks are.
+        """
+        # The same as `waiting`, without a context: every collective of every step comes through here.
+        if self._lost:
+            raise CommError(self._lost)
+        self.thread, self._entered = threading.get_ident(), time.monotonic()
+        try:
+            carry_out()
+        except CommError as error:
+            raise self._explained(error) from error.__cause__
+        finally:
+            self._entered = 0.0
+        if (action is Await or action is FinishReduce) and self.started:
+            self._finished[unit.id, action is Await] = self.started[-1][0]
+
+    @contextmanager
+    def waiting(self, wants: PlannedCollective) -> Iterator[None]:
+        """A context for a wait before the collective that the rank `wants`. Raises CommError as `run` does."""
+        if self._lost:
+            raise CommError(self._lost)
+        self.thread, self._entered, self._wants = threading.get_ident(), time.monotonic(), wants
+        try:
+            yield
+        except CommError as error:
+            raise self._explained(error) from error.__cause__
+        finally:
+            self._entered, self._wants = 0.0, NO_COLLECTIVE
+
+    def failure(self, text: str, absent: bool = False) -> CommError:
+        """Returns the error with `text` and where the record is; for `absent` see `Recorder.failed`."""
+        return CommError(text if self._recorder is None else self._recorder.failed(self, text, absent))
+
+    def _explained(self, error: CommError) -> CommError:
+        return CommError(self._lost) if self._lost else self.failure(str(error.args[0]), absent=True)
+
+    def record(self) -> dict[str, object]:
+        """Returns the log as JSON takes it."""
+        words: dict[tuple[bool, int, int], dict[str, object]] = {}
+        collectives = []
+        for number, when, backward, is_gather, unit_id, variant in list(self.started):
+            key = is_gather, unit_id, variant
+            collectives.append(
+                {
+                    "number": number,
+                    "time": when,
+                    "phase": "backward" if backward else "forward",
+                    **(words.get(key) or words.setdefault(key, self._in_words(*key))),
+                    "state": "finished" if number <= self._finished.get((unit_id, is_gather), 0) else "started",
+                }
+            )
+        wants = self._wants
+        return {
+            "mesh": self.key,
+            "ranks": self.ranks,
+            "waits_s": round(self.waits_s, 3),
+            "wants": wants.describe(set()) if wants.parameters else wants.what,
+            "collectives": collectives,
+        }
+
+    def _in_words(self, is_gather: bool, unit_id: int, variant: int) -> dict[str, object]:
+        unit = self.units.get(unit_id)
+        if unit is None:
+            return {"unit": "", "what": "a collective of a model that was deleted", "bytes": 0}
+        what = planned(Gather if is_gather else Reduce, unit, variant).what
+        return {"unit": unit.name, "what": what, "bytes": _nbytes(unit, is_gather, variant >= MOST_STEPS)}
+
+
+def _nbytes(unit: Unit, is_gather: bool, precisely: bool) -> int:
+    """Returns the bytes that this rank gives to the others: its shards, or its gradients."""
+    groups = [weights.group for weights in unit.weights]
+    if is_gather:
+        dtypes = [group.dtype if precisely else group.compute_dtype for group in groups]
+        own = [group.shard_sizes[group.mesh.shard_rank] for group in groups]
+        return sum(numel * dtype.itemsize for numel, dtype in zip(own, dtypes, strict=True))
+    return sum(sum(group.sizes) * group.reduce_dtype.itemsize for group in groups if group.trainable)
 
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """Where a rank is: the `stack` of its main thread, the user's `line`, whether it `waits` in a collective of ours,
-    and how many `failures` it has had there. `asked` numbers the question that it answers."""
+    """Where the main thread of a rank is. `asked` numbers the question, `failures` counts the rank's failures so far.
+
+    `line` is the user's. `waits`: host or device wait in a collective of ours.
+    """
 
     asked: int
     line: str
@@ -83,15 +215,12 @@ class Whereabouts:
 
 
 class Recorder:
-    """The recorder of one rank, for all meshes over one default group.
-
-    Files are named by the `job`, which is the same on all ranks.
-    """
+    """The recorder of one rank, for all meshes over one default group. `job`, in all files' names, is every rank's."""
 
     def __init__(self, store: Store, rank: int, num_ranks: int, timeout: timedelta) -> None:
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
-        self._bounded = BoundedStore(store)  # for what a rank does that fails
-        self._joined: list[weakref.ref[Source]] = []
+        self._bounded = BoundedStore(store)  # for the main thread of a rank that fails
+        self._logs: list[weakref.ref[CollectiveLog]] = []
         folder = os.environ.get(FOLDER, ".")
         self._folder = os.path.abspath(folder) if folder else ""
         own = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -101,70 +230,72 @@ class Recorder:
         self._answered, self._next_look, self._has_warned = store.add("asked", 0), 0.0, False
         self._num_failures, self._failed_at = 0, -1
         self._failed_with, self._last_words, self._written = "", "", ""
-        self._lock = threading.Lock()
-        self._bell = _bell()
+        self._lock = threading.Lock()  # the main thread and the board's thread both answer
+        self._signals = _signal_pipe()
 
-    def join(self, source: Source) -> None:
-        """Record `source` from now on, as long as it exists."""
-        self._joined.append(weakref.ref(source))
+    def join(self, log: CollectiveLog) -> None:
+        """Record `log` from now on, as long as it exists."""
+        self._logs.append(weakref.ref(log))
 
-    def sources(self) -> list[Source]:
-        """Returns the sources that still exist. Others may join meanwhile, on another thread."""
-        return [source for joined in list(self._joined) if (source := joined()) is not None]
+    def logs(self) -> list[CollectiveLog]:
+        """Returns the logs that still exist."""
+        # Over a copy: another thread may add a log meanwhile.
+        return [log for joined in list(self._logs) if (log := joined()) is not None]
 
     def look(self) -> None:
-        """Write what another rank, a signal, or a wait that has become long asks for. The board's thread calls it."""
+        """Write the record if another rank or a signal asks for it, or this rank waits for long. For the board."""
         now = time.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + self._pause_s
-        if self._bell is not None and _has_rung(self._bell):
-            self._store.add("asked", 1)
+        if self._signals is not None:
+            with contextlib.suppress(BlockingIOError):
+                if getattr(signal, os.environ[SIGNAL]) in os.read(self._signals, 4096):  # a byte is a signal's number
+                    self._store.add("asked", 1)
         asked = self._store.add("asked", 0)
         if asked > self._answered:
             self._has_warned = True  # one rank's question is enough
             self._answer(asked, "another rank, or a signal, has asked for it")
-        waiting = max(self.sources(), key=lambda source: source.waits_s, default=None)
+        waiting = max(self.logs(), key=lambda log: log.waits_s, default=None)
         if waiting is None or waiting.waits_s < STUCK_AFTER * self.timeout_s:
             self._has_warned = False
         elif not self._has_warned:
             self._has_warned = True
             why = f"rank {self._rank} has been waiting for other ranks for {waiting.waits_s:.0f} s"
-            said = self._ask(waiting.ranks, why)
-            print(f"sherd: {why}. {said}{self._written}", file=sys.stderr, flush=True)
+            text = self._ask(waiting.ranks, why)
+            print(f"sherd: {why}. {text}{self._written}", file=sys.stderr, flush=True)
 
-    def failed(self, source: Source, text: str, absent: bool) -> str:
-        """Write the record of this rank, which fails with `text`, and have the others write theirs.
+    def failed(self, log: CollectiveLog, text: str, absent: bool) -> str:
+        """Write the record of this rank, which fails with `text`, and have the others write theirs. Raises nothing.
 
-        Returns `text`, followed by where the record is and, if `absent` ranks may be the cause, by which ranks of
-        `source` are not there, with their stacks. Raises nothing.
+        Returns `text` with where the record is, and if `absent` ranks may be the cause, which ranks of `log` have not
+        come, with their stacks.
         """
         if self._last_words and text.endswith(self._last_words):
             return text
-        if text != self._failed_with:  # a transport that has failed says so again at each call
+        if text != self._failed_with:  # a transport that has failed raises the same text at each call
             self._failed_with, self._has_warned = text, True
             self._num_failures += 1
             try:
-                self._last_words = self._ask(source.ranks, text, is_failing=True, wait=absent) + self._written
-            except Exception as error:  # whatever goes wrong here must not hide why the collective failed
+                self._last_words = self._ask(log.ranks, text, is_failing=True, wait=absent) + self._written
+            except Exception as error:  # an error here must not hide why the collective failed
                 self._last_words = f"There is no flight record: {type(error).__name__} {error}"
         return f"{text}. {self._last_words}" if self._last_words else text
 
     def silent(self, ranks: Sequence[int], why: str) -> set[int]:
-        """Have all ranks write their records; returns those of `ranks` that do not answer. Raises RuntimeError if the
-        store is gone."""
+        """Have all ranks write their records. Returns silent `ranks`. Raises RuntimeError if the store is gone."""
         _, missing = self._answers(ranks, why)
         return missing
 
     def _ask(self, ranks: Sequence[int], why: str, is_failing: bool = False, wait: bool = True) -> str:
-        """Have all ranks write their records; returns the sentences about those of `ranks` that are not there."""
+        """Have all ranks write their records. Returns sentences about those of `ranks` that have not come."""
         try:
-            found, missing = self._answers(ranks if wait else (), why, is_failing)
+            answers, missing = self._answers(ranks if wait else (), why, is_failing)
         except RuntimeError:
             return "Where the other ranks are is not known: the process group's store, or the link to it, is gone. "
         sentences = []
-        for rank in sorted({*found, *missing}):
-            where, verb = found.get(rank), "is"
+        for rank in sorted({*answers, *missing}):
+            where, verb = answers.get(rank), "is"
             if rank in missing:
                 after_s, verb = ANSWERS_WITHIN * self._pause_s, "was"
                 why = "its process is gone, or its interpreter is blocked"
@@ -178,26 +309,29 @@ class Recorder:
     def _answers(
         self, ranks: Sequence[int], why: str, is_failing: bool = False
     ) -> tuple[dict[int, Whereabouts], set[int]]:
-        """Have all ranks write their records; returns where those of `ranks` said that they are, and those of which
-        nothing new was heard in time. Raises RuntimeError if the store is gone."""
+        """Have all ranks write their records. Returns where `ranks` are, and which of them give no new answer in time.
+
+        Raises RuntimeError if the store is gone.
+        """
         number, deadline = 0, time.monotonic() + ANSWERS_WITHIN * self._pause_s
-        found: dict[int, Whereabouts] = {}
+        answers: dict[int, Whereabouts] = {}
         with contextlib.suppress(RuntimeError):
             number = self._bounded.add("asked", 1)
         self._answer(number, why, is_failing)
-        # Ranks fail together, and one that has failed may have ended before this one asks.
+        # Ranks fail together. A rank that failed first may have ended before this one asks, so the answer to its own
+        # failure counts too.
         failures = self._num_failures + (not is_failing)
         missing = {rank for rank in ranks if rank != self._rank}
         while missing and time.monotonic() < deadline:
             for rank in list(missing):
                 if self._bounded.check([key := f"where/{rank}"]):
-                    found[rank] = Whereabouts(**json.loads(self._bounded.get(key)))
-                    if found[rank].asked >= number or found[rank].failures >= failures:
+                    answers[rank] = Whereabouts(**json.loads(self._bounded.get(key)))
+                    if answers[rank].asked >= number or answers[rank].failures >= failures:
                         missing.discard(rank)
             if (asked := self._bounded.add("asked", 0)) > self._answered:
-                self._answer(asked, why)  # another rank waits for the same ones
+                self._answer(asked, why)  # another rank asks the same ranks, and this one
             time.sleep(self._pause_s / 25)
-        return found, missing
+        return answers, missing
 
     def _answer(self, asked: int, why: str, is_failing: bool = False) -> None:
         """Say where this rank is, and write its record, unless it has failed and started nothing since."""
@@ -205,11 +339,12 @@ class Recorder:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             while frame is not None and frame.f_code.co_filename == __file__:
                 frame = frame.f_back
-            sources = self.sources()
+            logs = self.logs()
             stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-            waits = any(source.waits_s for source in sources)
+            waits = any(log.waits_s for log in logs)
             where = Whereabouts(asked, users_line(frame), stack, waits, self._num_failures)
-            newest = sum(source.newest for source in sources)
+            newest = sum(log.newest for log in logs)
+            # The record of a failure stays until the rank goes on: it says more than what is asked for later.
             if is_failing or newest != self._failed_at:
                 self._write(why, where, is_failing)
             self._failed_at = newest if is_failing else self._failed_at
@@ -222,7 +357,7 @@ class Recorder:
             return
         path = os.path.join(self._folder, f"sherd-flight-{self.job}-rank{self._rank}.json")
         try:
-            part = {
+            content = {
                 "sherd flight record": 1,
                 "job": self.job,
                 "rank": self._rank,
@@ -234,11 +369,12 @@ class Recorder:
                 "line": where.line,
                 "stack": where.stack,
                 "failed": is_failing,
-                "meshes": [source.record() for source in sorted(self.sources(), key=lambda source: source.key)],
+                "meshes": [log.record() for log in sorted(self.logs(), key=lambda log: log.key)],
             }
             os.makedirs(self._folder, exist_ok=True)
+            # Renamed when complete: a reader never sees half a record, and the last one survives a full disk.
             with open(f"{path}.part", "w") as file:
-                json.dump(part, file)
+                json.dump(content, file)
             os.replace(f"{path}.part", path)
             everyones = path.replace(f"rank{self._rank}.json", "rank*.json")
             self._written = f"What each rank has done is in {everyones}: sherd doctor {os.path.dirname(path)}"
@@ -246,12 +382,8 @@ class Recorder:
             self._written = f"What this rank has done could not be written: {type(error).__name__} {error}"
 
 
-def _bell() -> int | None:
-    """Returns the end of a pipe from which a byte can be read after the signal that the user has chosen, if any.
-
-    A handler of Python's would not run while the main thread is blocked; the byte is written by the handler in C. A
-    signal that somebody handles is left alone.
-    """
+def _signal_pipe() -> int | None:
+    """Returns the read end of a pipe that gets a byte at each signal of the user's choice; None without a choice."""
     name = os.environ.get(SIGNAL, "")
     if not name:
         return None
@@ -260,19 +392,13 @@ def _bell() -> int | None:
     if not isinstance(chosen, signal.Signals) or not in_main or signal.getsignal(chosen) is not signal.SIG_DFL:
         warnings.warn(f"{SIGNAL}={name}: there is none, it is handled, or this is no main thread", stacklevel=2)
         return None
-    heard, rings = os.pipe()
-    os.set_blocking(heard, False)
-    os.set_blocking(rings, False)
-    if (before := signal.set_wakeup_fd(rings, warn_on_full_buffer=False)) != -1:
+    # The handler in C writes the byte. A handler in Python would not run while the main thread is blocked.
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    os.set_blocking(write_end, False)
+    if (before := signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)) != -1:
         signal.set_wakeup_fd(before)  # an event loop's
         warnings.warn(f"{SIGNAL}={name}: an event loop of this process takes the signals", stacklevel=2)
         return None
     signal.signal(chosen, lambda number, frame: None)
-    return heard
-
-
-def _has_rung(bell: int) -> bool:
-    with contextlib.suppress(BlockingIOError):
-        chosen = getattr(signal, os.environ[SIGNAL])
-        return chosen in os.read(bell, 4096)  # a byte is the number of a signal
-    return False
+    return read_end

@@ -1,24 +1,33 @@
 """The comparison of what the ranks of a mesh are about to do, in words that a user reads.
 
-A comparison is a sum over the ranks of a hash of the collective that each is about to start, which is zero if the
-hashes are the same. Only where it is not do the ranks exchange words.
+A comparison is a sum over the ranks of a hash of the collective that each rank is about to start. The sum is zero if
+all hashes are equal. Only a sum that is not zero makes the ranks exchange words.
+
+The words hold a unit's terms, too. A rank that cuts a parameter otherwise, or computes in another dtype, sends as many
+bytes as the others, in another order. So a rank whose terms have changed compares its next collective
+(`DivergenceChecker`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
 
-from sherd.comm import failures
+from sherd._torch import backend_of, timeout_of
 from sherd.comm.agreement import in_short
+from sherd.comm.failures import ranks_in_short, unfinished
+from sherd.comm.groups import host_group_beside
 from sherd.comm.objects import all_gather_objects
-from sherd.engine import Unit
+from sherd.engine import Group, ShardedParameter, Unit
 from sherd.errors import CommError
-from sherd.guard.likeness import HASH_BYTES, model_of, parameter_in_words, terms_of
-from sherd.guard.tree import Tree
+from sherd.policy import MixedPrecisionPolicy
 from sherd.schedule.actions import Action, Gather
 
 REMEDY = (
@@ -27,11 +36,20 @@ REMEDY = (
     "set_reduce_scatter_unused_params(True)); then restart all ranks"
 )
 
+HASH_BYTES = 8
+_LONGEST = 60  # characters of placements in a message
+_ROW = 1024  # elements that are summed before their row is weighted by its number
+
+
+# What a rank is about to do
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedCollective:
-    """The collective that a rank is about to start: `what` it does, in words, to which `parameters`, and on which
-    `terms`, both as in `likeness`. `line` is the user's, "file:number"."""
+    """The collective that a rank is about to start, in words: operation and unit, parameters, terms of the unit.
+
+    `line` is the user's, "file:number".
+    """
 
     what: str
     parameters: tuple[str, ...]
@@ -39,37 +57,180 @@ class PlannedCollective:
     line: str = field(default="", compare=False)
 
     def digest(self, issued: int) -> bytes:
-        """Returns `HASH_BYTES` that differ for different collectives and are the same for equal ones on any host;
-        `issued` is how many the rank has started since ranks compared last."""
-        said = "\n".join((str(issued), self.what, *self.parameters, *self.terms))
-        return hashlib.blake2b(said.encode(), digest_size=HASH_BYTES).digest()
+        """Returns a hash, equal on any host for equal collectives and equal numbers of `issued` ones before."""
+        return _hash("\n".join((str(issued), self.what, *self.parameters, *self.terms)))
 
     def describe(self, known: set[str]) -> str:
-        """Returns it in words: with those parameters that are not `known`, else such terms, else all parameters."""
+        """Returns the collective in words: with parameters that are not in `known`, else such terms, else all."""
         if not known:
             return f"{self.what} ({in_short(self.parameters)})"
-        named, terms = ([each for each in of if each not in known] for of in (self.parameters, self.terms))
-        return f"{self.what} ({in_short(named or terms or self.parameters)})"
+        parameters, terms = ([word for word in words if word not in known] for words in (self.parameters, self.terms))
+        return f"{self.what} ({in_short(parameters or terms or self.parameters)})"
 
 
 MOST_STEPS = 4
-"""Which of a unit's collectives: this times its kind, 1 for a `Gather` in full precision and for a `Reduce` what
-`Backward.lacking` reads, plus the optimizer steps since the last one, fewer than this."""
+"""A `variant` of a unit's collective is this, times its form, plus the optimizer steps since the last one, below this.
+
+The form of a `Gather` is 1 in full precision, else 0. The form of a `Reduce` is the mask that `Backward.lacking` takes.
+"""
 
 
-def planned(action: type[Action], unit: Unit, which: int, line: str = "") -> PlannedCollective:
-    """Returns the collective that `action`, a `Gather` or a `Reduce`, starts for `unit`: `which` of them."""
-    parameters = tuple(parameter_in_words(parameter) for parameter in unit.parameters)
-    terms = (*terms_of(unit), f"shards stepped {which % MOST_STEPS} times since the last gather")
-    kind = which // MOST_STEPS
+def planned(action: type[Action], unit: Unit, variant: int, line: str = "") -> PlannedCollective:
+    """Returns the collective that `action`, a `Gather` or a `Reduce`, starts for `unit` in this `variant`."""
+    form, num_steps = divmod(variant, MOST_STEPS)
+    parameters = tuple(map(_parameter_in_words, unit.parameters))
+    terms = (*_terms_of(unit), f"shards stepped {num_steps} times since the last gather")
     if action is Gather:
-        what = f"gathers unit {unit.name}{' in full precision' if kind else ''}"
+        what = f"gathers unit {unit.name}{' in full precision' if form else ''}"
     else:
-        lacking = unit.backward.lacking(kind)
+        lacking = unit.backward.lacking(form)
         what = f"reduces the gradients of unit {unit.name}{f' without {in_short(lacking)}' if lacking else ''}"
     if unit.compared.replicas_may_differ:
         terms += ("values that replicas have not compared",)
     return PlannedCollective(what, parameters, terms, line)
+
+
+def _parameter_in_words(parameter: ShardedParameter) -> str:
+    shape = "x".join(map(str, parameter.shape)) or "scalar"
+    dtype = str(parameter.resting.dtype).removeprefix("torch.")
+    return f"{parameter.name} {shape} {dtype}" + ("" if parameter.requires_grad else " frozen")
+
+
+def _terms_of(unit: Unit) -> tuple[str, ...]:
+    """Returns how the unit is cut, computes, sends and divides, in words. Equal layers have equal terms."""
+    policy, precision, comm = unit.policy, unit.precision, unit.mesh.comm
+    divisor = unit.mesh.num_shards * unit.mesh.num_replicas if policy.divide_factor is None else policy.divide_factor
+    terms = [f"gradients divided by {divisor:g}", f"transport {comm.transport!r}, parts of {comm.part_bytes} bytes"]
+    if precision != MixedPrecisionPolicy():
+        terms.append(str(precision))
+    if unit.mesh.keeps_unsharded or unit.mesh.shards_replicas:
+        terms.append("replicas own pieces" if unit.mesh.shards_replicas else "gathered parameters are kept")
+    for name in ("all_gather", "reduce_scatter", "all_reduce_hook", "all_reduce"):
+        call = getattr(policy, name)
+        if call is not None:
+            terms.append(f"{name} by {getattr(call, '__qualname__', type(call).__qualname__)}")
+    if policy.reduce_unused:
+        terms.append("unused parameters are reduced")
+    prefix = f"{unit.name}."
+    placed = (
+        f"{parameter.name.removeprefix(prefix)} placed {_placements_of(parameter)}" for parameter in unit.parameters
+    )
+    return (*terms, *placed)
+
+
+def _placements_of(parameter: ShardedParameter) -> str:
+    # A subclass of Shard may have terms of its own, which only its repr says.
+    placed = [f"Shard({each.dim})" if type(each) is Shard else repr(each) for each in parameter.shard_spec.placements]
+    words = placed[0] if len(placed) == 1 else f"[{', '.join(placed)}]"
+    return words if len(words) <= _LONGEST else f"{words[: _LONGEST - 16]}... ({_hash(words).hex()})"
+
+
+# Hashes, which rank compare before words
+
+
+def digest_of(unit: Unit) -> int:
+    """Returns a number for the terms of `unit`, which the unit keeps until they change."""
+    return unit.compared.know(lambda: _number("\n".join(_terms_of(unit))))
+
+
+def model_number(root: Unit) -> int:
+    """Returns a number that is equal on ranks whose units of a model are made alike, with the same ones frozen."""
+    units = _units_of(root)
+    words = [str(digest_of(unit)) for unit in units]
+    words += ["".join("01"[parameter.requires_grad] for parameter in unit.parameters) for unit in units]
+    return _number(" ".join(words))
+
+
+def _units_of(root: Unit) -> Sequence[Unit]:
+    runtime = root.sealed_into()
+    return (root,) if runtime is None else runtime.units
+
+
+def values_hash(unit: Unit) -> bytes:
+    """Returns a hash of the shards of `unit`, equal on all replicas, as `HASH_BYTES` bytes. The host waits."""
+    sums = [_sum(weights.group) for weights in unit.weights if not weights.group.gathers_itself]
+    return _hash(struct.pack(f"<{len(sums)}q", *sums).hex())
+
+
+@torch.no_grad()
+def _sum(group: Group) -> int:
+    """Returns a sum over the bits of the shards, modulo 2**64, that depends on the order of rows."""
+    bits = group.shard_buffer.detach().view(torch.int16 if group.dtype.itemsize % 2 == 0 else torch.uint8)
+    full = bits.numel() // _ROW * _ROW
+    rows = torch.cat((bits[:full].view(-1, _ROW).sum(1, dtype=torch.int64), bits[full:].sum(dtype=torch.int64).view(1)))
+    # Weighted by their numbers, rows that have changed places do not add up to the same.
+    return int((rows * torch.arange(1, rows.numel() + 1, device=rows.device)).sum())
+
+
+def _number(words: str) -> int:
+    return int.from_bytes(_hash(words), "little", signed=True)
+
+
+def _hash(words: str) -> bytes:
+    return hashlib.blake2b(words.encode(), digest_size=HASH_BYTES).digest()
+
+
+# A sum over all ranks
+
+BLOCK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """One rank's place in a tree over `ranks`, in which a sum takes a rank few connections and few messages.
+
+    Ranks stand in blocks of `BLOCK`, the first ranks of four blocks in a block again, and so on. Each block has a group
+    of the host, whose ranks connect to the two beside them.
+
+    Attributes:
+        blocks: the groups of this rank's blocks, from below. In all but the last it is the first rank.
+        is_top: the last block is the top of the tree.
+        whole: makes the group of all ranks, which must call it together.
+        timeout_s: how long the groups wait for other ranks.
+    """
+
+    ranks: Sequence[int]
+    blocks: Sequence[dist.ProcessGroup]
+    is_top: bool
+    whole: Callable[[], dist.ProcessGroup]
+    timeout_s: float
+
+    def add_up(self, own: Sequence[int], wait: Callable[[dist.Work], None]) -> tuple[int, ...]:
+        """Returns the sums over all ranks of their `own` numbers, in 64 bits. All ranks must call this.
+
+        `wait` waits for one collective.
+        """
+        packed = bytearray(struct.pack(f"={len(own)}q", *own))
+        numbers = torch.frombuffer(packed, dtype=torch.int64)
+        for block in self.blocks:
+            wait(_all_reduce(numbers, block))
+        if not self.is_top:
+            numbers.zero_()  # the first rank of the block has the sum, and will add it on the way down
+        for block in reversed(self.blocks[: -1 if self.is_top else None]):
+            wait(_all_reduce(numbers, block))
+        return struct.unpack(f"={len(own)}q", packed)
+
+
+def _all_reduce(numbers: torch.Tensor, block: dist.ProcessGroup) -> dist.Work:
+    # Past the dispatcher, where users count collectives.
+    work: dist.Work = backend_of(block, numbers.device).allreduce([numbers])  # type: ignore[attr-defined]
+    return work
+
+
+def tree_beside(parent: dist.ProcessGroup, purpose: str, ranks: Sequence[int], device: torch.device) -> Tree:
+    """Returns this rank's place in the tree of `ranks`; for the arguments and errors see `group_beside`."""
+    group = partial(host_group_beside, parent, purpose, device=device)
+    blocks, level, this_rank = [], list(ranks), dist.get_rank()
+    while this_rank in level and len(level) > 1:
+        first = level.index(this_rank) // BLOCK * BLOCK
+        block, level = level[first : first + BLOCK], level[::BLOCK]
+        if len(block) > 1:
+            blocks.append(group(ranks=block))
+    timeout = timeout_of(parent, device) or dist.default_pg_timeout
+    return Tree(ranks, blocks, len(level) == 1, partial(group, ranks=ranks), timeout.total_seconds())
+
+
+# The comparison
 
 
 def agree(
@@ -80,54 +241,58 @@ def agree(
     values: bytes,
     copies: Sequence[Sequence[int]],
 ) -> str:
-    """Returns "" if all ranks of `tree` are about to start `collective`, and have started as many since they compared
-    last; else, on all of them, the text of the error. All must call this; `wait` waits for the exchange.
+    """Returns "" if all ranks of `tree` are about to start `collective`; else, on all of them, the error's text.
 
-    `values` is `likeness.values_hash`, or zeros for no comparison of values; `copies` are the ranks that have the same
-    values.
+    All ranks must call this. It raises CommError if a rank has died, or does not come before the timeout.
 
-    Raises:
-        CommError: a rank has died, or does not come before the timeout.
+    Args:
+        tree: the ranks.
+        collective: what this rank is about to start.
+        issued: how many collectives this rank has started since the last comparison; it is compared, too.
+        wait: waits for one collective of the comparison.
+        values: the `values_hash`, or zeros without a comparison of values.
+        copies: lists of ranks that hold the same values.
     """
     ranks = tree.ranks
-    alike = next((each for each in copies if dist.get_rank() in each), ())
+    alike = next((replicas for replicas in copies if dist.get_rank() in replicas), ())
     own = 1, _zero_if_alike(collective.digest(issued), ranks), _zero_if_alike(values, alike)
     try:
         num_ranks, *sums = tree.add_up(own, wait)
         if not any(sums) or num_ranks < len(ranks):  # imagined ranks, of a fake group, add nothing
             return ""
-        found = all_gather_objects((collective, issued, values), "the comparison of what ranks do", tree.whole())
+        reports = all_gather_objects((collective, issued, values), "the comparison of what ranks do", tree.whole())
     except CommError:
         raise
     except RuntimeError as error:
-        waiting = f"rank {dist.get_rank()} {collective.describe(set())} and waits for ranks {failures.in_short(ranks)}"
-        raise failures.unfinished(f"{waiting} to say what they do; this comparison", ranks, error) from error
-    if len({each for each, *_ in found}) > 1:
-        return different(ranks, [each for each, *_ in found])
-    if len({number for _, number, _ in found}) > 1:
-        counts = ", ".join(f"rank {rank} {number}" for rank, (_, number, _) in zip(ranks, found, strict=True))
+        waiting = f"rank {dist.get_rank()} {collective.describe(set())} and waits for ranks {ranks_in_short(ranks)}"
+        raise unfinished(f"{waiting} to say what they do; this comparison", ranks, error) from error
+    collectives, numbers, hashes = zip(*reports, strict=True)
+    if len(set(collectives)) > 1:
+        return different(ranks, collectives)
+    if len(set(numbers)) > 1:
+        counts = ", ".join(f"rank {rank} {number}" for rank, number in zip(ranks, numbers, strict=True))
         return (
             f"ranks have started different numbers of collectives before each {collective.describe(set())}: {counts}. "
             f"One of them left a forward or backward early, or began one again. {REMEDY}"
         )
-    return _unlike(collective, {rank: said for rank, (*_, said) in zip(ranks, found, strict=True)}, copies)
+    return _unlike(collective, dict(zip(ranks, hashes, strict=True)), copies)
 
 
-def _zero_if_alike(said: bytes, ranks: Sequence[int]) -> int:
-    """Returns this rank's summand of a sum over `ranks` in 64 bits that is zero if all have `said` the same: the last
-    one takes away what the others add. Of hashes that differ, one sum in about 2**47 is zero, too."""
-    summand = int.from_bytes(said, "little") * (1 - len(ranks) if dist.get_rank() in ranks[-1:] else 1)
+def _zero_if_alike(digest: bytes, ranks: Sequence[int]) -> int:
+    """Returns this rank's summand of a 64-bit sum over `ranks` that is zero if all `digest`s are equal."""
+    # The last rank takes away what the others add. Of hashes that differ, one sum in about 2**47 is zero, too.
+    summand = int.from_bytes(digest, "little") * (1 - len(ranks) if dist.get_rank() in ranks[-1:] else 1)
     return (summand * bool(ranks) + 2**63) % 2**64 - 2**63
 
 
-def _unlike(collective: PlannedCollective, found: Mapping[int, bytes], copies: Sequence[Sequence[int]]) -> str:
-    """Returns "" if the ranks of each of `copies` have found the same; else the text of the error."""
+def _unlike(collective: PlannedCollective, hashes: Mapping[int, bytes], copies: Sequence[Sequence[int]]) -> str:
+    """Returns the text of the error of replicas with different `hashes` of their values; "" if all are equal."""
     for ranks in copies:
         by_values: dict[bytes, list[int]] = {}
         for rank in ranks:
-            by_values.setdefault(found[rank], []).append(rank)
+            by_values.setdefault(hashes[rank], []).append(rank)
         if len(by_values) > 1:
-            differ = " and ".join(f"ranks {each}" for each in by_values.values())
+            differ = " and ".join(f"ranks {equal_ranks}" for equal_ranks in by_values.values())
             return (
                 f"replicas hold different values: {differ} differ in what each {collective.describe(set())}. All must "
                 "begin alike: seed all ranks alike before the model is built, load on all of them, or broadcast the "
@@ -138,9 +303,9 @@ def _unlike(collective: PlannedCollective, found: Mapping[int, bytes], copies: S
 
 def differently_made(root: Unit, ranks: Sequence[int], group: dist.ProcessGroup) -> str:
     """Returns the text of the error of ranks that have made the model of `root` differently. All must call this."""
-    mine = [planned(Gather, unit, 0) for unit in model_of(root)]
-    found = all_gather_objects(mine, "the comparison of how units are made", group)
-    return different(ranks, next(each for each in zip(*found, strict=False) if len({*each}) > 1))
+    mine = [planned(Gather, unit, 0) for unit in _units_of(root)]
+    by_rank = all_gather_objects(mine, "the comparison of how units are made", group)
+    return different(ranks, next(units for units in zip(*by_rank, strict=False) if len({*units}) > 1))
 
 
 def different(ranks: Sequence[int], collectives: Sequence[PlannedCollective]) -> str:
@@ -152,6 +317,7 @@ def different(ranks: Sequence[int], collectives: Sequence[PlannedCollective]) ->
         described.append(f"rank{'s' * (len(by) > 1)} {', '.join(by)} {collective.describe(in_all)}")
     lines = [f"rank {rank} at {each.line}" for rank, each in zip(ranks, collectives, strict=True) if each.line]
     where = f" In your code: {', '.join(lines)}." if lines else ""
-    if len({(each.what, *(of.partition(" ")[2] for of in each.parameters)) for each in collectives}) == 1:
+    unnamed = {(each.what, *(words.partition(" ")[2] for words in each.parameters)) for each in collectives}
+    if len(unnamed) == 1:
         where += ' If ranks only name the same layers differently, CommPolicy(divergence="trust") lets them.'
     return f"ranks are about to start different collectives: {'; '.join(described)}.{where} {REMEDY}"

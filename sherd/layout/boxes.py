@@ -1,7 +1,7 @@
 """Boxes: rectangular parts of a tensor, and how a tensor is cut into them for the files of a checkpoint. Integers only.
 
-A tensor that is sharded as torch shards it needs no list of its pieces: a `Grid` of a few numbers says where each lies,
-however many there are. Any other tensor has a list.
+A tensor that torch shards needs no list of its pieces: a `Grid` of a few numbers says where each piece lies. Any other
+tensor has a list.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from sherd.layout.placement import Shape
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """The part of a tensor that begins at index `offsets` and has `sizes`."""
+    """The part of a tensor from index `offsets` on, of shape `sizes`."""
 
     offsets: Shape
     sizes: Shape
 
     @property
     def numel(self) -> int:
-        """The number of its elements."""
+        """The number of elements."""
         return prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """Returns the elements in both boxes, or None if there are none."""
+        """Returns the elements in both boxes. None: they share no element."""
         starts = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(
             min(a + m, b + n) - start
@@ -38,19 +38,19 @@ class Box:
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def meets(self, other: Box) -> bool:
-        """Returns whether there are elements in both boxes, if neither is empty."""
+        """Returns True if the boxes, of which neither is empty, share elements."""
         for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             if a >= b + n or b >= a + m:
                 return False
         return True
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Returns the index of this box in a tensor that holds `outer` alone."""
+        """Returns the index of this box in a tensor of the elements of `outer`."""
         places = zip(self.offsets, outer.offsets, self.sizes, strict=True)
         return tuple(slice(start - first, start - first + size) for start, first, size in places)
 
     def narrowed(self, dim: int, extent: Extent) -> Box:
-        """Returns the indices `extent` of `dim`, counted from the box's first."""
+        """Returns the part of the box with the indices `extent` of `dim`, counted from the start of the box."""
         offsets, sizes = list(self.offsets), list(self.sizes)
         offsets[dim] += extent.start
         sizes[dim] = extent.numel
@@ -58,17 +58,17 @@ class Box:
 
 
 def whole(shape: Shape) -> Box:
-    """Returns all of a tensor of `shape`."""
+    """Returns the box of all elements of a tensor of `shape`."""
     return Box((0,) * len(shape), shape)
 
 
 Piece = tuple[int, Box]
-"""The number of a file, and the part of a tensor that it holds."""
+"""The number of a file, and the part of a tensor in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class GridCut:
-    """Each box is cut along `dim` into `parts`, as `torch.chunk` does; the next part is `stride` files further on."""
+    """A cut of each box along `dim` into `parts`, as `torch.chunk` cuts; the next part is `stride` files further on."""
 
     dim: int
     parts: int
@@ -77,7 +77,7 @@ class GridCut:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A tensor that is cut by `cuts`, one after the other; its first piece is in file number `file`.
+    """A tensor that is cut by `cuts`, one after the other, with its first piece in file number `file`.
 
     file 4, cuts dim 0 into 2 with stride 2, dim 1 into 2 with stride 1        | 4 | 5 |
                                                                                | 6 | 7 |
@@ -87,10 +87,9 @@ class Grid:
     cuts: tuple[GridCut, ...] = ()
 
     def pieces(self, shape: Shape, part: Box | None = None) -> Iterator[Piece]:
-        """Yields the pieces that share elements with `part` (None: all), in order. A tensor without elements has one
-        piece, its first."""
+        """Yields the pieces that share elements with `part` (None: all), in order."""
         everything = whole(shape)
-        if not everything.numel:
+        if not everything.numel:  # such a tensor has one piece, the first
             yield self.file, everything
         else:
             yield from _cut(self.file, everything, self.cuts, part or everything)
@@ -111,20 +110,19 @@ def _cut(file: int, box: Box, cuts: tuple[GridCut, ...], part: Box) -> Iterator[
 
 
 def cell(box: Box, cuts: Iterable[tuple[int, int, int]]) -> Box:
-    """Returns one part of `box`: for each (dim, parts, number) of `cuts`, part `number` of what `torch.chunk` makes
-    along `dim`. It may be empty."""
+    """Returns one part of `box`, maybe empty: for each of `cuts`, chunk `number` of `parts` chunks along `dim`."""
     for dim, parts, number in cuts:
         box = box.narrowed(dim, chunks(box.sizes[dim], parts)[number])
     return box
 
 
 def overlapping(boxes: Iterable[Box], most_per_box: int | None = None) -> tuple[Box, Box] | None:
-    """Returns two of `boxes` that share elements, or None. Boxes of one tensor; it takes n log n steps for n boxes that
-    lie behind each other along one dim.
+    """Returns two of `boxes`, parts of one tensor, that share elements. None: no two do.
+
+    It takes n log n steps for n boxes that lie behind each other along one dim.
 
     Raises:
-        OverflowError: each box would have to be compared with more than `most_per_box` others, on average (None: as
-            many as it takes).
+        OverflowError: each box has to be compared with more than `most_per_box` others, on average (None: no limit).
     """
     listed = [box for box in boxes if box.numel]
     if len(listed) < 2:
@@ -146,7 +144,7 @@ def overlapping(boxes: Iterable[Box], most_per_box: int | None = None) -> tuple[
 
 
 def _side_by_side(boxes: Sequence[Box], dim: int) -> int:
-    """Returns how many pairs of `boxes` share an index of `dim`."""
+    """Returns the number of pairs of `boxes` that share an index of `dim`."""
     starts = sorted(box.offsets[dim] for box in boxes)
     ends = sorted(box.offsets[dim] + box.sizes[dim] for box in boxes)
     return sum(number - bisect_right(ends, start) for number, start in enumerate(starts))
@@ -154,10 +152,10 @@ def _side_by_side(boxes: Sequence[Box], dim: int) -> int:
 
 @lru_cache(maxsize=4096)
 def boxes_of_run(shape: Shape, run: Extent) -> tuple[Box, ...]:
-    """Returns the boxes that make up `run` of the flattened tensor, in order; each of them is one run, too.
+    """Returns the boxes that make up `run` of the flattened tensor, in order; each box is one run, too.
 
-    A run is a few elements that end a row, whole rows, and a few elements that begin a row. In more dimensions each of
-    those elements is a row that is cut the same way: at most 2 * ndim - 1 boxes.
+    A run is a few elements at the end of a row, whole rows, and a few elements at the start of a row. In more
+    dimensions these elements are rows, which are cut in the same way: at most 2 * ndim - 1 boxes.
 
         shape (4, 5), elements 3 to 17
 
@@ -171,26 +169,26 @@ def boxes_of_run(shape: Shape, run: Extent) -> tuple[Box, ...]:
     if not shape:
         return (Box((), ()),)
     inner = prod(shape[1:])
-    found: list[Box] = []
+    boxes: list[Box] = []
     start = run.start
     while start < run.stop:
         row, behind = divmod(start, inner)
         num_rows = (run.stop - start) // inner
         if not behind and num_rows:
-            found.append(Box((row,) + (0,) * (len(shape) - 1), (num_rows, *shape[1:])))
+            boxes.append(Box((row,) + (0,) * (len(shape) - 1), (num_rows, *shape[1:])))
             start += num_rows * inner
         else:
             numel = min(run.stop - start, inner - behind)
-            found += [
+            boxes += [
                 Box((row, *part.offsets), (1, *part.sizes)) for part in boxes_of_run(shape[1:], Extent(behind, numel))
             ]
             start += numel
-    return tuple(found)
+    return tuple(boxes)
 
 
 def start_of_run(piece: Box, part: Box) -> int | None:
-    """Returns the first element of `part` in `piece`, in which it lies, if it is one run of it; else None."""
-    # Behind the first dim of which it has more than one index, it has all of each.
+    """Returns the first element of `part` within `piece`. None: `part` is not one run of `piece`."""
+    # A run has all indices of each dim behind the first one of which it has more than one index.
     dims = range(len(part.sizes))
     cut = next((dim for dim in dims if part.sizes[dim] > 1), len(part.sizes))
     if any(part.sizes[dim] != piece.sizes[dim] for dim in dims[cut + 1 :]):
@@ -203,7 +201,7 @@ def start_of_run(piece: Box, part: Box) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`box`, which lies in one run of its piece from element `start` on, and `wanted`, what is asked for of it."""
+    """A `box` that is one run of its piece, from element `start` on, and the part of the box that is `wanted`."""
 
     start: int
     box: Box
@@ -211,9 +209,9 @@ class Span:
 
 
 def spans(piece: Box, part: Box, most: int, start: int = 0) -> Iterator[Span]:
-    """Yields the spans of `piece` that hold `part`, which lies within it, each of at most `most` elements, in order.
+    """Yields the spans that hold `part` of `piece`, each of at most `most` elements, in order.
 
-    A span takes rows as a whole, also where a part of each is wanted, unless a row has more than `most` elements.
+    A span has whole rows, even if a part of each row is wanted, unless a row has more than `most` elements.
     """
     if not piece.sizes or (piece.numel <= most and part == piece):
         yield Span(start, piece, part)

@@ -22,11 +22,11 @@ class Extent:
         return self.start + self.numel
 
     def shifted(self, by: int) -> Extent:
-        """An extent as long as this one, `by` elements further on."""
+        """Returns an extent as long as this one, `by` elements further on."""
         return Extent(self.start + by, self.numel)
 
     def intersect(self, other: Extent) -> Extent:
-        """The elements in both extents: an empty extent inside `self` if there are none."""
+        """Returns the elements in both extents: an empty extent inside `self` if they share none."""
         start = min(max(self.start, other.start), self.stop)
         stop = max(start, min(self.stop, other.stop))
         return Extent(start, stop - start)
@@ -47,5 +47,5 @@ def chunks(size: int, parts: int) -> tuple[Extent, ...]:
 
 
 def aligned(numel: int, to: int) -> int:
-    """The least multiple of `to` that is at least `numel`."""
+    """Returns the least multiple of `to` that is at least `numel`."""
     return -(-numel // to) * to

@@ -8,8 +8,8 @@ for padding):
                         of an all-gather, the input of a reduce-scatter      | a_1 | b_1 . |
     unsharded buffer    every tensor in its own order, 1-D                   | a_0 a_1 | b_0 . b_1 . |
 
-Where the padded pieces of a tensor, one after the other, keep the tensor in order (`Cut.in_order`), the unsharded
-buffer has the padding too, so that one strided copy per tensor turns the rows into the unsharded buffer.
+If the padded pieces of a tensor, one after the other, keep the tensor in order (`Cut.in_order`), the unsharded buffer
+has the padding too, so that one strided copy per tensor turns the rows into the unsharded buffer.
 
 Tensors cut into runs (`Flat`, `Blocks`, `Owned`): the rows are the unsharded buffer, and nothing has to be copied. A
 tensor that crosses from one rank to the next is the last of the one and the first of the other; padding lies between
@@ -36,14 +36,14 @@ UNSHARDED_ALIGNMENT = 16
 """Unsharded tensors start at multiples of 16 elements. Kernels want 16 bytes, and an element may be a single byte."""
 
 SHARD_ALIGNMENT = 4
-"""Shards start at multiples of 4 elements, 16 bytes in float32, unless they are shorter than `SHORT`: with thousands of
+"""Shards start at multiples of 4 elements, 16 bytes in float32, unless they are shorter than `SHORT`: on thousands of
 ranks a shard is a few elements, and gaps between shards would make the collectives several times larger."""
 
 SHORT = 16
 
 MOST_PADDING = 0.03
-"""Runs are made equally long, as some collectives need to be fast, if that lengthens the shortest possible equal runs
-by no more than this share."""
+"""Runs are made equally long, which makes some collectives faster, if they are longer than the shortest possible equal
+runs by no more than this share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Slot:
 
     def held(self, rank: int) -> Extent:
         """Returns the extent of the tensor's elements in `rank`'s shard buffer, without padding."""
-        # A run that goes on from the rank before is the first thing in its rank's buffer.
+        # A run that goes on from the rank before is first in the rank's buffer.
         goes_on = self.cut.in_line and rank != self.cut.first
         return Extent(0 if goes_on else self.shard.start, self.cut.local_numel(rank))
 
@@ -141,8 +141,7 @@ class Packing:
 
     @cached_property
     def is_in_order(self) -> bool:
-        """True if every tensor is cut by itself, and its pieces, rank after rank, are the tensor in its own order. Such
-        tensors need no copy if they are gathered one by one."""
+        """True if the pieces of every tensor, rank after rank, are the tensor: gathered alone it needs no copy."""
         return all(slot.cut.in_order for slot in self.slots)
 
     @cached_property
@@ -162,8 +161,7 @@ class Packing:
 
     @cached_property
     def runs_together(self) -> Runs:
-        """The cut of all tensors together, seen as one 1-D tensor: the rows without the padding at their end. Only for
-        a packing that is cut into runs."""
+        """The cut of all tensors, here cut into runs, as one 1-D tensor: the rows without the padding at the end."""
         used = max(slot.unsharded.stop for slot in self.slots)
         ends = (start + numel for start, numel in zip(self.starts, self.shard_numels, strict=True))
         return Runs((used,), self.num_ranks, 0, tuple(min(end, used) for end in ends))
@@ -197,10 +195,7 @@ def _check_apart(extents: list[Extent], size: int, which: str) -> None:
 
 
 def pack(cuts: Sequence[Cut], num_ranks: int) -> Packing:
-    """Lay tensors one behind the other, with few gaps. Either all of them are cut into runs, or none is.
-
-    The slots are in the order of `cuts`; the order in the buffers is chosen here.
-    """
+    """Returns a packing with few gaps. The slots are in the order of `cuts`, the tensors in the buffers are not."""
     in_line = [cut.in_line for cut in cuts]
     assert all(in_line) or not any(in_line), "tensors cut into runs have a group of their own"
     return _pack_runs(cuts, num_ranks) if any(in_line) else _pack_pieces(cuts, num_ranks)
@@ -210,9 +205,8 @@ def pack(cuts: Sequence[Cut], num_ranks: int) -> Packing:
 
 
 def _pack_pieces(cuts: Sequence[Cut], num_ranks: int) -> Packing:
-    """Tensors cut in order come first, since one strided copy moves them all, and among them those that leave the next
-    tensor aligned. Short slots may leave it unaligned, so they come last of all."""
-
+    # Tensors cut in order come first, since one strided copy moves them all. Among them, and among the others, slots
+    # that leave the next tensor aligned come first.
     def last(index: int) -> tuple[bool, bool]:
         slot = cuts[index].slot
         return not cuts[index].in_order, slot < SHORT or slot % SHARD_ALIGNMENT != 0
@@ -229,8 +223,7 @@ def _pack_pieces(cuts: Sequence[Cut], num_ranks: int) -> Packing:
         slots[index] = Slot(cut, Extent(shard, cut.slot), Extent(unsharded, cut.unsharded_numel))
         shard += cut.slot
         unsharded = aligned(unsharded + cut.unsharded_numel, UNSHARDED_ALIGNMENT)
-    # A group that is resharded to k ranks cuts its unsharded buffer into k equal runs, for any k that divides
-    # num_ranks.
+    # A group that is resharded to k ranks cuts its unsharded buffer into k equal runs; k divides num_ranks.
     unsharded = aligned(unsharded, num_ranks)
     return Packing(num_ranks, tuple(slots[index] for index in range(len(cuts))), (shard,) * num_ranks, unsharded)
 
@@ -239,12 +232,9 @@ def _pack_pieces(cuts: Sequence[Cut], num_ranks: int) -> Packing:
 
 
 def _pack_runs(cuts: Sequence[Cut], num_ranks: int) -> Packing:
-    """Lay tensors rank after rank. Runs are made equally long if that costs little padding, else as short as they can.
+    """Lay tensors rank after rank, in equally long runs if that costs little padding, else in the shortest runs."""
 
-    A tensor that ends on the rank where it begins comes before the one that goes on to the next rank, and matrices come
-    before vectors: the order in which the plan had them.
-    """
-
+    # The order of the plan: a tensor that goes on to the next rank is last on its rank, matrices come before vectors.
     def place(index: int) -> tuple[int, bool, bool]:
         cut = cuts[index]
         return cut.first, len(cut.ends) > 1, len(cut.shape) < 2
@@ -265,24 +255,21 @@ def _pack_runs(cuts: Sequence[Cut], num_ranks: int) -> Packing:
 
 
 def even_share(numel: int, num_ranks: int) -> int:
-    """Returns the length of the shortest `num_ranks` equal runs that hold `numel` elements. Runs start aligned, too."""
+    """Returns the length of the shortest `num_ranks` equal runs, with aligned starts, that hold `numel` elements."""
     return aligned(-(-numel // num_ranks), UNSHARDED_ALIGNMENT)
 
 
 def _even_numel(cuts: Sequence[Cut], numels: tuple[int, ...]) -> int | None:
-    """Returns the length of equal runs for these cuts, or None if they are impossible or need too much padding.
-
-    `numels` are the lengths of the unpadded runs. A run in the middle of a tensor cannot be padded.
-    """
+    """Returns the length of equal runs for these cuts. None: they are impossible or need too much padding."""
     longest = max(numels)
+    # A run in the middle of a tensor cannot be padded.
     middles = (cut.ends[at] - cut.ends[at - 1] for cut in cuts for at in range(1, len(cut.ends) - 1))
     fit = all(numel % UNSHARDED_ALIGNMENT == 0 for numel in numels) and all(middle == longest for middle in middles)
     return longest if fit and longest <= even_share(sum(numels), len(numels)) * (1 + MOST_PADDING) else None
 
 
 def _lay(cuts: Sequence[Cut], num_ranks: int) -> tuple[list[int], tuple[int, ...]]:
-    """Returns the start of each tensor in the unsharded buffer, and the length of each rank's run. The only padding is
-    for alignment."""
+    """Returns the start of each tensor in the unsharded buffer and the length of each rank's run, padded to align."""
     starts: list[int] = []
     bounds, cursor = [0], 0
     for cut in cuts:
@@ -295,8 +282,10 @@ def _lay(cuts: Sequence[Cut], num_ranks: int) -> tuple[list[int], tuple[int, ...
 
 
 def _lay_evenly(cuts: Sequence[Cut], even: int) -> list[int]:
-    """Returns the start of each tensor if every run has `even` elements. A tensor that goes on to the next rank ends
-    its rank's run. The others follow one another from the beginning of the run."""
+    """Returns the start of each tensor if every run has `even` elements.
+
+    A tensor that goes on to the next rank is at the end of its rank's run, the others at the beginning.
+    """
     starts: list[int] = []
     cursor = 0
     for cut in cuts:

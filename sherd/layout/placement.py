@@ -1,7 +1,7 @@
 """Placements and cuts: how one tensor is divided over one mesh axis, and what each rank holds of it. Integers only.
 
-A placement is a rule (`Shard(dim)`, `Replicate()`). Applied to a shape and a number of ranks, it gives a `Cut`, the
-numbers that everything else works with. A packing asks a cut for its sizes only, so a new placement is a new class
+A placement is a rule (`Shard(dim)`, `Replicate()`). Applied to a shape and a number of ranks, it gives a `Cut`: the
+numbers that everything else works with. A packing reads only the sizes of a cut, so a new placement is a new class
 here.
 """
 
@@ -23,25 +23,27 @@ class Placement(Protocol):
     """A rule that cuts a tensor over the ranks of one mesh axis."""
 
     def cut(self, shape: Shape, num_ranks: int, name: str, parts: int = 1) -> Cut:
-        """Cut one tensor over `num_ranks` ranks, and each rank's piece once more into `parts`. `name` is for the error
-        message. Raises `PlacementError`."""
+        """Returns the cut of one tensor over `num_ranks` ranks, with each rank's piece cut once more into `parts`.
+
+        Raises `PlacementError`, whose message has `name`.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One tensor of `shape`, seen as `[outer, size, inner]` (`view`). Its middle axis, of rows, is cut over `num_ranks`
-    ranks: rank `first + i` holds the rows from `ends[i - 1]` to `ends[i]`, for every outer index.
+    """One tensor of `shape`, seen as `[outer, size, inner]` (`view`), with its middle axis, of rows, cut over ranks.
 
-    A `Cut` itself is what `Shard(dim)` makes, and its rows are the indices of `dim`:
+    Rank `first + i` of `num_ranks` holds the rows from `ends[i - 1]` to `ends[i]`, for every outer index. The class
+    `Cut` itself is the cut of `Shard(dim)`, and its rows are the indices of `dim`:
 
         shape (3, 5), dim 0, 2 ranks           shape (2, 5), dim 1, 2 ranks
         rank 0 | row 0 | row 1 |               rank 0 | r0: 0 1 2 | r1: 0 1 2 |
         rank 1 | row 2 |  pad  |               rank 1 | r0: 3 4 . | r1: 3 4 . |
 
-    In the gathered buffer each rank's piece takes `slot` elements, as many as the largest piece has: its own elements,
+    In the gathered buffer each rank's piece takes `slot` elements, the size of the largest piece: its own elements,
     then padding. `Copies` and `Runs` have other rows, and no `dim`. Sums over all ranks are computed once, since there
-    may be thousands.
+    may be thousands of ranks.
     """
 
     shape: Shape
@@ -51,8 +53,7 @@ class Cut:
     dim: int | None = field(default=None, kw_only=True, repr=False)
 
     in_line: ClassVar[bool] = False
-    """True if the tensors of a group form one line, of which each rank holds a run, instead of a piece of each
-    tensor."""
+    """True if the tensors of a group form one line, of which each rank holds a run; False if it holds their pieces."""
 
     def __post_init__(self) -> None:
         assert self.first >= 0 and self.ends, f"a tensor of shape {self.shape} has no owner"
@@ -77,11 +78,11 @@ class Cut:
 
     @property
     def holders(self) -> range:
-        """The ranks that own a piece, which may be empty."""
+        """The ranks that own a piece; a piece may be empty."""
         return range(self.first, self.first + len(self.ends))
 
     def piece(self, rank: int) -> Extent:
-        """The rows that `rank` holds."""
+        """Returns the rows that `rank` holds."""
         at = rank - self.first
         if not 0 <= at < len(self.ends):
             return Extent(0 if at < 0 else self.view[1], 0)
@@ -91,13 +92,13 @@ class Cut:
     @cached_property
     def rows(self) -> tuple[Extent, ...]:
         """The rows that each rank holds."""
-        held = (Extent(start, end - start) for start, end in pairwise((0, *self.ends)))
-        behind = self.num_ranks - self.first - len(self.ends)
-        return (*[Extent(0, 0)] * self.first, *held, *[Extent(self.view[1], 0)] * behind)
+        pieces = (Extent(start, end - start) for start, end in pairwise((0, *self.ends)))
+        num_behind = self.num_ranks - self.first - len(self.ends)
+        return (*[Extent(0, 0)] * self.first, *pieces, *[Extent(self.view[1], 0)] * num_behind)
 
     @cached_property
     def slot(self) -> int:
-        """Elements that each rank's piece takes in a buffer, with padding."""
+        """Elements of each rank's piece in a buffer, with padding."""
         outer, _, inner = self.view
         return outer * self._most * inner
 
@@ -113,17 +114,16 @@ class Cut:
 
     @cached_property
     def unsharded_numel(self) -> int:
-        """Elements that the tensor takes in the unsharded buffer: with the padding of its pieces if it is cut in order,
-        else without."""
+        """Elements of the tensor in the unsharded buffer: with the padding of its pieces if it is cut in order."""
         return self.num_ranks * self.slot if self.in_order else self.numel
 
     def local_shape(self, rank: int) -> Shape:
-        """The shape of `rank`'s piece."""
+        """Returns the shape of `rank`'s piece."""
         assert self.dim is not None, "Shard cuts a dimension"
         return (*self.shape[: self.dim], self.piece(rank).numel, *self.shape[self.dim + 1 :])
 
     def local_numel(self, rank: int) -> int:
-        """Elements that `rank` holds."""
+        """Returns the number of elements that `rank` holds."""
         outer, _, inner = self.view
         return outer * self.piece(rank).numel * inner
 
@@ -144,25 +144,27 @@ class Copies(Cut):
         return (Extent(0, 1),) * self.num_ranks
 
     def piece(self, rank: int) -> Extent:
-        """The row."""
+        """Returns the one row."""
         return self.rows[rank]
 
     def local_shape(self, rank: int) -> Shape:
-        """The tensor's own shape."""
+        """Returns the tensor's own shape."""
         return self.shape
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Cut on tensor dimension `dim`, counted from the end if negative, as `torch.chunk` does. Pieces may be unequal and
-    empty. This is the placement of FSDP2's parameters (`torch.distributed.fsdp.fully_shard`)."""
+    """Cut on dimension `dim`, counted from the end if negative, as `torch.chunk` cuts. Pieces may be unequal and empty.
+
+    This is the placement of FSDP2's parameters (`torch.distributed.fsdp.fully_shard`).
+    """
 
     dim: int = 0
 
     def cut(self, shape: Shape, num_ranks: int, name: str, parts: int = 1) -> Cut:
-        """Cut one tensor. Raises `PlacementError` if it has no such dimension.
+        """Returns the cut of one tensor. Raises `PlacementError` if it has no such dimension.
 
-        5 rows over 2 ranks, in 2 parts each, are 2, 1 and 1, 1.
+        5 rows over 2 ranks, in 2 parts each, are cut into 2, 1 and 1, 1.
         """
         dim = self.dim + len(shape) if self.dim < 0 else self.dim
         if not 0 <= dim < len(shape):
@@ -175,7 +177,7 @@ class Shard:
         return _cut(shape, dim, num_ranks, parts)
 
 
-# Blocks of a model are alike, and each has sums over all ranks.
+# Cached, since a cut has sums over all ranks and the blocks of a model are alike.
 @lru_cache(maxsize=64)
 def _cut(shape: Shape, dim: int, num_ranks: int, parts: int) -> Cut:
     ends = (
@@ -191,5 +193,5 @@ class Replicate:
     """Every rank holds the whole tensor. For scalars, which have no dimension to cut."""
 
     def cut(self, shape: Shape, num_ranks: int, name: str, parts: int = 1) -> Cut:
-        """One copy for each rank."""
+        """Returns the cut with one copy for each rank."""
         return Copies(shape, num_ranks * parts, 0, (1,) * (num_ranks * parts))

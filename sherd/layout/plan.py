@@ -40,7 +40,7 @@ from sherd.layout.placement import Shape
 from sherd.layout.runs import RunPlacement, Runs
 
 CANDIDATES = 16
-"""The number of equal shares to try for each length that they may have to be a multiple of."""
+"""The number of equal shares to try for each unit of their length."""
 
 FINE = 64
 """Cuts are aligned if a share has at least this many places for aligned cuts."""
@@ -56,9 +56,9 @@ class Wanted:
 
 
 def plan(wanted: Sequence[Wanted], num_ranks: int, loads: Sequence[int] | None = None) -> tuple[Runs, ...]:
-    """Cut all tensors of a group. Returns the cuts in their order, the same on every rank.
+    """Returns the cuts of all tensors of a group, in their order; the same on every rank.
 
-    `loads` are the elements that each rank owns of other groups, which the owners chosen here balance.
+    `loads` are the elements that each rank owns of other groups: the owners that are chosen here balance them.
     """
     owned = {each.placement.owned for each in wanted}
     assert len(owned) == 1, "tensors that are cut and tensors that are not have groups of their own"
@@ -73,7 +73,7 @@ def _runs(each: Wanted, num_ranks: int, first: int, ends: Sequence[int]) -> Runs
 
 
 def _owned(wanted: Sequence[Wanted], num_ranks: int, loads: Sequence[int]) -> tuple[Runs, ...]:
-    """Balance the group first, since all ranks wait for the one that owns most of it, then the ranks' sums."""
+    # The group is balanced first, since all ranks wait for the rank that owns most of it; then the ranks' sums.
     numels = [prod(each.shape) for each in wanted]
     owners = _balanced(numels, num_ranks)
     has = [0] * num_ranks
@@ -89,12 +89,12 @@ def _owned(wanted: Sequence[Wanted], num_ranks: int, loads: Sequence[int]) -> tu
 
 
 def _balanced(numels: Sequence[int], num_owners: int) -> list[int]:
-    """An owner for each tensor."""
+    """Returns an owner for each tensor."""
     heap = [(0, owner) for owner in range(num_owners)]
     owners = [0] * len(numels)
     for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
-        has, owners[index] = heap[0]
-        heapq.heapreplace(heap, (has + numels[index], owners[index]))
+        owned, owners[index] = heap[0]
+        heapq.heapreplace(heap, (owned + numels[index], owners[index]))
     return owners
 
 
@@ -102,8 +102,7 @@ def _balanced(numels: Sequence[int], num_owners: int) -> list[int]:
 
 
 def _consecutive(wanted: Sequence[Wanted], num_ranks: int) -> tuple[Runs, ...]:
-    order = _in_line(wanted)
-    line = _Line.of([wanted[index] for index in order], num_ranks)
+    order, line = _line_of(wanted, num_ranks)
     starts, bounds = line.cut_evenly() or line.cut_unevenly()
     cuts: dict[int, Runs] = {}
     for index, start, numel in zip(order, starts, line.numels, strict=True):
@@ -113,11 +112,12 @@ def _consecutive(wanted: Sequence[Wanted], num_ranks: int) -> tuple[Runs, ...]:
     return tuple(cuts[index] for index in range(len(wanted)))
 
 
-def _in_line(wanted: Sequence[Wanted]) -> list[int]:
-    """Matrices come before vectors, so that tensors which optimizers treat alike lie together; then large blocks come
-    first."""
+def _line_of(wanted: Sequence[Wanted], num_ranks: int) -> tuple[list[int], _Line]:
+    """Returns the order of the tensors in the line, and the line."""
     grains = [each.placement.grain(each.shape, each.name) for each in wanted]
-    return sorted(range(len(wanted)), key=lambda index: (len(wanted[index].shape) < 2, -grains[index]))
+    # Matrices come before vectors, so that tensors that optimizers treat alike lie together; then large blocks first.
+    order = sorted(range(len(wanted)), key=lambda index: (len(wanted[index].shape) < 2, -grains[index]))
+    return order, _Line([prod(wanted[at].shape) for at in order], [grains[at] for at in order], num_ranks)
 
 
 Cuts = tuple[list[int], list[int]]
@@ -132,11 +132,6 @@ class _Line:
     grains: list[int]
     num_ranks: int
 
-    @classmethod
-    def of(cls, wanted: Sequence[Wanted], num_ranks: int) -> _Line:
-        grains = [each.placement.grain(each.shape, each.name) for each in wanted]
-        return cls([prod(each.shape) for each in wanted], grains, num_ranks)
-
     @cached_property
     def starts(self) -> list[int]:
         """The start of each tensor if there are no gaps, then the end of the line."""
@@ -148,7 +143,7 @@ class _Line:
 
     @cached_property
     def share(self) -> int:
-        """The length of the shortest equal runs. It is not zero, even for a group without elements."""
+        """The length of the shortest equal runs; above zero, also for a group without elements."""
         return even_share(max(1, self.total), self.num_ranks)
 
     @cached_property
@@ -159,7 +154,7 @@ class _Line:
     # Equal shares
 
     def cut_evenly(self) -> Cuts | None:
-        """Cut into the smallest equal shares. Returns None if they would take too much padding."""
+        """Returns the cuts into the smallest equal shares. None: they take too much padding."""
         for share in self._shares():
             starts = self._starts_for(share)
             if starts is not None:
@@ -167,7 +162,7 @@ class _Line:
         return None
 
     def _shares(self) -> list[int]:
-        """Lengths of equal shares to try. A tensor on three ranks or more needs a multiple of its grain."""
+        """Returns the lengths of equal shares to try. A tensor on three ranks or more needs a multiple of its grain."""
         most = int(self.share * (1 + MOST_PADDING))
         long = lcm(
             UNSHARDED_ALIGNMENT, *(g for g, n in zip(self.aligned_grains, self.numels, strict=True) if n > 2 * most)
@@ -179,7 +174,7 @@ class _Line:
         return sorted(shares)
 
     def _starts_for(self, share: int) -> list[int] | None:
-        """The start of each tensor, with gaps that allow cuts at multiples of `share`. Returns None if none do."""
+        """Returns the start of each tensor, with gaps that allow cuts at multiples of `share`. None: no gaps do."""
         starts, cursor = [], 0
         for numel, grain in zip(self.numels, self.aligned_grains, strict=True):
             room = share - cursor % share
@@ -195,7 +190,7 @@ class _Line:
     # Unequal shares
 
     def cut_unevenly(self) -> Cuts:
-        """Cut without gaps, so that the longest run is the shortest possible, to the thousandth."""
+        """Returns the cuts without gaps for which the longest run is the shortest possible, to the thousandth."""
         blocks = [min(pair) for pair in zip(self.steps, self.numels, strict=True)]
         low = max(self.share, *blocks)
         high = low + self.share + UNSHARDED_ALIGNMENT
@@ -208,14 +203,13 @@ class _Line:
         return self.starts[:-1], best
 
     def _bounds_for(self, longest: int) -> list[int] | None:
-        """The ends of runs of at most `longest` elements. Returns None if that is impossible."""
+        """Returns the ends of runs of at most `longest` elements. None: there are no such runs."""
         shares = [self.total * rank // self.num_ranks for rank in range(1, self.num_ranks + 1)]
         full = [self.total] * self.num_ranks
         return self._bounds_near(shares, longest) or self._bounds_near(full, longest)
 
     def _bounds_near(self, aims: list[int], longest: int) -> list[int] | None:
-        """End each run at its aim, at the next allowed cut, or earlier if it would be too long. Returns None if the
-        runs do not reach the end of the line."""
+        """Returns ends of runs at the first cuts from `aims` on, or earlier for long runs. None: the line is longer."""
         bounds, bound = [], 0
         for aim in aims:
             bound = min(self._cut_at_most(bound + longest), self._cut_at_least(aim))
@@ -224,21 +218,21 @@ class _Line:
 
     @cached_property
     def steps(self) -> list[int]:
-        """For each tensor, the elements from one allowed cut to the next."""
+        """The elements from one allowed cut of each tensor to the next."""
         return [
             fine if fine * FINE <= self.share else grain
             for grain, fine in zip(self.grains, self.aligned_grains, strict=True)
         ]
 
     def _cut_at_most(self, place: int) -> int:
-        """The last allowed cut up to `place`. It may lie in the gap between a tensor and the next one."""
+        """Returns the last allowed cut up to `place`. It may lie in the gap between a tensor and the next one."""
         if place >= self.total:
             return self.total
         at = bisect_right(self.starts, place) - 1
         return place - (place - self.starts[at]) % self.steps[at]
 
     def _cut_at_least(self, place: int) -> int:
-        """The first allowed cut from `place` on."""
+        """Returns the first allowed cut from `place` on."""
         if place >= self.total:
             return self.total
         at = bisect_right(self.starts, place) - 1

@@ -1,7 +1,7 @@
-"""Tensors cut into runs of consecutive elements, and the placements that ask for it. Integers only.
+"""Tensors cut into runs of consecutive elements, and the placements that ask for runs. Integers only.
 
-These placements only say where a tensor may be cut. Where the cuts fall is planned for all tensors of a group at once
-(`plan.py`), so that every rank gets its share of the group, not of each tensor.
+These placements only say where a tensor may be cut. `plan.py` plans the cuts of all tensors of a group at once, so that
+every rank gets its share of the group, not of each tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sherd.layout.placement import Cut, Placement, Shape
 
 @dataclass(frozen=True)
 class Runs(Cut):
-    """One tensor of `shape`, flattened; rank `first + i` holds its elements from `ends[i - 1]` to `ends[i]`.
+    """One tensor of `shape`, flattened: rank `first + i` holds the elements from `ends[i - 1]` to `ends[i]`.
 
         shape (3, 5), 4 ranks, first 1, ends (5, 15), by_rows
 
@@ -26,8 +26,8 @@ class Runs(Cut):
         rank 2 | 5 6 7 8 9 | 10 11 12 13 14 |
         rank 3 |
 
-    Ranks before `first` and after the last holder hold nothing. With `by_rows` a run is made of rows, and a rank's
-    piece keeps the tensor's other dims; otherwise a piece is 1-D.
+    Ranks before `first` and after the last holder hold nothing. With `by_rows` a run has whole rows, and a rank's piece
+    keeps the tensor's other dims; otherwise a piece is 1-D.
     """
 
     by_rows: bool = False
@@ -51,7 +51,7 @@ class Runs(Cut):
         return prod(self.shape[1:])
 
     def local_shape(self, rank: int) -> Shape:
-        """The shape of `rank`'s piece."""
+        """Returns the shape of `rank`'s piece."""
         numel = self.local_numel(rank)
         if not self.by_rows or not self.shape:
             return (numel,)
@@ -62,24 +62,22 @@ class Runs(Cut):
 
 @runtime_checkable
 class RunPlacement(Protocol):
-    """A rule that says where a flattened tensor may be cut.
-
-    `owned`: the tensor is not cut but goes to one rank. `together`: one plan cuts all such tensors of a unit; otherwise
-    a large tensor may have a plan of its own.
-    """
+    """A rule that says where a flattened tensor may be cut."""
 
     @property
-    def owned(self) -> bool: ...
+    def owned(self) -> bool:
+        """True if the tensor goes to one rank, uncut."""
 
     @property
-    def together(self) -> bool: ...
+    def together(self) -> bool:
+        """True if one plan cuts all such tensors of a unit; otherwise a large tensor may have a plan of its own."""
 
     def grain(self, shape: Shape, name: str) -> int:
         """Returns the elements of one block, at least 1. Cuts fall between blocks. `name` is for the error message."""
         ...
 
     def by_rows(self, shape: Shape) -> bool:
-        """Returns whether a rank's piece is made of rows."""
+        """Returns True if a rank's piece has whole rows."""
         ...
 
 
@@ -94,7 +92,7 @@ class Flat:
     The flat parameters of ZeRO (Rajbhandari et al. 2020) and FSDP1 (Zhao et al. 2023) are cut like this.
 
     Args:
-        together: keep all tensors of a unit in one line, as a flat parameter needs it. Otherwise large tensors travel
+        together: keep all tensors of a unit in one line, as a flat parameter needs. Otherwise large tensors travel
             alone on devices without streams.
     """
 
@@ -102,11 +100,11 @@ class Flat:
     owned: ClassVar[bool] = False
 
     def grain(self, shape: Shape, name: str) -> int:
-        """One element."""
+        """Returns 1: one element."""
         return 1
 
     def by_rows(self, shape: Shape) -> bool:
-        """False."""
+        """Returns False."""
         return False
 
 
@@ -114,7 +112,7 @@ class Flat:
 class Blocks:
     """Cut between blocks of `rows` rows (indices of dim 0). The last block of a tensor may be shorter.
 
-    For block-quantised training and for row-wise optimizers. A vector's rows are its elements.
+    For block-quantised training and row-wise optimizers. The rows of a vector are its elements.
 
     Raises:
         PlacementError: `rows` is not a positive int.
@@ -129,17 +127,17 @@ class Blocks:
             raise PlacementError(f"Blocks(rows={self.rows!r}): expected a positive int, the rows of one block")
 
     def grain(self, shape: Shape, name: str) -> int:
-        """The elements of `rows` rows."""
+        """Returns the elements of `rows` rows."""
         return max(1, self.rows * prod(shape[1:]))
 
     def by_rows(self, shape: Shape) -> bool:
-        """True, except for scalars."""
+        """Returns True, except for scalars."""
         return bool(shape)
 
 
 @dataclass(frozen=True)
 class Owned:
-    """Do not cut: each tensor has one owner, chosen so that the owners' loads balance.
+    """Do not cut: each tensor has one owner. Owners are chosen so that their loads balance.
 
     For optimizers that need whole matrices: Shampoo (Gupta et al. 2018), Muon (Jordan et al. 2024).
     """
@@ -148,9 +146,9 @@ class Owned:
     together: ClassVar[bool] = True
 
     def grain(self, shape: Shape, name: str) -> int:
-        """All elements."""
+        """Returns all elements."""
         return max(1, prod(shape))
 
     def by_rows(self, shape: Shape) -> bool:
-        """True, except for scalars."""
+        """Returns True, except for scalars."""
         return bool(shape)

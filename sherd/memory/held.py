@@ -1,4 +1,4 @@
-"""The storages that units hold now, by what they are for."""
+"""The storages that units hold now, by kind of memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sherd.engine import ShardedParameter, Unit
 from sherd.schedule.moments import MemoryKind
 
 Held = dict[int, tuple[MemoryKind, int]]
-"""Storages that are alive, by address: the kind of memory, and its bytes."""
+"""Storages that are allocated, by address: the kind of memory, and its bytes."""
 
 
 def held_by(unit: Unit) -> Held:
-    """Returns the allocated storages of `unit`. One that weights and gradients share counts for the weights."""
+    """Returns the allocated storages of `unit`. A storage of both weights and gradients counts for the weights."""
     return together(held_for_gradients(unit), *held_by_groups(unit))
 
 
@@ -27,22 +27,20 @@ def held_by_groups(unit: Unit) -> list[Held]:
 
 
 def held_for_gradients(unit: Unit) -> Held:
+    """Returns the allocated storages of gradients, those of the optimizer's parameters among them."""
     of_groups = [each for gradients in unit.gradients for each in gradients.held()]
-    of_optimizer_params = [
-        (MemoryKind.GRADIENTS, optimizer_param.grad)
-        for optimizer_param in unit.shards.optimizer_params
-        if optimizer_param.grad is not None
-    ]
-    return alive(of_groups + of_optimizer_params, unit.mesh.device)
+    params = unit.shards.optimizer_params
+    of_params = [(MemoryKind.GRADIENTS, param.grad) for param in params if param.grad is not None]
+    return alive(of_groups + of_params, unit.mesh.device)
 
 
 def together(*parts: Held) -> Held:
-    return {address: held for part in parts for address, held in part.items()}
+    """Returns the union of `parts`; the last part that has an address says its kind."""
+    return {address: storage for part in parts for address, storage in part.items()}
 
 
 def alive(tensors: Iterable[tuple[MemoryKind, torch.Tensor]], device: torch.device) -> Held:
-    """Returns the storages of `tensors` that are allocated on `device`. What rests elsewhere (CPU offload) is not
-    counted."""
+    """Returns the storages of `tensors` that are allocated on `device`, without those that rest elsewhere (offload)."""
     held: Held = {}
     for kind, tensor in tensors:
         for storage in _storages(tensor):
@@ -52,7 +50,7 @@ def alive(tensors: Iterable[tuple[MemoryKind, torch.Tensor]], device: torch.devi
 
 
 def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yields the storages with the elements of `tensor`. A subclass made of other tensors has its elements in these."""
+    """Yields the storages with the elements of `tensor`: those of the inner tensors for a subclass made of others."""
     if tensor.is_meta:
         return
     if isinstance(tensor, DTensor):
@@ -74,26 +72,26 @@ def bytes_of(held: Held) -> dict[MemoryKind, int]:
 
 
 def total(held: Held) -> int:
+    """Returns the bytes of all storages."""
     return sum(nbytes for _, nbytes in held.values())
 
 
 def held_by_optimizer(state: Mapping[torch.Tensor, object], device: torch.device) -> dict[int | None, Held]:
-    """Returns the storages of an optimizer's tensors on `device`, by the id of the unit that owns their parameter, None
-    for no unit."""
-    found: dict[int | None, Held] = {}
+    """Returns the storages of an optimizer's tensors by the id of the parameter's unit, None for no unit."""
+    by_owner: dict[int | None, Held] = {}
     seen: set[int] = set()
     for parameter, values in state.items():
         record = ShardedParameter.of(parameter)
         owner = None if record is None or record.owner is None else record.owner.id
         tensors = values.values() if isinstance(values, dict) else ()
         held = alive(((MemoryKind.OPTIMIZER, each) for each in tensors if isinstance(each, torch.Tensor)), device)
-        found.setdefault(owner, {}).update((address, each) for address, each in held.items() if address not in seen)
+        by_owner.setdefault(owner, {}).update((address, each) for address, each in held.items() if address not in seen)
         seen.update(held)
-    return found
+    return by_owner
 
 
 def staging_bytes(units: Iterable[Unit]) -> int:
-    """Returns the bytes that the units' transports share with other ranks, whichever model uses them."""
+    """Returns the bytes that the units' transports share with other ranks, also for other models."""
     meshes = dict.fromkeys(mesh for unit in units for mesh in unit.meshes)
     transports = {id(each): each for mesh in meshes for each in (mesh.shard_transport, mesh.replicate_transport)}
     return sum(each.nbytes for each in transports.values())

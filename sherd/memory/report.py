@@ -10,22 +10,23 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from sherd.engine import Unit
+from sherd.engine import Runtime, Unit, sizes_of
 from sherd.errors import ModuleError
 from sherd.memory.held import bytes_of, held_by, held_by_optimizer, staging_bytes, total
-from sherd.memory.predict import forecast_for
-from sherd.memory.watch import Watch, last_peak, watched
+from sherd.memory.watch import Watch, last_peak, last_step, sealed_runtime, watched
 from sherd.requirements import require_int
-from sherd.schedule.forecast import Forecast
-from sherd.schedule.moments import MemoryKind, in_words
+from sherd.schedule.actions import AfterForward, BeforeForward
+from sherd.schedule.forecast import Forecast, forecast
+from sherd.schedule.moments import Arrival, MemoryKind, Moment, in_words, step_of
+from sherd.schedule.state import State
 
 BESIDE_UNITS = "(all units)"
-"""The unit of rows that belong to none: memory shared with other ranks, state of parameters that are no unit's."""
+"""The unit of rows that belong to no unit: memory shared with other ranks, state of parameters outside of units."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """Bytes of one kind in one unit: allocated `now`, and `at_peak`, at the predicted peak of a step."""
+    """Bytes of one kind in one unit: `now`, and `at_peak`, the predicted peak of a step."""
 
     unit: str
     kind: str
@@ -37,15 +38,15 @@ class MemoryRow:
 class MemoryReport:
     """The memory of sherd's buffers on this rank's device. `print` it for a table.
 
-    It counts shards, unsharded parameters, gradients and everything in between, but not what rests in the memory of the
-    host while compute is on an accelerator (`CPUOffloadPolicy`). It does not count the module's own buffers, nor what
-    autograd holds by itself: activations, and the gradient of a tied parameter until it is complete.
+    It counts shards, unsharded parameters, gradients and everything in between, but not the shards that rest in host
+    memory while an accelerator computes (`CPUOffloadPolicy`). It does not count the module's own buffers, nor the
+    tensors of autograd: activations, and the gradient of a tied parameter until it is complete.
 
     Attributes:
         rows: bytes by unit and kind, units in the order of `named_modules`; no row where both figures are 0.
         predicted_peak: the most bytes at once in a training step whose order is learnt, by the schedule.
         predicted_moment: the moment of that peak, in words.
-        measured_peak: the most bytes at once that `track_memory` saw last in this model, None if it saw none.
+        measured_peak: the most bytes at once that the last `track_memory` saw in this model. None: it was not used.
         measured_moment: the moment of that peak, in words.
     """
 
@@ -74,17 +75,20 @@ class MemoryReport:
 def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsynced_batches: int = 0) -> MemoryReport:
     """Returns the memory of sherd's buffers on this rank, by unit and kind: now, and at the predicted peak of a step.
 
-    The prediction asks the schedule that runs the model. Until a step was run under `track_memory`, the order in which
+    The prediction asks the schedule that runs the model. Until a step runs under `track_memory`, the order in which
     gradients arrive is a guess on the safe side. A step is forward, backward and optimizer step, with gradients set to
-    None; the optimizer's own temporaries are not in it.
+    None; it does not include the optimizer's own temporaries.
 
-    On a model that has not run yet all ranks must call it together, since it sets up transports, which is collective.
+    Before the model's first step all ranks must call it together, since it sets up transports, which is collective.
 
     Args:
-        model: what `fully_shard` was called on last, the root of the units; it may be on the meta device.
+        model: the root of the units, on which `fully_shard` was called last; it may be on the meta device.
         optimizer: also count its state, as it is now.
-        unsynced_batches: predict a step with so many backwards before the last one whose gradients are not reduced
+        unsynced_batches: predict a step with this many backwards before the last one that do not reduce their gradients
             (`set_requires_gradient_sync(False)`).
+
+    Returns:
+        Rows by unit and kind, the predicted peak, and the peak that `track_memory` measured last.
 
     Raises:
         ModuleError: `model` is not a sharded module.
@@ -108,7 +112,7 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None, *, unsyn
 
 
 class MemoryPeak:
-    """The peak that `track_memory` has seen so far. It can still be read after the `with` block."""
+    """The peak that `track_memory` measures. It can still be read after the `with` block."""
 
     def __init__(self, watch: Watch, names: Sequence[str]) -> None:
         self._watch = watch
@@ -135,19 +139,22 @@ class MemoryPeak:
 
 @contextmanager
 def track_memory(model: nn.Module) -> Iterator[MemoryPeak]:
-    """Look at the buffers of `model`'s units after everything that happens to them inside the `with` block.
+    """Measure the buffers of `model`'s units after every event and action inside the `with` block.
 
         with sherd.track_memory(model) as peak:
             model(batch).sum().backward()
         print(peak)
 
-    From the last whole step in it `memory_report` knows in which order gradients arrive, and predicts exactly. Watch
-    the second step or a later one, for in its first backward a unit keeps large tensors for longer. Outside of the
-    block nothing is slower.
+    From the last whole step in the block `memory_report` knows the order in which gradients arrive, and predicts
+    exactly. Watch the second step or a later one, since a unit keeps large tensors for longer in its first backward.
+    Outside of the block nothing is slower.
 
     Args:
-        model: what `fully_shard` was called on last, the root of the units, with data: a model on the meta device is
-            refused.
+        model: the root of the units, on which `fully_shard` was called last. It must have data: a model on the meta
+            device is refused.
+
+    Yields:
+        The peak so far.
 
     Raises:
         ModuleError: `model` is not a sharded module.
@@ -158,18 +165,19 @@ def track_memory(model: nn.Module) -> Iterator[MemoryPeak]:
         yield MemoryPeak(watch, names_of(model, watch.units))
 
 
-def root_unit(model: nn.Module, asked: str) -> Unit:
+def root_unit(model: nn.Module, caller: str) -> Unit:
+    """Returns the unit of `model`. Raises ModuleError, in which `caller` names the function, if it has none."""
     unit = Unit.of(model) if isinstance(model, nn.Module) else None
     if unit is None:
         raise ModuleError(
-            f"{asked} expects a module that fully_shard was called on, got a {type(model).__name__}; pass the root, "
+            f"{caller} expects a module that fully_shard was called on, got a {type(model).__name__}; pass the root, "
             "the one that was sharded last"
         )
     return unit
 
 
 def names_of(model: nn.Module, units: Sequence[Unit]) -> list[str]:
-    """Returns the units' names: those of their modules, as seen from `model`."""
+    """Returns the units' names: the names of their modules in `model`."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         unit = Unit.of(module)
@@ -181,11 +189,11 @@ def names_of(model: nn.Module, units: Sequence[Unit]) -> list[str]:
 # Rows
 
 Bytes = Counter[tuple[int | None, MemoryKind]]
-"""By a unit's index, or None for what is no unit's, and kind."""
+"""Bytes by kind and the number of a unit, None for memory outside of units."""
 
 
 def _lasting(units: Sequence[Unit], optimizer: Optimizer | None) -> Bytes:
-    """Returns the bytes that stay allocated all through a step."""
+    """Returns the bytes that stay allocated throughout a step."""
     numbers: dict[int | None, int] = {unit.id: number for number, unit in enumerate(units)}
     lasting: Bytes = Counter({(None, MemoryKind.TRANSPORT): staging_bytes(units)})
     if optimizer is not None:
@@ -195,7 +203,9 @@ def _lasting(units: Sequence[Unit], optimizer: Optimizer | None) -> Bytes:
 
 
 def _rows(units: Sequence[Unit], names: Sequence[str], peak: Forecast, lasting: Bytes) -> tuple[MemoryRow, ...]:
-    held = {(number, kind): its for number, unit in enumerate(units) for kind, its in bytes_of(held_by(unit)).items()}
+    held = {
+        (number, kind): nbytes for number, unit in enumerate(units) for kind, nbytes in bytes_of(held_by(unit)).items()
+    }
     now, at_peak = lasting + Counter(held), lasting + Counter(peak.parts)
     named = [*enumerate(names), (None, BESIDE_UNITS)]
     rows = (MemoryRow(name, kind.value, now[at, kind], at_peak[at, kind]) for at, name in named for kind in MemoryKind)
@@ -208,8 +218,7 @@ def _in_mib(nbytes: int) -> str:
 
 
 def _table(parts: dict[tuple[str, str], int]) -> list[str]:
-    """Returns the lines of a table in MiB, a row for each unit and a column for each kind. Units that follow one
-    another and have equal figures share a row."""
+    """Returns the lines of a table in MiB, by unit and kind. Neighbouring units with equal figures share a row."""
     kinds = [kind.value for kind in MemoryKind if any(parts.get((unit, kind.value)) for unit, _ in parts)]
     units = list(dict.fromkeys(unit for (unit, _), nbytes in parts.items() if nbytes))
     folded: list[tuple[str, int, list[int]]] = []
@@ -233,3 +242,97 @@ def _table(parts: dict[tuple[str, str], int]) -> list[str]:
         )
         for line in lines
     ]
+
+
+# The prediction
+
+
+def forecast_for(root: nn.Module, units: Sequence[Unit], unsynced: int = 0) -> Forecast:
+    """Returns the predicted peak of a training step of `root`. Units are numbered as in `units`.
+
+    It replays the last step that was watched. Without one, it makes up a step, from the order in which units ran or
+    else were registered.
+    """
+    state = state_for(root, units)
+    sizes = [sizes_of(unit) for unit in units]
+    runtime = sealed_runtime(units)
+    step = None if runtime is None else last_step(runtime)
+    if step is None:
+        step = step_of(_guess(root, units, runtime), sizes)
+    return forecast(state.specs, state.limits, sizes, step, batch_bytes=batch_bytes_of(units), unsynced=unsynced)
+
+
+def state_for(root: nn.Module, units: Sequence[Unit]) -> State:
+    """Returns the state in which the schedule of `root` begins, by the units' current policies."""
+    # No unit is sealed into this Runtime: it only reads the policies, as the next step will.
+    return Runtime(root, units).schedule.state
+
+
+def batch_bytes_of(units: Sequence[Unit]) -> int:
+    """Returns the bytes of small gradients that wait until they are copied together."""
+    return max((weights.plan.batch_bytes for unit in units for weights in unit.weights), default=0)
+
+
+def _guess(root: nn.Module, units: Sequence[Unit], runtime: Runtime | None) -> list[Moment]:
+    """Returns the moments of a forward, with units in the order in which they ran, or else are registered.
+
+    A unit uses its first parameter before the units that it calls, and its other parameters after them. That is the
+    worst case: the gradients of the others come first, and wait for the gradient of the first.
+    """
+    learnt = None if runtime is None else runtime.schedule.state
+    calls = [] if learnt is None else _as_run(learnt.forward.learnt, learnt.finished.learnt)
+    uses = [_uses_of(unit, number) for number, unit in enumerate(units)]
+    moments: list[Moment] = []
+    for call in calls or _as_registered(root, units):
+        first, *others = uses[call.unit] or (None,)
+        if isinstance(call, AfterForward):
+            moments += [*others, call]
+        else:
+            moments += [call] if first is None else [call, first]
+    return moments
+
+
+def _uses_of(unit: Unit, number: int) -> list[Arrival]:
+    """Returns the uses of a unit's trainable parameters, in the order of registration."""
+    uses = {
+        id(parameter): Arrival(number, group, index)
+        for group, weights in enumerate(unit.weights)
+        for index, parameter in enumerate(weights.group.trained)
+    }
+    return [uses[id(parameter)] for parameter in unit.parameters if id(parameter) in uses]
+
+
+def _as_registered(root: nn.Module, units: Sequence[Unit]) -> list[BeforeForward | AfterForward]:
+    """Returns the calls of units in the order of registration. A unit of several modules runs with its first one."""
+    numbers = {unit.id: number for number, unit in enumerate(units)}
+    calls: list[BeforeForward | AfterForward] = []
+
+    def visit(module: nn.Module) -> None:
+        unit = Unit.of(module)
+        number = None if unit is None else numbers.pop(unit.id, None)
+        if number is not None:
+            calls.append(BeforeForward(number))
+        for child in module.children():
+            visit(child)
+        if number is not None:
+            calls.append(AfterForward(number))
+
+    visit(root)
+    return calls
+
+
+def _as_run(begun: Sequence[int], finished: Sequence[int]) -> list[BeforeForward | AfterForward]:
+    """Returns the calls in the learnt order, or none if that was not one whole forward of the root."""
+    ahead = list(begun[::-1])
+    running: list[int] = []
+    calls: list[BeforeForward | AfterForward] = []
+    for unit in finished:
+        while running[-1:] != [unit]:
+            if not ahead:
+                return []
+            running.append(ahead.pop())
+            calls.append(BeforeForward(running[-1]))
+        calls.append(AfterForward(running.pop()))
+        if not running:
+            return calls if unit == 0 and not ahead else []
+    return []

@@ -1,4 +1,4 @@
-"""Watches the buffers of a model while it trains: looks at them after everything that happens to them."""
+"""Watches the buffers of a model while it trains: measures them after every event and action."""
 
 from __future__ import annotations
 
@@ -29,23 +29,21 @@ def last_step(runtime: Runtime) -> tuple[Moment, ...] | None:
 
 
 def sealed_runtime(units: Sequence[Unit]) -> Runtime | None:
-    """Returns the runtime of exactly these units, in which they have the same numbers, or None if they are not
-    sealed."""
+    """Returns the runtime in which exactly these units are sealed, in this order, or None."""
     runtime = Runtime.over(units[0])
     return runtime if runtime is not None and runtime.units == tuple(units) else None
 
 
 def last_peak(units: Sequence[Unit]) -> Forecast | None:
-    """Returns the peak of the last watch over the model of `units`, if that is still sealed as it was then."""
+    """Returns the peak of the last watch over these units, or None if they are sealed otherwise by now."""
     runtime = sealed_runtime(units)
     return None if runtime is None else _peaks.get(runtime)
 
 
 class Watch:
-    """The record of a model's buffers since the watch began: the `peak`, with its moment and parts, and `step`, the
-    moments since the root's forward began.
+    """Measures the buffers of the engine: no activations, and of a transport what `sizes_of` predicts.
 
-    It sees only the buffers that the engine knows: no activations, and of a transport what `sizes_of` predicts.
+    `peak` has the most bytes so far, their moment and parts; `step` the moments since the root's forward began.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -68,15 +66,15 @@ class Watch:
         if isinstance(moment, Reset):
             self.step.clear()
 
-    def look(self, number: int, *turns: Held) -> Held:
-        """Look at a unit, which held `turns` at moments that have passed. Returns what it holds now."""
-        for held in (*turns, held_by(self.units[number])):
+    def look(self, number: int, *earlier: Held) -> Held:
+        """Measure a unit, which held `earlier` at moments that are over. Returns its storages now."""
+        for held in (*earlier, held_by(self.units[number])):
             self._see(number, held)
             self._note()
         return held
 
     def arrives(self, arrival: Arrival, gradient: Held) -> None:
-        """Note a gradient that autograd has made and that no unit has yet."""
+        """Note a gradient that autograd has made and that no unit holds yet."""
         self.happens(arrival)
         self._see(arrival.unit, together(gradient, held_by(self.units[arrival.unit])))
         self._note()
@@ -86,7 +84,7 @@ class Watch:
         self._scratch[number] = scratch
 
     def end(self) -> None:
-        """Stop looking, and let go of the units, so that a peak that a user keeps does not keep the model alive."""
+        """Drop the units, so that a peak that a user keeps does not keep the model alive."""
         self.units = ()
 
     def _look_at_all(self) -> None:
@@ -107,46 +105,43 @@ class Watch:
 
 
 def _in_turn(unit: Unit, before: Sequence[Held]) -> Iterator[Held]:
-    """Yields the storages that were alive as the groups changed one after the other: the one in turn has what it has
-    now, and has not yet dropped what it had before."""
+    """Yields the unit's storages as its groups change one after the other, each from `before` to its storages now."""
     after, others = held_by_groups(unit), held_for_gradients(unit)
     for turn in range(len(after)):
         yield together(others, *after[:turn], before[turn] | after[turn], *before[turn + 1 :])
 
 
 class _Steps:
-    """Sees every event and action of a runtime."""
+    """Observes every event and action of a runtime."""
 
     def __init__(self, runtime: Runtime, watch: Watch) -> None:
         self._runtime, self._watch = runtime, watch
 
     def begins(self, event: Event) -> None:
-        """Note an event that is about to happen."""
         self._watch.happens(event)
 
     def perform(self, action: do.Action, perform: Callable[[], None]) -> None:
-        """Look at the unit of `action` before and after it, and between its groups."""
+        """Measure the unit of `action` before and after it, and between its groups."""
         unit, number = self._runtime.units[action.unit], action.unit
         self._watch.look(number)
         before = held_by_groups(unit)
         perform()
         self._look_beside(action, unit)
-        turns = _in_turn(unit, before) if isinstance(action, do.Await | do.Shrink) else ()
-        self._watch.look(number, *turns)
+        between = _in_turn(unit, before) if isinstance(action, do.Await | do.Shrink) else ()
+        self._watch.look(number, *between)
 
     def ended(self, event: Event) -> None:
-        """Keep a step that was watched from its forward's beginning to its backward's end."""
+        """Keep a step that was watched from the start of forward to the end of backward."""
         if isinstance(event, EndBackward) and isinstance(self._watch.step[0], BeforeForward):
             _watched[self._runtime] = tuple(self._watch.step)
 
     def _look_beside(self, action: do.Action, unit: Unit) -> None:
-        """Look at what `action` did beside `unit`: while a reduction was finished, gathers under way may have
-        completed, and a reduction takes memory of its transport."""
+        """Measure what `action` does beside the storages of `unit`."""
         match action:
-            case do.Reduce():
+            case do.Reduce():  # takes memory of its transport
                 sizes = (size for size in sizes_of(unit) if size.arriving and not size.lane_owns_rows)
                 self._watch.reduces(action.unit, sum(size.scratch for size in sizes))
-            case do.FinishReduce():
+            case do.FinishReduce():  # gathers under way may complete in the meantime
                 for number, other in enumerate(self._runtime.units):
                     if other is not unit and other.live is Live.GATHERING:
                         self._watch.look(number)
@@ -156,13 +151,12 @@ class _Steps:
 
 
 class _Arrivals:
-    """Sees every gradient of one group. `number` is the number of its unit, `group` that of the group in the unit."""
+    """Observes every gradient of one group: group number `group` of unit number `number`."""
 
     def __init__(self, watch: Watch, number: int, group: int, parameters: Sequence[ShardedParameter]) -> None:
         self._watch, self._number, self._group, self._parameters = watch, number, group, parameters
 
     def arrives(self, index: int, unsharded: torch.Tensor) -> None:
-        """Note a gradient that autograd has made and that no unit has yet."""
         assert unsharded.grad is not None, "autograd calls the hook after it has accumulated"
         num_before = sum(parameter.requires_grad for parameter in self._parameters[:index])
         # No variable holds `unsharded.grad`: it would keep the gradient alive while it is copied.
@@ -170,17 +164,16 @@ class _Arrivals:
         self._watch.arrives(arrival, alive([(MemoryKind.ARRIVED, unsharded.grad)], unsharded.device))
 
     def borrowed(self) -> None:
-        """Look at the unit, whose rows are the gradient."""
         self._watch.look(self._number)
 
     def copy(self, copy: Callable[[], None]) -> None:
-        """Look at the unit while gradients are both where they waited and in the rows."""
+        """Measure the unit while gradients are both where they waited and in the rows."""
         before = self._watch.look(self._number)
         copy()
         self._watch.look(self._number, before | held_by(self._watch.units[self._number]))
 
     def gives_back(self) -> None:
-        """Look at the unit while the rows of a reduction are still there, and what its transport takes."""
+        """Measure the unit, and its transport, while the rows of a reduction are still allocated."""
         unit = self._watch.units[self._number]
         sizes = sizes_of(unit)[self._group]
         if sizes.lane_owns_rows:
@@ -191,7 +184,7 @@ class _Arrivals:
 
 @contextmanager
 def watched(root: nn.Module, unit: Unit) -> Iterator[Watch]:
-    """Look at the buffers of `root`, a module of `unit`, after everything that happens to them inside.
+    """Watch the buffers of `root`, a module of `unit`.
 
     Raises:
         StateError: the model is watched already.

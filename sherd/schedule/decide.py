@@ -19,29 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from sherd.schedule.actions import (
-    Action,
-    AfterBackward,
-    AfterForward,
-    Await,
-    BeforeBackward,
-    BeforeForward,
-    Discard,
-    EndBackward,
-    EndForward,
-    Event,
-    FinishReduce,
-    Free,
-    FreeGroup,
-    Gather,
-    GradientsReady,
-    GroupPassed,
-    Reduce,
-    Reset,
-    Reshard,
-    Shrink,
-    Unshard,
-)
+from sherd.schedule import actions as do
+from sherd.schedule.actions import Action, Event
 from sherd.schedule.state import Keep, Live, Order, State
 
 Decision = tuple[State, tuple[Action, ...]]
@@ -51,30 +30,30 @@ def decide(state: State, event: Event) -> Decision:
     """Returns the next state, and the actions that lead there."""
     turn = _Turn(state)
     match event:
-        case BeforeForward(unit, recomputing):
+        case do.BeforeForward(unit, recomputing):
             turn.recompute(unit) if recomputing else turn.enter_forward(unit)
-        case AfterForward(unit, recomputing, in_use):
+        case do.AfterForward(unit, recomputing, in_use):
             if not recomputing:
                 turn.leave_forward(unit, in_use)
-        case EndForward(differentiable):
+        case do.EndForward(differentiable):
             turn.end_forward(differentiable)
-        case BeforeBackward(unit):
+        case do.BeforeBackward(unit):
             turn.enter_backward(unit)
-        case GradientsReady(unit):
+        case do.GradientsReady(unit):
             turn.reduce(unit)
-        case GroupPassed(unit, group):
+        case do.GroupPassed(unit, group):
             turn.free_group(unit, group)
-        case AfterBackward(unit, unreduced):
+        case do.AfterBackward(unit, unreduced):
             turn.leave_backward(unit, unreduced)
-        case EndBackward(last):
+        case do.EndBackward(last):
             turn.end_backward(last)
-        case Unshard(unit, wait):
+        case do.Unshard(unit, wait):
             turn.gather(unit, again=True)
             if wait:
                 turn.wait(unit)
-        case Reshard(unit):
+        case do.Reshard(unit):
             turn.free(unit)
-        case Reset(gradients):
+        case do.Reset(gradients):
             turn.reset(gradients)
     return turn.state, tuple(turn.actions)
 
@@ -117,7 +96,7 @@ class _Turn:
         if keep is Keep.NOTHING:
             self.free(unit)
         elif keep is Keep.PART and self.state.live[unit] is Live.UNSHARDED:
-            self.actions.append(Shrink(unit))
+            self.actions.append(do.Shrink(unit))
             self.state = self.state.with_live(unit, Live.SHRUNK)
 
     # Backward
@@ -152,13 +131,13 @@ class _Turn:
         most = self.state.limits.reduce_buffers
         while self.state.reducing and len(self.state.reducing) >= most:
             self.finish_reduce(self.state.reducing[0])
-        self.actions.append(Reduce(unit))
+        self.actions.append(do.Reduce(unit))
         self.state = replace(self.state, reducing=(*self.state.reducing, unit))
         if most == 0:
             self.finish_reduce(unit)
 
     def finish_reduce(self, unit: int) -> None:
-        self.actions.append(FinishReduce(unit))
+        self.actions.append(do.FinishReduce(unit))
         self.state = replace(self.state, reducing=tuple(other for other in self.state.reducing if other != unit))
 
     def leave_backward(self, unit: int, unreduced: bool) -> None:
@@ -177,7 +156,7 @@ class _Turn:
         # test_no_group_goes_alone_of_a_unit_that_was_called_twice_and_may_be_recomputed_once_more.
         is_called_once = self.state.forward.learnt.count(unit) <= 1
         if is_called_once and self._goes_after_backward(unit) and self.state.live[unit] is Live.UNSHARDED:
-            self.actions.append(FreeGroup(unit, group))
+            self.actions.append(do.FreeGroup(unit, group))
             self.state = replace(self.state, passed=self.state.passed | {unit})
 
     def _goes_after_backward(self, unit: int) -> bool:
@@ -210,24 +189,24 @@ class _Turn:
     def gather(self, unit: int, again: bool = False) -> None:
         """Gather `unit`. `again`: gather groups that backward has freed, too, because they are read again."""
         if self.state.live[unit] in (Live.SHARDED, Live.SHRUNK) or (again and unit in self.state.passed):
-            self.actions.append(Gather(unit))
+            self.actions.append(do.Gather(unit))
             self.state = self.state.with_live(unit, Live.GATHERING)
 
     def wait(self, unit: int) -> None:
         if self.state.live[unit] is Live.GATHERING:
-            self.actions.append(Await(unit))
+            self.actions.append(do.Await(unit))
             self.state = self.state.with_live(unit, Live.UNSHARDED)
 
     def free(self, unit: int) -> None:
         if self.state.live[unit] is not Live.SHARDED:
-            self.actions.append(Free(unit))
+            self.actions.append(do.Free(unit))
             self.state = self.state.with_live(unit, Live.SHARDED)
 
     def reset(self, gradients: bool) -> None:
         for unit in range(len(self.state.specs)):
             self.free(unit)
             if gradients:
-                self.actions.append(Discard(unit))
+                self.actions.append(do.Discard(unit))
         if gradients:
             self.state = replace(self.state, reducing=())
         self.state = replace(

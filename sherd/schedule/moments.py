@@ -7,17 +7,8 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from sherd.schedule.actions import (
-    AfterBackward,
-    AfterForward,
-    BeforeBackward,
-    BeforeForward,
-    EndBackward,
-    EndForward,
-    Event,
-    GradientsReady,
-    GroupPassed,
-)
+from sherd.schedule import actions as do
+from sherd.schedule.actions import Event
 
 
 class MemoryKind(str, Enum):
@@ -102,7 +93,7 @@ def step_of(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) ->
         sizes: the groups of each unit.
     """
     calls = (moment for moment in forward if not isinstance(moment, Arrival))
-    return (*calls, EndForward(), *_backward(forward, sizes), EndBackward())
+    return (*calls, do.EndForward(), *_backward(forward, sizes), do.EndBackward())
 
 
 class Gradients:
@@ -133,9 +124,9 @@ class Gradients:
             return
         if not self._missing[unit]:
             is_done_in_backward = all(each.is_all_trainable for each in self._sizes[unit])
-            yield AfterBackward(unit, unreduced=True) if is_done_in_backward else GradientsReady(unit)
+            yield do.AfterBackward(unit, unreduced=True) if is_done_in_backward else do.GradientsReady(unit)
         elif unit not in self._run_again and self._sizes[unit][group].is_all_trainable:
-            yield GroupPassed(unit, group)
+            yield do.GroupPassed(unit, group)
 
 
 def _backward(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) -> Iterator[Moment]:
@@ -150,13 +141,13 @@ def _backward(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) 
     reached: list[bool] = []
     for moment in reversed(forward):
         match moment:
-            case AfterForward(unit):
+            case do.AfterForward(unit):
                 reached.append(num_ahead > 0)
                 if reached[-1]:
-                    yield BeforeBackward(unit)
-            case BeforeForward(unit):
+                    yield do.BeforeBackward(unit)
+            case do.BeforeForward(unit):
                 if reached.pop():
-                    yield AfterBackward(unit)
+                    yield do.AfterBackward(unit)
             case Arrival():
                 num_ahead -= 1
                 uses[moment] -= 1
@@ -166,7 +157,7 @@ def _backward(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) 
 
 def begins_step(moment: Moment) -> bool:
     """Returns whether the forward of the root begins with `moment`."""
-    return isinstance(moment, BeforeForward) and moment.unit == 0 and not moment.recomputing
+    return isinstance(moment, do.BeforeForward) and moment.unit == 0 and not moment.recomputing
 
 
 def in_words(moment: Moment | None, names: Sequence[str]) -> str:
@@ -174,19 +165,19 @@ def in_words(moment: Moment | None, names: Sequence[str]) -> str:
     match moment:
         case None:
             return "at rest"
-        case BeforeForward(unit, recomputing):
+        case do.BeforeForward(unit, recomputing):
             return f"when {'recomputing' if recomputing else 'forward'} of {names[unit]} begins"
-        case AfterForward(unit):
+        case do.AfterForward(unit):
             return f"when forward of {names[unit]} ends"
-        case EndForward():
+        case do.EndForward():
             return "when forward ends"
-        case BeforeBackward(unit):
+        case do.BeforeBackward(unit):
             return f"when backward reaches {names[unit]}"
-        case Arrival(unit) | GroupPassed(unit):
+        case Arrival(unit) | do.GroupPassed(unit):
             return f"when a gradient of {names[unit]} arrives"
-        case GradientsReady(unit) | AfterBackward(unit):
+        case do.GradientsReady(unit) | do.AfterBackward(unit):
             return f"when gradients of {names[unit]} are reduced"
-        case EndBackward():
+        case do.EndBackward():
             return "when backward ends"
         case _:
             return "between steps"

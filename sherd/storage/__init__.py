@@ -1,1 +1,1 @@
-"""Checkpoints as files, without torch and without ranks: what is in them, and how they are written, found and read."""
+"""Checkpoints as files, without torch and without ranks: their content, and how they are written, found and read."""

@@ -1,11 +1,11 @@
 """A folder of checkpoints: which of them are whole, which is the newest, and which may be removed.
 
-    FOLDER/latest                      a hint for people and tools: the checkpoint that was saved last
-    FOLDER/.lock                       on a disk: held by who saves, loads or removes
-    FOLDER/step-00000100/manifest.json with it, and only with it, the checkpoint is whole
+    FOLDER/latest                      a hint for people and tools: the checkpoint of the last save
+    FOLDER/.lock                       on a disk: held during a save, a load or a removal
+    FOLDER/step-00000100/manifest.json a checkpoint is whole if and only if it has a manifest
     FOLDER/step-00000100/5f3a9c21-00000.safetensors    SAVE_ID-RANK
 
-Only files with such names are ever removed; whatever else lies in the folder stays.
+Only files with these names are ever removed. All other files in the folder stay.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from sherd.errors import CheckpointError, PolicyError, StorageError
-from sherd.storage.blocks import Checked
+from sherd.storage.files import checked_file, read_manifest, step_of
 from sherd.storage.manifest import FORMAT, MANIFEST, File, Manifest, OtherFormat
-from sherd.storage.opened import read_manifest, step_of
-from sherd.storage.place import read_exactly, unreadable
-from sherd.storage.places import PART, Lock, Place, place_of
+from sherd.storage.places import PART, Lock, Place, place_of, read_exactly
 
 LATEST = "latest"
 _DATA = re.compile(r"[0-9a-f]{1,32}-[0-9]{5,10}\.safetensors")
@@ -40,7 +38,7 @@ def file_name(save_id: str, rank: int) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoint of `step`, in `place`: its manifest; None if it is not whole, and `why`."""
+    """The checkpoint of `step`, in `place`. `manifest` is None if it is not whole, and `why` is the reason."""
 
     step: int
     place: Place
@@ -49,17 +47,17 @@ class Found:
 
 
 def checked(place: Place, *, verify: bool = False) -> Manifest:
-    """Returns the manifest of the checkpoint in `place`. Raises CheckpointError if it is not whole, as `Folder.found`
-    checks it."""
+    """Returns the manifest of the checkpoint in `place`. Raises CheckpointError unless it is whole (`Folder.found`)."""
     save_id = ""
     while True:
         manifest = read_manifest(place)
-        wrong = faults(place, manifest.files, manifest.block_bytes, verify=verify)
-        if not wrong:
+        file_faults = faults(place, manifest.files, manifest.block_bytes, verify=verify)
+        if not file_faults:
             return manifest
         if manifest.save_id == save_id:
-            raise CheckpointError(next(iter(wrong.values())))
-        save_id = manifest.save_id  # unless another job has saved it anew meanwhile, and removed the old files
+            raise CheckpointError(next(iter(file_faults.values())))
+        # Another job may have saved this step between the two reads, and removed the old files. If so, look again.
+        save_id = manifest.save_id
 
 
 class Folder:
@@ -69,21 +67,27 @@ class Folder:
         self.place = place
 
     def folder_of(self, step: int) -> Place:
-        """Returns the folder of the checkpoint of `step`, which need not exist."""
+        """Returns the folder for the checkpoint of `step`, which need not exist."""
         return self.place.below(f"step-{step:08d}")
 
     def locked(self, *, shared: bool = True, make: bool = False) -> contextlib.AbstractContextManager[Lock]:
-        """Hold the folder's lock: shared to save (`make` the folder then) or load, alone to remove."""
+        """Hold the folder's lock: shared to save (with `make`) or load, exclusive to remove."""
         return self.place.locked(shared=shared, make=make)
 
     def steps(self) -> list[int]:
-        """Returns the steps that have a folder, whole or not, the newest first."""
+        """Returns the steps with a folder, whole or not, the newest first."""
         return sorted((step for step in map(step_of, self.place.names()) if step is not None), reverse=True)
 
     def found(self, step: int, *, verify: bool = False) -> Found:
-        """Returns the checkpoint of `step`. It is whole if its manifest is not damaged and its files have their length,
-        and, with `verify`, if all bytes that they have are those of their checksums. Raises `OtherFormat`, and
-        StorageError if that cannot be told."""
+        """Returns the checkpoint of `step`.
+
+        It is whole if its manifest is undamaged and all files have their length; with `verify`, if all their bytes
+        match the checksums, too.
+
+        Raises:
+            OtherFormat: a later version wrote it.
+            StorageError: a file cannot be read now, and may be whole.
+        """
         place = self.folder_of(step)
         try:
             manifest = checked(place, verify=verify)
@@ -99,19 +103,19 @@ class Folder:
 
     def whole(self) -> list[Found]:
         """Returns the whole checkpoints, the newest first."""
-        return [found for found in self.each() if found.manifest is not None]
+        return [checkpoint for checkpoint in self.each() if checkpoint.manifest is not None]
 
     def newest(self, *, verify: bool = False) -> tuple[Found | None, list[Found]]:
-        """Returns the newest whole checkpoint, None if there is none, and the newer ones that were passed over."""
+        """Returns the newest whole checkpoint (None: there is none), and the newer ones, which are not whole."""
         passed_over: list[Found] = []
-        for found in self.each(verify=verify):
-            if found.manifest is not None:
-                return found, passed_over
-            passed_over.append(found)
+        for checkpoint in self.each(verify=verify):
+            if checkpoint.manifest is not None:
+                return checkpoint, passed_over
+            passed_over.append(checkpoint)
         return None, passed_over
 
     def finish(self, step: int, manifest: Manifest) -> None:
-        """Make the checkpoint of `step` whole, whose files are written, and remove those of the one that it replaces.
+        """Write the manifest of `step`, whose files are there, and remove the files of the checkpoint it replaces.
 
         Files of the same step that no manifest names stay until `sweep`: another job may be writing them.
 
@@ -127,29 +131,33 @@ class Folder:
         try:
             place.write(MANIFEST, lambda: [memoryview(raw)])
         except OSError:
-            if not _may_be_of(place, manifest):
+            try:
+                # An object store may have taken the manifest, and lost the answer.
+                is_written = MANIFEST in place.names() and read_manifest(place).save_id == manifest.save_id
+            except (CheckpointError, OSError):
+                is_written = True  # maybe: files that a manifest may name must stay
+            if not is_written:
                 _remove(place, own)
                 place.drop()
             raise
         latest = json.dumps({"format": FORMAT, "folder": f"step-{step:08d}", "step": step}).encode() + b"\n"
-        with contextlib.suppress(OSError):  # the checkpoint is whole, and nothing relies on the hint
+        with contextlib.suppress(OSError):  # the checkpoint is whole, and no reader relies on the hint
             self.place.write(LATEST, lambda: [memoryview(latest)])
         _remove(place, {file.name for file in replaced} - own)
 
     def prune(
         self, keep_last: int, keep_every: int | None = None, keep: Collection[int] = (), *, upto: int | None = None
     ) -> list[int]:
-        """Remove whole checkpoints that are not to be kept, unless somebody else is saving or loading here.
+        """Remove whole checkpoints that are not to be kept, unless another process is saving or loading here.
 
         Args:
-            keep_last: how many of the newest are kept, at least 1.
-            keep_every: those whose step is a multiple of it are kept; None: none for that reason.
-            keep: steps that are kept.
-            upto: the step that was just saved: later ones, of a run that was rolled back, are neither removed nor
-                counted. None: all are.
+            keep_last: the number of the newest checkpoints to keep, at least 1.
+            keep_every: keep each checkpoint whose step is a multiple of this number, too.
+            keep: steps to keep, too.
+            upto: neither remove nor count later steps, which belong to a run that was rolled back. None: all steps.
 
         Returns:
-            the steps that were removed, the newest first.
+            the removed steps, the newest first.
 
         Raises:
             PolicyError: `keep_last` or `keep_every` is less than 1.
@@ -159,18 +167,30 @@ class Folder:
         with self.locked(shared=False) as lock:
             if lock is Lock.BUSY:
                 return []
-            counted = [each for each in self.whole() if upto is None or each.step <= upto]
-            old = [each for each in counted[keep_last:] if each.step not in keep]
-            return [each.step for each in old if (keep_every is None or each.step % keep_every) and _dropped(each)]
+            counted = [checkpoint for checkpoint in self.whole() if upto is None or checkpoint.step <= upto]
+            removed = []
+            for checkpoint in counted[keep_last:]:
+                if checkpoint.step in keep or (keep_every is not None and checkpoint.step % keep_every == 0):
+                    continue
+                try:
+                    # First, so that a checkpoint which is half removed is never taken for a whole one.
+                    checkpoint.place.remove(MANIFEST)
+                except OSError:
+                    continue
+                assert checkpoint.manifest is not None, "only whole checkpoints are counted"
+                _remove(checkpoint.place, {file.name for file in checkpoint.manifest.files})
+                checkpoint.place.drop()
+                removed.append(checkpoint.step)
+            return removed
 
     def sweep(self, *, by_hand: bool = False) -> list[str]:
-        """Remove what saves have left that were never finished, or were replaced, if nobody else saves or loads here.
+        """Remove the files of unfinished and replaced saves, unless another process is saving or loading here.
 
         Args:
-            by_hand: also where there is no lock, as in an object store. Whoever asks must know that nobody saves.
+            by_hand: sweep a place without locks, too, such as an object store. The caller must know that nobody saves.
 
         Returns:
-            the paths of what was removed.
+            the paths of the removed files.
         """
         with self.locked(shared=False) as lock:
             if lock is Lock.BUSY or (lock is Lock.NONE and not by_hand):
@@ -184,7 +204,7 @@ class Folder:
                         continue
                     named = {file.name for file in read_manifest(place).files} if MANIFEST in names else set()
                 except (CheckpointError, OSError):
-                    continue  # it is damaged: what its files are worth is for a person to say
+                    continue  # a damaged checkpoint: a person decides what its files are worth
                 swept += _remove(place, names - named)
                 if MANIFEST not in names:
                     place.drop()
@@ -192,22 +212,28 @@ class Folder:
 
 
 def locked_to_read(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Lock]:
-    """Returns the lock to hold while `path` is read: that of the folder of checkpoints. `path` may be one of them."""
+    """Returns the lock to hold while `path`, a folder of checkpoints or one checkpoint in it, is read."""
     place = place_of(path)
     if MANIFEST not in place.names():
         return Folder(place).locked()
     above, name = os.path.split(os.fspath(path).rstrip("/"))
-    # A copy of a checkpoint under another name is nobody's to remove.
+    # No prune or sweep removes a checkpoint that was copied to another name.
     return Folder(place_of(above or ".")).locked() if step_of(name) is not None else contextlib.nullcontext(Lock.NONE)
 
 
 def faults(place: Place, files: Sequence[File], block_bytes: int, *, verify: bool = False) -> dict[int, str]:
-    """Returns what is wrong with `files` of the checkpoint in `place`, by their number: one is missing or of another
-    length or, with `verify`, not what was written."""
+    """Returns the faults of `files`, by number: a missing file, another length or, with `verify`, other bytes.
+
+    Raises:
+        StorageError: a file cannot be read now, and may be whole.
+    """
 
     def fault(file: File) -> str:
         try:
-            _check(place, file, block_bytes, verify)
+            with contextlib.closing(checked_file(place, file, block_bytes)) as checked_bytes:
+                block = memoryview(bytearray(min(block_bytes, file.nbytes) if verify else 0))
+                for start in range(0, file.nbytes if verify else 0, block_bytes):
+                    checked_bytes.read_into(start, block[: file.nbytes - start])
         except StorageError:
             raise
         except CheckpointError as error:
@@ -219,40 +245,22 @@ def faults(place: Place, files: Sequence[File], block_bytes: int, *, verify: boo
 
 
 def _are_of_one_save(place: Place, names: Collection[str]) -> bool:
-    """Returns whether all files `names` of a checkpoint are of the save that its manifest says it is of. Only its begin
-    is read, which takes no longer for large ones: a sweep comes after each save, and looks at all checkpoints."""
+    """Returns True if all files `names` of a checkpoint are of the save that the manifest names.
+
+    This reads only the begin of the manifest: a sweep after each save looks at all checkpoints, however large.
+    """
     if any(_UNFINISHED.fullmatch(name) for name in names):
         return False
     with contextlib.closing(place.open(MANIFEST)) as file:
         begin = bytearray(min(file.nbytes, _BEGIN_BYTES))
         read_exactly(file, 0, memoryview(begin))
-    said = _SAVE_ID.search(begin)
-    return said is not None and {name.partition("-")[0] for name in names if _DATA.fullmatch(name)} <= {
-        said[1].decode()
-    }
-
-
-def _may_be_of(place: Place, manifest: Manifest) -> bool:
-    """Returns whether `place` may have `manifest`, though writing it has failed: an object store may have taken it."""
-    try:
-        return MANIFEST in place.names() and read_manifest(place).save_id == manifest.save_id
-    except (CheckpointError, OSError):
-        return True
-
-
-def _dropped(found: Found) -> bool:
-    """Remove a checkpoint. Returns False if that cannot be done."""
-    try:
-        found.place.remove(MANIFEST)  # first, so that what is half removed is not taken for whole
-    except OSError:
-        return False
-    _remove(found.place, {file.name for file in found.manifest.files} if found.manifest else ())
-    found.place.drop()
-    return True
+    save_id = _SAVE_ID.search(begin)
+    save_ids = {name.partition("-")[0] for name in names if _DATA.fullmatch(name)}
+    return save_id is not None and save_ids <= {save_id[1].decode()}
 
 
 def _remove(place: Place, names: Collection[str]) -> list[str]:
-    """Remove those of the files `names` that are of checkpoints; returns their paths. What fails is left to a sweep."""
+    """Remove the files among `names` that are a checkpoint's, and return their paths. Failures are left to a sweep."""
     removed = []
     for name in sorted(names):
         if _DATA.fullmatch(name) or _UNFINISHED.fullmatch(name):
@@ -260,16 +268,3 @@ def _remove(place: Place, names: Collection[str]) -> list[str]:
                 place.remove(name)
                 removed.append(f"{place}/{name}")
     return removed
-
-
-def _check(place: Place, of: File, block_bytes: int, verify: bool) -> None:
-    """Raises CheckpointError if a file is missing, of another length or, with `verify`, not what was written."""
-    try:
-        file = place.open(of.name)
-    except OSError as error:
-        raise unreadable(f"{place}: {of.name} cannot be read", error) from error
-    with contextlib.closing(file):
-        checked = Checked(file, of.nbytes, of.crc32, block_bytes)
-        block = memoryview(bytearray(min(block_bytes, of.nbytes) if verify else 0))
-        for start in range(0, of.nbytes if verify else 0, block_bytes):
-            checked.read_into(start, block[: of.nbytes - start])

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: its tensors, where their pieces are, and everything that is no tensor.
+"""The manifest of a checkpoint: its tensors, where their pieces are, and all other values.
 
-`docs/checkpoint_format.md` describes it for those who read it without sherd. A manifest is not trusted: its numbers are
-checked against each other before anything is read or allocated for them.
+`docs/look_up/checkpoint_format.md` describes it for those who read it without sherd. A manifest is not trusted: its
+numbers are checked against each other before anything is read or allocated for them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ T = TypeVar("T")
 MANIFEST = "manifest.json"
 FORMAT = "sherd/1"
 BLOCK_BYTES = 4 << 20
-"""A checksum is of as many bytes: a slice of a tensor is checked without reading all of the file."""
+"""The bytes of a file that one checksum covers. A slice of a tensor is verified without reading the whole file."""
 MOST_BYTES = 1 << 30
-"""The longest manifest: of some million pieces."""
+"""The longest manifest: some million pieces."""
 _MOST_BLOCK_BYTES = 256 << 20
 _MOST_SIDE_BY_SIDE = 200
-"""A piece may have as many others beside it, whichever dim one goes along: more take long to be told apart."""
+"""The most pieces side by side along any dim. With more, a hostile list would take long to be checked for overlaps."""
 _CRC32 = re.compile("[0-9a-f]{8}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 _SIGNATURE = re.compile(rb',\n"sha256": "([0-9a-f]{64})"\n}\n\Z')
@@ -48,8 +48,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor: its `dtype` as safetensors names it, its `shape`, and the `layout` of its pieces over the files: a
-    grid or a list."""
+    """One tensor: `dtype` as safetensors names it, `shape`, and the `layout` of its pieces over the files."""
 
     dtype: str
     shape: Shape
@@ -57,11 +56,11 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all elements."""
+        """The bytes of the tensor."""
         return nbytes_of(self.dtype, self.shape)
 
     def pieces(self, part: Box | None = None) -> Iterator[Piece]:
-        """Yields the pieces that share elements with `part`, or all of them."""
+        """Yields the pieces that share elements with `part`; None: all pieces."""
         if isinstance(self.layout, Grid):
             yield from self.layout.pieces(self.shape, part)
         elif part is None:
@@ -71,8 +70,11 @@ class Entry:
 
 
 def name_in_file(name: str, shape: Shape, piece: Box) -> str:
-    """Returns the name that a piece of the tensor `name` has in its file: `name` if it is all of the tensor, else
-    `name@`, followed by the index of its first element: "model/out.weight@512,0"."""
+    """Returns the name of a piece in its file.
+
+    A piece that is the whole tensor is called `name`. Any other has the index of its first element behind the name:
+    "model/out.weight@512,0".
+    """
     return name if piece == whole(shape) else f"{name}@{','.join(map(str, piece.offsets))}"
 
 
@@ -81,16 +83,16 @@ class Manifest:
     """The contents of a checkpoint.
 
     Args:
-        step: the number of steps after which it was saved.
-        save_id: hex digits that no other save into the same folder has; the names of the files begin with it.
-        saved: the time of the save, as ISO 8601 has it, in UTC.
+        step: the step of the save.
+        save_id: hex digits, unique among the saves into one folder; the names of the files begin with them.
+        saved: the time of the save, in UTC, as ISO 8601.
         world_size: the number of ranks that saved.
         files: the files; pieces refer to them by number.
         tensors: all tensors, by name.
-        aliases: names that are other names of tensors (tied weights).
-        values: everything else, by item.
-        user: what the user has added, JSON.
-        block_bytes: the bytes of a file that one checksum is of.
+        aliases: other names of tensors (tied weights), and the names that they stand for.
+        values: all other values, by item.
+        user: the user's own JSON.
+        block_bytes: the bytes of a file that one checksum covers.
     """
 
     step: int
@@ -110,11 +112,11 @@ class Manifest:
         return sum(file.nbytes for file in self.files)
 
     def entry(self, name: str) -> Entry | None:
-        """Returns the tensor that is called `name`, or has it as an alias."""
+        """Returns the tensor `name`, or the tensor with the alias `name`."""
         return self.tensors.get(self.aliases.get(name, name))
 
     def to_bytes(self) -> bytes:
-        """Returns the manifest as it is written: one entry a line, and a SHA-256 of all that is before it."""
+        """Returns the text of the manifest: one entry a line, and at the end a SHA-256 of the text before it."""
         fields = {
             "format": _json(FORMAT),
             "step": _json(self.step),
@@ -122,17 +124,24 @@ class Manifest:
             "saved": _json(self.saved),
             "world_size": _json(self.world_size),
             "block_bytes": _json(self.block_bytes),
-            "files": _lines([_json(_file_fields(file)) for file in self.files], "[]"),
+            "files": _lines(
+                [
+                    _json({"name": file.name, "bytes": file.nbytes, "crc32": [f"{crc:08x}" for crc in file.crc32]})
+                    for file in self.files
+                ],
+                "[]",
+            ),
             "tensors": _lines([f"{_json(k)}: {_json(_entry_fields(v))}" for k, v in self.tensors.items()]),
             "aliases": _lines([f"{_json(k)}: {_json(v)}" for k, v in self.aliases.items()]),
             "values": _lines([f"{_json(k)}: {_json(v)}" for k, v in self.values.items()]),
-            "user": json.dumps(self.user, separators=(",", ":"), allow_nan=False),  # may hold what UTF-8 does not
+            # As ASCII, unlike the rest: a user's text may have surrogates, which UTF-8 cannot encode.
+            "user": json.dumps(self.user, separators=(",", ":"), allow_nan=False),
         }
         return signed(("{\n" + ",\n".join(f'"{key}": {text}' for key, text in fields.items())).encode())
 
 
 def signed(body: bytes) -> bytes:
-    """Returns a manifest that begins with `body`, all but its last entry."""
+    """Returns the manifest whose text, up to the checksum, is `body`."""
     return body + b',\n"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
@@ -144,10 +153,6 @@ def _lines(entries: Sequence[str], brackets: str = "{}") -> str:
     return (
         brackets[0] + "".join(f"\n  {entry}," for entry in entries)[:-1] + f"\n{brackets[1]}" if entries else brackets
     )
-
-
-def _file_fields(file: File) -> dict[str, object]:
-    return {"name": file.name, "bytes": file.nbytes, "crc32": [f"{each:08x}" for each in file.crc32]}
 
 
 def _entry_fields(entry: Entry) -> dict[str, object]:
@@ -165,7 +170,7 @@ def parsed(raw: bytes, where: str) -> Manifest:
     """Returns the manifest whose text is `raw`; `where` names it in errors.
 
     Raises:
-        CheckpointError: it is not what was written, of another format, or its entries contradict each other.
+        CheckpointError: the text was damaged, is of another format, or has entries that contradict each other.
     """
     signature = _SIGNATURE.search(raw[-_SIGNATURE_BYTES:])
     if signature is None:
@@ -183,9 +188,9 @@ def parsed(raw: bytes, where: str) -> Manifest:
     if len(set(names)) != len(names):
         raise CheckpointError(f"{where}: two files have one name, {Counter(names).most_common(1)[0][0]}")
     tensors = dict(read.each("tensors", dict, lambda name, entry: (name, _entry(entry, len(files)))))
-    needed, held = sum(entry.nbytes for entry in tensors.values()), sum(file.nbytes for file in files)
-    if needed > held:
-        raise CheckpointError(f"{where}: its tensors would take {in_brief(needed)} bytes, its files have {held}")
+    needed, available = sum(entry.nbytes for entry in tensors.values()), sum(file.nbytes for file in files)
+    if needed > available:
+        raise CheckpointError(f"{where}: its tensors would take {in_brief(needed)} bytes, its files have {available}")
     aliases = dict(read.each("aliases", dict, lambda name, other: (name, _alias(name, other, tensors))))
     return Manifest(
         step=read.number("step", 0, 1 << 62),
@@ -202,12 +207,14 @@ def parsed(raw: bytes, where: str) -> Manifest:
 
 
 class OtherFormat(CheckpointError):
-    """An undamaged manifest of another format, as a later version writes it: no older checkpoint is to be taken for the
-    newest."""
+    """A manifest of another format, undamaged: a later version wrote it.
+
+    A search for the newest checkpoint stops here. Otherwise it would take an older one for the newest.
+    """
 
 
 class _Reading:
-    """The fields of a manifest, read by type; errors say where it is."""
+    """The fields of a manifest, read and checked one by one."""
 
     def __init__(self, fields: Mapping[str, object], where: str) -> None:
         self._fields, self._where = fields, where
@@ -220,29 +227,29 @@ class _Reading:
         return value
 
     def text(self, key: str, pattern: str) -> str:
-        """Returns the text under `key`, which has the form of `pattern`."""
+        """Returns the text under `key`, which must match `pattern`."""
         value = self._fields.get(key)
         if not isinstance(value, str) or not re.fullmatch(pattern, value):
             raise CheckpointError(f"{self._where}: {key} is {in_brief(value)}")
         return value
 
-    def each(self, key: str, kind: type, read: Callable[[str, Any], T]) -> Iterator[T]:
-        """Yields `read(name, entry)` of each entry under `key`, a list or an object. What `read` raises names it."""
+    def each(self, key: str, container: type, read: Callable[[str, Any], T]) -> Iterator[T]:
+        """Yields `read(name, entry)` of each entry under `key`, a list or an object. Errors name the entry."""
         entries = self._fields.get(key)
-        if not isinstance(entries, kind):
-            raise CheckpointError(f"{self._where}: {key} is {in_brief(entries)}, not a {kind.__name__}")
+        if not isinstance(entries, container):
+            raise CheckpointError(f"{self._where}: {key} is {in_brief(entries)}, not a {container.__name__}")
         named = entries.items() if isinstance(entries, dict) else ((str(at), one) for at, one in enumerate(entries))  # type: ignore[arg-type, var-annotated]
         for name, entry in named:
             try:
                 yield read(name, entry)
             except (_Wrong, KeyError, TypeError, ValueError) as error:
                 why = f": {error}" if isinstance(error, _Wrong) else ""
-                told = f"{in_brief(entry)}{why}"
-                raise CheckpointError(f"{self._where}: {key} has {in_brief(name)}, which is {told}") from None
+                text = f"{in_brief(name)}, which is {in_brief(entry)}{why}"
+                raise CheckpointError(f"{self._where}: {key} has {text}") from None
 
 
 class _Wrong(Exception):
-    """Why an entry of a manifest cannot be."""
+    """An entry of a manifest that contradicts itself or others."""
 
 
 def _require(is_right: object, otherwise: str) -> None:
@@ -251,9 +258,9 @@ def _require(is_right: object, otherwise: str) -> None:
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
-    found = tuple(values)
-    _require(all(type(each) is int and 0 <= each <= MOST for each in found), "a size is no number")
-    return found
+    numbers = tuple(values)
+    _require(all(type(number) is int and 0 <= number <= MOST for number in numbers), "a size is no number")
+    return numbers
 
 
 def _file(entry: Any, block_bytes: int) -> File:
@@ -262,8 +269,8 @@ def _file(entry: Any, block_bytes: int) -> File:
         isinstance(name, str) and _FILE_NAME.fullmatch(name), "the name of a file has letters, digits, - _ . alone"
     )
     listed = entry["crc32"]
-    _require(all(_CRC32.fullmatch(each) for each in listed), "a checksum has 8 hex digits")
-    sums = tuple(int(each, 16) for each in listed)
+    _require(all(_CRC32.fullmatch(crc) for crc in listed), "a checksum has 8 hex digits")
+    sums = tuple(int(crc, 16) for crc in listed)
     _require(len(sums) == -(-nbytes // block_bytes), f"{nbytes} bytes have {-(-nbytes // block_bytes)} checksums")
     return File(name, nbytes, sums)
 
@@ -278,6 +285,7 @@ def _entry(entry: Any, num_files: int) -> Entry:
     cuts = tuple(GridCut(*_numbers(cut)) for cut in entry.get("cuts", ()))
     _require(len(cuts) <= MOST_DIMS, "there are too many cuts")
     _require(all(cut.dim < len(shape) and cut.parts for cut in cuts), "a cut is of a dim that is not there")
+    # Without this limit, a grid of a few numbers could have more pieces than a reader can ever go through.
     _require(prod(cut.parts for cut in cuts) <= num_files, "a grid has one piece in a file at most")
     last = file + sum((cut.parts - 1) * cut.stride for cut in cuts)
     _require(last < num_files, f"there is no file {last}")
@@ -285,7 +293,7 @@ def _entry(entry: Any, num_files: int) -> Entry:
 
 
 def _pieces(listed: Any, shape: Shape, num_files: int) -> tuple[Piece, ...]:
-    found = []
+    pieces = []
     _require(isinstance(listed, list), "its pieces are no list")
     for file, offsets, sizes in listed:
         box = Box(_numbers(offsets), _numbers(sizes))
@@ -293,14 +301,15 @@ def _pieces(listed: Any, shape: Shape, num_files: int) -> tuple[Piece, ...]:
         _require(len(box.offsets) == len(box.sizes) == len(shape), "a piece has other dims")
         ends = map(sum, zip(box.offsets, box.sizes, strict=True))
         _require(all(end <= size for end, size in zip(ends, shape, strict=True)), "a piece is not inside the tensor")
-        found.append((file, box))
-    numel = sum(box.numel for _, box in found)
-    _require(numel == prod(shape) and found, f"its pieces have {in_brief(numel)} elements of {in_brief(prod(shape))}")
+        pieces.append((file, box))
+    numel = sum(box.numel for _, box in pieces)
+    _require(numel == prod(shape) and pieces, f"its pieces have {in_brief(numel)} elements of {in_brief(prod(shape))}")
     try:
-        _require(overlapping((box for _, box in found), _MOST_SIDE_BY_SIDE) is None, "two of its pieces share elements")
+        overlap = overlapping((box for _, box in pieces), _MOST_SIDE_BY_SIDE)
     except OverflowError:
         raise _Wrong("its pieces are too many, and too entangled, to be told apart") from None
-    return tuple(found)
+    _require(overlap is None, "two of its pieces share elements")
+    return tuple(pieces)
 
 
 def _alias(name: str, other: object, tensors: Mapping[str, Entry]) -> str:

@@ -1,12 +1,16 @@
-"""Places: folders that hold checkpoints, on a disk; those in object stores are of `sherd/storage/remote.py`.
+"""Places: the folders that checkpoints lie in, on a disk or in an object store.
 
-Whatever is written is whole or not there: it is written aside, flushed to the disk, and renamed.
+A file in a place is whole or absent. On a disk, it is written under another name, flushed, and renamed. In an object
+store, an object appears when its upload completes.
+
+fsspec, and its package for a store, are imported at the first use of a URL.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import errno
 import fcntl
 import os
@@ -14,23 +18,145 @@ import secrets
 import stat
 import time
 import weakref
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 from sherd.errors import CheckpointError, StorageError
-from sherd.storage.place import PART, Chunks, Lock, Place, Readable, read_exactly
-from sherd.storage.remote import Remote
 
-__all__ = ["PART", "Chunks", "Disk", "Lock", "Place", "Readable", "place_of"]
+T = TypeVar("T")
+
+Chunks = Callable[[], Iterable[memoryview]]
+"""Returns the bytes of a file from the start, in chunks. A repeated write calls it again."""
+
+PART = ".part"
+"""The end of the name of a file that is still being written, or that a killed process left unfinished."""
+
+
+class Lock(enum.Enum):
+    """The answer to a request for a folder's lock."""
+
+    HELD = "held"
+    BUSY = "busy"
+    """Another process holds the lock."""
+    NONE = "none"
+    """The place has no lock: an object store, a file system without flock, or a folder that is missing or read-only."""
+
+
+class Readable(ABC):
+    """An open file."""
+
+    name: str
+    nbytes: int
+
+    @abstractmethod
+    def read_into(self, start: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `start` on. Raises EOFError if there are fewer, OSError if it fails."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file."""
+
+
+class Place(ABC):
+    """A folder. Its methods take names of files and folders directly in it, without a path."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """Returns the path or URL, as a user would write it."""
+
+    @abstractmethod
+    def below(self, name: str) -> Place:
+        """Returns the folder `name` in this one, which need not exist."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Returns the names of all files and folders here, without symbolic links; [] if this folder is missing."""
+
+    @abstractmethod
+    def write(self, name: str, chunks: Chunks) -> None:
+        """Write a file durably, and replace an existing file of that name in one step. Raises OSError."""
+
+    @abstractmethod
+    def open(self, name: str) -> Readable:
+        """Returns the file `name`, open. Raises OSError."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove the file `name`, if it exists."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Remove this folder, if it is empty."""
+
+    @contextlib.contextmanager
+    def locked(self, *, shared: bool, make: bool = False) -> Iterator[Lock]:
+        """Hold the lock of this folder, and yield the outcome. A shared lock is waited for, an exclusive one is not.
+
+        Args:
+            shared: allow other shared holders.
+            make: create the folder if it is missing.
+        """
+        yield Lock.NONE
+
+    def read(self, name: str) -> bytes:
+        """Returns the content of a file. Raises OSError."""
+        with contextlib.closing(self.open(name)) as file:
+            content = bytearray(file.nbytes)
+            file.read_into(0, memoryview(content))
+        return bytes(content)
+
+
+def says_absent(error: OSError) -> bool:
+    """Returns True if the error means that there is no such file. After any other error the file may be whole."""
+    return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+
+
+def unreadable(message: str, error: OSError | EOFError) -> CheckpointError:
+    """Returns the error for a failed read: a StorageError, but a CheckpointError if the file is absent or too short."""
+    error_class = StorageError if isinstance(error, OSError) and not says_absent(error) else CheckpointError
+    return error_class(f"{message}: {getattr(error, 'strerror', None) or str(error) or 'it ends'}")
+
+
+def read_exactly(file: Readable, start: int, into: memoryview) -> None:
+    """Fill `into` with the bytes of `file` from `start` on. Raises CheckpointError if that fails."""
+    try:
+        file.read_into(start, into)
+    except (OSError, EOFError) as error:
+        raise unreadable(f"{file.name} cannot be read at byte {start}", error) from error
+
+
+def place_of(path: str | os.PathLike[str], **options: object) -> Place:
+    """Returns the folder at `path`: of a file system, or a URL that fsspec knows (`s3://bucket/folder`).
+
+    Args:
+        path: the path or URL.
+        options: arguments of fsspec's file system for a URL, such as `endpoint_url`. Credentials come from the
+            environment by default.
+
+    Raises:
+        CheckpointError: the package for this kind of URL is missing, or refuses the options.
+    """
+    text = os.fspath(path)
+    scheme, is_url, rest = text.partition("://")
+    if is_url and scheme not in ("file", "local"):
+        return Remote.of(text, options)
+    if options:
+        raise CheckpointError(f"{text} is on a disk, which takes no options: {', '.join(options)}")
+    return Disk(Path(rest if is_url else text))
+
+
+# Folders of a disk
 
 LOCK = ".lock"
 LOCK_LIMIT_S = 30
-"""A shared lock is waited for so long: whoever holds it alone removes files, and reads nothing."""
+"""The longest wait for a shared lock. An exclusive holder only removes files, which takes less."""
 _NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _EARLY_BYTES = 16 << 20
-"""After as many bytes the system is told to begin writing them to the disk, while the next ones are handed over."""
+"""A write starts the disk's own writing each time it has handed over this many bytes."""
 
 
 class Disk(Place):
@@ -57,7 +183,7 @@ class Disk(Place):
     def write(self, name: str, chunks: Chunks) -> None:
         """Write the file under another name, flush it, rename it, and flush the folder."""
         _make(self.path)
-        # Two jobs may write one name at once: each has a part of its own, and the last to rename it has its way.
+        # Two jobs may write one name at the same time. Each has a part of its own, and the last rename wins.
         final, part = self.path / name, self.path / f"{name}.{secrets.token_hex(4)}{PART}"
         try:
             with open(part, "xb", buffering=0) as file:
@@ -67,13 +193,14 @@ class Disk(Place):
                         count = file.write(chunk)
                         chunk, written = chunk[count:], written + count
                     if written - begun >= _EARLY_BYTES:
+                        # The disk works while the next chunks are handed over, and fsync has less left to wait for.
                         _begin_writing(file.fileno(), begun, written - begun)
                         begun = written
                 os.fsync(file.fileno())
             os.replace(part, final)
         except BaseException:
             with contextlib.suppress(OSError):
-                part.unlink()  # its space is needed
+                part.unlink()  # a full disk needs the space
             raise
         flush(self.path)
 
@@ -82,7 +209,7 @@ class Disk(Place):
         return _DiskFile(self.path / name)
 
     def remove(self, name: str) -> None:
-        """Remove the file `name`, if it is there."""
+        """Remove the file `name`, if it exists."""
         (self.path / name).unlink(missing_ok=True)
 
     def drop(self) -> None:
@@ -100,22 +227,23 @@ class Disk(Place):
             yield Lock.NONE
             return
         try:
-            found = _flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-            until = time.monotonic() + LOCK_LIMIT_S
-            while shared and found is Lock.BUSY:
-                if time.monotonic() > until:
+            lock = _flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+            deadline = time.monotonic() + LOCK_LIMIT_S
+            while shared and lock is Lock.BUSY:
+                if time.monotonic() > deadline:
                     raise StorageError(
                         f"{self.path / LOCK} has been locked for {LOCK_LIMIT_S} s by {_holder_of(fd)}: nothing can be "
                         "saved or loaded here; wait until it is done, or end it"
                     )
                 time.sleep(0.05)
-                found = _flock(fd, fcntl.LOCK_SH)
+                lock = _flock(fd, fcntl.LOCK_SH)
             try:
-                yield found
+                yield lock
             finally:
-                if found is Lock.HELD:
+                if lock is Lock.HELD:
                     with contextlib.suppress(OSError):
-                        fcntl.flock(fd, fcntl.LOCK_UN)  # or a process forked meanwhile would hold it on
+                        # A process forked under the lock shares the descriptor, so closing ours would not unlock.
+                        fcntl.flock(fd, fcntl.LOCK_UN)
         finally:
             os.close(fd)
 
@@ -123,13 +251,13 @@ class Disk(Place):
 class _DiskFile(Readable):
     def __init__(self, path: Path) -> None:
         self.name = str(path)
-        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of this name must not hold us up
+        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe of this name must not block
         self._close = weakref.finalize(self, os.close, self._fd)
-        found = os.fstat(self._fd)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
             self._close()
             raise IsADirectoryError(errno.EISDIR, "it is no file", self.name)
-        self.nbytes = found.st_size
+        self.nbytes = status.st_size
 
     def read_into(self, start: int, into: memoryview) -> None:
         while len(into):
@@ -143,7 +271,7 @@ class _DiskFile(Readable):
 
 
 def read_file(path: Path, most_bytes: int = 256 << 20) -> bytes:
-    """Returns what the file at `path` holds.
+    """Returns the content of the file at `path`.
 
     Raises:
         CheckpointError: it has more than `most_bytes`.
@@ -152,13 +280,13 @@ def read_file(path: Path, most_bytes: int = 256 << 20) -> bytes:
     with contextlib.closing(_DiskFile(path)) as file:
         if file.nbytes > most_bytes:
             raise CheckpointError(f"{path} has {file.nbytes} bytes")
-        found = bytearray(file.nbytes)
-        read_exactly(file, 0, memoryview(found))
-    return bytes(found)
+        content = bytearray(file.nbytes)
+        read_exactly(file, 0, memoryview(content))
+    return bytes(content)
 
 
 def _make(folder: Path) -> None:
-    """Make `folder`, whose name reaches the disk, too."""
+    """Make `folder` and the folders above it. Their names reach the disk, too."""
     if not folder.is_dir():
         _make(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -166,7 +294,7 @@ def _make(folder: Path) -> None:
 
 
 def flush(folder: Path) -> None:
-    """Have the names in `folder` reach the disk, where its file system can be told so."""
+    """Flush the names in `folder` to the disk, if its file system can flush folders."""
     with contextlib.suppress(OSError):
         fd = os.open(folder, os.O_RDONLY)
         try:
@@ -176,20 +304,20 @@ def flush(folder: Path) -> None:
 
 
 def _begin_writing(fd: int, start: int, nbytes: int) -> None:
-    """Have the system write these bytes to the disk, without waiting for them, where it can be told so."""
+    """Start writing these bytes to the disk without waiting for them, if the system has a call for that."""
     sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if sync_file_range is not None:
         sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), ctypes.c_uint(2))  # SYNC_FILE_RANGE_WRITE
 
 
-def _lock_file(path: Path, lacking: tuple[int, ...]) -> int | None:
-    """Returns the lock's file, open; None if it is not there, and cannot be made for one of the reasons `lacking`."""
+def _lock_file(path: Path, excused: tuple[int, ...]) -> int | None:
+    """Returns the lock's file, open; None if it is missing and cannot be made for one of the reasons `excused`."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except FileNotFoundError:
         return None
     except OSError as error:
-        if error.errno not in lacking:
+        if error.errno not in excused:
             raise
     try:
         return os.open(path, os.O_RDONLY)
@@ -198,7 +326,7 @@ def _lock_file(path: Path, lacking: tuple[int, ...]) -> int | None:
 
 
 def _holder_of(fd: int) -> str:
-    """Returns who holds the lock of an open file, as far as this machine's kernel says it."""
+    """Returns the process that holds the lock of an open file, as far as this machine's kernel knows it."""
     inode = os.fstat(fd).st_ino
     with contextlib.suppress(OSError, IndexError):
         for line in Path("/proc/locks").read_text().splitlines():
@@ -222,20 +350,174 @@ def _flock(fd: int, how: int) -> Lock:
     return Lock.HELD
 
 
-def place_of(path: str | os.PathLike[str], **options: object) -> Place:
-    """Returns the folder at `path`: of a file system, or a URL that fsspec knows (`s3://bucket/folder`).
+# Folders of object stores, and of any other file system of fsspec
 
-    Args:
-        path: the path or URL.
-        options: what fsspec is given for a URL, `endpoint_url` say. Without, credentials come from the environment.
+ATTEMPTS = 4
+"""The attempts at one operation. The store's package may make several requests in each."""
+FIRST_PAUSE = 0.5
+"""The seconds before the second attempt; each pause is twice the one before."""
+PART_BYTES = 32 << 20
+"""A longer object is uploaded in parts of this size: S3 takes parts from 5 MiB on, and 10,000 of them."""
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+_FOR_GOOD = {
+    FileNotFoundError: errno.ENOENT,
+    PermissionError: errno.EACCES,
+    NotImplementedError: errno.ENOTSUP,
+    TypeError: errno.EINVAL,
+    ValueError: errno.EINVAL,
+}
+"""Errors that another attempt would not change, and their numbers."""
 
-    Raises:
-        CheckpointError: the package for this kind of URL is missing, or refuses the options.
-    """
-    text = os.fspath(path)
-    kind, is_url, rest = text.partition("://")
-    if is_url and kind not in ("file", "local"):
-        return Remote.of(text, options)
-    if options:
-        raise CheckpointError(f"{text} is on a disk, which takes no options: {', '.join(options)}")
-    return Disk(Path(rest if is_url else text))
+
+class Remote(Place):
+    """The folder `url` of a file system of fsspec, which calls it `path`, and must not keep listings."""
+
+    def __init__(self, fs: Any, path: str, url: str) -> None:
+        self._fs, self._path, self._url = fs, path, url
+
+    @classmethod
+    def of(cls, url: str, options: Mapping[str, object]) -> Remote:
+        """Returns the folder at `url`. Raises CheckpointError if a package is missing or refuses the arguments."""
+        url = url.rstrip("/")
+        package = _PACKAGES.get(url.partition("://")[0], "and fsspec's package for it")
+        try:
+            import fsspec
+
+            fs, path = fsspec.core.url_to_fs(url, **{"use_listings_cache": False, **options})
+        except ImportError as error:
+            raise CheckpointError(f"{url}: {error}; install it with: pip install fsspec {package}") from error
+        except Exception as error:
+            raise CheckpointError(f"{url} cannot be opened: {type(error).__name__}: {error}") from error
+        return cls(fs, path.rstrip("/"), url)
+
+    def __str__(self) -> str:
+        return self._url
+
+    def below(self, name: str) -> Remote:
+        """Returns the folder `name` in this one."""
+        return Remote(self._fs, f"{self._path}/{name}", f"{self._url}/{name}")
+
+    def names(self) -> list[str]:
+        """Returns the names of all objects and folders here, as the store lists them now."""
+        try:
+            listed = [path.strip("/") for path in self._tried(lambda: self._fs.ls(self._path, detail=False))]
+        except FileNotFoundError:
+            return []
+        return [path.rpartition("/")[2] for path in listed if path != self._path.strip("/")]
+
+    def write(self, name: str, chunks: Chunks) -> None:
+        """Upload an object. A failed attempt leaves nothing, and the next attempt calls `chunks` again.
+
+        Raises:
+            OSError: all attempts failed. An error of `chunks` is raised as it is, after one attempt.
+        """
+        source = _Source(chunks)
+        try:
+            self._tried(lambda: self._upload(f"{self._path}/{name}", source), name, source)
+        except OSError:
+            if source.error is not None:
+                raise source.error from None
+            raise
+
+    def _upload(self, path: str, chunks: Iterable[memoryview]) -> None:
+        if self._is_object_store():  # an upload becomes visible when it completes
+            file = self._fs.open(path, "wb", block_size=PART_BYTES)
+            try:
+                _fill(file, chunks)
+                file.close()
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    file.discard()
+                file.closed = True  # else its finalizer would complete the upload
+                raise
+            return
+        self._fs.makedirs(self._path, exist_ok=True)
+        part = f"{path}.{secrets.token_hex(4)}{PART}"
+        try:
+            with self._fs.open(part, "wb") as file:
+                _fill(file, chunks)
+            self._fs.mv(part, path)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(part)
+            raise
+
+    def open(self, name: str) -> Readable:
+        """Returns the object `name`. Raises OSError."""
+        path, url = f"{self._path}/{name}", f"{self._url}/{name}"
+        info = self._tried(lambda: self._fs.info(path), name)
+        if info["type"] != "file":
+            raise FileNotFoundError(errno.ENOENT, "it is a folder", url)
+
+        def request(start: int, stop: int) -> bytes:
+            return self._tried(lambda: bytes(self._fs.cat_file(path, start=start, end=stop)), name)
+
+        return _Object(url, int(info["size"]), request)
+
+    def remove(self, name: str) -> None:
+        """Remove the object `name`, if it exists."""
+        with contextlib.suppress(FileNotFoundError):
+            self._tried(lambda: self._fs.rm_file(f"{self._path}/{name}"), name)
+
+    def drop(self) -> None:
+        """Remove this folder, if it is empty. A folder of an object store ends with its last object."""
+        with contextlib.suppress(Exception):
+            if not self._is_object_store() and not self.names():
+                self._fs.rmdir(self._path)
+
+    def _is_object_store(self) -> bool:
+        from fsspec.asyn import AsyncFileSystem
+
+        return isinstance(self._fs, AsyncFileSystem)
+
+    def _tried(self, action: Callable[[], T], name: str = "", source: _Source | None = None) -> T:
+        """Returns the result of `action`, tried `ATTEMPTS` times. Raises OSError with the URL and the last cause."""
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return action()
+            except Exception as error:
+                number = next((code for of, code in _FOR_GOOD.items() if isinstance(error, of)), None)
+                if number is None and attempt < ATTEMPTS and (source is None or source.error is None):
+                    time.sleep(FIRST_PAUSE * 2 ** (attempt - 1))
+                    continue
+                text = f"{type(error).__name__}: {error}{f', tried {attempt} times' if attempt > 1 else ''}"
+                number = number or getattr(error, "errno", None) or errno.EIO
+                raise OSError(number, text, f"{self._url}/{name}".rstrip("/")) from error
+        raise AssertionError("each attempt returns, raises or goes on")
+
+
+class _Source:
+    """The chunks of a file, read again by each attempt; `error` is the error that they raised themselves."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
+        self.error: Exception | None = None
+
+    def __iter__(self) -> Iterator[memoryview]:
+        try:
+            yield from self._chunks()
+        except Exception as error:
+            self.error = error
+            raise
+
+
+class _Object(Readable):
+    def __init__(self, name: str, nbytes: int, request: Callable[[int, int], bytes]) -> None:
+        self.name, self.nbytes, self._request = name, nbytes, request
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        if len(into):
+            stop = start + len(into)
+            content = self._request(start, stop) if stop <= self.nbytes else b""
+            if len(content) != len(into):
+                raise EOFError
+            into[:] = content
+
+    def close(self) -> None:
+        pass
+
+
+def _fill(file: Any, chunks: Iterable[memoryview]) -> None:
+    for chunk in chunks:
+        for start in range(0, len(chunk), PART_BYTES):
+            file.write(chunk[start : start + PART_BYTES])

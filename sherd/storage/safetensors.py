@@ -4,8 +4,8 @@
     the header          JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
     the data            the tensors' bytes, row by row, little-endian; offsets count from here
 
-The format is that of the `safetensors` package (https://github.com/huggingface/safetensors), whose files are read and
-written here. A file is not trusted: nothing in its header leads to a read outside of it.
+The format is that of the `safetensors` package (https://github.com/huggingface/safetensors). A file is not trusted:
+no header makes a reader look outside of the file.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ BITS = {
 """The bits of an element, by the name of its dtype."""
 
 LONGEST_HEADER = 100_000_000
-"""The longest header in bytes, as the `safetensors` package has it."""
+"""The longest header in bytes, as in the `safetensors` package."""
 METADATA = "__metadata__"
 MOST_DIMS = 64
 MOST = 1 << 62
-"""The largest size or offset, which also keeps products of hostile ones short."""
+"""The largest size or offset. Products of hostile ones stay short, too."""
 _ALIGNED = 8
-"""The data begins at a multiple of as many bytes, so that it can be mapped into memory."""
+"""The data begins at a multiple of this many bytes, so that a reader can map it into memory as numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,35 +56,35 @@ def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
 def header_of(
     tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Stored]]:
-    """Returns how a file with `tensors`, (dtype, shape) by name, begins, and where each of them will be, in order.
+    """Returns the begin of a file with `tensors`, (dtype, shape) by name, and where each tensor lies in the file.
 
     Raises:
-        CheckpointError: a tensor has the name that the format keeps for itself, or the header would be too long.
+        CheckpointError: a tensor has the name that the format reserves, or the header would be too long.
     """
     if METADATA in tensors:
         raise CheckpointError(f"a tensor cannot be called {METADATA} in a safetensors file; rename it")
     fields: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
-    places: dict[str, Stored] = {}
+    stored: dict[str, Stored] = {}
     start = 0
     for name, (dtype, shape) in tensors.items():
         stop = start + nbytes_of(dtype, shape)
         fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
-        places[name] = Stored(dtype, shape, start, stop)
+        stored[name] = Stored(dtype, shape, start, stop)
         start = stop
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNED)
     if len(text) > LONGEST_HEADER:
         raise CheckpointError(f"the header of a file would have {len(text)} bytes; {LONGEST_HEADER} are possible")
     first = 8 + len(text)
-    moved = {name: Stored(at.dtype, at.shape, first + at.start, first + at.stop) for name, at in places.items()}
-    return len(text).to_bytes(8, "little") + text, moved
+    in_file = {name: Stored(at.dtype, at.shape, first + at.start, first + at.stop) for name, at in stored.items()}
+    return len(text).to_bytes(8, "little") + text, in_file
 
 
 def header_length(begin: bytes, nbytes: int, file: str) -> int:
     """Returns the length of the header of `file`, which has `nbytes` and begins with the 8 bytes `begin`.
 
     Raises:
-        CheckpointError: the header would be longer than the file, or than any header is.
+        CheckpointError: the header would be longer than the file, or than `LONGEST_HEADER`.
     """
     length = int.from_bytes(begin, "little")
     if len(begin) < 8 or length > min(nbytes - 8, LONGEST_HEADER):
@@ -96,21 +96,21 @@ def parsed(header: bytes, nbytes: int, file: str) -> tuple[dict[str, Stored], di
     """Returns the tensors and the metadata of `file`, which has `nbytes` and this `header`.
 
     Raises:
-        CheckpointError: the header is no such JSON, names a tensor twice, or a tensor that lies outside of the file, on
-            another one, or is not as long as its shape says.
+        CheckpointError: the header is malformed, has a name twice, or a tensor that lies outside of the file, overlaps
+            another tensor, or is not as long as its shape says.
     """
     fields = read_json(header, file)
     first = 8 + len(header)
     metadata = fields.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{file}: {METADATA} should hold texts by name")
-    found = {name: _stored(name, entry, first, nbytes, file) for name, entry in fields.items()}
+    tensors = {name: _stored(name, entry, first, nbytes, file) for name, entry in fields.items()}
     end = first
-    for name, at in sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)):
+    for name, at in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if at.start < end and at.stop > at.start:
             raise CheckpointError(f"{file}: {in_brief(name)} begins at byte {at.start}, inside another tensor")
         end = max(end, at.stop)
-    return found, metadata
+    return tensors, metadata
 
 
 def _stored(name: str, entry: object, first: int, nbytes: int, file: str) -> Stored:
@@ -134,27 +134,27 @@ def _stored(name: str, entry: object, first: int, nbytes: int, file: str) -> Sto
 
 
 def read_json(text: bytes, file: str) -> dict[str, object]:
-    """Returns the object that `text` holds. Raises CheckpointError if it is none, or a name is in it twice."""
+    """Returns the JSON object `text`. Raises CheckpointError if it is anything else, or has a name twice."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        members = dict(pairs)
+        if len(members) != len(pairs):
             ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
             raise CheckpointError(f"{file}: {in_brief(twice)} is in it twice")
-        return found
+        return members
 
     def refused(constant: str) -> None:
         raise CheckpointError(f"{file} is no JSON: it has {constant}")
 
     try:
-        found = json.loads(text.decode(), object_pairs_hook=unique, parse_constant=refused)
+        parsed_text = json.loads(text.decode(), object_pairs_hook=unique, parse_constant=refused)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file} holds {in_brief(found)} where an object is expected")
-    return found
+    if not isinstance(parsed_text, dict):
+        raise CheckpointError(f"{file} holds {in_brief(parsed_text)} where an object is expected")
+    return parsed_text
 
 
 _BRIEF = reprlib.Repr()
@@ -162,6 +162,6 @@ _BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxlong = 3, 100, 40
 
 
 def in_brief(value: object) -> str:
-    """Returns `value` for an error's text, shortened where it is long or deep."""
+    """Returns `value` for the text of an error, shortened if it is long or deep."""
     text = _BRIEF.repr(value)
     return text if len(text) <= 160 else f"{text[:157]}..."

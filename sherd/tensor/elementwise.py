@@ -1,5 +1,7 @@
-"""Operations that treat each element by itself, done on this rank's run or chunk; and copies, fresh tensors and random
-numbers, which bring other values into a run."""
+"""Operations that treat each element by itself, done on this rank's run or chunk.
+
+Copies, fresh tensors and random numbers are here too: they bring other values into a run.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import local_tensor, spec_of
+from sherd._torch import dtensor_spec, local_tensor, spec_of
 from sherd.errors import PlacementError
+from sherd.layout.placement import Shape
+from sherd.layout.runs import Runs
 from sherd.tensor.gather import piece_of
 from sherd.tensor.operands import (
     WAYS_OUT,
@@ -25,11 +29,9 @@ from sherd.tensor.operands import (
     refuse_plain_out,
     unknown,
 )
-from sherd.tensor.own import OwnDTensor, places_at
 from sherd.tensor.placement import Layout, layout_of
-from sherd.tensor.places import Places
 from sherd.tensor.ragged import RaggedDTensor, as_result
-from sherd.tensor.sharded import by_torch
+from sherd.tensor.sharded import OwnDTensor, by_torch, places_at, sharded_dtensor
 from sherd.tensor.table import (
     SHARDED,
     Args,
@@ -43,7 +45,7 @@ from sherd.tensor.table import (
     with_changed,
 )
 
-# Elementwise too, though torch does not tag them so.
+# Elementwise operations that torch does not tag as pointwise.
 ALSO_ELEMENTWISE = (
     "_conj", "_conj_physical", "_neg_view", "_pin_memory", "_to_copy", "alias", "conj", "detach", "detach_",
     "empty_like", "fill", "fill_", "full_like", "imag", "is_pinned", "lift_fresh", "masked_fill_", "ones_like",
@@ -52,8 +54,7 @@ ALSO_ELEMENTWISE = (
 
 
 def elementwise(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation) -> object:
-    """Compute on this rank's piece, if all operands lie alike or are one value. The result lies as they do. `otherwise`
-    answers all else."""
+    """Compute on this rank's piece, if all operands have the same places or are one value. Else `otherwise` answers."""
     first = next((value for value in args if isinstance(value, OwnDTensor)), None)
     if first is None or (kwargs and any(True for _ in tensors_among(kwargs.values()))):
         return otherwise(func, args, kwargs)
@@ -64,18 +65,15 @@ def elementwise(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation) ->
         if piece is None and value is not None:
             return otherwise(func, args, kwargs)
         pieces.append(piece)
-    if not _keeps_order(places, kwargs) or (args[0] is not first and is_in_place(func)):
+    memory_format = kwargs.get("memory_format") or torch.preserve_format
+    if places.strides is None:
+        keeps_order = memory_format in (torch.preserve_format, torch.contiguous_format)
+    else:
+        keeps_order = memory_format is torch.preserve_format and not isinstance(places, Layout)
+    if not keeps_order or (args[0] is not first and is_in_place(func)):
         return otherwise(func, args, kwargs)
     result = func(*pieces, **kwargs)
     return args[0] if result is pieces[0] else with_changed(result, torch.Tensor, first.around)
-
-
-def _keeps_order(places: Places, kwargs: Kwargs) -> bool:
-    """Returns True if the result's elements are in the order in which the places have them."""
-    asked = kwargs.get("memory_format") or torch.preserve_format
-    if places.strides is None:
-        return asked in (torch.preserve_format, torch.contiguous_format)
-    return asked is torch.preserve_format and not isinstance(places, Layout)
 
 
 SHARDED.answers("pointwise", "copy_", *ALSO_ELEMENTWISE)(functools.partial(elementwise, otherwise=by_torch))
@@ -83,7 +81,7 @@ SHARDED.answers("pointwise", "copy_", *ALSO_ELEMENTWISE)(functools.partial(eleme
 
 @answers("pointwise", *ALSO_ELEMENTWISE)
 def on_runs(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Compute on this rank's run, or at an owner; bring what is at another owner."""
+    """Compute on this rank's run, or at an owner, to which tensors of other owners are brought."""
     return elementwise(func, args, kwargs, _on_runs)
 
 
@@ -97,7 +95,7 @@ def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> object:
     if is_in_place(func) and not isinstance(args[0], RaggedDTensor):
         raise mixed(func, layout, args[0])
     if kwargs.get("memory_format") not in (None, torch.preserve_format):
-        # `model.to(memory_format=torch.channels_last)`: a run is of consecutive elements, in the order of the dims.
+        # `model.to(memory_format=torch.channels_last)`: a run has consecutive elements, in the order of the dims.
         kwargs = {**kwargs, "memory_format": torch.contiguous_format}
     local_args = [local_of(value, layout, func) for value in args]
     result = func(*local_args, **{key: local_of(value, layout, func) for key, value in kwargs.items()})
@@ -105,18 +103,18 @@ def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> object:
         return kwargs["out"]
     if result is local_args[0]:
         return args[0]
-    return with_changed(result, torch.Tensor, lambda made: as_result(made, layout))
+    return with_changed(result, torch.Tensor, lambda local: as_result(local, layout))
 
 
 @answers("set_")
 def given_other_memory(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Refused, at an owner too: gathers read the memory that the tensor has."""
+    """Refuse other memory, at an owner too: gathers read the tensor's own memory."""
     raise unknown(func, layouts_in(args, kwargs)[0], "a run keeps its memory; write into it, tensor.data = value")
 
 
 @answers("view", "_unsafe_view", "expand", "reshape")
 def same_view(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns the tensor for a view in its own shape, or as another dtype of the same size. Others need an owner."""
+    """Returns a view in the tensor's own shape, or as another dtype of the same size. Other views need an owner."""
     tensor = args[0]
     (layout, *_) = layouts_in(args, kwargs)
     if func.name() == "aten::view.dtype":
@@ -130,7 +128,7 @@ def same_view(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers("index_put_")
 def filled_where(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = on_owner) -> object:
-    """`tensor[mask] = number`, for a mask that lies as the tensor does; `otherwise` answers other indices."""
+    """Set `tensor[mask] = number`, for a mask with the tensor's places; `otherwise` answers other indices."""
     tensor, indices, value, *accumulate = args
     one, index = lone_value(value), indices[0] if len(indices) == 1 else None
     if one is None or index is None or any(accumulate):
@@ -138,7 +136,7 @@ def filled_where(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = 
     if isinstance(index, OwnDTensor) and index.dtype == torch.bool:
         return tensor.masked_fill_(index, one.to(tensor.dtype).reshape(()))
     if tensor.shape == (1,) and not isinstance(index, DTensor):
-        # A scalar, and its mask as torch gives it: the index 0, or none. It is the same on all ranks.
+        # The mask of a scalar, as torch makes it: the index 0, or no index. It is the same on all ranks.
         return tensor.fill_(one.reshape(())) if index.numel() else tensor
     return otherwise(func, args, kwargs)
 
@@ -146,15 +144,66 @@ def filled_where(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = 
 SHARDED.answers("index_put_")(functools.partial(filled_where, otherwise=by_torch))
 
 
+# Complex tensors as pairs of real numbers and back, as optimizers of torch step complex parameters
+#
+# z (4,) complex, in runs       as pairs (4, 2)
+# rank 0 | z0 z1 z2 |           | re0 im0 re1 im1 re2 im2 |
+# rank 1 | z3 |                 | re3 im3 |
+
+
+@answers("view_as_real")
+def as_pairs(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Returns a view of this rank's run, of twice as many elements."""
+    layout = layout_of(spec_of(args[0]))
+    if layout.strides:
+        return on_owner(func, args, kwargs)
+    cut = layout.cut
+    at_owner = layout.owner is not None
+    pairs = Runs((*cut.shape, 2), cut.num_ranks, cut.first, tuple(2 * end for end in cut.ends), cut.by_rows or at_owner)
+    return _recut(func(local_tensor(args[0])), layout, pairs, (*layout.shape, 2))
+
+
+@answers("view_as_complex")
+def as_complex(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Returns a view of this rank's run, of half as many elements.
+
+    Raises:
+        PlacementError: a pair is cut in two.
+    """
+    layout = layout_of(spec_of(args[0]))
+    cut = layout.cut
+    if layout.strides or not cut.shape or cut.shape[-1] != 2 or layout.shape[-1] != 2:
+        return on_owner(func, args, kwargs)
+    if any(end % 2 for end in cut.ends):
+        raise unknown(func, layout, "a pair of numbers is on two ranks")
+    shape = cut.shape[:-1]
+    numbers = Runs(shape, cut.num_ranks, cut.first, tuple(end // 2 for end in cut.ends), cut.by_rows and bool(shape))
+    return _recut(func(local_tensor(args[0]).view(-1, 2)), layout, numbers, layout.shape[:-1])
+
+
+def _recut(local: torch.Tensor, layout: Layout, cut: Runs, shape: Shape) -> RaggedDTensor:
+    """Returns `local` as a tensor of `shape` with another cut; on the other mesh axes it keeps the placements."""
+    recut = layout.recut(cut, shape, layout.placements)
+    return as_result(local.view(recut.local_shape), recut)
+
+
+@SHARDED.answers("view_as_real")
+def chunk_as_pairs(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Returns a view of this rank's chunk."""
+    # torch replicates a tensor that is sharded on its last dim, as a vector is, and makes pairs of the copy: Adam would
+    # step the copy, and train nothing.
+    tensor = args[0]
+    local, spec = func(local_tensor(tensor)), spec_of(tensor)
+    shape, strides = torch.Size((*tensor.shape, 2)), (*(2 * stride for stride in spec.stride), 1)
+    return sharded_dtensor(local, dtensor_spec(spec.mesh, spec.placements, shape, local.dtype, strides))
+
+
 # Other values
 
 
 @answers("copy_")
 def copy_into(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Copy a tensor of the same layout, or this rank's run of a tensor that every rank holds unsharded, or one value.
-
-    A DTensor of torch, which `load_state_dict` may bring, is gathered for it.
-    """
+    """Copy a tensor of the same layout, this rank's run of a tensor that every rank holds unsharded, or one value."""
     target, source, *rest = args
     if not isinstance(target, RaggedDTensor):
         raise PlacementError(f"{name_of(func)}: a ragged tensor cannot be copied into a tensor that is not; {WAYS_OUT}")
@@ -167,6 +216,7 @@ def copy_into(func: Aten, args: Args, kwargs: Kwargs) -> object:
         is_dtensor = isinstance(source, DTensor)
         if tuple(source.shape) != layout.shape or (is_dtensor and source.device_mesh != layout.mesh):
             raise mixed(func, layout, source)
+        # `load_state_dict` may bring a DTensor of torch, which is gathered.
         run = piece_of(source.full_tensor() if is_dtensor else source, layout)
     func(local_tensor(target), run, *rest, **kwargs)
     return target
@@ -174,7 +224,7 @@ def copy_into(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 def fresh(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns a tensor of the same shape in the same layout. One of another shape needs an owner."""
+    """Returns a tensor of the same shape in the same layout. Another shape needs an owner."""
     tensor, size, *rest = args
     (layout, *_) = layouts_in(args, kwargs)
     if tuple(size) != layout.shape or layout.strides:
@@ -187,9 +237,9 @@ def fresh(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
 def random_in_place(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Fill the run with the numbers that the unsharded tensor would get: each rank draws them all and keeps its run.
+    """Fill the run with the numbers of the unsharded tensor: each rank draws all numbers and keeps its run.
 
-    So ranks that share a seed get what one process would. Replicas get the numbers of the first.
+    So ranks that share a seed get the numbers of a single process. Replicas get the numbers of the first replica.
     """
     tensor, *rest = args
     _draw(func, tensor, tensor, rest, kwargs)
@@ -198,12 +248,12 @@ def random_in_place(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers("bernoulli", "rand_like", "randint_like", "randn_like")
 def random_like(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns the run of the numbers that an unsharded tensor of this shape would get."""
+    """Returns the run of the numbers of an unsharded tensor of this shape."""
     tensor, *rest = args
     dtype = kwargs.get("dtype") or tensor.dtype
-    made = as_result(torch.empty_like(local_tensor(tensor), dtype=dtype), layout_of(spec_of(tensor)))
-    _draw(func, made, tensor, rest, kwargs)
-    return made
+    target = as_result(torch.empty_like(local_tensor(tensor), dtype=dtype), layout_of(spec_of(tensor)))
+    _draw(func, target, tensor, rest, kwargs)
+    return target
 
 
 def _draw(func: Aten, target: RaggedDTensor, like: RaggedDTensor, rest: Sequence[object], kwargs: Kwargs) -> None:

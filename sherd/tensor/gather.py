@@ -13,12 +13,11 @@ from sherd._torch import all_gather_single
 from sherd.comm.failures import named
 from sherd.layout.placement import Cut
 from sherd.layout.runs import Runs
-from sherd.tensor.placement import Layout, Split
-from sherd.tensor.places import Places
+from sherd.tensor.placement import Layout, Places, Split
 
 PADDING_LIMIT = 2
-"""An all-gather pads every piece to the largest. Up to this many times the tensor's size one call is worth it; beyond,
-each rank broadcasts its piece."""
+"""An all-gather pads every piece to the largest: it is used up to this many times the tensor's size. Beyond, each rank
+broadcasts its piece."""
 
 
 def gather(local: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -30,10 +29,10 @@ def gather(local: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def gather_part(local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Returns what is cut into runs, in memory of its own: the unsharded tensor, or the part of it that axes with
-    `Shard(dim)` leave to this rank. All ranks of the axes that the runs are on must call it.
+    """Returns the runs of all ranks joined, in memory of its own. All ranks of the axes of the runs must call it.
 
-    It gathers axis by axis, the fastest first, so that the pieces that are joined follow one another.
+    That is the unsharded tensor, or the part of it that axes with `Shard(dim)` leave to this rank. The axes are
+    gathered one after the other, the fastest first, so that joined pieces follow one another.
 
         mesh (outer 2, inner 2), runs 0 to 3:      outer: 0 1 | 2 3      then inner: 0 1 2 3
     """
@@ -76,8 +75,8 @@ def _joined(line: torch.Tensor, numels: Sequence[int], rank: int, group: dist.Pr
     """Returns the lines of all ranks of a group behind one another; rank i has `numels[i]` elements."""
     full = torch.empty(sum(numels), dtype=line.dtype, device=line.device)
     if full.numel():
-        # As bytes, which every backend can move. A tensor of one element is contiguous with any stride, but can only be
-        # seen as bytes with stride 1.
+        # As bytes, since every backend can move those. A tensor of one element is contiguous with any stride, but can
+        # be viewed as bytes with stride 1 only.
         sizes = [numel * full.element_size() for numel in numels]
         line = line if line.stride(0) == 1 else line.clone(memory_format=torch.contiguous_format)
         with named("the gather of a RaggedDTensor", group):
@@ -92,27 +91,25 @@ def _gather_bytes(
     if largest * len(sizes) == full.numel():
         all_gather_single(full, local, group=group)
     elif largest * len(sizes) > PADDING_LIMIT * full.numel():
-        _broadcast_pieces(local, full.split(list(sizes)), rank, group)
+        _broadcast_pieces(full.split(list(sizes)), local, rank, group)
     else:
         padded = local.new_zeros(largest)
         padded[: local.numel()] = local
         gathered = local.new_empty(largest * len(sizes))
         all_gather_single(gathered, padded, group=group)
-        start = 0
-        for index, size in enumerate(sizes):
-            full[start : start + size] = gathered[index * largest : index * largest + size]
-            start += size
+        for piece, padded_piece in zip(full.split(list(sizes)), gathered.split(largest), strict=True):
+            piece.copy_(padded_piece[: piece.numel()])
 
 
-def _broadcast_pieces(local: torch.Tensor, places: Sequence[torch.Tensor], rank: int, group: dist.ProcessGroup) -> None:
-    """Let each rank that holds a piece send it to the place that it has on all ranks."""
+def _broadcast_pieces(pieces: Sequence[torch.Tensor], local: torch.Tensor, rank: int, group: dist.ProcessGroup) -> None:
+    """Fill `pieces`: each rank that has a piece sends it to all."""
     works = []
-    for sender, place in enumerate(places):
-        if not place.numel():
+    for sender, piece in enumerate(pieces):
+        if not piece.numel():
             continue
         if sender == rank:
-            place.copy_(local)
-        works.append(dist.broadcast(place, group=group, group_src=sender, async_op=True))
+            piece.copy_(local)
+        works.append(dist.broadcast(piece, group=group, group_src=sender, async_op=True))
     for work in works:
         if work is not None:
             work.wait()
@@ -121,8 +118,10 @@ def _broadcast_pieces(local: torch.Tensor, places: Sequence[torch.Tensor], rank:
 def part_given(
     value: torch.Tensor, shape: tuple[int, ...], local: torch.Tensor, piece: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor | None:
-    """Returns what a user's `value` for a tensor of `shape` gives to one rank, whose part is `local`: the rank's
-    `piece` of an unsharded tensor, or the part itself. None if `value` is neither."""
+    """Returns this rank's part of a user's `value` for a tensor of `shape`. None: `value` has another shape.
+
+    `value` is an unsharded tensor, of which `piece` returns the rank's part, or a part as large as `local`.
+    """
     value = value.detach()
     if tuple(value.shape) == shape:
         return piece(value)
@@ -130,16 +129,15 @@ def part_given(
 
 
 def counted_here(local: torch.Tensor, layout: Places) -> list[torch.Tensor]:
-    """Returns what a reduction counts of this rank's run: views, in order. Each element counts on one rank."""
+    """Returns the views of this rank's run that a reduction counts, in order. Each element counts on one rank."""
     if layout.counted is None:
         return [local]
     line = local.reshape(-1)
-    return [line[each.start : each.stop] for each in layout.counted]
+    return [line[extent.start : extent.stop] for extent in layout.counted]
 
 
 def shard_of(tensor: torch.Tensor, cut: Cut | Runs, rank: int) -> torch.Tensor:
-    """Returns what `rank` holds of an unsharded `tensor`, in the shape it has there: a view if `tensor` is contiguous
-    or cut on a dim."""
+    """Returns the piece of `rank`, in its local shape: a view if `tensor` is contiguous or cut on a dim."""
     if isinstance(cut, Runs):
         piece = cut.piece(rank)
         return tensor.reshape(-1)[piece.start : piece.stop].view(cut.local_shape(rank))
@@ -150,7 +148,7 @@ def shard_of(tensor: torch.Tensor, cut: Cut | Runs, rank: int) -> torch.Tensor:
 
 
 def piece_of(full: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Returns this rank's run of an unsharded tensor, also if other mesh axes shard it on a dim."""
+    """Returns this rank's run of an unsharded tensor, which other mesh axes may shard on a dim."""
     for dim in {split.dim for split in layout.splits}:
         full = full.narrow(dim, layout.offsets[dim], layout.cut.shape[dim])
     return shard_of(full.contiguous() if layout.splits else full, layout.cut, layout.rank)

@@ -1,13 +1,13 @@
-"""The tensors that meet in one operation: what this rank computes with, or where one rank computes for all.
+"""The operands of one operation: what this rank computes with, or where one rank computes for all.
 
-Elements that are on the same ranks may meet. An operation that needs the unsharded tensor is done by the rank that
-holds it, if one rank does (`Owned`): so Muon and Shampoo run as they are, each matrix at its owner.
+Tensors whose elements are on the same ranks may meet. An operation that needs the unsharded tensor is done by the rank
+that holds it, if one rank does (`Owned`): so Muon and Shampoo run unchanged, each matrix at its owner.
 
     w (4, 6) owned by rank 1        w @ w.T (4, 4)        w.T (6, 4), a view
     rank 0 | (0, 6) |               | (0, 4) |            | (0, 4) |
     rank 1 | (4, 6) |               | (4, 4) |            | (6, 4) |
 
-All ranks infer the result's shape on the meta device; so all raise, if one does.
+All ranks infer the result's shape on the meta device; so if one rank raises, all do.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import become_view, local_tensor, spec_of
 from sherd.errors import PlacementError
 from sherd.tensor.gather import gather, piece_of
-from sherd.tensor.placement import Layout, is_ragged, layout_of, places_of
-from sherd.tensor.places import Places
+from sherd.tensor.placement import Layout, Places, is_ragged, layout_of, places_of
 from sherd.tensor.ragged import RaggedDTensor, as_result
 from sherd.tensor.replicated import ReplicatedDTensor
 from sherd.tensor.table import (
@@ -54,12 +53,12 @@ def layouts_in(args: Args, kwargs: Kwargs) -> list[Layout]:
 
 
 def local_of(value: object, layout: Layout, func: Aten) -> object:
-    """Returns what this rank computes with in place of `value`: its run of a ragged tensor, a lone value as it is.
+    """Returns this rank's operand for `value`: the run of a ragged tensor, a lone value itself.
 
-    A tensor of the same shape that is unsharded at another owner is brought here; all ranks must take part.
+    A tensor of the same shape at another owner is brought to the owner in `layout`; all ranks must take part.
 
     Raises:
-        PlacementError: the elements of `value` are not where those of `layout` are, or are in pieces elsewhere.
+        PlacementError: the elements of `value` are on other ranks than those of `layout`.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -70,7 +69,7 @@ def local_of(value: object, layout: Layout, func: Aten) -> object:
         other = layout_of(spec_of(value))
         owned = layout.owner is not None and other.owner is not None and not (layout.strides or other.strides)
         if owned and layout.shape == other.shape and layout.shares_ranks_with(other):
-            # Two owners, a student's and a teacher's tensor: one of them goes to the other's owner.
+            # Two owners, of a student's and a teacher's tensor: one tensor goes to the owner of the other.
             return piece_of(gather(local_tensor(value), other), layout)
     elif isinstance(value, ReplicatedDTensor) and value.shape == layout.shape:
         return piece_of(local_tensor(value), layout)
@@ -78,15 +77,17 @@ def local_of(value: object, layout: Layout, func: Aten) -> object:
 
 
 def piece_at(value: object, places: Places) -> object:
-    """Returns what this rank computes with in place of `value`: its piece of a tensor that lies as `places`, the value
-    of a scalar, anything else that is no tensor as it is. None if its elements are elsewhere."""
+    """Returns this rank's operand for `value`: the piece of a tensor with these places, or the value of a scalar.
+
+    A value that is no tensor is its own operand. None: the elements are elsewhere.
+    """
     if isinstance(value, DTensor) and places.same_as(places_of(spec_of(value))):
         return local_tensor(value)
     if isinstance(value, torch.Tensor):
         one = lone_value(value)
         if one is None or not broadcasts(value.shape, places.shape):
             return None
-        return one.reshape(1) if isinstance(places, Layout) and not places.shape else one  # its run has a dim
+        return one.reshape(1) if isinstance(places, Layout) and not places.shape else one  # a scalar's run has a dim
     return None if is_list_of_tensors(value) else value
 
 
@@ -97,10 +98,7 @@ def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
 
 
 def lone_value(value: object) -> torch.Tensor | None:
-    """Returns the one value of a scalar, or of a replicated DTensor that is an expanded scalar; None for anything else.
-
-    It keeps a dimension if the tensor had one, so that dtypes are promoted as torch would.
-    """
+    """Returns the value of a scalar, or of a replicated DTensor that is an expanded scalar; None for anything else."""
     if not isinstance(value, DTensor):
         return value if isinstance(value, torch.Tensor) and value.ndim == 0 else None
     if not all(placement.is_replicate() for placement in value.placements):
@@ -109,22 +107,23 @@ def lone_value(value: object) -> torch.Tensor | None:
     if not local.ndim:
         return local
     is_one = local.numel() == 1 or (local.numel() and not any(local.stride()))
+    # The value has a dim, as the tensor has, so that torch promotes dtypes in the same way.
     return local[(0,) * local.ndim].reshape(1) if is_one else None
 
 
 def mixed(func: Aten, layout: Layout, value: torch.Tensor) -> PlacementError:
-    """Returns the error for a tensor that does not lie where the first ragged one does."""
+    """Returns the error for a tensor with other places than the first ragged one."""
     if isinstance(value, DTensor) and is_ragged(spec_of(value)):
-        what = f"one of shape {tuple(value.shape)} cut as {value.placements} over {value.device_mesh}"
+        other = f"one of shape {tuple(value.shape)} cut as {value.placements} over {value.device_mesh}"
         remedy = "redistribute one of them (sherd.tensor.ragged.redistribute_to)"
     elif isinstance(value, DTensor):
-        what = f"a DTensor of shape {tuple(value.shape)} with {value.placements}"
+        other = f"a DTensor of shape {tuple(value.shape)} with {value.placements}"
         remedy = "cut it likewise first (sherd.tensor.ragged.redistribute_to)"
     else:
-        what = f"a plain tensor of shape {tuple(value.shape)}"
+        other = f"a plain tensor of shape {tuple(value.shape)}"
         remedy = "cut it likewise first (sherd.tensor.ragged.distribute_ragged); plain scalars may mix"
     return PlacementError(
-        f"{name_of(func)}: a ragged tensor of shape {layout.shape} ({layout}) met {what}, whose elements are on "
+        f"{name_of(func)}: a ragged tensor of shape {layout.shape} ({layout}) met {other}, whose elements are on "
         f"other ranks; {remedy}, or {WAYS_OUT}"
     )
 
@@ -151,7 +150,7 @@ def refuse_plain_out(func: Aten, kwargs: Kwargs, layout: Layout) -> None:
 
 
 def common_owner(layouts: Sequence[Layout]) -> int | None:
-    """Returns the rank that holds all of these tensors unsharded, if one does."""
+    """Returns the rank that holds all these tensors unsharded, if one does."""
     first = layouts[0]
     if first.owner is None:
         return None
@@ -161,7 +160,7 @@ def common_owner(layouts: Sequence[Layout]) -> int | None:
 
 @answers("other")
 def on_owner(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Compute where all of the tensors are; on other ranks make empty pieces of the results.
+    """Compute at the owner of all tensors; other ranks make empty pieces of the results.
 
     Raises:
         PlacementError: no rank holds all of them, or the shape of the result depends on their values.
@@ -175,7 +174,7 @@ def on_owner(func: Aten, args: Args, kwargs: Kwargs) -> object:
         raise unknown(func, layout)
 
     def operands(of_ragged: Callable[[RaggedDTensor], torch.Tensor]) -> tuple[Args, Kwargs]:
-        """Returns the arguments with `of_ragged` of each ragged tensor, and with the lone values that others have."""
+        """Returns the arguments with `of_ragged` of each ragged tensor, and with the lone values of other tensors."""
 
         def operand(value: torch.Tensor) -> torch.Tensor:
             one = of_ragged(value) if isinstance(value, RaggedDTensor) else lone_value(value)
@@ -183,18 +182,25 @@ def on_owner(func: Aten, args: Args, kwargs: Kwargs) -> object:
                 raise mixed(func, layout, value)
             return one
 
-        found: tuple[Args, Kwargs] = with_changed((args, kwargs), torch.Tensor, operand)
-        return found
+        changed: tuple[Args, Kwargs] = with_changed((args, kwargs), torch.Tensor, operand)
+        return changed
+
+    def shape_only(value: RaggedDTensor) -> torch.Tensor:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+    def unsharded_at_owner(value: RaggedDTensor) -> torch.Tensor:
+        local = local_tensor(value)
+        return local if local.shape == value.shape else local.view(value.shape)
 
     refuse_plain_out(func, kwargs, layout)
-    meta_args, meta_kwargs = with_changed(operands(_shape_only), torch.Tensor, lambda value: value.to("meta"))
+    meta_args, meta_kwargs = with_changed(operands(shape_only), torch.Tensor, lambda value: value.to("meta"))
     try:
         inferred = func(*meta_args, **meta_kwargs)
     except NotImplementedError as error:
         raise unknown(func, layout, "the shape of its result depends on the values") from error
     result = inferred
     if layout.rank == layout.owner:
-        full_args, full_kwargs = operands(_unsharded_at_owner)
+        full_args, full_kwargs = operands(unsharded_at_owner)
         result = func(*full_args, **full_kwargs)
     if "out" in kwargs:
         return kwargs["out"]
@@ -205,17 +211,8 @@ def on_owner(func: Aten, args: Args, kwargs: Kwargs) -> object:
     return args[0] if is_in_place(func) else _placed(result, inferred, layout, func)
 
 
-def _shape_only(value: RaggedDTensor) -> torch.Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
-
-def _unsharded_at_owner(value: RaggedDTensor) -> torch.Tensor:
-    local = local_tensor(value)
-    return local if local.shape == value.shape else local.view(value.shape)
-
-
 def _placed(result: Any, inferred: object, layout: Layout, func: Aten) -> Any:
-    """Returns the results as tensors of the same owner."""
+    """Returns the results as ragged tensors at the owner in `layout`."""
     if isinstance(inferred, list | tuple):
         pairs = zip(result, inferred, strict=True)
         return type(inferred)([_placed(value, shape, layout, func) for value, shape in pairs])

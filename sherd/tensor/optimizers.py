@@ -1,6 +1,13 @@
-"""Ragged tensors in optimizers: the lists that foreach and fused optimizers step, and state that lies elsewhere.
+"""Our tensors in optimizers: lists that they step, steps on plain tensors instead, and state with other placements.
 
-A list may hold ragged tensors, DTensors of torch and plain tensors side by side; each kind is computed by itself.
+A list may hold ragged tensors, DTensors of torch and plain tensors side by side; each class is computed by itself.
+
+A list of tensors of a class of ours reaches Python once for each operation: 900 tensors add three quarters to the time
+of a foreach step. So the second step and later ones compute on this rank's parts of parameters, gradients and state.
+The user sees the same optimizer: a shadow of it computes, with its options and hooks.
+
+    the optimizer   param_groups: shards    state: {shard: {"exp_avg": DTensor, "step": tensor}}
+    its shadow      param_groups: chunks    state: {chunk: {"exp_avg": its chunk, "step": the same}}
 
 torch cuts a full state dict into equal chunks (`set_optimizer_state_dict` with `full_state_dict=True`), and a user may
 load unsharded tensors. Both are cut like the parameter: when they are loaded, or before the first step at the latest.
@@ -8,23 +15,31 @@ load unsharded tensors. Both are cut like the parameter: when they are loaded, o
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sherd._torch import local_tensor, register_optimizer_step_pre_hook, spec_of, specs_of
+from sherd._torch import (
+    local_tensor,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+    spec_of,
+    specs_of,
+)
 from sherd.tensor.operands import broadcasts, common_owner, layouts_in, local_of, lone_value, mixed, piece_at
-from sherd.tensor.own import OwnDTensor, places_at
-from sherd.tensor.placement import Layout, layout_of
-from sherd.tensor.places import Places
-from sherd.tensor.ragged import RaggedDTensor, as_result, distribute_ragged, redistribute_to
-from sherd.tensor.sharded import ShardedDTensor, by_torch, sharded_dtensor
-from sherd.tensor.state_kind import StateKind, elementwise_keys, kind_of
+from sherd.tensor.placement import Layout, Places, layout_of
+from sherd.tensor.ragged import RaggedDTensor, as_result, distribute_ragged, local_part, redistribute_to
+from sherd.tensor.sharded import OwnDTensor, ShardedDTensor, by_torch, places_at, sharded_dtensor
+from sherd.tensor.state_kind import State, StateKind, elementwise_keys, kind_of
 from sherd.tensor.table import RAGGED, SHARDED, Args, Aten, Kwargs, first_list, is_in_place, is_list_of_tensors
 
 OnLists = Callable[[Aten, Args, Kwargs], object]
@@ -34,7 +49,7 @@ ON_LISTS = ("_foreach_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused
 @SHARDED.answers(*ON_LISTS)
 @RAGGED.answers(*ON_LISTS)
 def on_lists(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Compute on the lists of this rank's pieces. Results, if there are any, are laid out as the first list is."""
+    """Compute on the lists of this rank's pieces. Results have the places of the first list."""
     if is_in_place(func):
         torch.autograd.graph.increment_version(first_list(args))
     return by_kind(_on_pieces, func, args, kwargs)
@@ -45,56 +60,55 @@ def by_kind(answer: OnLists, func: Aten, args: Args, kwargs: Kwargs) -> object:
     first = first_list(args)
     if len(set(map(type, first))) == 1 and isinstance(first[0], OwnDTensor):
         return answer(func, args, kwargs)
-    kinds = [_kind_of(tensor) for tensor in first]
-    found: dict[int, torch.Tensor] = {}
-    made: Any
-    for kind in (RaggedDTensor, ShardedDTensor, DTensor, torch.Tensor):
-        chosen = [index for index, other in enumerate(kinds) if other is kind]
+    classes = [_class_of(tensor) for tensor in first]
+    results: dict[int, torch.Tensor] = {}
+    answers: Any
+    for tensor_class in (RaggedDTensor, ShardedDTensor, DTensor, torch.Tensor):
+        chosen = [index for index, other in enumerate(classes) if other is tensor_class]
         if not chosen:
             continue
-        pick = partial(_picked, chosen=chosen, length=len(first), kind=kind)
+        pick = partial(_picked, chosen=chosen, length=len(first), is_plain=tensor_class is torch.Tensor)
         picked, named = tuple(map(pick, args)), {key: pick(value) for key, value in kwargs.items()}
-        if issubclass(kind, OwnDTensor):
-            made = answer(func, picked, named)
+        if issubclass(tensor_class, OwnDTensor):
+            answers = answer(func, picked, named)
         else:
             for layout in layouts_in(picked, {}):
                 raise mixed(func, layout, first[chosen[0]])
-            made = by_torch(func, picked, named)
-        found |= zip(chosen, made or (), strict=False)
-    return [found[index] for index in range(len(first))] if found else None
+            answers = by_torch(func, picked, named)
+        results |= zip(chosen, answers or (), strict=False)
+    return [results[index] for index in range(len(first))] if results else None
 
 
-def _kind_of(tensor: torch.Tensor) -> type[torch.Tensor]:
+def _class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
     if isinstance(tensor, RaggedDTensor):
         return RaggedDTensor
     return type(tensor) if type(tensor) in (ShardedDTensor, DTensor) else torch.Tensor
 
 
-def _picked(value: object, chosen: list[int], length: int, kind: type[torch.Tensor]) -> object:
-    """Returns the chosen items of a list of `length`; anything else as it is, but for plain tensors the number itself
-    of a replicated DTensor, which they cannot meet."""
+def _picked(value: object, chosen: list[int], length: int, is_plain: bool) -> object:
+    """Returns the chosen items of a list of `length`, and any other value unchanged."""
     if isinstance(value, list | tuple) and len(value) == length:
         return [value[index] for index in chosen]
-    one = lone_value(value) if kind is torch.Tensor else None
+    # Plain tensors cannot meet a replicated DTensor, only its number.
+    one = lone_value(value) if is_plain else None
     return value if one is None else one
 
 
 def _on_pieces(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Compute on lists of this rank's pieces, if all that meet lie alike. The tensors of the first list are of one
-    class of ours."""
+    """Compute on lists of this rank's pieces, if tensors that meet have the same places."""
     first = first_list(args)
     otherwise = _on_runs if isinstance(first[0], RaggedDTensor) else by_torch
     places = list(map(places_at, first))
 
-    def operand(given: Any) -> Any:
-        if isinstance(given, torch.Tensor):
-            one = lone_value(given)
+    def operand(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            one = lone_value(value)
             return None if one is None else one.reshape(())
-        return _pieces_at(given, places) if is_list_of_tensors(given) else given
+        return _pieces_at(value, places) if is_list_of_tensors(value) else value
 
     own_args, own_kwargs = [operand(each) for each in args], {key: operand(each) for key, each in kwargs.items()}
-    given = zip((*own_args, *own_kwargs.values()), (*args, *kwargs.values()), strict=True)
-    if any(own is None and value is not None for own, value in given):
+    pairs = zip((*own_args, *own_kwargs.values()), (*args, *kwargs.values()), strict=True)
+    if any(own is None and value is not None for own, value in pairs):
         return otherwise(func, args, kwargs)
     results = func(*own_args, **own_kwargs)
     if results is None or is_in_place(func):
@@ -105,28 +119,30 @@ def _on_pieces(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 
 def _pieces_at(values: Sequence[Any], places: Sequence[Places]) -> list[Any] | None:
-    """Returns `piece_at` for each of a list, or None if the elements of one are elsewhere."""
-    if all(issubclass(kind, OwnDTensor) for kind in set(map(type, values))) and list(map(places_at, values)) == places:
+    """Returns `piece_at` of each value. None: the elements of a value are elsewhere."""
+    # Places of tensors that lie alike are one object, so this comparison of lists is quick.
+    classes = set(map(type, values))
+    if all(issubclass(each, OwnDTensor) for each in classes) and list(map(places_at, values)) == places:
         return list(map(local_tensor, values))
     if len(values) != len(places):
         return None
-    found = [piece_at(value, each) for value, each in zip(values, places, strict=True)]
-    return None if any(each is None for each in found) else found
+    pieces = [piece_at(value, each) for value, each in zip(values, places, strict=True)]
+    return None if any(piece is None for piece in pieces) else pieces
 
 
 def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor] | None:
-    """Compute where tensors of other lists lie elsewhere than those of the first, one by one."""
+    """Compute on lists of runs whose tensors have other places than those of the first list."""
     first = first_list(args)
     layouts = [layout_of(spec) for spec in specs_of(first)]
 
-    def operand(given: Any) -> Any:
-        if isinstance(given, torch.Tensor):
-            raise mixed(func, layouts[0], given)
-        if not is_list_of_tensors(given):
-            return given
+    def operand(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            raise mixed(func, layouts[0], value)
+        if not is_list_of_tensors(value):
+            return value
         return [
-            local_tensor(value) if _meets_at_owner(value, layout) else local_of(value, layout, func)
-            for value, layout in zip(given, layouts, strict=True)
+            local_tensor(each) if _meets_at_owner(each, layout) else local_of(each, layout, func)
+            for each, layout in zip(value, layouts, strict=True)
         ]
 
     results = func(*map(operand, args), **{key: operand(value) for key, value in kwargs.items()})
@@ -136,22 +152,192 @@ def _on_runs(func: Aten, args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor] |
 
 
 def _meets_at_owner(value: object, expected: Layout) -> bool:
-    """Returns True if `value` and the other tensor are at one owner, and it broadcasts to the other's shape there."""
+    """Returns True if `value` is at the owner of the expected layout, and broadcasts to its shape."""
     if not isinstance(value, RaggedDTensor) or not broadcasts(value.shape, expected.shape):
         return False
     return common_owner([layout_of(spec_of(value)), expected]) is not None
 
 
-# State that lies elsewhere than its parameter
+# Steps of element-wise optimizers on plain tensors
 
-_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+"""Optimizers known to treat every element alike. AdamW is an Adam."""
+
+STEPPED = frozenset((*ELEMENTWISE, torch.optim.AdamW))
+"""The optimizers that are stepped here. The `step` of a subclass may not treat every element alike."""
+
+
+class _Local:
+    """This rank's parts of one optimizer's parameters, gradients and state."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._user_state = optimizer.state
+        self._params = _params_of(optimizer)
+        self._own = [each for each in self._params if isinstance(each, OwnDTensor)]
+        self._own_chunks = list(map(local_tensor, self._own))
+        self._chunks = list(map(local_part, self._params))
+        self._is_known = all(isinstance(each, OwnDTensor) or not isinstance(each, DTensor) for each in self._params)
+        self.state: defaultdict[torch.Tensor, State] = defaultdict(dict)
+        for parameter, chunk in zip(self._params, self._chunks, strict=True):
+            state = self._user_state.get(parameter)
+            if state is not None:
+                pieces = [value for value in state.values() if isinstance(value, DTensor)]
+                self._is_known &= all(isinstance(parameter, OwnDTensor) and parameter.lies_as(each) for each in pieces)
+                # A plain parameter is its own chunk: both have one state.
+                local = {key: local_part(value) for key, value in state.items()}
+                self.state[chunk] = state if parameter is chunk else local
+        self._note()
+
+    def _note(self) -> None:
+        """Remember all state, to notice what a user or a step replaces."""
+        self._states = list(self._user_state.values())
+        self._user_pieces, self._pieces = _pieces_of(self._states), _pieces_of(self.state.values())
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Returns True if the optimizer still has the same parameters and state."""
+        return (
+            optimizer.state is self._user_state
+            and are_same(_params_of(optimizer), self._params)
+            and are_same(list(map(local_tensor, self._own)), self._own_chunks)
+            and are_same(list(self._user_state.values()), self._states)
+            and are_same(_pieces_of(self._states), self._user_pieces)
+        )
+
+    def take_gradients(self) -> bool:
+        """Give each chunk this rank's part of the gradient.
+
+        Returns False, and gives no gradient, if a gradient or a piece of state has other placements than its parameter
+        or another dtype, or if a parameter is a DTensor of torch.
+        """
+        gradients: list[Any] = [each.grad for each in self._own]
+        pairs = [(own, grad) for own, grad in zip(self._own, gradients, strict=True) if grad is not None]
+        if not self._is_known or not all(issubclass(each, OwnDTensor) for each in {type(grad) for _, grad in pairs}):
+            return False
+        # The spec is the parameter's own object, except for gradients that a user makes.
+        if not all(own._spec is grad._spec or (own.dtype is grad.dtype and own.lies_as(grad)) for own, grad in pairs):
+            return False
+        for chunk, gradient in zip(self._own_chunks, gradients, strict=True):
+            chunk.grad = None if gradient is None else gradient._local_tensor
+        return True
+
+    def groups_of(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """Returns the parameter groups with the chunks in the place of the parameters."""
+        chunks = iter(self._chunks)
+        return [{**group, "params": [next(chunks) for _ in group["params"]]} for group in optimizer.param_groups]
+
+    def end(self) -> None:
+        """Drop the gradients, and put new objects in the chunks' state into the user's state, too."""
+        for chunk in self._own_chunks:
+            chunk.grad = None
+        if are_same(_pieces_of(self.state.values()), self._pieces):
+            return
+        pairs = [(each, chunk) for each, chunk in zip(self._params, self._chunks, strict=True) if chunk in self.state]
+        elementwise = elementwise_keys((each, self.state[chunk]) for each, chunk in pairs)
+        for parameter, chunk in pairs:
+            user_state = self._user_state[parameter]
+            for key, value in self.state[chunk].items():
+                if key in user_state and local_part(user_state[key]) is value:
+                    continue
+                kind = kind_of(key, value, parameter.shape, chunk.shape, elementwise)
+                if isinstance(parameter, OwnDTensor) and kind is StateKind.ELEMENTS:
+                    value = parameter.around(value)
+                user_state[key] = value
+        self._note()
+
+
+def are_same(now: Sequence[object], before: Sequence[object]) -> bool:
+    """Returns True if both hold the same objects, in order."""
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def _pieces_of(states: Iterable[State]) -> list[object]:
+    return list(chain.from_iterable(map(dict.values, states)))
+
+
+def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return list(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
+
+
+class _OnChunks:
+    """The shadow of an optimizer. It looks up what to step when `step` asks for it, after all hooks."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        vars(self).update(vars(optimizer))
+        self._optimizer = optimizer
+
+    @functools.cached_property
+    def local(self) -> _Local | None:
+        """The parts to step. None: the optimizer steps its own tensors."""
+        local = _locals.get(self._optimizer)
+        if local is None or not local.is_of(self._optimizer):
+            local = _locals[self._optimizer] = _Local(self._optimizer)
+        return local if local.take_gradients() else None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups if self.local is None else self.local.groups_of(self._optimizer)
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, State]:
+        return self._optimizer.state if self.local is None else self.local.state
+
+
+@functools.cache
+def _class_on_chunks(optimizer_class: type) -> type[_OnChunks]:
+    return type(optimizer_class.__name__, (_OnChunks, optimizer_class), {})
+
+
+_locals: weakref.WeakKeyDictionary[Optimizer, _Local] = weakref.WeakKeyDictionary()
+_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def _step_with_shadow(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Have a shadow step in the optimizer's place."""
+    # A closure, the second argument, makes gradients: such a step is the optimizer's own.
+    if type(optimizer) not in STEPPED or len(args) > 1 or kwargs or torch.compiler.is_compiling():
+        return None
+    if optimizer not in _stepped:  # its first step, which makes the state, is its own
+        _stepped.add(optimizer)
+        return None
+    if not any(isinstance(each, OwnDTensor) for each in _params_of(optimizer)):
+        return None
+    optimizer_class: Any = type(optimizer)
+    return (_class_on_chunks(optimizer_class)(optimizer),), kwargs
+
+
+def _end_shadow(optimizer: Optimizer, args: Sequence[object], kwargs: dict[str, object]) -> None:
+    for shadow in args:
+        if isinstance(shadow, _OnChunks) and shadow.local is not None:
+            shadow.local.end()
+
+
+register_optimizer_step_pre_hook(_step_with_shadow)
+register_optimizer_step_post_hook(_end_shadow)
+
+
+# State with other placements than its parameter
+
+_adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def adopt_state(optimizer: Optimizer) -> None:
-    """Cut the state of ragged parameters as they are. DTensors of torch, as files bring them, become ours. All ranks
-    must call it, as it may gather.
+    """Cut the state of ragged parameters as the parameters are cut. All ranks must call it, as it may gather.
 
-    The state of a scalar, which torch leaves plain, becomes a DTensor with a copy on every rank, as the scalar is.
+    DTensors of torch, as files bring them, become ours. The state of a scalar, which torch leaves plain, becomes a
+    DTensor with a copy on every rank, like the scalar.
     """
     states = [(parameter, state) for parameter, state in optimizer.state.items() if isinstance(parameter, DTensor)]
     elementwise = elementwise_keys(states)
@@ -170,7 +356,7 @@ def adopt_state(optimizer: Optimizer) -> None:
 
 
 def _cut(value: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Returns state cut as the parameter is, if it has the parameter's shape; else only at an owner."""
+    """Returns state of the parameter's shape cut like the parameter; state of another shape is cut at an owner only."""
     shape = tuple(value.shape)
     is_elsewhere = isinstance(value, DTensor) and value.device_mesh != layout.mesh
     if is_elsewhere or not (shape == layout.shape or (shape and layout.owner is not None)):
@@ -179,11 +365,11 @@ def _cut(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     return redistribute_to(value, spec) if isinstance(value, DTensor) else distribute_ragged(value, spec).clone()
 
 
-def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    if optimizer not in _known:
-        _known.add(optimizer)
+def _adopt_once(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    if optimizer not in _adopted:
+        _adopted.add(optimizer)
         optimizer.register_load_state_dict_post_hook(adopt_state)
         adopt_state(optimizer)
 
 
-register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_pre_hook(_adopt_once)

@@ -1,4 +1,7 @@
-"""The placement of a tensor that is cut into runs, in a DTensor's spec, and the layout that is read from it."""
+"""Where the elements of a sharded tensor lie: the placement of runs in a DTensor's spec, and what is read from a spec.
+
+`Places` says it of any sharded tensor, `Layout` of a ragged one. Both are read once from a spec, and kept with it.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +11,121 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from sherd._torch import DTensorSpec, asked_by_spec
+from sherd._torch import DTensorSpec, asked_by_spec, device_of, dtensor_spec
 from sherd.errors import PlacementError
 from sherd.layout.extent import Extent, chunks
 from sherd.layout.placement import Shape
 from sherd.layout.runs import Runs
-from sherd.tensor.places import Places
 from sherd.tensor.vectors import UnevenShard, VectorShard, counted
 
 
-class RaggedShard(UnevenShard):
-    """The placement of one tensor that is cut into runs, on a mesh axis it is cut over: the ragged
-    shard of veScale-FSDP and Megatron-FSDP. It belongs to one tensor shape.
+class Places:
+    """The places of one tensor's pieces.
 
-    `stride`: how far apart in the cut two neighbours on this axis are. For a tensor that is cut over one axis it is 1.
-    Over two axes, `cut` numbers the ranks of both, and a rank holds run `sum(coordinate * stride)` of it:
+    Attributes:
+        shape: the shape of the unsharded tensor.
+        strides: the strides of a tensor whose elements are not in order (`channels_last`, a transposed view at one
+            owner); else None.
+        joined_axes: the mesh axes whose ranks hold different elements: reductions go over these.
+        copied_axes: the mesh axes whose ranks hold the same elements.
+        is_of_vectors: the tensor is a flat parameter over tensor parallelism.
+        counted: the extents of this rank's run that a reduction counts on this rank. None: all elements count here.
+            Only a flat parameter over tensor parallelism has elements that another rank counts.
+    """
+
+    __slots__ = (
+        "__weakref__", "by_dtype", "copied_axes", "counted", "for_torch", "is_of_vectors", "joined_axes", "mesh",
+        "numel", "placements", "shape", "strides", "value_specs",
+    )  # fmt: skip
+
+    def __init__(
+        self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Shape, strides: tuple[int, ...] | None
+    ) -> None:
+        self.mesh = mesh
+        self.placements = placements
+        self.shape = shape
+        self.numel = prod(shape)
+        is_in_order = strides is None or strides == torch.empty(shape, device="meta").stride()
+        self.strides = None if is_in_order else strides
+        many = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        self.joined_axes = tuple(axis for axis in many if not placements[axis].is_replicate())
+        self.copied_axes = tuple(axis for axis in many if placements[axis].is_replicate())
+        self.is_of_vectors = False
+        self.counted: tuple[Extent, ...] | None = None
+        self.by_dtype: dict[torch.dtype, DTensorSpec] = {}
+        self.for_torch: dict[torch.dtype, DTensorSpec] = {}
+        self.value_specs: dict[tuple[torch.Size, torch.dtype], DTensorSpec] = {}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Places:
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """The device of a result on a rank that computed no part of it."""
+        return device_of(self.mesh)
+
+    @property
+    def groups(self) -> tuple[ProcessGroup, ...]:
+        """The process groups whose ranks hold different elements: a reduction of the tensor goes over all of them."""
+        return tuple(self.mesh.get_group(axis) for axis in self.joined_axes)
+
+    def spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """Returns the spec of a tensor of `dtype` that lies here; the same object each time."""
+        spec = self.by_dtype.get(dtype)
+        if spec is None:
+            spec = self._new_spec(dtype)
+            self.keep_with(spec)
+        return spec
+
+    def spec_for_torch(self, dtype: torch.dtype) -> DTensorSpec:
+        """Returns the spec for a DTensor of torch, which hands its spec on to results and files: one without places."""
+        spec = self.for_torch.get(dtype)
+        if spec is None:
+            spec = self.for_torch[dtype] = self._new_spec(dtype)
+        return spec
+
+    def _new_spec(self, dtype: torch.dtype) -> DTensorSpec:
+        return dtensor_spec(self.mesh, self.placements, torch.Size(self.shape), dtype, self.strides)
+
+    def keep_with(self, spec: DTensorSpec) -> None:
+        """Keep these places with `spec`, which describes them. Every operation on the tensor reads them there."""
+        assert spec.tensor_meta is not None, "a DTensor's spec has it"
+        self.by_dtype.setdefault(spec.tensor_meta.dtype, spec)
+        spec.sherd_places = self
+
+    def same_as(self, other: Places) -> bool:
+        """Returns True if both tensors have the same elements on the same ranks."""
+        return self is other or (
+            self.placements == other.placements and self.shape == other.shape and self.mesh == other.mesh
+        )
+
+    def __str__(self) -> str:
+        return str(self.placements)
+
+
+class RaggedShard(UnevenShard):
+    """The placement of a tensor of one shape on a mesh axis over which the tensor is cut into runs.
+
+    It is the ragged shard of veScale-FSDP and Megatron-FSDP.
+
+    `stride`: how far apart two neighbours on this axis are in the cut, 1 for a tensor that is cut over one axis. Over
+    two axes `cut` numbers the ranks of both, and a rank holds run number `sum(coordinate * stride)`:
 
         mesh (outer 2, inner 3): outer has stride 1, inner has stride 2        inner 0   inner 1   inner 2
                                                                       outer 0 |   0    |    2    |    4    |
                                                                       outer 1 |   1    |    3    |    5    |
 
-    If other mesh axes shard the tensor too (tensor parallel), `cut` cuts the part at this rank's coordinates there;
-    ranks at other coordinates may have another cut.
+    If other mesh axes shard the tensor too (tensor parallel), `cut` cuts this rank's part of the tensor; ranks at other
+    coordinates on those axes may have another cut.
 
-    torch takes it for `Shard(0)` wherever it only looks: checkpoints find the tensor sharded. It does not equal
-    `Shard(0)`, so `DTensorSpec` refuses it: torch's own DTensors cannot have it, as their dispatch would take a ragged
-    shard for an even one. `sherd._torch.dtensor_spec` puts it into a spec that was made with `stands_for`.
+    torch takes the placement for `Shard(0)` wherever it only looks: checkpoints find the tensor sharded. It does not
+    equal `Shard(0)`, so `DTensorSpec` refuses it: the dispatch of torch's own DTensors would take a ragged shard for an
+    even one. `sherd._torch.dtensor_spec` puts it into a spec that was made with `stands_for`.
     """
 
     cut: Runs
@@ -81,7 +169,7 @@ def ragged_spec(
     cut: Runs,
     axes: Sequence[int],
 ) -> DTensorSpec:
-    """Returns the spec of a ragged tensor, which `ragged_dtensor` and `distribute_ragged` take.
+    """Returns the spec of a ragged tensor, for `ragged_dtensor` and `distribute_ragged`.
 
         one axis              mesh (dp,)             axes (0,)      placements (Replicate(),)
         replicas              mesh (replicate, dp)   axes (1,)      placements (Replicate(), Replicate())
@@ -95,17 +183,16 @@ def ragged_spec(
             `Replicate()` or `Shard(dim)`, of any size, on the others.
         shape: the shape of the unsharded tensor.
         dtype: the dtype of its elements.
-        cut: how the part of the tensor at this rank's coordinates on the other axes is cut: `cut.shape` is the shape of
-            that part (the tensor-parallel shard), `cut.num_ranks` the product of the sizes of `axes`. Ranks at the
-            same coordinates there have the same cut.
-        axes: the mesh axes it is cut over, the slowest first: this rank holds run `virtual_rank(mesh, axes)` of `cut`.
+        cut: the cut of the tensor-parallel shard, which is the whole tensor if the other axes shard nothing.
+            `cut.shape` is its shape, `cut.num_ranks` the product of the sizes of `axes`. Ranks with the same
+            coordinates on the other axes have the same cut.
+        axes: the mesh axes the tensor is cut over, the slowest first. This rank holds run `virtual_rank(mesh, axes)`.
 
     Raises:
         PlacementError: `cut` is for another shape or number of ranks, a placement is missing or of no known kind, or
             this rank is not in the mesh.
     """
-    axes = tuple(axes)
-    given = tuple(placements)
+    axes, given = tuple(axes), tuple(placements)
     if len(given) != mesh.ndim:
         raise PlacementError(f"placements {given} on {mesh}: give one for each of its {mesh.ndim} axes")
     if not axes or any(not given[axis].is_replicate() for axis in axes):
@@ -119,7 +206,7 @@ def ragged_spec(
 
 
 def virtual_rank(mesh: DeviceMesh, axes: Sequence[int]) -> int:
-    """Returns the number of this rank among those of several mesh axes, the slowest first: the run that it holds."""
+    """Returns this rank's number on `axes`, the slowest first: the number of its run."""
     rank = 0
     for axis in axes:
         rank = rank * mesh.size(axis) + mesh.get_local_rank(axis)
@@ -128,8 +215,11 @@ def virtual_rank(mesh: DeviceMesh, axes: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A mesh axis with `Shard(dim)` or `VectorShard` beside the runs, and the indices of `dim` that each of its ranks
-    has, counted in what the axes to the left leave. This rank has `extents[rank]`."""
+    """A mesh axis with `Shard(dim)` or `VectorShard` beside the runs.
+
+    `extents` are the indices of `dim` that each rank of the axis has, counted within the part that the axes to the left
+    leave. This rank has `extents[rank]`.
+    """
 
     axis: int
     dim: int
@@ -140,11 +230,13 @@ class Split:
 class Layout(Places):
     """The places of one ragged tensor's pieces, seen from this rank.
 
-    ragged: the placements of the mesh axes that it is cut into runs over, by axis; all have the same `cut`.
-    splits: the mesh axes with `Shard(dim)`, which cut the tensor before the runs do.
-    offsets, cut.shape: the first index and the size, in each dim, of the part that the splits leave to this rank.
-    axes: the mesh axes whose ranks hold the runs of this part, the fastest first. `rank` is this rank's number there.
-    owner: the one of these ranks that holds the tensor unsharded, in its own shape; None if there is none.
+    Attributes:
+        ragged: the ragged placements by mesh axis; all have the same `cut`.
+        splits: the mesh axes with `Shard(dim)`, which cut the tensor before the runs do.
+        offsets: the first index, in each dim, of the part that the splits leave to this rank. `cut.shape` is its shape.
+        axes: the mesh axes whose ranks hold the runs of this part, the fastest first.
+        rank: this rank's number on `axes`.
+        owner: the rank on `axes` that holds the tensor unsharded, in its own shape. None: no rank does.
     """
 
     __slots__ = ("axes", "cut", "local_shape", "offsets", "owner", "ragged", "rank", "splits")
@@ -161,7 +253,7 @@ class Layout(Places):
         self.cut = next(iter(self.ragged.values())).cut
         coordinate = mesh.get_coordinate()
         self.axes = self._axes_of_runs(coordinate)
-        assert coordinate is not None, "or the axes would have been refused"
+        assert coordinate is not None, "`_axes_of_runs` refuses a rank outside the mesh"
         vectors = {axis: each for axis, each in sharded.items() if isinstance(each, VectorShard)}
         self.is_of_vectors = bool(vectors)
         self.splits, self.offsets = self._splits_before_runs(sharded, vectors, coordinate)
@@ -171,7 +263,6 @@ class Layout(Places):
         self.owner = None if any(axis in self.joined_axes for axis in sharded) else _owner(self.cut)
 
     def _axes_of_runs(self, coordinate: Sequence[int] | None) -> tuple[int, ...]:
-        """Returns the axes that the runs are on, the fastest first."""
         mesh, ragged, cut = self.mesh, self.ragged, self.cut
         axes = sorted(ragged, key=lambda axis: (ragged[axis].stride, mesh.size(axis)))
         num_ranks, overlap = 1, False
@@ -196,11 +287,12 @@ class Layout(Places):
     def _splits_before_runs(
         self, sharded: Mapping[int, Shard], vectors: Mapping[int, VectorShard], coordinate: Sequence[int]
     ) -> tuple[tuple[Split, ...], Shape]:
-        """Returns the axes that shard the tensor on a dim, from left to right, and the first index of what they leave
-        to this rank. The placements in `vectors` say how many elements each rank has, others cut evenly.
+        """Returns the axes that shard the tensor on a dim, from left to right, and the offsets of this rank's part.
+
+        The placements in `vectors` say how many elements each rank has; the others cut evenly.
 
         Raises:
-            PlacementError: what they leave is not what is cut into runs.
+            PlacementError: the part that the axes leave to this rank has another shape than the cut.
         """
         mesh, shape = self.mesh, self.shape
         splits: list[Split] = []
@@ -224,17 +316,16 @@ class Layout(Places):
 
     @property
     def part_placements(self) -> tuple[Placement, ...]:
-        """The placements of the tensor once its runs are gathered, and nothing else. They are torch's own, unless it is
-        a flat parameter over tensor parallelism."""
+        """The placements once the runs are gathered: torch's own, except for a flat parameter with tensor axes."""
         return tuple(Replicate() if axis in self.ragged else each for axis, each in enumerate(self.placements))
 
     def owned_cut(self, shape: Shape) -> Runs:
-        """Returns the cut of a tensor of `shape` that is where this one is: unsharded at its owner."""
-        assert self.owner is not None, "asked for by those that have an owner"
+        """Returns the cut of a tensor of `shape` that lies unsharded at the owner of this one."""
+        assert self.owner is not None, "only layouts with an owner are asked"
         return Runs(shape, self.cut.num_ranks, self.owner, (prod(shape),), by_rows=bool(shape))
 
     def like(self, cut: Runs, strides: tuple[int, ...] | None = None) -> Layout:
-        """Returns the layout of a tensor that is cut as `cut` over the same axes: of this part, or one at the owner."""
+        """Returns the layout of a tensor with another cut over the same axes: of this part, or of one at the owner."""
         if cut == self.cut and strides == self.strides:
             return self
         if cut.shape == self.cut.shape:
@@ -246,8 +337,7 @@ class Layout(Places):
     def recut(
         self, cut: Runs, shape: Shape, others: tuple[Placement, ...], strides: tuple[int, ...] | None = None
     ) -> Layout:
-        """Returns the layout of a tensor of `shape` that is cut as `cut` over the same axes, and has the placements
-        `others` on the other axes."""
+        """Returns the layout of a tensor of `shape` cut over the same axes, with the placements `others` elsewhere."""
         ragged = {axis: RaggedShard(cut, placement.stride) for axis, placement in self.ragged.items()}
         return Layout(self.mesh, tuple(ragged.get(axis, each) for axis, each in enumerate(others)), shape, strides)
 
@@ -256,7 +346,7 @@ class Layout(Places):
         return self is other or (super().same_as(other) and self.strides == other.strides)
 
     def shares_ranks_with(self, other: Layout) -> bool:
-        """Returns True if the same ranks hold the pieces of both tensors, one by one."""
+        """Returns True if every piece is on the same rank as the piece of `other` with the same number."""
         return (
             self.axes == other.axes
             and (self.mesh is other.mesh or self.mesh == other.mesh)
@@ -264,15 +354,14 @@ class Layout(Places):
         )
 
     def __str__(self) -> str:
-        """Returns the placements of the runs, for error texts."""
         return str(self.placements) if len(self.axes) > 1 or self.splits else str(self.ragged[self.axes[0]])
 
 
 def _by_axis(placements: tuple[Placement, ...]) -> tuple[dict[int, RaggedShard], dict[int, Shard]]:
-    """Returns the ragged placements, and the others that shard a dim, by mesh axis. All other axes have copies.
+    """Returns the ragged placements, and those that shard a dim, by mesh axis. All other axes have copies.
 
     Raises:
-        PlacementError: no placement is ragged, they have different cuts, or an axis has one of no known kind.
+        PlacementError: no placement is ragged, two have different cuts, or one is of no known kind.
     """
     ragged: dict[int, RaggedShard] = {}
     sharded: dict[int, Shard] = {}
@@ -295,12 +384,11 @@ def _by_axis(placements: tuple[Placement, ...]) -> tuple[dict[int, RaggedShard],
 
 
 def _owner(cut: Runs) -> int | None:
-    """Returns the rank that holds the tensor unsharded, in its own shape, if there is one: it can do any operation
-    alone."""
+    """Returns the rank that holds the tensor unsharded, in its own shape, and so can do any operation alone."""
     if cut.shape and not cut.by_rows:
         return None
-    holding = [rank for rank in cut.holders if cut.local_numel(rank)]
-    return cut.first if not holding else holding[0] if len(holding) == 1 else None
+    holders = [rank for rank in cut.holders if cut.local_numel(rank)]
+    return cut.first if not holders else holders[0] if len(holders) == 1 else None
 
 
 def layout_of(spec: DTensorSpec) -> Layout:
@@ -309,28 +397,29 @@ def layout_of(spec: DTensorSpec) -> Layout:
     Raises:
         PlacementError: no ragged tensor can have this spec.
     """
-    found: Layout | None = spec.__dict__.get("sherd_places")
-    if found is None:
-        found = Layout(spec.mesh, spec.placements, tuple(spec.shape))
-        found.keep_with(spec)
-    return found
+    layout: Layout | None = spec.__dict__.get("sherd_places")
+    if layout is None:
+        layout = Layout(spec.mesh, spec.placements, tuple(spec.shape))
+        layout.keep_with(spec)
+    return layout
 
 
 def places_of(spec: DTensorSpec) -> Places:
-    """Returns the places that the spec of any sharded tensor describes, of runs or of equal chunks."""
-    found: Places | None = spec.__dict__.get("sherd_places")
-    if found is None:
+    """Returns the places that the spec of a sharded tensor describes, of runs or of equal chunks."""
+    places: Places | None = spec.__dict__.get("sherd_places")
+    if places is None:
         if has_ragged(spec.placements):
             return layout_of(spec)
-        # Torch hands its specs on, also to files; so these places are kept with specs of their own only.
+        # torch hands its specs on, also to files: places of chunks are not kept with a spec of torch.
         key = id(spec.mesh), spec.placements, spec.shape, spec.stride
-        found = _alike.get(key)
-        if found is None:
-            found = _alike[key] = Places(spec.mesh, spec.placements, tuple(spec.shape), spec.stride)
-    return found
+        places = _alike.get(key)
+        if places is None:
+            places = _alike[key] = Places(spec.mesh, spec.placements, tuple(spec.shape), spec.stride)
+    return places
 
 
-# Tensors that lie alike have the same object, so that lists of them are compared at once. It keeps the mesh.
+# Tensors that lie alike share one object, so that two lists of tensors are compared without a look at each placement.
+# The object keeps its mesh alive, so that no other mesh gets the id in the key.
 _alike: weakref.WeakValueDictionary[object, Places] = weakref.WeakValueDictionary()
 
 
@@ -346,5 +435,5 @@ def has_ragged(placements: Sequence[Placement]) -> bool:
 
 
 def is_ragged(spec: DTensorSpec) -> bool:
-    """Returns True if a spec is that of a ragged tensor."""
+    """Returns True if `spec` is that of a ragged tensor."""
     return has_ragged(spec.placements)

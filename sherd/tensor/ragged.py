@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -28,13 +29,12 @@ from sherd._torch import (
     spec_of,
 )
 from sherd.errors import PlacementError, WriteBackError
+from sherd.layout.boxes import Box, boxes_of_run, whole
 from sherd.layout.extent import Extent
 from sherd.layout.runs import Runs
-from sherd.tensor.checkpoint import box_at, chunk_list, write_items
 from sherd.tensor.gather import gather, gather_part, piece_of, shard_of
-from sherd.tensor.own import OwnDTensor, places_at
 from sherd.tensor.placement import Layout, RaggedShard, has_ragged, is_ragged, layout_of
-from sherd.tensor.sharded import sharded_dtensor
+from sherd.tensor.sharded import OwnDTensor, places_at, sharded_dtensor
 from sherd.tensor.table import RAGGED, Args, Aten, Kwargs
 from sherd.tensor.vectors import VectorShard
 
@@ -42,15 +42,16 @@ Reading = Callable[[torch.Tensor, Layout], torch.Tensor]
 
 
 class RaggedDTensor(OwnDTensor):
-    """A tensor of which each rank of one mesh axis, or of several, holds a run of elements (`sherd.layout.runs.Runs`).
-    It is the ragged shard of veScale-FSDP and Megatron-FSDP, as a DTensor. On other axes it may be sharded on a dim too
-    (tensor parallel): then the part that each rank there has is cut into runs.
+    """A tensor of which each rank of one or more mesh axes holds a run of elements (`sherd.layout.runs.Runs`).
+
+    It is the ragged shard of veScale-FSDP and Megatron-FSDP, as a DTensor. Other axes may shard it on a dim too (tensor
+    parallel): then each rank's part on those axes is cut into runs.
 
     Checkpoints, optimizers and gradient clipping take it for a DTensor: `shape` is the shape of the unsharded tensor,
     `to_local()` is this rank's run (1-D, or whole rows), `full_tensor()` gathers. Operations work element by element,
     or reduce to one value. When one rank holds the unsharded tensor (`Owned`), that rank does any operation: the matrix
-    products of Muon and Shampoo, for example. Other operations raise `PlacementError`, and so does a tensor that lies
-    elsewhere.
+    products of Muon and Shampoo, for example. Other operations raise `PlacementError`, and so does a second tensor with
+    other places.
     """
 
     @classmethod
@@ -62,11 +63,11 @@ class RaggedDTensor(OwnDTensor):
 
     @property
     def cut(self) -> Runs:
-        """The run of each rank: of the tensor, or of the part of it at this rank's coordinates on other axes."""
+        """The runs of all ranks, of the tensor or of this rank's part on other axes."""
         return layout_of(spec_of(self)).cut
 
     def around(self, local: torch.Tensor) -> RaggedDTensor:
-        """Returns a tensor that lies as this one, around `local`, this rank's run of it, outside autograd."""
+        """Returns a tensor with the places of this one, around `local`, this rank's run of it, outside autograd."""
         return dtensor_of(RaggedDTensor, local, places_at(self).spec(local.dtype), False)
 
     def _piece_of(self, full: torch.Tensor) -> torch.Tensor:
@@ -95,7 +96,7 @@ class RaggedDTensor(OwnDTensor):
         Its gradient must be the same on all ranks; each rank keeps its run of it.
 
         Raises:
-            PlacementError: gradients are said to be anything but replicated.
+            PlacementError: `grad_placements` are anything but replicated.
         """
         if grad_placements is not None and not all(placement.is_replicate() for placement in grad_placements):
             raise PlacementError(
@@ -114,10 +115,10 @@ class RaggedDTensor(OwnDTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """Returns the same tensor as a DTensor of torch, replicated or in equal chunks. All ranks must call it.
+        """Returns the tensor as a DTensor of torch, replicated or in equal chunks. All ranks must call it.
 
         Raises:
-            PlacementError: another mesh, a ragged placement (`redistribute_to` makes those), or a wrong number of them.
+            PlacementError: another mesh, a ragged placement (for `redistribute_to`), or a wrong number of placements.
         """
         mesh = self.device_mesh if device_mesh is None else device_mesh
         wanted = tuple(placements) if placements is not None else (Replicate(),) * mesh.ndim
@@ -130,20 +131,22 @@ class RaggedDTensor(OwnDTensor):
                 "sherd.tensor.ragged.redistribute_to(tensor, cut)"
             )
         layout = layout_of(spec_of(self))
-        # torch knows no placement for the vectors that a flat parameter is made of.
-        reading, given = (
+        # torch has no placement for the vectors of a flat parameter.
+        reading, gathered_as = (
             (_AS_FULL, (Replicate(),) * mesh.ndim) if layout.is_of_vectors else (_AS_PART, layout.part_placements)
         )
         part: torch.Tensor = _Read.apply(self, *reading)  # type: ignore[no-untyped-call]  # of torch
         part = part if forward_dtype is None else part.to(forward_dtype)
         strides = torch.empty(self.shape, device="meta").stride()
-        gathered: DTensor = DTensor.from_local(part, mesh, given, run_check=False, shape=self.shape, stride=strides)
+        gathered: DTensor = DTensor.from_local(
+            part, mesh, gathered_as, run_check=False, shape=self.shape, stride=strides
+        )
         return gathered.redistribute(mesh, wanted)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
-        known: RaggedDTensor | None = memo.get(id(self))
-        if known is not None:
-            return known
+        if id(self) in memo:
+            copied: RaggedDTensor = memo[id(self)]
+            return copied
         if not self.is_leaf:
             raise PlacementError("only leaves of the autograd graph can be deep-copied; detach() the tensor first")
         is_parameter = isinstance(self, nn.Parameter)
@@ -155,21 +158,37 @@ class RaggedDTensor(OwnDTensor):
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         spec = spec_of(self)
         local, shape = local_tensor(self).detach(), tuple(spec.shape)
-        given = local, spec.mesh, spec.placements, self.requires_grad, isinstance(self, nn.Parameter), shape
+        args = local, spec.mesh, spec.placements, self.requires_grad, isinstance(self, nn.Parameter), shape
         attributes = attributes_of(self)
-        return unpickled, (*given, attributes) if attributes else given
+        return unpickled, (*args, attributes) if attributes else args
+
+    # torch's distributed checkpoints write and read the run as boxes. So the file is like any other: it loads under
+    # another layout, on another number of ranks, or unsharded.
 
     def __create_write_items__(self, fqn: str, object: torch.Tensor) -> list[WriteItem]:
-        """Returns the boxes of this rank's run, to write them into a checkpoint; none if it holds nothing."""
-        return write_items(fqn, local_tensor(self), layout_of(spec_of(self)))
+        properties = TensorProperties.create_from_tensor(local_tensor(self))
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Returns where the boxes of this rank's run are, to read them from a checkpoint."""
-        return chunk_list(layout_of(spec_of(self)))
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+            for box, _ in boxes_here(layout_of(spec_of(self)))
+        ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Returns one of the boxes, a view of this rank's run."""
-        return box_at(index, local_tensor(self), layout_of(spec_of(self)))
+        """Returns the box that begins at `index.offset`, a view of this rank's run."""
+        layout = layout_of(spec_of(self))
+        for box, start in boxes_here(layout):
+            if index.offset is None or box.offsets == tuple(index.offset):
+                return local_tensor(self).detach().view(-1)[start : start + box.numel].view(box.sizes)
+        raise ValueError(f"{index.fqn}: rank {layout.rank} holds no box of the tensor at {index.offset}")
 
     @staticmethod
     def __tensor_unflatten__(*args: object, **kwargs: object) -> NoReturn:
@@ -180,13 +199,27 @@ dispatches_itself(RaggedDTensor)
 register_foreach_type(RaggedDTensor)
 
 
+def boxes_here(layout: Layout) -> list[tuple[Box, int]]:
+    """Returns the boxes of the unsharded tensor that make up this rank's run, and where each begins in the run."""
+    cut = layout.cut
+    boxes = boxes_of_run(cut.shape, cut.piece(layout.rank))
+    if not layout.numel and layout.rank == cut.first:
+        # An empty box of one rank, so that a tensor without elements is in the checkpoint: a load would miss it.
+        boxes = (whole(cut.shape),)
+    starts = accumulate((box.numel for box in boxes), initial=0)
+    return [
+        (Box(tuple(map(sum, zip(layout.offsets, box.offsets, strict=True))), box.sizes), start)
+        for box, start in zip(boxes, starts, strict=False)
+    ]
+
+
 class _Context(Protocol):
     spec: DTensorSpec
     back: Reading
 
 
 class _Read(torch.autograd.Function):
-    """Reads a ragged tensor as `read` does. `back` gives this rank's run of the gradient of what was read."""
+    """Reads a ragged tensor by `read`. `back` returns this rank's run of the gradient."""
 
     @staticmethod
     def forward(ctx: _Context, tensor: RaggedDTensor, read: Reading, back: Reading) -> torch.Tensor:
@@ -230,7 +263,7 @@ def unpickled(
     shape: tuple[int, ...],
     attributes: dict[str, object] | None = None,
 ) -> RaggedDTensor:
-    """Make the tensor again, on a mesh of the same shape: pickles call this by name."""
+    """Returns the tensor that `__reduce_ex__` took apart, on a mesh of the same shape. Pickles call this by name."""
     tensor = _rebuilt(local, Layout(mesh, placements, shape).spec(local.dtype), requires_grad, is_parameter)
     give_attributes(tensor, attributes or {})
     return tensor
@@ -243,7 +276,9 @@ torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, Runs, VectorSh
 def ragged_dtensor(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
     """Returns a ragged tensor around `local`, uncopied and outside autograd.
 
-    `local` is this rank's run, of shape `cut.local_shape(rank)`; `sherd.tensor.placement.ragged_spec` makes `spec`.
+    Args:
+        local: this rank's run, of shape `cut.local_shape(rank)`.
+        spec: made by `sherd.tensor.placement.ragged_spec`.
 
     Raises:
         PlacementError: the placements are not those of a ragged tensor on this mesh.
@@ -254,13 +289,12 @@ def ragged_dtensor(local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Returns a DTensor around `local`, uncopied and outside autograd: ragged if the spec is, else in equal
-    chunks."""
+    """Returns a DTensor around `local`, uncopied and outside autograd: ragged if the spec is, else in equal chunks."""
     return ragged_dtensor(local, spec) if is_ragged(spec) else sharded_dtensor(local, spec)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what this rank holds: the local tensor of a DTensor, any other tensor as it is. Not copied."""
+    """Returns this rank's part, uncopied: the local tensor of a DTensor, any other tensor itself."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -280,8 +314,9 @@ def own_view(part: torch.Tensor) -> torch.Tensor:
 
 
 def distribute_ragged(full: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
-    """Returns this rank's run of `full`, an unsharded tensor that every rank holds. No communication; a view if the
-    part that is cut is contiguous.
+    """Returns a ragged tensor with the values of `full`, an unsharded tensor that every rank holds.
+
+    It communicates nothing. The run is a view of `full` if the part that is cut is contiguous.
 
     Raises:
         PlacementError: `full` has another shape than the spec says.
@@ -296,8 +331,7 @@ def distribute_ragged(full: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
 
 
 def redistribute_to(tensor: DTensor, to: Runs | DTensorSpec) -> RaggedDTensor:
-    """Returns any DTensor, ragged or torch's own, cut into runs. All ranks must call it; the piece has memory of its
-    own.
+    """Returns a DTensor, ragged or torch's own, cut into runs with memory of their own. All ranks must call it.
 
     Args:
         tensor: the tensor to cut.
@@ -324,15 +358,17 @@ def redistribute_to(tensor: DTensor, to: Runs | DTensorSpec) -> RaggedDTensor:
     return dtensor_of(RaggedDTensor, piece_of(full, layout).clone(), layout.spec(full.dtype), False)
 
 
-def _distributed(theirs: Callable[..., None], held: dict[str, object], keys: list[str], *more: object) -> None:
-    """Take this rank's parts out of tensors of a full state that rank 0 has sent to all, where they are cut into runs,
-    which torch knows nothing of. `held` has a pair under each of `keys`, the DTensor and the whole tensor.
+def _distributed(theirs: Callable[..., None], state: dict[str, object], keys: list[str], *more: object) -> None:
+    """Take this rank's runs out of tensors of a full state that rank 0 sends to all. torch's function takes the rest.
+
+    `state` has a pair under each of `keys`, the DTensor and the whole tensor.
 
     Raises:
-        WriteBackError: one has another shape, on all ranks. torch would let some take rows of others, and some wait.
+        WriteBackError: a tensor has another shape, on all ranks. With torch's function some ranks take rows of other
+            ranks, and others wait.
     """
     for key in keys:
-        into, full = pair if isinstance(pair := held.get(key), tuple) else (None, None)
+        into, full = pair if isinstance(pair := state.get(key), tuple) else (None, None)
         if not isinstance(into, DTensor):
             continue
         if into.shape != full.shape:
@@ -341,8 +377,8 @@ def _distributed(theirs: Callable[..., None], held: dict[str, object], keys: lis
                 f"shape {tuple(into.shape)}; load what was saved of a model with the same shapes"
             )
         if isinstance(into, RaggedDTensor):
-            held[key] = distribute_ragged(full, spec_of(into)).clone() if into.is_meta else into.copy_(full)
-    theirs(held, keys, *more)
+            state[key] = distribute_ragged(full, spec_of(into)).clone() if into.is_meta else into.copy_(full)
+    theirs(state, keys, *more)
 
 
 answer_checkpointing({"_distribute_tensors": _distributed})

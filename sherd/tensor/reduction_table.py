@@ -1,7 +1,7 @@
 """The table of reductions: each row says how the values of all ranks become one.
 
     row        a rank sends              ranks join by    a rank without elements sends    the answer
-    SUM        its sum                   SUM              0                                what is joined
+    SUM        its sum                   SUM              0                                the joined sum
     LARGEST    its largest, has it nan   MAX              the lowest number, no nan        nan if any rank has one
     norm p     its norm to the power p   SUM              0                                the p-th root
 
@@ -33,13 +33,14 @@ def _as_it_is(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """One row of the table. Every function here takes one value, or a vector of values that are reduced side by side.
+    """One row of the table. Its functions take one value, or a vector of values that are reduced side by side.
 
-    op: how an all-reduce joins what ranks send.
-    fold: the same on one rank: it reduces all elements, or those along the dim that it is given.
-    neutral: the value of a rank that has no elements.
-    send: what is sent for a rank's values.
-    finish: the answer that the joined parts amount to.
+    Attributes:
+        op: joins the parts of all ranks, in an all-reduce.
+        fold: the same on one rank: it reduces all elements, or those along the dim that it is given.
+        neutral: the value of a rank that has no elements.
+        send: makes the part that a rank sends of the rank's values.
+        finish: makes the answer of the joined parts.
     """
 
     op: dist.ReduceOp.RedOpType
@@ -57,7 +58,7 @@ class Reduction:
         return torch.full((), value, dtype=dtype, device=device)
 
     def join(self, parts: torch.Tensor, groups: Iterable[dist.ProcessGroup | None], what: str) -> torch.Tensor:
-        """Join what all ranks send, in place, over one process group after the other. `what` is for error texts."""
+        """Join the parts of all ranks, in place, over one process group after the other. `what` is for error texts."""
         for group in groups:
             with named(what, group):
                 dist.all_reduce(parts, op=self.op, group=group)
@@ -68,8 +69,8 @@ class Reduction:
         return self.finish(self.join(self.send(values), groups, "a reduction of a RaggedDTensor"))
 
 
-# What a MAX or a MIN makes of nan differs between backends. So ranks send beside each value whether it is nan: as 1,
-# which a MAX keeps, or as -1, which a MIN keeps (test_what_is_not_finite_on_one_rank_is_seen_by_all,
+# Backends differ in the MAX and the MIN of nan. So ranks send a mark beside each value that is nan: 1, which a MAX
+# keeps, or -1, which a MIN keeps (test_what_is_not_finite_on_one_rank_is_seen_by_all,
 # test_whole_numbers_complex_numbers_nan_empty_and_single_ones).
 
 
@@ -95,8 +96,7 @@ LARGEST_MAGNITUDE = Reduction(_Op.MAX, torch.amax, 0.0, _beside_nan, _nan_again)
 
 @lru_cache(maxsize=64)
 def norm_of_order(power: float) -> Reduction:
-    """Returns the row that makes one norm of the norms of pieces. Of order 0 it is the number of elements that are not
-    zero."""
+    """Returns the row that joins the norms of pieces. The norm of order 0 is the number of elements that are not 0."""
     if power == math.inf:
         return LARGEST_MAGNITUDE
     if power == -math.inf:
@@ -108,8 +108,7 @@ def norm_of_order(power: float) -> Reduction:
 
 
 def local_norms(pieces: Sequence[torch.Tensor], power: float, foreach: bool) -> list[torch.Tensor]:
-    """Returns the norm of each piece. All pieces have one dtype; the norms of halves are float32, since they are yet to
-    be added up."""
+    """Returns the norm of each piece of one dtype. Norms of 16-bit floats are float32: they are added up later."""
     dtype = torch.float32 if pieces[0].dtype.itemsize < 4 else None
     if foreach:
         return list(torch._foreach_norm(list(pieces), power, dtype=dtype))
@@ -118,26 +117,25 @@ def local_norms(pieces: Sequence[torch.Tensor], power: float, foreach: bool) -> 
 
 def alike(pieces: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Returns the pieces that have elements, in lists of one device and dtype."""
-    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    lists: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for piece in pieces:
         if piece.numel():
-            found.setdefault((piece.device, piece.dtype), []).append(piece)
-    return list(found.values())
+            lists.setdefault((piece.device, piece.dtype), []).append(piece)
+    return list(lists.values())
 
 
 def held_of(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns what this rank holds of a gradient: the memory itself."""
+    """Returns this rank's part of a gradient: the memory itself."""
     if isinstance(grad, DTensor):
         return local_tensor(grad)
     if grad.is_sparse and not grad.is_coalesced():
-        # An index that is there twice stands for the sum of both.
+        # The value at an index that is there twice is the sum of both.
         grad = parameter.grad = grad.coalesce()
     return grad.values() if grad.is_sparse else grad
 
 
 def wide(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Returns the dtype in which ranks send their parts of a sum, wide enough to lose no more than one rank would; on
-    devices without float64 parts are rounded to float32."""
+    """Returns the dtype in which ranks send parts of a sum: the widest of the device, so that the sum loses little."""
     if dtype.is_complex:
         return torch.complex128 if device.type not in WITHOUT_FLOAT64 else torch.complex64
     if dtype.is_floating_point:

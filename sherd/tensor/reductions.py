@@ -1,8 +1,7 @@
-"""Sums, norms, extrema and tests over a whole ragged tensor, and norms of one in equal chunks: each becomes one value
-that every rank knows.
+"""Reductions of a whole ragged tensor to one value (sums, norms, extrema, tests), and norms of a tensor in chunks.
 
 Each rank reduces its run; one all-reduce over each mesh axis that shards the tensor joins the ranks' values
-(`sherd.tensor.reduction_table`). Replicas know the same already. The answer is a replicated DTensor.
+(`sherd.tensor.reduction_table`). Replicas have the same value already. The answer is a replicated DTensor.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from sherd.tensor.elementwise import on_runs
 from sherd.tensor.gather import counted_here, gather
 from sherd.tensor.operands import layouts_in, local_of, lone_value, on_owner, unknown
 from sherd.tensor.optimizers import by_kind
-from sherd.tensor.own import OwnDTensor, places_at
-from sherd.tensor.placement import Layout, layout_of
-from sherd.tensor.places import Places
+from sherd.tensor.placement import Layout, Places, layout_of
 from sherd.tensor.reduction_table import (
     ALL,
     ANY,
@@ -35,35 +32,31 @@ from sherd.tensor.reduction_table import (
     wide,
 )
 from sherd.tensor.replicated import known, known_scalars
-from sherd.tensor.sharded import ShardedDTensor, by_torch
+from sherd.tensor.sharded import OwnDTensor, ShardedDTensor, by_torch, places_at
 from sherd.tensor.table import RAGGED, SHARDED, Args, Aten, Kwargs, answers
 
 OfAll = Callable[[Aten, torch.Tensor, Layout, Kwargs], torch.Tensor]
 
 
 def answers_for_all(*names: str) -> Callable[[OfAll], OfAll]:
-    """Let a function reduce all elements: it gets this rank's run, the layout and the keywords, and returns the value.
-
-    A reduction over some dims only, which gives more than one value, is left to the owner.
-    """
+    """Let a function reduce all elements: from this rank's run, the layout and the keywords to the value."""
 
     def enter(reduce: OfAll) -> OfAll:
         @answers(*names)
         def operation(func: Aten, args: Args, kwargs: Kwargs) -> object:
             tensor, *rest = args
             layout = layout_of(spec_of(tensor))
-            # count_nonzero has no keepdim, and is given none.
-            given = dict(zip(("dim", "keepdim"), rest, strict=False)) | kwargs
-            if given.get("out") is not None:
+            options = dict(zip(("dim", "keepdim"), rest, strict=False)) | kwargs  # count_nonzero has no keepdim
+            if options.get("out") is not None:
                 raise unknown(func, layout, "out= of a reduction")
-            dim = given.get("dim")
+            dim = options.get("dim")
             if dim == [] and func.name() in ("aten::all.dims", "aten::any.dims"):
-                return on_runs(func, args, kwargs)  # no dims are none to these two, and all to others
-            # max.dim and min.dim give the places too.
+                return on_runs(func, args, kwargs)  # an empty list means no dim to these two, and all dims to others
+            # max.dim and min.dim also return indices.
             if func.name() in ("aten::max.dim", "aten::min.dim") or not _covers(dim, layout):
-                return on_owner(func, args, kwargs)
+                return on_owner(func, args, kwargs)  # a reduction over some dims gives more than one value
             _require_accepted(func, tensor, rest, kwargs)
-            return _answer(reduce(func, local_tensor(tensor), layout, kwargs), layout, bool(given.get("keepdim")))
+            return _answer(reduce(func, local_tensor(tensor), layout, kwargs), layout, bool(options.get("keepdim")))
 
         return reduce
 
@@ -71,26 +64,26 @@ def answers_for_all(*names: str) -> Callable[[OfAll], OfAll]:
 
 
 def _covers(dim: int | Sequence[int] | None, layout: Places) -> bool:
-    """Returns True if these dims are all that a tensor has; none stands for all."""
+    """Returns True if `dim` is all dims of a tensor, or None or empty, which stand for all."""
     if dim is None or dim == []:
         return True
-    ndim = len(layout.shape)
-    return {each % ndim if ndim else 0 for each in ([dim] if isinstance(dim, int) else dim)} >= set(range(ndim))
+    ndim, dims = len(layout.shape), [dim] if isinstance(dim, int) else dim
+    return {number % ndim if ndim else 0 for number in dims} >= set(range(ndim))
 
 
 _accepted: set[tuple[Aten, int, torch.dtype, str]] = set()
 
 
 def _require_accepted(func: Aten, tensor: torch.Tensor, rest: Sequence[object], kwargs: Kwargs) -> None:
-    """Raise what torch raises for these arguments: on all ranks, also on those that have nothing to reduce.
+    """Raise torch's error for these arguments, also on ranks that have nothing to reduce.
 
-    Otherwise they would wait for ranks that have raised (test_what_torch_refuses_is_refused_on_all_ranks). An operation
-    is tried once on a tensor without data, since that takes up to 2 ms.
+    Otherwise those ranks would wait for the ranks that raise (test_what_torch_refuses_is_refused_on_all_ranks). Each
+    operation is tried once, on a tensor without data, since that takes up to 2 ms.
     """
-    tried = func, tensor.ndim, tensor.dtype, repr((rest, kwargs))
-    if tried not in _accepted:
+    call = func, tensor.ndim, tensor.dtype, repr((rest, kwargs))
+    if call not in _accepted:
         func(torch.empty((2,) * tensor.ndim, dtype=tensor.dtype, device="meta"), *rest, **kwargs)
-        _accepted.add(tried)
+        _accepted.add(call)
 
 
 def _answer(value: torch.Tensor, layout: Places, keepdim: bool) -> DTensor:
@@ -109,22 +102,17 @@ def _counted(local: torch.Tensor, layout: Places) -> torch.Tensor:
 def summed(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
     """Returns the sum, mean or product of all elements."""
     local = _counted(local, layout)
-    kind = func.name().removeprefix("aten::").partition(".")[0]
+    name = func.name().removeprefix("aten::").partition(".")[0]
     natural = local.dtype if local.dtype.is_floating_point or local.dtype.is_complex else torch.int64
     dtype = kwargs.get("dtype") or natural
-    row = PRODUCT if kind == "prod" else SUM
+    row = PRODUCT if name == "prod" else SUM
     full = row.over(row.fold(local.to(dtype), dtype=wide(dtype, local.device)), layout.groups)
-    if kind == "mean":
-        numel = _numel(local, layout)
+    if name == "mean":
+        numel = layout.numel
+        if layout.is_of_vectors:  # its size is that of the vectors, which have some elements more than once
+            numel = int(SUM.over(torch.tensor(local.numel(), device=local.device), layout.groups).item())
         full = full / numel if numel else full * math.nan
     return full.to(dtype)
-
-
-def _numel(counted: torch.Tensor, layout: Layout) -> int:
-    """Returns how many elements all ranks count; this rank counts `counted`."""
-    if not layout.is_of_vectors:
-        return layout.numel
-    return int(SUM.over(torch.tensor(counted.numel(), device=counted.device), layout.groups).item())
 
 
 @answers_for_all("count_nonzero")
@@ -138,14 +126,14 @@ def counted_nonzero(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwa
 
 @answers_for_all("max", "min", "amax", "amin")
 def extreme(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
-    """Returns the largest or smallest element, or nan if there is one."""
+    """Returns the largest or smallest element, or nan if one element is nan."""
     if not layout.numel:
         raise IndexError(f"{func.name()}: a tensor of shape {layout.shape} has no largest or smallest element")
     return _extreme(local, LARGEST if "max" in func.name() else SMALLEST, layout)
 
 
 def _extreme(local: torch.Tensor, row: Reduction, layout: Places) -> torch.Tensor:
-    if local.is_complex():  # said here, since a rank without elements would not find out
+    if local.is_complex():  # torch raises only on ranks that have elements
         raise NotImplementedError(f"{local.dtype} numbers have no largest or smallest; compare their abs()")
     dtype = wide(local.dtype, local.device)
     here = row.fold(local).to(dtype) if local.numel() else row.nothing(dtype, local.device)
@@ -166,7 +154,7 @@ def maxima_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
 @answers_for_all("all", "any")
 def tested(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
-    """Returns True if all elements are true, or if any is."""
+    """Returns True if all elements are true, or if any element is."""
     is_any = func.name().startswith("aten::any")
     row, here = (ANY, local.any()) if is_any else (ALL, local.all())
     return row.over(here.to(torch.int32), layout.groups).to(torch.uint8 if local.dtype == torch.uint8 else torch.bool)
@@ -174,7 +162,7 @@ def tested(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> t
 
 @answers("equal", "allclose")
 def same_values(func: Aten, args: Args, kwargs: Kwargs) -> bool:
-    """`torch.equal` and `torch.allclose`: all ranks get the same answer."""
+    """Answer `torch.equal` and `torch.allclose` alike on all ranks."""
     layout = layouts_in(args, {})[0]
     here = func(*(local_of(value, layout, func) for value in args), **kwargs)
     return bool(ALL.over(torch.tensor(int(here), dtype=torch.int32, device=layout.device), layout.groups).item())
@@ -193,23 +181,25 @@ def item(func: Aten, args: Args, kwargs: Kwargs) -> object:
 @SHARDED.answers("linalg_vector_norm", "norm")
 @answers("linalg_vector_norm", "norm")
 def norm(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns the p-norm of all elements. Torch would leave it to the first who reads it: `item()` reads one rank's
-    part of an infinity norm."""
+    """Returns the p-norm of all elements.
+
+    torch's norm of a DTensor is reduced by its first reader, and `item()` reads one rank's part of an infinity norm.
+    """
     tensor, *rest = args
     places = places_at(tensor)
-    given = dict(zip(("ord", "dim", "keepdim", "dtype"), rest, strict=False)) | kwargs
+    options = dict(zip(("ord", "dim", "keepdim", "dtype"), rest, strict=False)) | kwargs
     if func.name() == "aten::norm.ScalarOpt_dtype":
-        given = {"ord": rest[0], "dtype": rest[1] if len(rest) > 1 else kwargs["dtype"]}
-    if given.get("out") is not None or not _covers(given.get("dim") or None, places):
+        options = {"ord": rest[0], "dtype": rest[1] if len(rest) > 1 else kwargs["dtype"]}
+    if options.get("out") is not None or not _covers(options.get("dim") or None, places):
         if isinstance(tensor, ShardedDTensor):
             return by_torch(func, args, kwargs)
-        if given.get("out") is not None:
+        if options.get("out") is not None:
             raise unknown(func, layout_of(spec_of(tensor)), "out= of a reduction")
         return on_owner(func, args, kwargs)
-    power = given.get("ord", given.get("p"))
+    power = options.get("ord", options.get("p"))
     _require_accepted(func, tensor, rest, kwargs)
-    (value,) = norms([tensor], 2.0 if power is None else float(power), given.get("dtype"), places)
-    return _answer(value, places, bool(given.get("keepdim")))
+    (value,) = norms([tensor], 2.0 if power is None else float(power), options.get("dtype"), places)
+    return _answer(value, places, bool(options.get("keepdim")))
 
 
 @SHARDED.answers("_foreach_norm")
@@ -219,38 +209,37 @@ def norms_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
     def of_pieces(func: Aten, args: Args, kwargs: Kwargs) -> list[DTensor]:
         tensors, *rest = args
-        given = dict(zip(("ord", "dtype"), rest, strict=False)) | kwargs
-        values: dict[int, DTensor] = {}
+        options = dict(zip(("ord", "dtype"), rest, strict=False)) | kwargs
+        answers: dict[int, DTensor] = {}
         for layout, indices in _by_axes(tensors).items():
             together = tensors if len(indices) == len(tensors) else [tensors[index] for index in indices]
-            found = norms(together, float(given.get("ord", 2)), given.get("dtype"), layout)
-            values.update(zip(indices, known_scalars(found, layout), strict=True))
-        return [values[index] for index in range(len(tensors))]
+            values = norms(together, float(options.get("ord", 2)), options.get("dtype"), layout)
+            answers.update(zip(indices, known_scalars(values, layout), strict=True))
+        return [answers[index] for index in range(len(tensors))]
 
     return by_kind(of_pieces, func, args, kwargs)
 
 
 def _by_axes(tensors: Sequence[OwnDTensor]) -> dict[Places, list[int]]:
-    """Returns which tensors are sharded over the same mesh axes, by the places of the first of them."""
+    """Returns the indices of tensors that are sharded over the same mesh axes, by the places of the first of them."""
     places = list(map(places_at, tensors))
     by_axes: dict[tuple[DeviceMesh, tuple[int, ...]], Places] = {}
     leaders = {each: by_axes.setdefault((each.mesh, each.joined_axes), each) for each in dict.fromkeys(places)}
-    found: dict[Places, list[int]] = {each: [] for each in by_axes.values()}
+    indices: dict[Places, list[int]] = {leader: [] for leader in by_axes.values()}
     for index, each in enumerate(places):
-        found[leaders[each]].append(index)
-    return found
+        indices[leaders[each]].append(index)
+    return indices
 
 
 def norms(tensors: Sequence[OwnDTensor], power: float, dtype: torch.dtype | None, layout: Places) -> list[torch.Tensor]:
-    """Returns the p-norm of each tensor, in `dtype` (None: in its own); one all-reduce per axis. All are sharded over
-    the axes that `layout` is sharded over."""
+    """Returns the p-norm of each tensor in `dtype` (None: its own); all are sharded over the same axes as `layout`."""
     locals_ = list(map(local_tensor, tensors))
     if any(places.is_of_vectors for places in set(map(places_at, tensors))):
         locals_ = [_counted(local, places_at(each)) for local, each in zip(locals_, tensors, strict=True)]
     locals_ = locals_ if dtype is None else [local.to(dtype) for local in locals_]
     dtypes = {local.dtype for local in locals_}
     for each in dtypes:
-        if not (each.is_floating_point or each.is_complex):  # a rank without elements would not find out
+        if not (each.is_floating_point or each.is_complex):  # torch raises only on ranks that have elements
             raise RuntimeError(f"a norm is of floating point or complex numbers, not of {each}")
     row = norm_of_order(power)
     if len(dtypes) == 1 and all(local.numel() for local in locals_):
@@ -274,14 +263,14 @@ def norms(tensors: Sequence[OwnDTensor], power: float, dtype: torch.dtype | None
 @SHARDED.answers("_amp_foreach_non_finite_check_and_unscale_")
 @RAGGED.answers("_amp_foreach_non_finite_check_and_unscale_")
 def unscaled(func: Aten, args: Args, kwargs: Kwargs) -> None:
-    """Unscale this rank's pieces; `found_inf` is set on all ranks when it is on one."""
+    """Unscale this rank's pieces; `found_inf` is set on all ranks if one rank sets it."""
 
     def on_pieces(func: Aten, args: Args, kwargs: Kwargs) -> None:
-        pieces, found, inverse = args
+        pieces, found_inf, inverse = args
         for layout, indices in _by_axes(pieces).items():
-            found_here = torch.zeros_like(found)
+            found_here = torch.zeros_like(found_inf)
             func([local_tensor(pieces[index]) for index in indices], found_here, inverse)
-            torch.maximum(found, ANY.over(found_here, layout.groups), out=found)
+            torch.maximum(found_inf, ANY.over(found_here, layout.groups), out=found_inf)
 
     grads, *numbers = args
     plain = [number if one is None else one for number in numbers for one in [lone_value(number)]]

@@ -1,7 +1,7 @@
-"""Values that every rank knows, computed with as on one rank: no communication, no planning.
+"""Values that every rank knows: operations on them run as on one rank, without communication and planning.
 
-torch's own replicated DTensor would do, but looks up the placements of each new operation first: clipping by the norm
-of 200 gradients takes 20 times as long the first time.
+torch's own replicated DTensor looks up the placements of each new operation first: clipping by the norm of 200
+gradients takes 20 times as long the first time.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from sherd._torch import (
     not_traced,
     spec_of,
 )
-from sherd.tensor.places import Places
+from sherd.tensor.placement import Places
 from sherd.tensor.table import Args, Aten, Kwargs, tensors_among, with_changed
 
 
 class ReplicatedDTensor(DTensor):
-    """A replicated DTensor that was made by reducing ragged ones. It turns into torch's own when it meets one."""
+    """A replicated DTensor, the result of a reduction. Where it meets a DTensor of torch, it turns into one."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as torch declares it is not as it calls it
         cls, func: Aten, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        """Compute with the values, unless other DTensors take part: then let those answer."""
+        """Compute with the values, unless other DTensors take part: then they answer."""
         kwargs = kwargs or {}
         tensors = list(tensors_among((*args, *kwargs.values())))
         others = [tensor for tensor in tensors if not isinstance(tensor, ReplicatedDTensor)]
@@ -44,7 +44,11 @@ class ReplicatedDTensor(DTensor):
         for other in others:
             if isinstance(other, DTensor) and type(other) is not DTensor:
                 return other.__torch_dispatch__(func, types, args, kwargs)
-        stock_args, stock_kwargs = with_changed((args, kwargs), ReplicatedDTensor, _stock)
+
+        def stock(value: ReplicatedDTensor) -> DTensor:
+            return dtensor(local_tensor(value), spec_of(value))
+
+        stock_args, stock_kwargs = with_changed((args, kwargs), ReplicatedDTensor, stock)
         return func(*stock_args, **stock_kwargs)
 
     @staticmethod
@@ -53,10 +57,6 @@ class ReplicatedDTensor(DTensor):
 
 
 dispatches_itself(ReplicatedDTensor)
-
-
-def _stock(value: ReplicatedDTensor) -> DTensor:
-    return dtensor(local_tensor(value), spec_of(value))
 
 
 def _computed(func: Aten, args: Args, kwargs: Kwargs, like: ReplicatedDTensor) -> object:
@@ -76,12 +76,12 @@ def _computed(func: Aten, args: Args, kwargs: Kwargs, like: ReplicatedDTensor) -
 
 
 def known(value: torch.Tensor, layout: Places) -> ReplicatedDTensor:
-    """Returns a value that all ranks of a mesh have, as a DTensor on it."""
+    """Returns a value that all ranks of a mesh have, as a DTensor on that mesh."""
     return dtensor_of(ReplicatedDTensor, value, _spec_of_value(value, layout), False)
 
 
 def known_scalars(values: Sequence[torch.Tensor], layout: Places) -> list[DTensor]:
-    """Returns `known` of each of many values without dimensions."""
+    """Returns `known` of each value; all values are scalars."""
     specs = {dtype: _spec_of_value(torch.empty((), dtype=dtype), layout) for dtype in {value.dtype for value in values}}
     return [new_dtensor(ReplicatedDTensor, value, specs[value.dtype]) for value in values]
 

@@ -1,4 +1,4 @@
-"""A tensor in equal chunks, one on each rank: a DTensor that works on its chunks itself where no rank needs another's.
+"""Tensors in equal chunks, one on each rank: DTensors that compute on their chunks where no rank needs another's.
 
 torch plans each operation on DTensors by all of its arguments. A list of 900 tensors, as optimizers step them, takes
 14 seconds to plan the first time (torch issues 109477 and 134191); element by element there is nothing to plan. All
@@ -8,6 +8,8 @@ other operations are torch's own.
 from __future__ import annotations
 
 import copy
+import operator
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex
 
@@ -28,28 +30,79 @@ from sherd._torch import (
     replace_local_tensor,
     spec_of,
 )
-from sherd.tensor.own import OwnDTensor, places_at
-from sherd.tensor.placement import places_of
+from sherd.errors import WriteBackError
+from sherd.tensor.gather import part_given
+from sherd.tensor.placement import Places, places_of
 from sherd.tensor.table import SHARDED, Args, Aten, Kwargs, is_in_place, with_changed
 
 
-class ShardedDTensor(OwnDTensor):
-    """A DTensor with `Shard(dim)` or `Replicate()` on each mesh axis. `type(x) is DTensor` is all that tells it from
-    torch's own, and `pickle` writes it as one.
+class OwnDTensor(DTensor):
+    """The base of this library's DTensors: values that are assigned to `.data` go into the tensor's memory.
 
-    Elementwise operations, lists of them (`torch._foreach_*`, fused optimizers) and norms work on this rank's chunk;
-    results of the same shape are of this class. All others give what torch's DTensor gives.
+    torch's own `.data = other` replaces the shell around the local tensor, but not the local tensor: values are lost.
+    """
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor outside autograd.
+
+        It can be set to a DTensor of the same shape, an unsharded tensor, or this rank's part: the values are copied
+        into the tensor's own memory, in its own dtype. If a DTensor has other placements, all ranks must set `data`.
+
+        Raises:
+            WriteBackError: `data` is set to a tensor of another shape.
+        """
+        # torch's `data` has a version counter of its own, which would not tell that this tensor was written to.
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        local = local_tensor(self)
+        if isinstance(value, DTensor):
+            value = local_tensor(value) if self.lies_as(value) else value.full_tensor()
+        part = part_given(value, tuple(self.shape), local, self._piece_of)
+        if part is None:
+            raise WriteBackError(
+                f".data = a tensor of shape {tuple(value.shape)}: this one is {tuple(self.shape)}, of which this rank "
+                f"holds {local.numel()} elements; give the whole tensor or this rank's part"
+            )
+        with torch.no_grad():
+            local.copy_(part)
+            torch.autograd.graph.increment_version(self)
+
+    def lies_as(self, other: DTensor) -> bool:
+        """Returns True if both tensors have the same elements on the same ranks."""
+        return places_at(self).same_as(places_of(spec_of(other)))
+
+    @abstractmethod
+    def around(self, local: torch.Tensor) -> OwnDTensor:
+        """Returns a tensor with the places of this one, around `local`, this rank's part of it, outside autograd."""
+
+    @abstractmethod
+    def _piece_of(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of an unsharded tensor of this shape."""
+
+
+places_at: Callable[[OwnDTensor], Places] = operator.attrgetter("_spec.sherd_places")
+"""Returns the places of a tensor's pieces; tensors that lie alike share the object."""
+
+
+class ShardedDTensor(OwnDTensor):
+    """A DTensor with `Shard(dim)` or `Replicate()` on each mesh axis.
+
+    Only its type tells it from a DTensor of torch, and `pickle` writes it as one. Elementwise operations, lists of them
+    (`torch._foreach_*`, fused optimizers) and norms compute on this rank's chunk; results of the same shape are of this
+    class. All other operations give what torch's DTensor gives.
     """
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as torch declares it is not as it calls it
         cls, func: Aten, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        """Answer an operation on the chunks, or have torch answer it."""
         return SHARDED.operation_for(func)(func, args, kwargs or {})
 
     def around(self, local: torch.Tensor) -> ShardedDTensor:
-        """Returns a tensor that lies as this one, around `local`, this rank's chunk of it, outside autograd."""
+        """Returns a tensor with the places of this one, around `local`, this rank's chunk of it, outside autograd."""
         return dtensor_of(ShardedDTensor, local, places_at(self).spec(local.dtype), False)
 
     def _piece_of(self, full: torch.Tensor) -> torch.Tensor:
@@ -57,20 +110,20 @@ class ShardedDTensor(OwnDTensor):
         return local_tensor(whole.redistribute(placements=self.placements))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
-        made: torch.Tensor = as_torchs(self)
+        stock: torch.Tensor = as_torchs(self)
         if isinstance(self, nn.Parameter):
-            made = nn.Parameter(made, self.requires_grad)
+            stock = nn.Parameter(stock, self.requires_grad)
         else:
-            made.requires_grad_(self.requires_grad)
-        give_attributes(made, attributes_of(self))
-        written: str | tuple[object, ...] = made.__reduce_ex__(protocol)
-        return written
+            stock.requires_grad_(self.requires_grad)
+        give_attributes(stock, attributes_of(self))
+        pickled: str | tuple[object, ...] = stock.__reduce_ex__(protocol)
+        return pickled
 
     @staticmethod
     def __tensor_unflatten__(*parts: object) -> DTensor:
-        made: DTensor = DTensor.__tensor_unflatten__(*parts)
-        spec = places_of(spec_of(made)).spec(made.dtype)
-        return dtensor_of(ShardedDTensor, local_tensor(made), spec, made.requires_grad)
+        stock: DTensor = DTensor.__tensor_unflatten__(*parts)
+        spec = places_of(spec_of(stock)).spec(stock.dtype)
+        return dtensor_of(ShardedDTensor, local_tensor(stock), spec, stock.requires_grad)
 
 
 dispatches_itself(ShardedDTensor)
@@ -83,10 +136,9 @@ def sharded_dtensor(local: torch.Tensor, spec: DTensorSpec) -> ShardedDTensor:
 
 
 def rest_on(tensor: DTensor, local: torch.Tensor) -> None:
-    """Make `local` the memory of `tensor`, which stays the same object. One of torch's own, that a user has loaded or
-    swapped in, becomes a `ShardedDTensor`."""
+    """Make `local` the memory of `tensor`, which stays the same object."""
     replace_local_tensor(tensor, local)
-    if type(tensor) is DTensor:
+    if type(tensor) is DTensor:  # torch's own, which a user loads or swaps in
         replace_class(tensor, ShardedDTensor, places_of(spec_of(tensor)).spec(local.dtype))
 
 
@@ -97,18 +149,20 @@ def as_torchs(tensor: ShardedDTensor) -> DTensor:
 
 
 class CopiedView(DTensor):
-    """A view of a sharded tensor whose elements are on other ranks, such as `weight[i]` of rows. Torch's DTensor gives
-    a copy, and loses what is written into it without a word; writes into this one go into the tensor too.
+    """A view of a sharded tensor that has elements of other ranks, such as `weight[i]` of rows.
+
+    torch's DTensor gives a copy, and a write into that copy is lost without a word. A write into this view goes into
+    the tensor too.
     """
 
     viewed: ShardedDTensor | CopiedView
     look: Callable[[torch.Tensor], torch.Tensor]
+    """Returns the view of an unsharded tensor."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as torch declares it is not as it calls it
         cls, func: Aten, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        """Have torch answer an operation, and hand on what it wrote."""
         own_args, own_kwargs = with_changed((args, kwargs or {}), CopiedView, _copy)
         result = func(*own_args, **own_kwargs)
         if not is_in_place(func):
@@ -118,14 +172,14 @@ class CopiedView(DTensor):
         return args[0]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
-        written: str | tuple[object, ...] = _copy(self).__reduce_ex__(protocol)
-        return written
+        pickled: str | tuple[object, ...] = _copy(self).__reduce_ex__(protocol)
+        return pickled
 
     def __deepcopy__(self, memo: dict[int, object]) -> DTensor:
         return copy.deepcopy(_copy(self), memo)
 
     def write_back(self) -> None:
-        """Copy the elements into the tensor that this is a view of. All ranks of its mesh must call it."""
+        """Copy the elements into the viewed tensor. All ranks of the mesh must call it."""
         viewed = self.viewed
         whole = (_copy(viewed) if isinstance(viewed, CopiedView) else as_torchs(viewed)).full_tensor()
         self.look(whole).copy_(_copy(self).full_tensor())
@@ -144,28 +198,28 @@ def _copy(view: DTensor) -> DTensor:
 
 
 def _views_of(viewed: ShardedDTensor | CopiedView, func: Aten, args: Args, kwargs: Kwargs, result: Any) -> object:
-    """Returns the result of a view with each DTensor in memory of its own made a `CopiedView`, and others ours."""
+    """Returns the result of a view operation: DTensors with memory of their own as `CopiedView`, others as ours."""
     memory = local_tensor(viewed).untyped_storage().data_ptr()
     several = isinstance(result, list | tuple)
 
     def look(index: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def of(whole: torch.Tensor) -> torch.Tensor:
-            found = func(whole, *args[1:], **kwargs)
-            chosen: torch.Tensor = found[index] if several else found
-            return chosen
+            views = func(whole, *args[1:], **kwargs)
+            view: torch.Tensor = views[index] if several else views
+            return view
 
         return of
 
-    made = []
+    views: list[DTensor] = []
     for index, each in enumerate(result if several else [result]):
         local, spec = local_tensor(each), spec_of(each)
         if isinstance(viewed, CopiedView) or local.untyped_storage().data_ptr() != memory:
-            each = dtensor_of(CopiedView, local, spec, False)
-            each.viewed, each.look = viewed, look(index)
+            copied: CopiedView = dtensor_of(CopiedView, local, spec, False)
+            copied.viewed, copied.look = viewed, look(index)
+            views.append(copied)
         else:
-            each = sharded_dtensor(local, spec)
-        made.append(each)
-    return type(result)(made) if several else made[0]
+            views.append(sharded_dtensor(local, spec))
+    return type(result)(views) if several else views[0]
 
 
 @SHARDED.answers("other")

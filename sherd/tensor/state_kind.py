@@ -1,8 +1,7 @@
 """The kinds of optimizer state: elements of its parameter, one number such as a count of steps, or neither.
 
-An optimizer says nowhere which of its state belongs to the single elements of a parameter and must be cut, gathered
-and merged as the parameter is. Shapes tell, but for a scalar parameter, of which a momentum and a count of steps look
-alike.
+An optimizer does not say which state belongs to the elements of a parameter, to be cut, gathered and merged like the
+parameter. Shapes tell, except for a scalar parameter: its momentum and its count of steps look alike.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class StateKind(Enum):
     """The kind of one piece of a parameter's state."""
 
     ELEMENTS = auto()
-    """A tensor with an element for each of the parameter's, such as a momentum."""
+    """A tensor with an element for each element of the parameter, such as a momentum."""
     NUMBER = auto()
     """A tensor without dimensions that belongs to the parameter as a whole, such as a count of steps."""
     OTHER = auto()
@@ -41,14 +40,14 @@ def kind_of(
     local_shape: torch.Size | None = None,
     elementwise_keys: Collection[str] = (),
 ) -> StateKind:
-    """Classify what an optimizer keeps under `key` for one parameter.
+    """Returns the kind of `value`, which an optimizer keeps under `key` for one parameter.
 
     Args:
-        key: the name of this piece of state. It decides for a tensor without dimensions and a scalar parameter.
+        key: the name of this piece of state. It decides for a scalar tensor of a scalar parameter.
         value: the piece of state.
         shape: the unsharded shape of the parameter. DTensors of this shape have its elements.
-        local_shape: the shape of a plain tensor that has the elements: `shape` (None) in a state dict of unsharded
-            tensors, that of this rank's shard in the state of an optimizer that steps.
+        local_shape: the shape of a plain tensor that has the elements: None for `shape`, in a state dict of unsharded
+            tensors; the shape of this rank's shard in the state of an optimizer that steps.
         elementwise_keys: keys that are known to hold elements, whatever their names say.
     """
     if isinstance(value, DTensor):
@@ -62,8 +61,7 @@ def kind_of(
 
 
 def elementwise_keys(states: Iterable[tuple[torch.Tensor, State]]) -> set[str]:
-    """Returns the keys under which parameters with dims keep tensors with dims: of a scalar's state they tell more than
-    names do."""
+    """Returns the keys of tensors with dims of parameters with dims. They hold elements of scalar parameters, too."""
     return {
         key
         for parameter, state in states
@@ -74,5 +72,5 @@ def elementwise_keys(states: Iterable[tuple[torch.Tensor, State]]) -> set[str]:
 
 
 def copy_of(value: Any) -> Any:
-    """Returns a copy of a tensor, and anything else as it is."""
+    """Returns a copy of a tensor, and any other value unchanged."""
     return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,7 +1,6 @@
-"""Tensors inside the containers that modules take and return: tuples, lists, sets, dicts, namedtuples, dataclasses, and
-their mixes.
+"""Tensors inside the containers that modules take and return: tuples, lists, sets, dicts, namedtuples, dataclasses.
 
-torch's pytree takes a dataclass for a leaf unless it was registered, so the walk is our own.
+torch's pytree takes a dataclass for a leaf unless it is registered, so the walk is our own.
 """
 
 from __future__ import annotations
@@ -25,28 +24,30 @@ _CLOSED = frozenset((str, bytes, int, bool, float, complex, type(None), torch.dt
 
 
 def tensors_in(value: object, in_any_object: bool = False) -> list[torch.Tensor]:
-    """Returns every tensor in `value`, in order; `in_any_object`: also those held by objects that are no container."""
-    found: list[torch.Tensor] = []
+    """Returns every tensor in `value`, in order; with `in_any_object` also those in objects that are no containers."""
+    tensors: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     def look_into(other: object) -> None:
         if type(other) not in _CLOSED:
-            found.extend(tensors_held_by(other))
+            tensors.extend(tensors_held_by(other))
 
     map_tensors(note, value, look_into if in_any_object else None)
-    return found
+    return tensors
 
 
 MOST_OBJECTS = 10_000
-"""How many objects are looked at, at most, in search of tensors."""
+"""The most objects to look into for tensors."""
 
 
 def tensors_held_by(*roots: Any) -> Iterator[torch.Tensor]:
-    """Every tensor that the `roots` hold, in whatever objects: closures, iterators, attributes, arrays of objects. Not
-    what is in modules, classes and the globals of functions."""
+    """Yields the tensors that `roots` hold, also in closures, iterators, attributes and arrays of objects.
+
+    It does not look into modules, classes and the globals of functions.
+    """
     seen: set[int] = set()
     waiting = list(roots)
     while waiting and len(seen) < MOST_OBJECTS:
@@ -58,7 +59,7 @@ def tensors_held_by(*roots: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, FunctionType):
             waiting.extend((value.__closure__, value.__defaults__))
-        elif type(value).__module__ == "numpy":  # an array does not tell the garbage collector what is in it
+        elif type(value).__module__ == "numpy":  # the garbage collector does not know the items of an array
             waiting.extend(value.flat if getattr(value, "dtype", None) == "object" else ())
         elif not isinstance(value, (type, nn.Module, ModuleType)):
             within = gc.get_referents(value)[:MOST_OBJECTS]
@@ -68,8 +69,9 @@ def tensors_held_by(*roots: Any) -> Iterator[torch.Tensor]:
 def map_tensors(
     change: Callable[[torch.Tensor], torch.Tensor], value: Any, see: Callable[[object], None] | None = None
 ) -> Any:
-    """Returns `value` with every tensor changed; containers that hold a changed one are rebuilt, all else stays as it
-    is. `see`, if given, is called with each object that is neither a tensor nor a tuple, list, set or mapping.
+    """Returns `value` with every tensor changed. Containers of changed tensors are rebuilt, all else is the same.
+
+    `see`, if given, is called with each object that is neither a tensor nor a tuple, list, set or mapping.
 
     Raises:
         UnsupportedError: `value` contains itself.
@@ -122,8 +124,7 @@ def _map_dataclass(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -
             changed[field.name] = after
     if not changed:
         return value
-    # Copied and written, not made anew: __init__ may take other arguments than it has fields, and frozen ones refuse
-    # setattr.
+    # The copy is written to: `__init__` may take other arguments than the fields, and frozen classes refuse setattr.
     rebuilt = copy.copy(value)
     for name, after in changed.items():
         write_into(rebuilt, name, after)

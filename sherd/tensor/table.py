@@ -14,25 +14,27 @@ Changed = TypeVar("Changed")
 
 
 class Aten(Protocol):
-    """One overload of an operation of `torch.ops.aten`, as `__torch_dispatch__` is given it. torch's own class is
-    private."""
+    """One overload of an operation of `torch.ops.aten`, as `__torch_dispatch__` gets it. torch's class is private."""
 
     @property
-    def tags(self) -> Sequence[torch.Tag]: ...
+    def tags(self) -> Sequence[torch.Tag]:
+        """The tags of the operation."""
 
     @property
-    def is_view(self) -> bool: ...
+    def is_view(self) -> bool:
+        """True if the results are views of the first argument."""
 
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Returns the namespace, the operation and the overload: `aten::add.Tensor`."""
 
-    def __call__(self, *args: object, **kwargs: object) -> Any: ...
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Run the operation."""
 
 
 Operation = Callable[[Aten, Args, Kwargs], object]
 Answer = TypeVar("Answer", bound=Operation)
 
-
-FILES = ("elementwise", "local_step", "operands", "optimizers", "pairs", "reductions")
+FILES = ("elementwise", "operands", "optimizers", "reductions")
 """The files of this folder that answer operations. They are loaded when the first operation is looked up."""
 
 
@@ -40,35 +42,36 @@ class Table:
     """The functions that answer operations on tensors of one class."""
 
     def __init__(self) -> None:
-        self._named: dict[str, Operation] = {}
-        self._found: dict[Aten, Operation] = {}
+        self._by_name: dict[str, Operation] = {}
+        self._by_overload: dict[Aten, Operation] = {}
 
     def answers(self, *names: str) -> Callable[[Answer], Answer]:
         """Let a function answer all overloads of these operations of `torch.ops.aten`.
 
-        Some names stand for many: "pointwise" (all that torch tags so), "_foreach_" (all that begin so), "other".
+        Three names stand for many operations: "pointwise" for those that torch tags so, "_foreach_" for those whose
+        names begin so, "other" for the rest.
         """
 
         def enter(operation: Answer) -> Answer:
             for name in names:
-                assert name not in self._named, f"two functions answer {name}"
-                self._named[name] = operation
+                assert name not in self._by_name, f"two functions answer {name}"
+                self._by_name[name] = operation
             return operation
 
         return enter
 
     def operation_for(self, func: Aten) -> Operation:
-        """Returns the function that answers `func`, looked up once."""
-        operation = self._found.get(func)
+        """Returns the function that answers `func`."""
+        operation = self._by_overload.get(func)
         if operation is None:
             for file in FILES:
                 import_module(f"sherd.tensor.{file}")
             namespace, _, name = func.name().partition("::")
             name = name.partition(".")[0]
-            if namespace != "aten" or name not in self._named:
+            if namespace != "aten" or name not in self._by_name:
                 name = "_foreach_" if name.startswith("_foreach_") else ""
                 name = name or ("pointwise" if torch.Tag.pointwise in func.tags else "other")
-            operation = self._found[func] = self._named[name]
+            operation = self._by_overload[func] = self._by_name[name]
         return operation
 
 
@@ -76,13 +79,13 @@ RAGGED = Table()
 """Answers operations on tensors that are cut into runs."""
 
 SHARDED = Table()
-"""Answers operations on tensors that are cut into equal chunks; "other" are torch's."""
+"""Answers operations on tensors that are cut into equal chunks; torch answers the "other" ones."""
 
 answers = RAGGED.answers
 
 
 def is_in_place(func: Aten) -> bool:
-    """Returns True if an operation writes to its first argument and returns it: `mul_`, but not `__and__`."""
+    """Returns True if `func` writes to its first argument and returns that: `mul_`, but not `__and__`."""
     name = func.name().partition(".")[0]
     return name.endswith("_") and not name.endswith("__")
 
@@ -93,7 +96,7 @@ def name_of(func: Aten) -> str:
 
 
 def tensors_among(values: Iterable[object]) -> Iterator[torch.Tensor]:
-    """Yields the tensors among an operation's arguments and in lists of them, in order."""
+    """Yields the tensors among an operation's arguments, and those in lists, in order."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -102,7 +105,7 @@ def tensors_among(values: Iterable[object]) -> Iterator[torch.Tensor]:
 
 
 def first_list(args: Args) -> list[Any]:
-    """Returns the first list of tensors, which the results of an operation on lists are like."""
+    """Returns the first list among the arguments; the results of an operation on lists are like its tensors."""
     return list(next(value for value in args if isinstance(value, list | tuple)))
 
 
@@ -112,7 +115,7 @@ def is_list_of_tensors(value: object) -> TypeGuard[Sequence[Any]]:
 
 
 def with_changed(values: Any, kind: type[Changed], change: Callable[[Changed], object]) -> Any:
-    """Returns the arguments or results with every tensor of `kind` changed, in lists, tuples and dicts too."""
+    """Returns arguments or results with every tensor of class `kind` changed, in lists, tuples and dicts too."""
     if isinstance(values, kind):
         return change(values)
     if isinstance(values, list | tuple):

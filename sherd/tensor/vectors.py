@@ -1,8 +1,7 @@
-"""The placement of a flat parameter on an axis beside data parallelism (tensor parallel), where every rank has a vector
-of its own.
+"""The placement of a flat parameter on a tensor-parallel axis, where every rank has a vector of its own.
 
-    axis rank 0  | up, rows 0 to 2 | norm |          a tensor of one dimension, the vectors one behind the other;
-    axis rank 1  | up, rows 3 to 4 | norm |          the elements of norm are the same in both
+axis rank 0  | up, rows 0 to 2 | norm |          the flat parameter is 1-D: the vectors one behind the other;
+axis rank 1  | up, rows 3 to 4 | norm |          the elements of norm are the same in both
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ Made = TypeVar("Made", bound="UnevenShard")
 
 
 class UnevenShard(Shard):
-    """A placement that torch takes for `Shard(0)` wherever it only looks: its C++ part is that one's."""
+    """A placement that torch takes for `Shard(0)` wherever it only looks."""
 
     stands_for = Shard(0)
 
     def __new__(cls: type[Made], *args: object, **kwargs: object) -> Made:
-        """The C++ base has no annotations."""
-        return super().__new__(cls, 0)  # type: ignore[call-arg]
+        """Returns a placement whose C++ part is that of `Shard(0)`."""
+        return super().__new__(cls, 0)  # type: ignore[call-arg]  # the C++ base has no annotations
 
     def __str__(self) -> str:
         return repr(self)
@@ -40,8 +39,8 @@ class UnevenShard(Shard):
 class VectorShard(UnevenShard):
     """Rank `r` of the axis has `sizes[r]` elements: a vector that `RaggedShard` on other axes cuts into runs.
 
-    `copies`: the extents of this rank's vector whose elements all ranks of the axis have. Reductions count them once,
-    at the axis' first rank; so the norm is that of the parameters, not of the vectors.
+    `copies`: the extents of this rank's vector whose elements all ranks of the axis have. Reductions count them on the
+    axis' first rank alone; so the norm is that of the parameters, not of the vectors.
     """
 
     sizes: tuple[int, ...]
@@ -54,7 +53,7 @@ class VectorShard(UnevenShard):
 
     @property
     def extents(self) -> tuple[Extent, ...]:
-        """The elements that each rank of the axis has, counted in what other axes leave to it."""
+        """The elements that each rank of the axis has, counted within the part that the other axes leave."""
         starts = accumulate(self.sizes, initial=0)
         return tuple(Extent(start, size) for start, size in zip(starts, self.sizes, strict=False))
 
@@ -71,16 +70,17 @@ class VectorShard(UnevenShard):
         return VectorShard, (self.sizes, self.copies)
 
 
-def counted(vectors: Mapping[int, VectorShard], held: Extent, coordinate: Sequence[int]) -> tuple[Extent, ...] | None:
-    """Returns the extents of a run that reductions count at this rank, from where the run begins, or None if they count
-    all of it. The run is `held`, some elements of the vector; `vectors` are the placements by mesh axis. Elements that
-    the first rank of an axis has too are left out."""
-    copies = [held.intersect(copy) for axis, vector in vectors.items() if coordinate[axis] for copy in vector.copies]
+def counted(vectors: Mapping[int, VectorShard], run: Extent, coordinate: Sequence[int]) -> tuple[Extent, ...] | None:
+    """Returns the extents of `run`, this rank's part of the vector, that a reduction counts here. None: the whole run.
+
+    They leave out elements that the first rank of an axis has too, and are counted from the start of the run.
+    """
+    copies = [run.intersect(copy) for axis, vector in vectors.items() if coordinate[axis] for copy in vector.copies]
     if not any(copy.numel for copy in copies):
         return None
-    found, start = [], held.start
+    extents, start = [], run.start
     for copy in sorted(copies, key=lambda copy: copy.start):
-        found.append(Extent(start, max(0, copy.start - start)))
+        extents.append(Extent(start, max(0, copy.start - start)))
         start = max(start, copy.stop)
-    found.append(Extent(start, held.stop - start))
-    return tuple(extent.shifted(-held.start) for extent in found if extent.numel)
+    extents.append(Extent(start, run.stop - start))
+    return tuple(extent.shifted(-run.start) for extent in extents if extent.numel)

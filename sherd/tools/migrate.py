@@ -1,6 +1,6 @@
-"""`explain_migration`: the `fully_shard` calls that a `FullyShardedDataParallel(...)` call corresponds to.
+"""`explain_migration`: the `fully_shard` calls for a `FullyShardedDataParallel(...)` call.
 
-`Choices` reads the arguments, as it does for the wrapper. This file only puts their meaning into words.
+`Choices` reads the arguments, as for the wrapper. This file only puts their meaning into words.
 """
 
 from __future__ import annotations
@@ -34,23 +34,22 @@ WIDTH = 116
 
 
 def explain_migration(module: nn.Module | None = None, **arguments: Any) -> str:
-    """Say with `fully_shard` what `FullyShardedDataParallel(module, **arguments)` sets up.
+    """Translate `FullyShardedDataParallel(module, **arguments)` to `fully_shard` calls, and print them.
 
-    The answer has the calls with all their arguments, the plain module under the name `model`, and then notes in
-    comments: what to do before and after the calls, which arguments have no counterpart, and how the wrapper's methods
-    are called now. A policy, a function, a process group and a mesh appear under the argument's name. The answer is
-    printed as well, by rank 0 alone where there are ranks.
+    The text has the calls with all their arguments, with the plain module as `model`, and then notes in comments: what
+    to do before and after the calls, which arguments have no counterpart, and what replaces the wrapper's methods. A
+    policy, a function, a process group and a mesh appear under the argument's name. Only rank 0 prints.
 
     Args:
-        module: the plain module, or None. With it the answer leaves out what concerns only norms that compute in full
-            precision, or only a start on the meta device, if it has neither. It is not changed.
-        arguments: those of `FullyShardedDataParallel`; torch's own enums, dataclasses and policies are taken too.
+        module: the plain module, or None. With a module, the text leaves out notes on norms in full precision and on
+            the meta device if the module has neither. It is not changed.
+        arguments: those of `FullyShardedDataParallel`; torch's own enums, dataclasses and policies too.
 
     Returns:
         The calls and the notes.
 
     Raises:
-        PolicyTypeError: an argument that `FullyShardedDataParallel` does not take, or of the wrong type.
+        PolicyTypeError: `FullyShardedDataParallel` has no such argument, or an argument is of the wrong type.
         PolicyError: arguments that exclude each other.
     """
     if module is not None and not isinstance(module, nn.Module):
@@ -79,7 +78,7 @@ def explain_migration(module: nn.Module | None = None, **arguments: Any) -> str:
 
 
 def _calls(module: nn.Module | None, given: Mapping[str, Any], choices: Choices, ignored: Ignored) -> Iterator[str]:
-    """Yields the mesh, units in full precision if there are any, and the call that makes all others."""
+    """Yields the mesh, the calls for units in full precision if there are any, and the call for all other units."""
     arguments = _arguments(choices)
     mesh = _mesh(choices)
     if mesh is not None:
@@ -102,9 +101,9 @@ def _calls(module: nn.Module | None, given: Mapping[str, Any], choices: Choices,
 
 
 def _arguments(choices: Choices) -> dict[str, str]:
-    """Returns `fully_shard`'s arguments without those at their default."""
+    """Returns the arguments of `fully_shard` that differ from their defaults."""
     precision, placements = choices.precision, choices.placements
-    if precision.param_dtype is None:  # then these fields mean nothing
+    if precision.param_dtype is None:  # then these fields have no effect
         precision = dataclasses.replace(
             precision, cast_forward_inputs=True, cast_root_forward_inputs=None, full_precision_in_eval=False
         )
@@ -122,7 +121,7 @@ def _arguments(choices: Choices) -> dict[str, str]:
 
 
 def _mesh(choices: Choices) -> str | None:
-    """Returns an expression for a mesh of the ranks that `choices` mean; None for one axis over all ranks."""
+    """Returns an expression for the mesh of `choices`, or None for one axis over all ranks."""
     group, mesh, device = choices.process_group, choices.device_mesh, _written(_device_type(choices))
     if mesh is not None and (mesh.ndim == 1 or mesh.mesh_dim_names is not None):
         return "device_mesh"
@@ -137,7 +136,7 @@ def _mesh(choices: Choices) -> str | None:
 
 
 def _device_type(choices: Choices) -> str:
-    """Returns where the model will compute, as far as that can be known before there are ranks."""
+    """Returns the type of device that the model will compute on, as far as it is known before there are ranks."""
     device = choices.device_id
     if device is not None and not isinstance(device, int):
         return torch.device(device).type
@@ -150,7 +149,7 @@ def _device_type(choices: Choices) -> str:
 
 
 def _steps(module: nn.Module | None, given: Mapping[str, Any], choices: Choices, ignored: Ignored) -> Iterator[str]:
-    """Yields what is to be done beside the calls, in the order of doing it."""
+    """Yields what to do before and after the calls, in order."""
     init, synchronizes = given.get("param_init_fn"), given.get("sync_module_states")
     device = _written(str(choices.device_id) if choices.device_id is not None else _device_type(choices))
     modules = "each of model.modules()" + (" that is not ignored" if ignored.modules else "")
@@ -166,8 +165,8 @@ def _steps(module: nn.Module | None, given: Mapping[str, Any], choices: Choices,
             "ignored_params: the set of the parameters that FSDP1 ignores, those of ignored modules too. If the policy "
             "would choose an ignored module, let it pass that over."
         )
-    if init is not None if module is None else any(each.is_meta for each in module.parameters()):
-        # Before the calls where rank 0's values are to be sent, or some modules are not to be touched.
+    if init is not None if module is None else any(parameter.is_meta for parameter in module.parameters()):
+        # Before the calls if rank 0's values are to be sent, or if ignored modules must stay as they are.
         when = "before" if synchronizes or ignored.parameters else "after"
         values = "param_init_fn(module)" if init is not None else "its reset_parameters(), if it has tensors of its own"
         yield f"meta device: {when} the calls, for {modules}: to_empty(device={device}, recurse=False), then {values}."
@@ -186,7 +185,7 @@ def _steps(module: nn.Module | None, given: Mapping[str, Any], choices: Choices,
 
 
 def _differences(given: Mapping[str, Any], choices: Choices) -> Iterator[str]:
-    """Yields what is said otherwise, or not at all."""
+    """Yields the arguments that `fully_shard` has in another form, or not at all."""
     yield "placement=Flat(): cuts anywhere, as FSDP1 does. Without it a parameter is a DTensor, cut on its dim 0."
     if not choices.use_orig_params:
         yield (
@@ -209,7 +208,7 @@ def _differences(given: Mapping[str, Any], choices: Choices) -> Iterator[str]:
 _AXES = 'mesh_dim_names=("replicate", "shard")'
 _CHOICES = tuple(field.name for field in dataclasses.fields(Choices))
 _SHERDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (ShardingStrategy, BackwardPrefetch, MixedPrecision, CPUOffload)
+    cls.__name__: cls for cls in (ShardingStrategy, BackwardPrefetch, MixedPrecision, CPUOffload)
 }
 _LOOP = """\
 # In the rest of the program:
@@ -229,24 +228,24 @@ _LOOP = """\
 
 
 def _as_sherds(value: Any) -> Any:
-    """Returns sherd's value of the same name for torch's value of an enum or a dataclass; anything else as it is."""
-    kind = _SHERDS.get(type(value).__name__)
-    if kind is None or isinstance(value, kind):
+    """Returns sherd's value for torch's value of an enum or a dataclass of the same name; other values stay."""
+    cls = _SHERDS.get(type(value).__name__)
+    if cls is None or isinstance(value, cls):
         return value
     if isinstance(value, Enum):
-        return kind[value.name]
-    return kind(**{field.name: getattr(value, field.name) for field in dataclasses.fields(kind)})
+        return cls[value.name]
+    return cls(**{field.name: getattr(value, field.name) for field in dataclasses.fields(cls)})
 
 
 def _written(value: Any) -> str:
-    """Returns a value as a user would write it in a call: `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`."""
+    """Returns `value` as written in a program: `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`."""
     if isinstance(value, str):
         return json.dumps(value)
     if isinstance(value, tuple):
-        return f"({''.join(f'{_written(each)}, ' for each in value).rstrip()})"
+        return f"({''.join(f'{_written(item)}, ' for item in value).rstrip()})"
     if dataclasses.is_dataclass(value) and type(value).__module__.startswith("sherd."):
         fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr)
-        chosen = (f"{field.name}={_written(its)}" for field, its in fields if its != field.default)
+        chosen = (f"{field.name}={_written(own)}" for field, own in fields if own != field.default)
         return f"{type(value).__name__}({', '.join(chosen)})"
     return repr(value)
 
@@ -256,7 +255,7 @@ def _comment(text: str, mark: str = "") -> str:
 
 
 def _call(function: str, module: str, arguments: Mapping[str, str]) -> str:
-    """Returns a call on one line if it is short, else with one argument per line."""
+    """Returns a call on one line if it is short, else with one argument on each line."""
     parts = [module, *(f"{name}={arguments[name]}" for name in DEFAULTS if name in arguments)]
     line = f"{function}({', '.join(parts)})"
     return line if len(line) <= WIDTH else f"{function}(\n" + "".join(f"    {part},\n" for part in parts) + ")"

@@ -183,7 +183,7 @@ class Run:
     tensorboard: bool = _field(False, "figures also go to OUT/tensorboard")
     logger: str = _field(
         "",
-        "a function that says where figures also go: docs/using_a_model.md",
+        "a function that says where figures also go: docs/do/train.md",
         "module:function",
         lambda name: not name or all(name.partition(":")),
     )

@@ -1,4 +1,4 @@
-"""The fields of a config in writing: for `--help`, for docs/config.md, and with a run's values as TOML."""
+"""The fields of a config in writing: for `--help`, for docs/look_up/config.md, and with a run's values as TOML."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def describe() -> str:
 
 
 def page() -> str:
-    """The tables of docs/config.md: one a section, with a row per field."""
+    """The tables of docs/look_up/config.md: one a section, with a row per field."""
     return "\n".join(_tables())
 
 
@@ -65,5 +65,5 @@ def write_config(config: Config, out: Path) -> None:
         raise InputError(f"cannot write to {out}: {error.strerror}; choose another --out") from error
 
 
-if __name__ == "__main__":  # for whoever has changed a field: what stands between the marks of docs/config.md
+if __name__ == "__main__":  # for whoever has changed a field: what stands between the marks of docs/look_up/config.md
     print(page(), end="")

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from sherd import save
 from sherd.checkpoint.tensor_bytes import chunks_of, read_tensor
 from sherd.errors import CheckpointError
-from sherd.storage.opened import Opened
+from sherd.storage.files import Content, Opened, write_file
 from sherd.storage.places import Disk
-from sherd.storage.writing import Content, write_file
 from sherd.train.checkpoint import fill
 from sherd.train.config import Config, InputError
 from sherd.train.folder import pick

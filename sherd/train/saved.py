@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from sherd.errors import CheckpointError, StorageError
+from sherd.storage.files import Opened
 from sherd.storage.folder import Folder, Found, checked
 from sherd.storage.manifest import FORMAT, MANIFEST, Manifest
-from sherd.storage.opened import Opened
 from sherd.storage.places import Disk, Place, place_of
 from sherd.train.config import FREE, Config, InputError
 

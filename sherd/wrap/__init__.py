@@ -1,29 +1,22 @@
-"""Wrapping policies, which choose the modules that become units, and `wrap`, which makes units by hand.
+"""Wrapping policies, which choose the modules that become units, `wrap`, which makes units by hand, and the walks.
 
-The policies have the names and meanings of those in `torch.distributed.fsdp.wrap`.
+The policies have the names and meanings of those in `torch.distributed.fsdp.wrap`. The walks over a model ask a policy
+which modules become units, put wrappers in their places, and check them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from typing import Any, Protocol, TypeAlias
 
 from torch import nn
 
-from sherd.errors import PolicyTypeError
-
-# `as` makes a name one that other layers import from here: the front ends ask policies by these walks.
-from sherd.wrap.walks import Chosen as Chosen
-from sherd.wrap.walks import Kwargs, _Policy, label
-from sherd.wrap.walks import WrapPolicy as WrapPolicy
-from sherd.wrap.walks import apply_wraps as apply_wraps
-from sherd.wrap.walks import check_frozen as check_frozen
-from sherd.wrap.walks import check_none_wrapped as check_none_wrapped
-from sherd.wrap.walks import choose as choose
-from sherd.wrap.walks import is_container as is_container
-from sherd.wrap.walks import post_order as post_order
+from sherd.errors import ModuleError, PolicyError, PolicyTypeError
 
 __all__ = [
     "CustomPolicy",
@@ -37,11 +30,26 @@ __all__ = [
     "wrap",
 ]
 
-# Policies that are objects: asked once for the whole tree
+Kwargs: TypeAlias = dict[str, Any]
+Chosen: TypeAlias = dict[nn.Module, Kwargs]
+"""The modules that become units, children before their parents, each with the arguments of the unit."""
+
+
+class _Policy(Protocol):
+    """A rule that looks at a whole model: an object with `_run_policy`, torch's own too."""
+
+    @abstractmethod
+    def _run_policy(self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Kwargs) -> Chosen:
+        """Returns the modules below the root that become units, with arguments that start from `root_kwargs`."""
+
+
+WrapPolicy: TypeAlias = "_Policy | Callable[..., bool]"
+
+# Policies that are objects: asked once for the whole model
 
 
 class ModuleWrapPolicy(_Policy):
-    """Every instance of some classes is a unit, made as the root is.
+    """A policy that makes every instance of some classes a unit, with the root's arguments.
 
     Raises:
         PolicyTypeError: `module_classes` is not an iterable of module classes.
@@ -49,7 +57,7 @@ class ModuleWrapPolicy(_Policy):
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         classes = list(module_classes) if isinstance(module_classes, Iterable) else None
-        if classes is None or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):
+        if classes is None or not all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
             raise PolicyTypeError(
                 f"ModuleWrapPolicy expects a set of module classes, as {{TransformerBlock}}, got {module_classes!r}"
             )
@@ -63,19 +71,21 @@ class ModuleWrapPolicy(_Policy):
         }
 
     def __call__(self, module: nn.Module, recurse: bool, *args: object, **kwargs: object) -> bool:
-        """Returns what a policy function would, so that the rule can be a part of other rules."""
+        """Answer as a policy function does, so that the policy can be a part of other policies."""
         return recurse or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:
-        return f"ModuleWrapPolicy({{{', '.join(sorted(kind.__name__ for kind in self._module_classes))}}})"
+        return f"ModuleWrapPolicy({{{', '.join(sorted(each.__name__ for each in self._module_classes))}}})"
 
 
 class CustomPolicy(_Policy):
-    """A function is called with every module. It returns True for a unit with the root's arguments, a dict for a unit
-    with the dict's arguments over the root's, and False or an empty dict to leave the module in the unit above.
+    """A policy that calls a function with every module.
+
+    The function returns True for a unit with the root's arguments, a dict for a unit with the dict's arguments over
+    the root's, and False or an empty dict to leave the module in the unit above.
 
     Raises:
-        PolicyTypeError: when the policy runs, if the function returned something else than a bool or a dict.
+        PolicyTypeError: when the policy runs, if the function returns anything but a bool or a dict.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | Kwargs]) -> None:
@@ -115,8 +125,10 @@ def lambda_auto_wrap_policy(
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
 ) -> bool:
-    """A module is a unit if it is an instance of one of `transformer_layer_cls`. Embeddings are left to the root, where
-    they may share their weights with the head."""
+    """A module is a unit if it is an instance of one of `transformer_layer_cls`.
+
+    Embeddings stay with the root, where they may share their weights with the head.
+    """
     return _wrap_module_cls_individually(module, tuple(transformer_layer_cls), recurse)
 
 
@@ -134,8 +146,8 @@ def size_based_auto_wrap_policy(
     Args:
         module: the module in question.
         recurse: True asks whether to go below `module`, False whether it becomes a unit.
-        nonwrapped_numel: number of elements at and below `module`; with `recurse=False`, less those of units below.
-        min_num_params: how many elements make a unit.
+        nonwrapped_numel: number of elements at and below `module`; with `recurse=False`, without those of units below.
+        min_num_params: number of elements of a unit, at least.
         force_leaf_modules: classes below which no unit is made; None means `FORCE_LEAF_MODULES`.
         exclude_wrap_modules: classes that are never a unit; None means `EXCLUDE_WRAP_MODULES`.
     """
@@ -145,8 +157,8 @@ def size_based_auto_wrap_policy(
     return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(closed if recurse else never))
 
 
-# Containers have no forward in which they could be gathered; nn.MultiheadAttention reads the weight of its projection
-# without calling it, so that the projection must not be a unit of its own.
+# Containers have no forward in which a unit is gathered. nn.MultiheadAttention reads the weight of its projection
+# without calling the projection, which would stay sharded as a unit of its own.
 size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
 size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
 
@@ -168,7 +180,6 @@ _or_policy = or_policy
 
 # By hand, while a model is built
 
-
 # A variable of the thread, not of the process: ranks may be threads.
 _wrapping: ContextVar[Callable[..., nn.Module] | None] = ContextVar("sherd_wrapping", default=None)
 """The function that `wrap` calls in the body of an `enable_wrap`."""
@@ -176,11 +187,11 @@ _wrapping: ContextVar[Callable[..., nn.Module] | None] = ContextVar("sherd_wrapp
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: object) -> Iterator[None]:
-    """In its body `wrap(module)` means `wrapper_cls(module, **wrapper_kwargs)`. The innermost one holds.
+    """Let `wrap(module)` mean `wrapper_cls(module, **wrapper_kwargs)` inside the context. The innermost context holds.
 
     Args:
         wrapper_cls: `FullyShardedDataParallel`, `fully_shard`, or any other function from a module to a module.
-        wrapper_kwargs: arguments of each wrapper; those of `wrap` come before them.
+        wrapper_kwargs: arguments of each wrapper; arguments of `wrap` replace them.
     """
     before = _wrapping.set(partial(wrapper_cls, **wrapper_kwargs))
     try:
@@ -190,9 +201,237 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: obje
 
 
 def wrap(module: nn.Module, **wrap_overrides: object) -> nn.Module:
-    """Returns `module` as a unit, inside `enable_wrap`, with its arguments and, over them, `wrap_overrides`.
+    """Returns `module` as a unit inside `enable_wrap`, with its arguments and, over them, `wrap_overrides`.
 
-    Elsewhere it returns `module` as it is, so that one model can be built with and without units.
+    Elsewhere it returns `module` itself, so that one model can be built with and without units.
     """
     wrapping = _wrapping.get()
     return module if wrapping is None else wrapping(module, **wrap_overrides)
+
+
+# The walks that ask a policy
+
+
+def choose(
+    root: nn.Module,
+    policy: WrapPolicy,
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_params: Collection[nn.Parameter] = (),
+    root_kwargs: Mapping[str, object] | None = None,
+    *,
+    apart: Collection[type[nn.Module]] = (),
+    apart_kwargs: Mapping[str, object] | None = None,
+) -> Chosen:
+    """Returns the modules below `root` that `policy` makes units of. Changes nothing.
+
+    Args:
+        root: the model; it is never chosen, because the caller makes its unit last.
+        policy: an object with `_run_policy` (sherd's or torch's), or a function `policy(module, recurse,
+            nonwrapped_numel) -> bool`.
+        ignored_modules: the policy is not asked about these and all below them.
+        ignored_params: not counted in `nonwrapped_numel`.
+        root_kwargs: the arguments each unit starts from; every unit gets a dict of its own.
+        apart: classes whose instances become units in any case, such as norms that compute in full precision under
+            mixed precision.
+        apart_kwargs: the arguments of these units, over all others.
+
+    Returns:
+        The chosen modules with their arguments, children before their parents, a shared module once.
+
+    Raises:
+        PolicyTypeError: `policy` is neither kind of policy, or returns something of the wrong type.
+    """
+    ignored = {below for module in ignored_modules for below in module.modules()}
+    kwargs = dict(root_kwargs or {})
+    apart_modules = {module for module in root.modules() if isinstance(module, tuple(apart))}
+    if hasattr(policy, "_run_policy"):
+        chosen = _ask_object(root, policy, ignored, kwargs, apart_modules)
+    else:
+        function = _checked_function(policy)
+        chosen = _ask_function(root, function, ignored, ignored_params, kwargs, apart_modules, bool(apart))
+    for module in apart_modules & chosen.keys():
+        chosen[module].update(apart_kwargs or {})
+    return chosen
+
+
+def _ask_object(
+    root: nn.Module, policy: _Policy, ignored: set[nn.Module], kwargs: Kwargs, apart: set[nn.Module]
+) -> Chosen:
+    answer = policy._run_policy(root, ignored, dict(kwargs))
+    wrong = None if isinstance(answer, Mapping) else f"a {type(answer).__name__}"
+    for module, unit_kwargs in () if wrong else answer.items():
+        if not isinstance(unit_kwargs, Mapping) or not all(isinstance(name, str) for name in unit_kwargs):
+            wrong = wrong or f"{unit_kwargs!r} for a {type(module).__name__}"
+    if wrong:
+        raise PolicyTypeError(
+            f"{type(policy).__name__}._run_policy returned {wrong}; expected a dict from modules to dicts of arguments"
+        )
+    chosen: Chosen = {}
+    for _, module in post_order(root):
+        if module is not root and (module in answer or (module in apart and module not in ignored)):
+            chosen[module] = dict(answer.get(module, kwargs))
+    return chosen
+
+
+def _ask_function(
+    root: nn.Module,
+    policy: Callable[..., object],
+    ignored: set[nn.Module],
+    ignored_params: Collection[nn.Parameter],
+    kwargs: Kwargs,
+    apart: set[nn.Module],
+    looks_everywhere: bool,
+) -> Chosen:
+    """Ask a function about every module below `root`, in the order of torch's walk.
+
+    As in torch, a shared module is asked about once, but each parent counts it. Modules in `apart` become units in any
+    case; a walk that `looks_everywhere` for them also goes below modules that the policy closes.
+    """
+    ignored_ids = {id(parameter) for parameter in ignored_params}
+    chosen: Chosen = {}
+    numel_in_units: dict[nn.Module, int] = {}
+
+    def asked(module: nn.Module, recurse: bool, numel: int) -> bool:
+        answer = policy(module=module, recurse=recurse, nonwrapped_numel=numel)
+        if isinstance(answer, dict):
+            raise PolicyTypeError(
+                f"a policy function returned {answer!r} for a {type(module).__name__}, expected a bool; "
+                "for arguments per module pass CustomPolicy(function), which calls function(module)"
+            )
+        return bool(answer)
+
+    def choose_below(module: nn.Module) -> int:
+        """Choose at and below `module`. Returns the number of its elements that are in units then."""
+        numel = sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in ignored_ids)
+        if not (asked(module, True, numel) or looks_everywhere):
+            return 0
+        below = 0
+        for child in module.children():
+            if child not in ignored:
+                if child not in numel_in_units:
+                    numel_in_units[child] = choose_below(child)
+                below += numel_in_units[child]
+        if module is root or not (asked(module, False, numel - below) or module in apart):
+            return below
+        chosen[module] = dict(kwargs)
+        return numel
+
+    choose_below(root)
+    return chosen
+
+
+def _checked_function(policy: object) -> Callable[..., object]:
+    """Returns `policy`. Raises PolicyTypeError if it does not take a policy's three arguments."""
+    if not callable(policy) or isinstance(policy, type):
+        raise PolicyTypeError(
+            f"expected a policy, got {policy!r}; pass ModuleWrapPolicy({{Block}}), CustomPolicy(function), or a "
+            "function (module, recurse, nonwrapped_numel) -> bool"
+        )
+    try:
+        inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
+    except ValueError:  # some callables written in C have no signature to read
+        pass
+    except TypeError as error:
+        raise PolicyTypeError(
+            f"the policy {getattr(policy, '__name__', policy)!r} cannot be called as policy(module=..., recurse=..., "
+            f"nonwrapped_numel=...): {error}. Give what else it takes with functools.partial; a function of the module "
+            "alone goes into CustomPolicy(function)"
+        ) from error
+    return policy
+
+
+def post_order(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields every module at and below `root` once, by the first of its names, children before their parents."""
+    seen = {root}
+
+    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        for child_name, child in module.named_children():
+            if child not in seen:
+                seen.add(child)
+                yield from walk(f"{name}.{child_name}" if name else child_name, child)
+        yield name, module
+
+    return walk("", root)
+
+
+def is_container(module: nn.Module) -> bool:
+    """Returns True for a list or dict without a forward, which as a unit of its own would never be gathered."""
+    containers = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
+    return isinstance(module, containers) and type(module).forward is nn.Module.forward
+
+
+# The walks that put wrappers in their places, and check them
+
+
+def apply_wraps(
+    root: nn.Module, chosen: Mapping[nn.Module, Kwargs], wrap_fn: Callable[[nn.Module, Kwargs], nn.Module]
+) -> None:
+    """Call `wrap_fn(module, kwargs)` for each module of `chosen`, children before their parents.
+
+    If `wrap_fn` returns another module, that one takes every place of `module` below `root`.
+    """
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in root.modules():
+        for name, child in parent._modules.items():
+            if child is not None:
+                places.setdefault(child, []).append((parent, name))
+    for _, module in list(post_order(root)):
+        if module not in chosen or module is root:
+            continue
+        wrapped = wrap_fn(module, chosen[module])
+        if wrapped is not module:
+            for parent, name in places[module]:
+                parent.register_module(name, wrapped)
+
+
+def check_none_wrapped(root: nn.Module, is_wrapped: Callable[[nn.Module], bool]) -> None:
+    """Raise ModuleError, with the names, if modules at or below `root` are units already."""
+    names = [label(name) for name, module in root.named_modules() if is_wrapped(module)]
+    if names:
+        raise ModuleError(
+            "FSDP auto wrapping requires modules to not already have FSDP applied but found "
+            f"{_some(names)} in {type(root).__name__}; wrap by hand or by a policy, not both"
+        )
+
+
+def check_frozen(root: nn.Module, units: Collection[nn.Module], ignored_params: Collection[nn.Parameter] = ()) -> None:
+    """Raise if a unit would hold parameters with and without `requires_grad`, which no flat parameter can.
+
+    Args:
+        root: the model before it is wrapped.
+        units: the modules that become units; the root is checked if it is among them.
+        ignored_params: belong to no unit.
+
+    Raises:
+        PolicyError: names the unit, its trained and its frozen parameters.
+    """
+    ignored = {id(parameter) for parameter in ignored_params}
+    taken: set[nn.Module] = set()
+    for unit_name, unit in post_order(root):
+        if unit not in units:
+            continue
+        left = {name: module for name, module in unit.named_modules(prefix=unit_name) if module not in taken}
+        taken.update(left.values())
+        trained: list[str] = []
+        frozen: list[str] = []
+        for module_name, module in left.items():
+            for name, parameter in module.named_parameters(prefix=module_name, recurse=False):
+                if id(parameter) not in ignored:
+                    (trained if parameter.requires_grad else frozen).append(name)
+        if trained and frozen:
+            raise PolicyError(
+                f"{label(unit_name)} has both parameters with requires_grad=True and False. FSDP does not support "
+                "wrapping such modules when use_orig_params=False: pass use_orig_params=True, or wrap the frozen "
+                f"parameters separately. The following parameters have requires_grad=True: {_some(trained)}. The "
+                f"following parameters have requires_grad=False: {_some(frozen)}"
+            )
+
+
+def label(name: str) -> str:
+    """Returns the module's name for error texts."""
+    return name or "the root"
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    more = [f"and {len(names) - limit} more"] if len(names) > limit else []
+    return ", ".join(names[:limit] + more)

@@ -329,7 +329,7 @@ def test_bad_arguments_end_with_exit_code_2(capsys):
 
 
 def test_the_page_says_of_rounds_and_of_quick_what_the_command_does(capsys):
-    page = (Path(chart.__file__).parent.parent / "docs/benchmarks.md").read_text()
+    page = (Path(chart.__file__).parent.parent / "docs/understand/benchmarks.md").read_text()
     with pytest.raises(SystemExit):
         parse(["--help"])
     said = " ".join(capsys.readouterr().out.split())
@@ -396,7 +396,8 @@ def test_a_text_of_the_chart_in_a_wide_font_reaches_neither_the_next_swatch_nor_
     image_font = pytest.importorskip("PIL.ImageFont")
     matplotlib = pytest.importorskip("matplotlib")
     font = image_font.truetype(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf", 13)
-    shapes = list(ElementTree.fromstring((Path(chart.__file__).parent.parent / "docs/benchmarks.svg").read_text()))
+    picture = Path(chart.__file__).parent.parent / "docs/understand/benchmarks.svg"
+    shapes = list(ElementTree.fromstring(picture.read_text()))
     swatches = [(float(each.get("x")), float(each.get("y"))) for each in shapes if each.get("height") == "12"]
     for line in (each for each in shapes if each.tag.endswith("text")):
         long, x, y = font.getlength(line.text), float(line.get("x")), float(line.get("y"))

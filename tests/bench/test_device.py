@@ -23,6 +23,7 @@ from bench.device.lines import Lines, read
 from bench.device.rows import Result, rows_of, unlike_losses
 from bench.device.trace import idle_ms
 from bench.models import num_bytes
+from bench.pages import read_csv
 from bench.peak import MIB
 from bench.ranks import Conditions
 from bench.systems import FSDP2, MEGATRON, SHERD
@@ -56,6 +57,9 @@ def test_quick_run_on_the_cpu_measures_each_system_and_writes_lines_and_page(tmp
     assert text.endswith("below\n")
     assert "old figures" not in text
     assert "torch has no graphs for cpu" in text
+    head, *lines = read_csv(target.with_suffix(".csv"))
+    assert [line[0] + ", " + line[1] for line in lines] == [row.figure for row in figure.rows]
+    assert {len(line) for line in lines} == {len(head)}
     assert render(figure.rows)
 
 
@@ -268,7 +272,7 @@ def test_lines_are_read_back_and_one_that_was_cut_off_is_left_out(tmp_path):
 
 
 def test_the_page_of_the_repository_has_the_markers_and_a_page_without_is_refused(tmp_path):
-    text = (Path(page.__file__).parents[2] / "docs/benchmarks.md").read_text()
+    text = (Path(page.__file__).parents[2] / "docs/understand/benchmarks.md").read_text()
     assert text.index(page.BEGIN) < text.index(page.END)
     other = tmp_path / "other.md"
     other.write_text(f"{page.END} {page.BEGIN}")
@@ -288,4 +292,4 @@ def test_a_section_says_conditions_what_counts_what_a_case_is_and_has_a_table_fo
     assert "- exposed" not in text
     assert f"- Case plain: {PLAIN.what}. Llama blocks, a stack." in text
     assert text.index("**2 ranks**") < text.index("**2 fake ranks**")
-    assert text.count("| plain: step ") == 4  # values and ratios of both
+    assert text.count("| plain: step ") == 2  # the ratios of both

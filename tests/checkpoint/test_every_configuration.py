@@ -17,7 +17,7 @@ import sherd
 from sherd import FullyShardedDataParallel as FSDP
 from sherd import MixedPrecision
 from sherd.checkpoint.tensor_bytes import read_tensor
-from sherd.storage.opened import Opened
+from sherd.storage.files import Opened
 from sherd.storage.places import place_of
 from sherd.wrap import ModuleWrapPolicy
 from tests.checkpoint.layouts import LAYOUTS, Odd, built, model_in, optimizer_of, train

@@ -19,7 +19,7 @@ import sherd
 from sherd import CPUOffloadPolicy, FullyShardedDataParallel
 from sherd.checkpoint.tensor_bytes import read_tensor
 from sherd.policy import Level
-from sherd.storage.opened import Opened
+from sherd.storage.files import Opened
 from sherd.storage.places import place_of
 from sherd.wrap import ModuleWrapPolicy
 from tests.checkpoint.layouts import Odd, Stack

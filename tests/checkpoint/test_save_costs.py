@@ -44,10 +44,8 @@ def planned(size):
         sys.setprofile(lambda frame, event, _: calls.update([event]))
         plan = writing.plan(items, ranks, 1, None, {})
         nbytes = 8 + 4096 * NUM_TENSORS
-        own = writing.Written(File("0a-00000.safetensors", nbytes, (0,) * -(-nbytes // (4 << 20))), {}, {}, {})
-        written = [
-            writing.Written(File(f"0a-{at:05}.safetensors", nbytes, own.file.crc32), {}, {}, {}) for at in range(size)
-        ]
+        sums, parts = (0,) * -(-nbytes // (4 << 20)), writing.Parts({}, {}, {}, {})
+        written = [(File(f"0a-{at:05}.safetensors", nbytes, sums), parts) for at in range(size)]
         text = writing._manifest(plan, written, size).to_bytes()
         sys.setprofile(None)
         return parsed(text, ""), calls["call"] + calls["c_call"]

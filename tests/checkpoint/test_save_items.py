@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import sherd
-from sherd.checkpoint import staging, writing
+from sherd.checkpoint import writing
 from sherd.errors import (
     CheckpointError,
     CommError,
@@ -25,8 +25,8 @@ from sherd.errors import (
     PolicyTypeError,
     StateError,
 )
+from sherd.storage.files import Opened
 from sherd.storage.manifest import signed
-from sherd.storage.opened import Opened
 from sherd.storage.places import Disk, place_of
 from tests.checkpoint.layouts import built, filled, model_in, optimizer_of, train, trained_in, value
 from tests.support.comparing import assert_same, whole
@@ -289,10 +289,10 @@ def test_the_next_save_waits_and_raises_what_nobody_has_heard(tmp_path):
 
 
 def test_the_bytes_that_wait_to_be_written_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(writing, "CHUNK_BYTES", 1 << 16)
     most = []
-    held = staging.Staging._has_room
-    monkeypatch.setattr(staging.Staging, "_has_room", lambda self: (most.append(self._held), held(self))[1])
+    held = writing.Staging._has_room
+    monkeypatch.setattr(writing.Staging, "_has_room", lambda self: (most.append(self._held), held(self))[1])
     model = nn.Linear(1000, 1000)
     expected = model.weight.detach().clone()
     sherd.async_save(tmp_path, {"model": model}, step=1, staging_bytes=1 << 18).wait()

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from sherd.comm.at_exit import is_at_work
+from sherd.comm.groups import is_at_work
 
 NAME = "a thread (odd)"
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from sherd._torch import named_group
 from sherd.comm.groups import group_beside
 from sherd.errors import MeshError
-from sherd.guard import order_check, tree
-from sherd.guard.tree import tree_beside
+from sherd.guard import order_check
+from sherd.guard.order_check import tree_beside
 from tests.support.ranks.bodies import on_processes
 from tests.support.refusals import refusal
 
@@ -44,7 +44,7 @@ def test_a_tree_adds_up_over_all_ranks():
     rank, size = dist.get_rank(), dist.get_world_size()
     for block in (2, 3):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tree, "BLOCK", block)
+            patch.setattr(order_check, "BLOCK", block)
             place = tree_beside(dist.group.WORLD, f"in {block}s", range(size), torch.device("cpu"))
         sums = place.add_up((1, rank, -(2**62)), lambda work: work.wait())
         assert sums == (size, size * (size - 1) // 2, (-size * 2**62 + 2**63) % 2**64 - 2**63)

@@ -24,8 +24,7 @@ from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
 from sherd.guard.board import board_of
-from sherd.guard.flight import FOLDER
-from sherd.guard.ledger import NUM_RECENT
+from sherd.guard.flight import FOLDER, NUM_RECENT
 from sherd.tools.doctor.flight import judged, read
 from tests.comm.test_shared_memory_deaths import ends
 from tests.divergence.programs import comm_errors, joined, sharded, step, wrapped
@@ -48,21 +47,21 @@ def faults(folder: Path) -> list[tuple[str, str]]:
 # What is kept
 
 
-def ledger_of_steps(make: Callable[[], Any], num_steps: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The first seven collectives of a model, and all that the ledger says after some steps of it."""
+def log_of_steps(make: Callable[[], Any], num_steps: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The first seven collectives of a model, and all that the log says after some steps of it."""
     model = make()
     (overseer,) = Runtime.of(Unit.of(model), model).overseers
-    before = overseer._ledger.newest  # of other tests' models
+    before = overseer._log.newest  # of other tests' models
     for _ in range(num_steps):
         step(model)
-    record = overseer._ledger.record()
+    record = overseer._log.record()
     record["collectives"] = [each for each in record["collectives"] if each["number"] > before]
     return record["collectives"][:7], record
 
 
 @pytest.mark.parametrize("make", [sharded, joined])
-def test_the_ledger_has_each_collective_with_unit_phase_bytes_and_state(world, make):
-    for first, record in world(2).run(ledger_of_steps, make, 2):
+def test_the_log_has_each_collective_with_unit_phase_bytes_and_state(world, make):
+    for first, record in world(2).run(log_of_steps, make, 2):
         assert record["ranks"] == (0, 1)
         assert (record["waits_s"], record["wants"]) == (0.0, "")
         gathers = [each["unit"] for each in first if each["phase"] == "forward"]
@@ -80,13 +79,13 @@ def test_the_ledger_has_each_collective_with_unit_phase_bytes_and_state(world, m
 
 
 def test_ranks_give_a_collective_one_number_and_remember_the_last_thousand(world):
-    (_, one), (_, other) = world(2).run(ledger_of_steps, sharded, 100)
+    (_, one), (_, other) = world(2).run(log_of_steps, sharded, 100)
     assert len(one["collectives"]) == len(other["collectives"]) == NUM_RECENT
     for key in ("number", "what"):
         assert [each[key] for each in one["collectives"]] == [each[key] for each in other["collectives"]]
 
 
-def test_trust_keeps_no_ledger():
+def test_trust_keeps_no_log():
     with imagined_ranks(2):
         model = sharded(divergence="trust")
         assert not Runtime.of(Unit.of(model), model).overseers

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import sherd
+from sherd import guard
 from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.unit import Unit
 from sherd.errors import CommError, PolicyError
-from sherd.guard import board, checker, divergence
+from sherd.guard import board, checker
 from tests.divergence.programs import batch, comm_errors, hybrid, num_calls, sharded, step, wrapped
 from tests.support.comparing import assert_same, whole
 from tests.support.models import Wired
@@ -81,7 +82,7 @@ def test_ranks_of_four_that_go_other_ways_are_named_on_all(world, odd, make):
 def one_of_many_inquires(odd: dict[int, tuple[int, ...]]) -> None:
     """As more than `board.FEW` ranks do, of which one that waits asks for all."""
     on_board = board.board_of(dist.group.WORLD)
-    with mock.patch.object(board, "MOST_INQUIRERS", 1), mock.patch.object(on_board, "_is_few", False):
+    with mock.patch.object(board, "MOST_QUERIES", 1), mock.patch.object(on_board, "_is_few", False):
         go_other_ways(odd, sharded, 3)
 
 
@@ -96,7 +97,7 @@ def test_a_store_that_has_died_is_named():
     gone = RuntimeError("the client socket has timed out")
     model = sharded(mesh=DeviceMesh.from_group(dist.new_group(), "cpu"))
     with (
-        mock.patch.object(divergence, "board_of", side_effect=gone),
+        mock.patch.object(guard, "board_of", side_effect=gone),
         pytest.raises(CommError, match=r"the store.* among ranks \[0, 1\].* timed out"),
     ):
         step(model)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from sherd.tools.doctor import bandwidth, operations
 from sherd.tools.doctor.findings import FAILURE
-from sherd.tools.simulate.cluster_file import cluster_toml, read_cluster
+from sherd.tools.simulate.cluster import cluster_toml, read_cluster
 from sherd.tools.simulate.costs import Ranks, collective_seconds, op_seconds, waited
 from sherd.tools.simulate.work import Op, OpKind
 from tests.doctor.started import findings_of

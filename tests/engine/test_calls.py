@@ -22,12 +22,12 @@ PACKAGE = Path(sherd.__file__).parent
 
 # A ceiling only ever falls: to what a change has made of it, in the same commit.
 CEILINGS = {
-    "default": 418,
-    "Flat": 410,
-    "wrapper": 411,
-    "HSDP": 438,
-    "two backwards in accumulate": 981,
-    "engine over real groups": 421,
+    "default": 416,
+    "Flat": 408,
+    "wrapper": 409,
+    "HSDP": 436,
+    "two backwards in accumulate": 977,
+    "engine over real groups": 419,
 }
 
 

@@ -17,7 +17,7 @@ from sherd.engine.run.sizes import sizes_of
 from sherd.engine.run.unit import Unit
 from sherd.engine.state import group
 from sherd.memory.held import bytes_of, held_by
-from sherd.memory.predict import forecast_for
+from sherd.memory.report import forecast_for
 from sherd.memory.watch import watched
 from sherd.schedule.moments import MemoryKind
 from tests.support.comparing import assert_same, whole_grads

@@ -1,70 +1,62 @@
-"""The tables of docs/faults.md, made of the verdicts of a campaign."""
+"""docs/data/faults.csv, made of the verdicts of a campaign, and its summary in docs/understand/transports.md."""
 
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
+from bench.pages import DOCS
 from tests.faults.builder import FATAL, Kind
-from tests.faults.campaign import Outcome, Verdict
+from tests.faults.campaign import ERRORS, Outcome, Verdict
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "faults.md"
+PAGE, DATA = DOCS / "understand/transports.md", DOCS / "data/faults.csv"
+ENDED = "the rank has ended; "
+"""Begins the names of the rows about ranks that ended, by transport and policy."""
 
 
-def sections(verdicts: Sequence[Verdict]) -> dict[str, str]:
-    """Returns what stands between the page's markers, by marker."""
+def rows(verdicts: Sequence[Verdict]) -> list[list[str]]:
+    """Returns the lines of the data: one for each kind of fault, then one for each way of bytes of ranks that ended."""
+    lines = [["cases of", "cases", *(outcome.value for outcome in Outcome), "errors", "median (s)", "worst (s)"]]
+    for kind in Kind:
+        of_kind = [each for each in verdicts if each.case.fault.kind is kind]
+        counts = Counter(each.outcome for each in of_kind)
+        outcomes = [str(counts[outcome]) for outcome in Outcome]
+        lines.append([kind.value, str(counts.total()), *outcomes, *_seconds(of_kind)])
     deaths = [each for each in verdicts if each.case.fault.kind in FATAL]
+    for name, group in _by(deaths, _transport_and_policy).items():
+        lines.append([ENDED + name, "", *("" for _ in Outcome), *_seconds(group)])
+    return lines
+
+
+def sections(lines: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Returns what stands between the page's markers, by marker: a summary of the data."""
+    cases = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
+    faults = [case for case in cases if not case["cases of"].startswith(ENDED)]
+    outcomes = {outcome: sum(int(case[outcome.value]) for case in faults) for outcome in Outcome}
+    ended = [f"- {number}: {outcome.value}" for outcome, number in outcomes.items() if number]
+    deaths = [case for case in cases if case["cases of"].startswith(ENDED) and case["median (s)"]]
+    table = [["transport, policy", "errors", "median (s)", "worst (s)"]]
+    table += [[case["cases of"].removeprefix(ENDED), *(case[name] for name in table[0][1:])] for case in deaths]
+    worst = max(faults, key=lambda case: float(case["worst (s)"] or 0))
+    waits = f"{worst['worst (s)']} s ({worst['cases of']})"
     return {
-        "outcomes": _outcomes(verdicts),
-        "times": _times("fault", {kind.value: _of(verdicts, kind) for kind in Kind}),
-        "deaths": _times("the rank has ended, by transport and policy", _by(deaths, _transport_and_policy)),
-        "bad": _bad(verdicts),
+        "outcomes": "\n".join([f"{sum(outcomes.values())} cases ended so:", "", *ended]),
+        "times": f"{sum(outcomes[each] for each in ERRORS)} cases ended in errors. The longest wait was {waits}.",
+        "deaths": _markdown(table),
     }
 
 
-def written(page: str, verdicts: Sequence[Verdict]) -> str:
-    """Returns the page with its tables made anew."""
-    for marker, text in sections(verdicts).items():
-        page = re.sub(
-            rf"(<!-- {marker} -->\n).*?(<!-- /{marker} -->)",
-            lambda found, text=text: f"{found[1]}{text}\n{found[2]}",
-            page,
-            flags=re.DOTALL,
-        )
-    return page
-
-
-def _outcomes(verdicts: Sequence[Verdict]) -> str:
-    shown = [outcome for outcome in Outcome if any(each.outcome is outcome for each in verdicts)]
-    lines = [["fault", "cases", *(outcome.value for outcome in shown)]]
-    for kind in Kind:
-        counts = Counter(each.outcome for each in _of(verdicts, kind))
-        lines.append([kind.value, f"{counts.total()}", *(f"{counts[outcome] or ''}" for outcome in shown)])
-    totals = Counter(each.outcome for each in verdicts)
-    lines.append(["all", f"{len(verdicts)}", *(f"{totals[outcome]}" for outcome in shown)])
-    return _markdown(lines)
-
-
-def _times(title: str, groups: dict[str, list[Verdict]]) -> str:
-    lines = [[title, "errors", "median (s)", "worst (s)"]]
-    for name, verdicts in groups.items():
-        seconds = [each.seconds for each in verdicts if not math.isnan(each.seconds)]
-        if seconds:
-            lines.append([name, f"{len(seconds)}", f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}"])
-    return _markdown(lines)
-
-
-def _bad(verdicts: Sequence[Verdict]) -> str:
+def bad_cases(verdicts: Sequence[Verdict]) -> dict[str, str]:
+    """Returns the section that lists the cases which ended in another way than they should."""
     bad = [[f"{each.case}", each.outcome.value] for each in verdicts if not each.is_good]
-    return _markdown([["case", "outcome"], *bad]) if bad else "None."
+    return {"bad": _markdown([["case", "outcome"], *bad]) if bad else "None."}
 
 
-def _of(verdicts: Iterable[Verdict], kind: Kind) -> list[Verdict]:
-    return [each for each in verdicts if each.case.fault.kind is kind]
+def _seconds(verdicts: Iterable[Verdict]) -> list[str]:
+    seconds = [each.seconds for each in verdicts if not math.isnan(each.seconds)]
+    return [str(len(seconds)), *(f"{of(seconds):.2f}" if seconds else "" for of in (statistics.median, max))]
 
 
 def _by(verdicts: Iterable[Verdict], name_of: Callable[[Verdict], str]) -> dict[str, list[Verdict]]:
@@ -77,7 +69,7 @@ def _by(verdicts: Iterable[Verdict], name_of: Callable[[Verdict], str]) -> dict[
 def _transport_and_policy(verdict: Verdict) -> str:
     setting = verdict.case.setting
     transport = {"auto": "shared memory"}.get(setting.transport, setting.transport)
-    return f"{transport}, `{setting.divergence}`"
+    return f"{transport}, {setting.divergence}"
 
 
 def _markdown(lines: Sequence[Sequence[str]]) -> str:

@@ -16,10 +16,11 @@ from dataclasses import fields
 import pytest
 import torch
 
+from bench.pages import read_csv, written
 from tests.faults.builder import Fault, Injected, Kind, Phase, Probe, phases_of
 from tests.faults.campaign import ERRORS, Outcome, drawn, judged, run, run_all
 from tests.faults.crews import Case, Crew, End, Ends
-from tests.faults.page import PAGE
+from tests.faults.page import DATA, PAGE, rows, sections
 from tests.faults.program import DIVERGENCES, TRANSPORTS, Setting
 from tests.support.sharding import FRONTS
 from tests.support.suites import fewest, share
@@ -84,9 +85,13 @@ def test_the_page_shows_a_campaign_without_a_bad_case_that_is_not_known():
     (bad,) = re.findall(r"<!-- bad -->\n(.*?)\n<!-- /bad -->", page, re.DOTALL)
     known = re.compile(r"\| .*its machine's link is cut \| hung \|")
     assert bad == "None." or all(known.fullmatch(line) for line in bad.splitlines()[2:]), bad
-    (outcomes,) = re.findall(r"<!-- outcomes -->\n(.*?)\n<!-- /outcomes -->", page, re.DOTALL)
-    for kind in Kind:
-        assert f"| {kind.value} |" in outcomes, "python -m tests.faults --write"
+    lines = read_csv(DATA)
+    head, *_ = rows([])
+    assert lines[0] == head
+    assert [line[0] for line in lines[1 : len(Kind) + 1]] == [kind.value for kind in Kind], (
+        "python -m tests.faults --write"
+    )
+    assert written(page, sections(lines)) == page, "python -m tests.faults --write"
 
 
 # The campaign would notice

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 from sherd.tools.doctor import bandwidth
-from sherd.tools.simulate.cluster_file import cluster_toml, read_cluster
+from sherd.tools.simulate.cluster import cluster_toml, read_cluster
 from tests.gpu.devices import Accelerator
 
 SMALL = (64, 16, (1, 1, 16, 16))

@@ -13,9 +13,9 @@ from sherd.checkpoint.tensor_bytes import DTYPES, chunks_of, dtype_name
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, Grid, GridCut, whole
 from sherd.layout.extent import chunks
+from sherd.storage.files import Content, write_file
 from sherd.storage.manifest import MANIFEST, Entry, Manifest, name_in_file
 from sherd.storage.places import Disk
-from sherd.storage.writing import Content, write_file
 from sherd.tools.convert.contents import Named
 from sherd.tools.convert.contents import chunks_of as read_chunks
 from sherd.tools.convert.formats import open_source

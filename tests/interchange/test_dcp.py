@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sherd.errors import CheckpointError
 from sherd.tools.convert.contents import Named
-from sherd.tools.convert.converting import convert
-from sherd.tools.convert.formats import open_source
+from sherd.tools.convert.formats import convert, open_source
 from sherd.tools.convert.mapped import Mapped
 from sherd.tools.convert.state_trees import in_memory
 from tests.interchange.checkpoints import model_tensor, rules_in

@@ -9,8 +9,7 @@ import torch
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box
 from sherd.tools.convert.contents import Named
-from sherd.tools.convert.converting import convert
-from sherd.tools.convert.formats import open_source
+from sherd.tools.convert.formats import convert, open_source
 from sherd.tools.convert.state_trees import in_memory
 from tests.interchange.checkpoints import bytes_of, model_tensor, require_read_or_refused
 from tests.support.refusals import refusal

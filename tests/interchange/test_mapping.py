@@ -8,11 +8,9 @@ from sherd.cli import convert_words as words
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, Grid
 from sherd.tools.convert.contents import Named, whole
-from sherd.tools.convert.converting import convert
-from sherd.tools.convert.formats import open_source
+from sherd.tools.convert.formats import convert, open_source
 from sherd.tools.convert.mapped import Mapped
-from sherd.tools.convert.mapping import numbers_of, rules_of
-from sherd.tools.convert.presets import PRESETS
+from sherd.tools.convert.mapping import PRESETS, numbers_of, rules_of
 from sherd.tools.convert.state_trees import in_memory
 from sherd.train.config import Model
 from sherd.train.models import Decoder

@@ -9,8 +9,7 @@ import torch
 
 import sherd
 from sherd.tools.convert.contents import Named
-from sherd.tools.convert.converting import convert
-from sherd.tools.convert.formats import open_source
+from sherd.tools.convert.formats import convert, open_source
 from sherd.tools.convert.mapped import Mapped
 from sherd.tools.convert.state_trees import in_memory
 from tests.interchange.checkpoints import rules_in

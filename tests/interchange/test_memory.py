@@ -18,7 +18,7 @@ import json, re, sys
 from pathlib import Path
 import torch.distributed.checkpoint.filesystem  # what is loaded once is not counted
 from sherd.tools.convert.contents import Spec
-from sherd.tools.convert.converting import convert
+from sherd.tools.convert.formats import convert
 from sherd.tools.convert.formats import open_source
 from sherd.tools.convert.mapping import rules_of
 from sherd.tools.convert.of_torch import save

@@ -11,8 +11,7 @@ from sherd.cli import convert_words as words
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Grid
 from sherd.tools.convert.contents import Named, whole
-from sherd.tools.convert.converting import convert
-from sherd.tools.convert.formats import FORMATS, format_at, open_source
+from sherd.tools.convert.formats import FORMATS, convert, format_at, open_source
 from tests.interchange.checkpoints import boxes_in, bytes_of, put, tensors
 from tests.support.refusals import refusal
 from tests.support.suites import examples

@@ -15,8 +15,7 @@ from sherd.cli import main as cli
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Grid
 from sherd.tools.convert import of_universal
-from sherd.tools.convert.converting import convert
-from sherd.tools.convert.formats import open_source
+from sherd.tools.convert.formats import convert, open_source
 from sherd.tools.convert.state_trees import tree_of
 from tests.interchange.checkpoints import (
     assert_same_training,
@@ -29,7 +28,7 @@ from tests.interchange.checkpoints import (
 from tests.interchange.test_deepspeed import FIXTURES
 from tests.support.refusals import refusal
 
-ZERO3 = "under ZeRO-3 DeepSpeed takes the settings of the first group for all: docs/interchange.md"
+ZERO3 = "under ZeRO-3 DeepSpeed takes the settings of the first group for all: docs/do/convert.md"
 
 
 def written(source, folder, **options):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import sherd
-from sherd.tools.convert.converting import convert
-from sherd.tools.convert.formats import open_source
+from sherd.tools.convert.formats import convert, open_source
 from tests.interchange.checkpoints import assert_same_training, trained
 from tests.interchange.test_torch_files import save
 

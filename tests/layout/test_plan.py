@@ -29,7 +29,7 @@ def packed(group: list[Wanted], num_ranks: int, loads: list[int] | None = None) 
 
 def line_of(group: list[Wanted], num_ranks: int) -> plan_module._Line:
     """The tensors as a plan lines them up."""
-    return plan_module._Line.of([group[index] for index in plan_module._in_line(group)], num_ranks)
+    return plan_module._line_of(group, num_ranks)[1]
 
 
 # Any group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sherd.schedule.moments import Arrival, GroupSizes
 from sherd.schedule.state import Keep, Limits, UnitSpec
-from sherd.tools.simulate.clock import Costs
+from sherd.tools.simulate.costs import ClusterCosts
 from sherd.tools.simulate.sharded import Optimizer, Sharded, Traffic, Unit
 from sherd.tools.simulate.work import (
     Allocate,
@@ -63,7 +63,7 @@ def sharded_stack(num_blocks: int, limits: Limits = Limits(), ranks: int = 8, **
     return Sharded((root, *blocks), specs, limits, 0, places, Optimizer(states=2, accesses=7), **optional)
 
 
-class RoundCosts(Costs):
+class RoundCosts(ClusterCosts):
     """Seconds that can be added up by hand: of an operation as many as it has FLOPs."""
 
     def __init__(self, gather: float, reduce: float, overlaps=True, host=0.0, copy: float = 0.0, beside: float = 1.0):
@@ -78,6 +78,9 @@ class RoundCosts(Costs):
 
     def collective(self, kind: str, nbytes: int, group: Group) -> float:
         return {"all-gather": self.gather, "reduce-scatter": self.reduce}.get(kind, 10.0)
+
+    def waited(self, computed: float) -> float:
+        return 0.0
 
     def to_host(self, nbytes: int) -> float:
         return self.copy

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sherd.schedule.moments import GroupSizes, MemoryKind
-from sherd.tools.simulate.allocator import MIB, CachingAllocator
-from sherd.tools.simulate.reserved import Reserved, lane_of
+from sherd.tools.simulate.reserved import MIB, CachingAllocator, Reserved, lane_of
 from sherd.tools.simulate.sharded import Unit
 from sherd.tools.simulate.timeline import Lane
 from tests.support.suites import examples

@@ -12,7 +12,7 @@ from sherd.policy import CommPolicy
 from sherd.schedule.moments import MemoryKind
 from sherd.tools.plan.planner import Planner, Training
 from sherd.tools.plan.reading import own_or_usual_loss
-from sherd.tools.simulate.cluster_file import read_cluster
+from sherd.tools.simulate.cluster import read_cluster
 from sherd.tools.simulate.settings import AXES, Mesh, Settings
 from sherd.tools.simulate.sharded import Optimizer
 from sherd.train.axes import Axes

@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
 from sherd._torch import imagined_ranks
-from sherd.tools.plan.blocks import shares_of_blocks, thin_out, with_blocks
-from sherd.tools.plan.sharding import sharded_of
+from sherd.tools.plan.sharding import sharded_of, shares_of_blocks, thin_out, with_blocks
 from sherd.tools.simulate.settings import SHARES
 from sherd.tools.simulate.sharded import Optimizer
 from sherd.tools.simulate.work import Module, Parameter, Work

@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 
 from sherd.cli import main as cli
 from sherd.errors import ClusterError
-from sherd.tools.simulate.cluster import Link, Timed
-from sherd.tools.simulate.cluster_file import FIELDS, OPTIONAL, cluster_toml, read_cluster, shipped_clusters, texts_of
+from sherd.tools.simulate.cluster import (
+    FIELDS,
+    OPTIONAL,
+    Link,
+    Timed,
+    cluster_toml,
+    read_cluster,
+    shipped_clusters,
+    texts_of,
+)
 from sherd.tools.simulate.work import OpKind
 from tests.support.commands import refusal
 from tests.support.refusals import one_line
@@ -78,7 +86,7 @@ def test_a_cluster_that_was_written_reads_as_it_was(tmp_path):
 
 
 def test_the_table_of_the_documents_is_that_of_the_files():
-    text = (ROOT / "docs/clusters.md").read_text()
+    text = (ROOT / "docs/look_up/clusters.md").read_text()
     (table,) = re.findall(r"<!-- shipped -->\n\n(.*?)\n\n<!-- /shipped -->", text, re.DOTALL)
     columns = [texts_of(read_cluster(name)) for name in shipped_clusters()]
     rows = [["field", *shipped_clusters()], ["---"] * (len(columns) + 1)]

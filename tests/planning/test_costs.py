@@ -6,10 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sherd.tools.simulate.cluster import Link, Timed
-from sherd.tools.simulate.cluster_file import read_cluster, shipped_clusters
-from sherd.tools.simulate.costs import Ranks, collective_seconds, op_seconds, waited
-from sherd.tools.simulate.predict import ClusterCosts
+from sherd.tools.simulate.cluster import Link, Timed, read_cluster, shipped_clusters
+from sherd.tools.simulate.costs import ClusterCosts, Ranks, collective_seconds, op_seconds, waited
 from sherd.tools.simulate.work import Group, Op, OpKind
 
 H100 = read_cluster("h100")

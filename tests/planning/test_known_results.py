@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sherd.tools.plan.known_results import KnownResults
+from sherd.tools.plan.operations import KnownResults
 from sherd.tools.plan.reading import read_work
 from tests.planning import models
 
@@ -40,7 +40,7 @@ def test_a_result_is_as_torch_makes_it(monkeypatch):
         expected[name] = form(func(*args(), **kwargs))
         assert form(known.of(func, args(), kwargs)) == expected[name], name
     monkeypatch.setattr(type(ATEN.mm.default), "__call__", forbidden)
-    monkeypatch.setattr("sherd.tools.plan.known_results._EMPTY", torch.empty_strided)
+    monkeypatch.setattr("sherd.tools.plan.operations._EMPTY", torch.empty_strided)
     for name, (func, args, kwargs) in CALLS.items():
         given = [known.of(func, args(), kwargs) for _ in range(2)]
         assert [form(each) for each in given] == [expected[name]] * 2, name
@@ -91,7 +91,7 @@ def test_the_work_that_is_read_is_the_same(name, monkeypatch):
 
 
 def test_no_more_than_so_many_are_known(monkeypatch):
-    monkeypatch.setattr("sherd.tools.plan.known_results.MOST_KNOWN", 2)
+    monkeypatch.setattr("sherd.tools.plan.operations.MOST_KNOWN", 2)
     known = KnownResults()
     for size in (1, 2, 3, 1, 3):
         assert known.of(ATEN.exp.default, (on_meta(size),), {}).shape == (size,)

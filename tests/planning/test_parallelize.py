@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from sherd._torch import TorchDispatchMode, all_gather_single, imagined_ranks, reduce_scatter_single
 from sherd.cli.main import main
 from sherd.errors import InputError, PolicyError
-from sherd.tools.plan.collectives import collective_of, is_communication
+from sherd.tools.plan.operations import collective_of, is_communication
 from sherd.tools.plan.plan import plan
 from sherd.tools.simulate.settings import Mesh
 from sherd.tools.simulate.timeline import Lane

@@ -16,9 +16,8 @@ from sherd.memory.report import memory_report
 from sherd.schedule.moments import MemoryKind
 from sherd.tools.plan.axes import Layout
 from sherd.tools.plan.plan import plan
-from sherd.tools.plan.planner import MOST_PLAYED, Planner, Training
-from sherd.tools.plan.rough import FEW, MORE, RoughPlanner
-from sherd.tools.simulate.cluster_file import read_cluster
+from sherd.tools.plan.planner import FEW, MORE, MOST_PLAYED, Planner, RoughPlanner, Training
+from sherd.tools.simulate.cluster import read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.train.config import InputError, Model
@@ -340,6 +339,6 @@ def test_many_ranks_are_planned_as_fast_as_few_and_always_alike():
 
 
 def test_the_program_of_the_page_runs():
-    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/do/plan.md").read_text()
     program = page[page.index("    import torch") :].split("\n\nSettings that")[0]
-    exec(compile(textwrap.dedent(program), "docs/planning.md", "exec"), {})
+    exec(compile(textwrap.dedent(program), "docs/do/plan.md", "exec"), {})

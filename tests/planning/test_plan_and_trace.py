@@ -17,7 +17,7 @@ from sherd.policy import CommPolicy, MixedPrecisionPolicy, PrefetchPolicy
 from sherd.schedule.moments import MemoryKind
 from sherd.tools.plan.axes import Layout, auto_units
 from sherd.tools.plan.planner import Planner, Training
-from sherd.tools.simulate.cluster_file import read_cluster
+from sherd.tools.simulate.cluster import read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import Optimizer
 from sherd.tools.simulate.timeline import Lane

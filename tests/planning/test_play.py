@@ -12,10 +12,9 @@ from sherd.schedule.forecast import forecast
 from sherd.schedule.moments import MemoryKind
 from sherd.schedule.state import Limits
 from sherd.tools.simulate import play as player
-from sherd.tools.simulate.moments import moments_of
-from sherd.tools.simulate.pipeline import Stage, begins
+from sherd.tools.simulate.play import Stage, begins
 from sherd.tools.simulate.sharded import Optimizer
-from sherd.tools.simulate.stretches import parts_of
+from sherd.tools.simulate.stretches import moments_of, parts_of
 from sherd.tools.simulate.timeline import Lane
 from sherd.tools.simulate.work import Allocate, Group, Release, TensorKind
 from tests.planning.played import most

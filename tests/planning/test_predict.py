@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from sherd.tools.simulate.cluster_file import read_cluster
-from sherd.tools.simulate.costs import Ranks, collective_seconds
-from sherd.tools.simulate.predict import ClusterCosts, RankWork, predict
+from sherd.tools.simulate.cluster import read_cluster
+from sherd.tools.simulate.costs import ClusterCosts, Ranks, collective_seconds
+from sherd.tools.simulate.predict import RankWork, predict
 from sherd.tools.simulate.settings import Mesh
 from sherd.tools.simulate.stretches import parts_of
 from sherd.tools.simulate.timeline import Lane

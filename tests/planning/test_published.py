@@ -1,5 +1,5 @@
 """bench/published.toml is whole and its halves are drawn by lot, predictions come out as they were written, and
-docs/predictions.md is what the script makes of them."""
+docs/data/predictions.csv and docs/understand/predictions.md are what the script makes of them."""
 
 import zlib
 from collections import Counter
@@ -7,26 +7,30 @@ from dataclasses import replace
 
 import pytest
 
+from bench.pages import as_csv, written
 from bench.published import (
     CHECKPOINTING,
     DATA,
     KERNELS,
+    ON_THE_PAGE,
     PAGE,
+    TABLE,
     Compared,
     Predicted,
     _training,
     cluster_of,
     distribution,
+    lines_of_data,
     main,
     memories,
-    page_with,
     predict_rows,
     read_found,
     read_rows,
+    summary,
     throughputs,
 )
 from sherd.tools.plan.planner import Planner
-from sherd.tools.simulate.cluster_file import read_cluster
+from sherd.tools.simulate.cluster import read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.timeline import Lane
 from sherd.train.config import read_tree
@@ -200,7 +204,8 @@ def test_rows_by_id_are_printed_and_nothing_is_written(capsys, monkeypatch):
 def test_every_row_is_predicted_and_the_page_is_what_the_script_writes():
     assert list(read_found()) == list(ROWS)
     page = PAGE.read_text()
-    assert page_with(page, TREE, read_found()) == page
+    assert written(page, {"published": summary(TREE, read_found(), ON_THE_PAGE)}) == page
+    assert as_csv(lines_of_data(TREE, read_found())) == TABLE.read_text()
 
 
 # What errors are

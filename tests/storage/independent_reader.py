@@ -1,4 +1,4 @@
-"""Reads a checkpoint of format sherd/1 with Python's standard library alone; written from docs/checkpoint_format.md.
+"""Reads a checkpoint of format sherd/1 with Python's standard library, by docs/look_up/checkpoint_format.md alone.
 
 read("checkpoints/step-00000100") -> {name: (dtype, shape, bytes)}
 """

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sherd.errors import CheckpointError
-from sherd.storage.blocks import Checked, Checksums, in_blocks
+from sherd.storage.files import Checked, Checksums, in_blocks
 from sherd.storage.places import Readable
 
 sizes = st.lists(st.one_of(st.integers(0, 50), st.integers(60_000, 140_000)), max_size=8)

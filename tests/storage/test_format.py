@@ -1,4 +1,4 @@
-"""Someone who has read docs/checkpoint_format.md alone can read what sherd writes."""
+"""Someone who has read docs/look_up/checkpoint_format.md alone can read what sherd writes."""
 
 import re
 import subprocess
@@ -19,7 +19,7 @@ from tests.storage import independent_reader
 from tests.storage.writing import read_all, save, tensors_of
 from tests.support.suites import examples
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "checkpoint_format.md"
+PAGE = Path(__file__).parent.parent.parent / "docs/look_up/checkpoint_format.md"
 NUM_FILES = 8
 RUNS = ((6, Extent(0, 3)), (1, Extent(3, 15)), (2, Extent(18, 2)))
 

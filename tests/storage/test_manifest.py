@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, Grid, GridCut, whole
+from sherd.storage.files import Opened, read_manifest
 from sherd.storage.folder import Folder
 from sherd.storage.manifest import Entry, File, Manifest, name_in_file, parsed, signed
-from sherd.storage.opened import Opened, read_manifest
 from sherd.storage.places import Disk
 from sherd.storage.safetensors import BITS
 from tests.storage.writing import read_all, save, save_into, tensors_of

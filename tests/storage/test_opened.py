@@ -4,8 +4,8 @@ import pytest
 
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, Grid
+from sherd.storage.files import Opened
 from sherd.storage.manifest import Entry
-from sherd.storage.opened import Opened
 from sherd.storage.places import Disk
 from tests.storage.writing import SMALL, save, tensors_of
 from tests.support.refusals import refusal

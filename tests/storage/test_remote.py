@@ -9,8 +9,8 @@ import pytest
 from aiobotocore.client import AioBaseClient
 
 from sherd.errors import CheckpointError
-from sherd.storage import remote
-from sherd.storage.blocks import Checksums
+from sherd.storage import places
+from sherd.storage.files import Checksums
 from sherd.storage.folder import Folder
 from sherd.storage.places import Disk, Lock, place_of
 from tests.storage.writing import SMALL, read_all, save, save_into, tensors_of
@@ -38,8 +38,8 @@ def store(server, monkeypatch):
     for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
         monkeypatch.setenv(f"AWS_{name}", "testing")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(remote, "PART_BYTES", PART)
+    monkeypatch.setattr(places, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(places, "PART_BYTES", PART)
     place = place_of(f"s3://{BUCKET}/run/", endpoint_url=server)
     fs = place._fs
     fs.mkdir(BUCKET)

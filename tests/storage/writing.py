@@ -4,10 +4,9 @@ import random
 from itertools import count
 
 from sherd.layout.boxes import Grid, GridCut
-from sherd.storage.blocks import Checksums
+from sherd.storage.files import Checksums, Opened
 from sherd.storage.folder import Folder, file_name
 from sherd.storage.manifest import Entry, File, Manifest, name_in_file
-from sherd.storage.opened import Opened
 from sherd.storage.safetensors import BITS, header_of, nbytes_of
 from tests.layout.strategies import elements
 

@@ -1,4 +1,4 @@
-"""The table of docs/tensor_parallel.md is what `fully_shard` does."""
+"""The table of docs/do/parallelism.md is what `fully_shard` does."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ import sherd
 from tests.support.ranks.bodies import on_threads
 from tests.tensor_parallel.training import mesh_of
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "tensor_parallel.md"
+PAGE = Path(__file__).parent.parent.parent / "docs/do/parallelism.md"
 ON_TP = [Shard(0), Shard(1), Replicate(), None]
 DATA = [Shard(0), Shard(1), sherd.Flat()]
 

@@ -11,10 +11,10 @@ import torch
 from torch import distributed as dist
 
 from sherd.layout.boxes import Grid
+from sherd.storage.files import Content, write_file
 from sherd.storage.folder import Folder, file_name
 from sherd.storage.manifest import MANIFEST, Entry, Manifest
 from sherd.storage.places import Disk
-from sherd.storage.writing import Content, write_file
 from sherd.train import checkpoint, rank, saved
 from sherd.train.checkpoint import NotSaved, Saver, facts
 from sherd.train.config import Config, InputError

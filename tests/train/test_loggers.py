@@ -68,7 +68,7 @@ def test_a_users_function_gets_every_step_and_evaluation_and_is_closed(tmp_path,
 
 
 def test_the_lines_of_the_guide_are_all_that_wandb_needs(tmp_path, monkeypatch):
-    guide = (Path(__file__).parents[2] / "docs" / "using_a_model.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs/do/train.md").read_text()
     lines = re.search(r"^    import wandb\n(    .*\n)+", guide, re.M)
     (tmp_path / "my_wandb.py").write_text(textwrap.dedent(lines[0]))
     wandb = types.ModuleType("wandb")

@@ -182,7 +182,7 @@ def test_an_exported_file_is_the_plain_modules_state_and_stays(trained, said):
 
 
 def test_the_guides_lines_of_python_read_what_was_exported_and_what_was_not(trained, said, monkeypatch):
-    guide = (Path(__file__).parents[2] / "docs" / "using_a_model.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs/do/train.md").read_text()
     blocks = re.findall(r"^    (?:import torch|from sherd)[^$]*?(?=^\S)", guide, re.M)
     assert len(blocks) == 2
     lines = textwrap.dedent("".join(blocks)).replace('"runs/1"', repr(str(trained[0])))

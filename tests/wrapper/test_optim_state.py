@@ -21,11 +21,11 @@ from sherd import FullyShardedDataParallel as FSDP
 from sherd.api.state_dict_type import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,
 )
-from sherd.checkpoint.rekeying import OptimStateKeyType
 from sherd.errors import OptimStateError, SherdError
 from tests.support.comparing import assert_refused, assert_same, whole
 from tests.support.meshes import mesh_of

@@ -15,8 +15,7 @@ from sherd._torch import named_group
 from sherd.comm.agreement import MOST_SHOWN
 from sherd.errors import CommError
 from sherd.guard import checker
-from sherd.guard.order_check import PlannedCollective, different
-from sherd.guard.tree import Tree
+from sherd.guard.order_check import PlannedCollective, Tree, different
 from tests.support.models import Wired
 from tests.support.ranks import RanksFailed
 from tests.support.sharding import sharded
@@ -157,9 +156,8 @@ def test_full_precision_in_eval_on_one_rank_is_named(world):
 def one_rank_stays_away():
     with detail(), pytest.MonkeyPatch.context() as patch:
         soon = named_group("one_rank_stays_away", range(2), timedelta(seconds=1))
-        patch.setattr(
-            checker.DivergenceChecker, "_tree", lambda _: Tree((0, 1), [soon], is_top=True, whole=lambda: soon)
-        )
+        tree = Tree((0, 1), [soon], is_top=True, whole=lambda: soon, timeout_s=1)
+        patch.setattr(checker.DivergenceChecker, "_tree", lambda _: tree)
         model = wrapped(made(branching))
         model(torch.ones(2, 4), "first")
         if dist.get_rank() == 1:

@@ -2,13 +2,13 @@
 
 A message says *where* bytes lie, in a segment that all have mapped; it never carries them:
 
-    post    what this rank asks for as its n-th round, and where it has put what the others are to read
-    read    "I am done with all rounds before n"; every post says that too
+    post    what this rank asks for as its n-th round, and where the bytes for the others lie
+    read    "I have read all rounds before n"; every post says that too
     abort   "I gave up, and why"
-    leave   "I end as I should"
+    leave   "I end normally"
 
-Messages between two ranks arrive whole and in order. A rank that dies is noticed at once: its sockets end, and where a
-process it has forked still holds them, the kernel tells about the process itself (`pidfd`).
+Messages between two ranks arrive whole and in order. The death of a rank is noticed at once: its sockets end, and where
+a forked child still holds them, the kernel tells of the process itself (`pidfd`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from sherd.comm.groups import network_namespace
 from sherd.comm.host.segments import Segment
 from sherd.comm.objects import all_gather_objects
 from sherd.errors import CommError
@@ -39,7 +40,7 @@ _CREDENTIALS = struct.Struct("=3i")  # process, user, group
 _LONGEST = 4096
 _HANDSHAKE_S = 10.0
 _LONGEST_NAP_S = 3600.0
-# Two ranks in step answer one another within some tens of microseconds; going to sleep and being woken takes as long.
+# Two ranks in step answer one another within some tens of microseconds; sleeping and waking takes as long.
 _SPIN_S = 30e-6
 
 
@@ -52,8 +53,8 @@ class Post(NamedTuple):
     sizes: int  # a digest of all ranks' sizes
     total: int  # bytes, over all ranks
     number: int
-    read: int  # its sender has read all rounds before this one
-    start: int  # where in its sender's segment the bytes lie
+    read: int  # the sender has read all rounds before this one
+    start: int  # where in the sender's segment the bytes lie
 
     @property
     def question(self) -> tuple[int, ...]:
@@ -62,7 +63,7 @@ class Post(NamedTuple):
 
 
 class Neighbour:
-    """Another rank: its socket, its segment, and what it has told so far."""
+    """Another rank: its socket, its segment, and its messages so far."""
 
     def __init__(self, rank: int, world_rank: int, link: socket.socket, pid: int, segment: Segment) -> None:
         self.rank = rank
@@ -71,11 +72,15 @@ class Neighbour:
         self.posts: deque[Post] = deque()
         self.read = 0
         self.fate = ""
-        """Why nothing more will come from it; empty while it lives."""
+        """Why nothing more will come from the rank; "" while it lives."""
         self.gave_up = ""
-        """The reason why it gave up, in its own words."""
+        """Why the rank gave up, in its own words."""
         self.name = f"rank {world_rank} (process {pid})" if pid else f"rank {world_rank}"
-        self.process = _opened_process(pid)
+        self.process: int | None = None
+        """A descriptor to poll for the end of the process, if the kernel has such descriptors."""
+        if pid and hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                self.process = os.pidfd_open(pid)
 
     def close(self) -> None:
         """Close all descriptors."""
@@ -84,16 +89,6 @@ class Neighbour:
         if self.process is not None:
             os.close(self.process)
             self.process = None
-
-
-def _opened_process(pid: int) -> int | None:
-    """Returns a descriptor that can be polled for the end of the process, or None where the kernel has none."""
-    if not pid or not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return None
 
 
 class Neighbours:
@@ -105,13 +100,10 @@ class Neighbours:
         self._poll = select.poll()
         self._whose: dict[int, Neighbour] = {}
         for neighbour in self.all:
-            self._watch(neighbour, neighbour.link.fileno())
-            if neighbour.process is not None:
-                self._watch(neighbour, neighbour.process)
-
-    def _watch(self, neighbour: Neighbour, fd: int) -> None:
-        self._poll.register(fd, select.POLLIN)
-        self._whose[fd] = neighbour
+            for fd in (neighbour.link.fileno(), neighbour.process):
+                if fd is not None:
+                    self._poll.register(fd, select.POLLIN)
+                    self._whose[fd] = neighbour
 
     def post(self, post: Post) -> None:
         """Tell all neighbours what this rank asks for next, and where its bytes lie."""
@@ -122,15 +114,15 @@ class Neighbours:
         self._tell_all(_MESSAGE.pack(_READ, 0, 0, 0, 0, 0, 0, read, 0))
 
     def abort(self, why: str) -> None:
-        """Tell all neighbours that this rank gave up, and `why`."""
+        """Tell all neighbours why this rank gives up."""
         self._tell_all(bytes([_ABORT]) + why.encode()[: _LONGEST - 1], must_arrive=False)
 
     def close(self, politely: bool) -> None:
-        """Close the sockets. `politely`: tell the others before; a forked child must not."""
+        """Close the sockets. `politely` tells the others before, which a forked child must not do."""
         if politely:
             self._tell_all(bytes([_LEAVE]), must_arrive=False)
             for neighbour in self.all:
-                # A child that was forked meanwhile has the socket too, and would keep it open.
+                # A forked child has the socket too, and would keep it open.
                 with contextlib.suppress(OSError):
                     neighbour.link.shutdown(socket.SHUT_RDWR)
         for neighbour in self.all:
@@ -146,11 +138,11 @@ class Neighbours:
                         self._wait_for_room(neighbour)
                         continue
                 except OSError:
-                    break  # it has ended; its last messages are still to be read
+                    break  # the neighbour has ended; its last messages are still to be read
                 break
 
     def _wait_for_room(self, neighbour: Neighbour) -> None:
-        """Read what comes in until `neighbour` has read enough to be told more."""
+        """Read incoming messages until `neighbour` has read enough to take more."""
         deadline = time.monotonic() + self._timeout_s
         room = select.poll()
         room.register(neighbour.link, select.POLLOUT)
@@ -163,7 +155,7 @@ class Neighbours:
         """Sleep until something `arrived` from one of `whom`.
 
         Raises:
-            CommError: it will not, for one of them has ended or somebody gave up; or nothing came in time.
+            CommError: one of `whom` has ended, or any rank gave up, or nothing came in time.
         """
         if self._arrives_soon(whom, arrived):
             return
@@ -171,7 +163,15 @@ class Neighbours:
         while True:
             if any(map(arrived, whom)):
                 return
-            self._raise_if_hopeless(whom, what)
+            for neighbour in whom:
+                if neighbour.fate and not neighbour.gave_up:
+                    raise CommError(
+                        f"{neighbour.name} has {neighbour.fate} before its part of the {what} was there; look for the "
+                        "first error in its log, and restart all ranks from the last checkpoint"
+                    )
+            for neighbour in self.all:
+                if neighbour.gave_up:
+                    raise CommError(f"{neighbour.name} gave up: {neighbour.gave_up}")
             left = deadline - time.monotonic()
             if left <= 0:
                 raise CommError(self._late(whom, f"in the {what}"))
@@ -187,17 +187,6 @@ class Neighbours:
             if time.perf_counter() > until:
                 return False
 
-    def _raise_if_hopeless(self, whom: Sequence[Neighbour], what: object) -> None:
-        for neighbour in whom:
-            if neighbour.fate and not neighbour.gave_up:
-                raise CommError(
-                    f"{neighbour.name} has {neighbour.fate} before its part of the {what} was there; look for the "
-                    "first error in its log, and restart all ranks from the last checkpoint"
-                )
-        for neighbour in self.all:
-            if neighbour.gave_up:
-                raise CommError(f"{neighbour.name} gave up: {neighbour.gave_up}")
-
     def _late(self, whom: Sequence[Neighbour], what: str) -> str:
         names = " and ".join(neighbour.name for neighbour in whom)
         return (
@@ -206,24 +195,24 @@ class Neighbours:
         )
 
     def listen(self, patience_s: float) -> None:
-        """Take in the messages that have arrived. If there are none, wait `patience_s` for one."""
+        """Take in the messages that have arrived. Without any, wait `patience_s` for one."""
         for fd, _ in self._poll.poll(math.ceil(min(patience_s, _LONGEST_NAP_S) * 1000)):
             neighbour = self._whose.get(fd)
             if neighbour is None:
-                continue  # its socket, read just before, has told its end
+                continue  # the neighbour ended on its other descriptor, in this same poll
             while self._hear(neighbour):
                 pass
             if fd == neighbour.process and not neighbour.fate:
                 self._ended(neighbour, "died")
 
     def _hear(self, neighbour: Neighbour) -> bool:
-        """Take in one message, if there is one."""
+        """Take in one message. Returns whether there may be more."""
         try:
             message = neighbour.link.recv(_LONGEST)
         except BlockingIOError:
             return False
         except ConnectionResetError:
-            return True  # it ended with messages unread; its own last ones come next
+            return True  # the neighbour ended with messages unread; its own last messages come next
         if not message:
             self._ended(neighbour, "died")
             return False
@@ -252,8 +241,7 @@ class Neighbours:
 def meet(group: dist.ProcessGroup, own: Segment | None, terms: tuple[object, ...]) -> list[Neighbour] | None:
     """Returns this rank's neighbours if all ranks of `group` can share memory; else None, on all ranks.
 
-    All ranks of the group must call it, with the same `terms`. `own` is None on a rank that cannot have a segment. The
-    ranks agree over the group after every step, so that no rank waits for a socket that will not come.
+    All ranks of the group must call this, with the same `terms`. `own` is None on a rank without a segment.
     """
     rendezvous = _Rendezvous(group, own)
     try:
@@ -261,29 +249,22 @@ def meet(group: dist.ProcessGroup, own: Segment | None, terms: tuple[object, ...
         addresses = [card[-1] for card in cards]
         is_one_place = len({card[:-1] for card in cards}) == 1 and None not in addresses
         steps = (lambda: rendezvous.call(addresses), rendezvous.answer, rendezvous.hear_answers)
-        # `all` stops at the first step that failed somewhere, which is the same one on all ranks.
+        # The ranks agree after every step, so that none waits for a socket that will not come. `all` stops at the first
+        # step that failed on some rank, which is the same one on all ranks.
         if is_one_place and all(rendezvous.succeeds(step) for step in steps):
-            return rendezvous.found()
+            return rendezvous.neighbours()
         return None
     finally:
         rendezvous.close()
 
 
 def _place() -> tuple[object, ...]:
-    """Returns facts that two processes must share to reach one another: machine, network namespace, user, torch."""
+    """Returns what two processes must share to reach one another: machine, network namespace, user, torch."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read(), network() or secrets.token_hex(16), os.getuid(), torch.__version__
+            return file.read(), network_namespace() or secrets.token_hex(16), os.getuid(), torch.__version__
     except OSError:
-        return (secrets.token_hex(16),)  # differs from that of any other rank
-
-
-def network() -> str:
-    """Returns the network that this process sees, or "": hosts of one name may be namespaces of one machine."""
-    try:
-        return os.readlink("/proc/self/ns/net")
-    except OSError:
-        return ""
+        return (secrets.token_hex(16),)  # no other rank has the same
 
 
 class _Rendezvous:
@@ -298,20 +279,19 @@ class _Rendezvous:
         self._segments: dict[int, Segment] = {}
 
     def exchanged(self, mine: object) -> list[Any]:
-        """Returns the objects of all ranks."""
         return all_gather_objects(mine, "the meeting of ranks that may share memory", self._group)
 
     def succeeds(self, step: Callable[[], None]) -> bool:
-        """Returns whether `step` did its work on all ranks."""
+        """Returns whether `step` succeeds on all ranks."""
         try:
             step()
-            done = True
+            is_done = True
         except (OSError, ValueError, struct.error):
-            done = False
-        return all(self.exchanged(done))
+            is_done = False
+        return all(self.exchanged(is_done))
 
     def open(self) -> str | None:
-        """Listen at a secret abstract address. Returns the address, or None where there are no such addresses."""
+        """Listen at a secret abstract address. Returns it; None on a system without abstract addresses."""
         if self._own is None:
             return None
         address = f"\0sherd-{secrets.token_hex(16)}"
@@ -325,20 +305,20 @@ class _Rendezvous:
 
     @staticmethod
     def _socket() -> socket.socket:
-        # Unlike a stream it keeps messages apart. Python's sockets are closed in programs that are started.
+        # Unlike a stream, SEQPACKET keeps messages apart. A program that this process starts does not inherit it.
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         link.settimeout(_HANDSHAKE_S)
         return link
 
     def call(self, addresses: Sequence[str]) -> None:
-        """Connect to every rank below, which has its door open, and hand over our segment."""
+        """Connect to every rank below, all of which listen, and hand over this rank's segment."""
         for rank in range(self._rank):
             self._links[rank] = self._socket()
             self._links[rank].connect(addresses[rank])
             self._hand_over(self._links[rank])
 
     def answer(self) -> None:
-        """Let in every rank above, all of which have connected, and hand over our segment."""
+        """Accept every rank above, all of which have connected, and hand over this rank's segment."""
         assert self._door is not None, "opened before"
         for _ in range(self._rank + 1, self._size):
             link, _ = self._door.accept()
@@ -369,7 +349,7 @@ class _Rendezvous:
                 os.close(fd)
             raise
 
-    def found(self) -> list[Neighbour]:
+    def neighbours(self) -> list[Neighbour]:
         """Returns the neighbours, by rank. They own the sockets and segments from now on."""
         neighbours = []
         for rank, link in sorted(self._links.items()):
@@ -380,7 +360,6 @@ class _Rendezvous:
         return neighbours
 
     def close(self) -> None:
-        """Close everything that no neighbour owns."""
         for opened in (self._door, *self._links.values(), *self._segments.values()):
             if opened is not None:
                 opened.close()

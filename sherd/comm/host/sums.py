@@ -9,7 +9,7 @@ import torch
 
 from sherd.errors import CommError
 
-# Sums that take more than one pass are made in blocks of this many elements, which stay in the cache.
+# Sums of more than one pass are made in blocks of this many elements, which stay in the cache.
 _BLOCK = 1 << 16
 
 
@@ -20,7 +20,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def can_add(dtype: torch.dtype) -> bool:
-    """Returns whether torch can add this dtype on a CPU. It cannot add float8, for example."""
+    """Returns whether torch can add this dtype on a CPU, as it cannot add float8, for example."""
     try:
         one = torch.zeros(1, dtype=dtype)
         torch.add(one, one)
@@ -41,15 +41,13 @@ def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     wide = sum_dtype(parts[0].dtype)
     if len(parts) == 1:
         out.copy_(parts[0])
-    elif len(parts) == 2 and out.dtype == parts[0].dtype == wide:
+        return
+    if len(parts) == 2 and out.dtype == parts[0].dtype == wide:
         torch.add(parts[0], parts[1], out=out)
-    else:
-        _add_up_in_blocks(parts, out, wide)
-
-
-def _add_up_in_blocks(parts: Sequence[torch.Tensor], out: torch.Tensor, wide: torch.dtype) -> None:
+        return
     aside = None
-    if out.dtype != wide or any(_same_memory(out, part) for part in parts):
+    memory = out.untyped_storage().data_ptr()
+    if out.dtype != wide or any(part.untyped_storage().data_ptr() == memory for part in parts):
         aside = torch.empty(min(_BLOCK, out.numel()), dtype=wide)
     for start in range(0, out.numel(), _BLOCK):
         into = out[start : start + _BLOCK]
@@ -59,7 +57,3 @@ def _add_up_in_blocks(parts: Sequence[torch.Tensor], out: torch.Tensor, wide: to
             total.add_(part[start : start + _BLOCK])
         if aside is not None:
             into.copy_(total)
-
-
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

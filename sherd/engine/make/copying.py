@@ -80,8 +80,7 @@ def deep_copied(module: nn.Module, memo: Memo, finish: Callable[[Unit, Unit, Mem
         belongings = Belongings.below(new.modules, ())
         borrow(belongings.borrowed)
         if unit.companions:
-            owners = [memo[id(owner)] for owner in unit.companions]
-            new.have(new.parameters, owners, new.ignored)
+            new.have(new.parameters, [memo[id(owner)] for owner in unit.companions], new.ignored)
         new.change(
             accumulation=None,
             when_reduced=None,

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +14,8 @@ from sherd.engine.moves.arrivals import Arrivals
 from sherd.engine.moves.gradients import Gradients
 from sherd.engine.moves.weights import Weights
 from sherd.policy import UnitPolicy
+
+T = TypeVar("T")
 
 WhenComplete = Callable[[int | None, bool], None]
 """`when_complete(group, is_done)`: all gradients of group number `group` are there, or of the whole unit (None).
@@ -56,7 +59,7 @@ class Backward:
 
     def completed(self, group: int) -> Callable[[], None]:
         """Returns the function that group number `group` calls when all its trainable parameters have gradients."""
-        return partial(_group_completed, weakref.ref(self), group)  # weak: this object holds the groups
+        return partial(if_alive, weakref.ref(self), partial(Backward.complete, group=group))
 
     # What a backward brings
 
@@ -204,7 +207,8 @@ class Backward:
         return True
 
 
-def _group_completed(backward: weakref.ref[Backward], group: int) -> None:
-    alive = backward()
+def if_alive(owner: weakref.ref[T], act: Callable[[T], None]) -> None:
+    """Call `act(owner)`, if the owner still exists. A strong reference from a group to its unit would be a circle."""
+    alive = owner()
     if alive is not None:
-        alive.complete(group)
+        act(alive)

@@ -128,7 +128,11 @@ def before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) ->
         if [tensor for tensor in inputs if tensor.requires_grad and tensor.is_leaf]:
             args, kwargs = map_tensors(_not_a_leaf, (args, kwargs))
             inputs = _inputs_in(args, kwargs)
-        _watch_inputs(runtime, unit, inputs)
+        for node in _nodes_of(inputs):
+            borders = _borders_of(node)
+            # Backward is not past the unit where an output of the unit is its input again.
+            if not [giver for giver, is_output, _ in borders if is_output and giver is unit]:
+                borders.append((unit, False, runtime))
     return args, kwargs
 
 
@@ -155,7 +159,8 @@ def after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> Any
     if unit.precision.output_dtype is not None:
         output = map_tensors(functools.partial(_cast, unit.precision.output_dtype), output)
     if differentiable:
-        _watch_outputs(runtime, unit, [output] if is_tensor else tensors_in(output, in_any_object=True))
+        for node in _nodes_of([output] if is_tensor else tensors_in(output, in_any_object=True)):
+            _borders_of(node).append((unit, True, runtime))
     return output
 
 
@@ -174,26 +179,22 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
 
-def _is_view(unit: Unit, tensor: torch.Tensor) -> bool:
-    """Returns whether `tensor` is a view of an unsharded parameter of the unit, and not the parameter itself."""
-    source = source_of(tensor)
-    owner = None if source is None else source()
-    return any(owner is weights and not weights.is_parameter(tensor) for weights in unit.weights)
-
-
 def _keeps_view(unit: Unit, output: Any) -> bool:
     """Returns whether `output` or a module holds a view of the unit's parameters after its forward. Warns if so."""
-    modules = (part for each in unit.modules for part in each.modules())
-    attributes = [value for part in modules for name, value in vars(part).items() if name not in _OF_EVERY_MODULE]
-    is_kept = any(_is_view(unit, tensor) for tensor in tensors_held_by(output, attributes))
-    if is_kept:
-        warnings.warn(
-            f"a view of a parameter of unit {unit.name} is still there after its forward, inside of an object that was "
-            "returned or on a module, so the unit stays unsharded until backward is done; return or keep a clone() "
-            "of it",
-            stacklevel=2,
-        )
-    return is_kept
+    modules = (inner for module in unit.modules for inner in module.modules())
+    attributes = [value for module in modules for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
+    for tensor in tensors_held_by(output, attributes):
+        source = source_of(tensor)
+        owner = None if source is None else source()
+        if any(owner is weights and not weights.is_parameter(tensor) for weights in unit.weights):
+            warnings.warn(
+                f"a view of a parameter of unit {unit.name} is still there after its forward, inside of an object that "
+                "was returned or on a module, so the unit stays unsharded until backward is done; return or keep a "
+                "clone() of it",
+                stacklevel=2,
+            )
+            return True
+    return False
 
 
 def _to_device(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
@@ -205,21 +206,6 @@ def _to_device(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 _Border = tuple[Unit, bool, Runtime]
 """A point where a tensor leaves a unit or enters it: the unit, True if the tensor leaves it, and the runtime."""
-
-
-def _watch_outputs(runtime: Runtime, unit: Unit, outputs: Iterable[torch.Tensor]) -> None:
-    """Tell the runtime when backward reaches the first node behind one of the `outputs` of `unit`."""
-    for node in _nodes_of(outputs):
-        _borders_of(node).append((unit, True, runtime))
-
-
-def _watch_inputs(runtime: Runtime, unit: Unit, inputs: Iterable[torch.Tensor]) -> None:
-    """Tell the runtime when backward is past `unit`: when it reaches a node that made one of the inputs."""
-    for node in _nodes_of(inputs):
-        borders = _borders_of(node)
-        # Backward is not past the unit where an output of the unit is its input again.
-        if not [giver for giver, is_output, _ in borders if is_output and giver is unit]:
-            borders.append((unit, False, runtime))
 
 
 def _borders_of(node: Any) -> list[_Border]:

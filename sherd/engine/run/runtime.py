@@ -530,7 +530,12 @@ def seal(root: nn.Module) -> Runtime:
         if unit.shards.on_meta:
             unit.notice_replaced()
             unit.rebind()  # the user may have called `to_empty` on each module by itself
-    _require_data(units)
+    missing = [f"{name} (unit {unit.name})" for unit in units for name in unit.shards.on_meta]
+    if missing:
+        raise StateError(
+            f"parameters are still on the meta device: {in_short(missing)}. Give them memory and values before the "
+            "first forward: model.to_empty(device=...), then each module's reset_parameters(), or load a state dict"
+        )
     _require_own_meshes(units)
     # A user may have given a shard an all-gather of its own after it was cut in a way that does not allow one.
     for record in (parameter for unit in units for parameter in unit.parameters):
@@ -568,15 +573,6 @@ def name_units(root: nn.Module) -> list[Unit]:
     for owner in {owner for unit in below for owner in unit.companions}.difference(below):
         owner.rename(owner.name, module_names)
     return below
-
-
-def _require_data(units: list[Unit]) -> None:
-    missing = [f"{name} (unit {unit.name})" for unit in units for name in unit.shards.on_meta]
-    if missing:
-        raise StateError(
-            f"parameters are still on the meta device: {in_short(missing)}. Give them memory and values before the "
-            "first forward: model.to_empty(device=...), then each module's reset_parameters(), or load a state dict"
-        )
 
 
 def _require_own_meshes(units: list[Unit]) -> None:

@@ -13,12 +13,11 @@ from sherd.schedule.moments import GroupSizes
 
 
 def sizes_of(unit: Unit) -> list[GroupSizes]:
-    """Returns the sizes of the buffers of each group of `unit`. Makes the transport, as the first gather does."""
+    """Returns the bytes of each group of `unit` on the device that computes. Makes transports, as a gather does."""
     return [_group_sizes(weights, unit.policy) for weights in unit.weights]
 
 
 def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
-    """Returns the bytes that the group of `weights` takes on the device that computes."""
     group, plan = weights.group, weights.plan
     trained, mesh = group.trained, group.mesh
     own = mesh.shard_transport
@@ -28,15 +27,18 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
     compute, reduce, reshard = group.compute_dtype, group.reduce_dtype, policy.reshard_after_forward
     # Otherwise the shards are copied into this rank's part of the rows.
     is_copied_to_send = fill is Fill.FROM_RANKS and not plan.sends_shards_as_they_are and not mesh.shards_replicas
+    kept = 0  # bytes of unsharded parameters that are never freed, without those of the shards
+    if not (plan.frees_unsharded or plan.is_never_gathered):
+        kept = group.unsharded_bytes if group.unsharded_memory is None else group.unsharded_memory.nbytes
     summed, sums = plan.reduced_by_piece[mesh.piece], plan.reduced_by_rank
     return GroupSizes(
         shards=_shard_bytes(group, plan),
         unsharded=weights.unsharded_bytes if plan.frees_unsharded else 0,
-        kept=0 if plan.frees_unsharded else _kept_bytes(group, plan),
+        kept=kept,
         rows=group.packing.gathered_numel * compute.itemsize if fill is Fill.FROM_ROWS else 0,
         sent=group.shard_numel * compute.itemsize if is_copied_to_send else 0,
         part=0 if reshard is None or isinstance(reshard, bool) else weights.part_bytes(reshard),
-        arriving=tuple(each.shape.numel() * compute.itemsize for each in trained),
+        arriving=tuple(parameter.shape.numel() * compute.itemsize for parameter in trained),
         borrows=plan.borrows(compute),
         gradient_rows=sum(plan.reduced_by_piece) * reduce.itemsize,
         reduced=(sums[mesh.shard_rank] + summed * mesh.shards_replicas) * reducer.sum_dtype(reduce).itemsize,
@@ -61,10 +63,3 @@ def _shard_bytes(group: Group, plan: BufferPlan) -> int:
         return shards
     own = 0 if plan.sends_shards_as_they_are else shards
     return own + fetched.numel * group.compute_dtype.itemsize
-
-
-def _kept_bytes(group: Group, plan: BufferPlan) -> int:
-    """Returns the bytes of unsharded parameters that are never freed, without those of the shards."""
-    if plan.is_never_gathered:
-        return 0
-    return group.unsharded_bytes if group.unsharded_memory is None else group.unsharded_memory.nbytes

@@ -20,37 +20,27 @@ import torch
 from sherd._torch import are_transforms_active, outside_transforms, set_grad_enabled
 from sherd.engine.run.overseer import Overseer, overseen
 from sherd.engine.run.unit import Unit
-from sherd.schedule.actions import (
-    Action,
-    Await,
-    Discard,
-    Event,
-    FinishReduce,
-    Free,
-    FreeGroup,
-    Gather,
-    Reduce,
-    Shrink,
-)
+from sherd.schedule import actions as do
+from sherd.schedule.actions import Action, Event
 from sherd.schedule.schedule import MOST_NODES, Edge, Schedule
 
 P = ParamSpec("P")
 
 DO: dict[type[Action], Callable[[Unit], None]] = {
-    Gather: Unit.gather,
-    Await: Unit.wait,
-    Free: Unit.free,
-    Shrink: Unit.shrink,
-    Reduce: Unit.reduce,
-    FinishReduce: Unit.finish_reduce,
-    Discard: Unit.discard,
+    do.Gather: Unit.gather,
+    do.Await: Unit.wait,
+    do.Free: Unit.free,
+    do.Shrink: Unit.shrink,
+    do.Reduce: Unit.reduce,
+    do.FinishReduce: Unit.finish_reduce,
+    do.Discard: Unit.discard,
 }
 """By type of action: the method that carries it out on a whole unit."""
 
 
 def bound(action: Action, unit: Unit) -> Callable[[], None]:
     """Returns the call that carries out `action` on `unit`."""
-    if isinstance(action, FreeGroup):
+    if isinstance(action, do.FreeGroup):
         group = action.group
         return lambda: unit.weights[group].free()
     return partial(DO[type(action)], unit)

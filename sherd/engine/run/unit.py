@@ -24,7 +24,7 @@ from sherd.engine.moves.buffer_plan import BufferPlan
 from sherd.engine.moves.gradients import Gradients
 from sherd.engine.moves.selfgather import SelfGatheredWeights
 from sherd.engine.moves.weights import Weights
-from sherd.engine.run.backward import Backward
+from sherd.engine.run.backward import Backward, if_alive
 from sherd.engine.state.compared import Compared
 from sherd.engine.state.fetching import RestingPlace
 from sherd.engine.state.group import Group, batches_of
@@ -136,7 +136,7 @@ class Unit:
         self.place = place
         self._modules = tuple(weakref.ref(module) for module in modules)
         self.sealed_into: Callable[[], _Runtime | None] = _nowhere
-        enter_backward = partial(_if_alive, weakref.ref(self), Unit._enter_backward)
+        enter_backward = partial(if_alive, weakref.ref(self), Unit._enter_backward)
         self.backward = Backward(enter_backward, mesh.num_shards * mesh.num_replicas)
         self.runs = ModuleRuns(self._modules) if len(modules) > 1 else None
         self.lent: UnshardTerms | None = None
@@ -262,9 +262,9 @@ class Unit:
             group = Group(batch.parameters, self.precision, self.place, batch.is_part)
             completed = self.backward.completed(len(self.gradients))
             plan = BufferPlan.of(group, self.streams, self.reduce_buffers)
-            gradients = Gradients(group, plan, self.streams, partial(_if_alive, this, Unit._enter_backward), completed)
+            gradients = Gradients(group, plan, self.streams, partial(if_alive, this, Unit._enter_backward), completed)
             self.gradients.append(gradients)
-            unshard = partial(_if_alive, this, Unit.unshard_for_backward)
+            unshard = partial(if_alive, this, Unit.unshard_for_backward)
             self.weights.append(
                 SelfGatheredWeights(group, plan, self.streams, self.precision, gradients.arrivals.watch, unshard)
                 if group.gathers_itself
@@ -397,15 +397,9 @@ class Unit:
         is_all = all(id(module) in module_ids for module in self.modules)
         for gradients in self.gradients:
             group = gradients.group
-            chosen = [
-                optimizer_param
-                for optimizer_param in group.optimizer_params
-                if is_all or group.hangs_on(optimizer_param, module_ids)
-            ]
-            gradients.drop_unreduced_of(
-                frozenset(index for optimizer_param in chosen for index in optimizer_param.members)
-            )
-            for parameter in (optimizer_param.parameter for optimizer_param in chosen):
+            chosen = [param for param in group.optimizer_params if is_all or group.hangs_on(param, module_ids)]
+            gradients.drop_unreduced_of(frozenset(index for param in chosen for index in param.members))
+            for parameter in (param.parameter for param in chosen):
                 if set_to_none or parameter.grad is None:
                     parameter.grad = None
                 else:
@@ -539,10 +533,3 @@ class Unit:
                 f"backward needs the parameters of unit {self.name}, for which set_unshard_in_backward(False) was "
                 "called; leave that out, or freeze what does not need a gradient"
             )
-
-
-def _if_alive(unit: weakref.ref[Unit], act: Callable[[Unit], None]) -> None:
-    """Call `act`, unless the unit is gone. A strong reference from a group to its unit would be a circle."""
-    alive = unit()
-    if alive is not None:
-        act(alive)

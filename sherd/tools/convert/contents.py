@@ -14,13 +14,14 @@ from sherd.checkpoint.tensor_bytes import DTYPES, memory_of
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, spans, whole
 from sherd.layout.placement import Shape
+from sherd.storage.places import Disk, Readable
 from sherd.storage.safetensors import nbytes_of
 
 MODEL, OPTIMIZER = "model", "optimizer"
-"""The names that the items of a checkpoint get whose format has no names for them."""
+"""The names of items in checkpoints of formats that have no names for items."""
 
 MOST_BYTES = 64 << 20
-"""The bytes of a tensor that are in memory at once."""
+"""The most bytes of a tensor that are in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,10 @@ class Contents:
 
     Args:
         tensors: all tensors: "model/NAME" of a module, "optimizer/NAME/KEY" of an optimizer's state of a parameter.
-        aliases: names that are other names of tensors (tied weights).
-        values: everything else, by item, as a manifest of sherd has it.
-        step: the number of steps after which it was saved; None if that is not known.
-        user: what the user has added to a checkpoint of sherd.
+        aliases: other names of tensors (tied weights).
+        values: everything else, by item, as in a manifest of sherd.
+        step: the number of steps before the checkpoint was saved; None if that is not known.
+        user: what the user added to a checkpoint of sherd.
     """
 
     tensors: Mapping[str, Spec]
@@ -64,7 +65,7 @@ class Contents:
         return [name for name, value in self.values.items() if value.get("kind") == kind]
 
     def of_item(self, item: str) -> dict[str, Spec]:
-        """Returns the tensors of `item`, by their names without it."""
+        """Returns the tensors of `item`, by their names inside of the item."""
         begin = f"{item}/"
         return {name[len(begin) :]: spec for name, spec in self.tensors.items() if name.startswith(begin)}
 
@@ -74,42 +75,67 @@ class Lazy(Protocol):
 
     @property
     def spec(self) -> Spec:
-        """Its dtype and shape."""
+        """The tensor's dtype and shape."""
 
     def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        """Fill `target`, a tensor in host memory of the shape of `part` and of the same dtype, with that part. It takes
-        about `most_bytes` of memory beside `target`."""
+        """Fill `target` with `part` of the tensor.
+
+        `target` is in host memory, and has the shape of `part` and the tensor's dtype. Reading takes about `most_bytes`
+        of memory besides.
+        """
 
 
-class Source(Protocol):
-    """A checkpoint that is open for reading."""
+class Source:
+    """A checkpoint that is open for reading.
 
-    format: str
-    contents: Contents
+    Args:
+        format: the name of the format.
+        tensors: the tensors.
+        rest: the other contents of the checkpoint, whose own `tensors` are not used.
+        close: closes all files.
+        notes: what a user should know of this checkpoint, in sentences.
+        pieces: by name, the number of pieces of each tensor that lies in several.
+    """
+
+    def __init__(
+        self,
+        format: str,
+        tensors: Mapping[str, Lazy],
+        rest: Contents,
+        close: Callable[[], None] = lambda: None,
+        notes: Sequence[str] = (),
+        pieces: Mapping[str, int] | None = None,
+    ) -> None:
+        self.format, self.close, self._tensors = format, close, tensors
+        specs = {name: lazy.spec for name, lazy in tensors.items()}
+        self.contents = Contents(specs, rest.aliases, rest.values, rest.step, rest.user)
+        self._notes, self._pieces = list(notes), dict(pieces or {})
 
     def read_into(self, name: str, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        """Fill `target`, a tensor in host memory of the shape of `part`, with that part of the tensor `name`.
+        """Fill `target` with `part` of the tensor `name`, as `Lazy.read_into` does.
 
         Raises:
             CheckpointError: a file is missing or damaged.
         """
+        self._tensors[self.contents.aliases.get(name, name)].read_into(part, target, most_bytes)
 
     def notes(self) -> list[str]:
         """Returns what a user should know of this checkpoint, in sentences."""
+        return self._notes
 
     def pieces(self) -> Mapping[str, int]:
-        """Returns in how many pieces tensors lie, by name, where it is more than one."""
-
-    def close(self) -> None:
-        """Close all files."""
+        """Returns by name the number of pieces of each tensor that lies in several."""
+        return self._pieces
 
 
 Read = Callable[[str], Iterator[memoryview]]
-"""Returns the bytes of a tensor, row by row; a chunk is to be used before the next one is asked for."""
+"""Returns the bytes of a tensor, row by row. Each chunk is valid until the next one is asked for."""
 
 Sink = Callable[[Path, Contents, Read], Sequence[str]]
-"""Writes a checkpoint to a path that is not there: it takes the list of tensors first, and then asks for the bytes
-of one after the other. Returns what was left out, in sentences."""
+"""Writes a checkpoint to a path that does not exist yet, one tensor after the other.
+
+Returns what was left out, in sentences.
+"""
 
 
 def chunks_of(of: Lazy, most_bytes: int) -> Iterator[memoryview]:
@@ -131,7 +157,7 @@ class Named:
 
     @property
     def spec(self) -> Spec:
-        """Its dtype and shape."""
+        """The tensor's dtype and shape."""
         contents = self.source.contents
         return contents.tensors[contents.aliases.get(self.name, self.name)]
 
@@ -140,47 +166,24 @@ class Named:
         self.source.read_into(self.name, part, target, most_bytes)
 
 
-class LazySource:
-    """A source whose tensors are `Lazy`, by name.
+@dataclass(frozen=True)
+class Pieced:
+    """A tensor in pieces, each with the box of its elements in the whole tensor."""
 
-    Args:
-        format: its name.
-        tensors: the tensors.
-        rest: what else the checkpoint holds; its own `tensors` are not looked at.
-        close: is called by `close`.
-        notes: what a user should know.
-        pieces: in how many pieces tensors lie.
-    """
+    spec: Spec
+    pieces: tuple[tuple[Box, Lazy], ...]
 
-    def __init__(
-        self,
-        format: str,
-        tensors: Mapping[str, Lazy],
-        rest: Contents,
-        close: Callable[[], None] = lambda: None,
-        notes: Sequence[str] = (),
-        pieces: Mapping[str, int] | None = None,
-    ) -> None:
-        self.format, self.lazy = format, tensors
-        specs = {name: lazy.spec for name, lazy in tensors.items()}
-        self.contents = Contents(specs, rest.aliases, rest.values, rest.step, rest.user)
-        self.close, self._notes, self._pieces = close, list(notes), dict(pieces or {})
-
-    def read_into(self, name: str, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        """Fill `target` with `part` of the tensor `name`."""
-        self.lazy[self.contents.aliases.get(name, name)].read_into(part, target, most_bytes)
-
-    def notes(self) -> list[str]:
-        """Returns what a user should know of this checkpoint."""
-        return self._notes
-
-    def pieces(self) -> Mapping[str, int]:
-        """Returns in how many pieces tensors lie, where it is more than one."""
-        return self._pieces
+    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        """Fill `target` with `part`."""
+        for box, piece in self.pieces:
+            shared = box.intersect(part)
+            if shared is not None:
+                offsets = tuple(at - first for at, first in zip(shared.offsets, box.offsets, strict=True))
+                piece.read_into(Box(offsets, shared.sizes), target[shared.within(part)], most_bytes)
 
 
 def in_files(tensors: Mapping[str, Spec], most_bytes: int) -> Iterator[list[str]]:
-    """Yields the names of the tensors of each file: as many as have `most_bytes` together, one at least."""
+    """Yields the names of the tensors of each file: at most `most_bytes` of tensors, or one tensor."""
     names: list[str] = []
     nbytes = 0
     for name, spec in tensors.items():
@@ -198,3 +201,11 @@ def path_inside(folder: Path, name: object, where: str) -> Path:
     if not isinstance(name, str) or not name or os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
         raise CheckpointError(f"{where} names the file {str(name)[:100]!r}, which is not in its folder")
     return folder / name
+
+
+def open_file(path: Path) -> Readable:
+    """Returns the file at `path`, open. Raises CheckpointError if it cannot be read."""
+    try:
+        return Disk(path.parent).open(path.name)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None

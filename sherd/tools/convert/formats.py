@@ -1,15 +1,23 @@
-"""The formats by name, and how one is recognised by looking at a path."""
+"""The formats by name, how a format is recognised, and the conversion of a checkpoint from one to another, by parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from sherd.errors import CheckpointError
 from sherd.storage.manifest import MANIFEST
 from sherd.tools.convert import of_dcp, of_deepspeed, of_hf, of_sherd, of_torch, of_universal
-from sherd.tools.convert.contents import Sink, Source
+from sherd.tools.convert.contents import MOST_BYTES, Named, Sink, Source, chunks_of
+from sherd.tools.convert.mapped import Mapped
+from sherd.tools.convert.mapping import Rule
+
+Progress = Callable[[str, int], None]
+"""Is called with the name of a tensor and the number of its bytes that were just copied."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +25,9 @@ class Format:
     """How checkpoints of one format are opened and written.
 
     Args:
-        read: opens one. Raises CheckpointError.
-        write: writes one; None if it is read alone.
-        is_at: whether there is one at a path, as it looks.
+        read: opens a checkpoint. Raises CheckpointError.
+        write: writes a checkpoint; None if the format is only read.
+        is_at: returns whether a path looks like a checkpoint of this format.
     """
 
     read: Callable[[Path], Source]
@@ -28,8 +36,8 @@ class Format:
 
 
 def _is_sherd(path: Path) -> bool:
-    # One that was not saved to its end has files of tensors only, under names that no other format gives.
-    here = any(each.name == MANIFEST or of_sherd.FILE.fullmatch(each.name) for each in path.glob("*"))
+    # A checkpoint whose save did not end has only files of tensors, with names that no other format gives.
+    here = any(file.name == MANIFEST or of_sherd.FILE.fullmatch(file.name) for file in path.glob("*"))
     return here or any(path.glob(f"step-*/{MANIFEST}"))
 
 
@@ -55,10 +63,10 @@ def format_at(path: Path) -> str:
     """Returns the name of the format of the checkpoint at `path`. Raises CheckpointError if it is not known."""
     if not path.exists():
         raise CheckpointError(f"{path} is not there")
-    found = next((name for name, each in FORMATS.items() if each.is_at(path)), None)
-    if found is None:
+    name = next((name for name, format in FORMATS.items() if format.is_at(path)), None)
+    if name is None:
         raise CheckpointError(f"{path} is no checkpoint of a known format; name one of {', '.join(FORMATS)}")
-    return found
+    return name
 
 
 def open_source(path: Path, format: str | None = None) -> Source:
@@ -66,3 +74,74 @@ def open_source(path: Path, format: str | None = None) -> Source:
     if not path.exists():
         raise CheckpointError(f"{path} is not there")
     return FORMATS[format or format_at(path)].read(path)
+
+
+def convert(
+    source: Source,
+    target: Path,
+    to: str,
+    rules: list[Rule] | None = None,
+    progress: Progress = lambda name, nbytes: None,
+    most_bytes: int = MOST_BYTES,
+    step: int | None = None,
+    model_only: bool = False,
+    shard_bytes: int = of_hf.SHARD_BYTES,
+) -> list[str]:
+    """Write the contents of `source` to `target`, which appears only when it is whole.
+
+    Args:
+        source: a checkpoint that is open.
+        target: a path that does not exist, or an empty folder.
+        to: the name of the target's format.
+        rules: how tensors are renamed and reshaped.
+        progress: is called for each part.
+        most_bytes: the most bytes of a tensor that are in memory at once.
+        step: the checkpoint's step, instead of the source's.
+        model_only: leave out everything but models.
+        shard_bytes: the most bytes of a file of the format hf.
+
+    Returns:
+        What was left out, in sentences.
+
+    Raises:
+        CheckpointError: the source is damaged, the target exists, or the format cannot hold the contents.
+        OSError: the target cannot be written.
+    """
+    write = FORMATS[to].write
+    if write is None:
+        raise CheckpointError(f"the format {to} is read alone; name another one")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is there already, and nothing is overwritten; choose another name")
+    if not target.absolute().parent.is_dir():
+        raise CheckpointError(f"{target.parent} is no folder; make it first, or choose another name")
+    if to == of_hf.FORMAT:
+        write = partial(of_hf.write, shard_bytes=shard_bytes)
+    mapped = Mapped(source, rules or [])
+    contents = mapped.contents
+    if step is not None:
+        contents = replace(contents, step=step)
+    if model_only:
+        models = tuple(f"{item}/" for item in contents.of_kind("module"))
+        contents = replace(
+            contents,
+            tensors={name: spec for name, spec in contents.tensors.items() if name.startswith(models)},
+            values={item: value for item, value in contents.values.items() if value.get("kind") == "module"},
+        )
+
+    def read(name: str) -> Iterator[memoryview]:
+        for chunk in chunks_of(Named(mapped, name), most_bytes):
+            yield chunk
+            progress(name, len(chunk))
+
+    part = target.absolute().with_name(f".part-{os.getpid()}-{target.name}")
+    try:
+        left_out = [note for note in mapped.notes() if " is left out: " in note]
+        left_out += write(part, contents, read)
+        if target.exists():
+            target.rmdir()
+        part.rename(target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        part.unlink(missing_ok=True)
+        raise
+    return left_out

@@ -1,4 +1,4 @@
-"""Rules that rename and reshape the tensors of a model: parsed from JSON, followed forwards and backwards.
+"""Rules that rename and reshape the tensors of a model: presets or read from JSON, followed forwards and backwards.
 
 A pattern is a name with holes: "layers.{i}.attention.wq.weight". A hole `{i}` stands for the digits of a number, `{*x}`
 for any text. All patterns of a rule have the same holes.
@@ -16,7 +16,6 @@ from typing import Any
 from sherd.errors import CheckpointError
 from sherd.storage.places import read_file
 from sherd.storage.safetensors import in_brief, read_json
-from sherd.tools.convert.presets import PRESETS
 
 KINDS = ("rename", "transpose", "permute", "merge", "split", "stack", "unstack", "tie", "drop")
 _HOLE = re.compile(r"\{(\*?)([a-z_]+)\}")
@@ -24,18 +23,18 @@ _HOLE = re.compile(r"\{(\*?)([a-z_]+)\}")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The change that is made to the tensors of some names.
+    """A change of the tensors with certain names.
 
     Args:
         kind: one of KINDS.
-        of: the patterns of the names that it takes.
-        to: those of the names that it makes; none for "drop".
-        dim: along which "merge" and "split" work.
-        ratio: how the parts of "merge" and "split" compare in size; empty: they are equal.
+        of: the patterns of the names that the rule takes.
+        to: the patterns of the names that the rule makes; none for "drop".
+        dim: of "merge" and "split".
+        ratio: the relative sizes of the parts of "merge" and "split"; empty: they are equal.
         heads: of "permute": the number of heads whose rotary halves are interleaved.
-        backwards: of "permute": whether they come apart again.
-        regex: of "rename": whether `of` is a regular expression, and `to` its replacement.
-        back: the (expression, replacement) that undoes it.
+        backwards: of "permute": take the halves apart again.
+        regex: of "rename": `of` is a regular expression, and `to` its replacement.
+        back: the (expression, replacement) that undoes a regular expression.
     """
 
     kind: str
@@ -62,16 +61,9 @@ class Rule:
             if len(self.back) != 2:
                 raise CheckpointError(f'the rule that renames {self.of[0]} needs "back", to be followed backwards')
             return replace(self, of=self.back[:1], to=self.back[1:], back=(*self.of, *self.to))
-        other = {
-            "merge": "split",
-            "split": "merge",
-            "stack": "unstack",
-            "unstack": "stack",
-            "tie": "untie",
-            "untie": "tie",
-        }
-        if self.kind == "untie" or self.kind == "tie":
-            return replace(self, kind=other[self.kind])
+        if self.kind in ("tie", "untie"):
+            return replace(self, kind="untie" if self.kind == "tie" else "tie")
+        other = {"merge": "split", "split": "merge", "stack": "unstack", "unstack": "stack"}
         return replace(self, kind=other.get(self.kind, self.kind), of=self.to, to=self.of)
 
 
@@ -94,7 +86,7 @@ def matcher(pattern: str) -> re.Pattern[str]:
 
 
 def filled(pattern: str, holes: Mapping[str, str]) -> str:
-    """Returns the name that `pattern` stands for with these holes."""
+    """Returns `pattern` with its holes filled."""
     return _HOLE.sub(lambda hole: holes[hole[2]], pattern)
 
 
@@ -103,11 +95,11 @@ def rules_of(name: str, numbers: Mapping[str, int], reverse: bool = False) -> li
 
     Args:
         name: the preset or the path.
-        numbers: what stands for "$heads" and others in the rules.
-        reverse: whether the rules that undo them are meant.
+        numbers: the values of "$heads" and others in the rules.
+        reverse: return the rules that undo them instead.
 
     Raises:
-        CheckpointError: there is no such file, a rule means nothing, or a number is missing.
+        CheckpointError: there is no such file, a rule is malformed, or a number is missing.
     """
     entries: Any
     if name in PRESETS:
@@ -134,7 +126,6 @@ def _rule(entry: Any, numbers: Mapping[str, int], where: str) -> Rule:
     if len(kinds) != 1:
         raise CheckpointError(f"{where} should have one of {', '.join(KINDS)}")
     (kind,) = kinds
-    many = kind in ("split", "merge")
     of = _texts(entry[kind], where)
     to = _texts(entry.get("to", []), where)
     needs = {"merge": (2, 1), "split": (1, 2), "drop": (1, 0), "transpose": (1, 0), "permute": (1, 0)}.get(kind, (1, 1))
@@ -147,13 +138,13 @@ def _rule(entry: Any, numbers: Mapping[str, int], where: str) -> Rule:
         of,
         to or (of if kind in ("transpose", "permute") else ()),
         _number(entry.get("dim", 0), numbers, where),
-        tuple(_number(each, numbers, where) for each in entry.get("ratio", ())),
+        tuple(_number(part, numbers, where) for part in entry.get("ratio", ())),
         _number(entry.get("heads", 0), numbers, where),
         bool(entry.get("inverse", False)),
         bool(entry.get("regex", False)),
         _texts(entry.get("back", []), where),
     )
-    if many and rule.ratio and len(rule.ratio) != max(len(of), len(to)):
+    if kind in ("split", "merge") and rule.ratio and len(rule.ratio) != max(len(of), len(to)):
         raise CheckpointError(f"{where}: ratio has {len(rule.ratio)} numbers for {max(len(of), len(to))} parts")
     if kind == "permute" and rule.heads < 1:
         raise CheckpointError(f"{where} needs heads, a number above 0")
@@ -169,23 +160,24 @@ def _require_patterns(rule: Rule, where: str) -> None:
         except re.error as error:
             raise CheckpointError(f"{where} has no regular expression: {error}") from None
         return
-    holes = [{hole[2] for hole in _HOLE.finditer(pattern)} for pattern in (*rule.of, *rule.to)]
-    if rule.kind == "stack":
-        holes = [each - {"expert"} for each in holes[:1]] + holes[1:]
-    if rule.kind == "unstack":
-        holes = holes[:1] + [each - {"expert"} for each in holes[1:]]
-    stacked = {"stack": rule.of, "unstack": rule.to}.get(rule.kind)
-    if stacked and "{expert}" not in stacked[0]:
-        raise CheckpointError(f"{where}: {stacked[0]} should have the hole {{expert}}")
-    if any(each != holes[0] for each in holes):
+    of, to = (
+        [{hole[2] for hole in _HOLE.finditer(pattern)} for pattern in patterns] for patterns in (rule.of, rule.to)
+    )
+    stacked = {"stack": (rule.of, of), "unstack": (rule.to, to)}.get(rule.kind)
+    if stacked is not None:
+        (pattern,), (holes,) = stacked
+        if "{expert}" not in pattern:
+            raise CheckpointError(f"{where}: {pattern} should have the hole {{expert}}")
+        holes.discard("expert")
+    if any(holes != of[0] for holes in (*of, *to)):
         raise CheckpointError(f"{where}: its names have different holes, {', '.join((*rule.of, *rule.to))}")
 
 
 def _texts(value: Any, where: str) -> tuple[str, ...]:
-    found = (value,) if isinstance(value, str) else value
-    if not isinstance(found, list | tuple) or not all(isinstance(each, str) and each for each in found):
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
         raise CheckpointError(f"{where} has {in_brief(value)} where names are expected")
-    return tuple(found)
+    return tuple(texts)
 
 
 def _number(value: Any, numbers: Mapping[str, int], where: str) -> int:
@@ -214,9 +206,113 @@ def numbers_of(path: Path) -> dict[str, int]:
 
 
 def each_match(rule: Rule, names: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields the names that the first pattern of `rule` stands for, with its holes."""
+    """Yields the names that match the first pattern of `rule`, with the texts in its holes."""
     first = matcher(rule.of[0])
     for name in names:
-        found = first.fullmatch(name)
-        if found:
-            yield name, found.groupdict()
+        match = first.fullmatch(name)
+        if match:
+            yield name, match.groupdict()
+
+
+# Presets
+
+Entries = tuple[Mapping[str, Any], ...]
+
+
+def _renamed(names: Mapping[str, str]) -> Entries:
+    return tuple({"rename": of, "to": to} for of, to in names.items())
+
+
+_HF, _OURS = "model.layers.{i}.", "blocks.{i}."
+_AROUND = {
+    "model.embed_tokens.weight": "embedding.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "head.weight",
+    f"{_HF}input_layernorm.weight": f"{_OURS}attention_norm.weight",
+    f"{_HF}post_attention_layernorm.weight": f"{_OURS}feed_forward_norm.weight",
+}
+_ATTENTION = {
+    f"{_HF}self_attn.{theirs}_proj.{kind}": f"{_OURS}attention.{ours}.{kind}"
+    for theirs, ours in {"q": "query", "k": "key", "v": "value", "o": "out"}.items()
+    for kind in ("weight", "bias")
+}
+_NORMS = {
+    f"{_HF}self_attn.{theirs}_norm.weight": f"{_OURS}attention.{ours}_norm.weight"
+    for theirs, ours in {"q": "query", "k": "key"}.items()
+}
+_DENSE = {
+    f"{_HF}mlp.{each}_proj.{kind}": f"{_OURS}feed_forward.{each}.{kind}"
+    for each in ("gate", "up", "down")
+    for kind in ("weight", "bias")
+}
+_EXPERTS = (
+    {"rename": f"{_HF}block_sparse_moe.gate.weight", "to": f"{_OURS}feed_forward.router.weight"},
+    *(
+        {
+            "stack": f"{_HF}block_sparse_moe.experts.{{expert}}.{theirs}.weight",
+            "to": f"{_OURS}feed_forward.experts.{ours}",
+        }
+        for theirs, ours in {"w1": "gate", "w3": "up", "w2": "down"}.items()
+    ),
+)
+
+_GPT2 = "transformer.h.{i}."
+_LINEAR = {
+    "attn.c_attn": "attention.qkv",
+    "attn.c_proj": "attention.out",
+    "mlp.c_fc": "mlp.up",
+    "mlp.c_proj": "mlp.down",
+}
+
+_TITAN = "layers.{i}."
+
+PRESETS: Mapping[str, Entries] = {
+    "llama": _renamed(_AROUND | _ATTENTION | _DENSE),
+    "qwen": _renamed(_AROUND | _ATTENTION | _NORMS | _DENSE),
+    "mixtral": (*_renamed(_AROUND | _ATTENTION), *_EXPERTS),
+    "gpt2": (
+        # GPT-2's linear layers hold weights transposed, and the three projections of attention as one.
+        *({"transpose": f"{_GPT2}{theirs}.weight"} for theirs in _LINEAR),
+        *(
+            {"rename": f"{_GPT2}{theirs}.{kind}", "to": f"{_OURS}{ours}.{kind}"}
+            for theirs, ours in _LINEAR.items()
+            for kind in ("weight", "bias")
+        ),
+        *(
+            {
+                "split": f"{_OURS}attention.qkv.{kind}",
+                "to": [f"{_OURS}attention.{each}.{kind}" for each in ("query", "key", "value")],
+            }
+            for kind in ("weight", "bias")
+        ),
+        *_renamed(
+            {
+                "transformer.wte.weight": "embedding.weight",
+                "transformer.wpe.weight": "positions.weight",
+                "lm_head.weight": "head.weight",
+            }
+            | {f"transformer.ln_f.{kind}": f"norm.{kind}" for kind in ("weight", "bias")}
+            | {f"{_GPT2}ln_1.{kind}": f"{_OURS}attention_norm.{kind}" for kind in ("weight", "bias")}
+            | {f"{_GPT2}ln_2.{kind}": f"{_OURS}mlp_norm.{kind}" for kind in ("weight", "bias")}
+        ),
+    ),
+    "llama-torchtitan": (
+        # Rotary embeddings turn neighbouring elements in torchtitan, and elements half a head apart in Hugging Face.
+        {"permute": f"{_HF}self_attn.q_proj.weight", "heads": "$heads"},
+        {"permute": f"{_HF}self_attn.k_proj.weight", "heads": "$kv_heads"},
+        *_renamed(
+            {
+                "model.embed_tokens.weight": "tok_embeddings.weight",
+                "model.norm.weight": "norm.weight",
+                "lm_head.weight": "output.weight",
+                f"{_HF}input_layernorm.weight": f"{_TITAN}attention_norm.weight",
+                f"{_HF}post_attention_layernorm.weight": f"{_TITAN}ffn_norm.weight",
+                f"{_HF}mlp.gate_proj.weight": f"{_TITAN}feed_forward.w1.weight",
+                f"{_HF}mlp.down_proj.weight": f"{_TITAN}feed_forward.w2.weight",
+                f"{_HF}mlp.up_proj.weight": f"{_TITAN}feed_forward.w3.weight",
+            }
+            | {f"{_HF}self_attn.{each}_proj.weight": f"{_TITAN}attention.w{each}.weight" for each in "qkvo"}
+        ),
+    ),
+}
+"""The rules of known models by name: from Hugging Face's names to those of `sherd train`, or of torchtitan."""

@@ -1,15 +1,15 @@
-"""Folders of `torch.distributed.checkpoint`: FSDP1, FSDP2, DDP, torchtitan and Megatron-FSDP save into such.
+"""Folders of `torch.distributed.checkpoint`, in which FSDP1, FSDP2, DDP, torchtitan and Megatron-FSDP save.
 
-`.metadata` is a pickle that says what the items are and where: it is read with the list of names below. Each item of a
-`.distcp` file is a file of `torch.save` of its own: a tensor, or a value.
+`.metadata` is a pickle of the items and their places; it is read with the list of names below. Each item in a `.distcp`
+file is a file of `torch.save` of its own: a tensor, or a value.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,11 +22,10 @@ from sherd.checkpoint.tensor_bytes import DTYPES, dtype_name
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, overlapping
 from sherd.storage.places import Disk, Readable, read_file
-from sherd.tools.convert.contents import Contents, LazySource, Read, Spec, path_inside
-from sherd.tools.convert.of_torch import save
+from sherd.tools.convert.contents import Contents, Pieced, Read, Source, Spec, open_file, path_inside
+from sherd.tools.convert.of_torch import Range, Strided, TorchFile, save
 from sherd.tools.convert.pickles import Dict, Inert, UnknownName, Unpickler, inert
 from sherd.tools.convert.state_trees import Pending, collected, left_out_of_tree, tree_of
-from sherd.tools.convert.torch_files import Range, Strided, TorchFile
 
 FORMAT = "dcp"
 METADATA = ".metadata"
@@ -63,27 +62,6 @@ NAMES: dict[tuple[str, str], object] = {
 _LONGEST_METADATA = 4 << 30
 
 
-@dataclass(frozen=True)
-class Chunked:
-    """A tensor in chunks, each of which is read by parts."""
-
-    spec: Spec
-    chunks: tuple[tuple[Box, _Item], ...]
-
-    def same_memory(self) -> object:
-        """Returns what two tensors have in common that are one."""
-        return self.spec, *((box, item.file, item.start) for box, item in self.chunks)
-
-    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        """Fill `target` with `part`."""
-        for box, item in self.chunks:
-            shared = box.intersect(part)
-            if shared is not None:
-                offsets = tuple(a - b for a, b in zip(shared.offsets, box.offsets, strict=True))
-                inside = item.tensor(Spec(self.spec.dtype, box.sizes))
-                inside.read_into(Box(offsets, shared.sizes), target[shared.within(part)], most_bytes)
-
-
 class _Files:
     """The open files of a folder."""
 
@@ -92,24 +70,19 @@ class _Files:
         self._open: dict[Path, Readable] = {}
 
     def open(self, name: object) -> Readable:
-        """Returns the file `name`. Raises CheckpointError if it cannot be read, or is outside of the folder."""
         path = path_inside(self.folder, name, str(self.folder / METADATA))
         if path not in self._open:
-            try:
-                self._open[path] = Disk(path.parent).open(path.name)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+            self._open[path] = open_file(path)
         return self._open[path]
 
     def close(self) -> None:
-        """Close all files."""
         while self._open:
             self._open.popitem()[1].close()
 
 
 @dataclass(frozen=True)
 class _Item:
-    """A range of a file that holds what `torch.save` has written of one object."""
+    """The bytes in a file that `torch.save` wrote for one object."""
 
     files: _Files
     name: str
@@ -118,37 +91,54 @@ class _Item:
     nbytes: Any
 
     def tree(self) -> Any:
-        """Returns the object. Raises CheckpointError."""
         if type(self.start) is not int or type(self.nbytes) is not int:
             raise CheckpointError(f"{self.files.folder / METADATA}: the place of {self.name} is no number")
         return TorchFile(Range(self.files.open(self.file), self.start, self.nbytes)).tree
 
-    def tensor(self, spec: Spec) -> Strided:
-        """Returns the tensor, which should be as `spec` says."""
-        found = self.tree()
-        if not isinstance(found, Strided) or found.spec != spec:
-            is_ = found.spec if isinstance(found, Strided) else type(found).__name__
-            raise CheckpointError(f"{self.files.folder}/{self.file} has {is_} as {self.name}, {spec} by {METADATA}")
-        return found
+
+@dataclass(frozen=True)
+class _Part:
+    """A chunk of a tensor, which is an item."""
+
+    item: _Item
+    spec: Spec
+
+    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        item, tensor = self.item, self.item.tree()
+        if not isinstance(tensor, Strided) or tensor.spec != self.spec:
+            is_ = tensor.spec if isinstance(tensor, Strided) else type(tensor).__name__
+            where = f"{item.files.folder}/{item.file}"
+            raise CheckpointError(f"{where} has {is_} as {item.name}, {self.spec} by {METADATA}")
+        tensor.read_into(part, target, most_bytes)
+
+
+class _Chunked(Pieced):
+    """A tensor in chunks."""
+
+    def same_memory(self) -> object:
+        """Returns a value that is equal for two names of one tensor."""
+        items = [(box, part.item) for box, part in self.pieces if isinstance(part, _Part)]
+        return self.spec, *((box, item.file, item.start) for box, item in items)
 
 
 def metadata_of(path: Path) -> Inert:
-    """Returns what `path/.metadata` holds. Raises CheckpointError."""
+    """Returns the object in `path/.metadata`. Raises CheckpointError."""
     file = path / METADATA
     try:
-        found = Unpickler(io.BytesIO(read_file(file, _LONGEST_METADATA)), NAMES, str(file)).read()
+        metadata = Unpickler(io.BytesIO(read_file(file, _LONGEST_METADATA)), NAMES, str(file)).read()
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
-    if not isinstance(found, _Metadata):
-        raise CheckpointError(f"{file} holds a {type(found).__name__}, not the metadata of a checkpoint")
-    return found
+    if not isinstance(metadata, _Metadata):
+        raise CheckpointError(f"{file} holds a {type(metadata).__name__}, not the metadata of a checkpoint")
+    return metadata
 
 
-def leaves_of(path: Path) -> tuple[dict[tuple[Any, ...], Any], _Files, list[str]]:
-    """Returns the tensors and values of the folder at `path`, by their paths in the saved state dict, its files,
-    and what is left out, in sentences: values of classes that are not known. Raises CheckpointError."""
-    metadata, files = metadata_of(path), _Files(path)
-    where = str(path / METADATA)
+def _leaves_of(path: Path, files: _Files) -> tuple[dict[tuple[Any, ...], Any], list[str]]:
+    """Returns the tensors and values of the folder at `path`, by their paths in the saved state dict, and notes.
+
+    The notes say which values are left out: those of unknown classes. Raises CheckpointError.
+    """
+    metadata, where = metadata_of(path), str(path / METADATA)
     items: dict[tuple[str, tuple[int, ...] | None], _Item] = {}
     places, kinds = metadata.get("storage_data"), metadata.get("state_dict_metadata")
     if not isinstance(places, Mapping) or not isinstance(kinds, Mapping):
@@ -161,14 +151,16 @@ def leaves_of(path: Path) -> tuple[dict[tuple[Any, ...], Any], _Files, list[str]
                 f"{where}: items are compressed ({info.get('transform_descriptors', 3)}); save without"
             )
         name, offset = index.get("fqn", 0), index.get("offset", 1)
-        at = None if offset is None else tuple(offset)
-        items[name, at] = _Item(files, name, info.get("relative_path", 0), info.get("offset", 1), info.get("length", 2))
+        first = None if offset is None else tuple(offset)
+        file, start, nbytes = info.get("relative_path", 0), info.get("offset", 1), info.get("length", 2)
+        items[name, first] = _Item(files, name, file, start, nbytes)
     paths = metadata.get("planner_data", 1)
     paths = paths if isinstance(paths, Mapping) else {}
     leaves: dict[tuple[Any, ...], Any] = {}
     notes: list[str] = []
-    order = {name: at for at, name in enumerate(paths)}  # the state dict's; `kinds` has what rank 0 has saved first
-    for name, kind in sorted(kinds.items(), key=lambda of: order.get(of[0], len(order))):
+    # `paths` are in the state dict's order. `kinds` are not: they begin with the items that rank 0 saved.
+    order = {name: at for at, name in enumerate(paths)}
+    for name, kind in sorted(kinds.items(), key=lambda named: order.get(named[0], len(order))):
         if isinstance(kind, _Tensor):
             leaf: Any = _chunked(name, kind, items, where)
         else:
@@ -181,17 +173,17 @@ def leaves_of(path: Path) -> tuple[dict[tuple[Any, ...], Any], _Files, list[str]
                 continue
         at_path = paths.get(name, (name,))
         leaves[tuple(at_path) if isinstance(at_path, tuple | list) else (name,)] = leaf
-    return leaves, files, notes
+    return leaves, notes
 
 
-def _chunked(name: str, kind: Inert, items: Mapping[Any, _Item], where: str) -> Chunked:
+def _chunked(name: str, kind: Inert, items: Mapping[Any, _Item], where: str) -> _Chunked:
     try:
         shape = tuple(kind.get("size", 1))
         dtype = kind.get("properties", 0)
         dtype = dtype.state[0] if isinstance(dtype.state, tuple) else dtype.get("dtype", 0)
-        boxes = {Box(tuple(each.get("offsets", 0)), tuple(each.get("sizes", 1))) for each in kind.get("chunks", 2)}
+        boxes = {Box(tuple(chunk.get("offsets", 0)), tuple(chunk.get("sizes", 1))) for chunk in kind.get("chunks", 2)}
         sizes = [size for box in boxes for size in (*box.offsets, *box.sizes)]
-        fits = all(type(each) is int and each >= 0 for each in (*shape, *sizes)) and all(
+        fits = all(type(size) is int and size >= 0 for size in (*shape, *sizes)) and all(
             at + size <= most for box in boxes for at, size, most in zip(box.offsets, box.sizes, shape, strict=True)
         )
         spec = Spec(dtype_name(dtype, name), shape)
@@ -201,17 +193,17 @@ def _chunked(name: str, kind: Inert, items: Mapping[Any, _Item], where: str) -> 
     numel = sum(box.numel for box in listed)
     if not fits or numel != prod(shape) or overlapping(listed) is not None:
         raise CheckpointError(f"{where}: the chunks of {name} have {numel} elements of {prod(shape)}, or share some")
-    found = []
+    parts: list[tuple[Box, _Part]] = []
     for box in listed:
         item = items.get((name, box.offsets)) or (items.get((name, None)) if len(listed) == 1 else None)
         if item is None:
             raise CheckpointError(f"{where} does not say where {name} is from {box.offsets} on")
-        found.append((box, item))
-    return Chunked(spec, tuple(found))
+        parts.append((box, _Part(item, Spec(spec.dtype, box.sizes))))
+    return _Chunked(spec, tuple(parts))
 
 
-def nested(leaves: Mapping[tuple[Any, ...], Any]) -> Any:
-    """Returns the tree whose leaves have these paths. A dict whose keys are 0, 1, 2 and so on becomes a list."""
+def _nested(leaves: Mapping[tuple[Any, ...], Any]) -> Any:
+    """Returns the tree whose leaves have these paths. A dict with the keys 0, 1, 2 and so on becomes a list."""
     tree: dict[Any, Any] = {}
     for path, leaf in leaves.items():
         at = tree
@@ -226,20 +218,21 @@ def nested(leaves: Mapping[tuple[Any, ...], Any]) -> Any:
 def _listed(tree: Any) -> Any:
     if not isinstance(tree, dict):
         return tree
-    found = {key: _listed(value) for key, value in tree.items()}
-    numbers = [key for key in found if type(key) is int]
-    in_order = numbers and sorted(numbers) == list(range(len(found)))
-    return [found[number] for number in range(len(found))] if in_order else found
+    values = {key: _listed(value) for key, value in tree.items()}
+    numbers = [key for key in values if type(key) is int]
+    is_list = numbers and sorted(numbers) == list(range(len(values)))
+    return [values[number] for number in range(len(values))] if is_list else values
 
 
-def read(path: Path) -> LazySource:
+def read(path: Path) -> Source:
     """Returns the folder at `path`, open for reading. Raises CheckpointError."""
-    leaves, files, notes = leaves_of(path)
+    files = _Files(path)
     try:
-        found = collected(nested(leaves), str(path))
-        found.notes += notes
-        counts = {name: len(lazy.chunks) for name, lazy in found.tensors.items() if isinstance(lazy, Chunked)}
-        return found.source(FORMAT, files.close, {name: number for name, number in counts.items() if number > 1})
+        leaves, notes = _leaves_of(path, files)
+        contents = collected(_nested(leaves), str(path))
+        contents.notes += notes
+        counts = {name: len(lazy.pieces) for name, lazy in contents.tensors.items() if isinstance(lazy, _Chunked)}
+        return contents.source(FORMAT, files.close, {name: number for name, number in counts.items() if number > 1})
     except BaseException:
         files.close()
         raise
@@ -249,18 +242,17 @@ def read(path: Path) -> LazySource:
 
 
 def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
-    """Write a folder that `torch.distributed.checkpoint.load` reads, on any number of ranks; `.metadata` is written
-    last."""
+    """Write a folder that `torch.distributed.checkpoint.load` reads on any number of ranks; `.metadata` comes last."""
     from torch.distributed.checkpoint import metadata as meta
 
     path.mkdir(parents=True, exist_ok=True)
     kinds: dict[str, Any] = {}
     paths: dict[str, Any] = {}
     places: dict[Any, Any] = {}
-    written: dict[str, Any] = {}  # names of one tensor share its place
+    written: dict[str, Any] = {}  # all names of a tensor have one place
     files = 0
     file, name = None, ""
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         for at, leaf in _leaves(tree_of(contents)):
             if file is None or file.tell() >= FILE_BYTES:
                 stack.close()
@@ -286,11 +278,11 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
 
 
 def _leaves(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yields the leaves with their paths, as torch flattens state dicts. A list of numbers and texts is a leaf."""
+    """Yields the leaves with their paths, as torch flattens state dicts: a list without dicts and tensors is a leaf."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from _leaves(value, (*at, key))
-    elif isinstance(tree, list) and any(_goes_on(each) for each in tree):
+    elif isinstance(tree, list) and any(map(_goes_on, tree)):
         for number, value in enumerate(tree):
             yield from _leaves(value, (*at, number))
     else:

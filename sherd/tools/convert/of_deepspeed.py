@@ -1,20 +1,20 @@
-"""Checkpoints of DeepSpeed: what ZeRO-1, 2 and 3 save on each rank. They are read alone.
+"""Checkpoints of DeepSpeed, in the form in which ZeRO-1, 2 and 3 save on each rank. They are only read.
 
     FOLDER/latest                                                 the name of the last checkpoint's folder
     FOLDER/global_step3/mp_rank_00_model_states.pt                ZeRO-1 and 2: the model, its buffers, the shapes
     FOLDER/global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt      ZeRO-3: a file of each rank instead
     FOLDER/global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt the rank's part of the fp32 parameters and states
 
-A parameter's elements lie in the vectors of several ranks, one run behind the other. Its value is that of the optimizer
-in fp32. Objects of DeepSpeed's classes become inert ones.
+A parameter's elements lie in the vectors of several ranks, one run behind the other. The value that is read is the
+optimizer's, in fp32. Objects of DeepSpeed's classes become inert.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -26,10 +26,10 @@ from sherd.checkpoint.tensor_bytes import DTYPES
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, spans, whole
 from sherd.storage.places import read_file
-from sherd.tools.convert.contents import MODEL, Lazy, LazySource, Spec
+from sherd.tools.convert.contents import MODEL, Lazy, Source, Spec
+from sherd.tools.convert.of_torch import Strided, TorchFile, opened
 from sherd.tools.convert.pickles import Inert
 from sherd.tools.convert.state_trees import Collected, is_lazy
-from sherd.tools.convert.torch_files import Strided, TorchFile, opened
 
 FORMAT = "deepspeed"
 
@@ -41,7 +41,7 @@ _RANK = re.compile(r"zero_pp_rank_(\d{1,6})_mp_rank")
 
 @dataclass(frozen=True)
 class Run:
-    """`numel` elements of a parameter: those of `vector` from element `start` on."""
+    """`numel` elements of `vector`, from element `start` on."""
 
     vector: Strided
     start: int
@@ -62,22 +62,19 @@ class OfRuns:
             return
         for span in spans(whole(self.spec.shape), part, max(most_bytes // dtype.itemsize, 1)):
             read = torch.empty(span.box.numel, dtype=dtype)
-            self._fill(span.start, read, most_bytes)
+            at, first, stop = 0, span.start, span.start + read.numel()
+            for run in self.runs:
+                begin, end = max(first, at), min(stop, at + run.numel)
+                if begin < end:
+                    box = Box((run.start + begin - at,), (end - begin,))
+                    run.vector.read_into(box, read[begin - first : end - first], most_bytes)
+                at += run.numel
             wanted = read.view(span.box.sizes)[span.wanted.within(span.box)]
             target[span.wanted.within(part)] = wanted
 
-    def _fill(self, first: int, read: torch.Tensor, most_bytes: int) -> None:
-        at, stop = 0, first + read.numel()
-        for run in self.runs:
-            begin, end = max(first, at), min(stop, at + run.numel)
-            if begin < end:
-                box = Box((run.start + begin - at,), (end - begin,))
-                run.vector.read_into(box, read[begin - first : end - first], most_bytes)
-            at += run.numel
-
 
 class Files:
-    """The open files of a checkpoint, each with its tree."""
+    """The open files of a checkpoint."""
 
     def __init__(self) -> None:
         self._open: list[TorchFile] = []
@@ -97,27 +94,40 @@ class Files:
 
 
 class Wrong(Exception):
-    """Why an entry of a file cannot be read."""
+    """Says why an entry of a file cannot be read."""
 
 
-@contextlib.contextmanager
-def reading(folder: Path, files: Files) -> Iterator[None]:
-    """Close the files, and raise CheckpointError, where something in them is not as DeepSpeed writes it."""
+@contextmanager
+def reading(folder: Path) -> Iterator[Files]:
+    """Yields the files to read. An error closes them; what DeepSpeed would not write raises CheckpointError."""
+    files = Files()
     try:
-        yield
-    except Wrong as error:
+        yield files
+    except BaseException as error:
         files.close()
-        raise CheckpointError(f"{folder}: {error}") from None
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        files.close()
-        raise CheckpointError(f"{folder} is not as DeepSpeed writes it: {error!r:.100}") from None
-    except BaseException:
-        files.close()
+        if isinstance(error, Wrong):
+            raise CheckpointError(f"{folder}: {error}") from None
+        if isinstance(error, KeyError | TypeError | ValueError | IndexError | AttributeError):
+            raise CheckpointError(f"{folder} is not as DeepSpeed writes it: {error!r:.100}") from None
         raise
 
 
+def add_model(contents: Collected, tensors: Mapping[str, Any], order: Sequence[str], model: Mapping[str, Any]) -> None:
+    """Add `tensors` to `contents`, those in `order` first, with the aliases and the step in `model`, a file's dict."""
+    ordered = {name: tensors[name] for name in order if name in tensors}
+    contents.add_model(ordered | {name: tensor for name, tensor in tensors.items() if name not in ordered})
+    shared = model.get("shared_params") or {}
+    contents.aliases |= {
+        f"{MODEL}/{alias}": f"{MODEL}/{name}"
+        for alias, name in shared.items()
+        if name in tensors and alias not in tensors
+    }
+    step = model.get("global_steps")
+    contents.step = step if type(step) is int and step >= 0 else None
+
+
 def folder_of(path: Path, files: str = MODEL_FILES, latest: str = _LATEST) -> Path | None:
-    """Returns the folder with `files`: `path`, or the one in it that the file `latest` names; None without it."""
+    """Returns the folder that has `files`: `path`, or its subfolder that the file `latest` names."""
     if any(path.glob(files)):
         return path
     try:
@@ -129,32 +139,32 @@ def folder_of(path: Path, files: str = MODEL_FILES, latest: str = _LATEST) -> Pa
 
 
 def is_at(path: Path) -> bool:
-    """Returns whether there is a checkpoint of ZeRO at `path`."""
+    """Returns whether `path` is a checkpoint of ZeRO."""
     folder = folder_of(path) if path.is_dir() else None
     return folder is not None and any(folder.glob(_OPTIM_FILES))
 
 
 def _by_rank(folder: Path, pattern: str) -> list[Path]:
-    """Returns the files of the ranks, in order. Raises Wrong if there are gaps."""
-    found = {}
+    """Returns the files of the ranks, in order. Raises Wrong if a rank's file is missing."""
+    of_rank = {}
     for path in folder.glob(pattern):
         match = _RANK.search(path.name)
         if match is not None:
-            found[int(match[1])] = path
-    if sorted(found) != list(range(len(found))):
-        raise Wrong(f"it has files of the ranks {sorted(found)}, and some are not there")
-    return [found[rank] for rank in range(len(found))]
+            of_rank[int(match[1])] = path
+    if sorted(of_rank) != list(range(len(of_rank))):
+        raise Wrong(f"it has files of the ranks {sorted(of_rank)}, and some are not there")
+    return [of_rank[rank] for rank in range(len(of_rank))]
 
 
-def read(path: Path) -> LazySource:
+def read(path: Path) -> Source:
     """Returns the checkpoint of ZeRO at `path`, or the latest below it, open for reading. Raises CheckpointError."""
-    folder, files = folder_of(path), Files()
+    folder = folder_of(path)
     if folder is None:
         raise CheckpointError(f"{path} holds no checkpoint of DeepSpeed: no {MODEL_FILE}, and no {_LATEST}")
-    with reading(folder, files):
+    with reading(folder) as files:
         if any(folder.glob("*mp_rank_01_*")):
             raise Wrong("it was saved with tensor parallelism; make a universal checkpoint of it with DeepSpeed first")
-        optims = [files.tree(each)["optimizer_state_dict"] for each in _by_rank(folder, _OPTIM_FILES)]
+        optims = [files.tree(file)["optimizer_state_dict"] for file in _by_rank(folder, _OPTIM_FILES)]
         if not optims:
             raise Wrong("it has no files of the optimizer, which hold the parameters in fp32")
         stage = optims[0]["zero_stage"]
@@ -165,34 +175,29 @@ def read(path: Path) -> LazySource:
         count = max(counts) if isinstance(counts, list | tuple) else counts
         if count != len(optims):
             raise Wrong(f"it was saved by {count} ranks, and has files of {len(optims)}")
-        names = _by_rank(folder, MODEL_FILES) if stage == 3 else [folder / MODEL_FILE]
-        models = [files.tree(each) for each in names]
+        model_files = _by_rank(folder, MODEL_FILES) if stage == 3 else [folder / MODEL_FILE]
+        models = [files.tree(file) for file in model_files]
         zero = _Zero3(optims, models) if stage == 3 else _Zero2(optims, models)
         return _collected(zero, models).source(FORMAT, files.close, zero.pieces())
 
 
 class _Zero(ABC):
-    """The parameters as the ranks' files describe them.
+    """The parameters, as the ranks' files describe them.
 
     Args:
         optims: the optimizers' dicts, by rank.
-        models: the models' dicts, by rank, or the only one.
+        models: the models' dicts, by rank, or one for all ranks.
     """
 
     vectors: str
+    """The key of a rank's vectors in the optimizer's dict."""
+    base: str
+    """The key of the wrapped torch optimizer's state dict."""
     has_whole_parameters: bool
 
     def __init__(self, optims: Sequence[Mapping[str, Any]], models: Sequence[Mapping[str, Any]]) -> None:
         self.optims, self.models = optims, models
         self.shapes: list[Mapping[str, Any]] = list(models[0]["param_shapes"])
-
-    def groups(self) -> list[Mapping[str, Any]]:
-        """Returns the optimizer's groups."""
-        return list(self.bases()[0]["param_groups"])
-
-    @abstractmethod
-    def bases(self) -> list[Mapping[str, Any]]:
-        """Returns the state dict of the optimizer proper, by rank."""
 
     @abstractmethod
     def places(self, number: int) -> Mapping[str, list[tuple[int, int, int]]]:
@@ -200,24 +205,24 @@ class _Zero(ABC):
 
     @abstractmethod
     def frozen(self, name: str) -> Lazy:
-        """Returns a parameter that is not trained."""
+        """Returns an untrained parameter."""
 
     def tensor(self, name: str, shape: Any, places: list[tuple[int, int, int]], vectors: list[Any]) -> OfRuns:
         """Returns the parameter `name`, or a state of it, from the vectors of all ranks."""
         runs = tuple(Run(vectors[rank], start, numel) for rank, start, numel in places if numel)
-        held = sum(run.numel for run in runs)
+        total = sum(run.numel for run in runs)
         for run in runs:
             if not isinstance(run.vector, Strided) or run.start + run.numel > prod(run.vector.spec.shape):
                 raise Wrong(f"{name} lies outside of its vector")
-        if held != prod(shape) or not all(type(size) is int and size >= 0 for size in shape):
-            raise Wrong(f"{name} of shape {str(shape)[:50]} has {held} elements")
+        if total != prod(shape) or not all(type(size) is int and size >= 0 for size in shape):
+            raise Wrong(f"{name} of shape {str(shape)[:50]} has {total} elements")
         dtype = next((run.vector.spec.dtype for run in runs), "F32")
         return OfRuns(Spec(dtype, tuple(shape)), runs)
 
     def pieces(self) -> dict[str, int]:
-        """Returns in how many runs parameters lie, where it is more than one."""
+        """Returns by name the number of runs of each parameter that lies in several."""
         counted = {
-            f"{MODEL}/{name}": sum(1 for each in places if each[2])
+            f"{MODEL}/{name}": sum(1 for _, _, numel in places if numel)
             for number in range(len(self.shapes))
             for name, places in self.places(number).items()
         }
@@ -225,16 +230,14 @@ class _Zero(ABC):
 
 
 class _Zero2(_Zero):
-    """ZeRO-1 and 2: each rank has a part of the vector of each group, and says what is in it."""
+    """ZeRO-1 and 2: each rank has a part of each group's vector, and a table of its parameters."""
 
     vectors = "single_partition_of_fp32_groups"
+    base = "base_optimizer_state"
     has_whole_parameters = True
 
-    def bases(self) -> list[Mapping[str, Any]]:
-        return [optim["base_optimizer_state"] for optim in self.optims]
-
     def places(self, number: int) -> Mapping[str, list[tuple[int, int, int]]]:
-        found: dict[str, list[tuple[int, int, int]]] = {}
+        places: dict[str, list[tuple[int, int, int]]] = {}
         for rank, optim in enumerate(self.optims):
             if "param_slice_mappings" not in optim:
                 raise Wrong("its version of DeepSpeed does not say where parameters lie; save it with 0.7 or newer")
@@ -242,32 +245,30 @@ class _Zero2(_Zero):
                 start, numel = fragment.get("start", 1), fragment.get("numel", 0)
                 if type(start) is not int or type(numel) is not int or start < 0 or numel < 0:
                     raise Wrong(f"the place of {name} is no number")
-                found.setdefault(name, []).append((rank, start, numel))
-        return found
+                places.setdefault(name, []).append((rank, start, numel))
+        return places
 
     def frozen(self, name: str) -> Lazy:
-        found: Lazy = self.models[0]["frozen_param_fragments"][name]
-        return found
+        tensor: Lazy = self.models[0]["frozen_param_fragments"][name]
+        return tensor
 
 
 class _Zero3(_Zero):
-    """ZeRO-3: each rank has an equal part of each parameter, padded; its parts lie behind each other."""
+    """ZeRO-3: each rank has an equal part of each parameter, padded, one behind the other in its vector."""
 
     vectors = "fp32_flat_groups"
+    base = "optimizer_state_dict"
     has_whole_parameters = False
 
-    def bases(self) -> list[Mapping[str, Any]]:
-        return [optim["optimizer_state_dict"] for optim in self.optims]
-
     def places(self, number: int) -> Mapping[str, list[tuple[int, int, int]]]:
-        found, start = {}, 0
+        places, start = {}, 0
         for name, shape in self.shapes[number].items():
             numel = prod(shape)
             share = -(-numel // len(self.optims))
             ranks = range(len(self.optims))
-            found[name] = [(rank, start, max(min(share, numel - rank * share), 0)) for rank in ranks]
+            places[name] = [(rank, start, max(min(share, numel - rank * share), 0)) for rank in ranks]
             start += share
-        return found
+        return places
 
     def frozen(self, name: str) -> Lazy:
         shape, left = self.models[0]["frozen_param_shapes"][name], prod(self.models[0]["frozen_param_shapes"][name])
@@ -283,7 +284,7 @@ class _Zero3(_Zero):
 def _collected(zero: _Zero, models: Sequence[Mapping[str, Any]]) -> Collected:
     tensors: dict[str, Any] = {}
     state: dict[str, dict[str, Any]] = {}
-    bases = zero.bases()
+    bases = [optim[zero.base] for optim in zero.optims]
     for number, shapes in enumerate(zero.shapes):
         places = zero.places(number)
         states = [base["state"].get(number, {}) for base in bases]
@@ -293,27 +294,23 @@ def _collected(zero: _Zero, models: Sequence[Mapping[str, Any]]) -> Collected:
             vectors = [optim[zero.vectors][number] for optim in zero.optims]
             tensors[name] = zero.tensor(name, shape, places[name], vectors)
             for key, value in states[0].items():
-                of_ranks = [each[key] for each in states]
+                of_ranks = [of_rank[key] for of_rank in states]
                 vector = is_lazy(value) and bool(value.spec.shape)
                 whole_state = zero.tensor(f"{name}/{key}", shape, places[name], of_ranks) if vector else value
                 state.setdefault(name, {})[key] = whole_state
     model = models[0]
     tensors |= {name: zero.frozen(name) for name in model.get("frozen_param_shapes") or ()}
     shared = model.get("shared_params") or {}
-    # ZeRO-3 has empty tensors in the places of parameters; the others have what is not trained here, too.
+    # `module` has empty tensors for the parameters of ZeRO-3. For ZeRO-1 and 2 it has the untrained tensors, too.
     left = {name: value for name, value in model["module"].items() if name not in tensors and name not in shared}
     buffers = set(model["buffer_names"])
     tensors |= {name: value for name, value in left.items() if name in buffers or zero.has_whole_parameters}
-    ordered = {name: tensors[name] for name in model["module"] if name in tensors}
-    found = Collected()
-    found.add_model(ordered | {name: each for name, each in tensors.items() if name not in ordered})
-    found.aliases |= {f"{MODEL}/{a}": f"{MODEL}/{b}" for a, b in shared.items() if b in tensors and a not in tensors}
+    contents = Collected()
+    add_model(contents, tensors, list(model["module"]), model)
     groups = []
-    for group in zero.groups():
+    for group in list(bases[0]["param_groups"]):
         names = [name for number in group.get("params", ()) for name in zero.shapes[number]]
         groups.append({**group, "params": names})
-    found.add_optimizer(state, groups)
-    step = model.get("global_steps")
-    found.step = step if type(step) is int and step >= 0 else None
-    found.notes.append(f"saved by DeepSpeed {str(model.get('ds_version'))[:30]} on {len(zero.optims)} ranks")
-    return found
+    contents.add_optimizer(state, groups)
+    contents.notes.append(f"saved by DeepSpeed {str(model.get('ds_version'))[:30]} on {len(zero.optims)} ranks")
+    return contents

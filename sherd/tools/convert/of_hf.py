@@ -1,4 +1,4 @@
-"""Hugging Face's safetensors: one file, or several with an index. They hold a model alone."""
+"""Hugging Face's safetensors: one file, or several with an index. They hold a model and nothing else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -17,18 +18,27 @@ import torch
 from sherd.checkpoint.tensor_bytes import DTYPES, memory_of
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, overlapping, spans, whole
-from sherd.storage.place import read_exactly
-from sherd.storage.places import Disk, Readable, read_file
+from sherd.storage.places import Disk, Readable, read_exactly, read_file
 from sherd.storage.safetensors import Stored, header_length, header_of, nbytes_of, parsed, read_json
-from sherd.tools.convert.contents import MODEL, Contents, LazySource, Read, Spec, in_files, path_inside
+from sherd.tools.convert.contents import (
+    MODEL,
+    Contents,
+    Pieced,
+    Read,
+    Source,
+    Spec,
+    in_files,
+    open_file,
+    path_inside,
+)
 from sherd.tools.convert.state_trees import Collected
 
 FORMAT = "hf"
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARDED = "DCP_SHARDING_INFO"
-"""Where files that `torch.distributed.checkpoint` writes as safetensors say which pieces of tensors they have."""
+"""The metadata of safetensors from `torch.distributed.checkpoint` that says which pieces of tensors a file has."""
 SHARD_BYTES = 5 << 30
-"""The most bytes of a file with several tensors, unless told."""
+"""The most bytes of a file with several tensors, by default."""
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|h5|msgpack|gguf|onnx)(\.index\.json)?")
 _MOST_BESIDE = 256 << 20
@@ -46,7 +56,6 @@ class _InFile:
         return Spec(self.at.dtype, self.at.shape)
 
     def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        """Fill `target` with `part`."""
         if not part.numel:
             return
         dtype = DTYPES[self.at.dtype]
@@ -59,24 +68,8 @@ class _InFile:
                 place.copy_(read[span.wanted.within(span.box)])
 
 
-@dataclass(frozen=True)
-class _InFiles:
-    """A tensor that lies in pieces in several files."""
-
-    spec: Spec
-    pieces: tuple[tuple[Box, _InFile], ...]
-
-    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        """Fill `target` with `part`."""
-        for box, piece in self.pieces:
-            shared = box.intersect(part)
-            if shared is not None:
-                offsets = tuple(a - b for a, b in zip(shared.offsets, box.offsets, strict=True))
-                piece.read_into(Box(offsets, shared.sizes), target[shared.within(part)], most_bytes)
-
-
-def header(file: Readable) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Returns the tensors and the metadata of a safetensors file. Raises CheckpointError if it is none."""
+def _header(file: Readable) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Returns the tensors and the metadata of a safetensors file. Raises CheckpointError if it is another file."""
     try:
         begin = bytearray(min(8, file.nbytes))
         file.read_into(0, memoryview(begin))
@@ -87,20 +80,16 @@ def header(file: Readable) -> tuple[dict[str, Stored], dict[str, str]]:
     return parsed(bytes(text), file.nbytes, file.name)
 
 
-def read(path: Path) -> LazySource:
+def read(path: Path) -> Source:
     """Returns the file, or the folder of files, at `path`, open for reading. Raises CheckpointError."""
-    found, files = Collected(), dict[str, Readable]()
+    contents, num_files = Collected(), 0
     pieces: dict[str, list[tuple[Box, _InFile]]] = {}
-    found.values[MODEL] = {"kind": "module"}
-
-    def close() -> None:
-        while files:
-            files.popitem()[1].close()
-
-    try:
+    contents.values[MODEL] = {"kind": "module"}
+    with ExitStack() as files:
         for file_path, names in _files(path).items():
-            files[str(file_path)] = file = _open(file_path)
-            tensors, metadata = header(file)
+            file, num_files = open_file(file_path), num_files + 1
+            files.callback(file.close)
+            tensors, metadata = _header(file)
             if names is not None and not names <= set(tensors):
                 raise CheckpointError(f"{file_path} lacks {min(names - set(tensors))}, which the index says it has")
             if SHARDED in metadata:
@@ -108,36 +97,33 @@ def read(path: Path) -> LazySource:
                     box = Box(offsets, tensors[name].shape)
                     pieces.setdefault(name, []).append((box, _InFile(file, tensors[name])))
                 continue
-            if len(files) > 1 and names is None:
+            if num_files > 1 and names is None:
                 raise CheckpointError(f"{path} has several files, and neither {INDEX} nor places of pieces in them")
             for name in tensors if names is None else [name for name in tensors if name in names]:
-                found.tensors[f"{MODEL}/{name}"] = _InFile(file, tensors[name])
+                contents.tensors[f"{MODEL}/{name}"] = _InFile(file, tensors[name])
             for alias, name in metadata.items():
                 if name in tensors and alias not in tensors:
-                    found.aliases[f"{MODEL}/{alias}"] = f"{MODEL}/{name}"
-        found.tensors |= {f"{MODEL}/{name}": _joined(name, boxes, path) for name, boxes in pieces.items()}
+                    contents.aliases[f"{MODEL}/{alias}"] = f"{MODEL}/{name}"
+        contents.tensors |= {f"{MODEL}/{name}": _joined(name, boxes, path) for name, boxes in pieces.items()}
         counts = {f"{MODEL}/{name}": len(boxes) for name, boxes in pieces.items() if len(boxes) > 1}
-        return found.source(FORMAT, close, counts)
-    except BaseException:
-        close()
-        raise
+        return contents.source(FORMAT, files.pop_all().close, counts)
 
 
 def _offsets(text: str, tensors: Mapping[str, Stored], file: str) -> dict[str, tuple[int, ...]]:
-    """Returns the index of the first element of each tensor of a file of pieces. Raises CheckpointError."""
-    told = read_json(text.encode(), file)
-    found: dict[str, tuple[int, ...]] = {}
-    for name, at in tensors.items():
-        entry = told.get(name)
+    """Returns by name the index of a piece's first element in the whole tensor. Raises CheckpointError."""
+    entries = read_json(text.encode(), file)
+    first: dict[str, tuple[int, ...]] = {}
+    for name, stored in tensors.items():
+        entry = entries.get(name)
         offsets = entry.get("saved_offsets") if isinstance(entry, dict) else None
         listed: list[Any] = offsets if isinstance(offsets, list) else [None]
-        if len(listed) != len(at.shape) or not all(type(each) is int and each >= 0 for each in listed):
+        if len(listed) != len(stored.shape) or not all(type(offset) is int and offset >= 0 for offset in listed):
             raise CheckpointError(f"{file} does not say which piece of {name} it has")
-        found[name] = tuple(listed)
-    return found
+        first[name] = tuple(listed)
+    return first
 
 
-def _joined(name: str, boxes: Sequence[tuple[Box, _InFile]], path: Path) -> _InFiles:
+def _joined(name: str, boxes: Sequence[tuple[Box, _InFile]], path: Path) -> Pieced:
     dims = len(boxes[0][0].sizes)
     if any(len(box.sizes) != dims or piece.at.dtype != boxes[0][1].at.dtype for box, piece in boxes):
         raise CheckpointError(f"{path}: the pieces of {name} have several dtypes or numbers of dims")
@@ -145,11 +131,11 @@ def _joined(name: str, boxes: Sequence[tuple[Box, _InFile]], path: Path) -> _InF
     numel = sum(box.numel for box, _ in boxes)
     if numel != prod(shape) or overlapping(box for box, _ in boxes) is not None:
         raise CheckpointError(f"{path}: the pieces of {name} have {numel} elements of {prod(shape)}, or share some")
-    return _InFiles(Spec(boxes[0][1].at.dtype, shape), tuple(boxes))
+    return Pieced(Spec(boxes[0][1].at.dtype, shape), tuple(boxes))
 
 
 def _files(path: Path) -> dict[Path, set[str] | None]:
-    """Returns the files, and which tensors of each are meant; None: all of them."""
+    """Returns the files, each with the names of its tensors by the index, or None without an index."""
     if path.is_file() and not path.name.endswith(".json"):
         return {path: None}
     index = path if path.is_file() else path / INDEX
@@ -169,23 +155,16 @@ def _files(path: Path) -> dict[Path, set[str] | None]:
     files: dict[Path, set[str] | None] = {}
     for name, file in listed.items():
         names = files.setdefault(path_inside(index.parent, file, str(index)), set())
-        assert names is not None, "they were put there"
+        assert names is not None, "this loop puts sets there"
         names.add(name)
     return files
-
-
-def _open(path: Path) -> Readable:
-    try:
-        return Disk(path.parent).open(path.name)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def write(path: Path, contents: Contents, read: Read, shard_bytes: int = SHARD_BYTES) -> Sequence[str]:
     """Write a model as a file, if `path` ends in ".safetensors", or as a folder of files of at most `shard_bytes`.
 
     Raises:
-        CheckpointError: there is not one model in the checkpoint.
+        CheckpointError: the checkpoint has no model, or several.
     """
     modules = contents.of_kind("module")
     if len(modules) != 1:
@@ -202,9 +181,9 @@ def write(path: Path, contents: Contents, read: Read, shard_bytes: int = SHARD_B
         whole_name = path.name if one else ONE
         name = whole_name if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         metadata = {"format": "pt"} | {alias: of for alias, of in aliases.items() if of in names}
-        names = sorted(names, key=lambda each: (-nbytes_of(tensors[each].dtype, ()), each))
-        fields, _ = header_of({each: (tensors[each].dtype, tensors[each].shape) for each in names}, metadata)
-        Disk(folder).write(name, partial(_chunks, fields, [begin + each for each in names], read))
+        names = sorted(names, key=lambda tensor: (-nbytes_of(tensors[tensor].dtype, ()), tensor))
+        fields, _ = header_of({tensor: (tensors[tensor].dtype, tensors[tensor].shape) for tensor in names}, metadata)
+        Disk(folder).write(name, partial(_chunks, fields, [begin + tensor for tensor in names], read))
         weight_map |= dict.fromkeys(names, name)
     if len(files) > 1:
         total = sum(spec.nbytes for spec in tensors.values())
@@ -222,8 +201,10 @@ def _chunks(fields: bytes, names: Sequence[str], read: Read) -> Iterator[memoryv
 
 
 def copy_beside(source: Path, target: Path) -> list[str]:
-    """Copy what lies beside the weights in the folder `source`, such as config.json and a tokenizer's files, to
-    `target`. Returns the names. A link to a file of another folder is not followed, but into the blobs of a cache."""
+    """Copy other files than weights from the folder `source` to `target`, such as config.json. Returns their names.
+
+    Links to files of other folders are not followed, except for links into the blobs of Hugging Face's cache.
+    """
     copied, own = [], source.resolve()
     for file in sorted(source.iterdir()):
         if file.resolve().parent not in (own, own.parent.parent / "blobs"):

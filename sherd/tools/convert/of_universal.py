@@ -1,13 +1,13 @@
-"""DeepSpeed's universal checkpoint: files of each parameter that the optimizer trains, for any number of ranks.
+"""DeepSpeed's universal checkpoint: files of each trained parameter, for any number of ranks.
 
-    FOLDER/latest_universal                                     the name of the folder of the last checkpoint
+    FOLDER/latest_universal                                     the name of the last checkpoint's folder
     FOLDER/global_step3_universal/mp_rank_00_model_states.pt    names and shapes by group; tensors that are not trained
     .../zero_pp_rank_0_mp_rank_00_model_states.pt               the same for ZeRO-3, without tensors
     .../zero/optimizer_state.pt                                 the settings of the groups
     .../zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt   a parameter and its states in fp32
 
 DeepSpeed's `load_hp_checkpoint_state_from_checkpoint_dir` reads all files in NAME under ZeRO-1 and 2, and those of Adam
-under ZeRO-3. It takes groups by their numbers.
+under ZeRO-3. It knows groups by their numbers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ import torch
 
 from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, DTYPES, memory_of
 from sherd.errors import CheckpointError
-from sherd.storage.place import Readable
-from sherd.storage.places import Disk
-from sherd.tools.convert.contents import MODEL, Contents, LazySource, Read, Spec
-from sherd.tools.convert.of_deepspeed import MODEL_FILE, MODEL_FILES, Files, OfRuns, Run, Wrong, folder_of, reading
-from sherd.tools.convert.of_torch import save
+from sherd.storage.places import Disk, Readable
+from sherd.tools.convert.contents import Contents, Read, Source, Spec
+from sherd.tools.convert.of_deepspeed import MODEL_FILE, MODEL_FILES, OfRuns, Run, Wrong, add_model, folder_of, reading
+from sherd.tools.convert.of_torch import Strided, TorchFile, save
 from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, Collected, Pending, tree_of
-from sherd.tools.convert.torch_files import Strided, TorchFile
 
 FORMAT = "universal"
 
@@ -39,9 +37,9 @@ _LATEST, _PARAMETERS, _SETTINGS = "latest_universal", "zero/*/fp32.pt", "zero/op
 _ZERO3_FILE = f"zero_pp_rank_0_{MODEL_FILE}"
 _KEYS_OF_ZERO3 = {"exp_avg", "exp_avg_sq", "step"}
 _VERSION = "0.19.8+sherd"
-"""The version of DeepSpeed that writes this form. DeepSpeed refuses what is older than it knows."""
+"""The version of DeepSpeed that writes this form. DeepSpeed refuses versions that are too old."""
 _NO_LOSS = ("F32", "BF16", "F16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-"""The dtypes whose values fp32 has, too."""
+"""The dtypes whose values fp32 holds exactly."""
 _MISSING = object()
 
 
@@ -50,12 +48,12 @@ def _folder_of(path: Path) -> Path | None:
 
 
 def is_at(path: Path) -> bool:
-    """Returns whether there is a universal checkpoint at `path`."""
+    """Returns whether `path` is a universal checkpoint."""
     return _folder_of(path) is not None
 
 
 class _Rested(Readable):
-    """A file that is open only while it is read: a checkpoint has more of them than a process may hold open."""
+    """A file that is open only while it is read: a checkpoint has more files than a process may have open."""
 
     def __init__(self, path: Path) -> None:
         self._path, self.name = path, str(path)
@@ -70,54 +68,44 @@ class _Rested(Readable):
         """Nothing is open."""
 
 
-def read(path: Path) -> LazySource:
+def read(path: Path) -> Source:
     """Returns the universal checkpoint at `path`, open for reading. Raises CheckpointError."""
     folder = _folder_of(path)
     if folder is None:
         raise CheckpointError(f"{path} holds no universal checkpoint of DeepSpeed: no zero/NAME/fp32.pt")
-    files, found = Files(), Collected()
-    with reading(folder, files):
+    contents = Collected()
+    with reading(folder) as files:
+        model: Mapping[str, Any] = {}
         listed: list[Mapping[str, Any]] = []
         others: dict[str, Any] = {}
-        shared: Mapping[str, str] = {}
         for file in sorted(folder.glob(MODEL_FILES))[:1]:
-            tree = files.tree(file)
-            others = {name: tree["module"][name] for name in tree["buffer_names"] if name in tree["module"]}
-            listed, shared = list(tree["param_shapes"]), tree.get("shared_params") or {}
-            step = tree.get("global_steps")
-            found.step = step if type(step) is int and step >= 0 else None
-            found.notes.append(f"made by DeepSpeed {str(tree.get('ds_version'))[:30]}")
+            model = files.tree(file)
+            others = {name: model["module"][name] for name in model["buffer_names"] if name in model["module"]}
+            listed = list(model["param_shapes"])
+            contents.notes.append(f"made by DeepSpeed {str(model.get('ds_version'))[:30]}")
         shapes = {name: shape for group in listed for name, shape in group.items()}
         tensors: dict[str, Any] = {}
         state: dict[str, dict[str, Any]] = {}
-        for each in sorted(each for each in (folder / "zero").iterdir() if each.is_dir()):
-            for file in sorted(each.glob("*.pt")):
-                value = _value(file)
-                if isinstance(value, Strided) and len(value.spec.shape) == 1 and each.name in shapes:
-                    value = _shaped(value, shapes[each.name], each.name)
+        for parameter in sorted(path for path in (folder / "zero").iterdir() if path.is_dir()):
+            name = parameter.name
+            for file in sorted(parameter.glob("*.pt")):
+                value = TorchFile(_Rested(file)).tree
+                value = value.get("param", _MISSING) if isinstance(value, Mapping) else value
+                if value is _MISSING:
+                    raise Wrong(f"{name}/{file.name} has no param")
+                if isinstance(value, Strided) and len(value.spec.shape) == 1 and name in shapes:
+                    value = _shaped(value, shapes[name], name)
                 if file.stem == "fp32":
-                    tensors[each.name] = value
+                    tensors[name] = value
                 else:
-                    state.setdefault(each.name, {})[file.stem] = value
-        tensors |= others
-        ordered = {name: tensors[name] for name in shapes if name in tensors}
-        found.add_model(ordered | {name: each for name, each in tensors.items() if name not in ordered})
-        found.aliases |= {f"{MODEL}/{a}": f"{MODEL}/{b}" for a, b in shared.items() if b in tensors}
-        found.add_optimizer(*_with_settings(folder / _SETTINGS, state, listed, found.notes))
-        return found.source(FORMAT, files.close)
-
-
-def _value(file: Path) -> Any:
-    """Returns what is in a file of a parameter."""
-    value = TorchFile(_Rested(file)).tree
-    value = value.get("param", _MISSING) if isinstance(value, Mapping) else value
-    if value is _MISSING:
-        raise Wrong(f"{file.parent.name}/{file.name} has no param")
-    return value
+                    state.setdefault(name, {})[file.stem] = value
+        add_model(contents, tensors | others, list(shapes), model)
+        contents.add_optimizer(*_with_settings(folder / _SETTINGS, state, listed, contents.notes))
+        return contents.source(FORMAT, files.close)
 
 
 def _shaped(vector: Strided, shape: Any, name: str) -> OfRuns:
-    """Returns a parameter that is flattened in its file, as what is made from ZeRO-3 is."""
+    """Returns a parameter that is flattened in its file, as in checkpoints that were made from ZeRO-3."""
     if prod(vector.spec.shape) != prod(shape):
         raise Wrong(f"{name} has {prod(vector.spec.shape)} elements, and the shape {str(shape)[:50]}")
     return OfRuns(Spec(vector.spec.dtype, tuple(shape)), (Run(vector, 0, prod(shape)),))
@@ -126,12 +114,13 @@ def _shaped(vector: Strided, shape: Any, name: str) -> OfRuns:
 def _with_settings(
     file: Path, state: dict[str, dict[str, Any]], listed: Sequence[Mapping[str, Any]], notes: list[str]
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the states, with the steps that the optimizer's file has, and the groups, with names for the numbers."""
+    """Returns the states with the steps in the optimizer's file, and the groups with names instead of numbers."""
     if not file.exists() or not listed:
         notes.append("an optimizer's settings are left out: no file says which parameters they are of")
         return state, []
     common = TorchFile(_Rested(file), stubs=("deepspeed",)).tree
-    by_number = common.get("optimizer_state_dict", {}).get(STATE, {})  # what is made from ZeRO-3 has steps here alone
+    # A checkpoint made from ZeRO-3 has its steps here.
+    by_number = common.get("optimizer_state_dict", {}).get(STATE, {})
     for number, names in enumerate(listed):
         for name in names if "step" in by_number.get(number, {}) else ():
             state.setdefault(name, {}).setdefault("step", by_number[number]["step"])
@@ -149,11 +138,11 @@ class _Training:
     """The parts of a checkpoint that DeepSpeed takes.
 
     Args:
-        groups: the names and shapes of the parameters that are trained, by group.
+        groups: the names and shapes of the trained parameters, by group.
         settings: the settings of each group.
         states: the tensors of each parameter by key, and its step if there is one.
         rest: the tensors that are not trained.
-        without: the names of those of them that are in groups, but have no state.
+        without: the names of parameters that are in groups, but have no state.
         aliases: other names of parameters.
     """
 
@@ -170,21 +159,21 @@ class _Training:
         return next(iter(self.states.values())).keys() - {"fp32"}
 
     def notes(self) -> Iterator[str]:
-        """Yields what a user of DeepSpeed should know of it."""
+        """Yields what a user of DeepSpeed should know."""
         if self.without:
             yield f"{_few(self.without)}: without state, so DeepSpeed cannot train them from here"
         if self.keys != _KEYS_OF_ZERO3:
             kept = _few(self.keys - {"step"})
             yield f"it is for ZeRO-1 and 2 alone: under ZeRO-3 DeepSpeed loads Adam's states, not {kept}"
         if len(self.groups) > 1:
-            yield "under ZeRO-3 DeepSpeed takes the settings of the first group for all: docs/interchange.md"
+            yield "under ZeRO-3 DeepSpeed takes the settings of the first group for all: docs/do/convert.md"
 
 
 def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
     """Write `path/global_step0_universal/`, with the step's own number, and `path/latest_universal`.
 
     Raises:
-        CheckpointError: there is something in the optimizer's state that this form has no place for.
+        CheckpointError: this form has no place for a part of the optimizer's state.
     """
     models, optimizers = contents.of_kind("module"), contents.of_kind("optimizer")
     if len(models) != 1 or len(optimizers) != 1:
@@ -226,7 +215,7 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
 
 
 def _training(contents: Contents, model: str, optimizer: str) -> _Training:
-    """Returns what DeepSpeed takes. Raises CheckpointError where it cannot."""
+    """Returns the parts that DeepSpeed takes. Raises CheckpointError if it cannot train from them."""
     begin = f"{model}/"
     aliases = {
         alias.removeprefix(begin): name.removeprefix(begin)
@@ -235,52 +224,52 @@ def _training(contents: Contents, model: str, optimizer: str) -> _Training:
     }
     tensors = {name: Pending(spec, begin + name) for name, spec in contents.of_item(model).items()}
     tree = tree_of(replace(contents, values={optimizer: contents.values[optimizer]}))[optimizer]
-    held = {aliases.get(name, name): kept for name, kept in tree[STATE].items() if kept}
+    kept = {aliases.get(name, name): state for name, state in tree[STATE].items() if state}
     states: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, tuple[int, ...]]] = []
     without: list[str] = []
     for group in tree[GROUPS]:
         groups.append({})
-        for name in (aliases.get(each, each) for each in group[PARAMS]):
+        for name in (aliases.get(name, name) for name in group[PARAMS]):
             if name not in tensors:
                 raise CheckpointError(f"{optimizer} has the parameter {name}, which {model} has not")
-            if name not in held:
+            if name not in kept:
                 without.append(name)
                 continue
             groups[-1][name] = tensors[name].spec.shape
-            own = {key: value for key, value in held.pop(name).items() if value is not None}
+            own = {key: value for key, value in kept.pop(name).items() if value is not None}
             if "fp32" in own:
                 raise CheckpointError(f"{optimizer} has a state fp32 of {name}, and {FORMAT} calls the parameter so")
             # An optimizer that counts steps by group, as DeepSpeed's fused Adam, has none in the states.
             step = {"step": group["step"]} if "step" in group and "step" not in own else {}
             states[name] = {"fp32": tensors[name], **own, **step}
-    if held:
-        raise CheckpointError(f"{optimizer} has state of parameters that are in none of its groups: {_few(held)}")
+    if kept:
+        raise CheckpointError(f"{optimizer} has state of parameters that are in none of its groups: {_few(kept)}")
     if not states:
         raise CheckpointError(
             f"{optimizer} has no state of any parameter, and DeepSpeed needs it; write the model alone as hf or torch"
         )
     _require(states, tensors, optimizer)
     settings = [{key: value for key, value in group.items() if key != PARAMS} for group in tree[GROUPS]]
-    rest = {name: each for name, each in tensors.items() if name not in states}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in states}
     return _Training(groups, settings, states, rest, without, aliases)
 
 
 def _require(states: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Pending], optimizer: str) -> None:
-    """Raise CheckpointError where the form, or DeepSpeed as it reads it, cannot take a state."""
+    """Raise CheckpointError for a state that has no place in this form, or that DeepSpeed does not read."""
     other = "the formats sherd, dcp and torch can"
     first = next(iter(states))
-    for name, held in states.items():
-        for part in (name, *held):
+    for name, state in states.items():
+        for part in (name, *state):
             if not part or part in (".", "..") or any(letter in part for letter in "/\\\0"):
                 raise CheckpointError(f"{part[:100]!r} is the name of a folder or file here, which cannot be one")
-        if held.keys() != states[first].keys():
-            of_name, of_first = (_few(each.keys() - {"fp32"}) for each in (held, states[first]))
+        if state.keys() != states[first].keys():
+            of_name, of_first = (_few(keys - {"fp32"}) for keys in (state.keys(), states[first].keys()))
             raise CheckpointError(
                 f"{optimizer} keeps {of_name} of {name}, and {of_first} of {first}; the format "
                 f"{FORMAT} cannot hold parameters whose states differ; {other}"
             )
-        for key, value in held.items():
+        for key, value in state.items():
             if key == "step":
                 continue
             if not isinstance(value, Pending) or value.spec.shape != tensors[name].spec.shape:
@@ -303,23 +292,23 @@ def _require(states: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Pend
 
 
 def _steps(states: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[Any, float]]:
-    """Yields the step of each parameter: as it is kept, and as a number."""
-    for name, held in states.items():
-        if "step" in held:
-            step = held["step"].value if isinstance(held["step"], Pending) else held["step"]
+    """Yields the step of each parameter, as the optimizer keeps it and as a number."""
+    for name, state in states.items():
+        if "step" in state:
+            step = state["step"].value if isinstance(state["step"], Pending) else state["step"]
             if not isinstance(step, torch.Tensor | int | float) or not math.isfinite(step):
                 raise CheckpointError(f"the step of {name} is no number, which the format {FORMAT} needs it to be")
-            yield held["step"], float(step)
+            yield state["step"], float(step)
 
 
 def _widened(value: Pending) -> Pending:
-    """Returns the place of a tensor in fp32. DeepSpeed cuts it along a dim, so one without dims gets one."""
+    """Returns `value` in fp32. DeepSpeed cuts tensors along a dim, so a tensor without dims gets one."""
     own = None if value.value is None else value.value.float().reshape(value.spec.shape or (1,))
     return Pending(Spec("F32", value.spec.shape or (1,)), value.name, own)
 
 
 def _as_fp32(read: Read, specs: Mapping[str, Spec]) -> Read:
-    """Returns what reads a tensor, of whatever floating dtype, as fp32."""
+    """Returns `read` with tensors converted from any floating dtype to fp32."""
 
     def chunks(name: str) -> Iterator[memoryview]:
         dtype = DTYPES[specs[name].dtype]
@@ -342,5 +331,5 @@ def _write(path: Path, tree: object, read: Read) -> None:
 
 def _few(names: Iterable[str]) -> str:
     """Returns the first of `names`, for a message."""
-    found = sorted(names)
-    return ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+    in_order = sorted(names)
+    return ", ".join(in_order[:4]) + (", ..." if len(in_order) > 4 else "")

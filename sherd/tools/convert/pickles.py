@@ -1,4 +1,4 @@
-"""Pickles of others, read without running what they name: a table says which names mean what, and others are errors."""
+"""Pickles that are not trusted, read without running code: names that are not in a table are errors."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any, BinaryIO, NoReturn, cast
 from sherd.errors import CheckpointError
 
 Names = Mapping[tuple[str, str], object]
-"""Stand-ins for the classes and functions of a pickle, by module and name."""
-
+"""Replacements of the classes and functions of a pickle, by module and name."""
 
 _FEW, _MOST_UNFOLDED = 1_000_000, 1_000
-"""A pickle may stand for so many objects, and for so many times those that hold others; optimizers share tuples."""
+"""A pickle may unfold to `_FEW` objects, plus `_MOST_UNFOLDED` for each of its containers: optimizers share tuples."""
 
 
 class UnknownName(CheckpointError):
-    """A pickle names what is not among the names that its format needs."""
+    """A pickle has a name that its format does not need."""
 
 
 class _Sealed(type):
@@ -28,7 +27,7 @@ class _Sealed(type):
 
 
 class Inert(metaclass=_Sealed):
-    """An object of a class that is not looked for: what its pickle has handed to it, and nothing else."""
+    """An object of an unknown class: it only keeps what its pickle passes to it."""
 
     __slots__ = ("args", "state")
     args: tuple[Any, ...]
@@ -36,9 +35,9 @@ class Inert(metaclass=_Sealed):
 
     def __new__(cls, *args: Any) -> Inert:
         """Returns an object that keeps its arguments."""
-        made = super().__new__(cls)
-        made.__setstate__(None, args)
-        return made
+        instance = super().__new__(cls)
+        instance.__setstate__(None, args)
+        return instance
 
     def __setstate__(self, state: Any, args: tuple[Any, ...] | None = None) -> None:
         self.state = state
@@ -46,7 +45,7 @@ class Inert(metaclass=_Sealed):
             self.args = args
 
     def get(self, field: str, position: int = -1) -> Any:
-        """Returns the field of this name, or the argument at `position`; None where there is neither."""
+        """Returns the field of this name, else the argument at `position`, else None."""
         fields = self.state[-1] if isinstance(self.state, tuple) and self.state else self.state
         if isinstance(fields, dict) and field in fields:
             return fields[field]
@@ -59,7 +58,7 @@ def inert(name: str) -> type[Inert]:
 
 
 class Dict(dict[Any, Any], metaclass=_Sealed):
-    """An OrderedDict; attributes that were pickled with it are dropped."""
+    """An OrderedDict, without the attributes that were pickled with it."""
 
     __slots__ = ()
 
@@ -67,15 +66,15 @@ class Dict(dict[Any, Any], metaclass=_Sealed):
 
 
 class Unpickler(pickle._Unpickler):
-    """Reads a pickle that is not trusted: it finds what is in `names`, and raises at anything else.
+    """Reads a pickle that is not trusted: it finds what is in `names`, and raises at any other name.
 
-    It is the one in Python: that in C takes as much memory as the numbers in the pickle say, which may be any.
+    It is based on the unpickler in Python, since the one in C allocates as much memory as numbers in the pickle say.
 
     Args:
         file: the pickle.
         names: what its classes and functions become. They may be called by the pickle with any arguments.
         where: names the pickle in errors.
-        stubs: the first parts of names of modules whose classes all become inert objects.
+        stubs: top-level packages whose classes all become inert objects.
     """
 
     def __init__(self, file: BinaryIO, names: Names, where: str, stubs: tuple[str, ...] = ()) -> None:
@@ -84,7 +83,7 @@ class Unpickler(pickle._Unpickler):
         self._made: dict[str, type[Inert]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns what is called `module.name`. Raises CheckpointError if that is not known."""
+        """Returns the replacement of `module.name`. Raises CheckpointError if there is none."""
         known = self._names.get((module, name))
         if known is not None:
             return known
@@ -97,11 +96,11 @@ class Unpickler(pickle._Unpickler):
         )
 
     def read(self) -> Any:
-        """Returns the object. Raises CheckpointError if it is not one."""
+        """Returns the object. Raises CheckpointError if the pickle is malformed."""
         try:
-            found = self.load()
-            _require_unfolded(found, self._where)
-            return found
+            tree = self.load()
+            _require_unfolded(tree, self._where)
+            return tree
         except CheckpointError:
             raise
         except RecursionError:
@@ -111,24 +110,24 @@ class Unpickler(pickle._Unpickler):
 
 
 def _require_unfolded(tree: object, where: str) -> None:
-    """Raises CheckpointError if `tree` has few objects that stand in one another so often that a walk would not end."""
+    """Raise CheckpointError if `tree` contains its objects so many times over that a walk would not end."""
     sizes: dict[int, int] = {}
     waiting: list[tuple[object, bool]] = [(tree, False)]
     while waiting:
         value, are_known = waiting.pop()
         if are_known:
-            sizes[id(value)] = 1 + sum(sizes.get(id(each), 1) for each in _held_by(value))
-        elif id(value) not in sizes and (held := _held_by(value)):
+            sizes[id(value)] = 1 + sum(sizes.get(id(child), 1) for child in _children(value))
+        elif id(value) not in sizes and (children := _children(value)):
             sizes[id(value)] = 1
             waiting.append((value, True))
-            waiting += [(each, False) for each in held]
+            waiting += [(child, False) for child in children]
     if sizes.get(id(tree), 1) > _MOST_UNFOLDED * len(sizes) + _FEW:
         raise CheckpointError(
             f"{where} has lists in lists in several places, so that they would never be read to the end"
         )
 
 
-def _held_by(value: object) -> Sequence[object]:
+def _children(value: object) -> Sequence[object]:
     if isinstance(value, dict):
         return [*value.values()]
     if isinstance(value, Inert):

@@ -1,4 +1,4 @@
-"""State dicts of models and optimizers, nested or flattened, as what a checkpoint of sherd holds, and the way back."""
+"""State dicts of models and optimizers, nested or flattened, as the contents of a sherd checkpoint, and back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sherd.checkpoint.tensor_bytes import DTYPES, dtype_name
 from sherd.checkpoint.tree import decoded, encoded
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import whole
-from sherd.tools.convert.contents import MODEL, OPTIMIZER, Contents, Lazy, LazySource, Spec
+from sherd.tools.convert.contents import MODEL, OPTIMIZER, Contents, Lazy, Source, Spec
 
 MODELS = (MODEL, "module", "model_state_dict", "state_dict")
 OPTIMIZERS = (OPTIMIZER, "optim", "optimizer_state_dict", "optim_state_dict")
@@ -20,11 +20,11 @@ STEPS = ("step", "global_step", "global_steps", "iteration")
 
 STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
 SETTINGS = "param_to_group_meta"
-"""Where Megatron-FSDP has each parameter's settings, in the place of groups."""
+"""The key of each parameter's settings, which Megatron-FSDP has instead of groups."""
 
 
 def is_lazy(value: object) -> bool:
-    """Returns whether `value` is a tensor that is read by parts."""
+    """Returns whether `value` is a `Lazy` tensor."""
     return hasattr(value, "read_into")
 
 
@@ -36,7 +36,7 @@ def in_memory(lazy: Lazy) -> torch.Tensor:
 
 
 class Collected:
-    """The part of a checkpoint that was found so far: tensors, aliases, values and notes."""
+    """The contents of a checkpoint, collected part by part: tensors, aliases, values and notes."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Lazy] = {}
@@ -45,37 +45,38 @@ class Collected:
         self.notes: list[str] = []
         self.step: int | None = None
 
-    def source(self, format: str, close: Callable[[], None], pieces: Mapping[str, int] | None = None) -> LazySource:
-        """Returns the source that has all this."""
+    def source(self, format: str, close: Callable[[], None], pieces: Mapping[str, int] | None = None) -> Source:
+        """Returns the source with these contents."""
         rest = Contents({}, self.aliases, self.values, self.step)
-        return LazySource(format, self.tensors, rest, close, self.notes, pieces)
+        return Source(format, self.tensors, rest, close, self.notes, pieces)
 
     def encode(self, value: object, path: str) -> Any:
-        """Returns `value` as JSON; its tensors with dimensions are among the tensors from now on."""
+        """Returns `value` as JSON, and adds its tensors, but those without dims, to the contents."""
         lazies: dict[int, Lazy] = {}
         keep_alive: list[torch.Tensor] = []
 
-        def tensors(of: Any) -> Any:
-            if is_lazy(of):
-                if not of.spec.shape:
-                    return in_memory(of)
-                empty = torch.empty(of.spec.shape, dtype=DTYPES[of.spec.dtype], device="meta")
+        def with_tensors(tree: Any) -> Any:
+            """Returns `tree` with empty tensors for lazy ones, which `encoded` does not know."""
+            if is_lazy(tree):
+                if not tree.spec.shape:
+                    return in_memory(tree)
+                empty = torch.empty(tree.spec.shape, dtype=DTYPES[tree.spec.dtype], device="meta")
                 keep_alive.append(empty)
-                lazies[id(empty)] = of
+                lazies[id(empty)] = tree
                 return empty
-            if isinstance(of, Mapping):
-                return {key: tensors(item) for key, item in of.items()}
-            if isinstance(of, list | tuple):
-                return type(of)(map(tensors, of))
-            return of
+            if isinstance(tree, Mapping):
+                return {key: with_tensors(value) for key, value in tree.items()}
+            if isinstance(tree, list | tuple):
+                return type(tree)(map(with_tensors, tree))
+            return tree
 
         def keep(name: str, tensor: torch.Tensor) -> None:
-            self.tensors[name] = lazies[id(tensor)] if id(tensor) in lazies else _Held(tensor)
+            self.tensors[name] = lazies[id(tensor)] if id(tensor) in lazies else _InMemory(tensor)
 
-        return encoded(tensors(value), path, keep)
+        return encoded(with_tensors(value), path, keep)
 
     def add_model(self, state: Mapping[Any, Any], item: str = MODEL) -> None:
-        """Add a model's state dict. Names of one tensor are aliases of the first."""
+        """Add a model's state dict. Further names of a tensor become aliases of its first name."""
         self.values[item] = {"kind": "module"}
         seen: dict[object, str] = {}
         for name, value in _flat(state):
@@ -93,20 +94,20 @@ class Collected:
     def add_optimizer(
         self, state: Mapping[str, Mapping[Any, Any]], groups: Sequence[Mapping[str, Any]], item: str = OPTIMIZER
     ) -> None:
-        """Add an optimizer's state, by parameter name and key, and its groups, whose parameters are named."""
+        """Add an optimizer's state, by parameter name and key, and its groups of parameter names."""
         kept: dict[str, dict[str, Any]] = {}
         for name, of_parameter in state.items():
             for key, value in of_parameter.items():
                 if "/" in str(key):
                     raise CheckpointError(f"{item}: the state of {name} has the key {key}; a key may not hold a /")
                 kept.setdefault(name, {})[str(key)] = self.encode(value, f"{item}/{name}/{key}")
-        listed = [
+        encoded_groups = [
             {key: self.encode(value, f"{item}/{GROUPS}/{key}") for key, value in group.items()} for group in groups
         ]
-        self.values[item] = {"kind": "optimizer", GROUPS: listed, STATE: kept}
+        self.values[item] = {"kind": "optimizer", GROUPS: encoded_groups, STATE: kept}
 
     def add_state(self, item: str, value: object) -> None:
-        """Add anything else."""
+        """Add any other item."""
         if item in self.values:
             raise CheckpointError(f"two parts of the checkpoint are called {item}")
         kind = "state" if isinstance(value, Mapping) else "value"
@@ -114,7 +115,7 @@ class Collected:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _InMemory:
     """A tensor in memory."""
 
     tensor: torch.Tensor
@@ -136,28 +137,29 @@ def _flat(state: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any
 
 
 def collected(tree: Any, where: str) -> Collected:
-    """Returns what a file or folder with this tree of values holds: a model's state dict alone, or one beside an
-    optimizer's and others.
+    """Returns the contents of a file or folder with this tree of values.
+
+    The tree is a model's state dict, or has state dicts of a model, of an optimizer, and others.
 
     Raises:
-        CheckpointError: there is no model and no optimizer in it, or an optimizer's state cannot be told by name.
+        CheckpointError: there is no model and no optimizer in it, or the names of an optimizer's state are unknown.
     """
     if not isinstance(tree, Mapping):
         raise CheckpointError(f"{where} holds a {type(tree).__name__} where a dict is expected")
-    model, optimizer = _held(tree, MODELS), _held(tree, OPTIMIZERS)
+    model, optimizer = _key_of(tree, MODELS), _key_of(tree, OPTIMIZERS)
     within = [value for value in tree.values() if isinstance(value, Mapping)]
     bare = {name: value for name, value in tree.items() if is_lazy(value) and name not in STEPS}
-    if model is None and not bare and len(within) == 1 and _held(within[0], MODELS) is not None:
+    if model is None and not bare and len(within) == 1 and _key_of(within[0], MODELS) is not None:
         return collected(within[0], where)  # such as {"app": {"model": ..., "optimizer": ...}}
-    found = Collected()
+    contents = Collected()
     if model is not None:
-        found.add_model(tree[model])
+        contents.add_model(tree[model])
     elif bare:
-        found.add_model(bare)
+        contents.add_model(bare)
     if optimizer is not None:
-        names = [name.removeprefix(f"{MODEL}/") for name in [*found.tensors, *found.aliases]]
-        found.add_optimizer(*_optimizer(tree[optimizer], names, found, where))
-    if not found.values:
+        names = [name.removeprefix(f"{MODEL}/") for name in [*contents.tensors, *contents.aliases]]
+        contents.add_optimizer(*_optimizer(tree[optimizer], names, contents, where))
+    if not contents.values:
         raise CheckpointError(
             f"{where} holds neither a model nor an optimizer; it has {', '.join(map(str, tree))[:100]}"
         )
@@ -165,41 +167,42 @@ def collected(tree: Any, where: str) -> Collected:
         if name in (model, optimizer) or (model is None and name in bare):
             continue
         if name in STEPS and (is_lazy(value) or type(value) is int):
-            found.step = int(in_memory(value)) if is_lazy(value) else value
+            contents.step = int(in_memory(value)) if is_lazy(value) else value
         else:
-            found.add_state(str(name), value)
-    return found
+            contents.add_state(str(name), value)
+    return contents
 
 
-def _held(tree: Mapping[Any, Any], names: Iterable[str]) -> str | None:
+def _key_of(tree: Mapping[Any, Any], names: Iterable[str]) -> str | None:
     return next((name for name in names if isinstance(tree.get(name), Mapping)), None)
 
 
 def _optimizer(
-    held: Mapping[Any, Any], names: Sequence[str], found: Collected, where: str
+    saved: Mapping[Any, Any], names: Sequence[str], contents: Collected, where: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Returns an optimizer's state and groups, by the names of parameters, of which `names` are known."""
-    if isinstance(held.get(STATE), Mapping) or (GROUPS in held and STATE not in held):  # DCP has no empty dicts
-        groups = held.get(GROUPS, [])
-        if isinstance(held.get(SETTINGS), Mapping):
-            groups = _grouped(held[SETTINGS])
+    if isinstance(saved.get(STATE), Mapping) or (GROUPS in saved and STATE not in saved):  # DCP has no empty dicts
+        groups = saved.get(GROUPS, [])
+        if isinstance(saved.get(SETTINGS), Mapping):
+            groups = _grouped(saved[SETTINGS])
         groups = list(groups.values()) if isinstance(groups, Mapping) else groups
-        state, groups = dict(held.get(STATE, {})), [dict(group) for group in groups]
-        numbered = any(type(each) is int for each in [*state, *(n for group in groups for n in group.get(PARAMS, ()))])
-        return _named(state, groups, names, found, where) if numbered else (state, groups)
-    if any(str(key).startswith(f"{STATE}.") for key in held):
-        return _unflattened(held, names)
-    if not held:
+        state, groups = dict(saved.get(STATE, {})), [dict(group) for group in groups]
+        keys = [*state, *(parameter for group in groups for parameter in group.get(PARAMS, ()))]
+        is_numbered = any(type(key) is int for key in keys)
+        return _named(state, groups, names, contents, where) if is_numbered else (state, groups)
+    if any(str(key).startswith(f"{STATE}.") for key in saved):
+        return _unflattened(saved, names)
+    if not saved:
         return {}, []
-    raise CheckpointError(f"{where}: the optimizer has {', '.join(map(str, held))[:100]} where its state is expected")
+    raise CheckpointError(f"{where}: the optimizer has {', '.join(map(str, saved))[:100]} where its state is expected")
 
 
-def _unflattened(held: Mapping[Any, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _unflattened(saved: Mapping[Any, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Returns the state and groups of {"state.NAME.KEY": ..., "param_groups.NAME.KEY": ...}."""
     known = set(names)
     state: dict[str, Any] = {}
     settings: dict[str, dict[str, Any]] = {}
-    for flat, value in held.items():
+    for flat, value in saved.items():
         kind, _, rest = str(flat).partition(".")
         if kind in (STATE, GROUPS):
             name, key = _cut(rest, known)
@@ -211,7 +214,7 @@ def _grouped(settings: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the groups of parameters whose settings, by name, are the same."""
     groups: list[dict[str, Any]] = []
     for name, of_parameter in settings.items():
-        alike = next((each for each in groups if {**each, PARAMS: 0} == {**of_parameter, PARAMS: 0}), None)
+        alike = next((group for group in groups if {**group, PARAMS: 0} == {**of_parameter, PARAMS: 0}), None)
         if alike is None:
             groups.append(alike := {**of_parameter, PARAMS: []})
         alike[PARAMS].append(name)
@@ -219,22 +222,23 @@ def _grouped(settings: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _cut(rest: str, known: set[str]) -> tuple[str, str]:
-    """Returns NAME and KEY of "NAME.KEY": NAME is a known one if there is one, else all before the last dot."""
+    """Returns NAME and KEY of "NAME.KEY": the longest known NAME, else everything before the last dot."""
     dots = [at for at, letter in enumerate(rest) if letter == "."]
     at = next((at for at in reversed(dots) if rest[:at] in known), dots[-1] if dots else len(rest))
     return rest[:at], rest[at + 1 :]
 
 
 def _named(
-    state: dict[Any, Any], groups: list[dict[str, Any]], names: Sequence[str], found: Collected, where: str
+    state: dict[Any, Any], groups: list[dict[str, Any]], names: Sequence[str], contents: Collected, where: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns numbered states and groups with names instead of numbers. DCP makes texts of the numbers in `state`."""
+    """Returns numbered states and groups with names instead of numbers."""
+    # torch.distributed.checkpoint makes texts of the numbers in `state`.
     state = {int(number) if str(number).isdecimal() else number: value for number, value in state.items()}
     numbers = [number for group in groups for number in group.get(PARAMS, ())]
     listed = [name for group in groups for name in group.get(PARAM_NAMES, ())]
     if len(listed) != len(numbers):
-        listed = [name for name in names if f"{MODEL}/{name}" not in found.aliases]
-        floats = [name for name in listed if DTYPES[found.tensors[f"{MODEL}/{name}"].spec.dtype].is_floating_point]
+        listed = [name for name in names if f"{MODEL}/{name}" not in contents.aliases]
+        floats = [name for name in listed if DTYPES[contents.tensors[f"{MODEL}/{name}"].spec.dtype].is_floating_point]
         listed = floats if len(floats) == len(numbers) else listed
         if len(groups) != 1 or len(listed) != len(numbers) or numbers != list(range(len(numbers))):
             raise CheckpointError(
@@ -244,7 +248,7 @@ def _named(
                 "model.named_parameters(), or leave it out"
             )
         for number, name in zip(numbers, listed, strict=True):
-            _require_shapes(state.get(number, {}), found.tensors[f"{MODEL}/{name}"].spec, name, where)
+            _require_shapes(state.get(number, {}), contents.tensors[f"{MODEL}/{name}"].spec, name, where)
     name_of = dict(zip(numbers, listed, strict=True))
     if not set(state) <= set(name_of):
         raise CheckpointError(f"{where}: the optimizer has state of parameters that are in none of its groups")
@@ -268,8 +272,7 @@ def _require_shapes(state: Mapping[Any, Any], spec: Spec, name: str, where: str)
 
 @dataclass(frozen=True)
 class Pending:
-    """The place of a tensor in a tree that is to be written. `name` is the tensor's in the checkpoint, `value` the
-    tensor itself if it is in memory."""
+    """A tensor in a tree to write: its `name` in the checkpoint, or its `value` in memory."""
 
     spec: Spec
     name: str = ""
@@ -281,19 +284,19 @@ def tree_of(contents: Contents, numbered: bool = False) -> dict[str, Any]:
 
     Args:
         contents: what a checkpoint holds.
-        numbered: whether an optimizer's parameters have numbers, as in `Optimizer.state_dict`; their names are under
-            "param_names" then.
+        numbered: an optimizer's parameters get numbers, as in `Optimizer.state_dict`, and their names are under
+            "param_names".
     """
     pending = {name: Pending(spec, name) for name, spec in contents.tensors.items()}
     pending |= {alias: pending[name] for alias, name in contents.aliases.items()}
     tree: dict[str, Any] = {}
     for item, value in contents.values.items():
         begin, kind = f"{item}/", value.get("kind")
-        mine = {name[len(begin) :]: each for name, each in pending.items() if name.startswith(begin)}
+        tensors = {name[len(begin) :]: tensor for name, tensor in pending.items() if name.startswith(begin)}
         if kind == "module":
-            tree[item] = mine
+            tree[item] = tensors
         elif kind == "optimizer":
-            tree[item] = _optimizer_tree(item, value, mine, pending, numbered)
+            tree[item] = _optimizer_tree(item, value, tensors, pending, numbered)
         elif kind in ("state", "value"):
             tree[item] = _decoded(value.get(kind), pending)
     if contents.step is not None and not any(step in tree for step in STEPS):
@@ -303,18 +306,18 @@ def tree_of(contents: Contents, numbered: bool = False) -> dict[str, Any]:
 
 def left_out_of_tree(contents: Contents) -> list[str]:
     """Returns what `tree_of` leaves out, in sentences."""
-    found = []
+    notes = []
     for item, value in contents.values.items():
         kind = value.get("kind")
         if kind not in ("module", "optimizer", "state", "value"):
-            found.append(f"{item} is left out: it is about the ranks that have saved, and sherd's alone")
+            notes.append(f"{item} is left out: it is about the ranks that have saved, and sherd's alone")
         elif kind == "module" and len(value) > 1:
-            found.append(f"the extra state of {item} is left out: other formats have no place for it")
-    return found
+            notes.append(f"the extra state of {item} is left out: other formats have no place for it")
+    return notes
 
 
 def references(value: Any) -> set[str]:
-    """Returns the names of the tensors that `value`, an encoded tree, refers to."""
+    """Returns the names of the tensors in `value`, an encoded tree."""
     if isinstance(value, list):
         return set().union(*map(references, value)) if value else set()
     if not isinstance(value, Mapping):
@@ -325,29 +328,28 @@ def references(value: Any) -> set[str]:
 
 
 def _decoded(value: Any, pending: Mapping[str, Pending]) -> Any:
-    def held(of: Any) -> Any:
-        if isinstance(of, torch.Tensor):
-            return Pending(_Held(of).spec, value=of)
-        if isinstance(of, Mapping):
-            return {key: held(item) for key, item in of.items()}
-        return type(of)(map(held, of)) if isinstance(of, list | tuple) else of
+    def with_pending(tree: Any) -> Any:
+        if isinstance(tree, torch.Tensor):
+            return Pending(_InMemory(tree).spec, value=tree)
+        if isinstance(tree, Mapping):
+            return {key: with_pending(value) for key, value in tree.items()}
+        return type(tree)(map(with_pending, tree)) if isinstance(tree, list | tuple) else tree
 
-    return held(decoded(value, pending.__getitem__))
+    return with_pending(decoded(value, pending.__getitem__))
 
 
 def _optimizer_tree(
-    item: str, value: Mapping[str, Any], mine: Mapping[str, Pending], pending: Mapping[str, Pending], numbered: bool
+    item: str, value: Mapping[str, Any], tensors: Mapping[str, Pending], pending: Mapping[str, Pending], numbered: bool
 ) -> dict[str, Any]:
     groups: list[dict[str, Any]] = [_decoded(group, pending) for group in value.get(GROUPS, ())]
-    values: dict[str, Any] = {name: _decoded(kept, pending) for name, kept in value.get(STATE, {}).items()}
     state: dict[Any, dict[str, Any]] = {}
     referred = references(value.get(STATE, {})) | references(value.get(GROUPS, []))
-    for name, each in mine.items():
+    for name, tensor in tensors.items():
         parameter, _, key = name.rpartition("/")
         if f"{item}/{name}" not in referred:
-            state.setdefault(parameter, {})[key] = each
-    for name, kept in values.items():
-        state.setdefault(name, {}).update(kept)
+            state.setdefault(parameter, {})[key] = tensor
+    for name, kept in value.get(STATE, {}).items():
+        state.setdefault(name, {}).update(_decoded(kept, pending))
     if numbered:
         listed = [name for group in groups for name in group.get(PARAMS, ())]
         number_of = {name: number for number, name in enumerate(listed)}

@@ -1,4 +1,4 @@
-"""`sherd doctor --bandwidth`: what all ranks of this machine compute and move at once, measured, as a cluster file."""
+"""`sherd doctor --bandwidth`: the speed of compute and links under all ranks at once, measured, as a cluster file."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ from sherd.tools.doctor.findings import Finding
 from sherd.tools.doctor.machine import host_memory
 from sherd.tools.doctor.operations import EXACTLY, Operations, Step, timed_operations, usual_steps, with_operations
 from sherd.tools.doctor.ranks import collective, device
-from sherd.tools.simulate.cluster import Cluster, Device, Link
-from sherd.tools.simulate.cluster_file import cluster_toml, texts_of
+from sherd.tools.simulate.cluster import Cluster, Device, Link, cluster_toml, texts_of
 from sherd.tools.simulate.costs import waited
 from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.tools.simulate.work import OpKind
 
-MEASURE_S = 0.3  # an operation is repeated for about that long, and the shortest run counts
-OWN_S = 10.0  # a step of the user's model is timed for so long, and its fastest time counts
-STEPS_S, LEAST_TURNS = 6.0, 9  # steps of models in turns, whose difference counts
+MEASURE_S = 0.3  # the seconds for which an operation is repeated; the shortest run counts
+OWN_S = 10.0  # the seconds for which a step of the user's model is repeated; the fastest run counts
+STEPS_S, LEAST_TURNS = 6.0, 9  # the seconds and least number of turns of models that are compared
 SIZES = (2**16, 2**19, 2**22, 2**24)  # bytes of a collective
-# The widths of units with a square weight each, and the elements that go through all of them so that much is computed
-# between two collectives: 5 to 15 ms on a server's core.
+# The widths of units with a square weight each, and the number of inputs that take much compute between two
+# collectives: 5 to 15 ms on a server's core.
 WIDTHS = {64: 2**20, 128: 2**20, 512: 2**20, 1024: 2**18, 2048: 2**18}
-FEW = 2**14  # such elements with little compute
-UNITS, VECTORS = 8, 7  # how many units there are, and what each has besides
+FEW = 2**14  # the number of inputs that take little compute
+UNITS, VECTORS = 8, 7  # the number of units, and of the vectors in each unit
 QUEUED = 200  # small operations in a row
 BESIDE = 0.84  # the share of its speed that an accelerator keeps while a collective runs
 # The side of matrices, rows of 4 KiB, and queries as batch, heads, length and width.
@@ -48,14 +47,16 @@ ON_CPU, ON_DEVICE = (1024, 2**13, (2, 4, 512, 64)), (8192, 2**18, (4, 16, 4096, 
 
 
 def require_free(file: str) -> None:
-    """Raise InputError if `file`, unless it is empty, is there already or has no folder."""
+    """Raise InputError if `file` exists already or its folder does not. An empty name is no file."""
     if file and (Path(file).exists() or not Path(file).parent.is_dir()):
         raise InputError(f"--bandwidth {file}: it is there, or its folder is not; name a new file in a folder")
 
 
 def of_the_bandwidth(file: str, own_steps: Iterable[Step] = ()) -> Iterator[Finding]:
     """Measure with all ranks of the default process group, and write `file` on rank 0. Yields a line per figure.
-    `own_steps`: steps of a user's model, whose operations are timed too."""
+
+    `own_steps` are steps of a user's model, whose operations are timed too.
+    """
     cluster = measured(Path(file).stem, own_steps)
     if dist.get_rank() == 0:
         Path(file).write_text(cluster_toml(cluster), encoding="utf-8")
@@ -65,8 +66,10 @@ def of_the_bandwidth(file: str, own_steps: Iterable[Step] = ()) -> Iterator[Find
 
 
 def measured(name: str, own: Iterable[Step] = ()) -> Cluster:
-    """Returns the cluster of these ranks, by its `name`. Of each figure that of the slowest rank counts. `own`: steps
-    of the user's model, for CPUs."""
+    """Returns the cluster of these ranks. The slowest rank's figures count.
+
+    `own` are steps of the user's model, which are timed on CPUs.
+    """
     at, hosts = device(), all_gather_objects(socket.gethostname(), "the names of hosts")
     per_node, statm = hosts.count(hosts[0]), Path("/proc/self/statm")
     resident = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 2**29
@@ -118,17 +121,16 @@ def measured(name: str, own: Iterable[Step] = ()) -> Cluster:
 
 
 def _slowest(call: Callable[[], object], at: torch.device) -> float:
-    """Returns the seconds of `call`: the shortest run of each rank, of these the longest. All ranks run at once, again
-    and again for `MEASURE_S`."""
+    """Returns the seconds of `call`: the longest among the ranks' shortest runs. All ranks run at the same time."""
     call()
     once: float = max(all_gather_objects(_seconds(call, at), "times"))
-    repeated = min(max(3, int(MEASURE_S / once)), 1000)  # a collective equally often on all ranks
+    repeated = min(max(3, int(MEASURE_S / once)), 1000)  # the same on all ranks, since `call` may be a collective
     slowest: float = max(all_gather_objects(min(_seconds(call, at) for _ in range(repeated)), "times"))
     return slowest
 
 
 def _seconds(call: Callable[[], object], at: torch.device) -> float:
-    """Returns the seconds of one run; on an accelerator those between two events on its stream."""
+    """Returns the seconds of one run; on an accelerator, between two events on its stream."""
     if at.type == "cpu":
         begin = time.perf_counter()
         call()
@@ -142,7 +144,7 @@ def _seconds(call: Callable[[], object], at: torch.device) -> float:
 
 
 def _flops(at: torch.device) -> tuple[dict[str, float], float]:
-    """Returns what large matrix products achieve, by dtype, and the share of it that fused attention achieves."""
+    """Returns the FLOP/s of large matrix products by dtype, and the share of them that fused attention achieves."""
     on_cpu, usual = at.type == "cpu", torch.get_float32_matmul_precision()
     (size, _, shape), dtype = (ON_CPU, "float32") if on_cpu else (ON_DEVICE, "bfloat16")
 
@@ -160,7 +162,7 @@ def _flops(at: torch.device) -> tuple[dict[str, float], float]:
 
 
 def _movers(at: torch.device) -> dict[OpKind, tuple[Callable[[], object], int]]:
-    """Returns an operation of each kind that memory bounds, and the bytes that it reads and writes."""
+    """Returns an operation of each memory-bound kind, and the bytes that it reads and writes."""
     a = torch.ones((ON_CPU if at.type == "cpu" else ON_DEVICE)[1], 1024, device=at)
     b, out, index = a.clone(), torch.empty_like(a), torch.randperm(len(a), device=at)
     return {
@@ -172,7 +174,7 @@ def _movers(at: torch.device) -> dict[OpKind, tuple[Callable[[], object], int]]:
 
 
 def _overheads(at: torch.device) -> tuple[float, float]:
-    """Returns the seconds of a small operation on the device, and of the host to queue one, 0 on a CPU."""
+    """Returns the seconds of a small operation on the device, and of queueing it on the host: 0 on a CPU."""
     small = torch.ones(8, device=at)
 
     def queue() -> None:
@@ -185,23 +187,26 @@ def _overheads(at: torch.device) -> tuple[float, float]:
         queue()
         host = max(all_gather_objects(time.perf_counter() - begin, "times of the host"))
         large = torch.ones(ON_DEVICE[0], ON_DEVICE[0], device=at, dtype=torch.bfloat16)
-        for _ in range(8):  # while the device does that, the host queues what is timed
+        for _ in range(8):  # keeps the device busy while the host queues the timed operations
             torch.mm(large, large)
         launch = max(all_gather_objects(_seconds(queue, at), "times of the device"))
     return launch / QUEUED, host / QUEUED
 
 
 def _links(hosts: Sequence[str], launch: float) -> tuple[Link | None, Link | None]:
-    """Returns the links between ranks of a host and between hosts; None where there are none, or hosts differ."""
-    places = [[rank for rank, host in enumerate(hosts) if host == each] for each in dict.fromkeys(hosts)]
+    """Returns the links inside of a host and between hosts; None where there are none, or if hosts differ."""
+    places = [[rank for rank, host in enumerate(hosts) if host == here] for here in dict.fromkeys(hosts)]
     if len({len(place) for place in places}) > 1:
         return None, None
     return _link(places, launch), _link([list(rail) for rail in zip(*places, strict=True)], launch)
 
 
 def _link(groups: list[list[int]], launch: float) -> Link | None:
-    """Returns the link between ranks of one group, while all `groups` use theirs: by least squares over all-gathers and
-    reduce-scatters that take launch + (p - 1) * latency + (p - 1) / p * bytes / bandwidth, where a byte counts."""
+    """Returns the link between ranks of one group, while all `groups` use theirs at the same time.
+
+    By least squares over all-gathers and reduce-scatters of p ranks, which take
+    launch + (p - 1) * latency + (p - 1) / p * bytes / bandwidth.
+    """
     if (number := len(groups[0])) == 1:
         return None
     group = dist.group.WORLD if len(groups) == 1 else dist.new_subgroups_by_enumeration(groups)[0]
@@ -212,12 +217,11 @@ def _link(groups: list[list[int]], launch: float) -> Link | None:
 
 
 def _line(sizes: Sequence[float], took: Sequence[float], launch: float = 0.0, steps: int = 1) -> Link:
-    """Returns the link over which `sizes` took that long, `launch` apart, by least squares of relative errors."""
-    shares = torch.tensor(
-        [(1 / each, size / each) for size, each in zip(sizes, took, strict=True)], dtype=torch.float64
-    )
+    """Returns the link over which `sizes` took so long, without `launch`, by least squares of relative errors."""
+    pairs = [(1 / seconds, size / seconds) for size, seconds in zip(sizes, took, strict=True)]
+    shares = torch.tensor(pairs, dtype=torch.float64)
     fixed, per_byte = torch.linalg.lstsq(shares, shares.new_ones(len(took), 1)).solution.flatten().tolist()
-    # Noise may make the line fall, or pass below the launch.
+    # By noise, the line may fall, or begin below `launch`.
     return Link(max(fixed - launch, 1e-9) / steps, 1 / max(per_byte, 0.1 / float(shares[:, 1].max())))
 
 
@@ -238,8 +242,7 @@ class _Unit(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Figures of CPU ranks on one host that train together: the links `within` and `optimizer` of a cluster, and the
-    `skew` of its device."""
+    """Figures of CPU ranks that train together: a cluster's links `within` and `optimizer`, and its device's `skew`."""
 
     within: Link
     optimizer: Link
@@ -247,9 +250,12 @@ class Together:
 
 
 def measured_together(launch: float, transport: str = "auto") -> Together:
-    """Returns what is measured by training: collectives with all that the engine does around them, as a unit gathers
-    twice and reduces once, where compute has the caches; the more that they take the more is computed between them, for
-    then ranks wait for the slowest; and AdamW's step. Lower quartiles, for a plan has to itself what others use too."""
+    """Times small trainings on CPU ranks of one host, beside the same trainings on each rank alone.
+
+    Returns the cost of a unit's collectives, two gathers and one reduction with all that the engine does around them;
+    how this cost grows with the compute in between, since ranks wait for the slowest; and the cost of AdamW's step.
+    Lower quartiles count, which leaves out most other load on the machine.
+    """
     soon, late, adamw, ranks = [], [], [], dist.get_world_size()
     for width, many in WIDTHS.items():
         plain = nn.Sequential(*(_Unit(width) for _ in range(UNITS)))
@@ -258,10 +264,11 @@ def measured_together(launch: float, transport: str = "auto") -> Together:
             fully_shard(unit, comm_policy=CommPolicy(transport))
         batches = [torch.randn(inputs // width, width) for inputs in (FEW, many)]
         steps = [partial(_train, model, batch) for batch in batches for model in (plain, sharded)]
-        few_alone, few_sharded, many_alone, many_sharded = (each / (3 * UNITS) for each in _in_turns(steps))
+        # A unit has three collectives.
+        few_alone, few_sharded, many_alone, many_sharded = (seconds / (3 * UNITS) for seconds in _in_turns(steps))
         soon.append((few_alone, few_sharded - few_alone))
         late.append((many_alone, many_sharded - many_alone))
-        weights = [each for each in sharded.parameters() if each.dim() > 1]
+        weights = [parameter for parameter in sharded.parameters() if parameter.dim() > 1]
         adamw.append(_slowest(torch.optim.AdamW(weights, foreach=True).step, device()) / UNITS)
     skew = _skew(soon, late)
     took = [max(1e-6, seconds - waited(computed, skew)) for computed, seconds in soon]
@@ -272,8 +279,10 @@ def measured_together(launch: float, transport: str = "auto") -> Together:
 
 
 def _skew(soon: Sequence[tuple[float, float]], late: Sequence[tuple[float, float]]) -> float:
-    """Returns the skew with which equal collectives take longer `late` than `soon`: each with what was computed before
-    it, and what it took."""
+    """Returns the skew by which equal collectives take longer after much compute (`late`) than after little (`soon`).
+
+    A collective is the seconds of compute before it, and its own.
+    """
     pairs = zip(soon, late, strict=True)
     return max(0.0, median((b - a) / (waited(after, 1.0) - waited(before, 1.0)) for (before, a), (after, b) in pairs))
 
@@ -284,8 +293,10 @@ def _train(model: nn.Module, batch: torch.Tensor) -> None:
 
 
 def _in_turns(calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Returns the seconds of each of `calls`: the lower quartile of what the slowest rank takes. They run in turns, so
-    that what is compared is measured in the same minute."""
+    """Returns the seconds of each of `calls`: the lower quartile of the slowest rank's times.
+
+    The calls run in turns, so that load on the machine affects all of them alike.
+    """
     begin = time.perf_counter()
     for call in calls:
         call()
@@ -297,4 +308,4 @@ def _in_turns(calls: Sequence[Callable[[], object]]) -> list[float]:
             mine.append(_seconds(call, device()))
     slowest = [*map(max, *all_gather_objects(mine, "times"), [0.0] * len(mine))]
     runs = [slowest[number :: len(calls)] for number in range(len(calls))]
-    return [quantiles(each, n=4, method="inclusive")[0] for each in runs]
+    return [quantiles(times, n=4, method="inclusive")[0] for times in runs]

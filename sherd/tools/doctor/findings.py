@@ -1,4 +1,4 @@
-"""The doctor's findings: lines with a verdict and a remedy, the table of all lines, and the exit code. No torch."""
+"""The doctor's findings: lines with a verdict and a remedy, their table, and the exit code. Loads no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXIT_STRICT, EXIT_FAILURE = 1, 2
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: of `section`, the thing `name` is `value`. `remedy` says what to do where it is not ok."""
+    """One line: in `section`, `name` has `value`. The `remedy` of a verdict that is not ok says what to do."""
 
     section: str
     name: str
@@ -23,44 +23,44 @@ class Finding:
     remedy: str = ""
 
     def __post_init__(self) -> None:
-        assert (self.verdict == OK) == (not self.remedy), f"a remedy where something is wrong, and only there: {self}"
+        assert (self.verdict == OK) == (not self.remedy), f"any other verdict than ok has a remedy: {self}"
 
 
 def warned(section: str, name: str, value: object, remedy: str) -> Finding:
-    """Returns an ok line, or a warning if there is a `remedy`."""
+    """Returns a warning if there is a `remedy`, else an ok line."""
     return Finding(section, name, str(value), WARNING if remedy else OK, remedy)
 
 
 def failed(section: str, name: str, value: object, remedy: str) -> Finding:
-    """Returns an ok line, or a failure if there is a `remedy`."""
+    """Returns a failure if there is a `remedy`, else an ok line."""
     return Finding(section, name, str(value), FAILURE if remedy else OK, remedy)
 
 
 def worst(findings: Sequence[Finding]) -> str:
     """Returns the worst verdict."""
-    verdicts = {each.verdict for each in findings}
+    verdicts = {finding.verdict for finding in findings}
     return FAILURE if FAILURE in verdicts else WARNING if WARNING in verdicts else OK
 
 
 def exit_code(findings: Sequence[Finding], strict: bool) -> int:
-    """Returns 0, EXIT_FAILURE after a failure, or, if `strict`, EXIT_STRICT after a warning."""
+    """Returns EXIT_FAILURE after a failure, EXIT_STRICT after a warning if `strict`, else 0."""
     return {FAILURE: EXIT_FAILURE, WARNING: EXIT_STRICT if strict else 0, OK: 0}[worst(findings)]
 
 
 def as_json(findings: Sequence[Finding]) -> str:
     """Returns all findings as one line of JSON."""
-    return json.dumps({"verdict": worst(findings), "findings": [asdict(each) for each in findings]})
+    return json.dumps({"verdict": worst(findings), "findings": [asdict(finding) for finding in findings]})
 
 
 def as_table(findings: Sequence[Finding]) -> str:
     """Returns the findings by section, each with its remedy below it, and a last line that counts them."""
     lines = []
-    for section in dict.fromkeys(each.section for each in findings):
+    for section in dict.fromkeys(finding.section for finding in findings):
         lines.append(section)
-        for each in findings:
-            if each.section == section:
-                lines += _lines(each)
-    counts = {verdict: sum(each.verdict == verdict for each in findings) for verdict in (OK, WARNING, FAILURE)}
+        for finding in findings:
+            if finding.section == section:
+                lines += _lines(finding)
+    counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in (OK, WARNING, FAILURE)}
     return "\n".join([*lines, "", ", ".join(f"{number} {verdict}" for verdict, number in counts.items())])
 
 

@@ -1,4 +1,4 @@
-"""`sherd doctor FILE...`: which rank left the way of the others first, by the records that ranks wrote. No torch."""
+"""`sherd doctor FILE...`: which rank's collectives differ first, by the records that ranks wrote. Loads no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GONE = (
 
 @dataclass(frozen=True)
 class Collective:
-    """One that a rank has started; `what` it does is in words. Ranks that agree give it one `number`."""
+    """A collective that a rank started. `what` it does is in words. Ranks that agree give it the same `number`."""
 
     number: int
     time: float
@@ -40,7 +40,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The collectives of a rank in one `mesh`, among `ranks`. It `wants` what it has not started, or ""."""
+    """A rank's collectives in one `mesh` of `ranks`. `wants` is the collective that it waits to start, or ""."""
 
     mesh: str
     ranks: tuple[int, ...]
@@ -50,13 +50,13 @@ class Mesh:
 
     @property
     def newest(self) -> int:
-        """The number of the last collective, 0 if there is none."""
+        """The number of the last collective, or 0."""
         return max(self.collectives, default=0)
 
 
 @dataclass(frozen=True)
 class Record:
-    """The record that one rank has written."""
+    """The record that one rank wrote."""
 
     job: str
     rank: int
@@ -76,7 +76,7 @@ class Record:
 
 
 def read(paths: Sequence[Path]) -> list[Record]:
-    """Returns the records of the newest job among files and folders, by rank. Raises InputError."""
+    """Returns the records of the newest job in these files and folders, in the order of ranks. Raises InputError."""
     files = [file for path in paths for file in (sorted(path.glob(PATTERN)) if path.is_dir() else [path])]
     if not files:
         raise InputError(f"no {PATTERN} in {', '.join(map(str, paths))}")
@@ -95,7 +95,7 @@ def _record_of(file: Path) -> Record:
                 tuple(mesh["ranks"]),
                 mesh["waits_s"],
                 mesh["wants"],
-                {each["number"]: _made(Collective, each) for each in mesh["collectives"]},
+                {started["number"]: _made(Collective, started) for started in mesh["collectives"]},
             )
             for mesh in said["meshes"]
         ]
@@ -112,11 +112,11 @@ def _made(kind: type[Made], said: Mapping[str, Any]) -> Made:
 
 
 def judged(records: Sequence[Record]) -> Iterator[Finding]:
-    """Yields what `records`, those of one job, say."""
+    """Yields findings on `records`, which are of one job."""
     first = min(records, key=lambda record: record.time)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first.time))
     yield Finding("record", "job", f"{first.job}, {when}: {len(records)} of {first.num_ranks} ranks have a record")
-    cause = next((record for record in sorted(records, key=lambda each: each.time) if record.failed), first)
+    cause = next((record for record in sorted(records, key=lambda record: record.time) if record.failed), first)
     yield Finding("record", f"rank {cause.rank} says", cause.why)
     for rank in sorted(set(range(first.num_ranks)) - {record.rank for record in records}):
         yield Finding("record", f"rank {rank}", "it has left no record: it has died, or is elsewhere", FAILURE, GONE)
@@ -145,21 +145,23 @@ def _of_mesh(section: str, theirs: Mapping[int, tuple[Record, Mesh]]) -> Iterato
 
 
 def parting(meshes: Mapping[int, Mesh]) -> int:
-    """Returns the number of the first collective that not all ranks have started alike; 0 if each has started all."""
+    """Returns the number of the first collective that differs between ranks, or that a rank did not start; else 0."""
     oldest = max((min(mesh.collectives, default=1) for mesh in meshes.values()), default=1)
     for number in range(oldest, max(mesh.newest for mesh in meshes.values()) + 2):
-        found = [mesh.collectives.get(number) for mesh in meshes.values()]
-        if len({each and each.what for each in found}) > 1:
+        started = [mesh.collectives.get(number) for mesh in meshes.values()]
+        if len({collective and collective.what for collective in started}) > 1:
             return number
-        if found[0] is None:
+        if started[0] is None:
             waits = [bool(mesh.waits_s) for mesh in meshes.values()]
             return number if any(waits) and not (all(waits) and not any(mesh.wants for mesh in meshes.values())) else 0
     return 0
 
 
 def _at(number: int, record: Record, mesh: Mesh) -> str | None:
-    """Returns what a rank does at collective `number`, in words: "" if it has not come there, and None if it could not
-    come because it waits for an earlier one, or was told that ranks have failed."""
+    """Returns what a rank does at collective `number`, in words; "" if it has not reached this collective.
+
+    None if it cannot reach the collective: it waits for an earlier one, or knows that ranks failed.
+    """
     if number in mesh.collectives:
         return mesh.collectives[number].what
     if mesh.wants:
@@ -168,8 +170,10 @@ def _at(number: int, record: Record, mesh: Mesh) -> str | None:
 
 
 def _odd(number: int, said: Mapping[int, str | None], theirs: Mapping[int, tuple[Record, Mesh]]) -> list[int]:
-    """Returns the ranks that left the way of the others: those that have not come, else those that want something else
-    where others have started what came next, else those that are fewer."""
+    """Returns the ranks whose collective `number` is the odd one.
+
+    They are the ranks that have not reached it, else the ranks that wait while others started theirs, else a minority.
+    """
     absent = [rank for rank, what in said.items() if what == ""]
     started = {rank: what for rank, what in said.items() if number in theirs[rank][1].collectives}
     wanting = {rank: what for rank, what in said.items() if what and rank not in started}
@@ -193,7 +197,7 @@ def _doing(record: Record, mesh: Mesh) -> str:
 
 
 def _in_short(stack: str) -> str:
-    """Returns the innermost lines of code of a stack, outermost first."""
+    """Returns the four innermost lines of code of a stack, outermost first."""
     lines = [line.strip() for line in stack.splitlines()]
     code = [line for line in lines if line and not line.startswith(("File ", "^", "~"))]
     return " > ".join(code[-4:])

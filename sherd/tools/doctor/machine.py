@@ -24,7 +24,7 @@ LITTLE_SHM = 512 * MIB
 
 
 def of_the_machine(num_ranks: int, threads: int) -> Iterator[Finding]:
-    """Yields what is so for every rank of this machine, of which there are `num_ranks` with `threads` each."""
+    """Yields findings on this machine, which has `num_ranks` ranks with `threads` each."""
     yield from versions()
     yield from variables(os.environ)
     yield from cores(num_ranks, threads)
@@ -34,7 +34,7 @@ def of_the_machine(num_ranks: int, threads: int) -> Iterator[Finding]:
 
 
 def versions() -> Iterator[Finding]:
-    """Yields the versions of what runs here."""
+    """Yields the versions of Python, torch, sherd and the system."""
     python = platform.python_version()
     old = "" if sys.version_info >= OLDEST_PYTHON else "sherd needs Python 3.10 or newer"
     yield failed("environment", "python", python, old)
@@ -89,11 +89,11 @@ VARIABLES: Mapping[str, Callable[[str], str]] = {
     "CUDA_VISIBLE_DEVICES": lambda value: "" if value else "it hides all devices; unset it to use them",
     "OMP_NUM_THREADS": _unless(str.isdigit, "it should be a number"),
 }
-"""Returns the fault in a value of a variable and the remedy; empty where there is none."""
+"""By variable, a function of its value that returns what is wrong and the remedy, or an empty text."""
 
 
 def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields the variables that are set of those that matter."""
+    """Yields the environment variables that are set and matter."""
     for name, judge in VARIABLES.items():
         if name in environment:
             yield warned("environment", name, environment[name] or "(empty)", judge(environment[name]))
@@ -104,20 +104,20 @@ def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def cores(num_ranks: int, threads: int) -> Iterator[Finding]:
-    """Yields the cores that this process may use, beside those that its ranks would take."""
+    """Yields the cores that this process may use, and the threads of all ranks."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _read("/sys/fs/cgroup/cpu.max").split()
     if quota and quota[0].isdigit():
         usable = min(usable, max(1, int(quota[0]) // int(quota[1])))
     are_enough = num_ranks == 1 or num_ranks * threads <= usable
     remedy = "" if are_enough else f"set OMP_NUM_THREADS={max(1, usable // num_ranks)}, or start fewer ranks"
-    told = f"{usable} usable; {num_ranks} rank(s) with {threads} thread(s) each"
+    value = f"{usable} usable; {num_ranks} rank(s) with {threads} thread(s) each"
     # On an accelerator the host's threads have little to do.
-    yield warned("environment", "cores", told, remedy if accelerator() is None else "")
+    yield warned("environment", "cores", value, remedy if accelerator() is None else "")
 
 
 def memory(num_ranks: int) -> Iterator[Finding]:
-    """Yields what is free of host memory and of /dev/shm, and the limits of this process."""
+    """Yields the free host memory and /dev/shm, and the limits of this process."""
     free, total = host_memory()
     if total:
         remedy = (
@@ -134,7 +134,7 @@ def memory(num_ranks: int) -> Iterator[Finding]:
 
 
 def host_memory() -> tuple[int, int]:
-    """Returns the free and all bytes of host memory, of the container's limit if that is less; zeros if not told."""
+    """Returns the free and total bytes of host memory, or of a container's lower limit; zeros if they are unknown."""
     fields = {line.split(":")[0]: line.split()[1] for line in _read("/proc/meminfo").splitlines()}
     free, total = (int(fields.get(name, 0)) * 1024 for name in ("MemAvailable", "MemTotal"))
     limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
@@ -144,7 +144,7 @@ def host_memory() -> tuple[int, int]:
 
 
 def limits(num_ranks: int) -> Iterator[Finding]:
-    """Yields the limits that the system sets to this process (not on Windows)."""
+    """Yields the limits that the system sets for this process (not on Windows)."""
     try:
         import resource
     except ImportError:
@@ -165,30 +165,30 @@ def limits(num_ranks: int) -> Iterator[Finding]:
 
 def devices(num_ranks: int) -> Iterator[Finding]:
     """Yields the accelerators of this machine."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
         yield Finding("accelerators", "accelerator", "none; ranks compute on the CPU")
         return
     number = torch.accelerator.device_count()
     remedy = (
-        "" if accelerator() else f"torch has no backend of process groups that reaches {found.type}; ranks use the CPU"
+        "" if accelerator() else f"torch has no backend of process groups that reaches {device.type}; ranks use the CPU"
     )
-    yield warned("accelerators", "accelerator", f"{number} x {found.type}", remedy)
+    yield warned("accelerators", "accelerator", f"{number} x {device.type}", remedy)
     if num_ranks > number and accelerator():
         remedy = f"start {number}, one per device"
         yield failed("accelerators", "ranks", f"{num_ranks} ranks for {number} device(s)", remedy)
-    module = torch.get_device_module(found)
+    module = torch.get_device_module(device)
     for index in range(number):
-        name = module.get_device_name(index) if hasattr(module, "get_device_name") else found.type
+        name = module.get_device_name(index) if hasattr(module, "get_device_name") else device.type
         free, total = module.mem_get_info(index) if hasattr(module, "mem_get_info") else (0, 0)
         remedy = "another process holds much of it" if free < total / 2 else ""
         yield warned(
-            "accelerators", f"{found.type}:{index}", f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free", remedy
+            "accelerators", f"{device.type}:{index}", f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free", remedy
         )
 
 
 def backends() -> Iterator[Finding]:
-    """Yields the backends of process groups that torch was built with, and the one that `sherd train` takes."""
+    """Yields the backends of process groups in this torch, and the one that `sherd train` takes."""
     if not dist.is_available():
         yield failed("backends", "torch.distributed", "not built", "install a torch that has it")
         return
@@ -205,7 +205,7 @@ def _is_there(name: str) -> bool:
 
 
 def _read(path: str) -> str:
-    """Returns the contents of a file of the system; empty where it is not there."""
+    """Returns the contents of a file of the system, or an empty text."""
     try:
         return Path(path).read_text()
     except OSError:

@@ -1,5 +1,7 @@
-"""The seconds of single operations while small models train on all ranks at once, in CPU time of the rank's thread:
-what others do on the cores meanwhile counts little."""
+"""The seconds of single operations while small models train on all ranks at once.
+
+They are CPU time of the rank's thread, on which other load on the machine has little effect.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from sherd.tools.simulate.work import Op
 
 REPEATED = 3
 HEADS = 8
-CACHE_BYTES = 2**26  # what is written before each step, so that nothing of it is in a cache
-CELLS, EXACTLY = 2, 256  # per doubling of a size: what lies in one cell is told as one operation
+CACHE_BYTES = 2**26  # written before each step, so that the step finds nothing in caches
+CELLS, EXACTLY = 2, 256  # cells per doubling of a size; operations in one cell count as one
 DTYPES = torch.float32, torch.bfloat16
 Step = Callable[[], None]
 """Forward and backward of a model."""
@@ -34,13 +36,12 @@ Operations = Mapping[str, tuple[Timed, ...]]
 
 
 def timed_operations(steps: Iterable[Step], cells_per_doubling: float = CELLS, seconds_each: float = 0.0) -> Operations:
-    """Returns the operations of `steps` that were timed on this rank. All ranks come here.
+    """Returns the timed operations of `steps` on this rank. All ranks must call this function.
 
     Args:
         steps: forwards and backwards of models, which are repeated.
-        cells_per_doubling: of a size: what lies in one cell is told as one operation.
-        seconds_each: each step is timed again and again for so long, and the time counts in which it was fastest: when
-            others used the machine least.
+        cells_per_doubling: of a size; operations in one cell are returned as one.
+        seconds_each: the seconds for which each step is repeated; the fastest run counts, with the least other load.
     """
     cells: dict[tuple[str, ...], list[tuple[float, ...]]] = {}
     for step in steps:
@@ -49,22 +50,22 @@ def timed_operations(steps: Iterable[Step], cells_per_doubling: float = CELLS, s
             sizes = (op.flops, op.nbytes, op.depth)
             at = (str(round(cells_per_doubling * math.log2(max(1, size)))) for size in sizes)
             cells.setdefault((f"{op.name.removeprefix('aten.')}.{op.dtype}", *at), []).append((*sizes, seconds))
-    found: dict[str, tuple[Timed, ...]] = {}
+    timed: dict[str, tuple[Timed, ...]] = {}
     for (name, *_), seen in cells.items():
         flops, nbytes, depth, took = (sum(column) / len(seen) for column in zip(*seen, strict=True))
-        found[name] = (*found.get(name, ()), Timed(round(flops), round(nbytes), round(depth), took))
-    return found
+        timed[name] = (*timed.get(name, ()), Timed(round(flops), round(nbytes), round(depth), took))
+    return timed
 
 
 def until(least: int, seconds: float) -> Iterator[int]:
-    """Yields 0, 1, 2, ... until there are `least` of them and so many `seconds` are over, the same on all ranks."""
+    """Yields 0, 1, 2, ... for at least `seconds` and `least` times, equally often on all ranks."""
     begin, number, is_over = time.perf_counter(), 0, False
     while not is_over:
         yield number
         number += 1
-        told = torch.tensor(time.perf_counter() - begin)
-        dist.broadcast(told, 0)
-        is_over = number >= least and float(told) > seconds
+        passed = torch.tensor(time.perf_counter() - begin)
+        dist.broadcast(passed, 0)
+        is_over = number >= least and float(passed) > seconds
 
 
 def with_operations(timed: Operations, others: Operations) -> Operations:
@@ -73,7 +74,7 @@ def with_operations(timed: Operations, others: Operations) -> Operations:
 
 
 def usual_steps() -> Iterator[Step]:
-    """Yields steps of models that have the usual operations in many sizes."""
+    """Yields steps of models with common operations in many sizes."""
     for dtype in DTYPES:
         for model, batch in probes(dtype):
             yield partial(_step, model, batch)
@@ -87,7 +88,7 @@ def _step(model: nn.Module, batch: Tensor) -> None:
 
 
 def probes(dtype: torch.dtype) -> Iterator[tuple[nn.Module, Tensor]]:
-    """Yields models with inputs, which have the usual operations in many sizes."""
+    """Yields models, with inputs, that have common operations in many sizes."""
     for length, width in product((32, 64, 128, 256, 512, 1024), (16, 32, 64, 128)):
         samples = max(1, min(16, 1024 // length))
         yield _Attention(), torch.randn(samples, length, 3 * HEADS * width, dtype=dtype, requires_grad=True)
@@ -104,8 +105,7 @@ def probes(dtype: torch.dtype) -> Iterator[tuple[nn.Module, Tensor]]:
 
 
 def _run(step: Step) -> Iterator[tuple[Op, float]]:
-    """Yields each operation of `step` with its seconds: the median, and its share of what the step takes besides, in
-    autograd and between operations."""
+    """Yields each operation of `step` with its median seconds, and its share of the time between operations."""
     step()
     steps, whole, others = [], list[float](), torch.zeros(CACHE_BYTES // 4)
     for number in range(2 * REPEATED):
@@ -118,10 +118,11 @@ def _run(step: Step) -> Iterator[tuple[Op, float]]:
             whole.append(time.thread_time() - begin)
         else:
             steps.append(timer.seen)
-    found = [median_low(seconds) for seconds in zip(*([each for _, each in seen] for seen in steps), strict=True)]
-    besides = max(1.0, median_low(whole) / sum(found))
-    for (op, _), seconds in zip(steps[0], found, strict=True):
-        yield op, max(1e-9, seconds * besides)
+    runs = ([seconds for _, seconds in seen] for seen in steps)
+    medians = [median_low(seconds) for seconds in zip(*runs, strict=True)]
+    factor = max(1.0, median_low(whole) / sum(medians))
+    for (op, _), seconds in zip(steps[0], medians, strict=True):
+        yield op, max(1e-9, seconds * factor)
 
 
 class _Timer(TorchDispatchMode):
@@ -144,10 +145,10 @@ class _Timer(TorchDispatchMode):
 
 
 class _Attention(nn.Module):
-    """Attention, whose queries, keys and values stand side by side."""
+    """Attention of queries, keys and values in one tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in x.chunk(3, -1))
+        query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in x.chunk(3, -1))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return mixed.transpose(1, 2).flatten(2)
 

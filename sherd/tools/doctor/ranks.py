@@ -1,4 +1,4 @@
-"""The findings of all ranks: who they are, which transports they have and how fast, clocks, and a self-test."""
+"""The findings of all ranks: hosts and versions, transports and their speed, clocks, and a self-test."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ from sherd.policy import TRANSPORTS, CommPolicy, MixedPrecisionPolicy
 from sherd.tools.doctor.findings import FAILURE, Finding, failed, warned
 from sherd.tools.verify.equivalence import verify_equivalence
 
-SMALL, LARGE = 4 * 2**10, 16 * 2**20  # bytes that each rank ends up with
+SMALL, LARGE = 4 * 2**10, 16 * 2**20  # bytes of the unsharded buffer of a collective
 REPEATED = {SMALL: 20, LARGE: 3}
-APART_S = 0.1  # clocks that differ by more put lines of two logs into the wrong order
+APART_S = 0.1  # by a larger difference of clocks, lines of two logs appear in the wrong order
 WIDTH = 32
 
 
 def of_the_ranks(timeout_s: float) -> Iterator[Finding]:
-    """Yields what the ranks of the default process group are like. All of them must come here, and find the
-    same. `timeout_s`: how long those of `sherd train` wait for one another."""
+    """Yields findings on the default process group. All ranks must call this function, and all get the same findings.
+
+    `timeout_s` is the time-out of `sherd train`.
+    """
     yield from who()
     yield from transports()
     yield from clocks()
@@ -41,13 +43,13 @@ def of_the_ranks(timeout_s: float) -> Iterator[Finding]:
 
 
 def who() -> Iterator[Finding]:
-    """Yields how many ranks there are, where, and whether they run the same."""
+    """Yields the ranks and their hosts, and the versions that differ between them."""
     own = {"torch": torch.__version__, "python": platform.python_version(), "sherd": __version__}
-    told = all_gather_objects((socket.gethostname(), own), "who the ranks are")
-    hosts = {host for host, _ in told}
-    yield Finding("ranks", "ranks", f"{len(told)} on {len(hosts)} host(s): {', '.join(sorted(hosts)[:8])}")
+    ranks = all_gather_objects((socket.gethostname(), own), "who the ranks are")
+    hosts = {host for host, _ in ranks}
+    yield Finding("ranks", "ranks", f"{len(ranks)} on {len(hosts)} host(s): {', '.join(sorted(hosts)[:8])}")
     for name in own:
-        versions = sorted({theirs[name] for _, theirs in told})
+        versions = sorted({theirs[name] for _, theirs in ranks})
         if len(versions) > 1:
             remedy = f"install the same {name} on all hosts"
             yield Finding("ranks", name, f"ranks run {' and '.join(versions)}", FAILURE, remedy)
@@ -55,12 +57,14 @@ def who() -> Iterator[Finding]:
 
 def device() -> torch.device:
     """Returns the device of this rank."""
-    kind = accelerator()
-    return torch.device(kind, torch.accelerator.current_device_index()) if kind else torch.device("cpu")
+    device_type = accelerator()
+    if device_type is None:
+        return torch.device("cpu")
+    return torch.device(device_type, torch.accelerator.current_device_index())
 
 
 def transports() -> Iterator[Finding]:
-    """Yields which transports these ranks have, the one that is chosen, and how fast that is."""
+    """Yields the transports that these ranks can use, the chosen one, and its speed."""
     group = dist.group.WORLD
     if dist.get_world_size() == 1 or not isinstance(group, dist.ProcessGroup):
         yield Finding("links", "transport", "none: there is one rank")
@@ -73,8 +77,8 @@ def transports() -> Iterator[Finding]:
         except MeshError as error:
             why_not[name] = str(error.args[0]).partition(": ")[2] or str(error.args[0])
     chosen = type(usable["auto"]).__name__
-    told, remedy = _why(chosen, group, why_not)
-    yield warned("links", "transport", f"auto is {chosen}: {told}", remedy)
+    reason, remedy = _why(chosen, group, why_not)
+    yield warned("links", "transport", f"auto is {chosen}: {reason}", remedy)
     yield Finding("links", "others", f"usable: {', '.join(usable)}" + "".join(f"; not {name}" for name in why_not))
     for what in ("all-gather", "reduce-scatter"):
         seconds = {size: _seconds(usable["auto"], what, size) for size in (SMALL, LARGE)}
@@ -85,7 +89,7 @@ def transports() -> Iterator[Finding]:
 
 
 def _why(chosen: str, group: dist.ProcessGroup, why_not: dict[str, str]) -> tuple[str, str]:
-    """Returns why this transport was chosen, and what to do if it could be a better one."""
+    """Returns why this transport was chosen, and what to do if a better one is possible."""
     if chosen == "SharedMemory":
         return "gloo ranks that are all on one host", ""
     if chosen in ("SingleCalls", "PartByPart"):
@@ -98,10 +102,10 @@ def _why(chosen: str, group: dist.ProcessGroup, why_not: dict[str, str]) -> tupl
 
 
 def collective(transport: Transport, what: str, size: int, number: int) -> Callable[[], None]:
-    """Returns a call of a collective of `number` ranks, with `size` bytes in all."""
+    """Returns a function that runs a collective of `number` ranks, with `size` bytes on all ranks together."""
     at, numel = device(), size // 4 // number
     sizes = Sizes([numel] * number)
-    rows, shard = (transport.empty(each, torch.float32, at) for each in (numel * number, numel))
+    rows, shard = (transport.empty(length, torch.float32, at) for length in (numel * number, numel))
     rows.zero_()
     shard.zero_()
 
@@ -117,42 +121,41 @@ def collective(transport: Transport, what: str, size: int, number: int) -> Calla
 
 
 def _seconds(transport: Transport, what: str, size: int) -> float:
-    """Returns the time that the slowest rank takes for one collective."""
+    """Returns the slowest rank's seconds of one collective."""
     call = collective(transport, what, size, dist.get_world_size())
-    times: list[float] = all_gather_objects(_mean_time(call, REPEATED[size], device()), f"the times of {what}")
+
+    def wait() -> None:
+        if device().type != "cpu":
+            torch.accelerator.synchronize()
+
+    call()
+    wait()
+    begin = time.perf_counter()
+    for _ in range(REPEATED[size]):
+        call()
+    wait()
+    mine = (time.perf_counter() - begin) / REPEATED[size]
+    times: list[float] = all_gather_objects(mine, f"the times of {what}")
     return max(times)
 
 
-def _mean_time(call: Callable[[], None], repeated: int, at: torch.device) -> float:
-    call()
-    _wait_for(at)
-    begin = time.perf_counter()
-    for _ in range(repeated):
-        call()
-    _wait_for(at)
-    return (time.perf_counter() - begin) / repeated
-
-
-def _wait_for(at: torch.device) -> None:
-    if at.type != "cpu":
-        torch.accelerator.synchronize()
-
-
 def clocks() -> Iterator[Finding]:
-    """Yields how far apart the clocks of ranks are: each tells the time when an exchange has ended, which it does on
-    all ranks at almost the same moment. Of several exchanges the one counts that shows the least."""
+    """Yields the largest difference between clocks, at the end of an exchange: almost the same moment on all ranks.
+
+    Of several exchanges, the one with the least difference counts.
+    """
     apart, now = float("inf"), time.time()
     for exchange in range(6):
-        told: Sequence[float] = all_gather_objects(now, "the time")
+        times: Sequence[float] = all_gather_objects(now, "the time")
         now = time.time()
-        if exchange:  # what is told was noted at the end of the last exchange
-            apart = min(apart, max(told) - min(told))
+        if exchange:  # `times` are those of the end of the last exchange
+            apart = min(apart, max(times) - min(times))
     remedy = "" if apart <= APART_S else "synchronise the hosts' clocks (chrony, ntp): logs of ranks cannot be compared"
     yield warned("ranks", "clocks", f"at most {apart * 1e3:.1f} ms apart", remedy)
 
 
 def timeouts(trainers_s: float) -> Iterator[Finding]:
-    """Yields how long ranks would wait for one that does not come, those of `sherd train` for `trainers_s`."""
+    """Yields how long ranks wait for a missing rank. `trainers_s` is the time-out of `sherd train`."""
     torchs = dist.default_pg_timeout.total_seconds()
     yield Finding("time-outs", "process groups", f"{torchs:.0f} s unless init_process_group is told another")
     yield Finding("time-outs", "sherd train", f"{trainers_s:.0f} s (run.timeout)")
@@ -182,7 +185,7 @@ def _shard(precision: MixedPrecisionPolicy, model: nn.Module) -> None:
 
 
 def self_test() -> Iterator[Finding]:
-    """Yields whether a tiny model trains over all ranks as it does in one process, in two precisions."""
+    """Yields whether a tiny model trains over all ranks as in one process, in two precisions."""
     numbers = torch.Generator().manual_seed(0)
     batches = [torch.randn(4 * dist.get_world_size(), WIDTH, generator=numbers) for _ in range(2)]
     for dtype in (None, torch.bfloat16):

@@ -28,13 +28,13 @@ CUT_AXES = ("tp", "cp")
 """The axes that a user's functions lay a model over, the innermost first."""
 
 Cut = Callable[[nn.Module, DeviceMesh], object]
-"""A function that lays a model over one axis, in place, as by `parallelize_module`."""
+"""A function that lays a model over one axis, in place, as `parallelize_module` does."""
 
 
 def auto_units(model: nn.Module, **fully_shard_args: Any) -> nn.Module:
-    """Shard `model` by `auto_shard`; one in which that finds no units is one unit, if no policy is given."""
+    """Shard `model` by `auto_shard`, or as one unit if it names and repeats no units and no policy is given."""
     says = ("_no_split_modules", "_fsdp_plan")
-    describes_itself = any(getattr(each, name, None) for each in model.modules() for name in says)
+    describes_itself = any(getattr(module, name, None) for module in model.modules() for name in says)
     if describes_itself or repeated_blocks(model) or "policy" in fully_shard_args:
         return auto_shard(model, **fully_shard_args)
     sharded: nn.Module = fully_shard(model, **fully_shard_args)
@@ -43,11 +43,11 @@ def auto_units(model: nn.Module, **fully_shard_args: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class Laid:
-    """A model that is cut as a mesh says, but for its data-parallel axes.
+    """A model that is laid over all axes of a mesh but the data-parallel ones.
 
     Attributes:
-        shard: shards it, with the arguments of `fully_shard` but for the mesh.
-        loss: of it and a batch.
+        shard: shards the model over the data-parallel axes, with the other arguments of `fully_shard`.
+        loss: of the model and a batch.
         running: makes the context in which forward and backward run.
     """
 
@@ -58,7 +58,7 @@ class Laid:
 
 @dataclass(frozen=True)
 class Layout:
-    """The way of a model onto a mesh.
+    """How a model is laid over a mesh.
 
     Attributes:
         loss: of the model and a batch.
@@ -77,24 +77,24 @@ class Layout:
 
     @property
     def rewraps(self) -> bool:
-        """Whether `shard` takes the words that `auto_shard` takes as `policy`."""
+        """True if `shard` takes the values of `auto_shard`'s `policy`."""
         return self.shard is auto_units
 
     def misfit(self, mesh: Mesh) -> str:
-        """Returns why the model cannot be laid over `mesh`, in words; empty if it can."""
+        """Returns why the model cannot be laid over `mesh`, or an empty text if it can."""
         others = [name for name in ("pp", "ep", "cp", "tp") if getattr(mesh, name) > 1 and name not in self.axes]
         return f"nobody has said how this model is laid over {others[0]}" if others else ""
 
     def stage(self, model: nn.Module, number: int, num_stages: int) -> nn.Module:
-        """Returns the part of `model` that a stage of a pipeline has."""
+        """Returns the part of `model` in one stage of a pipeline."""
         raise NotImplementedError("a layout with the axis pp says what its stages are")
 
     def stream_numel(self, batch: Any, mesh: Mesh) -> int:
-        """Returns the elements that go from one stage to the next."""
+        """Returns the number of elements that a stage sends to the next one."""
         raise NotImplementedError("a layout with the axis pp says what its stages send")
 
     def lay(self, model: nn.Module, mesh: Mesh) -> Laid:
-        """Cut `model` in place for this rank of the default process group."""
+        """Lay `model` in place over the axes that are not data parallel, as this rank of the default process group."""
         sizes = {"pp": mesh.pp, "replicate": mesh.replicate, "shard": mesh.shard, "cp": mesh.cp, "tp": mesh.tp}
         sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
         whole = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -106,14 +106,14 @@ class Layout:
         return Laid(partial(self.shard if self.rewraps else self._sharded, mesh=data), self.loss)
 
     def _sharded(self, model: nn.Module, **fully_shard_args: Any) -> nn.Module:
-        found = _called("shard", self.shard, model, **fully_shard_args)
-        if not isinstance(found, nn.Module):
-            raise PolicyError(f"plan(shard=...): it returned {type(found).__name__}; expected the model, sharded")
-        return found
+        sharded = _called("shard", self.shard, model, **fully_shard_args)
+        if not isinstance(sharded, nn.Module):
+            raise PolicyError(f"plan(shard=...): it returned {type(sharded).__name__}; expected the model, sharded")
+        return sharded
 
 
 def _called(name: str, function: Callable[..., object], *args: Any, **kwargs: Any) -> object:
-    """Returns what a function of the user's returns. Raises InputError if it raises."""
+    """Call a function of the user's. Raises InputError if it raises anything but sherd's own errors."""
     try:
         return function(*args, **kwargs)
     except SherdError:

@@ -1,4 +1,4 @@
-"""`explain_memory`: an out of memory error says what held the memory, and which changes would fit."""
+"""`explain_memory`: an out of memory error tells what held the memory, and which changes would fit."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from sherd.requirements import require_int
 from sherd.schedule.actions import Event
 from sherd.schedule.moments import begins_step, in_words
 from sherd.tools.plan.in_words import advice_of, lines_of_advice
-from sherd.tools.plan.rough import or_impossible
+from sherd.tools.plan.planner import or_impossible
 from sherd.tools.plan.running import Forwards, LossOfOutput, Running, most_within, optimizer_of
 from sherd.tools.plan.sharding import stepped
 from sherd.tools.plan.tracing import Recorder, recording
-from sherd.tools.simulate.cluster import Cluster
-from sherd.tools.simulate.cluster_file import bytes_in, read_cluster, shipped_clusters
+from sherd.tools.simulate.cluster import Cluster, bytes_in, read_cluster, shipped_clusters
 from sherd.tools.simulate.predict import Prediction
 from sherd.tools.simulate.search import Outcome, cheapest_changes
 from sherd.tools.simulate.settings import Settings
@@ -48,32 +47,33 @@ def explain_memory(
     loss: LossOfOutput | None = None,
     cluster: str | Path | Cluster | None = None,
 ) -> Iterator[None]:
-    """Let an out of memory error that leaves the `with` block say what held the memory, and which changes would fit.
+    """Let an out of memory error from the `with` block tell what held the memory, and which changes would fit.
 
         with sherd.explain_memory(model, optimizer):
             for batch in batches:
                 train(batch)
 
-    The error goes on as it is, with a note: bytes by kind and unit, when it failed, what the device had, and up to
-    three cheapest changes that would fit, as the simulator of `sherd.plan` says of this model and the last batch. No
-    other rank is needed. A note that cannot be made says why. Until then each forward and step calls one hook.
+    The error gets a note: the bytes by kind and unit, the moment, the device's memory, and the up to three cheapest
+    changes that would fit, as the simulator of `sherd.plan` predicts for this model and the last batch. No other rank
+    is needed. If no note can be made, the note says why. Without an error, each forward and step calls one hook.
 
     With a limit, all storages on the device are followed, also on a CPU: operations take some microseconds longer, and
-    the one that exceeds it raises.
+    the operation that exceeds the limit raises.
 
     Args:
         model: what `fully_shard` was called on last, or the outermost wrapper: the root of the units.
         optimizer: of the model.
-        limit: bytes that tensors may take on each rank's device, also as "60 GiB"; None: what there is.
+        limit: the most bytes of tensors on each rank's device, also as "60 GiB"; None: no limit but the device's.
         loss: of the model's output, on the meta device. None: the `loss` in the output, for tokens the cross-entropy of
-            its logits, else the sum of its outputs.
-        cluster: what times are told by, as for `plan`. None: the shipped one that has this device.
+            the logits, else the sum of the outputs.
+        cluster: predicts times, as for `plan`. None: the shipped cluster with this device.
 
     Raises:
         MemoryLimitError: tensors take more than `limit`. It is a MemoryError.
         ModuleError: `model` is not a sharded module.
-        PolicyError: `limit` is below 1. ClusterError: it is a text that is no size.
-        StateError: with a limit, and the memory of the model is tracked already.
+        PolicyError: `limit` is below 1.
+        ClusterError: `limit` is a text but no size, or there is no such `cluster`.
+        StateError: there is a limit, and the memory of the model is tracked already.
     """
     unit = root_unit(model, "explain_memory")
     nbytes = bytes_in(limit, "explain_memory(limit=...)") if isinstance(limit, str) else limit
@@ -82,56 +82,55 @@ def explain_memory(
     seen = Forwards()
     follower = None if nbytes is None else _Follower(Runtime.of(unit, model), model, optimizer, nbytes)
     with ExitStack() as hooks:
-        # Before the engine's, which may exceed a limit.
+        # This hook runs before the engine's hooks, whose all-gathers may exceed the limit.
         hooks.callback(model.register_forward_pre_hook(seen.begins, prepend=True, with_kwargs=True).remove)
         hooks.callback(optimizer.register_step_post_hook(seen.stepped).remove)
         try:
             with nullcontext() if follower is None else recording(follower, follower.runtime, model, optimizer):
                 yield
         except Exception as error:
-            found = _out_of_memory(error)
-            if found is not None and (follower is not None or not isinstance(found, MemoryLimitError)):
+            cause = _out_of_memory(error)
+            if cause is not None and (follower is not None or not isinstance(cause, MemoryLimitError)):
                 resting: list[str] = []
                 try:
                     if nbytes is not None:
                         resting = [*_resting(Runtime.of(unit, model), optimizer, nbytes)]
                     running = Running(model, optimizer, seen, loss, _cluster(cluster, unit.mesh.device))
-                    lines = _lines(found, running, Runtime.of(unit, model), optimizer, follower)
+                    lines = _lines(cause, running, Runtime.of(unit, model), optimizer, follower)
                     text = "\n".join([*lines, *resting])
                 except Exception as trouble:  # nothing may hide the user's error
                     said = f"no more can be said: {type(trouble).__name__}: {' '.join(str(trouble).split())}"
                     text = "\n".join(resting) or said
-                getattr(found, "add_note", warnings.warn)(HEAD + text)  # Python 3.10 has no notes
+                getattr(cause, "add_note", warnings.warn)(HEAD + text)  # Python 3.10 has no notes
             raise
 
 
 class _Follower(Recorder):
-    """Follows all storages through any number of steps, and raises when they take more than the limit."""
+    """Follows all storages through any number of steps, and raises when their bytes exceed the limit."""
 
     def __init__(self, runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer, limit: int) -> None:
         super().__init__(runtime, optimizer, self._look_at_limit)
         self.runtime, self._limit = runtime, limit
-        self._names = [each.name for each in self._units(model)]
+        self._names = [unit.name for unit in self._units(model)]
         self._has_raised, self._held = False, Held()
 
     def after_step(self, *_: object) -> None:
-        """Begin anew, as if what is there had been there before."""
         self._look_at_optimizer()
         self.storages.forget()
         self._phase, self._running, self._moment = "", [-1], None
 
     def _do(self, label: Any) -> Any:
-        before, self._label = self._label, label  # without the times
+        before, self._label = self._label, label  # no times are needed
         return before
 
     def begins(self, event: Event) -> None:
-        """Note an event. A new forward may raise again."""
+        # Each step may exceed the limit once.
         self._has_raised = self._has_raised and not begins_step(event)
         super().begins(event)
 
     def _look_at_limit(self, nbytes: int) -> None:
         if nbytes > self._limit and not self._has_raised:
-            self._has_raised = True  # what cleans up after the error is let through
+            self._has_raised = True  # memory for cleaning up after the error may exceed the limit
             if self._phase == "forward":
                 self.storages.become(TensorKind.ACTIVATION)
             self._held = self.storages.held_now()
@@ -140,9 +139,8 @@ class _Follower(Recorder):
             raise MemoryLimitError("\n".join([said, *_table(self._held, self._names)]))
 
     def lines(self, running: Running) -> Iterator[str]:
-        """Yields the lines of a note for the error that it has raised."""
         peak, inputs = running.predict(running.settings).timeline.peak, TensorKind.INPUT.value
-        # What is there and not of this step, as another model, is there with other settings too.
+        # Tensors that are not of this step, as of another model, take as much with other settings.
         others = _of_kind(self._held, inputs) - peak.by_kind.get(inputs, 0)
         beside = max(0, others, self._held.total() - peak.nbytes)
         return _advice(running, lambda of: of.timeline.peak.nbytes + beside, self._limit)
@@ -151,18 +149,18 @@ class _Follower(Recorder):
 def _lines(
     error: BaseException, running: Running, runtime: Runtime, optimizer: object, follower: _Follower | None
 ) -> Iterator[str]:
-    """Yields the lines of a note."""
+    """Yields the lines of the note for `error`."""
     if follower is not None and isinstance(error, MemoryLimitError):
         yield from follower.lines(running)
         return
     now, device = running.predict(running.settings), runtime.root.mesh.device
     timeline = now.timeline
-    names = [each.name for each in timeline.units]
+    names = [unit.name for unit in timeline.units]
     phase, number = _where(error, runtime, optimizer)
-    held = most_within(timeline, phase, number)
+    at_peak = most_within(timeline, phase, number)
     yield f"out of memory in {phase or 'the step'}{f' of {names[number]}' if number >= 0 else ''}"
-    yield f"predicted to be alive then: {in_bytes(held.total())}"
-    yield from _table(held, names)
+    yield f"predicted to be alive then: {in_bytes(at_peak.total())}"
+    yield from _table(at_peak, names)
     if device.type == "cpu":
         yield from _advice(running, lambda of: of.timeline.peak.nbytes, timeline.peak.nbytes - 1)
         return
@@ -175,10 +173,10 @@ def _lines(
 
 
 def _resting(runtime: Runtime, optimizer: torch.optim.Optimizer, limit: int) -> Iterator[str]:
-    """Yields lines if what is there between the passes of a step is more than the limit, whatever runs."""
+    """Yields lines if the memory between forward and backward is above the limit already, under any other settings."""
     mesh, groups = runtime.root.mesh, [weights.group for unit in runtime.units for weights in unit.weights]
-    parameters = sum(each.shard_buffer.nbytes for each in groups if not each.is_offloaded)
-    gradients = 0 if any(each.is_offloaded for each in groups) else sum(sum(stepped(unit)) for unit in runtime.units)
+    parameters = sum(group.shard_buffer.nbytes for group in groups if not group.is_offloaded)
+    gradients = 0 if any(group.is_offloaded for group in groups) else sum(sum(stepped(unit)) for unit in runtime.units)
     states = gradients * optimizer_of(optimizer).states
     total = parameters + gradients + states
     if total <= limit:
@@ -195,20 +193,23 @@ def _resting(runtime: Runtime, optimizer: torch.optim.Optimizer, limit: int) -> 
 
 def _advice(running: Running, size: Callable[[Prediction], int], limit: int) -> Iterator[str]:
     def outcome(settings: Settings) -> Outcome:
-        found = running.predict(settings)
-        return Outcome(found.timeline.seconds, size(found))
+        prediction = running.predict(settings)
+        return Outcome(prediction.timeline.seconds, size(prediction))
 
     settings = running.settings
-    found = cheapest_changes(or_impossible(outcome), running.space, settings, limit)
-    yield (
-        f"what would fit, instead of {settings}" if found else f"no other settings that were tried fit; now: {settings}"
-    )
-    yield from lines_of_advice([advice_of(settings, outcome(settings), *each) for each in found])
+    changes = cheapest_changes(or_impossible(outcome), running.space, settings, limit)
+    if changes:
+        yield f"what would fit, instead of {settings}"
+    else:
+        yield f"no other settings that were tried fit; now: {settings}"
+    yield from lines_of_advice([advice_of(settings, outcome(settings), *change) for change in changes])
 
 
 def _where(error: BaseException, runtime: Runtime, optimizer: object) -> tuple[str, int]:
-    """Returns the phase and the unit in which `error` was raised, by the units that backward has reached, and by the
-    frames that it came through."""
+    """Returns the phase and the unit in which `error` was raised.
+
+    The unit is the last one that backward reached, or the innermost one with a frame in the traceback.
+    """
     numbers = {id(module): at for at, unit in enumerate(runtime.units) for module in unit.modules}
     phase, number, order = "", -1, runtime.schedule.state.backward
     reached = order.learnt[: order.at] if order.strayed is None else order.strayed
@@ -228,7 +229,7 @@ def _of_kind(held: Held, kind: str) -> int:
 
 
 def _table(held: Held, names: list[str]) -> Iterator[str]:
-    """Yields a line for each kind, with the units that have most of it."""
+    """Yields a line for each kind, with the two units that hold most of it."""
     for kind in sorted({kind for kind, _ in held}, key=lambda kind: -_of_kind(held, kind)):
         units = Counter({number: nbytes for (of, number), nbytes in held.items() if of == kind and number >= 0})
         most = ", ".join(f"{names[number]} {in_bytes(nbytes)}" for number, nbytes in units.most_common(2))
@@ -236,16 +237,16 @@ def _table(held: Held, names: list[str]) -> Iterator[str]:
 
 
 def _cluster(given: str | Path | Cluster | None, device: torch.device) -> Cluster:
-    """Returns the cluster that is given, or the shipped one that has `device`; an H100's, if none has."""
+    """Returns the given cluster, or the shipped one with `device`, or else that of H100s."""
     if given is None:
         name = str(getattr(torch.get_device_module(device), "get_device_name", str)(device)).lower()
-        known = (each for each in shipped_clusters() if each in name)
+        known = (cluster for cluster in shipped_clusters() if cluster in name)
         given = "laptop" if device.type == "cpu" else next(known, "h100")
     return given if isinstance(given, Cluster) else read_cluster(given)
 
 
 def _out_of_memory(error: BaseException | None) -> BaseException | None:
-    """Returns the error, among `error` and its causes, that says that memory was missing, if it has no note yet."""
+    """Returns the out of memory error among `error` and its causes, unless it has a note already."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
             is_explained = any(note.startswith(HEAD) for note in getattr(error, "__notes__", ()))

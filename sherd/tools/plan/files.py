@@ -1,6 +1,6 @@
-"""Timelines and searches as JSON: `sherd-timeline/1` and `sherd-search/1`. Reading is strict, and knows no torch.
+"""Timelines and searches as JSON: `sherd-timeline/1` and `sherd-search/1`. Reading is strict, and loads no torch.
 
-A record is an object of its fields, and many records of a kind are a table, as in
+A record is an object of its fields, and a tuple of records is a table, as in
 
     {"format": "sherd-timeline/1", "spans": {"columns": ["lane", "name", ...], "rows": [["compute", "forward", ...]]}}
 """
@@ -38,7 +38,7 @@ def from_json(text: str) -> Timeline:
     """Returns the timeline that `to_json` wrote.
 
     Raises:
-        InputError: `text` is none. The message is one line, and names the field.
+        InputError: `text` is no timeline. The message is one line, and names the field.
     """
     timeline = _read_as(Timeline, text)
     units = range(-1, len(timeline.units))
@@ -68,47 +68,46 @@ def _plain(value: Any) -> Any:
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if type(value) is tuple:
         columns = [field.name for field in fields(value[0])] if value else []
-        return {"columns": columns, "rows": [[_plain(getattr(each, name)) for name in columns] for each in value]}
+        return {"columns": columns, "rows": [[_plain(getattr(record, name)) for name in columns] for record in value]}
     return value.value if isinstance(value, Enum) else value
 
 
-def _read_as(kind: type[T], text: str) -> T:
+def _read_as(record: type[T], text: str) -> T:
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is no number of JSON")
+
     try:
-        found = json.loads(text, parse_constant=_refuse)
+        content = json.loads(text, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise InputError(f"this is no JSON: {error}") from None
-    _require(type(found) is dict, "the file", f"expected an object, found {_short(found)}")
-    written = found.pop("format", None)
-    _require(written == FORMATS[kind], "format", f"expected {FORMATS[kind]!r}, found {_short(written)}")
-    return cast(T, _read(kind, found, ""))
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number of JSON")
+    _require(type(content) is dict, "the file", f"expected an object, found {_short(content)}")
+    written = content.pop("format", None)
+    _require(written == FORMATS[record], "format", f"expected {FORMATS[record]!r}, found {_short(written)}")
+    return cast(T, _read(record, content, ""))
 
 
 def _read(hint: Any, value: Any, where: str) -> object:
-    """Returns `value` as what `hint`, the type of a field, says. `where` names the field in messages."""
+    """Returns `value` as an object of the type `hint`. `where` names the field in messages."""
     if is_dataclass(hint):
         _require(type(value) is dict, where, f"expected an object, found {_short(value)}")
         hints = get_type_hints(hint)
         _require_names(list(value), list(hints), where)
         return cast(Any, hint)(
-            **{name: _read(each, value[name], f"{where}.{name}".lstrip(".")) for name, each in hints.items()}
+            **{name: _read(field, value[name], f"{where}.{name}".lstrip(".")) for name, field in hints.items()}
         )
-    kind, inner = get_origin(hint), get_args(hint)
-    if kind is tuple:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is tuple:
         return _read_table(inner[0], value, where)
-    if kind is dict:
+    if origin is dict:
         _require(type(value) is dict, where, f"expected an object, found {_short(value)}")
         return {
-            _read_key(inner[0], key, where): _read(inner[1], each, f"{where}[{_short(key)}]")
-            for key, each in value.items()
+            _read_key(inner[0], key, where): _read(inner[1], entry, f"{where}[{_short(key)}]")
+            for key, entry in value.items()
         }
-    if kind is UnionType:
+    if origin is UnionType:
         return None if value is None else _read(inner[0], value, where)
     if issubclass(hint, Enum):
-        known = [each.value for each in hint]
+        known = [member.value for member in hint]
         _require(value in known, where, f"expected one of {', '.join(known)}, found {_short(value)}")
         return hint(value)
     if hint is float and type(value) is int:
@@ -130,7 +129,7 @@ def _read_table(record: Callable[..., object], table: Any, where: str) -> tuple[
     for number, row in enumerate(rows):
         place = f"{where}[{number}]"
         _require(type(row) is list and len(row) == len(columns), place, f"expected {len(columns)} values")
-        named = {name: _read(hints[name], each, f"{place}.{name}") for name, each in zip(columns, row, strict=True)}
+        named = {name: _read(hints[name], cell, f"{place}.{name}") for name, cell in zip(columns, row, strict=True)}
         records.append(record(**named))
     return tuple(records)
 
@@ -142,17 +141,17 @@ def _read_key(hint: type, key: str, where: str) -> object:
     return int(key)
 
 
-def _require_names(found: list[str], expected: list[str], where: str) -> None:
+def _require_names(names: list[str], expected: list[str], where: str) -> None:
     of = f" of {where}" if where else ""
-    missing = [name for name in expected if name not in found]
-    unknown = [name for name in found if name not in expected]
+    missing = [name for name in expected if name not in names]
+    unknown = [name for name in names if name not in expected]
     if missing or unknown:
         raise InputError(f"{missing[0]}{of}: missing" if missing else f"{_short(unknown[0])}{of}: unknown field")
 
 
-def _require(holds: bool, where: str, what: str) -> None:
+def _require(holds: bool, where: str, otherwise: str) -> None:
     if not holds:
-        raise InputError(f"{where}: {what}")
+        raise InputError(f"{where}: {otherwise}")
 
 
 def _short(value: object) -> str:

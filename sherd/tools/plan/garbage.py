@@ -1,4 +1,4 @@
-"""Garbage that is left for later, while many records are made that are no garbage."""
+"""No garbage collection while a search makes many records that live on."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ __all__ = ["garbage_left"]
 
 @contextmanager
 def garbage_left() -> Iterator[None]:
-    """A context in which nobody looks for garbage: among the records of a search that takes a quarter of its time. What
-    there is, is left to the next full collection."""
+    """A context without garbage collection, which would take a quarter of a search's time.
+
+    Garbage from inside is freed by the next full collection.
+    """
     is_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # what others have frozen stays so
+        if not gc.get_freeze_count():  # objects that others froze stay frozen
             gc.freeze()
-            gc.unfreeze()  # now all that there is belongs to the oldest generation
+            gc.unfreeze()  # now all objects belong to the oldest generation
         if is_enabled:
             gc.enable()

@@ -1,20 +1,29 @@
-"""A plan in words: lines of text, facts for a report, advice."""
+"""A plan in words: lines of text, facts for a report, advice, and the program that trains as planned."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 
+import torch
+from torch import nn
+
+from sherd.api.blocks import repeated_blocks
+from sherd.tools.plan.planner import fully_shard_args
 from sherd.tools.simulate.goodput import Faults, goodput
 from sherd.tools.simulate.predict import Prediction
 from sherd.tools.simulate.search import Found, Outcome
-from sherd.tools.simulate.settings import Settings
+from sherd.tools.simulate.settings import AXES, Settings
 from sherd.tools.simulate.timeline import Advice
 from sherd.units import in_bytes, in_seconds, three_digits
 
+WIDTH = 100
+"""The longest line for a terminal."""
+
 
 def facts_of(prediction: Prediction, settings: Settings, limit: int, training: str) -> dict[str, str]:
-    """Returns the figures of a plan by their names, in words. `training`: the dtype and the optimizer."""
+    """Returns the figures of a plan by name, in words. `training` names the dtype and the optimizer."""
     cluster, mesh = prediction.cluster, prediction.mesh
     cost, per = cost_of(prediction)
     num_nodes, samples = -(-mesh.num_ranks // cluster.devices_per_node), settings.num_samples
@@ -40,7 +49,7 @@ def _number(count: int, what: str) -> str:
 
 
 def cost_of(prediction: Prediction) -> tuple[float | None, str]:
-    """Returns the price of a million tokens, or of samples, if the model reads no tokens; and which of them it is."""
+    """Returns the price of a million tokens, or samples if the model reads no tokens, and the unit in words."""
     if prediction.tokens_per_second:
         return prediction.cost_per_million_tokens, "per million tokens"
     return prediction.cost_per_million_samples, "per million samples"
@@ -54,20 +63,16 @@ def advice_of(settings: Settings, outcome: Outcome, other: Settings, of_other: O
     return Advice(change, outcome.nbytes - of_other.nbytes, of_other.seconds - outcome.seconds)
 
 
-WIDTH = 100
-"""Lines for a terminal are no longer than that."""
-
-
 def parted(lines: Iterable[str]) -> Iterator[str]:
-    """Yields `lines`, the long ones in several."""
+    """Yields `lines`, with long lines wrapped."""
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()) + 4)
-        parted = textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-        yield "\n".join(parted) if len(line) > WIDTH else line
+        wrapped = textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        yield "\n".join(wrapped) if len(line) > WIDTH else line
 
 
 def _settings_in_lines(settings: Settings) -> Iterator[str]:
-    """Yields the settings in lines that end between two of them."""
+    """Yields the settings in lines, broken between two settings."""
     line = "settings    "
     *others, last = settings.in_words().values()
     for words in (*(f"{each}, " for each in others), last):
@@ -81,7 +86,7 @@ def _settings_in_lines(settings: Settings) -> Iterator[str]:
 def lines_of(
     prediction: Prediction, settings: Settings, limit: int, found: Found | None, advice: Sequence[Advice], training: str
 ) -> Iterator[str]:
-    """Yields the lines of a plan, which may be too long for a terminal."""
+    """Yields the lines of a plan. They may be too long for a terminal."""
     timeline, facts = prediction.timeline, facts_of(prediction, settings, limit, training)
     yield f"{timeline.title}: {facts['cluster']}"
     yield f"training    {facts['training']}"
@@ -127,9 +132,9 @@ def lines_of(
 
 def lines_of_advice(advice: Sequence[Advice]) -> Iterator[str]:
     """Yields a line for each piece of advice."""
-    for each in advice:
-        longer = _costs(each.costs_seconds)
-        yield f"  {each.change}: saves {in_bytes(each.saves_bytes)}, {'takes ' * (longer == 'as long')}{longer}"
+    for change in advice:
+        longer = _costs(change.costs_seconds)
+        yield f"  {change.change}: saves {in_bytes(change.saves_bytes)}, {'takes ' * (longer == 'as long')}{longer}"
 
 
 def _costs(seconds: float) -> str:
@@ -153,3 +158,37 @@ def _reasons(found: Found) -> Iterator[str]:
             memory = f"{in_bytes(abs(more))} {'more' if more > 0 else 'less'}" if more else "in as much memory"
             said = f"take {_costs(outcome.seconds - best.seconds)}, {memory}"
         yield f"  {words} instead of {chosen[name]} would {said}"
+
+
+def program_of(settings: Settings, dtype: torch.dtype | None, model: nn.Module, device_type: str) -> Iterator[str]:
+    """Yields the lines of a program that trains as planned.
+
+    The program makes the mesh on `device_type`, checkpoints blocks of `model`, and calls `auto_shard`.
+    """
+    sizes = {name: getattr(settings.mesh, field) for name, field in AXES.items() if name != "ep"}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp"}
+    yield f'mesh = init_device_mesh("{device_type}", {(*sizes.values(),)}, mesh_dim_names={(*sizes,)})'
+    yield from (f'# lay the model over mesh["{name}"]' for name in ("cp", "tp") if name in sizes)
+    selective = ", context_fn=sherd.selective_contexts" if settings.recompute == "selective" else ""
+    for name, blocks in repeated_blocks(model).items() if settings.checkpointing else ():
+        count, number = len(blocks), round(settings.checkpointing * len(blocks))
+        yield f"for at, block in enumerate(model{'.' * bool(name)}{name}):"
+        yield f"    if (at + 1) * {number} // {count} > at * {number} // {count}:  # {number} of {count}, evenly spread"
+        yield f"        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False{selective})"
+    data = [name for name in ("replicate", "dp", "cp") if name in sizes]
+    yield f"sherd.auto_shard(\n    model,\n    mesh=mesh[{', '.join(map(repr, data))}],"
+    if "cp" in sizes:
+        yield f"    dp_mesh_dims=sherd.DataParallelMeshDims({('dp', 'cp')}, {'replicate' if data[2:] else None!r}),"
+    yield from (f"    {name}={_written(value)}," for name, value in fully_shard_args(settings, dtype).items())
+    yield ")"
+    if settings.micro_batches > 1:
+        yield f"with sherd.accumulate(model, {settings.micro_batches}):\n    ...  # forward and backward of each"
+
+
+def _written(value: object) -> str:
+    """Returns the call that makes `value`, a policy, with the fields that differ from their defaults."""
+    if not is_dataclass(value):
+        return repr(value)
+    pairs = [(field.name, getattr(value, field.name), field.default) for field in fields(value)]
+    arguments = ", ".join(f"{name}={own!r}" for name, own, default in pairs if own != default)
+    return f"sherd.{type(value).__name__}({arguments})"

@@ -1,21 +1,32 @@
-"""The costs of an operation of torch: its kind, its floating-point operations and its bytes; and the kernels that a
-device would take where the meta device takes others."""
+"""Operations of torch as a plan sees them: what one costs, which collective one is, and what one returns on meta."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from sherd._torch import composed_on_meta
-from sherd.tools.simulate.work import Op, OpKind
+from sherd._torch import composed_on_meta, group_among
+from sherd.tools.simulate.work import ALONE, Collective, Group, Op, OpKind
 
-__all__ = ["WITHOUT_VALUES", "kernels_of", "op_of", "tensors_among"]
+__all__ = [
+    "WITHOUT_VALUES",
+    "KnownResults",
+    "collective_of",
+    "group_of",
+    "is_communication",
+    "kernels_of",
+    "op_of",
+    "tensors_among",
+]
+
+# What an operation costs
 
 _ATEN = torch.ops.aten
 _KINDS = {
@@ -25,7 +36,7 @@ _KINDS = {
     OpKind.REDUCTION: "norm softmax loss sum mean var std max min pool topk sort prod any all bincount",
     OpKind.COPY: "clone copy cat stack pad slice select repeat zero ones fill full arange split roll flip",
 }
-"""Parts of names that tell an operation's kind, of which the first that fits does; any other one is POINTWISE."""
+"""Parts of names by kind. The first kind with a part in an operation's name is its kind; the default is POINTWISE."""
 _RECURRENT = ("rnn_relu", "rnn_tanh", "lstm", "gru")
 _COUNTS = {
     **flop_registry,
@@ -35,49 +46,49 @@ _COUNTS = {
     ],
     _ATEN._grouped_mm: lambda rows, matrices, *_, **__: 2 * rows.numel() * matrices.shape[-1],
 }
-"""Torch's table of floating-point operations, and what it leaves out: experts side by side, and attention on a CPU."""
+"""Torch's table of floating-point operations, with two that torch's lacks: attention on a CPU, and grouped experts."""
 
 
 def op_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Op | None:
-    """Returns the operation that `func` was, called with these; None for a view, and for memory that is only taken."""
-    read, made = list(tensors_among((*args, *kwargs.values()))), list(tensors_among((result,)))
+    """Returns the costs of a call of `func`, or None for a view and for memory that is only allocated."""
+    inputs, outputs = list(tensors_among((*args, *kwargs.values()))), list(tensors_among((result,)))
     kind, name = _kind_and_name(func)
-    if "empty" in name or _is_view(read, made):
+    if "empty" in name or _is_view(inputs, outputs):
         return None
     count = _COUNTS.get(func.overloadpacket)
-    written = _num_bytes(made)
-    if kind is OpKind.LOOKUP and not name.endswith("backward"):  # of the table, as much as is looked up
-        nbytes = written + sum(min(_num_bytes([each]), max(written, 1)) for each in read)
+    written = _num_bytes(outputs)
+    if kind is OpKind.LOOKUP and not name.endswith("backward"):  # a lookup reads as much of the table as it writes
+        nbytes = written + sum(min(_num_bytes([tensor]), max(written, 1)) for tensor in inputs)
     else:
-        nbytes = _num_bytes([*read, *made])
-    dtype = (made or read)[0].dtype if made or read else torch.float32
+        nbytes = _num_bytes([*inputs, *outputs])
+    dtype = (outputs or inputs)[0].dtype if outputs or inputs else torch.float32
     flops = count(*args, **kwargs, out_val=result) if count else 0
-    depth = _depth(kind, name, read) if flops else 0
+    depth = _depth(name, inputs) if flops else 0
     computed = 0.5 if kind is OpKind.ATTENTION and _is_causal(func, args, kwargs) else 1.0
     return Op(kind, name, int(flops), nbytes, str(dtype).removeprefix("torch."), depth, computed)
 
 
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether attention, of as many queries as keys, leaves out what is behind each token."""
-    given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    """Returns whether attention skips half of the scores: causal, with as many queries as keys."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
     return bool(given.get("is_causal")) and given["query"].shape[-2] == given["key"].shape[-2]
 
 
-def _depth(kind: OpKind, name: str, read: Sequence[Tensor]) -> int:
-    """Returns `Op.depth` of an operation with FLOP that reads these."""
+def _depth(name: str, inputs: Sequence[Tensor]) -> int:
+    """Returns `Op.depth` of an operation that has FLOP."""
     if "convolution" in name:
-        weight = read[2 if name.endswith("backward") else 1]
+        weight = inputs[2 if name.endswith("backward") else 1]
         return weight.numel() // max(1, len(weight))
-    return read[1 if name.endswith("addmm") else 0].shape[-1]
+    return inputs[1 if name.endswith("addmm") else 0].shape[-1]
 
 
 def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yields each tensor of an operation's arguments or results, also those in lists of them."""
-    for each in values:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, (list, tuple)):
-            yield from tensors_among(each)
+    """Yields the tensors in an operation's arguments or results, and in lists and tuples of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_among(value)
 
 
 @cache
@@ -87,24 +98,174 @@ def _kind_and_name(func: Any) -> tuple[OpKind, str]:
     return next(fitting, OpKind.POINTWISE), name
 
 
-def _is_view(read: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
-    """Returns whether all results are new windows on memory of the arguments. What works in place returns an argument
-    itself."""
-    if not made or any(each is other for each in made for other in read):
+def _is_view(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    """Returns whether all outputs are new views of inputs. An operation in place returns the input itself."""
+    if not outputs or any(output is tensor for output in outputs for tensor in inputs):
         return False
-    sources = {id(each.untyped_storage()) for each in read}
-    return all(id(each.untyped_storage()) in sources for each in made)
+    sources = {id(tensor.untyped_storage()) for tensor in inputs}
+    return all(id(output.untyped_storage()) in sources for output in outputs)
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of each tensor once; of one that shows elements several times, no more than there are in its memory."""
-    each_once = {id(each): each for each in tensors}.values()
-    return sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in each_once)
+    """Returns the bytes of all tensors, each counted once; an expanded tensor has no more than its storage."""
+    distinct = {id(tensor): tensor for tensor in tensors}.values()
+    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in distinct)
+
+
+# Which collective an operation is
+
+# By the operation's name: the kind, and which argument is the whole tensor, None for the result.
+_C10D: dict[str, tuple[str, int | None]] = {
+    "allreduce_": ("all-reduce", 0),
+    "allreduce_coalesced_": ("all-reduce", 0),
+    "allgather_": ("all-gather", 0),
+    "_allgather_base_": ("all-gather", 0),
+    "allgather_into_tensor_coalesced_": ("all-gather", 0),
+    "reduce_scatter_": ("reduce-scatter", 1),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
+    "alltoall_": ("all-to-all", 1),
+    "alltoall_base_": ("all-to-all", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("broadcast", 0),
+    "send": ("send", 0),
+}
+_FUNCTIONAL: dict[str, tuple[str, int | None]] = {
+    "all_reduce": ("all-reduce", 0),
+    "all_reduce_": ("all-reduce", 0),
+    "all_reduce_coalesced": ("all-reduce", 0),
+    "all_gather_into_tensor": ("all-gather", None),
+    "all_gather_into_tensor_coalesced": ("all-gather", None),
+    "reduce_scatter_tensor": ("reduce-scatter", 0),
+    "reduce_scatter_tensor_coalesced": ("reduce-scatter", 0),
+    "all_to_all_single": ("all-to-all", 0),
+    "broadcast": ("broadcast", 0),
+}
+
+
+def is_communication(func: Any) -> bool:
+    """Returns whether an operation of torch is a collective, or waits for one."""
+    return func.namespace in ("c10d", "_c10d_functional")
+
+
+def collective_of(func: Any, args: tuple[Any, ...], result: Any) -> Collective | None:
+    """Returns the collective that `func`, a communication, starts: None for a wait, a receive, or a group of one."""
+    known = _C10D if func.namespace == "c10d" else _FUNCTIONAL
+    kind, whole = known.get(func.overloadpacket.__name__, ("", None))
+    group = group_of(group_among(args)) if kind else ALONE
+    if group.size == 1:
+        return None
+    tensors = tensors_among((result if whole is None else args[whole],))
+    return Collective(kind, sum(tensor.nbytes for tensor in tensors), group)
+
+
+def group_of(group: dist.ProcessGroup | None) -> Group:
+    """Returns the ranks of a process group; None is a rank alone."""
+    if group is None or group.size() == 1:
+        return ALONE
+    ranks = dist.get_process_group_ranks(group)
+    return Group(len(ranks), max(1, (max(ranks) - min(ranks)) // (len(ranks) - 1)))
+
+
+# Results on meta, remembered
+
+_EMPTY = torch.ops.aten.empty_strided.default
+_AS_THEY_ARE = (type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+MOST_KNOWN = 10_000
+"""With more results than this, all are forgotten."""
+
+_Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype of a tensor on meta."""
+
+
+class KnownResults:
+    """Calls operations on meta, and remembers the shapes, strides and dtypes of new results.
+
+    Torch computes most of these in Python, and a model of many equal blocks asks for the same ones over and over.
+    """
+
+    def __init__(self) -> None:
+        self._forms: dict[Hashable, tuple[_Form, ...]] = {}
+        """By operation and arguments. An empty tuple marks an operation to call each time, such as a view."""
+
+    def of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns what `func` returns for these arguments."""
+        try:
+            key = (func, *_keys(args), *kwargs, *_keys(kwargs.values())) if _makes_new(func) else None
+        except _NoKey:
+            key = None
+        forms = self._forms.get(key)
+        if forms:
+            remade = tuple(map(_made, forms))
+            return remade if len(func._schema.returns) > 1 else remade[0]
+        result = func(*args, **kwargs)
+        if key is not None and forms is None:
+            if len(self._forms) >= MOST_KNOWN:
+                self._forms.clear()
+            outputs = result if isinstance(result, tuple) else (result,)
+            self._forms[key] = tuple(map(_form, outputs)) if _are_new(outputs, (*args, *kwargs.values())) else ()
+        return result
+
+
+class _NoKey(Exception):
+    """An argument cannot be part of a key."""
+
+
+def _keys(values: Iterable[Any]) -> Iterator[Hashable]:
+    for value in values:
+        cls = type(value)
+        if cls in (Tensor, nn.Parameter) and value.is_meta and value.layout is torch.strided:
+            yield value.shape, value.stride(), value.dtype
+        elif cls in (bool, int, float):
+            yield cls, value  # 1, 1.0 and True are equal
+        elif cls in _AS_THEY_ARE:
+            yield value
+        elif cls in (list, tuple):
+            yield tuple(_keys(value))
+        else:
+            raise _NoKey
+
+
+@cache
+def _makes_new(func: Any) -> bool:
+    """Returns whether the schema of `func` declares no argument as changed, and no result as a view."""
+    schema = func._schema
+    return not schema.is_mutable and all(result.alias_info is None for result in schema.returns)
+
+
+def _are_new(outputs: tuple[Any, ...], inputs: tuple[Any, ...]) -> bool:
+    """Returns whether all outputs are tensors on meta that fill storages of their own.
+
+    Schemas do not say so of every operation: `_unsafe_view` declares no alias.
+    """
+    if not all(type(output) is Tensor and output.is_meta and output.layout is torch.strided for output in outputs):
+        return False
+    storages = [output.untyped_storage() for output in outputs]
+    ids = {*map(id, storages)}
+    if len(ids) < len(outputs) or any(id(tensor.untyped_storage()) in ids for tensor in tensors_among(inputs)):
+        return False
+    sizes = (_made(_form(output)).untyped_storage().nbytes() for output in outputs)
+    return all(storage.nbytes() == nbytes for storage, nbytes in zip(storages, sizes, strict=True))
+
+
+def _form(tensor: Tensor) -> _Form:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _made(form: _Form) -> Tensor:
+    shape, strides, dtype = form
+    tensor: Tensor = _EMPTY(shape, strides, dtype=dtype, device="meta")
+    return tensor
+
+
+# The kernels that a device runs where the meta device runs others
 
 
 def kernels_of(device_type: str) -> AbstractContextManager[None]:
-    """A context in which operations on meta tensors are those that a device of this type would run: fused attention;
-    on an accelerator, fused dropout and RMSNorm too. Recurrent layers raise NotImplementedError.
+    """Returns a context in which operations on meta tensors are those that a device of this type would run.
+
+    Attention is fused, and on an accelerator dropout and RMSNorm too. Recurrent layers raise NotImplementedError.
 
     Args:
         device_type: "cpu", or an accelerator: any is taken for CUDA.
@@ -133,7 +294,7 @@ def _attention(
     is_causal: bool = False,
     **others: Any,
 ) -> Tensor:
-    """Attention by the kernel that the device has for it, else composed of other operations."""
+    """Attention by the device's fused kernel where there is one, else composed of other operations."""
     out = None
     has_all_heads = query.shape[:2] == key.shape[:2] or others.get("enable_gqa", False)
     if query.dim() == 4 and query.shape[-1] == value.shape[-1] and has_all_heads:
@@ -157,8 +318,10 @@ def _attention_on_cpu(
 def _attention_on_cuda(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
 ) -> Tensor | None:
-    """FlashAttention in half precision; the memory-efficient kernel with a mask or in float32, which wants as many
-    heads of keys as of queries."""
+    """FlashAttention in half precision without a mask, else the memory-efficient kernel.
+
+    The memory-efficient kernel needs as many heads of keys as of queries, and knows no float64.
+    """
     outputs: tuple[Tensor, ...]
     if mask is None and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256:
         outputs = _ATEN._scaled_dot_product_flash_attention(query, key, value, dropout, causal, scale=scale)
@@ -173,15 +336,15 @@ def _attention_on_cuda(
 
 
 def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Returns what is added to the scores, of the query's dtype, as torch makes it of a mask."""
+    """Returns the bias of the scores in the query's dtype that torch makes of a boolean mask."""
     if mask is None or mask.dtype != torch.bool:
         return mask
-    zero, never = (torch.scalar_tensor(each, dtype=query.dtype) for each in (0.0, float("-inf")))
+    zero, never = (torch.scalar_tensor(number, dtype=query.dtype) for number in (0.0, float("-inf")))
     return torch.where(mask, zero, never)
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """By the kernel of LayerNorm, for CUDA's own has none on meta. It keeps one number more of each row."""
+    """By the kernel of LayerNorm, since CUDA's own has none on meta. LayerNorm saves one number more of each row."""
     return torch.layer_norm(x, shape, weight, None, eps or 1e-6)
 
 
@@ -189,8 +352,11 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(x, p, True)[0] if train and p else x
 
 
+# Results that depend on values
+
+
 def _mse_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
-    """As a device makes it, a scalar loss keeps the memory of the differences that it is the mean or sum of."""
+    """As on a device, where a scalar loss keeps the memory of the differences that it is the mean or sum of."""
     out: Tensor = _ATEN.mse_loss.default(x, target, 0)
     return out.resize_(()) if reduction else out
 
@@ -203,11 +369,11 @@ def _rand(size: Sequence[int], **options: Any) -> Tensor:
 
 WITHOUT_VALUES: dict[Any, Callable[..., Any]] = {
     _ATEN.mse_loss.default: _mse_loss,
+    # transformers asks `all` before it leaves out a mask, and `any` for what is unusual, as padding.
     _ATEN.all.default: lambda mask: torch.ones((), dtype=torch.bool, device="cpu"),
     _ATEN.any.default: lambda mask: torch.zeros((), dtype=torch.bool, device="cpu"),
+    # Layers are left out where a single random number is below a rate; 1 is below none.
     _ATEN.rand.default: _rand,
     _ATEN.bincount.default: lambda x, weights=None, minlength=0: x.new_empty(minlength),
 }
-"""The answers for operations whose result depends on values, or is another one on meta. All of a mask is true:
-transformers asks, before it leaves a mask out; and of what would be unusual, as padding, there is not any. A single
-random number is 1, which is drawn to leave a layer out if it is below a rate. A histogram has its least length."""
+"""Answers for operations whose result depends on values, or differs on meta. A histogram has its least length."""

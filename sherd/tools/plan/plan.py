@@ -1,4 +1,4 @@
-"""`sherd.plan`: what a training takes on a cluster, and the settings that it should have, said before it runs."""
+"""`sherd.plan`: what a training takes on a cluster, and the fastest settings that fit, before the training runs."""
 
 from __future__ import annotations
 
@@ -14,42 +14,59 @@ import torch.distributed as dist
 from torch import nn
 
 from sherd.errors import ModuleError, PolicyError, StateError
-from sherd.requirements import require_int
+from sherd.requirements import require_floating_dtype, require_int
 from sherd.tensor.structures import map_tensors, tensors_in
-from sherd.tools.plan.arguments import ArgumentError, beginning, mesh_of, named, optimizer_of, require_arguments
-from sherd.tools.plan.axes import Cut, Layout, Shards, auto_units
-from sherd.tools.plan.blocks import shares_of_blocks
+from sherd.tools.plan.axes import CUT_AXES, Cut, Layout, Shards, auto_units
 from sherd.tools.plan.garbage import garbage_left
 from sherd.tools.plan.in_words import advice_of, facts_of, lines_of, parted
-from sherd.tools.plan.planner import Planner, Training, fully_shard_args
+from sherd.tools.plan.planner import (
+    ArgumentError,
+    Planner,
+    RoughPlanner,
+    Training,
+    fully_shard_args,
+    or_impossible,
+    outcome_of,
+)
 from sherd.tools.plan.reading import Loss, own_or_usual_loss
-from sherd.tools.plan.rough import RoughPlanner, or_impossible, outcome_of
-from sherd.tools.simulate.cluster import Cluster
-from sherd.tools.simulate.cluster_file import read_cluster
+from sherd.tools.plan.sharding import shares_of_blocks
+from sherd.tools.simulate.cluster import Cluster, read_cluster
 from sherd.tools.simulate.predict import Prediction
 from sherd.tools.simulate.search import IMPOSSIBLE, Found, Outcome, cheapest_changes, merit, search
-from sherd.tools.simulate.settings import NAMES, SHARES, VALUES, Mesh, Settings, Space
+from sherd.tools.simulate.settings import (
+    AXES,
+    HYBRID,
+    NAMES,
+    SHARES,
+    STRATEGIES,
+    VALUES,
+    Mesh,
+    Settings,
+    Space,
+    usual_name,
+)
 from sherd.tools.simulate.sharded import OPTIMIZERS, Optimizer
 from sherd.tools.simulate.timeline import Advice, Candidate, Search, Timeline
 
-__all__ = ["Plan", "num_samples", "plan", "planned", "resized_batch"]
-
+__all__ = ["Plan", "mesh_of", "num_samples", "plan", "planned", "resized_batch"]
 
 RETRIED = 4
-"""So many settings that searches have found are predicted exactly, until one fits."""
+"""The most searches for settings that fit when predicted exactly."""
+MOST_ASKED = 4
+"""The most searches for advice that fits when predicted exactly."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of a training, and what a step of it takes. `print` it for a page of text.
+    """The settings of a training, and what a step takes. `print` it for a page of text.
 
     Attributes:
-        settings: as given, and else as chosen.
+        settings: as given, or as chosen where none were given.
         prediction: of a step, on one rank.
         limit: the bytes of a device.
         found: the search; None if all settings were given.
-        advice: where `settings` do not fit, the cheapest changes that would.
-        compute_dtype: forward and backward compute in it; None: that of the parameters.
+        advice: the cheapest changes that fit, if `settings` do not.
+        compute_dtype: of forward and backward; None: that of the parameters.
         optimizer: steps the parameters.
     """
 
@@ -64,7 +81,7 @@ class Plan:
     @property
     def training_in_words(self) -> str:
         """The dtype of forward and backward, and the optimizer."""
-        names = [name for name, each in OPTIMIZERS.items() if each == self.optimizer]
+        names = [name for name, optimizer in OPTIMIZERS.items() if optimizer == self.optimizer]
         dtype = {None: "in the parameters' dtype", torch.bfloat16: "bf16"}.get(
             self.compute_dtype, str(self.compute_dtype).removeprefix("torch.")
         )
@@ -72,7 +89,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the training fits into the memory of a device."""
+        """True if the training fits into the memory of a device."""
         return self.prediction.driver_bytes <= self.limit
 
     @property
@@ -87,25 +104,22 @@ class Plan:
         """All settings that were tried, for a report."""
         if self.found is None:
             return None
-        ranking = (*self.found.ranking, *(each for each in self.found.outcomes if each not in self.found.ranking))
         outcomes = self.found.outcomes
-        candidates = tuple(
-            Candidate(
-                str(each),
-                each.in_words(),
-                outcomes[each].seconds,
-                outcomes[each].nbytes,
-                outcomes[each].nbytes <= self.limit,
-                "" if outcomes[each].nbytes <= self.limit else "it takes more memory than there is",
-            )
-            for each in ranking
-        )
-        return Search(candidates, 0 if self.found.fits else -1, self.limit)
+        ranking = dict.fromkeys((*self.found.ranking, *outcomes))
+        candidates = []
+        for settings in ranking:
+            outcome = outcomes[settings]
+            fits = outcome.nbytes <= self.limit
+            why = "" if fits else "it takes more memory than there is"
+            candidates.append(Candidate(str(settings), settings.in_words(), outcome.seconds, outcome.nbytes, fits, why))
+        return Search(tuple(candidates), 0 if self.found.fits else -1, self.limit)
 
     @property
     def fully_shard_args(self) -> dict[str, Any]:
-        """The arguments of `auto_shard`, besides `mesh`, that make the sharding as it was planned. Without `policy`,
-        which is there for other units than its usual ones, they are those of `fully_shard`."""
+        """The arguments of `auto_shard`, besides `mesh`, that shard the model as planned.
+
+        Without `policy`, which only plans with unusual units have, these are arguments of `fully_shard`.
+        """
         return fully_shard_args(self.settings, self.compute_dtype)
 
     def __str__(self) -> str:
@@ -128,40 +142,44 @@ def plan(
     parallelize: Mapping[str, Cut] | None = None,
     **settings: Any,
 ) -> Plan:
-    """Returns what a step of `model` takes on `cluster`, under the fastest settings that fit its memory.
+    """Predict a step of `model` on `cluster`, under the fastest settings that fit into memory.
 
         print(sherd.plan(model, 64, tokens, cluster="h100", checkpointing=True))
 
     The model is read on the meta device and sharded over ranks that do not exist: nothing is computed or sent. The
-    schedule that would run it is played on a clock and a memory meter. This process must not be in a process group.
+    schedule of a step is simulated on a clock and a memory meter. This process must not be in a process group.
 
     Args:
-        model: on any device; what it holds is not read. It is not changed.
-        mesh: the number of ranks, of which any mesh is tried; or for one mesh alone (replicas, shards), or the ranks of
-            its axes by name: `replicate`, `dp`, `cp`, `tp`.
-        batch: of one forward: tensors in whatever containers, whose first dim is samples. Values are not read.
-        cluster: the name of one that is shipped, the path of a cluster file, or a `Cluster`.
-        samples: of a step, over all ranks. None: those of `batch` on each rank.
-        loss: of (model, batch). None: the `loss` in the model's output, for tokens the cross-entropy of its logits,
-            else the sum of its outputs.
-        compute_dtype: forward and backward compute in it, and gradients are reduced in float32 (mixed precision); None:
-            parameters are computed with as they are.
+        model: on any device; its values are not read. It is not changed.
+        mesh: the number of ranks, to try any mesh of them; or one mesh, as (replicas, shards) or as the ranks of its
+            axes by name: `replicate`, `dp`, `cp`, `tp`.
+        batch: of one forward: tensors in any containers, whose first dim is samples. Values are not read.
+        cluster: the name of a shipped cluster, the path of a cluster file, or a `Cluster`.
+        samples: of a step, over all ranks. None: as many on each rank as in `batch`.
+        loss: of (model, batch). None: the `loss` in the model's output, for tokens the cross-entropy of the logits,
+            else the sum of the outputs.
+        compute_dtype: of forward and backward, with gradients reduced in float32 (mixed precision); None: that of the
+            parameters.
         optimizer: "adamw", "adamw-fused", "sgd", "sgd-momentum", or a record of another one.
-        memory_limit: the bytes of a device that the training may take; None: all that a CPU has, and of an
-            accelerator all but a twentieth, for what kernels take for themselves.
-        shard: makes the units, of the model and arguments of `fully_shard`. By default those of `auto_shard`; a model
-            that does not describe or repeat any is one unit.
-        parallelize: by the name of an axis, `tp` or `cp`, a function of a model and that axis, a DeviceMesh of one dim,
-            that lays the model over it in place, as `parallelize_module` does. Only these axes are tried. With `cp`,
-            the model takes its rank's part of each sample.
-        settings: those that are not to be chosen: `strategy` ("auto", "zero2", "zero1" or "ddp", or another name of
-            these, as "zero3" and "full_shard"), `placement` ("shard" or "flat"), `wrapping` (the units, by a word that
-            `auto_shard` takes), `reshard`, `checkpointing` (True, False, or the share of blocks), `recompute` ("full",
-            also where only `checkpointing` is given, or "selective", as with `selective_contexts`), `offload`,
-            `prefetch`, `micro_batch` (samples in one forward of a rank).
+        memory_limit: the most bytes that the training may take of a device. None: all memory of a CPU; 95 % of an
+            accelerator's, since kernels allocate for themselves.
+        shard: makes the units, from the model and arguments of `fully_shard`. By default `auto_shard`; a model that
+            names and repeats no units is one unit.
+        parallelize: by the name of an axis, `tp` or `cp`, a function of the model and a DeviceMesh of this axis alone.
+            It lays the model over the axis in place, as `parallelize_module` does. Only these axes are tried. With
+            `cp`, the model takes its rank's part of each sample.
+        settings: given instead of chosen: `strategy` ("auto", "zero2", "zero1" or "ddp", or another name of one, such
+            as "zero3" or "full_shard"), `placement` ("shard" or "flat"), `wrapping` (the units, as a `policy` of
+            `auto_shard`), `reshard`, `checkpointing` (True, False, or the share of blocks), `recompute` ("full", the
+            default with a given `checkpointing`, or "selective", as with `selective_contexts`), `offload`, `prefetch`,
+            `micro_batch` (samples in one forward of a rank).
+
+    Returns:
+        The settings and the prediction. It may not fit: `fits` says so, and `advice` what would.
 
     Raises:
-        PolicyError: an argument that cannot be, as a batch that ranks do not divide, or two that contradict each other.
+        ModuleError: `model` is not a module.
+        PolicyError: a wrong argument, such as a batch that ranks do not divide, or two that contradict each other.
         ClusterError: the cluster's file is wrong.
         StateError: this process is in a process group.
         InputError: the model does not run without values; the message names the module.
@@ -169,21 +187,21 @@ def plan(
     if not isinstance(model, nn.Module):
         hint = f"; call it: plan({getattr(model, '__name__', 'build')}(), ...)" if callable(model) else ""
         raise ModuleError(f"plan expects a module, got {type(model).__name__}{hint}")
-    require_arguments(cluster, compute_dtype, loss, shard, parallelize)
-    found = cluster if isinstance(cluster, Cluster) else read_cluster(cluster)
+    _require_arguments(cluster, compute_dtype, loss, shard, parallelize)
+    on = cluster if isinstance(cluster, Cluster) else read_cluster(cluster)
     shape = mesh_of(mesh)
     first = num_samples(batch)
     training = Training(
-        on_meta(model),
+        _on_meta(model),
         lambda size: resized_batch(batch, first, size),
         Layout(loss or own_or_usual_loss, shard, parallelize or {}),
-        optimizer_of(optimizer),
+        _optimizer_of(optimizer),
         compute_dtype,
         first,
     )
     if samples is None:
         samples = first * (shape if isinstance(shape, int) else shape.num_data)
-    return planned(training, found, shape, samples, memory_limit, settings)
+    return planned(training, on, shape, samples, memory_limit, settings)
 
 
 @garbage_left()
@@ -201,7 +219,7 @@ def planned(
         raise StateError("plan() imagines ranks of its own; call it before init_process_group, or in another process")
     require_int("plan(samples={})", samples, 1)
     num_ranks = mesh if isinstance(mesh, int) else mesh.num_ranks
-    layout, given = training.layout, named(given, mesh)
+    layout, given = training.layout, _settings_of(given, mesh)
     # Where the device is the host, nothing is saved by what is kept there.
     never = frozenset() if cluster.device.overlaps else frozenset({"offload"})
     fixed = {*given, *never}
@@ -226,24 +244,26 @@ def planned(
         raise ArgumentError("samples", samples, f"{shape.num_data} ranks do not divide it; take a multiple")
     rough = RoughPlanner(training, cluster)
     evaluate: Evaluate = cache(or_impossible(rough.outcome))
-    usual = {} if rough.runs_with(1) else {"micro_batch": training.samples}
-    usual_ones = beginning(shape, of_a_rank, usual | given, layout)
-    limit = usual_limit(cluster) if memory_limit is None else memory_limit
+    default = {} if rough.runs_with(1) else {"micro_batch": training.samples}
+    beginning = _beginning(shape, of_a_rank, default | given, layout)
+    limit = memory_limit
+    if limit is None:  # kernels of an accelerator allocate memory of their own
+        limit = cluster.device.memory * (95 if cluster.device.overlaps else 100) // 100
     require_int("plan(memory_limit={})", limit, 1)
     exactly = partial(
         Planner(training, cluster).predict, title=title or f"{type(training.model).__name__} on {num_ranks} ranks"
     )
     found = None
     if fixed < set(NAMES) - {"micro_batches"}:
-        rough.outcome(usual_ones)  # or it raises: a search begins with settings that are possible
+        rough.outcome(beginning)  # raises if these settings are impossible: a search begins with possible ones
         if "wrapping" not in fixed:
-            space = replace(space, wrappings=_wrappings(evaluate, layout, usual_ones))
-        saving = replace(usual_ones, **({"checkpointing": 1.0} | given))
-        first = min((usual_ones, saving), key=lambda each: merit(evaluate(each), limit))
+            space = replace(space, wrappings=_wrappings(evaluate, layout, beginning))
+        saving = replace(beginning, **({"checkpointing": 1.0} | given))
+        first = min((beginning, saving), key=lambda settings: merit(evaluate(settings), limit))
         found, prediction = _searched(evaluate, exactly, space, first, limit)
     else:
-        prediction = exactly(usual_ones)
-    settings = usual_ones if found is None else found.best
+        prediction = exactly(beginning)
+    settings = beginning if found is None else found.best
     advice: tuple[Advice, ...] = ()
     if prediction.driver_bytes > limit:
         space = replace(space, fixed=never, wrappings=_wrappings(evaluate, layout, settings))
@@ -251,16 +271,18 @@ def planned(
     return Plan(settings, prediction, limit, found, advice, training.compute_dtype, training.optimizer)
 
 
+# The search
+
 Evaluate = Callable[[Settings], Outcome]
 
 
 def _searched(
     evaluate: Evaluate, exactly: Callable[[Settings], Prediction], space: Space, first: Settings, limit: int
 ) -> tuple[Found, Prediction]:
-    """Returns what a search finds, and the prediction of the best.
+    """Returns the search, and the exact prediction of its best settings.
 
-    `evaluate` leaves out holes in the allocator's pools. Where the best settings do not fit because of these, the
-    search goes on as if others had as large ones.
+    `evaluate` leaves out holes in the allocator's pools. If the best settings do not fit because of their holes, the
+    search is repeated with as many bytes of holes in all settings.
     """
     tried: list[tuple[Found, Prediction]] = []
     holes = 0
@@ -269,13 +291,9 @@ def _searched(
         first, prediction = found.best, exactly(found.best)
         tried.append((found, prediction))
         if not found.fits or prediction.driver_bytes <= limit or len(tried) == RETRIED:
-            found, prediction = min(tried, key=lambda each: max(limit, each[1].driver_bytes))
-            return found.corrected({each.best: outcome_of(made) for each, made in tried}), prediction
+            found, prediction = min(tried, key=lambda attempt: max(limit, attempt[1].driver_bytes))
+            return found.corrected({each.best: outcome_of(exact) for each, exact in tried}), prediction
         holes = prediction.driver_bytes - evaluate(first).nbytes
-
-
-MOST_ASKED = 4
-"""So many times advice is asked for, each time with what was told before predicted exactly."""
 
 
 def _advice(
@@ -286,7 +304,7 @@ def _advice(
     prediction: Prediction,
     limit: int,
 ) -> tuple[Advice, ...]:
-    """Returns the cheapest changes of `settings` that fit, predicted exactly as these were."""
+    """Returns the cheapest changes of `settings` that fit by an exact prediction."""
     rough = _with_holes(evaluate, prediction.driver_bytes - evaluate(settings).nbytes)
     exact, exact_of = {settings: outcome_of(prediction)}, or_impossible(lambda each: outcome_of(exactly(each)))
 
@@ -295,72 +313,188 @@ def _advice(
 
     for _ in range(MOST_ASKED):
         changes = cheapest_changes(known, space, settings, limit)
-        unknown = [each for each, _ in changes if each not in exact]
+        unknown = [changed for changed, _ in changes if changed not in exact]
         if not unknown:
             break
-        exact |= {each: exact_of(each) for each in unknown}
-    fitting = [each for each, _ in changes if exact[each].nbytes <= limit]
-    return tuple(advice_of(settings, exact[settings], each, exact[each]) for each in fitting)
+        exact |= {changed: exact_of(changed) for changed in unknown}
+    fitting = [changed for changed, _ in changes if exact[changed].nbytes <= limit]
+    return tuple(advice_of(settings, exact[settings], changed, exact[changed]) for changed in fitting)
 
 
 def _with_holes(evaluate: Evaluate, holes: int) -> Evaluate:
-    """Returns `evaluate`, where each outcome takes so many more bytes."""
+    """Returns `evaluate` with `holes` more bytes in each outcome."""
 
     def evaluated(settings: Settings) -> Outcome:
-        found = evaluate(settings)
-        return found if found is IMPOSSIBLE else replace(found, nbytes=found.nbytes + holes)
+        outcome = evaluate(settings)
+        return outcome if outcome is IMPOSSIBLE else replace(outcome, nbytes=outcome.nbytes + holes)
 
     return evaluated
 
 
 def _wrappings(evaluate: Evaluate, layout: Layout, settings: Settings) -> tuple[str, ...]:
-    """Returns the ways to make units that go with the model, and differ from one another."""
-    found: dict[Outcome, str] = {}
+    """Returns the ways to make units that are possible for the model, and differ from one another."""
+    of_outcome: dict[Outcome, str] = {}
     for word in VALUES["wrapping"] if layout.rewraps else ("auto",):
-        found.setdefault(evaluate(replace(settings, wrapping=word)), word)
-    # Impossible: it repeats no blocks, reads a parameter of one from outside, or cannot be sharded so.
-    return tuple(word for outcome, word in found.items() if outcome is not IMPOSSIBLE)
-
-
-def usual_limit(cluster: Cluster) -> int:
-    """Returns the bytes of a device that a training should not exceed."""
-    return cluster.device.memory * (95 if cluster.device.overlaps else 100) // 100
+        of_outcome.setdefault(evaluate(replace(settings, wrapping=word)), word)
+    # Impossible: the model repeats no blocks, reads a parameter of a block from outside, or cannot be sharded so.
+    return tuple(word for outcome, word in of_outcome.items() if outcome is not IMPOSSIBLE)
 
 
 def _first_mesh(space: Space, given: Mapping[str, Any]) -> Mesh:
-    """Returns the mesh that the search begins with: all ranks read other samples, if there are as many."""
+    """Returns the mesh that the search begins with: all ranks data parallel, if there are samples for so many."""
     whole, size = Mesh(space.num_ranks), given.get("micro_batch")
     size = size if isinstance(size, int) and size > 0 else 1
     meshes = (whole, *space.meshes(whole))
     return next((mesh for mesh in meshes if space.batch % (mesh.num_data * size) == 0), whole)
 
 
-def on_meta(model: nn.Module) -> nn.Module:
-    """Returns a copy of `model` on the meta device. Nothing that it holds is read."""
-    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
-    memo: dict[int, Any] = {
-        key: nn.Parameter(torch.empty_like(each, device="meta"), each.requires_grad)
-        if isinstance(each, nn.Parameter)
-        else torch.empty_like(each, device="meta")
-        for key, each in tensors.items()
-    }
+# The model and the batch, without values
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """Returns a copy of `model` on the meta device. No value of `model` is read."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     copied: nn.Module = copy.deepcopy(model, memo)
     return copied
 
 
 def num_samples(batch: Any) -> int:
     """Returns the first dim of the first tensor in `batch`. Raises PolicyError if there is none."""
-    sizes = [each.shape[0] for each in tensors_in(batch) if each.dim()]
+    sizes = [tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()]
     if not sizes or not sizes[0]:
         raise PolicyError("plan(batch=...): expected tensors whose first dim is samples, one at least")
     return sizes[0]
 
 
 def resized_batch(batch: Any, first: int, size: int) -> Any:
-    """Returns `batch` on the meta device, with `size` samples in the place of `first`."""
+    """Returns `batch` on the meta device, with `size` instead of `first` samples."""
 
-    def resized(each: torch.Tensor) -> torch.Tensor:
-        shape = (size, *each.shape[1:]) if each.dim() and each.shape[0] == first else each.shape
-        return torch.empty(shape, dtype=each.dtype, device="meta")
+    def resized(tensor: torch.Tensor) -> torch.Tensor:
+        shape = (size, *tensor.shape[1:]) if tensor.dim() and tensor.shape[0] == first else tensor.shape
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
     return map_tensors(resized, batch)
+
+
+# The arguments
+
+
+def _require_arguments(
+    cluster: object, compute_dtype: object, loss: object, shard: object, parallelize: object
+) -> None:
+    """Raise PolicyError if `plan` does not take one of these."""
+    if not isinstance(cluster, (str, Path, Cluster)):
+        raise ArgumentError("cluster", repr(cluster), "expected the name of one that is shipped, a path or a Cluster")
+    require_floating_dtype("plan(compute_dtype={})", compute_dtype)
+    for name, given in (*([("loss", loss)] if loss is not None else []), ("shard", shard)):
+        if not callable(given):
+            raise ArgumentError(name, repr(given), "expected a function")
+    if parallelize is None:
+        return
+    axes = " and ".join(map(repr, sorted(CUT_AXES)))
+    if not isinstance(parallelize, Mapping):
+        raise ArgumentError("parallelize", repr(parallelize), f"expected a dict of functions by axes, {axes}")
+    for name, cut in parallelize.items():
+        if name not in CUT_AXES:
+            raise ArgumentError("parallelize", f"{{{name!r}: ...}}", f"expected the axes {axes}")
+        if not callable(cut):
+            raise ArgumentError("parallelize", f"{{{name!r}: {cut!r}}}", "expected a function of a model and an axis")
+
+
+def _optimizer_of(given: object) -> Optimizer:
+    """Returns the argument `optimizer`, or the optimizer of this name. Raises PolicyError if there is none."""
+    if isinstance(given, Optimizer):
+        return given
+    if not isinstance(given, str) or given not in OPTIMIZERS:
+        raise ArgumentError("optimizer", repr(given), f"expected one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[given]
+
+
+def mesh_of(mesh: int | tuple[int, int] | Mapping[str, int]) -> int | Mesh:
+    """Returns the argument `mesh` as a mesh, or as the number of ranks if any mesh of them may be taken.
+
+    Raises:
+        PolicyError: it is neither.
+    """
+    if isinstance(mesh, Mapping):
+        sizes = dict(mesh)
+    elif isinstance(mesh, (tuple, list)) and len(mesh) == 2:
+        sizes = dict(zip(("replicate", "dp"), mesh, strict=True))
+    elif isinstance(mesh, int) and not isinstance(mesh, bool):
+        require_int("plan(mesh={})", mesh, 1)
+        return mesh
+    else:
+        said = 'expected the number of ranks, (replicas, shards), or the ranks of each axis, as {"dp": 8, "tp": 2}'
+        raise ArgumentError("mesh", repr(mesh), said)
+    for name, size in sizes.items():
+        if name not in AXES:
+            raise ArgumentError("mesh", "...", f"{name!r} is no axis; expected {', '.join(AXES)}")
+        require_int(f"plan(mesh=...): {name}={{}}", size, 1)
+    shape = Mesh(**{AXES[name]: size for name, size in sizes.items()} | {"shard": sizes.get("dp", 1)})
+    if shape.shard % shape.ep:
+        raise ArgumentError("mesh", "...", f"ep={shape.ep} does not divide dp={shape.shard}; ep is a part of dp")
+    return shape
+
+
+def _settings_of(given: Mapping[str, Any], mesh: int | Mesh) -> dict[str, Any]:
+    """Returns the given settings, with sherd's own name of a strategy.
+
+    Raises:
+        PolicyError: there is no such setting or strategy, or two settings contradict each other.
+    """
+    choosable = set(NAMES) - {"mesh", "micro_batches"}
+    for name in given:
+        if name not in choosable:
+            raise PolicyError(f"plan has no setting {name!r}; expected one of {', '.join(sorted(choosable))}")
+    settings = dict(given)
+    if "strategy" in given:
+        word = usual_name(given["strategy"])
+        if word not in STRATEGIES:
+            raise ArgumentError("strategy", repr(given["strategy"]), f"expected one of {', '.join(STRATEGIES)}")
+        settings["strategy"] = STRATEGIES[word]
+        if word in HYBRID and (isinstance(mesh, int) or mesh.replicate == 1):
+            raise ArgumentError("strategy", repr(word), "it has replicas; give a mesh with the axis replicate")
+        if settings["strategy"] != "auto" and given.get("reshard") is True:
+            raise ArgumentError("reshard", True, f"by the strategy {word} parameters are kept; leave one of them out")
+    if "recompute" in given and given.get("checkpointing", True) in (False, 0):
+        said = "without checkpointing nothing is computed again; leave one of them out"
+        raise ArgumentError("recompute", repr(given["recompute"]), said)
+    return settings
+
+
+def _beginning(mesh: Mesh, samples: int, given: Mapping[str, Any], layout: Layout) -> Settings:
+    """Returns the settings that a search begins with: the given ones, by `_settings_of`, and defaults.
+
+    `samples` are those of a rank in a step.
+
+    Raises:
+        PolicyError: a setting cannot have this value, or the value does not go with the mesh and the samples.
+    """
+    share = given.get("checkpointing", 0)
+    if not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        raise ArgumentError("checkpointing", repr(share), "expected True, False, or the share of blocks, 0 to 1")
+    for name in ("reshard", "offload"):
+        if not isinstance(given.get(name, True), bool):
+            raise ArgumentError(name, repr(given[name]), "expected True or False")
+    for name in ("placement", "wrapping", "recompute"):
+        if given.get(name, VALUES[name][0]) not in VALUES[name]:
+            raise ArgumentError(name, repr(given[name]), f"expected one of {', '.join(VALUES[name])}")
+    if given.get("wrapping", "auto") != "auto" and not layout.rewraps:
+        said = "the units are made by `shard`; leave one of them out"
+        raise ArgumentError("wrapping", repr(given["wrapping"]), said)
+    require_int("plan(prefetch={})", given.get("prefetch", 1), 0)
+    size = given.get("micro_batch", 1)
+    require_int("plan(micro_batch={})", size, 1)
+    if samples % size:
+        said = f"it does not divide the {samples} sample{'' if samples == 1 else 's'} of a rank in a step"
+        raise ArgumentError("micro_batch", size, said)
+    if samples // size < mesh.pp:
+        raise ArgumentError("mesh", mesh, f"{samples // size} micro-batches are fewer than its {mesh.pp} stages")
+    settings = replace(Settings(mesh, micro_batches=samples // size), **(dict(given) | {"checkpointing": float(share)}))
+    conflict = settings.conflict
+    if conflict:
+        raise ArgumentError("strategy", repr(settings.strategy), f"with {conflict} all is sharded; leave it out")
+    return settings

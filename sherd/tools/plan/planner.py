@@ -1,41 +1,71 @@
-"""The planner: predicts a training under any settings. A model is read once, and sharded once for each way to shard."""
+"""The planner: predicts a training under any settings. A model is read once, and sharded once for each way to shard.
+
+`Planner` predicts exactly. `RoughPlanner` asks planners of smaller models, in less time, for a search.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from math import floor
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from sherd._torch import imagined_ranks
-from sherd.api.blocks import repeated_blocks
 from sherd.api.recompute import KeptResults
+from sherd.comm.host.gloo import Gloo
+from sherd.comm.host.sums import sum_dtype
 from sherd.comm.streams import RecordingStreams, use_streams
+from sherd.comm.transport import SingleCalls, Transport
 from sherd.comm.transports import use_transports
-from sherd.errors import InputError
+from sherd.errors import InputError, PolicyError, SherdError
 from sherd.layout.runs import Flat
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, PrefetchPolicy
 from sherd.tensor.structures import map_tensors
-from sherd.tools.plan.arguments import ArgumentError
 from sherd.tools.plan.axes import Layout
-from sherd.tools.plan.blocks import Run, block_lists, renumbered, spread, thin_out, with_blocks, with_replicas
 from sherd.tools.plan.reading import read_work
-from sherd.tools.plan.sharding import sharded_of
-from sherd.tools.plan.transports import between_hosts, on_one_host
+from sherd.tools.plan.sharding import (
+    Run,
+    block_lists,
+    renumbered,
+    sharded_of,
+    spread,
+    thin_out,
+    with_blocks,
+    with_fewer_blocks,
+    with_replicas,
+)
 from sherd.tools.simulate.cluster import Cluster
 from sherd.tools.simulate.costs import op_seconds
-from sherd.tools.simulate.pipeline import Stage
+from sherd.tools.simulate.play import Stage
 from sherd.tools.simulate.predict import Prediction, RankWork, predict, predict_pipeline
+from sherd.tools.simulate.search import IMPOSSIBLE, Outcome
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import Optimizer, Sharded
 from sherd.tools.simulate.stretches import Part, parts_of, read_outside
-from sherd.tools.simulate.transform import Keeper, checkpointed, scaled
+from sherd.tools.simulate.transform import checkpointed, scaled
 from sherd.tools.simulate.work import Group, Work
+
+NOT_OF_SHARDING = ("checkpointing", "recompute", "offload", "micro_batch", "micro_batches")
+"""Settings that decide nothing about sharding."""
+ACCUMULATING = ("zero1", "ddp")
+"""Strategies that keep whole gradients from one micro-batch to the next, with `sherd.accumulate`."""
+MOST_PLAYED = 512
+"""The most micro-batches of a step that are simulated. Each further one counts as the last one."""
+
+
+class ArgumentError(PolicyError):
+    """An argument of `plan` is wrong. A command names its flag instead of `argument`, and gives the same reason."""
+
+    def __init__(self, argument: str, value: object, said: str) -> None:
+        super().__init__(f"plan({argument}={value}): {said}")
+        self.argument, self.said = argument, said
 
 
 @dataclass(frozen=True)
@@ -47,10 +77,10 @@ class Training:
         batch: returns a batch of so many samples, on the meta device.
         layout: the loss, the units, and how the model is laid over axes that are not data parallel.
         optimizer: steps all trainable parameters.
-        compute_dtype: forward and backward compute in it (mixed precision, with gradients reduced in float32); None:
-            in that of the parameters.
-        samples: a batch of so many is one that the model runs with.
-        stage: of a pipeline, if `model` is only that: "first" or "last".
+        compute_dtype: of forward and backward (mixed precision, with gradients reduced in float32); None: that of the
+            parameters.
+        samples: the size of a batch that the model surely runs with.
+        stage: "first" or "last" if `model` is a stage of a pipeline.
     """
 
     model: nn.Module
@@ -65,10 +95,9 @@ class Training:
 class Planner:
     """Predicts steps of `training` on `cluster`. This process must not be in a process group.
 
-    With `is_rough`, for a search, the model is read with one batch only, and its work scaled for others; it is sharded
-    once for all that is gathered ahead and for any number of replicas; and it has the blocks of two stages of a
-    pipeline, however many there are. A planner `like` this one, whose model has more or fewer of the same blocks, lends
-    what it has sharded.
+    A rough planner, for a search, reads the model with one batch only and scales its work for other sizes. It shards
+    the model once for all prefetch depths and numbers of replicas, and takes every pipeline for one of two stages. A
+    planner `like` this one, whose model has more or fewer of the same blocks, lends its sharded models.
     """
 
     def __init__(
@@ -78,7 +107,7 @@ class Planner:
         self._lender = like or self
         self._read = cache(self._read_once)
         self._any_read: dict[Mesh, Work] = {}
-        """By the mesh: a micro-batch of any size, for the names of modules and parameters."""
+        """By mesh, a micro-batch of any size, for the names of modules and parameters."""
         self._work = cache(self._work_of)
         self._sharded = cache(self._shard_once)
         self._thin = cache(self._shard_thin)
@@ -88,7 +117,7 @@ class Planner:
 
     @property
     def has_holes(self) -> bool:
-        """Whether reserved memory has the holes of the allocator's pools."""
+        """True if predictions count the holes in the allocator's pools as reserved."""
         return not self._is_rough
 
     def predict(self, settings: Settings, title: str = "") -> Prediction:
@@ -105,13 +134,13 @@ class Planner:
         return self._play(settings, title)
 
     def _play(self, settings: Settings, title: str) -> Prediction:
-        mesh, times = settings.mesh, settings.micro_batches
+        mesh, num = settings.mesh, settings.micro_batches
         if mesh.pp == 1:
             return predict(
                 self._rank_work(settings),
                 self.cluster,
                 mesh,
-                micro_batches=times,
+                micro_batches=num,
                 reduces_each=settings.strategy not in ACCUMULATING,
                 has_holes=self.has_holes,
                 title=title,
@@ -128,17 +157,11 @@ class Planner:
             for name, number in (("first", 0), ("last", mesh.pp - 1))
         )
         return predict_pipeline(
-            first,
-            last,
-            self.cluster,
-            mesh,
-            micro_batches=times,
-            has_holes=self.has_holes,
-            title=title,
+            first, last, self.cluster, mesh, micro_batches=num, has_holes=self.has_holes, title=title
         )
 
     def read(self, samples: int) -> Work:
-        """Returns the work of a micro-batch of so many `samples` on a rank alone. Raises InputError as `predict`."""
+        """Returns the work of a micro-batch of `samples` on a rank alone. Raises InputError as `predict`."""
         return self._read(samples, Mesh(1))
 
     def _stage_planner(self, num_stages: int, name: str) -> Planner:
@@ -149,17 +172,23 @@ class Planner:
 
     def _rank_work(self, settings: Settings) -> RankWork:
         work_key = settings.micro_batch, _without_data(settings.mesh), settings.checkpointing, settings.recompute
-        # What else there is decides nothing about sharding.
         usual = Settings(settings.mesh)
-        cut = replace(settings, **{name: getattr(usual, name) for name in NOT_OF_SHARDING})
+        of_sharding = replace(settings, **{name: getattr(usual, name) for name in NOT_OF_SHARDING})
         work = self._work(*work_key)
-        sharded = self._sharded(cut)
+        sharded = self._sharded(of_sharding)
         parts_key = work_key, sharded.cuts, settings.wrapping
         if parts_key not in self._parts:
-            self._parts[parts_key] = self._cut(work, sharded, settings.wrapping)
+            device = self.cluster.device
+            outside = read_outside(work, sharded) if settings.wrapping != "auto" else None
+            if outside is not None:
+                said = f"forward reads {outside} while no module of its unit runs"
+                raise ArgumentError("wrapping", repr(settings.wrapping), said)
+            self._parts[parts_key] = parts_of(work, sharded, lambda op: op_seconds(op, device))
         if settings.offload and self.cluster.device.overlaps:  # else the host's memory is the device's
             sharded = sharded.offloaded()
         return RankWork(work, sharded, self._parts[parts_key])
+
+    # Reading the model
 
     def _read_once(self, micro_batch: int, mesh: Mesh) -> Work:
         training = self.training
@@ -194,15 +223,10 @@ class Planner:
             return work
         blocks = {id(block) for block in spread(block_lists(self.training.model), checkpointing)}
         names = {name for name, module in self.training.model.named_modules() if id(module) in blocks}
-        modules = [number for number, each in enumerate(work.modules) if each.name in names]
-        return checkpointed(work, modules, _selective if recompute == "selective" else None)
+        modules = [number for number, module in enumerate(work.modules) if module.name in names]
+        return checkpointed(work, modules, (lambda: KeptResults().keeps) if recompute == "selective" else None)
 
-    def _cut(self, work: Work, sharded: Sharded, wrapping: str) -> tuple[Part, ...]:
-        device, name = self.cluster.device, read_outside(work, sharded) if wrapping != "auto" else None
-        if name is not None:
-            said = f"forward reads {name} while no module of its unit runs"
-            raise ArgumentError("wrapping", repr(wrapping), said)
-        return parts_of(work, sharded, lambda op: op_seconds(op, device))
+    # Sharding the model
 
     def _shard_once(self, settings: Settings) -> Sharded:
         mesh, prefetch = settings.mesh, settings.prefetch
@@ -210,8 +234,8 @@ class Planner:
         if self._is_rough:
             few = mesh.replicate if settings.strategy != "auto" else min(mesh.replicate, 2)
             usual = replace(settings, prefetch=1, mesh=replace(mesh, replicate=few, pp=min(mesh.pp, 2)))
-        thin, its_work = self._lender._thin(usual)
-        whole = with_blocks(renumbered(thin, its_work, work), self._thinned(together(settings))[1], work)
+        thin, thin_work = self._lender._thin(usual)
+        whole = with_blocks(renumbered(thin, thin_work, work), self._thinned(together(settings))[1], work)
         if whole is None:
             with self._imagined(usual.mesh):
                 whole = self._shard(copy.deepcopy(self.training.model), usual, work)
@@ -221,7 +245,7 @@ class Planner:
         return whole
 
     def _shard_thin(self, settings: Settings) -> tuple[Sharded, Work]:
-        """Returns the sharded model with one block of each kind, and the work by which it is numbered."""
+        """Returns the sharded model with one block of each kind, and the work that numbers its modules."""
         work = self._any_read[_without_data(settings.mesh)]
         with self._imagined(settings.mesh):
             model, _ = self._thinned(together(settings))
@@ -243,43 +267,38 @@ class Planner:
             machine: AbstractContextManager[None] = use_streams(RecordingStreams())
         else:
             is_one_host = mesh.num_ranks // mesh.replicate <= self.cluster.devices_per_node
-            machine = use_transports(on_one_host if is_one_host else between_hosts)
+            machine = use_transports(_on_one_host if is_one_host else _between_hosts)
         with _imagined(mesh, self.training.stage), machine:
             yield
 
 
-def _selective() -> Keeper:
-    return KeptResults().keeps
-
-
 def together(settings: Settings) -> int:
-    """Returns how many blocks are in a unit, at most."""
+    """Returns the most blocks in a unit."""
     return 2 if settings.wrapping == "pairs" else 1
 
 
 def _without_data(mesh: Mesh) -> Mesh:
-    """Returns `mesh` with no more ranks than a forward needs: of those that read other samples, as many as exchange
-    experts; of stages, a first and a last one."""
+    """Returns `mesh` with no more ranks than a forward needs.
+
+    Of the ranks with other samples these are as many as exchange experts, and of the stages the first and the last one.
+    """
     return replace(mesh, shard=mesh.ep, replicate=1, pp=min(mesh.pp, 2))
 
 
 def _imagined(mesh: Mesh, stage: str) -> AbstractContextManager[None]:
-    """The ranks of `mesh`. This one is of a stage, and has the last part of samples that are cut, whose attention sees
-    all of them."""
+    """The ranks of `mesh`, and this process as one rank of a stage.
+
+    With `cp` this rank has the last part of each sample: the part whose attention sees all others.
+    """
     before = mesh.num_ranks - mesh.num_ranks // mesh.pp if stage == "last" else 0
     return imagined_ranks(mesh.num_ranks, before + (mesh.cp - 1) * mesh.tp)
 
 
-NOT_OF_SHARDING = ("checkpointing", "recompute", "offload", "micro_batch", "micro_batches")
-ACCUMULATING = ("zero1", "ddp")
-"""Strategies that keep whole gradients from one micro-batch to the next, with `sherd.accumulate`."""
-MOST_PLAYED = 512
-"""Of more micro-batches in a step so many are played, and the last one is added for each of the others."""
-
-
 def fully_shard_args(settings: Settings, compute_dtype: torch.dtype | None) -> dict[str, Any]:
-    """Returns the arguments of `fully_shard`, besides `mesh`, that `settings` stand for, and the policy of `auto_shard`
-    that makes other units than it does by itself."""
+    """Returns the arguments of `auto_shard`, besides `mesh`, that `settings` stand for.
+
+    Without `policy`, which only settings with unusual units have, these are arguments of `fully_shard`.
+    """
     arguments: dict[str, Any] = {"policy": settings.wrapping} if settings.wrapping != "auto" else {}
     if settings.prefetch != 1:
         arguments["prefetch_policy"] = PrefetchPolicy(settings.prefetch, settings.prefetch)
@@ -297,8 +316,10 @@ def fully_shard_args(settings: Settings, compute_dtype: torch.dtype | None) -> d
 
 
 def compute_in(dtype: torch.dtype, model: nn.Module) -> None:
-    """Let `model` compute as under a MixedPrecisionPolicy: parameters are cast, and inputs of units, which are its
-    blocks and itself; buffers stay."""
+    """Let `model` compute as under a MixedPrecisionPolicy.
+
+    Parameters are cast, and inputs of the model and of its blocks, which will be units. Buffers stay as they are.
+    """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
@@ -308,5 +329,145 @@ def compute_in(dtype: torch.dtype, model: nn.Module) -> None:
     def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return map_tensors(cast, args), map_tensors(cast, kwargs)
 
-    for unit in (model, *(block for blocks in repeated_blocks(model).values() for block in blocks)):
+    for unit in (model, *(block for blocks in block_lists(model) for block in blocks)):
         unit.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+
+
+# Transports of ranks that do not exist: their buffers and copies are those of the transports that CPU ranks have
+
+
+class _TorchOnHost(SingleCalls):
+    """torch's calls over gloo, which copies what it reduces."""
+
+    def scratch_bytes(self, sizes: Sequence[int], rank: int, itemsize: int) -> int:
+        return sum(sizes) * itemsize
+
+
+class _Shared(SingleCalls):
+    """CPU ranks of one host, which read one another's memory."""
+
+    shares_memory = True
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return sum_dtype(dtype)
+
+
+def _on_one_host(group: dist.ProcessGroup, wanted: str) -> Transport:
+    return _Shared(group) if wanted in ("auto", "shared_memory") else _between_hosts(group, wanted)
+
+
+def _between_hosts(group: dist.ProcessGroup, wanted: str) -> Transport:
+    return Gloo(group) if wanted in ("auto", "gloo") else _TorchOnHost(group)
+
+
+# Rough predictions
+
+FEW, MORE = 2, 4
+"""The numbers of blocks of the two models that a rough prediction simulates. Further blocks count as the difference."""
+MICRO_BATCHES = 3
+"""The micro-batches that a rough prediction simulates. Each further one counts as the last one."""
+
+
+class RoughPlanner:
+    """Predicts the seconds and bytes of steps in little time, for a search, by extrapolation.
+
+    It extrapolates from few blocks to many, from few micro-batches to many, from one batch to other sizes, and between
+    0, 50 and 100 % of blocks computed again.
+    """
+
+    def __init__(self, training: Training, cluster: Cluster) -> None:
+        self._training, self._cluster = training, cluster
+        self._played = cache(self._play)
+        self._planners = cache(self._make_planners)
+        self._refusal = cache(self._find_refusal)
+        self._lists = block_lists(training.model)
+        self._whole = cache(lambda is_rough: Planner(training, cluster, is_rough))
+
+    def _make_planners(self, times: int) -> tuple[list[Planner], int | None]:
+        """Returns planners of the models with `times` `FEW` and `MORE` blocks, and the whole model's number of blocks.
+
+        Returns `[], None` if the model has fewer blocks, or blocks that differ.
+        """
+        training, cluster, model = self._training, self._cluster, self._training.model
+        few, more = (with_fewer_blocks(model, number * times) for number in (FEW, MORE))
+        if few is None or more is None:
+            return [], None
+        first = Planner(replace(training, model=few[0]), cluster, is_rough=True)
+        return [first, Planner(replace(training, model=more[0]), cluster, is_rough=True, like=first)], few[1]
+
+    def runs_with(self, samples: int) -> bool:
+        """Returns whether the model runs with a batch of so many `samples`."""
+        return self._refusal(samples) is None
+
+    def _find_refusal(self, samples: int) -> InputError | None:
+        """Returns the error of a model that runs with its own batch, but not with a batch of `samples`."""
+        own = self._training.samples
+        if samples == own:
+            return None
+        few = with_fewer_blocks(self._training.model, FEW)
+        reader = Planner(self._training if few is None else replace(self._training, model=few[0]), self._cluster)
+        try:
+            reader.read(samples)
+        except InputError as error:
+            with suppress(InputError):
+                reader.read(own)
+                return error  # else the model refuses any number of samples
+        return None
+
+    def outcome(self, settings: Settings) -> Outcome:
+        """Returns what a step takes under `settings`. Raises as `Planner.predict` does."""
+        refusal = self._refusal(settings.micro_batch)
+        if refusal is not None:
+            raise refusal
+        num_blocks = len(spread(self._lists, 1.0))
+        share = len(spread(self._lists, settings.checkpointing)) / num_blocks if num_blocks else 0.0
+        if self._few_blocks(settings)[1] is None:
+            return self._of_all(replace(settings, checkpointing=share))
+        lower = floor(2 * share) / 2
+        outcome, part = self._of_all(replace(settings, checkpointing=lower)), 2 * (share - lower)
+        return _between(outcome, self._of_all(replace(settings, checkpointing=lower + 0.5)), part) if part else outcome
+
+    def _of_all(self, settings: Settings) -> Outcome:
+        """Returns the outcome of all micro-batches."""
+        num = min(settings.micro_batches, max(MICRO_BATCHES, settings.mesh.pp + 1))
+        last, others = self._played(replace(settings, micro_batches=num)), settings.micro_batches - num
+        return _between(self._played(replace(settings, micro_batches=num - 1)), last, 1 + others) if others else last
+
+    def _play(self, settings: Settings) -> Outcome:
+        planners, num = self._few_blocks(settings)
+        first, *more = (outcome_of(planner.predict(settings)) for planner in planners)
+        return first if num is None else _between(first, more[0], (num - FEW) / (MORE - FEW))
+
+    def _few_blocks(self, settings: Settings) -> tuple[list[Planner], float | None]:
+        """Returns planners of models with `FEW` and `MORE` units of blocks, and the number of units in a whole stage.
+
+        If the whole model has no more units: its own planner alone.
+        """
+        pp, run = settings.mesh.pp, together(settings)
+        planners, num = self._planners(min(pp, 2) * run)
+        if num is None or num < MORE * pp * run:
+            return [self._whole(pp == 1)], None
+        return planners, num / pp / run
+
+
+def outcome_of(prediction: Prediction) -> Outcome:
+    """Returns the seconds and bytes of a prediction, for a search."""
+    return Outcome(prediction.timeline.seconds, prediction.driver_bytes)
+
+
+def or_impossible(evaluate: Callable[[Settings], Outcome]) -> Callable[[Settings], Outcome]:
+    """Returns `evaluate` with the answer `IMPOSSIBLE` for settings that the model refuses."""
+
+    def evaluated(settings: Settings) -> Outcome:
+        try:
+            return evaluate(settings)
+        except SherdError:
+            return IMPOSSIBLE
+
+    return evaluated
+
+
+def _between(first: Outcome, last: Outcome, part: float) -> Outcome:
+    """Returns the outcome on the line through `first` (at 0) and `last` (at 1) at `part`."""
+    nbytes = first.nbytes + part * (last.nbytes - first.nbytes)
+    return Outcome(first.seconds + part * (last.seconds - first.seconds), round(nbytes))

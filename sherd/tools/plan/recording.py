@@ -14,9 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import TorchDispatchMode, are_fake
 from sherd.tensor.ragged import local_part
-from sherd.tools.plan.collectives import collective_of, is_communication
-from sherd.tools.plan.known_results import KnownResults
-from sherd.tools.plan.operations import WITHOUT_VALUES, op_of, tensors_among
+from sherd.tools.plan.operations import (
+    WITHOUT_VALUES,
+    KnownResults,
+    collective_of,
+    is_communication,
+    op_of,
+    tensors_among,
+)
 from sherd.tools.simulate.work import (
     Allocate,
     EndForward,

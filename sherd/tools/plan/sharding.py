@@ -1,20 +1,26 @@
-"""A sharded model, read for the simulator: what `fully_shard` has made of it, in numbers."""
+"""A sharded model in numbers, for the simulator. Of many equal blocks only one is sharded, and copied in numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
-from sherd.engine import ShardedParameter, Unit, sizes_of
-from sherd.memory.predict import batch_bytes_of, state_for
+from sherd.api.blocks import evenly_spread, in_groups, registrations, repeated_blocks
+from sherd.engine import Unit, sizes_of
+from sherd.memory.report import batch_bytes_of, state_for
 from sherd.schedule.moments import Arrival
+from sherd.schedule.state import UnitSpec
 from sherd.tensor.ragged import local_part
-from sherd.tools.plan.collectives import group_of
+from sherd.tools.plan.operations import group_of
 from sherd.tools.simulate.sharded import Optimizer, Sharded, Traffic
 from sherd.tools.simulate.sharded import Unit as PlayedUnit
 from sherd.tools.simulate.work import Work
 from sherd.wrap.names import plain_name
+
+# Reading a sharded model
 
 
 def sharded_of(model: nn.Module, work: Work, optimizer: Optimizer) -> Sharded:
@@ -30,29 +36,31 @@ def sharded_of(model: nn.Module, work: Work, optimizer: Optimizer) -> Sharded:
     names = {id(module): plain_name(name) for name, module in model.named_modules(remove_duplicate=False)}
     modules = {module.name: number for number, module in enumerate(work.modules)}
     parameters = {parameter.name: number for number, parameter in enumerate(work.parameters)}
+    places: dict[int, Arrival] = {}
+    for number, unit in enumerate(units):
+        for group, weights in enumerate(unit.weights):
+            for index, parameter in enumerate(weights.group.trained):
+                place = parameter.places[0]
+                module = names[place.module_id]
+                name = f"{module}.{place.attribute}" if module else place.attribute
+                places[parameters[name]] = Arrival(number, group, index)
     return Sharded(
         tuple(_played(unit, names, modules) for unit in units),
         state.specs,
         state.limits,
         batch_bytes_of(units),
-        {
-            parameters[_name(each, names)]: Arrival(number, group, index)
-            for number, unit in enumerate(units)
-            for group, weights in enumerate(unit.weights)
-            for index, each in enumerate(weights.group.trained)
-        },
+        places,
         optimizer,
         any(weights.group.is_offloaded for unit in units for weights in unit.weights),
     )
 
 
 def _played(unit: Unit, names: dict[int, str], modules: dict[str, int]) -> PlayedUnit:
-    own = [names[id(module)] for module in unit.modules]
     return PlayedUnit(
         name_of(unit, names),
         unit.class_name,
-        sum(each.shape.numel() for each in unit.parameters),
-        tuple(modules[name] for name in own),
+        sum(parameter.shape.numel() for parameter in unit.parameters),
+        tuple(modules[names[id(module)]] for module in unit.modules),
         tuple(sizes_of(unit)),
         tuple(traffic_of(unit)),
         stepped(unit),
@@ -86,8 +94,175 @@ def traffic_of(unit: Unit) -> Iterator[Traffic]:
         )
 
 
-def _name(parameter: ShardedParameter, names: dict[int, str]) -> str:
-    """Returns the name of a parameter as the model has it that was not sharded."""
-    place = parameter.places[0]
-    module = names[place.module_id]
-    return f"{module}.{place.attribute}" if module else place.attribute
+# Equal blocks
+
+Run = tuple[str, ...]
+"""The names of neighbouring blocks whose units are made together: one block, or two blocks of one unit."""
+
+
+def block_lists(model: nn.Module) -> list[list[nn.Module]]:
+    """Returns the lists of blocks that `model` repeats."""
+    return list(repeated_blocks(model).values())
+
+
+def spread(lists: Iterable[Sequence[nn.Module]], share: float) -> list[nn.Module]:
+    """Returns a share of the blocks of each list, by `evenly_spread`."""
+    return [block for blocks in lists for block in evenly_spread(blocks, share)]
+
+
+def shares_of_blocks(model: nn.Module, shares: Iterable[float]) -> tuple[float, ...]:
+    """Returns one of `shares` for each number of repeated blocks that the shares stand for: the closest one."""
+    lists = block_lists(model)
+    whole, of_number = len(spread(lists, 1.0)), dict[int, list[float]]()
+    for share in shares:
+        of_number.setdefault(len(spread(lists, share)), []).append(share)
+    return tuple(min(alike, key=lambda share: abs(share * whole - number)) for number, alike in of_number.items())
+
+
+def with_fewer_blocks(model: nn.Module, num_blocks: int) -> tuple[nn.Module, int] | None:
+    """Returns a copy of `model` with only its first `num_blocks` blocks, and the number of blocks of `model`.
+
+    `model` is on the meta device, and its copy runs as it does. None if `model` has not more blocks, blocks of several
+    kinds or in several lists, or blocks that share parameters.
+    """
+    lists = block_lists(model)
+    if len(lists) != 1 or len(lists[0]) <= num_blocks or len({_kind(block) for block in lists[0]}) > 1:
+        return None
+    places = registrations(model)
+    if any(places[id(parameter)] > 1 for block in lists[0][1:] for parameter in block.parameters()):
+        return None
+    ((name, blocks),) = repeated_blocks(model).items()
+    around = model.get_submodule(name)
+    every = around._modules
+    around._modules = dict(list(every.items())[:num_blocks])
+    try:
+        return copy.deepcopy(model), len(blocks)
+    finally:
+        around._modules = every
+
+
+def thin_out(model: nn.Module, together: int = 1) -> dict[Run, Run]:
+    """Remove from `model` all runs of `together` blocks but the first run of each kind.
+
+    Blocks are of one kind if their modules and parameters have the same names, classes, shapes and dtypes. A run that
+    shares a parameter with another module stays. The model that is left is not to be run.
+
+    Returns:
+        By the names of each removed run, the names of the run of its kind that is left.
+    """
+    places = registrations(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    lists = {id(block): parent for parent in model.modules() for block in parent.children()}
+    like: dict[Run, Run] = {}
+    for blocks in repeated_blocks(model).values():
+        first: dict[tuple[object, ...], Sequence[nn.Module]] = {}
+        for run in in_groups(blocks, together):
+            kept = first.setdefault(tuple(map(_kind, run)), run)
+            is_alone = all(places[id(parameter)] == 1 for block in run for parameter in block.parameters())
+            if kept is not run and is_alone:
+                removed = tuple(names[id(block)] for block in run)
+                like[removed] = tuple(names[id(block)] for block in kept)
+                parent = lists[id(run[0])]
+                parent._modules = {key: block for key, block in parent._modules.items() if block not in run}
+    return like
+
+
+def _kind(block: nn.Module) -> tuple[object, ...]:
+    modules = ((name, type(module)) for name, module in block.named_modules())
+    parameters = (
+        (name, parameter.shape, parameter.dtype, parameter.requires_grad)
+        for name, parameter in block.named_parameters(remove_duplicate=False)
+    )
+    return (*modules, *parameters)
+
+
+def with_blocks(sharded: Sharded, like: Mapping[Run, Run], work: Work) -> Sharded | None:
+    """Returns `sharded`, read from a model that was thinned out, with the blocks that were removed.
+
+    None if parameters of blocks belong to units around the blocks: such a unit is larger in the whole model.
+
+    Args:
+        sharded: of the model that is left; its modules and parameters are numbered as in `work`.
+        like: what `thin_out` returned.
+        work: of the whole model.
+    """
+    kept = {block: run for run in like.values() for block in run}
+    numbers = {module.name: number for number, module in enumerate(work.modules)}
+    run_of_unit = [_run_of([work.modules[at].name for at in unit.modules], kept) for unit in sharded.units]
+    names = {parameter.name: number for number, parameter in enumerate(work.parameters)}
+    for number, place in sharded.places.items():
+        if _run_of([work.parameters[number].name], kept) != run_of_unit[place.unit]:
+            return None
+
+    # By the old number of a unit, and the run that its copy is in.
+    units = {(at, run_of_unit[at]): unit for at, unit in enumerate(sharded.units)}
+    for run, before in like.items():
+        for at, unit in enumerate(sharded.units):
+            if run_of_unit[at] == before:
+                modules = [_renamed(work.modules[number].name, before, run) for number in unit.modules]
+                numbered = tuple(numbers[name] for name in modules)
+                units[at, run] = replace(unit, name=", ".join(modules), modules=numbered)
+    order = sorted(units, key=lambda key: min(units[key].modules))
+    moved = {key: number for number, key in enumerate(order)}
+    of_kept = [moved[at, run_of_unit[at]] for at in range(len(sharded.units))]
+    removed = {block: run for run in like for block in run}
+    places = {}
+    for name, number in names.items():
+        run = _run_of([name], removed)
+        arrival = sharded.places.get(names[_renamed(name, run, like[run]) if run else name])
+        if arrival is not None:
+            places[number] = replace(arrival, unit=moved[arrival.unit, run or run_of_unit[arrival.unit]])
+    return replace(
+        sharded,
+        units=tuple(units[key] for key in order),
+        specs=tuple(_moved(sharded.specs[at], of_kept) for at, _ in order),
+        places=places,
+    )
+
+
+def renumbered(sharded: Sharded, before: Work, after: Work) -> Sharded:
+    """Returns `sharded` with modules and parameters numbered as in `after` instead of as in `before`."""
+    modules = {module.name: number for number, module in enumerate(after.modules)}
+    parameters = {parameter.name: number for number, parameter in enumerate(after.parameters)}
+    units = tuple(
+        replace(unit, modules=tuple(modules[before.modules[number].name] for number in unit.modules))
+        for unit in sharded.units
+    )
+    places = {parameters[before.parameters[number].name]: place for number, place in sharded.places.items()}
+    return replace(sharded, units=units, places=places)
+
+
+def with_replicas(sharded: Sharded, number: int) -> Sharded:
+    """Returns `sharded` with `number` replicas in place of several."""
+
+    def with_them(traffic: Traffic) -> Traffic:
+        group = traffic.replicate
+        return replace(traffic, replicate=replace(group, size=number)) if group.size > 1 else traffic
+
+    units = (replace(unit, traffic=tuple(map(with_them, unit.traffic))) for unit in sharded.units)
+    return replace(sharded, units=tuple(units))
+
+
+def _run_of(names: Iterable[str], runs: Mapping[str, Run]) -> Run:
+    """Returns the one of `runs`, by their blocks' names, that holds all these modules or parameters; () for none."""
+    holding = {next((run for block, run in runs.items() if _is_in(name, block)), ()) for name in names}
+    return holding.pop() if len(holding) == 1 else ()
+
+
+def _is_in(name: str, block: str) -> bool:
+    return name == block or name.startswith(block + ".")
+
+
+def _renamed(name: str, before: Run, after: Run) -> str:
+    """Returns the name in the blocks `after` of what has `name` in the blocks `before`."""
+    return next(new + name.removeprefix(old) for old, new in zip(before, after, strict=True) if _is_in(name, old))
+
+
+def _moved(spec: UnitSpec, numbers: Sequence[int]) -> UnitSpec:
+    """Returns `spec` with the new numbers of the units in it."""
+    ahead, behind = (
+        None if units is None else tuple(numbers[unit] for unit in units)
+        for units in (spec.forward_prefetch, spec.backward_prefetch)
+    )
+    companions = tuple(numbers[unit] for unit in spec.companions)
+    return replace(spec, companions=companions, forward_prefetch=ahead, backward_prefetch=behind)

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import TorchDispatchMode, in_backward
 from sherd.memory.held import Held
 from sherd.schedule.moments import MemoryKind, Moment
-from sherd.tools.plan.collectives import is_communication
-from sherd.tools.plan.operations import tensors_among
+from sherd.tools.plan.operations import is_communication, tensors_among
 from sherd.tools.simulate.work import TensorKind
 
 __all__ = ["Note", "Storages"]

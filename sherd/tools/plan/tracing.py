@@ -1,4 +1,4 @@
-"""The record of a training step while it runs: where its time goes, and every byte that comes and goes."""
+"""A training step, recorded while it runs: where its time goes, and all memory that is allocated and freed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,13 +22,11 @@ from sherd.schedule import actions as do
 from sherd.schedule.moments import Arrival, MemoryKind, Moment, begins_step, in_words
 from sherd.schedule.state import Live
 from sherd.tensor.structures import tensors_in
-from sherd.tools.plan.collectives import collective_of
-from sherd.tools.plan.marks import Marks
+from sherd.tools.plan.operations import collective_of
 from sherd.tools.plan.sharding import name_of, traffic_of
 from sherd.tools.plan.storages import Storages
-from sherd.tools.simulate.meter import Meter
 from sherd.tools.simulate.play import OPTIMIZER_TEMPORARY
-from sherd.tools.simulate.timeline import Lane, Span, Timeline, TimelineUnit
+from sherd.tools.simulate.timeline import Lane, Meter, Span, Timeline, TimelineUnit
 from sherd.tools.simulate.work import TensorKind
 from sherd.wrap.names import plain_name
 
@@ -36,8 +35,10 @@ __all__ = ["Recorder", "Trace", "recording", "traced"]
 
 @dataclass(frozen=True, slots=True)
 class _Label:
-    """The work of a span: its name, unit and bytes, and the lane that the host serves, compute's if it waits for none.
-    Without a name it is no part of the step."""
+    """What a span does: its name, unit and bytes, and the lane that the host serves or waits for.
+
+    The label without a name is for work outside of the step.
+    """
 
     name: str
     unit: int = -1
@@ -51,18 +52,18 @@ LABELS = {
     do.Reduce: ("reduce", Lane.REDUCE),
     do.FinishReduce: ("reduce", Lane.REDUCE),
 }
-"""The names and lanes of actions. The others free memory."""
+"""The names and lanes of actions. All other actions free memory."""
 
 
 class Trace:
-    """A step that is recorded. Its `timeline` is there once the step is over."""
+    """A recorded step. Its `timeline` is available after the step."""
 
     def __init__(self) -> None:
         self._timeline: Timeline | None = None
 
     @property
     def timeline(self) -> Timeline:
-        """The step, on this rank. Raises StateError before its end."""
+        """The step, on this rank. Raises StateError before the end of the step."""
         if self._timeline is None:
             raise StateError("the step that is traced is not over; ask for its timeline behind the `with` block")
         return self._timeline
@@ -74,29 +75,32 @@ class Trace:
 
 @contextmanager
 def traced(model: nn.Module, optimizer: Optimizer, title: str = "") -> Iterator[Trace]:
-    """Record one training step, from the beginning of the `with` block until `optimizer` has stepped, or until its end.
+    """Record one training step, from the beginning of the `with` block to the optimizer's step or the block's end.
 
         with traced(model, optimizer) as trace:
             loss(model(batch)).backward()
             optimizer.step()
         to_json(trace.timeline)
 
-    Memory is that of all tensors on the model's device: what the engine and the optimizer hold by `MemoryKind`, the
-    rest by `TensorKind`. Memory that ranks share with one another is no tensor's, and not counted.
+    The memory is that of all tensors on the model's device: by `MemoryKind` what the engine and the optimizer hold, and
+    by `TensorKind` the rest. Memory that ranks share is not counted, since it belongs to no tensor.
 
-    Times on the CPU are the host's: a collective takes time when it is started and when it is waited for, and compute
-    stands still meanwhile. On an accelerator they are those of events on compute's stream: a collective is drawn from
-    when it is queued until compute goes on behind it. Recording makes each operation slower by some microseconds.
+    On the CPU, times are the host's: a collective takes time when the host starts it and when the host waits for it,
+    and nothing is computed meanwhile. On an accelerator, times are those of events on the compute stream: a collective
+    lasts from its queueing until compute goes on behind it. Recording makes each operation some microseconds slower.
 
     Args:
-        model: what `fully_shard` was called on last, the root of the units. All ranks record the same step, or have
-            made one before: in its first forward a model is still being prepared, together.
+        model: what `fully_shard` was called on last, the root of the units. All ranks must record the model's first
+            step together, since its first forward prepares it on all ranks; later steps one rank may record alone.
         optimizer: of the model.
         title: of the timeline.
 
+    Yields:
+        The trace, whose `timeline` is available after the block.
+
     Raises:
         ModuleError: `model` is not a sharded module.
-        StateError: somebody observes it already, as `track_memory` does; or its parameters have no data yet.
+        StateError: the model is observed already, as by `track_memory`; or its parameters have no data yet.
     """
     runtime = Runtime.of(root_unit(model, "traced"), model)
     trace, recorder = Trace(), Recorder(runtime, optimizer)
@@ -108,7 +112,7 @@ def traced(model: nn.Module, optimizer: Optimizer, title: str = "") -> Iterator[
 
 @contextmanager
 def recording(recorder: Recorder, runtime: Runtime, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Have `recorder` see what happens to the model of `runtime` and to `optimizer`. Raises as `traced` does."""
+    """Call `recorder` for all events of `runtime`, and before and after a step of `optimizer`. Raises as `traced`."""
     hooks = (
         model.register_forward_hook(recorder.after_forward),
         optimizer.register_step_pre_hook(recorder.before_step),
@@ -124,12 +128,15 @@ def recording(recorder: Recorder, runtime: Runtime, model: nn.Module, optimizer:
 
 
 class Recorder:
-    """Sees events and actions of a runtime, gradients, and the optimizer's step. `after_each` is that of `Storages`."""
+    """Observes events and actions of a runtime, gradients, and the optimizer's step.
+
+    `after_each` is passed on to `Storages`.
+    """
 
     def __init__(self, runtime: Runtime, optimizer: Optimizer, after_each: Callable[[int], None] | None = None) -> None:
         self._runtime, self._optimizer = runtime, optimizer
         self._device = runtime.root.mesh.device
-        self._marks = Marks(self._device)
+        self._marks = _Marks(self._device)
         self.storages = Storages(self._device.type, self._passes, self._call, after_each)
         self._done: list[tuple[_Label, int, int]] = []
         self._label, self._start = _Label(""), 0
@@ -143,12 +150,14 @@ class Recorder:
     # The step
 
     def begin(self) -> None:
+        """Begin the record with the memory that is allocated before the step."""
         self._start = self._marks.mark()
         for number, unit in enumerate(self._runtime.units):
             self.storages.hold(number, held_by(unit))
         self._look_at_optimizer()
 
     def end(self) -> None:
+        """End the record, unless the optimizer's step has ended it."""
         if not self._is_over:
             self._is_over = True
             self._do(_Label(""))
@@ -156,20 +165,24 @@ class Recorder:
 
     def after_forward(self, _: nn.Module, args: object, output: object) -> None:
         """Note the logits: the largest output of a model that reads tokens."""
-        numbers = [
-            each for each in tensors_in(output, in_any_object=True) if each.is_floating_point() and each.dim() > 1
+        outputs = [
+            tensor
+            for tensor in tensors_in(output, in_any_object=True)
+            if tensor.is_floating_point() and tensor.dim() > 1
         ]
-        has_tokens = any(each.dim() > 1 and not each.is_floating_point() for each in tensors_in(args))
-        if has_tokens and numbers and self._phase == "forward" and not self._is_over:
-            self.storages.expect_logits(max(numbers, key=torch.Tensor.numel))
+        has_tokens = any(tensor.dim() > 1 and not tensor.is_floating_point() for tensor in tensors_in(args))
+        if has_tokens and outputs and self._phase == "forward" and not self._is_over:
+            self.storages.expect_logits(max(outputs, key=torch.Tensor.numel))
 
     def before_step(self, *_: object) -> None:
+        """The optimizer is about to step."""
         if not self._is_over:
             self._moment = "when the optimizer steps"
             self._do(_Label("optimizer"))
             self.storages.expect(OPTIMIZER_TEMPORARY, -1, self._moment)
 
     def after_step(self, *_: object) -> None:
+        """The optimizer has stepped, which ends the record."""
         if not self._is_over:
             self._look_at_optimizer()
             self.end()
@@ -180,7 +193,7 @@ class Recorder:
             self.storages.hold(-1 if owner is None else numbers.get(owner, -1), held)
 
     def _do(self, label: _Label) -> _Label:
-        """Begin to do something else. Returns what was done before."""
+        """End the current span and begin one with `label`. Returns the label of the ended span."""
         before, now = self._label, self._marks.mark()
         if before.name:
             self._done.append((before, self._start, now))
@@ -200,23 +213,24 @@ class Recorder:
             self._compute()
 
     def _call(self, func: Any, args: tuple[Any, ...], call: Callable[[], Any]) -> Any:
-        """Note a collective, or the wait for one, while the engine does nothing."""
+        """Note a collective of the model's own, or the wait for one. Calls from inside an action are the engine's."""
         if self._is_over or not self._phase or self._label.name != self._phase:
             return call()
         before = self._do(_Label(self._called, self._label.unit, Lane.MODEL))
         result = call()
-        found = collective_of(func, args, result)
-        if found is not None and group_among(args) in self._data_groups:  # a transport's second step
+        collective = collective_of(func, args, result)
+        if collective is not None and group_among(args) in self._data_groups:  # a transport's second step
             self._label = _Label("all-reduce", self._label.unit, Lane.ALL_REDUCE)
-        elif found is not None:
-            self._called = found.kind
-            self._label = replace(self._label, name=found.kind, nbytes=found.nbytes)
+        elif collective is not None:
+            self._called = collective.kind
+            self._label = replace(self._label, name=collective.kind, nbytes=collective.nbytes)
         self._do(before)
         return result
 
     # What the runtime does
 
     def begins(self, event: do.Event) -> None:
+        """The runtime is about to answer `event`."""
         if self._is_over:
             return
         self._moment = event
@@ -238,6 +252,7 @@ class Recorder:
         self._compute()
 
     def perform(self, action: do.Action, perform: Callable[[], None]) -> None:
+        """Perform `action`, and note its time and the memory of its unit."""
         if self._is_over:
             perform()
             return
@@ -246,13 +261,14 @@ class Recorder:
         self.storages.expect(MemoryKind.TRANSPORT.value, number, self._moment)
         perform()
         self.look(number)
-        for other, each in enumerate(self._runtime.units if isinstance(action, do.FinishReduce) else ()):
-            if each.live is Live.GATHERING:
+        for other, gathering in enumerate(self._runtime.units if isinstance(action, do.FinishReduce) else ()):
+            if gathering.live is Live.GATHERING:
                 self.look(other)
         self._do(before)
         self.storages.expect(TensorKind.TEMPORARY.value, before.unit, self._moment)
 
     def ended(self, event: do.Event) -> None:
+        """The runtime has answered `event`."""
         if self._is_over:
             return
         match event:
@@ -273,19 +289,24 @@ class Recorder:
             return _Label("free", action.unit)
         name, lane = LABELS[type(action)]
         traffic = [*traffic_of(unit)]
-        all_reduced = sum(each.all_reduced for each in traffic)
+        all_reduced = sum(of_group.all_reduced for of_group in traffic)
         if isinstance(action, do.FinishReduce) and all_reduced:
             return _Label("all-reduce", action.unit, Lane.ALL_REDUCE, all_reduced)
-        sent = {do.Gather: [each.gathered for each in traffic], do.Reduce: [each.reduced for each in traffic]}
-        return _Label(name, action.unit, lane, sum(sent.get(type(action), ())))
+        nbytes = 0
+        if isinstance(action, do.Gather):
+            nbytes = sum(of_group.gathered for of_group in traffic)
+        elif isinstance(action, do.Reduce):
+            nbytes = sum(of_group.reduced for of_group in traffic)
+        return _Label(name, action.unit, lane, nbytes)
 
     def look(self, number: int, beside: Held | None = None) -> None:
-        """Note what a unit holds now, and `beside`, which it holds for it."""
+        """Note the memory that unit `number` holds now, and `beside`, which is held for the unit."""
         self.storages.hold(number, together(beside or {}, held_by(self._runtime.units[number])))
 
     # Gradients
 
     def arrives(self, number: int, unsharded: torch.Tensor) -> None:
+        """Note a gradient of unit `number` that autograd has just accumulated."""
         if not self._is_over:
             self._moment = Arrival(number, 0, 0)
             self._compute()
@@ -293,6 +314,7 @@ class Recorder:
             self.look(number, alive([(MemoryKind.ARRIVED, unsharded.grad)], self._device))
 
     def copy(self, number: int, copy: Callable[[], None]) -> None:
+        """Copy gradients of unit `number` into rows, and note the time and the memory."""
         if self._is_over:
             copy()
             return
@@ -306,16 +328,17 @@ class Recorder:
     # The timeline
 
     def timeline(self, model: nn.Module, title: str) -> Timeline:
-        """Returns the step, once it is over."""
+        """Returns the step. Call it after the end of the step."""
         units, seconds = self._units(model), self._marks.seconds()
-        names = [each.name for each in units]
+        names = [unit.name for unit in units]
         meter = Meter()
         for note in self.storages.before:
             meter.add(0.0, *note.kind_and_unit, note.nbytes, "")
         meter.begin_step()
         notes, now = self.storages.notes[: self._num_notes], 0.0
-        for note, time in zip(notes, self._marks.between(seconds, [each.time for each in notes]), strict=True):
-            now = max(now, time)  # a thread of a collective may let go of something at any time
+        times = self._marks.between(seconds, [note.time for note in notes])
+        for note, time in zip(notes, times, strict=True):
+            now = max(now, time)  # a thread of a collective may free memory at any time
             moment = note.moment if isinstance(note.moment, str) else in_words(note.moment, names)
             meter.add(now, *note.kind_and_unit, note.nbytes, moment)
         exposed: dict[str, float] = {}
@@ -332,14 +355,14 @@ class Recorder:
             TimelineUnit.of(
                 name_of(unit, names),
                 unit.class_name,
-                sum(each.shape.numel() for each in unit.parameters),
+                sum(parameter.shape.numel() for parameter in unit.parameters),
                 sizes_of(unit),
             )
             for unit in self._runtime.units
         )
 
     def _spans_at(self, seconds: Sequence[float]) -> Iterator[Span]:
-        """Yields the spans, where marks are at `seconds`."""
+        """Yields the spans, with the times of marks in `seconds`."""
         queued: dict[tuple[str, int], tuple[_Label, int]] = {}
         for label, start, end in self._done:
             if label.lane is Lane.COMPUTE:
@@ -361,17 +384,17 @@ def _in_ranks(unit: Unit) -> str:
 
 
 class _Gradients:
-    """Sees the gradients of one group of a unit."""
+    """Passes on what happens to the gradients of one group of a unit."""
 
     def __init__(self, recorder: Recorder, number: int, group: int, parameters: Sequence[ShardedParameter]) -> None:
         self._recorder, self._number = recorder, number
 
     def arrives(self, index: int, unsharded: torch.Tensor) -> None:
-        """Note a gradient that autograd has made and that no unit has yet."""
+        """Note a gradient from autograd that no unit has yet."""
         self._recorder.arrives(self._number, unsharded)
 
     def borrowed(self) -> None:
-        """Note a gradient that has become the rows."""
+        """Note a gradient whose memory has become the rows."""
         self._recorder.look(self._number)
 
     def copy(self, copy: Callable[[], None]) -> None:
@@ -381,3 +404,38 @@ class _Gradients:
     def gives_back(self) -> None:
         """Note the rows of a reduction, and its result, before the rows are freed."""
         self._recorder.look(self._number)
+
+
+class _Marks:
+    """Moments of a step, by number: on the host's clock, and on an accelerator on the compute stream too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._times: list[float] = []
+        self._events: list[torch.Event] = []
+
+    def mark(self) -> int:
+        """Returns the number of this moment."""
+        if self._device.type != "cpu":
+            self._events.append(torch.Event(self._device, enable_timing=True))
+            self._events[-1].record()
+        self._times.append(perf_counter())
+        return len(self._times) - 1
+
+    def seconds(self) -> list[float]:
+        """Returns the time of each mark since the first one."""
+        if self._events:
+            self._events[-1].synchronize()
+            return [self._events[0].elapsed_time(event) / 1e3 for event in self._events]
+        return [time - self._times[0] for time in self._times]
+
+    def between(self, seconds: Sequence[float], times: Sequence[float]) -> Iterator[float]:
+        """Yields `times` of the host's clock, which are in order, as times of the step, with marks at `seconds`."""
+        at, last = 0, len(self._times) - 1
+        for time in times:
+            while at < last - 1 and self._times[at + 1] <= time:
+                at += 1
+            end = min(at + 1, last)
+            width = self._times[end] - self._times[at]
+            share = min(1.0, max(0.0, (time - self._times[at]) / width)) if width else 1.0
+            yield seconds[at] + share * (seconds[end] - seconds[at])

@@ -1,4 +1,4 @@
-"""A timeline for other programs: trace events for Perfetto and Chrome, and a picture for papers."""
+"""A timeline for other programs: trace events for Perfetto and Chrome, or a picture for papers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def perfetto(timeline: Timeline) -> dict[str, object]:
         begun, lasts = span.start * MICROSECONDS, (span.end - span.start) * MICROSECONDS
         event = {"ph": "X", "pid": 1, "tid": thread, "ts": begun, "dur": lasts, "name": name, "cat": span.name}
         events.append({**event, "args": {"unit": unit, "bytes": span.nbytes}})
-    found = levels(timeline, kinds_of([timeline]))
-    for number, time in enumerate(found.times):
-        nbytes = {kind: column[number] for kind, column in found.of.items()}
+    memory = levels(timeline, kinds_of([timeline]))
+    for number, time in enumerate(memory.times):
+        nbytes = {kind: column[number] for kind, column in memory.of.items()}
         events.append({"ph": "C", "pid": 1, "ts": time * MICROSECONDS, "name": "memory", "args": nbytes})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -41,10 +41,10 @@ def _named(what: str, thread: int, name: str) -> dict[str, object]:
 
 
 def picture(timeline: Timeline, path: Path) -> None:
-    """Draw memory and lanes over the step into `path`: PNG, SVG or PDF, by its suffix.
+    """Draw memory and lanes over the step into `path`, a PNG, SVG or PDF by its suffix.
 
     Raises:
-        InputError: another suffix.
+        InputError: `path` has another suffix.
         ImportError: matplotlib is missing.
     """
     if path.suffix not in SUFFIXES:
@@ -60,11 +60,11 @@ def _draw(timeline: Timeline, path: Path) -> None:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     memory, gantt = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    found = levels(timeline, kinds_of([timeline]))
-    times = [1e3 * time for time in (*found.times, timeline.seconds)]
-    stacks = [[nbytes / 2**30 for nbytes in (*column, *column[-1:])] for column in found.of.values()]
-    if found.times:
-        memory.stackplot(times, stacks, labels=list(found.of), step="post", colors=COLORS, linewidth=0)
+    folded = levels(timeline, kinds_of([timeline]))
+    times = [1e3 * time for time in (*folded.times, timeline.seconds)]
+    stacks = [[nbytes / 2**30 for nbytes in (*column, *column[-1:])] for column in folded.of.values()]
+    if folded.times:
+        memory.stackplot(times, stacks, labels=list(folded.of), step="post", colors=COLORS, linewidth=0)
         memory.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), reverse=True, frameon=False)
     peak = timeline.peak
     memory.plot(1e3 * peak.time, peak.nbytes / 2**30, "o", color="black", markersize=4)

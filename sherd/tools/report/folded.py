@@ -1,4 +1,4 @@
-"""A timeline folded into what pictures need: bytes by kind at few moments, spans in columns, units with their likes."""
+"""A timeline reduced to what a picture shows: bytes by kind at few moments, the longest spans, equal units once."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ __all__ = ["Branch", "Levels", "branches", "exposed_wait", "is_exposed", "kinds_
 
 OTHER = "other"
 KINDS, PARTS, SPANS = 8, 800, 30_000
-"""The most kinds of memory, parts of the step and spans that a page tells apart."""
+"""The most kinds of memory, parts of the step, and spans on a page."""
 BOTTOM = (MemoryKind.SHARDS, MemoryKind.OPTIMIZER, MemoryKind.GRADIENTS, MemoryKind.PART, TensorKind.INPUT)
-"""The kinds at the bottom of the stack, which change least. Above are activations, and then what comes and goes."""
+"""The kinds at the bottom of the stack, which change least. Above are activations, and then short-lived memory."""
 USUAL = (*BOTTOM[:3], TensorKind.ACTIVATION, TensorKind.TEMPORARY, MemoryKind.UNSHARDED, TensorKind.LOGITS)
-"""The kinds whose colours are the same on all pages."""
+"""The kinds that have the same colours on all pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """The bytes of each kind from each moment until the next: `of[kind][i]` from `times[i]` on, in seconds."""
+    """The bytes of each kind over time: `of[kind][i]` from `times[i]`, in seconds, until the next moment."""
 
     times: list[float]
     of: dict[str, list[int]]
 
     @property
     def most(self) -> int:
-        """The most bytes of all kinds at a moment."""
+        """The most bytes at a moment, of all kinds together."""
         return max(map(sum, zip(*self.of.values(), strict=True)), default=0)
 
 
 def kinds_of(timelines: Sequence[Timeline]) -> dict[str, int]:
-    """Returns the kinds that take most, from the bottom of the stack to its top, each with the number of its colour.
-    The others are one: `other`."""
+    """Returns the largest kinds, from the bottom of the stack to its top, each with the number of its colour.
+
+    All further kinds are one: `other`.
+    """
     most: Counter[str] = Counter()
     for timeline in timelines:
         now: Counter[str] = Counter()
@@ -54,14 +56,14 @@ def kinds_of(timelines: Sequence[Timeline]) -> dict[str, int]:
 
 
 def levels(timeline: Timeline, kinds: Iterable[str]) -> Levels:
-    """Returns the memory over the step. Of each of its parts, the fullest moment and the last one are kept."""
+    """Returns the memory over the step: the fullest and the last moment of each part of the step."""
     now = dict.fromkeys(kinds, 0)
     fullest: dict[int, tuple[float, list[int]]] = {}
     last: dict[int, tuple[float, list[int]]] = {}
     for time, changes in groupby(timeline.changes, lambda change: change.time):
-        for change in changes:  # what changes at once is one moment
+        for change in changes:  # changes at the same time are one moment
             kind = change.kind if change.kind in now else OTHER
-            if kind in now:  # a kind that never takes anything is none of `kinds`
+            if kind in now:  # `kinds` leaves out kinds that never have bytes
                 now[kind] += change.nbytes
         part = min(int(time / timeline.seconds * PARTS), PARTS) if time else -1  # the beginning is always kept
         last[part] = time, list(now.values())
@@ -74,7 +76,7 @@ def levels(timeline: Timeline, kinds: Iterable[str]) -> Levels:
 
 
 def longest(spans: Sequence[Span], most: int = SPANS) -> list[Span]:
-    """Returns the `most` longest of `spans`, in their order."""
+    """Returns the `most` longest spans, in the order of `spans`."""
     if len(spans) <= most:
         return list(spans)
     shortest = sorted((span.end - span.start for span in spans), reverse=True)[most]
@@ -93,40 +95,40 @@ def is_exposed(span: Span) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A unit of the tree, the units below it, and the neighbours that are the same but for their names."""
+    """A unit, the units below it, and the names of neighbours that differ from it only in their names."""
 
     unit: TimelineUnit
     below: tuple[Branch, ...]
     alike: tuple[str, ...] = ()
 
     def form(self) -> object:
-        """Returns what two branches have in common if they are alike."""
+        """Returns a value that is equal for branches that are alike."""
         unit, start = self.unit, len(self.unit.name)
-        below = [(each.unit.name[start:], each.form(), len(each.alike)) for each in self.below]
+        below = [(branch.unit.name[start:], branch.form(), len(branch.alike)) for branch in self.below]
         return unit.kind, unit.numel, unit.unsharded_bytes, unit.shard_bytes, below
 
 
 def branches(units: Sequence[TimelineUnit]) -> list[Branch]:
-    """Returns the tree of `units` by their names, neighbours that are alike folded into the first of them."""
+    """Returns the tree of `units` by their names. Of neighbours that are alike, the first one stands for all."""
+
+    def is_inside(name: str, other: str) -> bool:
+        return name != other and (not other or name.startswith(f"{other}."))
+
     below: dict[int, list[int]] = {number: [] for number in range(-1, len(units))}
     path: list[int] = []
     for number in sorted(
         range(len(units)), key=lambda number: units[number].name.split(".") * (units[number].name != "")
     ):
-        while path and not _is_inside(units[number].name, units[path[-1]].name):
+        while path and not is_inside(units[number].name, units[path[-1]].name):
             path.pop()
         below[path[-1] if path else -1].append(number)
         path.append(number)
 
-    def grown(number: int) -> Iterator[Branch]:
+    def branches_below(number: int) -> Iterator[Branch]:
         """Yields the branches below a unit, in the order of the units."""
-        found = [Branch(units[each], tuple(grown(each))) for each in sorted(below[number])]
-        for _, group in groupby(found, Branch.form):
+        children = [Branch(units[child], tuple(branches_below(child))) for child in sorted(below[number])]
+        for _, group in groupby(children, Branch.form):
             first, *others = group
             yield Branch(first.unit, first.below, tuple(other.unit.name for other in others))
 
-    return list(grown(-1))
-
-
-def _is_inside(name: str, other: str) -> bool:
-    return name != other and (not other or name.startswith(f"{other}."))
+    return list(branches_below(-1))

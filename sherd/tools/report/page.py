@@ -1,4 +1,4 @@
-"""The page of HTML that shows steps: one file, which loads nothing. Tables are made here, charts by page.js."""
+"""The page of HTML that shows steps: one file that loads no others. Tables are made here, charts by page.js."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sherd.units import in_bytes, in_seconds
 __all__ = ["page"]
 
 TICKS = 1_000_000
-"""Times in the data of the page are whole numbers of this part of the step."""
+"""Times in the data of the page are whole numbers: the step has so many ticks."""
 COLUMNS = ("name_of", "starts", "ends", "units", "nbytes")
-"""Of the spans of a lane. Names are indices into `names`."""
+"""The columns of a lane's spans. Names are indices into `names`."""
 KEYS = {"forward": "k0", "backward": "k4", "recompute": "k1", "optimizer": "k5", "collectives": "k6", "waits": "wait"}
 """The colours of page.css for the kinds of spans."""
 
@@ -27,7 +27,7 @@ KEYS = {"forward": "k0", "backward": "k4", "recompute": "k1", "optimizer": "k5",
 def page(timelines: Sequence[Timeline], search: Search | None = None, advice: Sequence[Advice] = ()) -> str:
     """Returns the page: facts, advice, memory and lanes over the step, units, and the search.
 
-    Several timelines stand side by side, on the same scales. Names may hold anything: none of it becomes markup.
+    Several timelines are side by side, on the same scales. Names are escaped, whatever they contain.
     """
     kinds = kinds_of(timelines)
     data = json.dumps(_data(timelines, kinds, search), allow_nan=False, separators=(",", ":"))
@@ -96,7 +96,7 @@ def _headline(timeline: Timeline) -> str:
 def _advice(advice: Sequence[Advice]) -> str:
     if not advice:
         return ""
-    rows = [[_text(each.change), in_bytes(each.saves_bytes), in_seconds(each.costs_seconds)] for each in advice]
+    rows = [[_text(item.change), in_bytes(item.saves_bytes), in_seconds(item.costs_seconds)] for item in advice]
     return f"<h2>What to change first</h2>{_table(['change', 'saves at the peak', 'costs per step'], rows)}"
 
 
@@ -127,7 +127,7 @@ def _peak(timeline: Timeline, kinds: Mapping[str, int]) -> str:
             ranked = [*ranked[:7], (f"{len(rest) + 1:,} others", ranked[7][1] + sum(nbytes for _, nbytes in rest))]
         return [[name, in_bytes(nbytes), f"{nbytes / (peak.nbytes or 1):.1%}"] for name, nbytes in ranked]
 
-    every_kind = {**dict.fromkeys(kinds, 0), **peak.by_kind}  # the table is the key to the colours, too
+    every_kind = {**dict.fromkeys(kinds, 0), **peak.by_kind}  # the table is also the legend of the chart
     by_kind = [(color.get(kind, other) + _text(kind), nbytes) for kind, nbytes in every_kind.items()]
     names = {-1: "of no unit", **{number: unit.name or "(root)" for number, unit in enumerate(timeline.units)}}
     by_unit = [(_text(names[unit]), nbytes) for unit, nbytes in peak.by_unit.items() if nbytes]
@@ -161,12 +161,12 @@ def _branch(branch: Branch) -> str:
 
 
 def _front(search: Search) -> list[Candidate]:
-    """Returns the candidates that fit and that no other beats in both memory and time, the smallest first."""
+    """Returns the Pareto front of the candidates that fit, by memory and time, the smallest first."""
     front: list[Candidate] = []
-    fitting = (each for each in search.candidates if each.fits)
-    for each in sorted(fitting, key=lambda each: (each.peak_bytes, each.step_seconds)):
-        if not front or each.step_seconds < front[-1].step_seconds:
-            front.append(each)
+    fitting = (candidate for candidate in search.candidates if candidate.fits)
+    for candidate in sorted(fitting, key=lambda candidate: (candidate.peak_bytes, candidate.step_seconds)):
+        if not front or candidate.step_seconds < front[-1].step_seconds:
+            front.append(candidate)
     return front
 
 
@@ -175,14 +175,15 @@ def _search(search: Search | None) -> str:
         return ""
     best = search.candidates[search.best] if search.best >= 0 else None
 
-    def name(each: Candidate) -> str:
-        told = each.name
-        if best is not None and each is not best:
-            told = ", ".join(word for key, word in each.settings.items() if best.settings.get(key) != word) or told
-        return f"<span class=name>{_text(told)}</span>{' <b>best</b>' if each is best else ''}"
-
-    rows = [[name(each), in_seconds(each.step_seconds), in_bytes(each.peak_bytes)] for each in _front(search)]
-    said = f"{len(search.candidates):,} settings were tried; {sum(each.fits for each in search.candidates):,} fit."
+    rows = []
+    for candidate in _front(search):
+        name = candidate.name
+        if best is not None and candidate is not best:
+            name = ", ".join(word for key, word in candidate.settings.items() if best.settings.get(key) != word) or name
+        cell = f"<span class=name>{_text(name)}</span>{' <b>best</b>' if candidate is best else ''}"
+        rows.append([cell, in_seconds(candidate.step_seconds), in_bytes(candidate.peak_bytes)])
+    num_fit = sum(candidate.fits for candidate in search.candidates)
+    said = f"{len(search.candidates):,} settings were tried; {num_fit:,} fit."
     return (
         f"<h2>Settings</h2><p>{said} Down and to the left is better: none beats those on the line in both.</p>"
         "<figure class=search style='margin:0'><div class=scatter></div><p class=readout aria-live=polite></p></figure>"
@@ -191,16 +192,23 @@ def _search(search: Search | None) -> str:
 
 
 def _data(steps: Sequence[Timeline], kinds: Mapping[str, int], search: Search | None) -> dict[str, object]:
-    """Returns what page.js draws. Whole numbers in columns: thousands of spans are to take few bytes."""
+    """Returns the data for page.js: whole numbers in columns, since there may be thousands of spans."""
     folded = [levels(step, kinds) for step in steps]
-    most = max(max(each.most, step.peak.nbytes) for each, step in zip(folded, steps, strict=True))
+    most = max(max(memory.most, step.peak.nbytes) for memory, step in zip(folded, steps, strict=True))
     unit = max(1, most // 20_000)
     seen = {span.lane for step in steps for span in step.spans}
     lanes = [lane for lane in Lane if lane in seen]
-    lines = [_line(step, each, lanes, unit, SPANS // len(steps)) for step, each in zip(steps, folded, strict=True)]
+    pairs = zip(steps, folded, strict=True)
+    lines = [_line(step, memory, lanes, unit, SPANS // len(steps)) for step, memory in pairs]
     seconds = max(step.seconds for step in steps)
-    about = {"kinds": [*kinds], "colors": [*kinds.values()], "unit": unit, "most": most, "seconds": seconds}
-    return {**about, "steps": lines, "search": _points(search) if search else None}
+    data = {"kinds": [*kinds], "colors": [*kinds.values()], "unit": unit, "most": most, "seconds": seconds}
+    if search is None:
+        return {**data, "steps": lines, "search": None}
+    about = f"{len(search.candidates):,} settings by peak memory and step time. Arrow keys go on."
+    front = _front(search)
+    points = [{**asdict(candidate), "pareto": candidate in front} for candidate in search.candidates]
+    found = {"best": search.best, "limit": search.limit_bytes, "about": about, "points": points}
+    return {**data, "steps": lines, "search": found}
 
 
 def _line(timeline: Timeline, folded: Levels, lanes: Sequence[Lane], unit: int, most: int) -> dict[str, object]:
@@ -227,10 +235,3 @@ def _line(timeline: Timeline, folded: Levels, lanes: Sequence[Lane], unit: int, 
         "names": list(place),
         "lanes": [column(lane) for lane in lanes],
     }
-
-
-def _points(search: Search) -> dict[str, object]:
-    about = f"{len(search.candidates):,} settings by peak memory and step time. Arrow keys go on."
-    front = _front(search)
-    points = [{**asdict(each), "pareto": each in front} for each in search.candidates]
-    return {"best": search.best, "limit": search.limit_bytes, "about": about, "points": points}

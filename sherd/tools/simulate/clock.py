@@ -1,55 +1,14 @@
 """The clock: lanes of work that run beside one another, as in `sherd/comm/streams.py`.
 
 The host queues work, one thing after the other. On a device with streams, compute and each kind of collective have a
-lane of their own, and what is queued on a lane runs as soon as what it needs is there. Without streams the host itself
-computes, and a collective takes its time when it is waited for.
+lane of their own, and queued work runs as soon as its inputs are there. Without streams the host itself computes, and a
+collective takes its time while compute waits for it.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
+from sherd.tools.simulate.costs import ClusterCosts
 from sherd.tools.simulate.timeline import Lane, Span
-from sherd.tools.simulate.work import Group, Op
-
-
-class Costs(ABC):
-    """The seconds that things take on one rank.
-
-    Attributes:
-        overlaps: collectives run beside compute.
-        host: seconds of the host for each operation or collective that it queues.
-        beside: the share of its speed that compute keeps while a collective runs.
-    """
-
-    overlaps: bool
-    host: float
-    beside: float = 1.0
-
-    @abstractmethod
-    def op(self, op: Op) -> float:
-        """Returns the seconds of an operation."""
-
-    @abstractmethod
-    def copied(self, nbytes: int) -> float:
-        """Returns the seconds in which so many bytes are read or written in the memory of the device."""
-
-    @abstractmethod
-    def collective(self, kind: str, nbytes: int, group: Group) -> float:
-        """Returns the seconds of a collective; see `costs.collective_seconds`."""
-
-    def waited(self, computed: float) -> float:
-        """Returns the seconds in which ranks wait for the slowest, after each has computed for so many."""
-        return 0.0
-
-    @abstractmethod
-    def to_host(self, nbytes: int) -> float:
-        """Returns the seconds in which `nbytes` travel between the device and its host."""
-
-    @abstractmethod
-    def optimizer(self, nbytes: int, num_tensors: int, on_host: bool) -> float:
-        """Returns the seconds of an optimizer's step that reads or writes so many tensors, of `nbytes` together."""
-
 
 SHARING = (Lane.GATHER, Lane.REDUCE, Lane.ALL_REDUCE)
 """The lanes whose work takes processors of the device. Copies to the host have engines of their own."""
@@ -59,30 +18,33 @@ class Clock:
     """Times of one rank's lanes, in seconds.
 
     Attributes:
-        spans: what was done, in the order of queueing.
-        exposed: seconds that compute has waited, by the lane it has waited for.
+        spans: the work, in the order of queueing.
+        exposed: seconds for which compute waited, by lane.
     """
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: ClusterCosts) -> None:
         self._costs = costs
         self._free = dict.fromkeys(Lane, 0.0)
         self._follows = dict.fromkeys(Lane, 0.0)
         self._host = 0.0
         self._met = 0.0
-        """When the ranks have last waited for one another, without streams."""
+        """The time when the ranks last waited for one another, without streams."""
         self._busy: list[tuple[float, float]] = []
-        """When collectives run that take a part of the device from compute."""
+        """The start and end of each collective that takes a part of the device from compute."""
         self.spans: list[Span] = []
         self.exposed = dict.fromkeys(Lane, 0.0)
 
     @property
     def now(self) -> float:
-        """The moment when compute has done what was queued."""
+        """The time when compute is done with all queued work."""
         return self._free[Lane.COMPUTE]
 
     def compute(self, name: str, unit: int, seconds: float, num_queued: int = 1) -> None:
-        """Queue operations on compute that take so many seconds together. The device begins once the first one is
-        queued, and is not done before the last one is. What follows at once and is alike is one span."""
+        """Queue operations on compute that take `seconds` together.
+
+        The device begins once the first operation is queued, and ends after the last one is. Work of the same name and
+        unit without a gap is one span.
+        """
         start = max(self.now, self._host + min(1, num_queued) * self._costs.host)
         self._host += num_queued * self._costs.host
         end = self._free[Lane.COMPUTE] = max(self._end_beside_collectives(start, seconds), self._host)
@@ -93,7 +55,7 @@ class Clock:
             self.spans.append(Span(Lane.COMPUTE, name, unit, start, end))
 
     def _end_beside_collectives(self, now: float, seconds: float) -> float:
-        """Returns when compute is done that begins now, and takes so many `seconds` alone."""
+        """Returns the end of compute that begins `now` and takes `seconds` without collectives beside it."""
         self._busy = sorted(each for each in self._busy if each[1] > now)
         for begin, end in self._busy:
             alone = max(0.0, begin - now)
@@ -107,7 +69,7 @@ class Clock:
         return now + seconds
 
     def start(self, lane: Lane, name: str, unit: int, seconds: float, nbytes: int, after: float = 0.0) -> float:
-        """Queue work on `lane`, not before the moment `after`. Returns when it is done."""
+        """Queue work on `lane` that begins at the time `after` or later. Returns the time when it is done."""
         self._host += self._costs.host
         if not seconds:
             return max(after, self._host)
@@ -119,11 +81,11 @@ class Clock:
         return end
 
     def follow_compute(self, lane: Lane) -> None:
-        """Have later work of `lane` wait for what is queued on compute until now."""
+        """Have later work of `lane` wait for the work that is queued on compute."""
         self._follows[lane] = self.now
 
     def wait(self, lane: Lane, unit: int, until: float) -> None:
-        """Have compute wait until the moment `until`, for `lane`."""
+        """Have compute wait for `lane` until the time `until`."""
         start = max(self.now, self._host)
         if until > start:
             self.exposed[lane] += until - start
@@ -131,7 +93,7 @@ class Clock:
             self._free[Lane.COMPUTE] = until
 
     def do_beside(self, lane: Lane, name: str, unit: int, seconds: float, nbytes: int) -> None:
-        """Do work of `lane` with the other ranks while compute waits for it: the way without streams."""
+        """Do work of `lane` with the other ranks while compute waits, as devices without streams do."""
         if seconds:
             start = max(self.now, self._host)
             seconds += self._costs.waited(start - self._met)

@@ -1,20 +1,34 @@
-"""A cluster: what one device computes and holds, and how fast bytes travel between devices. Read from a TOML file."""
+"""Clusters: what one device computes and holds, and how fast bytes travel between devices. And the files of clusters.
+
+A cluster file is TOML in which every figure has a unit.
+"""
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import re
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from reprlib import repr as shortened
+from typing import Any
 
+from sherd.errors import ClusterError
+from sherd.extras import install
 from sherd.tools.simulate.work import OpKind
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way between devices.
+    """A link between devices.
 
     Attributes:
         latency: seconds of one message.
-        bandwidth: bytes per second that one device sends through it while all others do the same, as achieved.
+        bandwidth: bytes per second that one device achieves while all others send too.
     """
 
     latency: float
@@ -23,7 +37,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """An operation that was timed in a training: its size, as `Op` has it, and the seconds that it took."""
+    """An operation that was timed in a training: its size, in the terms of `Op`, and its seconds."""
 
     flops: int
     nbytes: int
@@ -36,19 +50,19 @@ class Device:
     """One accelerator, or one rank on CPU cores. All figures as achieved, not as printed by the maker.
 
     Attributes:
-        memory: bytes that there are.
+        memory: the bytes of the device.
         library_bytes: bytes that the driver and libraries (context, NCCL, cuBLAS) take beside tensors.
-        peak_flops: per second, by the dtype's name: the maker's figure, that MFU is a share of.
-        flops: per second achieved by large matrix products, by the dtype's name.
-        attention_share: of `flops` that fused attention achieves.
-        bandwidth: bytes per second of its memory, achieved by large pointwise operations.
-        shares: of `bandwidth` achieved by operations of other kinds.
-        launch: seconds that the shortest operation takes on the device.
-        host: seconds that the host needs to queue one operation, when it runs ahead of the device; for a CPU 0.
+        peak_flops: the maker's FLOP/s by the dtype's name; MFU is a share of it.
+        flops: the FLOP/s that large matrix products achieve, by the dtype's name.
+        attention_share: the share of `flops` that fused attention achieves.
+        bandwidth: bytes per second of the memory that large pointwise operations achieve.
+        shares: the shares of `bandwidth` that other kinds of operations achieve.
+        launch: seconds of the shortest operation on the device.
+        host: seconds of the host to queue one operation, when it runs ahead of the device; for a CPU 0.
         overlaps: collectives run beside compute, as on an accelerator with streams.
-        beside: the share of its speed that compute keeps while they do.
-        skew: seconds by which the slowest rank is later than the mean one, after each has computed for 1 ms. Only of
-            devices without `overlaps`: others have theirs in what collectives take.
+        beside: the share of its speed that compute keeps while collectives run.
+        skew: seconds by which the slowest rank is later than the mean rank, after all compute for 1 ms. Only for
+            devices without `overlaps`: for others the times of collectives include it.
         timed: operations of several sizes, by the operation's name without "aten." and its dtype: `mm.float32`.
     """
 
@@ -73,13 +87,13 @@ class Cluster:
     """Nodes of equal devices.
 
     Attributes:
-        within: between devices of a node.
-        across: between nodes, per device.
-        to_host: between a device and its host's memory.
-        price_per_hour: of one device, in `currency`; None if it is not known.
+        within: the link between devices of a node.
+        across: the link between nodes, per device.
+        to_host: the link between a device and its host's memory.
+        price_per_hour: the price of one device, in `currency`; None: unknown.
         sources: where each figure comes from, by its name.
-        optimizer: seconds for each time that its step reads or writes a shard, and bytes per second besides; None:
-            those of a copy.
+        optimizer: seconds for each access of an optimizer step to a shard, and bytes per second besides; None: those of
+            a copy.
     """
 
     name: str
@@ -92,3 +106,243 @@ class Cluster:
     currency: str
     sources: dict[str, str]
     optimizer: Link | None = None
+
+
+# Cluster files
+
+FOLDER = Path(__file__).parent / "clusters"
+NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
+DECIMAL = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+BINARY = {"B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The values of a field: a value of `types`; with `units` a text, which is written in the last unit that fits."""
+
+    expected: str
+    types: tuple[type, ...] = (str,)
+    units: Mapping[str, float] = field(default_factory=dict)
+    may_be_zero: bool = False
+
+
+BYTES = Kind('bytes, as "80 GiB" or "80 GB"', units=DECIMAL | BINARY)
+BANDWIDTH = Kind('bytes per second, as "3.35 TB/s"', units={f"{unit}/s": by for unit, by in (BINARY | DECIMAL).items()})
+FLOPS = Kind('FLOP per second, as "989 TFLOP/s"', units={f"{p}FLOP/s": 1e3**i for i, p in enumerate("MGTP", 2)})
+SECONDS = Kind('a time, as "5 us" or "0 s"', units={"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}, may_be_zero=True)
+SHARE = Kind("a number above 0 and up to 1 without a unit, as 0.75", (float, int))
+COUNT = Kind("a whole number from 1 on", (int,))
+FLAG = Kind("true or false", (bool,))
+TEXT = Kind("a text that is not empty")
+DECIMAL_BYTES = replace(BYTES, units=DECIMAL)
+TIMED = 'a list of texts, as "2 MB: 97 us" or "151 MFLOP, 2 MB, 384 deep: 977 us"'
+FLOP = Kind('FLOP, as "151 MFLOP"', units={f"{p}FLOP": 1e3**i for i, p in enumerate(["", *"kMGTP"])}, may_be_zero=True)
+PRICE = Kind('a price and the code of its currency, as "2.99 USD"')
+
+LINKS = ("within", "across", "to_host", "optimizer")
+DTYPES = ("bfloat16", "float32", "float16", "tfloat32", "float64")
+INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+RARE = ("complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+FIELDS: dict[str, Kind] = {
+    "name": TEXT,
+    "devices_per_node": COUNT,
+    "price_per_hour": PRICE,
+    "device.name": TEXT,
+    "device.memory": BYTES,
+    "device.library_bytes": replace(BYTES, may_be_zero=True),
+    **{f"device.{table}.{dtype}": FLOPS for table in ("peak_flops", "flops") for dtype in DTYPES},
+    "device.attention_share": SHARE,
+    "device.bandwidth": BANDWIDTH,
+    **{f"device.shares.{kind}": SHARE for kind in ("reduction", "lookup", "copy")},
+    "device.launch": SECONDS,
+    "device.host": SECONDS,
+    "device.overlaps": FLAG,
+    "device.beside": SHARE,
+    "device.skew": SECONDS,
+    **{f"{link}.{name}": kind for link in LINKS for name, kind in (("latency", SECONDS), ("bandwidth", BANDWIDTH))},
+}
+"""Every field of a cluster file, by its dotted name."""
+OPTIMIZER = {"optimizer.latency", "optimizer.bandwidth"}
+"""Either both are in a file, or neither."""
+TABLE = re.compile(rf"device\.timed\.\w+\.({'|'.join((*DTYPES, *INTEGERS, *RARE))})", re.ASCII)
+"""The names of further fields: the times of an operation of a dtype."""
+OPTIONAL = {"price_per_hour", "device.beside", "device.skew", *OPTIMIZER}
+OPTIONAL |= {name for name in FIELDS if name.rpartition(".")[2] in DTYPES[2:]}
+
+
+def shipped_clusters() -> list[str]:
+    """Returns the names of the clusters that come with sherd."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def read_cluster(name_or_path: str | Path) -> Cluster:
+    """Returns a shipped cluster by its name, or the cluster in a TOML file. Raises ClusterError, in one line."""
+    shipped = str(name_or_path) in shipped_clusters()
+    path = FOLDER / f"{name_or_path}.toml" if shipped else Path(name_or_path)
+    values = _flat(_tree(path))
+    sources = {name.removeprefix("sources."): values.pop(name) for name in [*values] if name.startswith("sources.")}
+    _require_known(path, values, sources)
+    device: dict[str, Any] = {name: {} for name in ("peak_flops", "flops", "shares", "timed")}
+    tree: dict[str, Any] = {"device": device, **{link: {} for link in LINKS}}
+    for name, value in values.items():
+        *tables, leaf = name.split(".")
+        if TABLE.fullmatch(name):
+            tree["device"]["timed"][name.removeprefix("device.timed.")] = _timed(f"{path}: {name}", value)
+            continue
+        reduce(getitem, tables, tree)[leaf] = _value(f"{path}: {name}", value, FIELDS[name])
+    shares = {OpKind(kind): share for kind, share in tree["device"].pop("shares").items()}
+    price, _, tree["currency"] = tree.pop("price_per_hour", "").partition(" ")
+    links: dict[str, Any] = {link: Link(**figures) for link in LINKS if (figures := tree.pop(link))}
+    read_device = Device(shares=shares, **tree.pop("device"))
+    _require_possible(path, values, read_device)
+    return Cluster(
+        device=read_device,
+        **links,
+        price_per_hour=float(price) if price else None,
+        sources={name: str(_value(f"{path}: sources.{name}", text, TEXT)) for name, text in sources.items()},
+        **tree,
+    )
+
+
+def bytes_in(text: str, where: str) -> int:
+    """Returns the bytes in a text as "80 GiB". Raises ClusterError, which names `where` it was read."""
+    nbytes = _value(where, text, BYTES)
+    assert isinstance(nbytes, int), "bytes are whole"
+    return nbytes
+
+
+def _tree(path: Path) -> dict[str, object]:
+    try:
+        toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+        tree: dict[str, object] = toml.loads(path.read_text(encoding="utf-8"))
+    except ImportError as error:
+        raise ClusterError(f"{path}: Python 3.10 reads TOML with tomli: {install('tools')}") from error
+    except OSError as error:
+        near = difflib.get_close_matches(path.name, shipped_clusters(), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"expected a file, or one of {', '.join(shipped_clusters())}"
+        raise ClusterError(f"cannot read the cluster {str(path)!r}: {error.strerror}; {hint}") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or no name of a file
+        raise ClusterError(f"{str(path)!r} does not parse as TOML: {' '.join(str(error).split())}") from error
+    return tree
+
+
+def _flat(tree: Mapping[str, object]) -> dict[str, object]:
+    """Returns the leaves of `tree` by their dotted names."""
+    flat: dict[str, object] = {}
+    waiting = [*tree.items()][::-1]
+    while waiting:  # a recursion would fail for names with more parts than Python nests calls
+        name, value = waiting.pop()
+        if type(value) is dict:
+            waiting += [(".".join((name, key)), below) for key, below in [*value.items()][::-1]]
+        else:
+            flat[name] = value
+    return flat
+
+
+def _require_known(path: Path, values: Mapping[str, object], sources: Mapping[str, object]) -> None:
+    """Raise ClusterError for a field that is unknown, or missing."""
+    for name in values:
+        if name not in FIELDS and not TABLE.fullmatch(name):
+            near = difflib.get_close_matches(name, FIELDS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"expected fields are {', '.join(FIELDS)}"
+            named = name if len(name) < 80 else f"{name[:77]}..."
+            raise ClusterError(f"{path}: unknown field {named!r} = {shortened(values[name])}; {hint}")
+    for name in sources:
+        if not any(f"{field}.".startswith(f"{name}.") for field in FIELDS):
+            raise ClusterError(f"{path}: unknown field {'sources.' + name!r}; expected the name of a field or a table")
+    for name, kind in FIELDS.items():
+        is_optional = name in OPTIONAL and not (name in OPTIMIZER and OPTIMIZER & values.keys())
+        if name not in values and not is_optional:
+            raise ClusterError(f"{path}: {name} is missing; expected {kind.expected}")
+
+
+def _require_possible(path: Path, values: Mapping[str, object], device: Device) -> None:
+    """Raise ClusterError for a figure that is too large beside another one."""
+    if device.library_bytes >= device.memory:
+        raise ClusterError(
+            f"{path}: device.library_bytes = {shortened(values['device.library_bytes'])}; expected less than "
+            f"device.memory, {values['device.memory']}"
+        )
+    for dtype, achieved in device.flops.items():
+        if achieved > device.peak_flops.get(dtype, achieved):
+            name, peak = f"device.flops.{dtype}", f"device.peak_flops.{dtype}"
+            raise ClusterError(f"{path}: {name} = {shortened(values[name])}; expected at most {peak}, {values[peak]}")
+
+
+def _value(where: str, value: object, kind: Kind) -> object:
+    """Returns `value` in bytes, seconds or the like, or unchanged if it has no unit. Raises ClusterError."""
+    text, number = str(value), float("nan")
+    is_good = type(value) in kind.types
+    if is_good and kind.units:
+        match = re.fullmatch(rf"{NUMBER} ?({'|'.join(map(re.escape, kind.units))})", text, re.ASCII)
+        number = float(match[1]) * kind.units[match[2]] if match else number
+        is_good = 0 < number < float("inf") or (kind.may_be_zero and number == 0)
+        is_good = is_good and (kind.may_be_zero or "GiB" not in kind.units or number >= 0.5)  # bytes are whole
+    elif is_good and kind in (SHARE, COUNT):
+        is_good = 0 < float(text) <= (1.0 if kind is SHARE else sys.maxsize)
+    elif is_good:
+        is_good = bool(re.fullmatch(rf"{NUMBER} [A-Z]{{3}}", text, re.ASCII) if kind is PRICE else text.strip())
+    if not is_good:
+        raise ClusterError(f"{where} = {shortened(value)}; expected {kind.expected}")
+    return round(number) if "GiB" in kind.units else number if kind.units else value
+
+
+def _timed(where: str, value: object) -> tuple[Timed, ...]:
+    """Returns the operations in a list of texts. Raises ClusterError."""
+    texts, operations = value if type(value) is list else [], []
+    for text in texts:
+        match = re.fullmatch(r"(?:([^,:]+), )?([^,:]+)(?:, (\d{1,18}) deep)?: ([^,:]+)", str(text), re.ASCII)
+        if not match:
+            break
+        flops, nbytes, seconds = (
+            float(str(_value(where, part, kind)))
+            for part, kind in zip((match[1] or "0 FLOP", match[2], match[4]), (FLOP, BYTES, SECONDS), strict=True)
+        )
+        operations.append(Timed(round(flops), round(nbytes), int(match[3] or 0), max(seconds, 1e-9)))
+    if not operations or len(operations) < len(texts):
+        raise ClusterError(f"{where} = {shortened(value)}; expected {TIMED}")
+    return tuple(operations)
+
+
+def _timed_text(timed: Timed) -> str:
+    nbytes = _text(timed.nbytes, DECIMAL_BYTES)
+    size = f"{_text(timed.flops, FLOP)}, {nbytes}, {timed.depth} deep" if timed.flops else nbytes
+    return f"{size}: {_text(timed.seconds, SECONDS)}"
+
+
+def texts_of(cluster: Cluster) -> dict[str, str]:
+    """Returns the figures of `cluster` by their dotted names, each as in a cluster file, without quotes."""
+    flat = _flat(asdict(cluster))
+    if flat["price_per_hour"] is not None:
+        flat["price_per_hour"] = f"{flat['price_per_hour']} {cluster.currency}"
+    # Figures without effect are left out: if nothing runs beside compute, or no rank is late.
+    if not cluster.device.overlaps:
+        del flat["device.beside"]
+    if cluster.device.overlaps or not cluster.device.skew:
+        del flat["device.skew"]
+    return {name: _text(flat[name], kind) for name, kind in FIELDS.items() if flat.get(name) is not None}
+
+
+def _text(value: object, kind: Kind) -> str:
+    if kind.units:
+        number = float(str(value))
+        fitting = [unit for unit, by in kind.units.items() if number >= by] or [*kind.units][:1]
+        return f"{number / kind.units[fitting[-1]]:.4g} {fitting[-1]}"
+    return f"{value:.4g}" if kind is SHARE else str(value).lower() if kind is FLAG else str(value)
+
+
+def cluster_toml(cluster: Cluster) -> str:
+    """Returns the cluster file of `cluster`; figures have four digits."""
+    texts = texts_of(cluster)
+    bare = (SHARE, COUNT, FLAG)
+    lines = [f"{name} = {text if FIELDS[name] in bare else _quoted(text)}" for name, text in texts.items()]
+    for name, timed in cluster.device.timed.items():
+        lines += [f"device.timed.{name} = [", *(f"    {_quoted(_timed_text(each))}," for each in timed), "]"]
+    lines += ["", "[sources]", *(f"{_quoted(name)} = {_quoted(text)}" for name, text in cluster.sources.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """Returns a TOML string. What a line cannot hold becomes a blank."""
+    clean = "".join(each if each.isprintable() else " " for each in text)
+    return '"' + clean.replace("\\", "\\\\").replace('"', '\\"') + '"'

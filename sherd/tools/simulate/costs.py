@@ -1,8 +1,8 @@
 """Seconds of operations, collectives and optimizer steps on a cluster, by closed formulas: rooflines and alpha-beta.
 
-An operation takes the longer of its computing and its reading and writing, and `launch` besides. So small ones are slow
-as Hockney has it (The science of computer benchmarking, 1996): where large products run at a rate r, one of w FLOP runs
-at r * w / (w + r * launch), at half of r if w = r * launch.
+An operation takes the longer of its computing and its reading and writing, plus `launch`. So small operations are slow
+as in Hockney's model (The science of computer benchmarking, 1996): if large products run at a rate r, a product of w
+FLOP runs at r * w / (w + r * launch), at half of r if w = r * launch.
 
 Collectives (p ranks, n bytes; Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in
 MPICH, 2005) are those that NCCL chooses, as its tuning model has them (src/graph/tuning.cc):
@@ -13,8 +13,8 @@ MPICH, 2005) are those that NCCL chooses, as its tuning model has them (src/grap
     chain     broadcast                    p - 1 steps, n bytes
     pairs     all-to-all                   p - 1 steps, n / p bytes each
 
-They are hierarchical: steps within a node take the latency of `within`, those from node to node that of `across`. A
-ring runs through each device of a node, so all of them share what goes across; the slower of both ways is the bound.
+They are hierarchical: steps within a node take the latency of `within`, steps from node to node that of `across`. A
+ring runs through each device of a node, so all of them share the traffic across; the slower link is the bound.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from sherd.tools.simulate.cluster import Cluster, Device, Timed
 from sherd.tools.simulate.work import Group, Op, OpKind
 
 NEAREST = 4
-"""Of the operations that were timed so many that are nearest in size say what another one takes."""
+"""This many timed operations, the nearest in size, say what another operation takes."""
 SAME = 0.01
-"""One whose sizes differ by no more than that, in logarithms, says it alone: it was timed in the same model."""
+"""A timed operation whose sizes differ by no more than this, in logarithms, says it alone: it is of the same model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A process group as it lies on nodes: its `size`, and how many ranks share a node (on the last maybe fewer)."""
+    """A process group on nodes: its `size`, and the number of ranks that share a node (the last may have fewer)."""
 
     size: int
     per_node: int
@@ -50,8 +50,7 @@ class Ranks:
 
 
 def op_seconds(op: Op, device: Device) -> float:
-    """Returns the seconds that `op` takes on `device`, without the host's time to queue it. A dtype without a figure
-    computes as float32, and float16 as bfloat16. Where operations of its name and dtype were timed, these decide."""
+    """Returns the seconds of `op` on `device`, without the host's time to queue it."""
     timed = device.timed.get(f"{op.name.removeprefix('aten.')}.{op.dtype}")
     if timed:
         return _seconds_like(op, timed, device)
@@ -64,13 +63,15 @@ def op_seconds(op: Op, device: Device) -> float:
 
 
 def flops_in(dtype: str, flops: Mapping[str, float]) -> float:
-    """Returns what `flops`, by dtypes, say of `dtype`. One without a figure is as float32, and float16 as bfloat16."""
+    """Returns the figure for `dtype`. float16 without one has that of bfloat16, another dtype that of float32."""
     return flops.get(dtype) or flops["bfloat16" if dtype == "float16" else "float32"]
 
 
 def _seconds_like(op: Op, timed: Sequence[Timed], device: Device) -> float:
-    """Returns what `op` takes if it is as much slower than computing and moving one after the other as the nearest
-    ones that were timed are. Near is what has about as many FLOP per byte, sums as deep, and then is about as large."""
+    """Returns the seconds of `op` if it is as much slower than `plain` as the nearest timed operations are.
+
+    Near are operations with about as many FLOP per byte, sums as deep, and then about the same size.
+    """
 
     def plain(each: Op | Timed) -> float:
         return device.launch + each.flops / flops_in(op.dtype, device.flops) + each.nbytes / device.bandwidth
@@ -83,25 +84,26 @@ def _seconds_like(op: Op, timed: Sequence[Timed], device: Device) -> float:
     near = nsmallest(NEAREST, ((dist(at, sizes(each)), log(each.seconds / plain(each))) for each in timed))
     if near[0][0] < SAME:
         near = near[:1]
-    weights = [1 / (apart**2 + 1e-3) for apart, _ in near]
-    slower = sum(weight * by for weight, (_, by) in zip(weights, near, strict=True)) / sum(weights)
+    weights = [1 / (distance**2 + 1e-3) for distance, _ in near]
+    slower = sum(weight * factor for weight, (_, factor) in zip(weights, near, strict=True)) / sum(weights)
     return plain(op) * exp(slower)
 
 
 def waited(computed: float, skew: float) -> float:
-    """Returns the seconds in which ranks wait for the slowest after each has computed for so many: `skew` after 1 ms.
-    They grow with the root of time, as the sum of many small delays does."""
+    """Returns the seconds for which ranks wait for the slowest, after computing for `computed` seconds."""
+    # They are `skew` after 1 ms, and grow with the root of time, like the sum of many small delays.
     return skew * sqrt(computed * 1e3)
 
 
 def collective_seconds(kind: str, nbytes: int, ranks: Ranks, cluster: Cluster) -> float:
-    """Returns the seconds that a collective takes; 0 for one rank.
+    """Returns the seconds of a collective; 0 for one rank.
 
     Args:
         kind: all-gather, reduce-scatter, all-reduce, broadcast, all-to-all or send.
-        nbytes: of the whole tensor: what an all-gather leaves on each rank, what a reduce-scatter reads on each, what a
-            rank sends in an all-to-all, its own part included.
-        ranks: that take part. A send is between two; per_node = 1 if they are on two nodes.
+        nbytes: the bytes of the whole tensor: the result of an all-gather, the input of a reduce-scatter, the input of
+            an all-to-all with this rank's own part.
+        ranks: the ranks that take part. A send is between two; per_node = 1 if they are on two nodes.
+        cluster: the links between the ranks.
     """
     if ranks.size == 1:
         return 0.0
@@ -124,3 +126,60 @@ def collective_seconds(kind: str, nbytes: int, ranks: Ranks, cluster: Cluster) -
         assert kind in ("broadcast", "send"), f"no collective: {kind}"
         seconds = hops + nbytes / slowest
     return cluster.device.launch + seconds
+
+
+class ClusterCosts:
+    """The seconds of work on a rank of `cluster`, whose nodes are filled one after the other.
+
+    Attributes:
+        overlaps: collectives run beside compute.
+        host: seconds of the host to queue one operation or collective.
+        beside: the share of its speed that compute keeps while a collective runs.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.overlaps, self.host, self.beside = cluster.device.overlaps, cluster.device.host, cluster.device.beside
+        self._seconds_of: dict[tuple[str, int, Group], float] = {}
+
+    def op(self, op: Op) -> float:
+        """Returns the seconds of an operation."""
+        return op_seconds(op, self._cluster.device)
+
+    def copied(self, nbytes: int) -> float:
+        """Returns the seconds of reading or writing `nbytes` in the memory of the device."""
+        device = self._cluster.device
+        return device.launch + nbytes / (device.bandwidth * device.shares.get(OpKind.COPY, 1.0))
+
+    def collective(self, kind: str, nbytes: int, group: Group) -> float:
+        """Returns the seconds of a collective; see `collective_seconds`."""
+        seconds = self._seconds_of.get((kind, nbytes, group))
+        if seconds is None:  # a model has many units of equal sizes
+            seconds = collective_seconds(kind, nbytes, self._ranks(group), self._cluster)
+            self._seconds_of[kind, nbytes, group] = seconds
+        return seconds
+
+    def waited(self, computed: float) -> float:
+        """Returns the seconds for which ranks wait for the slowest, after computing for `computed` seconds."""
+        return waited(computed, self._cluster.device.skew)
+
+    def to_host(self, nbytes: int) -> float:
+        """Returns the seconds of `nbytes` between the device and its host."""
+        link = self._cluster.to_host
+        return link.latency + nbytes / link.bandwidth
+
+    def optimizer(self, nbytes: int, num_tensors: int, on_host: bool) -> float:
+        """Returns the seconds of an optimizer step with `num_tensors` reads or writes, of `nbytes` in all."""
+        link = self._cluster.optimizer
+        if link and not on_host:
+            return num_tensors * link.latency + nbytes / link.bandwidth
+        # A device's share of its host's memory is about as fast as the link between them.
+        return self.to_host(nbytes) if on_host else self.copied(nbytes)
+
+    def link(self, group: Group) -> str:
+        """Returns the slowest link between ranks of `group`, in words."""
+        ranks = self._ranks(group)
+        return "within nodes" if ranks.per_node >= ranks.size else "across nodes"
+
+    def _ranks(self, group: Group) -> Ranks:
+        return Ranks.of(group, self._cluster.devices_per_node)

@@ -1,5 +1,4 @@
-"""A step of a sharded model, played: the schedule that runs the model answers each moment, a clock and a memory meter
-carry its actions out.
+"""A simulated step of a sharded model: the schedule answers each moment, a clock and a memory meter carry out actions.
 
     action            clock                                                              memory
     Gather            an all-gather is queued on its lane                                `schedule/forecast.py`
@@ -9,38 +8,63 @@ carry its actions out.
                       over replicas an all-reduce behind it
     FinishReduce      compute waits for it
 
-What forward and backward send themselves is queued behind compute, which waits for it.
+Collectives that forward and backward call are queued behind compute, which waits for them.
+
+A stage of a pipeline takes one forward, one backward in turn (1F1B): PipeDream-Flush of Narayanan et al.,
+Memory-Efficient Pipeline-Parallel DNN Training, 2021.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from sherd.schedule import actions as do
 from sherd.schedule.forecast import Buffers
-from sherd.schedule.moments import Arrival, GroupSizes, MemoryKind, Moment, in_words
+from sherd.schedule.moments import Arrival, MemoryKind, Moment, in_words
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep
-from sherd.tools.simulate.clock import Clock, Costs
-from sherd.tools.simulate.meter import Meter
-from sherd.tools.simulate.pipeline import Stage
+from sherd.tools.simulate.clock import Clock
+from sherd.tools.simulate.costs import ClusterCosts
 from sherd.tools.simulate.reserved import Reserved
-from sherd.tools.simulate.sharded import Sharded, Traffic
+from sherd.tools.simulate.sharded import Sharded
 from sherd.tools.simulate.stretches import Called, Part, Stretch
-from sherd.tools.simulate.timeline import Lane, Timeline, TimelineUnit
-from sherd.tools.simulate.work import Group, TensorKind
+from sherd.tools.simulate.timeline import Lane, Meter, Timeline, TimelineUnit
+from sherd.tools.simulate.work import ALONE, Group, TensorKind
 
 OPTIMIZER_TEMPORARY = "optimizer temporaries"
 FOLLOWED = 3
-"""Of many micro-batches of a step, the tensors of so many are given blocks."""
+"""The number of micro-batches whose tensors get blocks of the allocator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a pipeline.
+
+    Attributes:
+        number: the number of the stage, of `num_stages`.
+        sent: bytes that go from one stage to the next, and back.
+        pair: a rank of a stage, and the rank of the next stage that it sends to.
+        begins: the seconds at which each pass may begin, in `order`; None: at once.
+    """
+
+    number: int
+    num_stages: int
+    sent: int = 0
+    pair: Group = ALONE
+    begins: tuple[float, ...] | None = None
+
+    def order(self, micro_batches: int) -> list[bool]:
+        """Returns the passes of the stage: True for a forward, False for a backward."""
+        ahead = min(self.num_stages - self.number - 1, micro_batches)
+        return [True] * ahead + [True, False] * (micro_batches - ahead) + [False] * ahead
 
 
 def play(
     parts: Sequence[Part],
     sharded: Sharded,
-    costs: Costs,
+    costs: ClusterCosts,
     *,
     micro_batches: int = 1,
     reduces_each: bool = True,
@@ -48,17 +72,17 @@ def play(
     reserved: Reserved | None = None,
     title: str = "",
 ) -> Timeline:
-    """Returns a step whose order is learnt, from shards without gradients until the optimizer has stepped.
+    """Returns a step whose order is learnt, from shards without gradients to the end of the optimizer's step.
 
     Args:
         parts: one micro-batch of the model, by `parts_of`.
         sharded: the model on its mesh.
-        costs: the seconds that things take.
+        costs: the seconds of operations and collectives.
         micro_batches: forwards and backwards of the step.
-        reduces_each: each backward reduces its gradients; otherwise only the last one of the step does.
-        stage: of a pipeline. It keeps unsharded parameters and gradients until its last backward.
-        reserved: is told of all memory, from the first step on.
-        title: of the timeline.
+        reduces_each: each backward reduces its gradients; otherwise only the last backward of the step does.
+        stage: the stage of a pipeline. It keeps unsharded parameters and gradients until its last backward.
+        reserved: gets all changes of memory, from the first step on.
+        title: the title of the timeline.
     """
     player = _Player(parts, sharded, costs, reserved)
     learns_apart = stage is None and reserved is None
@@ -79,8 +103,8 @@ def play(
     )
 
 
-def pass_seconds(parts: Sequence[Part], sharded: Sharded, costs: Costs, stage: Stage) -> tuple[float, float]:
-    """Returns the seconds of a forward and of a backward of a stage of a pipeline, which nothing holds up."""
+def pass_seconds(parts: Sequence[Part], sharded: Sharded, costs: ClusterCosts, stage: Stage) -> tuple[float, float]:
+    """Returns the seconds of a forward and of a backward of a pipeline stage that waits for no other stage."""
     player = _Player(parts, sharded, costs)
     player.begin_step()
     ends = player.pipeline(Stage(stage.num_stages - 1, stage.num_stages), 3)
@@ -88,9 +112,11 @@ def pass_seconds(parts: Sequence[Part], sharded: Sharded, costs: Costs, stage: S
 
 
 class _Player:
-    """Plays steps, one after the other. `clock` and `meter` are those of the last one."""
+    """Plays steps, one after the other. `clock` and `meter` are those of the last step."""
 
-    def __init__(self, parts: Sequence[Part], sharded: Sharded, costs: Costs, reserved: Reserved | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[Part], sharded: Sharded, costs: ClusterCosts, reserved: Reserved | None = None
+    ) -> None:
         self._reserved, self._is_followed = reserved, True
         self._has_stepped = False
         self._sharded = sharded
@@ -107,7 +133,7 @@ class _Player:
         self._see_buffers()
 
     def begin_step(self) -> None:
-        """Begin a step: the optimizer has stepped, and dropped the gradients."""
+        """Begin a step after the optimizer's step, which dropped the gradients."""
         for unit in range(len(self._sharded.units)):
             self._buffers.live_through(self._schedule, do.Reshard(unit))
         self._buffers.begin_step()
@@ -117,10 +143,10 @@ class _Player:
         self._gathered = [0.0] * len(self._sharded.units)
         self._reduced = [0.0] * len(self._sharded.units)
         self._landed = 0.0
-        """When the last reduced gradient is in host memory, with offload."""
+        """The time when the last reduced gradient is in host memory, with offload."""
 
     def learn(self) -> None:
-        """Live through a first step for its order alone, of which only buffers and optimizer state are left."""
+        """Take a first step for its order alone. Only buffers and optimizer state remain of it."""
         self.begin_step()
         for part in self._parts:
             if not isinstance(part, Stretch | Called):
@@ -130,19 +156,20 @@ class _Player:
         self.optimizer_step()
 
     def micro_batch(self, number: int, reduces: bool) -> None:
-        """Play forward and backward. All leave as much memory behind, so that the first ones tell what is reserved."""
+        """Play forward and backward."""
+        # All micro-batches leave the same memory behind, so the first ones suffice for what is reserved.
         self._is_followed = number < FOLLOWED
         specs = tuple(replace(spec, reduces=spec.reduces and reduces) for spec in self._sharded.specs)
         self._schedule.move_to(replace(self._schedule.state, specs=specs))
         self._go_through(self._parts)
 
     def pipeline(self, stage: Stage, micro_batches: int) -> list[float]:
-        """Play the passes of a stage in their order. Returns when each has ended.
+        """Play the passes of a stage in their order. Returns the time when each pass ends.
 
-        As in torch's stages, there is memory for what each micro-batch will receive; a pass has one of these itself.
+        As in torch's stages, every micro-batch has memory for the tensors that it will receive; a pass has its own.
         """
         usual, forward = self._sharded.specs, 1 + self._parts.index((do.EndForward(),))
-        held = tuple(
+        keeping = tuple(
             replace(each, after_forward=Keep.ALWAYS, reshard_after_backward=False, reduces=False) for each in usual
         )
         order, ends = stage.order(micro_batches), []
@@ -153,7 +180,7 @@ class _Player:
             if stage.begins is not None and len(stage.begins) == len(order):
                 self.clock.wait(Lane.MODEL, -1, stage.begins[number])
             is_last = number == len(order) - 1
-            self._schedule.move_to(replace(self._schedule.state, specs=usual if is_last else held))
+            self._schedule.move_to(replace(self._schedule.state, specs=usual if is_last else keeping))
             self._go_through(self._parts[:forward] if is_forward else self._parts[forward:])
             ends.append(self.clock.now)
             if not is_last_stage:  # outputs are kept until their gradients come
@@ -175,7 +202,6 @@ class _Player:
                     self._live_through(moment)
 
     def optimizer_step(self) -> None:
-        """Step the optimizer on the shards."""
         sharded, self._moment = self._sharded, "when the optimizer steps"
         optimizer, units = sharded.optimizer, sharded.units
         if sharded.is_offloaded:
@@ -199,13 +225,13 @@ class _Player:
             self._reserved.follow(stretch.tensors)
 
     def _call(self, called: Called) -> None:
-        each, unit, lane = called.collective, called.unit, Lane.MODEL
-        seconds = self._costs.collective(each.kind, each.nbytes, each.group)
+        call, unit, lane = called.collective, called.unit, Lane.MODEL
+        seconds = self._costs.collective(call.kind, call.nbytes, call.group)
         if self._costs.overlaps:
-            end = self.clock.start(lane, each.kind, unit, seconds, each.nbytes, after=self.clock.now)
+            end = self.clock.start(lane, call.kind, unit, seconds, call.nbytes, after=self.clock.now)
             self.clock.wait(lane, unit, end)
         else:
-            self.clock.do_beside(lane, each.kind, unit, seconds, each.nbytes)
+            self.clock.do_beside(lane, call.kind, unit, seconds, call.nbytes)
 
     def _come(self, kind: str, unit: int, nbytes: int) -> None:
         self.meter.add(self.clock.now, kind, unit, nbytes, self._moment)
@@ -226,7 +252,7 @@ class _Player:
         self._see_buffers()
 
     def _see_buffers(self) -> None:
-        """Note on the meter what has come and gone in the engine's buffers."""
+        """Note the new changes of the engine's buffers on the meter."""
         for (unit, kind), nbytes in self._buffers.ledger.changes[self._num_seen :]:
             self._come(kind.value, unit, nbytes)
         self._num_seen = len(self._buffers.ledger.changes)
@@ -283,7 +309,7 @@ class _Player:
             self._do_together(Lane.REDUCE, "reduce", "reduce-scatter", unit, over_shards)
             self._do_together(Lane.ALL_REDUCE, "all-reduce", "all-reduce", unit, over_replicas)
             return
-        for traffic, sizes in self._groups(unit):
+        for traffic, sizes in zip(self._sharded.units[unit].traffic, self._sharded.units[unit].groups, strict=True):
             scattered = self._seconds("reduce-scatter", traffic.reduced, traffic.shard)
             summed = self._seconds("all-reduce", traffic.all_reduced, traffic.replicate)
             end = self.clock.start(Lane.REDUCE, "reduce", unit, scattered, traffic.reduced, after=self.clock.now)
@@ -294,8 +320,8 @@ class _Player:
                 self._landed = self.clock.start(Lane.COPY, "copy", unit, seconds, sizes.gradients, after=end)
 
     def _do_together(self, lane: Lane, name: str, kind: str, unit: int, parts: Sequence[tuple[Group, int]]) -> None:
-        """Do collectives of a unit's groups, the way without streams. They are queued together and waited for together:
-        those between the same ranks take as long as one of all their bytes."""
+        """Do the collectives of a unit's groups without streams."""
+        # They are queued and waited for together, so those of the same ranks take as long as one of all their bytes.
         total: Counter[Group] = Counter()
         for group, nbytes in parts:
             total[group] += nbytes
@@ -305,6 +331,33 @@ class _Player:
     def _seconds(self, kind: str, nbytes: int, group: Group) -> float:
         return self._costs.collective(kind, nbytes, group) if nbytes else 0.0
 
-    def _groups(self, unit: int) -> zip[tuple[Traffic, GroupSizes]]:
-        each = self._sharded.units[unit]
-        return zip(each.traffic, each.groups, strict=True)
+
+def begins(seconds: Sequence[tuple[float, float]], micro_batches: int, send: float) -> list[tuple[float, ...]]:
+    """Returns for each stage the seconds at which its passes may begin.
+
+    A forward waits for the forward of the stage before, a backward for the backward of the stage behind, and both for
+    the sending of the tensors.
+
+    Args:
+        seconds: the seconds of a forward and of a backward, for each stage.
+        micro_batches: the micro-batches of a step.
+        send: the seconds of sending from one stage to the next.
+    """
+    stages = range(len(seconds))
+    orders = [Stage(number, len(seconds)).order(micro_batches) for number in stages]
+    ends: dict[tuple[int, bool, int], float] = {}  # by stage, `is_forward`, and micro-batch
+    starts: list[list[float]] = [[] for _ in stages]
+    free, done = [0.0] * len(seconds), [[0, 0] for _ in stages]
+    while any(len(each) < len(order) for each, order in zip(starts, orders, strict=True)):
+        for stage in stages:
+            while len(starts[stage]) < len(orders[stage]):
+                forward = orders[stage][len(starts[stage])]
+                number, other = done[stage][forward], stage - 1 if forward else stage + 1
+                ready = ends.get((other, forward, number)) if other in stages else 0.0
+                if ready is None:
+                    break
+                start = max(free[stage], ready + send if other in stages else 0.0)
+                starts[stage].append(start)
+                free[stage] = ends[stage, forward, number] = start + seconds[stage][not forward]
+                done[stage][forward] += 1
+    return [tuple(each) for each in starts]

@@ -5,77 +5,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import cycle
 
-from sherd.tools.simulate.clock import Costs
 from sherd.tools.simulate.cluster import Cluster
-from sherd.tools.simulate.costs import Ranks, collective_seconds, flops_in, op_seconds, waited
-from sherd.tools.simulate.pipeline import Stage, begins
-from sherd.tools.simulate.play import pass_seconds, play
+from sherd.tools.simulate.costs import ClusterCosts, flops_in
+from sherd.tools.simulate.play import Stage, begins, pass_seconds, play
 from sherd.tools.simulate.reserved import Reserved, reserved_roughly
 from sherd.tools.simulate.settings import Mesh
 from sherd.tools.simulate.sharded import Sharded
 from sherd.tools.simulate.stretches import Called, Part
 from sherd.tools.simulate.timeline import Lane, Timeline
-from sherd.tools.simulate.work import Group, Op, OpKind, Work
-
-
-class ClusterCosts(Costs):
-    """The costs on a rank of `cluster`, whose nodes are filled one after the other."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self.overlaps, self.host, self.beside = cluster.device.overlaps, cluster.device.host, cluster.device.beside
-        self._collective = cache(self._collective_seconds)  # units are many and alike
-
-    def op(self, op: Op) -> float:
-        return op_seconds(op, self._cluster.device)
-
-    def copied(self, nbytes: int) -> float:
-        device = self._cluster.device
-        return device.launch + nbytes / (device.bandwidth * device.shares.get(OpKind.COPY, 1.0))
-
-    def collective(self, kind: str, nbytes: int, group: Group) -> float:
-        return self._collective(kind, nbytes, group)
-
-    def _collective_seconds(self, kind: str, nbytes: int, group: Group) -> float:
-        ranks = Ranks.of(group, self._cluster.devices_per_node)
-        return collective_seconds(kind, nbytes, ranks, self._cluster)
-
-    def waited(self, computed: float) -> float:
-        return waited(computed, self._cluster.device.skew)
-
-    def to_host(self, nbytes: int) -> float:
-        link = self._cluster.to_host
-        return link.latency + nbytes / link.bandwidth
-
-    def optimizer(self, nbytes: int, num_tensors: int, on_host: bool) -> float:
-        link = self._cluster.optimizer
-        if link and not on_host:
-            return num_tensors * link.latency + nbytes / link.bandwidth
-        # A device's share of its host's memory is about as fast as its way there.
-        return self.to_host(nbytes) if on_host else self.copied(nbytes)
-
-    def link(self, group: Group) -> str:
-        """Returns the slowest link between ranks of `group`, in words."""
-        ranks = Ranks.of(group, self._cluster.devices_per_node)
-        return "within nodes" if ranks.per_node >= ranks.size else "across nodes"
+from sherd.tools.simulate.work import Group, Work
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step on a cluster, of one rank.
+    """A step of one rank on a cluster.
 
     Attributes:
-        timeline: what happens when. Its peak is of bytes alive at once.
-        reserved_bytes: what the caching allocator takes from the driver, about.
-        driver_bytes: what the device lacks: reserved, and what the driver and libraries take.
-        flops: of the model on this rank, without what activation checkpointing computes again.
-        tokens_per_second: of all ranks; 0 if the model reads no tokens.
-        samples_per_second: of all ranks.
-        mfu: the share of the device's peak FLOP/s, in the dtype of most of its matrix products, that `flops` are.
-            A dtype without a figure is as in `flops_in`.
+        timeline: the spans and bytes over time. Its peak is of bytes alive at once.
+        reserved_bytes: the bytes that the caching allocator takes from the driver, about.
+        driver_bytes: the bytes taken of the device: the reserved ones, and those of the driver and libraries.
+        flops: the model's FLOP on this rank, without recomputation in activation checkpointing.
+        tokens_per_second: the tokens of all ranks; 0 if the model reads no tokens.
+        samples_per_second: the samples of all ranks.
+        mfu: `flops` as a share of the device's peak FLOP/s, in the dtype of most of the matrix products (`flops_in`).
         sent: bytes that the rank sends in the step, by link.
     """
 
@@ -105,8 +59,7 @@ class Prediction:
         return price * self.mesh.num_ranks / 3600 / per_second * 1e6 if price is not None and per_second else None
 
     def lasting(self, seconds: float, times: float = 1.0) -> Prediction:
-        """Returns the prediction of a step that lasts so long, as other ranks need it, and does so many times as
-        much."""
+        """Returns the prediction of a step that lasts `seconds`, as another rank needs, with `times` as much work."""
         share = times * self.timeline.seconds / seconds
         return replace(
             self,
@@ -118,18 +71,20 @@ class Prediction:
         )
 
     def continued(self, before: Prediction, num: int, more: int) -> Prediction:
-        """Returns the prediction of a step with `more` micro-batches than the `num` of this one. Each adds what this
-        one has beyond the one `before`, which has a micro-batch less. The spans are those of this one."""
+        """Returns the prediction of a step with `more` micro-batches than the `num` of this step.
+
+        Each adds the difference to the step `before`, which has one micro-batch less. The spans stay the same.
+        """
 
         def beyond(less: float, now: float) -> float:
             return now + more * (now - less)
 
         timeline, earlier = self.timeline, before.timeline
         waits = {lane: beyond(earlier.exposed.get(lane, 0.0), each) for lane, each in timeline.exposed.items()}
-        found = self.lasting(beyond(earlier.seconds, timeline.seconds), (num + more) / num)
+        longer = self.lasting(beyond(earlier.seconds, timeline.seconds), (num + more) / num)
         return replace(
-            found,
-            timeline=replace(found.timeline, exposed=waits),
+            longer,
+            timeline=replace(longer.timeline, exposed=waits),
             reserved_bytes=round(beyond(before.reserved_bytes, self.reserved_bytes)),
             driver_bytes=round(beyond(before.driver_bytes, self.driver_bytes)),
             sent={link: round(beyond(before.sent.get(link, 0), each)) for link, each in self.sent.items()},
@@ -138,7 +93,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class RankWork:
-    """What a rank does: its micro-batch, the same in parts, the sharded model, and in a pipeline its stage."""
+    """The work of a rank: its micro-batch, also in parts, the sharded model, and in a pipeline its stage."""
 
     work: Work
     sharded: Sharded
@@ -156,8 +111,11 @@ def predict_pipeline(
     has_holes: bool = True,
     title: str = "",
 ) -> Prediction:
-    """Returns the prediction of a pipeline's step on the stage that takes the most memory: the first one, which has the
-    most micro-batches under way, or the last one, which has the logits. All but the last one are like the first."""
+    """Returns the prediction of a pipeline's step on the stage that takes the most memory.
+
+    That is the first stage, which has the most micro-batches under way, or the last stage, which has the logits. All
+    stages but the last one are like the first.
+    """
     costs = ClusterCosts(cluster)
     assert first.stage is not None and last.stage is not None, "both are in the pipeline"
     of_first, of_last = (
@@ -170,12 +128,12 @@ def predict_pipeline(
         replace(first, stage=replace(first.stage, begins=times[0])),
         replace(last, stage=replace(last.stage, begins=times[-1])),
     )
-    found = [
+    of_ranks = [
         predict(each, cluster, mesh, micro_batches=micro_batches, has_holes=has_holes, title=title) for each in ranks
     ]
-    seconds = max(each.timeline.seconds for each in found)
-    largest = max(found, key=lambda each: each.driver_bytes).lasting(seconds)
-    flops = ((mesh.pp - 1) * found[0].flops + found[1].flops) // mesh.pp  # of the ranks of all stages, in the mean
+    seconds = max(each.timeline.seconds for each in of_ranks)
+    largest = max(of_ranks, key=lambda each: each.driver_bytes).lasting(seconds)
+    flops = ((mesh.pp - 1) * of_ranks[0].flops + of_ranks[1].flops) // mesh.pp  # the mean of all stages
     return replace(largest, flops=flops, mfu=largest.mfu * flops / largest.flops)
 
 
@@ -189,8 +147,7 @@ def predict(
     has_holes: bool = True,
     title: str = "",
 ) -> Prediction:
-    """Returns the prediction of a step; see `play`. With `has_holes`, what is reserved has those of the allocator's
-    pools."""
+    """Returns the prediction of a step; see `play`. `has_holes` simulates the holes in the allocator's pools."""
     work, costs, device = rank.work, ClusterCosts(cluster), cluster.device
     units, has_lanes = rank.sharded.units, device.overlaps
     reserved = Reserved(units, device.memory - device.library_bytes) if has_lanes and has_holes else None
@@ -226,19 +183,19 @@ def predict(
 
 
 def _sent(timeline: Timeline, rank: RankWork, costs: ClusterCosts) -> dict[str, int]:
-    """Returns the bytes that a rank sends in the collectives of a step, by the slowest link of their ring."""
+    """Returns the bytes that a rank sends in the collectives of a step, by the slowest link of each ring."""
     groups: dict[tuple[Lane, int], list[Group]] = {}
     for number, unit in enumerate(rank.sharded.units):
         for each in unit.traffic:
             groups.setdefault((Lane.GATHER, number), []).extend([each.shard] * (each.gathered > 0))
             groups.setdefault((Lane.REDUCE, number), []).extend([each.shard] * (each.reduced > 0))
             groups.setdefault((Lane.ALL_REDUCE, number), []).extend([each.replicate] * (each.all_reduced > 0))
-    if not costs.overlaps:  # those of a unit between the same ranks run together
+    if not costs.overlaps:  # collectives of a unit between the same ranks run together
         groups = {key: [*dict.fromkeys(each)] for key, each in groups.items()}
     for part in rank.parts:
         if isinstance(part, Called) and part.collective.group.size > 1:
             groups.setdefault((Lane.MODEL, part.unit), []).append(part.collective.group)
-    in_turn = {key: cycle(each) for key, each in groups.items()}  # the order in which they are queued
+    in_turn = {key: cycle(each) for key, each in groups.items()}  # the order in which collectives are queued
     sent: Counter[str] = Counter()
     for span in timeline.spans:
         if span.lane is Lane.COPY:

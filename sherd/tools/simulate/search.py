@@ -1,10 +1,10 @@
-"""The search for the fastest settings that fit the memory, of which all combinations are too many to be tried.
+"""The search for the fastest settings that fit the memory: there are too many combinations to try them all.
 
-It begins with a few. One choice after the other gets the best of its values, given the others: of settings that do not
-fit, that which lacks least memory; of those that fit, the fastest (coordinate descent). Along an axis of a mesh it
-stops where it only gets worse, and an axis that is much slower is left out of what follows. Where no single change
-helps, the difference in time and memory of each is known. As if these added up, the best combinations of changes
-are looked for and tried; a better one is the next beginning.
+It begins with a few settings. One choice after the other gets the best of its values, given the other choices: of
+settings that do not fit, the one that lacks least memory; of settings that fit, the fastest (coordinate descent). Along
+an axis of a mesh it stops where steps only get worse, and it leaves out an axis that is much slower. When no single
+change helps, the differences in time and memory of all single changes are known. As if these added up, the best
+combinations of changes are chosen and tried; a better one is the next beginning.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from sherd.tools.simulate.settings import Settings, Space
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The seconds of a step under some settings, and the bytes that it takes of a device."""
+    """The seconds of a step under some settings, and its bytes on a device."""
 
     seconds: float
     nbytes: int
 
 
 IMPOSSIBLE = Outcome(math.inf, sys.maxsize)
-"""Of settings that the model refuses."""
+"""The outcome of settings that the model refuses."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The outcome of a search.
+    """The result of a search.
 
     Attributes:
-        outcomes: of all settings that were tried and are possible.
-        ranking: those that fit, fastest first; if none does, all, the one that lacks least first.
-        fits: whether the first one of `ranking` does.
+        outcomes: the outcomes of all possible settings that were tried.
+        ranking: the settings that fit, fastest first; if none fit, all settings, with the least lack of memory first.
+        fits: True if the first settings of `ranking` fit.
         limit: the bytes of a device.
     """
 
@@ -50,12 +50,14 @@ class Found:
 
     @property
     def best(self) -> Settings:
-        """The first one of the ranking."""
+        """The first settings of the ranking."""
         return self.ranking[0]
 
     def corrected(self, exact: Mapping[Settings, Outcome]) -> Found:
-        """Returns it with outcomes that are better known, that of the best settings among them. Others are taken to be
-        off as these were: their seconds by the same factor, their bytes by the same number."""
+        """Returns the result with `exact` outcomes, that of the best settings among them.
+
+        The others are corrected like the best one: their seconds by the same factor, their bytes by the same number.
+        """
         best, rough = exact[self.best], self.outcomes[self.best]
         factor, more = best.seconds / rough.seconds, best.nbytes - rough.nbytes
         outcomes = {
@@ -68,8 +70,7 @@ class Found:
         return Found(outcomes, (self.best, *others), fits, self.limit)
 
     def others(self) -> Iterator[tuple[str, Settings, Outcome]]:
-        """Yields for each choice of the best settings its name, and the best settings that choose otherwise in it
-        alone, of those that were tried."""
+        """Yields for each choice its name, and the best settings that were tried and differ in this choice alone."""
         by_merit = sorted(self.outcomes, key=lambda each: merit(self.outcomes[each], self.limit))
         for name in self.best.in_words():
             alone = [each for each in by_merit if self.best.differing(each) in ([name], _TOGETHER.get(name))]
@@ -86,17 +87,17 @@ _TOGETHER = {
 
 
 def merit(outcome: Outcome, limit: int) -> tuple[int, float, int]:
-    """Returns a key by which better outcomes come first: what fits before what does not, then the faster."""
+    """Returns a key by which better outcomes come first: outcomes that fit before others, then faster ones."""
     return max(0, outcome.nbytes - limit), outcome.seconds, outcome.nbytes
 
 
 def search(evaluate: Callable[[Settings], Outcome], space: Space, beginnings: Iterable[Settings], limit: int) -> Found:
-    """Returns the settings that were tried, best first. `evaluate` is called once for each.
+    """Returns the settings that were tried, best first.
 
     Args:
-        evaluate: tells what a step takes, or `IMPOSSIBLE`.
-        space: the choices that there are.
-        beginnings: the settings that are tried first, of which one is possible.
+        evaluate: returns the outcome of settings, or `IMPOSSIBLE`. It is called once for each settings.
+        space: all choices.
+        beginnings: the settings to begin with, of which at least one is possible.
         limit: the bytes of a device.
     """
     tried = _Tried(evaluate, space, limit)
@@ -114,9 +115,9 @@ def search(evaluate: Callable[[Settings], Outcome], space: Space, beginnings: It
 
 
 PATIENCE = 2
-"""Of an axis of a mesh larger sizes are not tried, once so many in turn are each worse than the best so far."""
+"""Larger sizes of an axis are not tried after this many sizes in turn that are worse than the best so far."""
 SLOW = 1.2
-"""An axis is not tried again, once each of its sizes has taken so many times as long as settings that fit."""
+"""An axis is not tried again if each of its sizes takes this many times as long as settings that fit."""
 
 
 class _Tried:
@@ -128,13 +129,13 @@ class _Tried:
         self._slow_axes: set[int] = set()
 
     def merit(self, settings: Settings) -> tuple[int, float, int]:
-        """Returns the merit of `settings`, which are tried if they were not yet."""
+        """Returns the merit of `settings`, and tries them if they are new."""
         if settings not in self.outcomes:
             self.outcomes[settings] = self._evaluate(settings)
         return merit(self.outcomes[settings], self._limit)
 
     def best_in(self, name: str, settings: Settings) -> Settings:
-        """Returns the best of `settings` and of those that choose otherwise in `name`."""
+        """Returns the best of `settings` and all settings that differ from them in the choice `name`."""
         best = settings
         for number, line in enumerate(self._space.lines(settings, name)):
             if name != "mesh":
@@ -143,14 +144,14 @@ class _Tried:
                 walked = self._walk(line, [settings] if number else [])
                 best = min((best, *walked), key=self.merit)
                 now = self.outcomes[settings]
-                # Other numbers of replicas, the first line, need no other reading of the model, and are always tried.
+                # The first line, of other numbers of replicas, needs no further reading of the model: always tried.
                 if number and now.nbytes <= self._limit:
                     is_slow = all(self.outcomes[each].seconds > SLOW * now.seconds for each in walked)
                     self._slow_axes |= {number} if is_slow else set()
         return best
 
     def _walk(self, line: Iterable[Settings], known: Sequence[Settings]) -> list[Settings]:
-        """Returns the settings of a line, until `PATIENCE` in turn are worse than the best of them and of `known`."""
+        """Returns the settings of a line, up to `PATIENCE` in turn that are worse than the best so far, or `known`."""
         walked: list[Settings] = []
         num_worse = 0
         for each in line:
@@ -164,18 +165,18 @@ class _Tried:
 _Change = tuple[Any, float, int]  # a value, and its difference in seconds and bytes
 
 COMBINED = 8
-"""So many combinations of changes are tried at once."""
+"""The number of combinations of changes that are tried at once."""
 
 
 def _combined(space: Space, outcomes: Mapping[Settings, Outcome], settings: Settings, limit: int) -> Iterator[Settings]:
-    """Yields the best combinations of changes of `settings`, whose single changes were tried, as if these added up."""
+    """Yields the best combinations of single changes of `settings` that were tried, as if their effects added up."""
     now = outcomes[settings]
     changes: list[list[_Change]] = [[(None, 0.0, 0)] for _ in space.choices]
-    for name, found in zip(space.choices, changes, strict=True):
+    for name, of_choice in zip(space.choices, changes, strict=True):
         for each in filter(outcomes.__contains__, space.changed(settings, name)):
             seconds, nbytes = outcomes[each].seconds - now.seconds, outcomes[each].nbytes - now.nbytes
-            if seconds < 0 or nbytes < 0:  # others help nobody
-                found.append((getattr(each, name), seconds, nbytes))
+            if seconds < 0 or nbytes < 0:  # a change that saves neither helps no combination
+                of_choice.append((getattr(each, name), seconds, nbytes))
 
     def expected(combination: tuple[_Change, ...]) -> tuple[int, float, int]:
         seconds, nbytes = sum(each[1] for each in combination), sum(each[2] for each in combination)
@@ -184,16 +185,18 @@ def _combined(space: Space, outcomes: Mapping[Settings, Outcome], settings: Sett
     several = (each for each in product(*changes) if sum(value is not None for value, *_ in each) > 1)
     for combination in heapq.nsmallest(COMBINED, several, key=expected):
         named = zip(space.choices, combination, strict=True)
-        made = space.with_values(settings, {name: value for name, (value, *_) in named if value is not None})
-        if made is not None:
-            yield made
+        combined = space.with_values(settings, {name: value for name, (value, *_) in named if value is not None})
+        if combined is not None:
+            yield combined
 
 
 def cheapest_changes(
     evaluate: Callable[[Settings], Outcome], space: Space, settings: Settings, limit: int, num: int = 3
 ) -> list[tuple[Settings, Outcome]]:
-    """Returns the `num` changes of one choice of `settings` that fit, the fastest first. Where no single one does, the
-    settings that a search from here has found, if these fit."""
+    """Returns the `num` fastest settings that fit and differ from `settings` in one choice.
+
+    If no such settings fit, it returns the result of a search from `settings`, if that fits.
+    """
     changed = {each: evaluate(each) for each in space.neighbours(settings) if each != settings}
     best_of: dict[tuple[str, ...], Settings] = {}
     for each in sorted(changed, key=lambda each: changed[each].seconds):
@@ -201,5 +204,5 @@ def cheapest_changes(
             best_of.setdefault(tuple(settings.differing(each)), each)
     if best_of:
         return [(each, changed[each]) for each in list(best_of.values())[:num]]
-    found = search(evaluate, space, [settings], limit)
-    return [(found.best, found.outcomes[found.best])] if found.fits else []
+    result = search(evaluate, space, [settings], limit)
+    return [(result.best, result.outcomes[result.best])] if result.fits else []

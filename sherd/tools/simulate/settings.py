@@ -10,12 +10,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The ranks on their axes, from the outermost, whose ranks are furthest apart:
+    """The axes of ranks, from the outermost, whose ranks are furthest apart.
 
     pp          layers: each rank has some of them
     replicate   samples; parameters are replicated
     shard       samples; parameters are sharded
-      ep        a part of it: each rank has some of the experts
+      ep        a part of `shard`: each rank has some of the experts
     cp          tokens of the same samples; parameters are sharded over these ranks too
     tp          parts of each layer, for the same tokens
     """
@@ -29,32 +29,30 @@ class Mesh:
 
     @property
     def num_ranks(self) -> int:
-        """All ranks of all axes."""
+        """The number of ranks on all axes."""
         return self.pp * self.num_data * self.cp * self.tp
 
     @property
     def num_data(self) -> int:
-        """Ranks that read different samples."""
+        """The number of ranks that read different samples."""
         return self.replicate * self.shard
 
     def __str__(self) -> str:
         return self.in_words()
 
     def in_words(self, has_replicas: bool = True) -> str:
-        """Returns the mesh in words. Without replicas, `replicate` is one more axis over which all is sharded alike."""
+        """Returns the mesh in words. Without replicas, parameters are sharded over `replicate` too."""
         ranks = f"{self.shard} rank{'' if self.shard == 1 else 's'}{f' (ep {self.ep})' if self.ep > 1 else ''}"
         replicas = [f"{self.replicate} replicas" if has_replicas else str(self.replicate)] * (self.replicate > 1)
         if replicas and self.shard == 1:
             replicas, ranks = [], f"{self.replicate} {'replicas' if has_replicas else 'ranks'}"
-        stages, contexts, tensors = ([f"{name} {size}"] * (size > 1) for name, size in self._others())
+        others = (("pp", self.pp), ("cp", self.cp), ("tp", self.tp))
+        stages, contexts, tensors = ([f"{name} {size}"] * (size > 1) for name, size in others)
         return " x ".join((*stages, *replicas, ranks, *contexts, *tensors))
-
-    def _others(self) -> tuple[tuple[str, int], ...]:
-        return ("pp", self.pp), ("cp", self.cp), ("tp", self.tp)
 
 
 AXES = {"pp": "pp", "replicate": "replicate", "dp": "shard", "ep": "ep", "cp": "cp", "tp": "tp"}
-"""The axes of a mesh as users name them, and as `Mesh` does."""
+"""The axes of a mesh: users' names, and the names in `Mesh`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +60,16 @@ class Settings:
     """One way to train a model with batches of a given size.
 
     Attributes:
-        strategy: what is sharded over the data-parallel axes, by its name; "auto": zero3, over two axes hsdp.
+        strategy: the name of what is sharded over the data-parallel axes; "auto": zero3, over two axes hsdp.
         placement: "shard" or "flat": how parameters are cut.
         wrapping: the units, by a word of `auto_shard`: "auto", "pairs", "parts" or "ends".
-        reshard: unsharded parameters are freed after forward, but for the root's.
+        reshard: unsharded parameters are freed after forward, except those of the root.
         checkpointing: the share of blocks, 0 to 1, that keep only their inputs for backward, and compute the rest
-            again. They are spread evenly.
-        recompute: what they compute again: "full" for all, or "selective": neither attention, nor every second matrix
-            product, whose results they keep too. "own": what the model computes again by itself.
+            again. These blocks are spread evenly.
+        recompute: the part that these blocks compute again: "full" for all, or "selective" for all but attention and
+            every second matrix product, whose results they keep. "own": the model's own activation checkpointing.
         offload: shards, gradients and optimizer state are in host memory.
-        prefetch: units that are gathered ahead.
+        prefetch: the number of units that are gathered ahead.
         micro_batch: samples in one forward of one rank.
         micro_batches: forwards in a step.
     """
@@ -93,26 +91,26 @@ class Settings:
 
     @property
     def num_samples(self) -> int:
-        """In a step, over all ranks."""
+        """The samples of a step, over all ranks."""
         return self.micro_batch * self.micro_batches * self.mesh.num_data
 
     @property
     def conflict(self) -> str:
-        """What does not go with the strategy: parameters that are kept on each rank cannot be other experts on others,
-        or rest on the host. Empty if all goes together."""
+        """The setting that contradicts the strategy; empty if none does."""
+        # Parameters that each rank keeps cannot be different experts on different ranks, or rest on the host.
         if self.strategy == "auto":
             return ""
         return f"ep={self.mesh.ep}" if self.mesh.ep > 1 else "offload" if self.offload else ""
 
     @property
     def without_effect(self) -> set[str]:
-        """The names of settings that change nothing: what is computed again where nothing is, and what is freed where
-        parameters are kept."""
+        """The names of settings that change nothing."""
+        # Without checkpointing no block computes again; strategies with a name keep parameters anyway.
         has_none = {"recompute": not self.checkpointing, "reshard": self.strategy != "auto"}
         return {name for name, is_so in has_none.items() if is_so}
 
     def in_words(self) -> dict[str, str]:
-        """Returns each setting that has an effect in words, by its name."""
+        """Returns the settings that have an effect in words, by name."""
         without_effect = self.without_effect
         names = [name for name in NAMES if name not in without_effect]
         mesh = self.mesh
@@ -122,7 +120,7 @@ class Settings:
         return {name: _words(name, getattr(self, name)) for name in names} | others
 
     def differing(self, other: Settings) -> list[str]:
-        """Returns the names of the settings that `other` has otherwise, and that have an effect there."""
+        """Returns the names of the settings that differ in `other` and have an effect there."""
         without_effect = other.without_effect
         names = (name for name in NAMES if name not in without_effect)
         return [name for name in names if getattr(self, name) != getattr(other, name)]
@@ -176,21 +174,20 @@ def _words(name: str, value: object) -> str:
 
 
 SHARES = tuple(eighth / 8 for eighth in range(9))
-"""Of blocks that are computed again."""
+"""The shares of blocks that may be computed again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The settings that may be chosen for a training of `batch` samples in each step on `num_ranks` ranks, which are
-    `per_node` to a node.
+    """The possible settings of a training with `batch` samples a step on `num_ranks` ranks, `per_node` to a node.
 
     Attributes:
-        fixed: names of settings that are as they are.
-        most_samples: in one forward of a rank.
-        axes: those of a mesh, besides `replicate` and `shard`, that may have several ranks.
+        fixed: the names of settings that are not chosen.
+        most_samples: the most samples in one forward of a rank.
+        axes: the axes of a mesh, besides `replicate` and `shard`, that may have several ranks.
         wrappings: the ways to make units that the model allows.
-        shares: of blocks that are computed again.
-        fits: tells whether the model can be laid over a mesh.
+        shares: the shares of blocks that may be computed again.
+        fits: returns True if the model can be laid over a mesh.
     """
 
     num_ranks: int
@@ -204,8 +201,7 @@ class Space:
     fits: Callable[[Mesh], bool] = lambda mesh: True
 
     def meshes(self, near: Mesh) -> Iterator[Mesh]:
-        """Yields the meshes of all ranks that differ from `near` in the number of replicas, which are whole nodes or
-        equal parts of one, or in one other axis, whose ranks come from those that read other samples or go to them."""
+        """Yields the meshes of all ranks that differ from `near` in the number of replicas, or in one other axis."""
         return (mesh for meshes in self._meshes_by_axis(near) for mesh in meshes)
 
     def _meshes_by_axis(self, near: Mesh) -> Iterator[Iterator[Mesh]]:
@@ -214,6 +210,7 @@ class Space:
             yield filter(self.fits, self._along(axis, near))
 
     def _along(self, axis: str, near: Mesh) -> Iterator[Mesh]:
+        # The ranks of the axis come from, or go to, the ranks that read different samples.
         for size in self._sizes(axis):
             if axis != "ep":
                 kept = replace(near, **{axis: 1, "ep": 1}).num_ranks // near.num_data * size
@@ -229,8 +226,8 @@ class Space:
         for replicas in divisors(near.num_data):
             shard = near.num_data // replicas
             ranks = shard * inside
-            is_even = ranks % self.per_node == 0 or self.per_node % ranks == 0
-            # Who asks for a strategy asks that something is sharded.
+            is_even = ranks % self.per_node == 0 or self.per_node % ranks == 0  # whole nodes, or equal parts of one
+            # A user who asks for a strategy asks that something is sharded.
             is_asked = "strategy" not in self.fixed or shard * near.cp > 1 or near.num_data == 1
             if shard % near.ep == 0 and (shard == near.num_data or is_even) and is_asked:
                 yield replace(near, shard=shard, replicate=replicas)
@@ -240,15 +237,13 @@ class Space:
         return divisors(self.num_ranks, min(most, MOST_RANKS))
 
     def with_values(self, settings: Settings, values: Mapping[str, Any]) -> Settings | None:
-        """Returns `settings` with other values of some choices, and as many micro-batches as the batch then has.
-
-        None if it cannot be divided so, or into fewer than there are stages of a pipeline, and of a `conflict`."""
-        made = replace(settings, **values)
-        if not made.checkpointing and "recompute" not in self.fixed:
-            made = replace(made, recompute="full")
-        times, rest = divmod(self.batch, made.mesh.num_data * made.micro_batch)
-        is_possible = times >= made.mesh.pp and not rest and not made.conflict
-        return replace(made, micro_batches=times) if is_possible else None
+        """Returns `settings` with other values and the resulting number of micro-batches. None: they are impossible."""
+        changed = replace(settings, **values)
+        if not changed.checkpointing and "recompute" not in self.fixed:
+            changed = replace(changed, recompute="full")
+        times, rest = divmod(self.batch, changed.mesh.num_data * changed.micro_batch)
+        is_possible = times >= changed.mesh.pp and not rest and not changed.conflict
+        return replace(changed, micro_batches=times) if is_possible else None
 
     @property
     def choices(self) -> list[str]:
@@ -265,8 +260,7 @@ class Space:
         return (each for line in self.lines(settings, name) for each in line)
 
     def lines(self, settings: Settings, name: str) -> Iterator[Iterator[Settings]]:
-        """Yields `settings` with each other value of one choice, in lines of ascending sizes; of a mesh one for each
-        axis."""
+        """Yields `settings` with each other value of one choice, in ascending order: a line for each axis of a mesh."""
         values: Iterable[Any] = VALUES.get(name, ())
         if name == "wrapping":
             values = self.wrappings
@@ -276,12 +270,12 @@ class Space:
             values = divisors(self.batch // settings.mesh.num_data, self.most_samples)
         for line in self._meshes_by_axis(settings.mesh) if name == "mesh" else [iter(values)]:
             others = (value for value in line if value != getattr(settings, name))
-            found = (self.with_values(settings, {name: value}) for value in others)
-            yield (each for each in found if each is not None)
+            changed = (self.with_values(settings, {name: value}) for value in others)
+            yield (each for each in changed if each is not None)
 
 
 MOST_RANKS = 16
-"""No axis but those of samples gets more ranks than that."""
+"""The most ranks of an axis, except the axes of samples."""
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "checkpointing": SHARES,
@@ -308,13 +302,13 @@ STRATEGIES = {
     "ddp": "ddp",
     "no_shard": "ddp",
 }
-"""The strategies of `VALUES` by all of their names: DeepSpeed's stages, those of torch's FSDP1, and what both are."""
+"""The strategies of `VALUES` by all their names: DeepSpeed's stages and the strategies of torch's FSDP1."""
 HYBRID = ("hsdp", "hybrid_shard")
-"""Names for a mesh with replicas."""
+"""The names of strategies on a mesh with replicas."""
 
 
 def usual_name(strategy: object) -> str:
-    """Returns the name of a strategy, or of a member of torch's `ShardingStrategy`, as `STRATEGIES` would have it."""
+    """Returns the name of a strategy, or of a member of torch's `ShardingStrategy`, in the form of `STRATEGIES`."""
     return str(getattr(strategy, "name", strategy)).lower().replace("-", "_").replace("zero_", "zero")
 
 

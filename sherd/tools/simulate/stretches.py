@@ -1,4 +1,4 @@
-"""A micro-batch cut into stretches: what is computed, allocated and released between two moments of the schedule."""
+"""A micro-batch cut into stretches: the operations and memory between two moments of the schedule."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from sherd.schedule.moments import Moment
-from sherd.tools.simulate.moments import moments_of, units_around
+from sherd.schedule import actions as on
+from sherd.schedule.moments import Gradients, Moment
 from sherd.tools.simulate.sharded import Sharded
 from sherd.tools.simulate.work import (
     Allocate,
@@ -15,6 +15,7 @@ from sherd.tools.simulate.work import (
     EndForward,
     Enter,
     Event,
+    Gradient,
     Leave,
     Op,
     Passed,
@@ -32,11 +33,11 @@ class Stretch:
     Attributes:
         phase: "forward", "backward" or "recompute".
         unit: the index of the unit, -1 for none.
-        seconds: that they take on the device.
-        num_ops: that the host queues.
-        changes: bytes that come, or go below 0, by kind and unit. There are most at the end of the stretch, or at its
-            beginning.
-        tensors: the same one by one and in order: the number of a tensor, and its bytes, 0 for one that goes.
+        seconds: the seconds of the operations on the device.
+        num_ops: the number of operations that the host queues.
+        changes: bytes that come, or go if below 0, by kind and unit. Memory is highest at the start or at the end of
+            the stretch.
+        tensors: the number and the bytes of each tensor that comes or goes, in order; 0 bytes for a tensor that goes.
     """
 
     phase: str
@@ -49,23 +50,23 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A collective that forward or backward calls within a unit, -1 for none."""
+    """A collective that forward or backward calls within a unit; -1 is no unit."""
 
     collective: Collective
     unit: int
 
 
 Part = Stretch | Called | tuple[Moment, ...]
-"""A stretch, a collective, or moments of the schedule that come one after the other."""
+"""A stretch, a collective, or successive moments of the schedule."""
 
 
 def parts_of(work: Work, sharded: Sharded, seconds_of: Callable[[Op], float]) -> tuple[Part, ...]:
-    """Returns the parts of a micro-batch in their order. What forward and backward have left goes at the end."""
+    """Returns the parts of a micro-batch in order. The remaining tensors of forward and backward go at the end."""
     return tuple(_Cutting(work, sharded, seconds_of).parts())
 
 
 def read_outside(work: Work, sharded: Sharded) -> str | None:
-    """Returns the name of a parameter that forward reads while no module of its unit runs; None if there is none."""
+    """Returns the name of a parameter that forward reads while no module of its unit runs, if there is one."""
     unit_of = units_around(work, sharded)
     running: list[int] = []
     for event in work.events:
@@ -75,9 +76,9 @@ def read_outside(work: Work, sharded: Sharded) -> str | None:
             case Leave():
                 running.pop()
             case Use(parameter):
-                found = work.parameters[parameter]
-                if unit_of[found.module] not in running:
-                    return found.name
+                used = work.parameters[parameter]
+                if unit_of[used.module] not in running:
+                    return used.name
             case _:
                 pass
     return None
@@ -85,8 +86,7 @@ def read_outside(work: Work, sharded: Sharded) -> str | None:
 
 @dataclass
 class _Cut:
-    """A stretch that is being made: the seconds, operations and tensors until the most bytes, and what changes until
-    then and since."""
+    """A stretch in the making: changes up to the point of the most bytes are `rising`, later ones `since`."""
 
     seconds: float = 0.0
     num_ops: int = 0
@@ -113,16 +113,16 @@ class _Cut:
             (seconds, num_ops, self.tensors[:number], self.rising),
             (self.seconds - seconds, self.num_ops - num_ops, self.tensors[number:], self.since),
         )
-        for its_seconds, its_ops, tensors, changed in halves:
-            # What goes comes first: there are never more bytes than when all has changed.
+        for half_seconds, half_ops, tensors, changed in halves:
+            # Bytes that go come first in the order, so that memory is not higher in between than at the end.
             by_size = sorted(changed.items(), key=lambda change: change[1])
             changes = tuple((kind, of, nbytes) for (kind, of), nbytes in by_size if nbytes)
-            if its_ops or changes or tensors:
-                yield Stretch(phase, unit, its_seconds, its_ops, changes, tuple(tensors))
+            if half_ops or changes or tensors:
+                yield Stretch(phase, unit, half_seconds, half_ops, changes, tuple(tensors))
 
 
 class _Cutting:
-    """Walks through a micro-batch, and knows the phase and the unit that runs."""
+    """Walks through a micro-batch, with the phase and the unit that runs."""
 
     def __init__(self, work: Work, sharded: Sharded, seconds_of: Callable[[Op], float]) -> None:
         self._work, self._sharded, self._seconds_of = work, sharded, seconds_of
@@ -130,7 +130,7 @@ class _Cutting:
         self._seconds: dict[Op, float] = {}
         self._alive: dict[int, tuple[str, int, int]] = {}
         self._phase, self._running = "forward", [-1]
-        self._num_again = 0  # modules around that run once more
+        self._num_again = 0  # running modules that are recomputed
         self._cut = _Cut()
 
     def parts(self) -> Iterator[Part]:
@@ -182,3 +182,73 @@ class _Cutting:
     def _release(self, tensor: int) -> None:
         kind, unit, nbytes = self._alive.pop(tensor)
         self._cut.change(tensor, kind, unit, -nbytes)
+
+
+# The moments of the schedule
+
+
+def moments_of(work: Work, sharded: Sharded) -> Iterator[tuple[Event | None, tuple[Moment, ...]]]:
+    """Yields each event of `work` with its moments of the schedule, and None with the moments at the end."""
+    reading = _Reading(work, sharded)
+    for event in work.events:
+        yield event, tuple(reading.read(event))
+    yield None, (on.EndBackward(),)
+
+
+def units_around(work: Work, sharded: Sharded) -> dict[int, int]:
+    """Returns the unit of each module of `work`, both by index, without modules outside of units."""
+    unit_of = sharded.unit_of
+    for number, each in enumerate(work.modules):  # a parent comes before its children
+        if number not in unit_of and each.parent in unit_of:
+            unit_of[number] = unit_of[each.parent]
+    return unit_of
+
+
+class _Reading:
+    """Follows the calls of a step. A unit of several modules begins with the first module and ends with the last."""
+
+    def __init__(self, work: Work, sharded: Sharded) -> None:
+        sizes = [unit.groups for unit in sharded.units]
+        used = {event.parameter for event in work.events if isinstance(event, Use)}
+        around = units_around(work, sharded)
+        run_again = {around.get(event.module, -1) for event in work.events if isinstance(event, Enter) and event.again}
+        uses = (place for each, place in sharded.places.items() if each in used)
+        self._gradients = Gradients(uses, sizes, run_again)
+        self._places = sharded.places
+        self._unit_of = sharded.unit_of
+        self._num_modules = [len(unit.modules) for unit in sharded.units]
+        self._begun: Counter[tuple[int, bool]] = Counter()
+        self._ended: Counter[tuple[int, bool]] = Counter()
+        self._reached: set[int] = set()
+        self._passed: Counter[int] = Counter()
+
+    def read(self, event: Event) -> Iterator[Moment]:
+        match event:
+            case Enter(module, again) if module in self._unit_of:
+                unit = self._unit_of[module]
+                self._begun[unit, again] += 1
+                if (self._begun[unit, again] - 1) % self._num_modules[unit] == 0:
+                    yield on.BeforeForward(unit, again)
+            case Leave(module, again) if module in self._unit_of:
+                unit = self._unit_of[module]
+                self._ended[unit, again] += 1
+                if self._ended[unit, again] % self._num_modules[unit] == 0:
+                    yield on.AfterForward(unit, again)
+            case EndForward():
+                yield on.EndForward()
+            case Reached(module) if module in self._unit_of:
+                unit = self._unit_of[module]
+                if unit not in self._reached:
+                    self._reached.add(unit)
+                    yield on.BeforeBackward(unit)
+            case Gradient(parameter) if parameter in self._places:
+                yield from self._gradients.arrive(self._places[parameter])
+            case Passed(module) if module in self._unit_of:
+                unit = self._unit_of[module]
+                self._passed[unit] += 1
+                if self._passed[unit] == self._num_modules[unit]:
+                    self._reached.discard(unit)
+                    self._passed[unit] = 0
+                    yield on.AfterBackward(unit)
+            case _:
+                pass

@@ -1,7 +1,8 @@
-"""A step as it was predicted, or as it ran: spans on lanes and bytes over time. Reports and comparisons read it."""
+"""A predicted or recorded step: spans on lanes, and bytes over time. Reports and comparisons read it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,9 +27,9 @@ class Span:
     """Work on a lane, in seconds since the step began.
 
     Attributes:
-        name: what is done: `forward`, `backward`, `recompute`, `gather`, `reduce`, `wait`, `copy`, `optimizer`.
+        name: the work: `forward`, `backward`, `recompute`, `gather`, `reduce`, `wait`, `copy`, `optimizer`.
         unit: the index of the unit, -1 for none.
-        nbytes: bytes that the rank sends, for collectives.
+        nbytes: the bytes that the rank sends in a collective.
     """
 
     lane: Lane
@@ -41,7 +42,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Bytes that come (above 0) or go. `kind` is a value of `MemoryKind` or of `TensorKind`; `unit` is -1 for none."""
+    """Bytes that come, or go if below 0. `kind` is a value of `MemoryKind` or `TensorKind`; `unit` is -1 for none."""
 
     time: float
     kind: str
@@ -72,8 +73,9 @@ class Peak:
 
     Attributes:
         time: seconds since the step began.
-        moment: in words, as "when backward reaches layers.3".
-        by_kind, by_unit: its bytes; the sums of both are `nbytes`.
+        moment: the moment in words, as "when backward reaches layers.3".
+        by_kind: the bytes of each kind; their sum is `nbytes`.
+        by_unit: the bytes of each unit; their sum is `nbytes`.
     """
 
     nbytes: int
@@ -83,18 +85,61 @@ class Peak:
     by_unit: dict[int, int]
 
 
+class Meter:
+    """The memory meter: adds up bytes that come and go, in the order of the host's calls, as an allocator does."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.changes: list[Change] = []
+        """All changes since the step began, after the bytes that were there before."""
+        self._peak = 0
+        self._num_to_peak = 0
+        self._moment = ""
+
+    def begin_step(self) -> None:
+        """Begin a step, with the present bytes at time 0."""
+        present: Counter[tuple[str, int]] = Counter()
+        for change in self.changes:
+            present[change.kind, change.unit] += change.nbytes
+        self.changes = [Change(0.0, kind, unit, nbytes) for (kind, unit), nbytes in present.items() if nbytes]
+        self._note_peak("at rest")
+
+    def add(self, time: float, kind: str, unit: int, nbytes: int, moment: str) -> None:
+        """Note bytes that come, or go if below 0."""
+        if nbytes:
+            self.changes.append(Change(time, kind, unit, nbytes))
+            self.now += nbytes
+            if self.now > self._peak:
+                self._note_peak(moment)
+
+    @property
+    def peak(self) -> Peak:
+        """The most bytes at once since the step began."""
+        by_kind: Counter[str] = Counter()
+        by_unit: Counter[int] = Counter()
+        for change in self.changes[: self._num_to_peak]:
+            by_kind[change.kind] += change.nbytes
+            by_unit[change.unit] += change.nbytes
+        time = self.changes[self._num_to_peak - 1].time if self._num_to_peak else 0.0
+        kinds = {kind: nbytes for kind, nbytes in by_kind.most_common() if nbytes}
+        return Peak(self._peak, time, self._moment, kinds, {unit: each for unit, each in by_unit.items() if each})
+
+    def _note_peak(self, moment: str) -> None:
+        self._peak, self._num_to_peak, self._moment = self.now, len(self.changes), moment
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """One step of one rank.
 
     Attributes:
-        title: what is shown, as "gpt2 on 8 ranks".
-        is_predicted: by the simulator; otherwise it was recorded.
-        units: in the order of the schedule: the root first.
-        changes: in the order of time. Those at time 0 are what is there when the step begins.
-        seconds: from the beginning of the first micro-batch until the optimizer has stepped.
-        facts: what else is to be shown, in order: names to values in words, as "tokens/s": "12,300".
-        exposed: seconds that compute has waited for a lane, by the lane's name.
+        title: the title of reports, as "gpt2 on 8 ranks".
+        is_predicted: True if the step was simulated, False if it was recorded.
+        units: the units in the order of the schedule: the root first.
+        changes: the changes of memory in the order of time. Those at time 0 are the bytes when the step begins.
+        seconds: from the start of the first micro-batch to the end of the optimizer's step.
+        facts: further facts for reports, in order: names to values in words, as "tokens/s": "12,300".
+        exposed: the seconds for which compute waited for a lane, by the lane's name.
     """
 
     title: str
@@ -110,11 +155,11 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Settings that were tried: the time of a step with them, and the bytes that it takes of a device.
+    """Settings that were tried: the seconds of a step, and its bytes on a device.
 
     Attributes:
-        fits: within the limit of memory, and within all else that was asked for.
-        why: they do not fit, in words; empty if they do.
+        fits: True if they are within the limit of memory and all other limits of the user.
+        why: the reason why the settings do not fit, in words; empty if they fit.
     """
 
     name: str
@@ -127,7 +172,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The settings that were tried, the index of the best, -1 if none fits, and the bytes that there are if known."""
+    """The settings that were tried, the index of the best (-1: none fits), and the bytes of a device if known."""
 
     candidates: tuple[Candidate, ...]
     best: int
@@ -136,9 +181,7 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change of the settings, in words: the bytes of the peak that it saves, and the seconds of a step it costs.
-
-    Either is below 0 where it is the other way round."""
+    """A change of the settings, in words: the bytes of the peak that it saves, and the seconds of a step it costs."""
 
     change: str
     saves_bytes: int

@@ -1,4 +1,4 @@
-"""Other work made of work that was read: with activation checkpointing, or for another number of samples."""
+"""Transformations of work that was read: activation checkpointing, and another number of samples."""
 
 from __future__ import annotations
 
@@ -26,55 +26,55 @@ __all__ = ["Keeper", "checkpointed", "scaled"]
 _KEPT = (TensorKind.ACTIVATION, TensorKind.LOGITS)
 
 Keeper = Callable[[str], bool]
-"""Tells of one operation after the other, by its name, whether its results are kept."""
+"""Returns True for an operation whose results are kept. It is asked about one operation after the other, by name."""
 
 
 def checkpointed(work: Work, modules: Collection[int], keeper: Callable[[], Keeper] | None = None) -> Work:
-    """Returns `work` with activation checkpointing of `modules`, as `torch.utils.checkpoint` does it without reentry.
+    """Returns `work` with activation checkpointing of `modules`, like `torch.utils.checkpoint` without reentry.
 
-    The inputs of such a module are kept. What its forward keeps for backward is freed at the end of forward, its
-    outputs apart. Backward runs the forward again when it comes to the module's first operation. It stops early as
-    torch does: once all that is kept is there, in front of the next operation that makes a tensor. Modules inside of
-    one of `modules` are not checkpointed once more.
+    The inputs of a checkpointed module stay. The tensors that its forward keeps for backward are freed at the end of
+    forward, except its outputs. Backward runs the forward again when it reaches the module's first operation. Like
+    torch, it stops early: once all tensors for backward are there, before the next operation that makes a tensor.
+    Modules inside of one of `modules` are not checkpointed once more.
 
-    With selective checkpointing the results of some operations are kept, and not computed again. `keeper`, called for
-    each forward of a module, returns what tells of one operation after the other, by name, whether its results are.
+    Selective checkpointing keeps the results of some operations, and does not compute these again. `keeper` is called
+    for each forward of a module.
 
-    Torch frees what a checkpointed forward keeps bit by bit, and here it is freed at the end. The peak of a step is not
-    there: backward has all of it again, and gradients. Torch also makes an output again that the module itself
-    saves, as ReLU does; here outputs are thought to be saved by what reads them.
+    torch frees the tensors of a checkpointed forward one by one, not at its end. That does not change the peak of a
+    step: backward has all these tensors again, and gradients. torch also makes an output again that the module itself
+    saves, as ReLU does; here the readers of outputs are taken to save them.
     """
     numbers = count(1 + max((event.tensor for event in work.events if isinstance(event, Allocate)), default=-1))
     inserted: dict[int, list[Event]] = {}  # in front of the event at a position
     renamed: dict[int, int] = {}
-    held: dict[int, int] = {}  # what is kept for longer -> the position at which it is released
-    moved: set[int] = set()  # what is released when the forward runs again
+    prolonged: dict[int, int] = {}  # tensors that live longer -> the position at which they are released
+    moved: set[int] = set()  # tensors that the forward releases when it runs again
     for span in _spans(work.events, frozenset(modules), keeper):
         again, new = span.again(numbers)
         inserted.setdefault(span.end, []).extend(Release(tensor) for tensor in span.freed)
         inserted.setdefault(span.reached, []).extend(again)
         renamed |= new
-        only_kept = {tensor for tensor in span.kept if span.released[tensor] < span.reached}  # others are read
+        only_kept = {tensor for tensor in span.kept if span.released[tensor] < span.reached}  # backward reads the rest
         moved |= only_kept.intersection(event.tensor for event in again if isinstance(event, Release))
-        held |= dict.fromkeys(only_kept - moved, span.is_over)
+        prolonged |= dict.fromkeys(only_kept - moved, span.is_over)
         for tensor in span.inputs:
             if span.released[tensor] < span.is_over:
-                held[tensor] = max(held.get(tensor, 0), span.is_over)
-    for tensor, position in held.items():
+                prolonged[tensor] = max(prolonged.get(tensor, 0), span.is_over)
+    for tensor, position in prolonged.items():
         inserted.setdefault(position, []).append(Release(tensor))
-    return replace(work, events=tuple(_rewritten(work.events, inserted, renamed, moved.union(held))))
+    return replace(work, events=tuple(_rewritten(work.events, inserted, renamed, moved.union(prolonged))))
 
 
 def _rewritten(
-    events: Sequence[Event], inserted: dict[int, list[Event]], renamed: dict[int, int], held: Collection[int]
+    events: Sequence[Event], inserted: dict[int, list[Event]], renamed: dict[int, int], prolonged: Collection[int]
 ) -> Iterator[Event]:
-    """Yields `events` with what is inserted. Held tensors are released by that, and renamed ones by their new names."""
+    """Yields `events` with the inserted ones, which release `prolonged` tensors. Releases get the new names."""
     for position, event in enumerate(events):
         yield from inserted.get(position, ())
         if isinstance(event, Release):
-            if event.tensor not in held:
+            if event.tensor not in prolonged:
                 yield Release(renamed.get(event.tensor, event.tensor))
-        elif isinstance(event, Allocate) and event.tensor in held and event.kind is TensorKind.TEMPORARY:
+        elif isinstance(event, Allocate) and event.tensor in prolonged and event.kind is TensorKind.TEMPORARY:
             yield replace(event, kind=TensorKind.ACTIVATION)
         else:
             yield event
@@ -82,15 +82,16 @@ def _rewritten(
 
 @dataclass
 class _Span:
-    """A forward of a checkpointed module: its events, and the positions of what matters to it.
+    """A forward of a checkpointed module.
 
     Attributes:
-        end: the position behind its Leave.
-        reached: that of the first event of its backward.
-        saved: the tensors that it keeps for backward, and does not return.
-        kept: results that are not made again.
-        skipped: the positions of the operations that made them, within the events.
-        inputs: the tensors that it was given.
+        events: the events of the forward.
+        end: the position behind its `Leave`.
+        reached: the position of the first event of its backward.
+        saved: the tensors that the forward keeps for backward, and does not return.
+        kept: the tensors that are not made again.
+        skipped: the positions, within `events`, of the operations that made the kept tensors.
+        inputs: the inputs of the module.
         released: the position at which each tensor of the step is released.
     """
 
@@ -105,16 +106,16 @@ class _Span:
 
     @property
     def freed(self) -> list[int]:
-        """What is freed behind it, and made again."""
+        """The tensors that are freed after the forward, and made again."""
         return [tensor for tensor in self.saved if tensor not in self.kept]
 
     @property
     def is_over(self) -> int:
-        """The position at which backward has released all that the forward had kept."""
+        """The position at which backward releases the last saved tensor."""
         return max((self.released[tensor] for tensor in self.saved), default=self.reached)
 
     def again(self, numbers: Iterator[int]) -> tuple[list[Event], dict[int, int]]:
-        """Returns its forward run again, up to where all that is kept is there, and the new numbers of that."""
+        """Returns the events of recomputation, up to the last saved tensor, and the new numbers of freed tensors."""
         again, new, alive, calls = list[Event](), dict[int, int](), set[int](), list[int]()
         missing, freed = set(self.saved), self.freed
         for at, event in enumerate(self.events):
@@ -148,7 +149,7 @@ class _Span:
 
 
 def _spans(events: Sequence[Event], modules: Collection[int], keeper: Callable[[], Keeper] | None) -> Iterator[_Span]:
-    """Yields each forward of one of `modules` that is inside of no other."""
+    """Yields the forwards of `modules` that are not inside of another one of `modules`."""
     released = {event.tensor: at for at, event in enumerate(events) if isinstance(event, Release)}
     end_forward = next(at for at, event in enumerate(events) if isinstance(event, EndForward))
     backwards = _backwards(events, end_forward, modules)
@@ -159,12 +160,12 @@ def _spans(events: Sequence[Event], modules: Collection[int], keeper: Callable[[
         elif isinstance(event, Leave) and event.module == inside:
             inside = None
             if not backwards.get(event.module):
-                continue  # backward never comes here
+                continue  # backward does not reach this call
             reached = backwards[event.module].pop()  # the last call comes first in backward
             enter, forward = events[start], events[start : at + 1]
             assert isinstance(enter, Enter)
-            made = _kept(forward, keeper()) if keeper else {}
-            kept = frozenset(tensor for tensors in made.values() for tensor in tensors)
+            skipped = _kept(forward, keeper()) if keeper else {}
+            kept = frozenset(tensor for tensors in skipped.values() for tensor in tensors)
             saved = [
                 each.tensor
                 for each in forward
@@ -173,40 +174,39 @@ def _spans(events: Sequence[Event], modules: Collection[int], keeper: Callable[[
                 and at < released[each.tensor]
                 and each.tensor not in event.outputs
             ]
-            yield _Span(forward, at + 1, reached, saved, kept, frozenset(made), enter.inputs, released)
+            yield _Span(forward, at + 1, reached, saved, kept, frozenset(skipped), enter.inputs, released)
 
 
 def _kept(events: Sequence[Event], keeps: Keeper) -> dict[int, list[int]]:
-    """Returns the positions of operations whose results are kept, and these. What an operation makes stands just in
-    front of it."""
-    found: dict[int, list[int]] = {}
-    made: list[int] = []
+    """Returns the results that are kept, by the positions of their operations."""
+    kept: dict[int, list[int]] = {}
+    results: list[int] = []  # the allocations of an operation stand just in front of it
     for at, event in enumerate(events):
         if isinstance(event, Op) and keeps(event.name):
-            found[at] = made
-        made = [*made, event.tensor] if isinstance(event, Allocate) else []
-    return found
+            kept[at] = results
+        results = [*results, event.tensor] if isinstance(event, Allocate) else []
+    return kept
 
 
 def _backwards(events: Sequence[Event], end_forward: int, modules: Collection[int]) -> dict[int, list[int]]:
-    """Returns of each of `modules` the positions at which its backwards begin to compute."""
-    found: dict[int, list[int]] = {}
+    """Returns for each of `modules` the positions at which its backwards begin to compute."""
+    positions: dict[int, list[int]] = {}
     waiting: list[int] = []
     for at, event in enumerate(events[end_forward:], end_forward):
         if isinstance(event, Reached) and event.module in modules:
             waiting.append(event.module)
         elif isinstance(event, (Allocate, Op, Gradient, Passed)):
             for module in waiting:
-                found.setdefault(module, []).append(at)
+                positions.setdefault(module, []).append(at)
             waiting.clear()
-    return found
+    return positions
 
 
 def scaled(work: Work, factor: float) -> Work:
     """Returns `work` for `factor` times as many samples, by a rule of three.
 
-    All scales, but for gradients of parameters, and other temporaries of backward that are as large as a parameter. So
-    the bytes of operations are too many where weights are most of what they read: reading the model anew is exact.
+    Everything scales, except gradients of parameters and other temporaries of backward of the size of a parameter. So
+    the bytes of operations that read mostly weights are too many: to read the model anew is exact.
     """
     sizes = {parameter.nbytes for parameter in work.parameters if parameter.is_trainable}
     in_backward, events = False, list[Event]()

@@ -1,7 +1,7 @@
 """The work of one rank in one micro-batch, as it was read from a model: operations, and tensors that come and go.
 
-It says nothing of sharding: whoever plays it decides which modules are units. Modules and parameters are named by their
-index, tensors by a number that is used once. The events of a step stand in the order in which they happen:
+It says nothing about sharding: a `Sharded` model says which modules are units. Modules and parameters are named by
+index, tensors by a number that is used once. The events of a step stand in their order:
 
     forward     Enter module   Use parameter   Op ...   Collective   Allocate   Release   Leave module
     EndForward
@@ -14,10 +14,11 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from math import prod
 
 
 class OpKind(str, Enum):
-    """The kinds of operations that are told apart by what bounds their speed."""
+    """The kinds of operations, by the bound of their speed."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
@@ -25,28 +26,25 @@ class OpKind(str, Enum):
     REDUCTION = "reduction"
     """Norms, softmax, sums, losses."""
     LOOKUP = "lookup"
-    """Embeddings, and other reading by an index."""
+    """Embeddings, and other reads by an index."""
     COPY = "copy"
 
 
 class TensorKind(str, Enum):
-    """The purpose of a tensor that is no buffer of the engine. The value is its name in tables."""
+    """The purpose of a tensor outside of the engine. The value is the purpose's name in tables."""
 
     INPUT = "inputs"
     ACTIVATION = "activations"
-    """Made in forward, and read in backward."""
+    """Tensors that forward makes and backward reads."""
     LOGITS = "logits"
-    """An activation that has the size of the vocabulary for each token, and what the loss makes of it."""
+    """Activations with the size of the vocabulary for each token, and the tensors that the loss makes of them."""
     TEMPORARY = "temporaries"
-    """Made and freed in the same pass, forward or backward."""
+    """Tensors that are made and freed in the same pass, forward or backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """The forward of a module begins. `again`: activation checkpointing runs it once more, within backward.
-
-    `inputs`: the tensors that it was given, as far as they were allocated.
-    """
+    """The forward of a module begins with `inputs`. `again`: activation checkpointing runs it again, in backward."""
 
     module: int
     again: bool = False
@@ -55,7 +53,7 @@ class Enter:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The forward of a module ends. `outputs`: the tensors that it returns."""
+    """The forward of a module ends. `outputs`: the tensors that the module returns."""
 
     module: int
     again: bool = False
@@ -74,12 +72,12 @@ class Op:
     """One operation of torch.
 
     Attributes:
-        name: as torch calls it, without overload: `aten.mm`.
+        name: torch's name of the operation, without overload: `aten.mm`.
         flops: floating-point operations; a multiply and an add are two.
-        nbytes: bytes that it reads and writes, each tensor once.
-        dtype: of its result, by torch's name: `bfloat16`.
+        nbytes: bytes of reads and writes, each tensor once.
+        dtype: the dtype of the result, by torch's name: `bfloat16`.
         depth: the length of the sums in a matrix product or convolution; in attention the width of a head; else 0.
-        computed: the share of `flops` that its kernel computes: causal attention leaves out what no token may see.
+        computed: the share of `flops` that the kernel computes: causal attention leaves out tokens that are not seen.
     """
 
     kind: OpKind
@@ -93,7 +91,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks of a process group: so many, and from one to the next a number of ranks apart, about."""
+    """The ranks of a process group: `size` ranks, each about `stride` ranks from the next."""
 
     size: int
     stride: int = 1
@@ -104,11 +102,12 @@ ALONE = Group(1)
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective that forward or backward itself calls, as on the axes of tensor, context and expert parallelism.
+    """A collective that forward or backward calls, as on the axes of tensor, context and expert parallelism.
 
     Attributes:
         kind: all-gather, reduce-scatter, all-reduce, broadcast, all-to-all or send.
-        nbytes: of the whole tensor; see `costs.collective_seconds`.
+        nbytes: the bytes of the whole tensor; see `costs.collective_seconds`.
+        group: the ranks that take part.
     """
 
     kind: str
@@ -118,7 +117,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Memory is taken for a tensor. Views take none; a gradient is a temporary until `Gradient`."""
+    """A tensor gets memory. Views get none; a gradient is a temporary until `Gradient`."""
 
     tensor: int
     nbytes: int
@@ -146,10 +145,9 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """Autograd has made the gradient of a parameter, whole, and hands it over.
+    """Autograd hands over the whole gradient of a parameter.
 
-    From now on its memory is whoever's this is handed to. Until now it was a temporary's, which was released just
-    before.
+    From now on its memory belongs to the receiver. The temporary that it was until now is released just before.
     """
 
     parameter: int
@@ -167,7 +165,7 @@ Event = Enter | Leave | Use | Op | Collective | Allocate | Release | EndForward 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module: its name as `named_modules` gives it, its class, and the module around it, None for the root."""
+    """A module: its name in `named_modules`, its class, and the module around it, None for the root."""
 
     name: str
     kind: str
@@ -176,8 +174,10 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter, or this rank's part if it is cut over ranks that read the same samples: its name, the module that
-    holds it, its shape, its dtype by torch's name, and its bytes."""
+    """A parameter, or this rank's part of one that is cut over ranks that read the same samples.
+
+    `module` is the module that holds it, `dtype` torch's name of its dtype.
+    """
 
     name: str
     module: int
@@ -189,10 +189,7 @@ class Parameter:
     @property
     def numel(self) -> int:
         """The number of elements."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -200,7 +197,7 @@ class Work:
     """A micro-batch of a model on one rank. Modules and parameters stand in the order of registration, the root first.
 
     Attributes:
-        tokens: of the micro-batch: samples times length, also where ranks share them; 0 if the model reads none.
+        tokens: samples times length, also if ranks share the tokens of a sample; 0 if the model reads no tokens.
     """
 
     modules: tuple[Module, ...]
@@ -227,7 +224,7 @@ class Work:
 
     @cached_property
     def dtype(self) -> str:
-        """The dtype in which most of the matrix products are computed."""
+        """The dtype of most of the FLOP in matrix products."""
         flops: Counter[str] = Counter()
         for event in self.events:
             if isinstance(event, Op) and event.kind in (OpKind.MATMUL, OpKind.ATTENTION):

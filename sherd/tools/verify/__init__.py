@@ -1,1 +1,1 @@
-"""Does a sharded model train as the plain one does? `verify_equivalence` and its report."""
+"""verify_equivalence: a check that a sharded model trains as the plain model does, and its report."""

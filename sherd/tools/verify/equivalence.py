@@ -1,4 +1,4 @@
-"""`verify_equivalence`: some steps of a sharded model beside the same steps of the plain model in one process."""
+"""`verify_equivalence`: steps of a sharded model beside the same steps of the plain model in one process."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from sherd.engine import Unit
 from sherd.errors import PolicyError, SherdError, StateError
 from sherd.requirements import require_factor, require_floating_dtype, require_int, require_type
 from sherd.tensor.structures import map_tensors, tensors_in
-from sherd.tools.verify.reference import WIDTHS, ExpectedStep, save, stored_steps, train_plain
 from sherd.tools.verify.report import KINDS, Difference, EquivalenceReport, difference
 from sherd.tools.verify.training import (
     EVERY_PART,
     UPDATED,
+    WIDTHS,
+    ExpectedStep,
     Key,
     Loss,
     MakeOptimizer,
@@ -35,7 +36,10 @@ from sherd.tools.verify.training import (
     Shown,
     Training,
     plainly_named,
+    save,
     seed_all,
+    stored_steps,
+    train_plain,
 )
 
 __all__ = ["verify_equivalence"]
@@ -47,21 +51,23 @@ PORTION = 64 * 2**20  # bytes of tensors that rank 0 sends at once
 
 
 def own_loss(model: nn.Module, batch: object) -> Tensor:
-    """Returns the `loss` in the model's output if there is one, else the mean square of all that it puts out."""
+    """Returns the `loss` in the model's output, or the mean square of all its outputs."""
     output = output_of(model, batch)
     loss = loss_in(output)
-    return torch.cat([each.float().flatten() for each in tensors_in(output)]).square().mean() if loss is None else loss
+    if loss is not None:
+        return loss
+    return torch.cat([tensor.float().flatten() for tensor in tensors_in(output)]).square().mean()
 
 
 def output_of(model: nn.Module, batch: object) -> object:
-    """Returns what `model` makes of `batch`; one that is a tuple, list or dict is given as arguments."""
+    """Returns the output of `model` for `batch`. A tuple, list or dict is passed as arguments."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def loss_in(output: object) -> Tensor | None:
-    """Returns the `loss` in a model's output, if there is one."""
+    """Returns the `loss` in a model's output, or None."""
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
@@ -84,25 +90,26 @@ def verify_equivalence(
     reference: str | Path | None = None,
     save_reference: str | Path | None = None,
 ) -> EquivalenceReport:
-    """Train a sharded model beside the plain model, one step per batch, and report the first tensor that differs by
-    more than the dtype explains.
+    """Train a sharded model beside the plain model, and report the first tensors that differ beyond rounding.
 
-    Compared are the parameters and buffers before the first step, and in each step the outputs of the units and of the
-    model, the losses, the gradients, the buffers, and the parameters after the optimizer's step. It ends with the first
-    step in which something differs. All ranks must call it, and all get the same report.
+    Each batch is one step. Compared are the parameters and buffers before the first step, and in each step the outputs
+    of the units and of the model, the losses, the gradients, the buffers, and the parameters after the optimizer's
+    step. The first step with a difference is the last one. All ranks must call this function, and all get the same
+    report.
 
-    The plain model is trained by rank 0 alone: so no other rank needs the memory, and nothing in it depends on the
-    rank. It runs the parts of a batch one after the other, and averages their gradients.
+    Only rank 0 trains the plain model, so no other rank needs memory for it. It runs the parts of a batch one after the
+    other, and averages their gradients.
 
-    How much is allowed is measured. Beside the plain model runs another one with an error in every weight, input and
-    sum of gradients, of random sign and of the size of one spacing of the coarsest dtype (`torch.finfo(dtype).eps`). A
-    tensor may differ by `margin` times what this changes in it, or by `margin` spacings if that is more. The dtypes are
-    those of the parameters, of the units' `MixedPrecisionPolicy`, and `compute_dtype`. Once the gradients were
-    compared, all models step with those of the plain one: so an update may differ by `margin` spacings of the
-    parameter's own dtype only, and each step begins at the same point.
+    The allowed difference is measured. Beside the plain model runs another one with errors in every weight, input and
+    sum of gradients: of random sign, and as large as the spacing of the coarsest dtype (`torch.finfo(dtype).eps`). A
+    tensor may differ by `margin` times the change that these errors cause, or by `margin` spacings if that is more. The
+    dtypes are those of the parameters, of the units' `MixedPrecisionPolicy`, and `compute_dtype`. After the gradients
+    are compared, all models step with the plain model's gradients. So an update may only differ by `margin` spacings of
+    the parameter's own dtype, and each step begins with the same parameters.
 
-    The caller's process groups, random state and grad mode stay as they are. Without a process group it makes that of
-    torchrun's environment, and leaves it as `fully_shard` does; without that, a group of one rank for this call.
+    The caller's process groups, random state and grad mode stay as they are. Without a process group, this function
+    makes the one of torchrun's environment and keeps it, as `fully_shard` does; without torchrun, it makes a group of
+    one rank for the call.
 
     Args:
         build: returns the plain model. It is called on every rank, and twice more on rank 0, each time with the same
@@ -110,22 +117,25 @@ def verify_equivalence(
         batches: tensors, or containers of tensors, one per step; the same on all ranks. Dim 0 of each tensor is cut
             into equal `parts`, and data-parallel rank r takes part r. Ranks that differ only in other axes of a mesh
             take the same part.
-        shard: shards the model in place, or returns the sharded one: with either front end, over any mesh, after
+        shard: shards the model in place, or returns the sharded model: with either front end, over any mesh, after
             `parallelize_module` or not.
         loss: the loss of (model, part of a batch), a mean over samples. By default the `loss` in the model's output,
-            else the mean square of the output; a batch that is a tuple, list or dict is given as arguments.
+            else the mean square of the output; a batch that is a tuple, list or dict is passed as arguments.
         optimizer: the optimizer of the parameters that need gradients.
-        parts: a multiple of the number of data-parallel ranks, which it is by default. Each rank then takes several
-            parts, neighbours, and adds up their gradients. So one process can compute what 8 ranks do.
+        parts: a multiple of the number of data-parallel ranks, by default that number. With several parts per rank,
+            each rank takes neighbouring parts and accumulates gradients. So one process can compute what 8 ranks do.
         seed: seeds `build`, and each forward by step and part: dropout drops the same in both trainings.
-        compute_dtype: a coarser dtype than units and parameters show, such as that of an autocast in `loss`.
+        compute_dtype: a coarser dtype that units and parameters do not show, such as an autocast's in `loss`.
         margin: see above.
-        reference: a file to compare with. No plain model is trained then.
-        save_reference: a file that rank 0 writes the plain training to.
+        reference: a file to compare with instead of training the plain model.
+        save_reference: a file to which rank 0 writes the plain training.
 
-    Raises, on all ranks alike:
-        PolicyTypeError, PolicyError: an argument of the wrong type; batches that differ between ranks, or that `parts`
-            does not divide; a file that does not fit.
+    Returns:
+        The report, the same on all ranks.
+
+    Raises:
+        PolicyTypeError: an argument of the wrong type. All errors are raised on all ranks.
+        PolicyError: batches that differ between ranks, or that `parts` does not divide; a file that does not fit.
         StateError: `build`, `shard`, or the plain training raised an error on a rank.
     """
     with _process_group(), _own_state():
@@ -159,7 +169,7 @@ def verify_equivalence(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the sharded model is: on which device, in numbers how far apart, and with which parts of a batch."""
+    """The sharded model's device, precision, watched modules, and parts of a batch on this rank."""
 
     parts: int
     own: range
@@ -169,7 +179,7 @@ class _Place:
 
     @classmethod
     def of(cls, model: nn.Module, parts: int | None, compute_dtype: torch.dtype | None) -> _Place:
-        """Read it off the units of `model`; without units it is data parallel over all ranks."""
+        """Read the place off the units of `model`. Without units, the model is data parallel over all ranks."""
         units, tensors = Unit.below(model), list(model.parameters())
         number, rank, device = dist.get_world_size(), dist.get_rank(), tensors[0].device
         if units:
@@ -180,13 +190,15 @@ class _Place:
         if parts % number:
             raise PolicyError(f"{WHAT}(parts={parts}): expected a multiple of the {number} data-parallel ranks")
         precisions = [dtype for unit in units for dtype in (unit.precision.param_dtype, unit.precision.reduce_dtype)]
-        dtypes = {compute_dtype, *precisions, *(each.dtype for each in tensors)}
-        eps = max(torch.finfo(each).eps for each in dtypes if each and (each.is_floating_point or each.is_complex))
+        dtypes = {compute_dtype, *precisions, *(tensor.dtype for tensor in tensors)}
+        inexact = (dtype for dtype in dtypes if dtype and (dtype.is_floating_point or dtype.is_complex))
+        eps = max(torch.finfo(dtype).eps for dtype in inexact)
         if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
             eps = max(eps, TENSOR_FLOAT_32)
-        watched = {name for name, each in plainly_named(model.named_modules()).items() if Unit.of(each) is not None}
-        each = parts // number
-        return cls(parts, range(rank * each, (rank + 1) * each), device, eps, frozenset({"", *watched}))
+        modules = plainly_named(model.named_modules())
+        watched = {name for name, module in modules.items() if Unit.of(module) is not None}
+        per_rank = parts // number
+        return cls(parts, range(rank * per_rank, (rank + 1) * per_rank), device, eps, frozenset({"", *watched}))
 
 
 class _Comparison:
@@ -200,46 +212,49 @@ class _Comparison:
         self._steps = 0
 
     def compare(self, number: int, expected: ExpectedStep | None, shown: Shown, is_update: bool) -> dict[str, Tensor]:
-        """Compare what step `number` has `shown` on this rank, its update or all before that, with what is `expected`,
-        which rank 0 knows. Returns the expected gradients."""
+        """Compare the values that step `number` has `shown` on this rank with the `expected` ones, which rank 0 knows.
+
+        With `is_update` these are the updated parameters, else all values before. Returns the expected gradients.
+        """
         mine, rank = [], dist.get_rank()
         gradients: dict[str, Tensor] = {}
         for key, value, size, allowed in self._from_rank_0(expected, is_update):
             gradients |= {key.name: value} if key.kind == "gradient" else {}
             found = shown.pop(key, None)
-            # Not every unit is called as a module; under tensor parallelism an output may be a rank's part.
+            # A unit may run without a call of its module; under tensor parallelism an output may be a rank's part.
             is_whole = key.kind != "forward output" or (found is not None and found.shape == value.shape)
             if is_whole and key.part in (EVERY_PART, *self._place.own):
                 mine.append(difference(key, number, rank, found, value, size, allowed))
         mine += [difference(key, number, rank, shown[key], None, 0, 0) for key in shown if key.kind != "forward output"]
-        everywhere = [each for of_rank in all_gather_objects(list(enumerate(mine)), WHAT) for each in of_rank]
-        for _, each in everywhere:
-            self._counts[each.kind] = self._counts.get(each.kind, 0) + 1
-            if each.kind not in self._closest or each.share > self._closest[each.kind].share:
-                self._closest[each.kind] = each
-        too_large = [(KINDS.index(each.kind), at, each.rank, each) for at, each in everywhere if each.share > 1]
-        self.differences = [each for *_, each in sorted(too_large, key=lambda found: found[:3])]
+        everywhere = [pair for of_rank in all_gather_objects(list(enumerate(mine)), WHAT) for pair in of_rank]
+        for _, measured in everywhere:
+            kind = measured.kind
+            self._counts[kind] = self._counts.get(kind, 0) + 1
+            if kind not in self._closest or measured.share > self._closest[kind].share:
+                self._closest[kind] = measured
+        too_large = [(at, measured) for at, measured in everywhere if measured.share > 1]
+        too_large.sort(key=lambda pair: (KINDS.index(pair[1].kind), pair[0], pair[1].rank))
+        self.differences = [measured for _, measured in too_large]
         self._steps = number
         return gradients
 
     def _from_rank_0(
         self, expected: ExpectedStep | None, is_update: bool
     ) -> Iterator[tuple[Key, Tensor, float, float]]:
-        """Yields on all ranks what rank 0 expects. It comes in portions: a whole model more may not fit."""
+        """Yields on all ranks what rank 0 expects: in portions, since another whole model may not fit into memory."""
         waiting = [] if expected is None else [key for key in expected if (key.kind == UPDATED) == is_update]
         while True:
             portion, num_bytes = [], 0
             while expected is not None and waiting and num_bytes < PORTION:
-                each = expected[key := waiting.pop(0)]
-                portion.append((key, each.value, each.size, each.allowed(self._place.eps, self._margin)))
-                num_bytes += each.value.nbytes
-            told = broadcast_object(portion, WHAT)
-            if not told:
+                tensor = expected[key := waiting.pop(0)]
+                portion.append((key, tensor.value, tensor.size, tensor.allowed(self._place.eps, self._margin)))
+                num_bytes += tensor.value.nbytes
+            received = broadcast_object(portion, WHAT)
+            if not received:
                 return
-            yield from told
+            yield from received
 
     def report(self, against: str) -> EquivalenceReport:
-        """Returns the report."""
         setting = (
             f"{dist.get_world_size()} ranks, {self._place.parts} part(s) of each batch, against {against}; numbers of "
             f"the coarsest dtype are {self._place.eps:.2g} apart"
@@ -263,14 +278,14 @@ def _checked(
     require_floating_dtype(f"{WHAT}(compute_dtype={{}})", compute_dtype)
     require_factor(f"{WHAT}(margin={{}})", margin)
     require_type(f"{WHAT}(batches=...): expected a list of batches", batches, Iterable)
-    found = list(batches)
-    if not found or not all(any(tensor.dim() for tensor in tensors_in(batch)) for batch in found):
+    listed = list(batches)
+    if not listed or not all(any(tensor.dim() for tensor in tensors_in(batch)) for batch in listed):
         raise PolicyError(f"{WHAT}(batches=...): expected one or more batches, each with a tensor that has rows")
-    return found
+    return listed
 
 
 def _sharded(build: Callable[[], nn.Module], shard: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
-    """Returns the sharded model, which has parameters."""
+    """Returns the sharded model. Raises PolicyTypeError or PolicyError."""
     plain = build()
     require_type(f"{WHAT}(build=...): expected it to return a module", plain, nn.Module)
     sharded = shard(plain)
@@ -282,7 +297,7 @@ def _sharded(build: Callable[[], nn.Module], shard: Callable[[nn.Module], nn.Mod
 
 
 def _cut(batch: object, parts: int, number: int) -> dict[int, object]:
-    """Returns the equal parts of `batch`, by number. Tensors without dims belong to all parts."""
+    """Returns the equal parts of `batch`, by number. Tensors without dims are in all parts."""
     rows = {len(tensor) for tensor in tensors_in(batch) if tensor.dim()}
     size, rest = divmod(max(rows), parts)
     if len(rows) > 1 or rest or not size:
@@ -299,7 +314,6 @@ def _cut(batch: object, parts: int, number: int) -> dict[int, object]:
 
 
 def _digest(batch: object) -> str:
-    """Returns a hash of all tensors in `batch`."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors_in(batch):
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -308,7 +322,7 @@ def _digest(batch: object) -> str:
 
 
 def _same_everywhere(digests: list[str]) -> list[str]:
-    """Returns `digests`, those of this rank's batches. Raises PolicyError on all ranks if others have others."""
+    """Returns `digests`. Raises PolicyError on all ranks if a rank's digests differ."""
     for rank, others in enumerate(first := all_gather_objects(digests, WHAT)):
         if others != first[0]:
             raise PolicyError(
@@ -319,28 +333,28 @@ def _same_everywhere(digests: list[str]) -> list[str]:
 
 
 def _agreed(what: str, action: Callable[[], T]) -> T:
-    """Returns what `action` returns on this rank.
+    """Returns the result of `action` on this rank.
 
     Raises:
-        SherdError: on all ranks alike, when a rank has raised something.
+        SherdError: on all ranks, if `action` raised an error on a rank.
     """
-    value, own, told = None, None, None
+    value, own, failure = None, None, None
     try:
         value = action()
     except Exception as error:
         known = isinstance(error, SherdError)
         text = str(error.args[0]) if known else f"{WHAT}: {what} failed on rank {dist.get_rank()}: {error!r}"
-        own, told = error, (type(error) if known else StateError, text)
-    for other in all_gather_objects(told, WHAT):
-        if other is not None:
-            kind, text = other
-            raise kind(text) from own
+        own, failure = error, (type(error) if known else StateError, text)
+    for of_rank in all_gather_objects(failure, WHAT):
+        if of_rank is not None:
+            error_class, text = of_rank
+            raise error_class(text) from own
     return value  # type: ignore[return-value]
 
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """The default process group. One of torchrun's ranks stays, as with `fully_shard`; one of this rank alone goes."""
+    """A context with a default process group. It keeps torchrun's group, as `fully_shard` does; a group of one goes."""
     if dist.is_initialized() or "RANK" in os.environ:
         default_group()
         yield
@@ -354,7 +368,7 @@ def _process_group() -> Iterator[None]:
 
 @contextmanager
 def _own_state() -> Iterator[None]:
-    """Random states inside leave no trace, and gradients are computed."""
+    """A context that computes gradients, and restores random states at its end."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
     before = random.getstate()

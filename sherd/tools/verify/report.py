@@ -10,29 +10,31 @@ import torch
 from torch import Tensor
 
 from sherd.errors import EquivalenceError
-from sherd.tools.verify.training import Key
+from sherd.tools.verify.training import Key, distances
 
 __all__ = ["Difference", "EquivalenceReport"]
 
 KINDS = ("initial parameter", "initial buffer", "forward output", "loss", "gradient", "buffer", "updated parameter")
-"""In the order in which a step comes to them."""
+"""In the order in which a step computes them."""
 
 MOST_LINES = 12
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one tensor is from that of the plain training.
+    """How far one tensor is from the same tensor of the plain training.
 
     Attributes:
         kind: "initial parameter", "initial buffer", "forward output", "loss", "gradient", "buffer" or "updated
             parameter".
-        name: the parameter or buffer, or the module that put it out, by its name in the plain model.
+        name: of the parameter, the buffer, or the module with this output, in the plain model.
         step: counted from 1; 0 is before the first step.
-        rank: the rank that has it; of parameters, gradients and buffers, one that has gathered it from all.
-        index: the element that differs most, which is `found` and should be `expected`.
+        rank: the rank with this tensor; parameters, gradients and buffers were gathered from all ranks.
+        index: of the element that differs most.
+        found: its value.
+        expected: its value in the plain training.
         absolute: the largest difference.
-        relative: that over the largest absolute value of the tensor; of updated parameters and buffers, over the
+        relative: the same over the largest absolute value of the tensor; for updated parameters and buffers, over the
             largest change in the step.
         allowed: the largest absolute difference that the dtype explains.
         problem: what is wrong with the whole tensor, such as another shape; else empty.
@@ -52,7 +54,7 @@ class Difference:
 
     @property
     def share(self) -> float:
-        """The difference over what is allowed: above 1 the dtype does not explain it."""
+        """The difference over the allowed one. Above 1, the dtype does not explain it."""
         return 0.0 if self.absolute == 0 else self.absolute / self.allowed if self.allowed else math.inf
 
     def __str__(self) -> str:
@@ -67,15 +69,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class EquivalenceReport:
-    """The findings of `verify_equivalence`. Every rank gets the same; `str()` is a table.
+    """The findings of `verify_equivalence`, the same on every rank. `str()` is a table.
 
     Attributes:
-        differences: all tensors of the first step with a difference that the dtype does not explain, the first one
-            first: forward outputs, losses, gradients from the last module to the first, buffers, parameters.
-        closest: for each kind, the tensor that came nearest to what is allowed, or went too far.
-        counts: for each kind, how many tensors were compared, over all ranks and steps.
-        steps: how many steps were compared.
-        setting: what was compared with what, in words.
+        differences: all unexplained differences of the first step that has any, in the order of the step: forward
+            outputs, losses, gradients from the last module to the first, buffers, parameters.
+        closest: by kind, the tensor with the largest share of the allowed difference.
+        counts: by kind, the number of compared tensors, over all ranks and steps.
+        steps: the number of compared steps.
+        setting: what was compared, in words.
     """
 
     differences: tuple[Difference, ...]
@@ -86,16 +88,16 @@ class EquivalenceReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs by more than the dtype explains."""
+        """True if the dtype explains all differences."""
         return not self.differences
 
     @property
     def first_difference(self) -> Difference | None:
-        """The first of `differences`; None if the trainings are equivalent."""
+        """The first of `differences`, or None if the trainings are equivalent."""
         return self.differences[0] if self.differences else None
 
     def require(self) -> None:
-        """Raise an `EquivalenceError`, with the table, unless the trainings are equivalent."""
+        """Raise `EquivalenceError`, with the table, unless the trainings are equivalent."""
         if not self.ok:
             raise EquivalenceError(f"the sharded model does not train as the plain one.\n{self}")
 
@@ -116,7 +118,7 @@ class EquivalenceReport:
 def difference(
     key: Key, step: int, rank: int, found: Tensor | None, expected: Tensor | None, size: float, allowed: float
 ) -> Difference:
-    """Returns how far `found` is from `expected`, two whole tensors; None stands for one that is not there."""
+    """Returns how far `found` is from `expected`, two whole tensors. A missing tensor is None."""
     if found is None or expected is None:
         return Difference(
             *key[:2], step, rank, problem=f"the {'plain' if found is None else 'sharded'} model alone has it"
@@ -129,26 +131,8 @@ def difference(
     apart = distances(found, expected).flatten()
     at = int(apart.argmax())
     absolute = float(apart[at])
-    index = tuple(int(each) for each in torch.unravel_index(torch.tensor(at), found.shape))
-    is_there, should_be = (each.flatten()[at] for each in (found, expected))
+    index = tuple(int(place) for place in torch.unravel_index(torch.tensor(at), found.shape))
+    elements = (tensor.flatten()[at] for tensor in (found, expected))
+    value, expected_value = (float(element.abs() if element.is_complex() else element) for element in elements)
     relative = absolute / size if size else math.inf if absolute else 0.0
-    return Difference(*key[:2], step, rank, index, _number(is_there), _number(should_be), absolute, relative, allowed)
-
-
-def _number(element: Tensor) -> float:
-    return float(element.abs() if element.is_complex() else element)
-
-
-def distances(one: Tensor, other: Tensor) -> Tensor:
-    """Returns the absolute differences of two tensors of one shape in double precision. Equal infinities, and two
-    values that are no numbers, do not differ; a number is infinitely far from what is none."""
-    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
-    one, other = one.to(wide), other.to(wide)
-    apart = (one - other).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-    return torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, apart)
-
-
-def largest(tensor: Tensor) -> float:
-    """Returns the largest finite absolute value in `tensor`; 0 if there is none."""
-    sizes = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).abs()
-    return float(torch.where(sizes.isfinite(), sizes, 0.0).max()) if tensor.numel() else 0.0
+    return Difference(*key[:2], step, rank, index, value, expected_value, absolute, relative, allowed)

@@ -1,12 +1,14 @@
-"""A model in training for `verify_equivalence`, plain or sharded, and all that a step of it shows."""
+"""A model in training for `verify_equivalence`, plain or sharded, what its steps show, and the expected steps."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sherd.api.unsharded import unsharded
-from sherd.errors import PolicyTypeError
+from sherd.errors import PolicyError, PolicyTypeError
 from sherd.tensor.structures import map_tensors, tensors_in
 from sherd.wrap.names import plain_name
 
@@ -25,11 +27,18 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 UPDATED = "updated parameter"
 EVERY_PART = -1
 WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
-"""The parts of names that activation checkpointing and `torch.compile` put in."""
+"""The parts of names that activation checkpointing and `torch.compile` insert."""
+STORED = ("buffer", UPDATED)
+"""The kinds of values that change little in a step: a parameter that was not updated is almost right.
+
+So a difference is measured against the change.
+"""
+WIDTHS = tuple(torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16))
+"""The spacings of numbers for which a reference file has what rounding explains."""
 
 
 class Key(NamedTuple):
-    """One thing that a step shows: of one part of the batch, or of `EVERY_PART`."""
+    """The name of a value that a step shows, for one part of the batch or for `EVERY_PART`."""
 
     kind: str
     name: str
@@ -37,12 +46,12 @@ class Key(NamedTuple):
 
 
 Shown = dict[Key, Tensor]
-"""The values that a step shows, in the order in which it came about: whole tensors in host memory."""
+"""The values that a step shows, in the order in which the step computes them: whole tensors in host memory."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The choices that both trainings share. `watched` are the modules whose outputs are compared."""
+    """The choices that both trainings share. `watched` names the modules whose outputs are compared."""
 
     loss: Loss
     optimizer: MakeOptimizer
@@ -53,14 +62,16 @@ class Recipe:
 
 
 class Disturbance:
-    """Relative errors of `eps` with random signs, as rounding makes them: in weights, in inputs, and in gradients each
-    time that those of a part were added."""
+    """Relative errors of `eps` with random signs, as of rounding.
+
+    They are added to weights, to inputs, and to gradients after each part of a batch.
+    """
 
     def __init__(self, eps: float, seed: int) -> None:
         self._eps, self._signs = eps, torch.Generator().manual_seed(seed)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns a disturbed copy of `tensor`; the tensor itself if it holds whole numbers."""
+        """Returns a disturbed copy of `tensor`, or `tensor` itself if it holds whole numbers."""
         if not is_inexact(tensor):
             return tensor
         signs = torch.randint(2, tensor.shape, generator=self._signs).mul_(2).sub_(1)
@@ -68,7 +79,7 @@ class Disturbance:
 
     @contextmanager
     def around(self, model: nn.Module) -> Iterator[None]:
-        """A forward and backward inside sees disturbed weights, and leaves disturbed gradients."""
+        """A context with disturbed weights in `model`, which leaves disturbed gradients."""
         before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
         with torch.no_grad():
             for parameter, value in before:
@@ -84,8 +95,8 @@ class Disturbance:
 class Training:
     """`model` in training on the parts `own` of each batch.
 
-    Each part has buffers of its own (a batch norm's statistics), and random numbers that depend on step and part alone.
-    Gradients are the mean over the parts: a sharded model averages over its ranks by itself.
+    Each part has its own buffers (a batch norm's statistics), and random numbers that depend only on step and part.
+    Gradients are the mean over `own`: a sharded model itself averages over its ranks.
     """
 
     def __init__(
@@ -105,7 +116,7 @@ class Training:
         return shown | {Key("initial buffer", *key[1:]): value for key, value in self._shown_buffers().items()}
 
     def step(self, number: int, parts: Mapping[int, object]) -> Shown:
-        """Go forward and backward in step `number`, on its own ones of `parts`; returns all that this shows."""
+        """Run forward and backward of step `number` on the own ones of `parts`. Returns what the step shows."""
         outputs, losses = {}, {}
         for part in self._own:
             with torch.no_grad():
@@ -113,7 +124,7 @@ class Training:
                     buffer.copy_(self._buffers[part].get(name, buffer))
             outputs[part], losses[part] = self._forward_and_backward(number, part, parts[part])
             self._buffers[part] = self._copied_buffers()
-        names = dict.fromkeys(name for each in outputs.values() for name in each)
+        names = dict.fromkeys(name for of_part in outputs.values() for name in of_part)
         shown = {
             Key("forward output", name, part): outputs[part][name]
             for name in names
@@ -121,15 +132,15 @@ class Training:
             if name in outputs[part]
         }
         shown |= {Key("loss", "loss", part): loss for part, loss in losses.items()}
-        # Backward begins at the end: the first gradient that is wrong is that of the last module.
+        # Backward begins at the last module, whose gradient is the first that can be wrong.
         gradients = reversed(whole_parameters(self._model, with_grads=True).items())
         return shown | {Key("gradient", name): gradient for name, (_, gradient) in gradients} | self._shown_buffers()
 
     def update(self, gradients: Mapping[str, Tensor]) -> Shown:
-        """Step with these `gradients`, the whole ones of the plain training; returns the parameters.
+        """Step with `gradients`, the whole gradients of the plain training. Returns the parameters.
 
-        So all trainings begin each step at the same point. With gradients of their own, Adam would make steps of
-        opposite sign out of two roundings of zero.
+        So all trainings begin each step with the same parameters. From its own gradients, Adam would make steps of
+        opposite signs out of two roundings of zero.
         """
         with unsharded(self._model, writeback=True, with_grads=True), torch.no_grad():
             for name, parameter in plainly_named(self._model.named_parameters()).items():
@@ -140,7 +151,7 @@ class Training:
         return {Key(UPDATED, name): value for name, (value, _) in whole_parameters(self._model).items()}
 
     def _forward_and_backward(self, number: int, part: int, batch: object) -> tuple[dict[str, Tensor], Tensor]:
-        """Returns what the watched modules have put out, and the loss."""
+        """Returns the outputs of the watched modules, and the loss."""
         disturb = self._disturbance
         change = disturb.of if disturb else Tensor.clone
         batch = map_tensors(lambda tensor: change(tensor.detach().to(self._recipe.device)), batch)
@@ -149,7 +160,7 @@ class Training:
             noted: dict[str, Tensor] = {}
             self._noted = noted
             loss = self._recipe.loss(self._model, batch)
-            self._noted = None  # what recomputation runs in backward is not noted again
+            self._noted = None  # outputs of recomputation in backward are not noted
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not is_inexact(loss):
                 raise PolicyTypeError(
                     f"verify_equivalence(loss=...): it returned {str(loss)[:80]}; it must return the loss of (model, "
@@ -169,28 +180,34 @@ class Training:
 
     def _shown_buffers(self) -> Shown:
         of_parts = {part: plainly_named(buffers.items()) for part, buffers in self._buffers.items()}
-        return {Key("buffer", name, part): whole(each) for part in of_parts for name, each in of_parts[part].items()}
+        return {
+            Key("buffer", name, part): whole(buffer)
+            for part, buffers in of_parts.items()
+            for name, buffer in buffers.items()
+        }
 
 
 def whole_parameters(model: nn.Module, with_grads: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns each parameter of `model` by its plain name, whole, and its gradient, zero where there is none (empty
-    without `with_grads`). A collective for a sharded model."""
-    found = {}
+    """Returns each whole parameter of `model` by its plain name, with its whole gradient; a collective if sharded.
+
+    A missing gradient is zeros. Without `with_grads`, gradients are empty tensors.
+    """
+    parameters = {}
     with unsharded(model, writeback=False, with_grads=with_grads), torch.no_grad():
         for name, parameter in plainly_named(model.named_parameters()).items():
             value, gradient = whole(parameter), parameter.grad if with_grads else torch.empty(0)
-            found[name] = value, torch.zeros_like(value) if gradient is None else whole(gradient)
-    return found
+            parameters[name] = value, torch.zeros_like(value) if gradient is None else whole(gradient)
+    return parameters
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Returns a copy of all of `tensor`, in host memory; a collective for a DTensor."""
+    """Returns a copy of the whole `tensor` in host memory; a collective for a DTensor."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True)
 
 
 def _placed_as(like: Tensor, value: Tensor) -> Tensor:
-    """Returns this rank's part of the whole `value` if `like` is tensor parallel."""
+    """Returns `value` on the device of `like`; if `like` is tensor parallel, only this rank's part."""
     value = value.to(like.device, like.dtype)
     if not isinstance(like, DTensor):
         return value
@@ -198,15 +215,15 @@ def _placed_as(like: Tensor, value: Tensor) -> Tensor:
 
 
 def plainly_named(named: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """Returns modules or tensors by their names in the plain model; of several with one name the outermost."""
-    found: dict[str, T] = {}
-    for path, each in named:
-        found.setdefault(".".join(part for part in plain_name(path).split(".") if part not in WRAPPERS), each)
-    return found
+    """Returns modules or tensors by their names in the plain model. A wrapper comes before the module inside."""
+    plainly: dict[str, T] = {}
+    for path, value in named:
+        plainly.setdefault(".".join(part for part in plain_name(path).split(".") if part not in WRAPPERS), value)
+    return plainly
 
 
 def is_inexact(tensor: Tensor) -> bool:
-    """Returns whether `tensor` holds numbers that were rounded."""
+    """Returns whether `tensor` is of a dtype that rounds."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -214,3 +231,114 @@ def seed_all(seed: int) -> None:
     """Seed torch's generators on all devices, and Python's."""
     torch.manual_seed(seed)
     random.seed(seed)
+
+
+def distances(one: Tensor, other: Tensor) -> Tensor:
+    """Returns the absolute differences of two tensors of one shape, in double precision.
+
+    Equal infinities do not differ, and two NaNs do not differ. A number differs infinitely from a NaN.
+    """
+    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
+    one, other = one.to(wide), other.to(wide)
+    apart = (one - other).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    return torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, apart)
+
+
+def largest(tensor: Tensor) -> float:
+    """Returns the largest finite absolute value in `tensor`, or 0."""
+    sizes = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).abs()
+    return float(torch.where(sizes.isfinite(), sizes, 0.0).max()) if tensor.numel() else 0.0
+
+
+# The expected steps: of the plain training in one process, or of a file
+
+
+class Expected(NamedTuple):
+    """A tensor of the plain training.
+
+    `size` is its largest absolute value, or the largest change of a stored tensor; `spacing` is the distance between
+    neighbouring numbers at its largest value, if it is stored; `drifts` has, by relative errors, the differences that
+    an error of this size explains.
+    """
+
+    value: Tensor
+    size: float
+    spacing: float
+    drifts: Mapping[float, float]
+
+    def allowed(self, eps: float, margin: float) -> float:
+        """Returns the largest difference that computing with a relative precision of `eps` explains."""
+        if not self.drifts or not is_inexact(self.value):
+            return 0.0
+        drift = self.drifts[min((width for width in self.drifts if width >= eps), default=max(self.drifts))]
+        return margin * (drift + self.spacing)
+
+
+ExpectedStep = dict[Key, Expected]
+
+
+def train_plain(
+    build: Callable[[], nn.Module], recipe: Recipe, widths: Sequence[float], batches: Sequence[Mapping[int, object]]
+) -> Iterator[ExpectedStep]:
+    """Yields what is expected before the first step, and then in each step.
+
+    Besides the plain training, one training runs for each of `widths`, with a relative error of this size in every
+    weight, input and sum of gradients.
+    """
+
+    def training(disturbance: Disturbance | None) -> Training:
+        seed_all(recipe.seed)
+        return Training(build().to(recipe.device), recipe, range(recipe.parts), disturbance)
+
+    plain, disturbed = training(None), {eps: training(Disturbance(eps, recipe.seed)) for eps in widths}
+    before = plain.start()
+    yield {key: Expected(value, largest(value), 0.0, {}) for key, value in before.items()}
+    before = {Key(STORED["parameter" in key.kind], *key[1:]): value for key, value in before.items()}
+    for number, parts in enumerate(batches, 1):
+        shown, others = plain.step(number, parts), {eps: other.step(number, parts) for eps, other in disturbed.items()}
+        gradients = {key.name: value for key, value in shown.items() if key.kind == "gradient"}
+        shown |= plain.update(gradients)
+        for other in disturbed.values():
+            other.update(gradients)
+        yield {
+            key: _expected(key, value, before.get(key), {eps: other.get(key) for eps, other in others.items()})
+            for key, value in shown.items()
+        }
+        before = {key: value for key, value in shown.items() if key.kind in STORED}
+
+
+def _expected(key: Key, value: Tensor, before: Tensor | None, others: Mapping[float, Tensor | None]) -> Expected:
+    """Returns the expected `value`. A stored tensor has a value `before` the step."""
+    if not is_inexact(value):
+        return Expected(value, largest(value), 0.0, {})
+    stored_eps = torch.finfo(value.dtype).eps
+    size = largest(value) if before is None else largest(value - before)
+    spacing = 0.0 if before is None else stored_eps * largest(value)
+    if key.kind == UPDATED:  # gradients are equal, so only the optimizer rounds
+        return Expected(value, size, spacing, dict.fromkeys(others, stored_eps * size))
+    measured = {eps: 0.0 if other is None else largest(distances(value, other)) for eps, other in others.items()}
+    return Expected(value, size, spacing, {eps: max(drift, eps * size) for eps, drift in measured.items()})
+
+
+def stored_steps(path: Path, made_with: Mapping[str, object]) -> Iterator[ExpectedStep]:
+    """Yields the expected steps in a file, which must have been `made_with` the same arguments.
+
+    Raises:
+        PolicyError: the file cannot be read, or was made with other arguments.
+    """
+    where = f"verify_equivalence(reference={str(path)!r})"
+    try:
+        read = torch.load(path, map_location="cpu", weights_only=True)
+        differing = [name for name, value in made_with.items() if read["made_with"][name] != value]
+    except Exception as error:
+        raise PolicyError(f"{where}: it cannot be read ({error}); write it with save_reference=") from error
+    if differing:
+        raise PolicyError(f"{where}: it was made with other {' and '.join(differing)}; give the same, or write it anew")
+    for step in read["steps"]:
+        yield {Key(*key): Expected(*expected) for key, expected in step}
+
+
+def save(path: Path, made_with: Mapping[str, object], steps: Sequence[ExpectedStep]) -> None:
+    """Write a file for `stored_steps`."""
+    plain = [[(tuple(key), tuple(expected)) for key, expected in step.items()] for step in steps]
+    torch.save({"made_with": dict(made_with), "steps": plain}, path)

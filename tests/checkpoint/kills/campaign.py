@@ -13,8 +13,7 @@ from pathlib import Path
 
 from sherd.storage.folder import Folder
 from sherd.storage.manifest import MANIFEST
-from sherd.storage.place import PART
-from sherd.storage.places import Disk
+from sherd.storage.places import PART, Disk
 from tests.checkpoint.kills import program
 from tests.checkpoint.kills.cases import KILLS, Act, Case, Damage, Harm, Job, Target, drawn
 from tests.checkpoint.kills.crews import LOADER, Crew, Ends

@@ -1,0 +1,13 @@
+"""Optimizers and their steps over shards: flat ones, element by element, and those of whole matrices.
+
+flat.py            `flatten_optimizer`: an element-wise optimizer steps spans of the shard buffers
+matrix.py          `MatrixOptimizer`: a function of whole matrices
+muon.py            `Muon`, with AdamW for what is no hidden matrix
+newton_schulz.py   the products
+exchange.py        the way of matrices to their owners and back
+owners.py          who owns what
+"""
+
+from sherd.optim.flat import NOT_ELEMENTWISE, FlatStep, flatten_optimizer, params_replaced
+
+__all__ = ["NOT_ELEMENTWISE", "FlatStep", "flatten_optimizer", "params_replaced"]

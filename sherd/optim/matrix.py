@@ -1,0 +1,436 @@
+"""`MatrixOptimizer`: an optimizer whose step is a function of whole matrices, whatever way their elements are sharded.
+
+    gradient's shard --directions--> direction's shard --there--> whole matrices, at their owners
+                                                                    | function, batched by shape
+    parameter's shard <----apply---- update's shard   <--back--   whole updates
+
+Everything is computed on local tensors: no operation of a step is dispatched by DTensor. Matrices that lie on one rank
+as a whole (`Owned()`, experts or heads under a placement that does not cut them) do not travel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from sherd._torch import local_tensor
+from sherd.comm.failures import ranks_in_short
+from sherd.engine import ShardedParameter
+from sherd.errors import GradientError, OptimizerError, PolicyTypeError
+from sherd.layout.extent import Extent
+from sherd.layout.placement import Copies
+from sherd.optim.exchange import Batch, Exchange, Item, Moving, Ring, items_of, with_owners
+
+Group = dict[str, Any]
+"""A parameter group of an optimizer."""
+
+BUCKET_BYTES = 32 << 20
+"""What travels in one exchange, at most, unless one matrix is larger."""
+
+
+class MatrixOptimizer(Optimizer):
+    """Steps every parameter by a function of its whole matrix.
+
+    In a step `function(matrices)` is called with the gradients of matrices of one shape, [number, rows, columns], and
+    returns as many updates of that shape. A parameter p becomes `p * (1 - lr * weight_decay) - lr * update`. The
+    function runs once for each matrix, on one rank: the matrices are divided so that all ranks have equal work. Under
+    `Owned()`, and where a rank's shard is whole matrices, nothing travels. Else the shards of a gradient go to its
+    owner in one all-to-all, and those of the update come back in another.
+
+    A 2-D parameter is one matrix, a 3-D one a batch of them (experts), and one of more dims, of a convolution, is
+    flattened behind its first dim.
+
+    Args:
+        params: parameters, `(name, parameter)` pairs or groups of them, as for any optimizer of torch.
+        function: computes updates, [number, rows, columns], of gradients of that shape. It may not change them.
+        lr: the learning rate.
+        weight_decay: decoupled from the gradient.
+        rows: rows of one matrix, for parameters of which every so many rows are a matrix of its own (attention heads).
+            0: all rows.
+        wire_dtype: the dtype in which gradients and updates travel. None: the gradient's.
+
+    Raises:
+        PolicyTypeError: `function` cannot be called.
+        OptimizerError: a parameter is no matrix, complex, or not divisible into matrices of `rows` rows.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        rows: int = 0,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        if not callable(function):
+            raise PolicyTypeError(f"MatrixOptimizer(function={function!r}): expected a function of matrices")
+        self._function = function
+        self._wire_dtype = wire_dtype
+        self._init(params, {"lr": lr, "weight_decay": weight_decay, "rows": rows})
+
+    def _init(self, params: Any, defaults: Group) -> None:
+        self._plan: _Plan | None = None
+        super().__init__(params, defaults)
+        self._names = {
+            id(parameter): name
+            for group in self.param_groups
+            for name, parameter in zip(group.get("param_names", ()), group["params"], strict=False)
+        }
+        for group in self.matrix_groups():
+            for parameter in group["params"]:
+                batch_of(parameter, group.get("rows", 0))
+
+    def matrix_groups(self) -> list[Group]:
+        """The parameter groups that are stepped matrix by matrix."""
+        return self.param_groups
+
+    def __repr__(self) -> str:
+        """Returns what is done with each parameter, a line for all that differ in numbers alone."""
+        plan = self._current_plan()
+        alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for index, parameter in enumerate(plan.parameters):
+            name = re.sub(r"\d+", "*", self._names.get(id(parameter), name_of(parameter)))
+            number, rows, columns = plan.batches[index]
+            alike[name, f"{number} x {rows} x {columns}" if number > 1 else f"{rows} x {columns}"].append(index)
+        lines: dict[tuple[str, ...], int] = {
+            (*key, plan.way_of(indices)): len(indices) for key, indices in alike.items()
+        }
+        return "\n".join([f"{type(self).__name__} of whole matrices", *rows_of(lines)])
+
+    def _current_plan(self) -> _Plan:
+        groups = self.matrix_groups()
+        if self._plan is None or not self._plan.is_of(groups):
+            self._plan = _Plan(groups)
+        return self._plan
+
+    # What a subclass may do otherwise
+
+    def directions(
+        self, group: Group, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Returns what the function is given of each parameter: a tensor shaped as the parameter's gradient here.
+
+        It is computed element by element, on each rank for the elements that lie there.
+
+        Args:
+            group: the parameter group.
+            parameters: as the optimizer has them.
+            gradients: the local tensors of their gradients.
+        """
+        return gradients
+
+    def updates(self, group: Group, matrices: torch.Tensor) -> torch.Tensor:
+        """Returns the updates of whole matrices of one shape, [number, rows, columns]."""
+        return self._function(matrices)
+
+    def scale_of(self, group: Group, rows: int, columns: int) -> float:
+        """Returns what the learning rate of a matrix is multiplied by."""
+        return 1.0
+
+    # The step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient.
+
+        Raises:
+            GradientError: a gradient lies otherwise than its parameter, or is sparse.
+            CommError: another rank did not take part in an exchange.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_matrices(self._current_plan(), self.matrix_groups())
+        return loss
+
+    def _step_matrices(self, plan: _Plan, groups: Sequence[Group]) -> None:
+        gradients = [local_gradient(parameter) for parameter in plan.parameters]
+        directions: dict[int, torch.Tensor] = {}
+        for group, indices in zip(groups, plan.by_group, strict=True):
+            there = [index for index in indices if gradients[index] is not None]
+            given = [gradients[index] for index in there]
+            computed = self.directions(group, [plan.parameters[index] for index in there], given)  # type: ignore[arg-type]
+            directions |= {index: each.reshape(-1) for index, each in zip(there, computed, strict=True)}
+        updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
+        self._compute_here(plan, groups, directions, updates)
+        self._exchange(plan, groups, directions, updates)
+        for group, indices in zip(groups, plan.by_group, strict=True):
+            self._apply(plan, group, [index for index in indices if index in updates], updates)
+
+    def _compute_here(
+        self,
+        plan: _Plan,
+        groups: Sequence[Group],
+        directions: Mapping[int, torch.Tensor],
+        updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
+    ) -> None:
+        """Compute the updates of the matrices that lie on this rank as a whole, and on no other."""
+        there = {
+            item: directions[item.index][held.start : held.stop].view(item.batch)
+            for item, held in plan.here
+            if item.index in directions
+        }
+        computed = self._computed(plan, groups, there)
+        for item, held in plan.here:
+            if item in computed:
+                updates[item.index].append((held, computed[item].reshape(-1)))
+
+    def _exchange(
+        self,
+        plan: _Plan,
+        groups: Sequence[Group],
+        directions: Mapping[int, torch.Tensor],
+        updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
+    ) -> None:
+        """Compute the updates of all other matrices: while a bucket is computed, the next one is on its way there, and
+        the one before on its way back."""
+        wires = [self._wire_dtype or bucket.dtype for bucket in plan.buckets]
+        there = [bucket.there(directions, wire) for bucket, wire in zip(plan.buckets[:1], wires, strict=False)]
+        back = []
+        for number, bucket in enumerate(plan.buckets):
+            if number + 1 < len(plan.buckets):
+                there.append(plan.buckets[number + 1].there(directions, wires[number + 1]))
+            whole = bucket.exchange.whole(there[number])
+            computed = self._computed(plan, groups, whole)
+            back.append(bucket.exchange.back(computed, wires[number], bucket.device))
+        for bucket, moving in zip(plan.buckets, back, strict=True):
+            for index, held, update in bucket.exchange.arrived(moving):
+                if index in directions:
+                    updates[index].append((held, update))
+
+    def _computed(
+        self, plan: _Plan, groups: Sequence[Group], whole: Mapping[Item, torch.Tensor]
+    ) -> dict[Item, torch.Tensor]:
+        """Returns the updates of whole matrices: one call of `updates` for all of one shape and parameter group."""
+        alike: dict[tuple[int, tuple[int, ...], torch.dtype, torch.device], list[Item]] = defaultdict(list)
+        for item, matrices in whole.items():
+            alike[plan.group_of[item.index], item.batch[1:], matrices.dtype, matrices.device].append(item)
+        computed: dict[Item, torch.Tensor] = {}
+        for (group, *_), items in alike.items():
+            given = [whole[item] for item in items]
+            matrices = given[0] if len(given) == 1 else torch.cat(given)
+            update = self.updates(groups[group], matrices)
+            if update.shape != matrices.shape:
+                names = ", ".join(plan.name_of(item.index) for item in items)
+                raise OptimizerError(
+                    f"the function of {type(self).__name__} returned a tensor of shape {tuple(update.shape)} for "
+                    f"matrices of shape {tuple(matrices.shape)}, of {names}; it must return the same shape"
+                )
+            computed |= zip(items, update.split([item.batch[0] for item in items]), strict=True)
+        return computed
+
+    def _apply(
+        self,
+        plan: _Plan,
+        group: Group,
+        indices: Sequence[int],
+        updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
+    ) -> None:
+        """Decay the parameters `indices` of a group, and add their updates."""
+        lr = float(group["lr"])
+        local = {index: local_part(plan.parameters[index]) for index in indices}
+        if decay := lr * group["weight_decay"]:
+            torch._foreach_mul_([each for each in local.values() if each.numel()] or [torch.empty(0)], 1 - decay)
+        by_scale: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
+        for index, parameter in local.items():
+            _, rows, columns = plan.batches[index]
+            into, added = by_scale[self.scale_of(group, rows, columns)]
+            flat = parameter.view(-1)
+            for held, update in updates[index]:
+                into.append(flat[held.start : held.stop])
+                added.append(update.to(parameter.dtype))
+        for scale, (into, added) in by_scale.items():
+            torch._foreach_add_(into, added, alpha=-lr * scale)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the elements of a parameter or gradient that this rank holds, in memory that they share."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Returns the local tensor of a parameter's gradient; None if it has no gradient."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    local, own = local_part(gradient), local_part(parameter)
+    if local.is_sparse:
+        raise GradientError(
+            f"{name_of(parameter)} has a sparse gradient; a function of whole matrices takes dense ones"
+        )
+    if local.shape != own.shape:
+        raise GradientError(
+            f"{name_of(parameter)} has {tuple(own.shape)} elements on this rank, and a gradient of "
+            f"{tuple(local.shape)}; give the gradient the placement of its parameter"
+        )
+    return local.contiguous()
+
+
+def name_of(parameter: torch.Tensor) -> str:
+    """Returns the name of a parameter if it is a unit's, else its shape, in words."""
+    record = ShardedParameter.of(parameter)
+    return f"a parameter of shape {tuple(parameter.shape)}" if record is None else record.name
+
+
+def batch_of(parameter: torch.Tensor, rows: int = 0) -> Batch:
+    """Returns the matrices that a parameter is made of: how many, and the rows and columns of each.
+
+    Args:
+        parameter: of 2 dims or more, sharded or not.
+        rows: how many rows make a matrix; 0: all of them.
+
+    Raises:
+        OptimizerError: it is no matrix, or has another number of rows.
+    """
+    record = ShardedParameter.of(parameter)
+    shape = tuple(parameter.shape if record is None else record.shape)
+    name = name_of(parameter)
+    if parameter.is_complex() or not parameter.is_floating_point():
+        raise OptimizerError(f"{name} is of {parameter.dtype}; a function of whole matrices takes real numbers")
+    if record is not None and record.flat is not None:
+        raise OptimizerError(
+            "a flat parameter holds matrices and vectors in one line; wrap with use_orig_params=True, so that the "
+            "optimizer sees each of them"
+        )
+    if record is not None and shape != tuple(parameter.shape):
+        raise OptimizerError(
+            f"{name} is sharded over tensor parallelism, too: {shape} of {tuple(parameter.shape)} are here, and "
+            "functions of whole matrices do not join these parts; leave it to another optimizer"
+        )
+    if len(shape) < 2:
+        raise OptimizerError(f"{name} has shape {shape}, and is no matrix; leave it to another optimizer")
+    number, height, width = shape if len(shape) == 3 else (1, shape[0], prod(shape[1:]))
+    if rows:
+        if height % rows:
+            raise OptimizerError(
+                f"{name} has {height} rows, which are not divisible into matrices of {rows}; give a number that divides"
+            )
+        number, height = number * (height // rows), rows
+    return number, height, width
+
+
+def rows_of(lines: Mapping[tuple[str, ...], int]) -> Iterable[str]:
+    """Yields lines whose columns are as wide as their longest entry; the last one is how often a line is meant."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for entries, number in lines.items():
+        *first, last = (entry.ljust(width) for entry, width in zip(entries, widths, strict=True))
+        times = f"  ({number} of them)" if number > 1 else ""
+        yield f"  {'  '.join([*first, last.rstrip()])}{times}"
+
+
+class _Plan:
+    """What is computed where, for the parameters of some groups as they are sharded now."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.parameters = [parameter for group in groups for parameter in group["params"]]
+        self.group_of = [at for at, group in enumerate(groups) for _ in group["params"]]
+        self.by_group = [[i for i, of in enumerate(self.group_of) if of == at] for at in range(len(groups))]
+        self.batches = [batch_of(parameter, group.get("rows", 0)) for group in groups for parameter in group["params"]]
+        self._records = [ShardedParameter.of(parameter) for parameter in self.parameters]
+        self._cuts = [None if record is None else record.cut for record in self._records]
+        self._rows = [group.get("rows", 0) for group in groups]
+        self._owners: dict[int, set[int]] = defaultdict(set)
+        self._traveling: set[int] = set()
+        self.here: list[tuple[Item, Extent]] = []
+        """Items that this rank computes by itself, with their elements in the local tensor."""
+        self.buckets: list[_Bucket] = []
+        for ring, items in self._by_ring():
+            self._divide(ring, with_owners(items, ring))
+
+    def is_of(self, groups: Sequence[Group]) -> bool:
+        """Returns whether the plan still is that of `groups`."""
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        return (
+            len(parameters) == len(self.parameters)
+            and all(one is other for one, other in zip(parameters, self.parameters, strict=True))
+            and self._rows == [group.get("rows", 0) for group in groups]
+            and all(
+                record is None or (record.cut is cut and record.optimizer_param is parameter)
+                for record, cut, parameter in zip(self._records, self._cuts, parameters, strict=True)
+            )
+        )
+
+    def name_of(self, index: int) -> str:
+        """Returns the name of a parameter."""
+        return name_of(self.parameters[index])
+
+    def way_of(self, indices: Sequence[int]) -> str:
+        """Returns where the matrices of some parameters are computed, and what travels for them, in words."""
+        owners = sorted(set().union(*(self._owners[index] for index in indices)))
+        if not owners:
+            return "whole on this rank; every rank computes it"
+        who = f"ranks {ranks_in_short(owners)}" if len(owners) > 1 else f"rank {owners[0]}"
+        travels = not self._traveling.isdisjoint(indices)
+        return f"{who}; " + (
+            "shards of gradients go there, those of updates come back" if travels else "nothing travels"
+        )
+
+    def _by_ring(self) -> Iterable[tuple[Ring, list[Item]]]:
+        """Returns the items of parameters that are sharded over the same ranks, for all such ranks.
+
+        A plain parameter is on this rank as a whole.
+        """
+        rings: dict[object, tuple[Ring, list[Item]]] = {}
+        for index, (record, batch) in enumerate(zip(self._records, self.batches, strict=True)):
+            if record is None:
+                everything = Extent(0, self.parameters[index].numel())
+                plain = Copies(tuple(self.parameters[index].shape), 1, 0, (1,))
+                self.here.append((Item(index, everything, batch, plain), everything))
+            else:
+                ring = Ring(record.mesh)
+                _, items = rings.setdefault((tuple(ring.ranks), tuple(ring.piece_of)), (ring, []))
+                items += items_of(index, tuple(record.shape), batch, record.cut)
+        return rings.values()
+
+    def _divide(self, ring: Ring, items: Sequence[Item]) -> None:
+        """Put the items that travel into buckets, each of one dtype and device."""
+        open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[Item], int]] = {}
+        for item in items:
+            self._owners[item.index].add(ring.ranks[item.owner])
+            if self._is_alone(item, ring):
+                if item.owner == ring.rank:
+                    self.here.append((item, item.held(ring.piece_of[ring.rank])))
+                continue
+            self._traveling.add(item.index)
+            local = local_part(self.parameters[item.index])
+            key, nbytes = (local.dtype, local.device), item.elements.numel * local.element_size()
+            bucket, filled = open_buckets.get(key, ([], 0))
+            if bucket and filled + nbytes > BUCKET_BYTES * len(ring.ranks):
+                self.buckets.append(_Bucket(bucket, ring, *key))
+                bucket, filled = [], 0
+            open_buckets[key] = [*bucket, item], filled + nbytes
+        self.buckets += [_Bucket(bucket, ring, *key) for key, (bucket, _) in open_buckets.items()]
+
+    @staticmethod
+    def _is_alone(item: Item, ring: Ring) -> bool:
+        """Returns whether the owner alone holds elements of `item`, and all of them."""
+        holders = [rank for rank, piece in enumerate(ring.piece_of) if item.held(piece).numel]
+        return holders == [item.owner] and item.held(ring.piece_of[item.owner]).numel == item.elements.numel
+
+
+class _Bucket:
+    """Items that travel together, of parameters of one dtype on one device."""
+
+    def __init__(self, items: Sequence[Item], ring: Ring, dtype: torch.dtype, device: torch.device) -> None:
+        self.items, self.dtype, self.device = items, dtype, device
+        self.exchange = Exchange(items, ring)
+        piece = ring.piece_of[ring.rank]
+        self.numels = {item.index: item.cut.local_numel(piece) for item in items}
+
+    def there(self, directions: Mapping[int, torch.Tensor], wire: torch.dtype) -> Moving:
+        """Start to send the directions. Those without a gradient are zeros, so that sizes are the same in each step."""
+        local = {
+            index: directions[index] if index in directions else torch.zeros(numel, dtype=wire, device=self.device)
+            for index, numel in self.numels.items()
+        }
+        return self.exchange.there(local, wire, self.device)

@@ -1,0 +1,211 @@
+"""`Muon`: momentum, orthogonalised matrix by matrix, for hidden matrices; AdamW for all other parameters.
+
+After Jordan et al. (2024), "Muon: An optimizer for hidden layers in neural networks", and Liu et al. (2025), "Muon is
+scalable for LLM training". Values are those of `torch.optim.Muon` in one process.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from sherd.engine import ShardedParameter
+from sherd.errors import PolicyError
+from sherd.optim.flat import flatten_optimizer
+from sherd.optim.matrix import Group, MatrixOptimizer, batch_of, local_part, name_of, rows_of
+from sherd.optim.newton_schulz import QUINTIC, coefficients_of, computes_in, orthogonalized
+
+Rule = Callable[[str, nn.Module, nn.Parameter], str]
+"""Returns why a parameter is left to AdamW, or "" for one that Muon steps. Called with the parameter's name, the module
+that has it, and the parameter."""
+
+HEADS = {"lm_head", "head", "output", "classifier", "score", "unembed", "embed_out"}
+"""Last names of modules that map hidden numbers to what the model is trained on."""
+
+ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False, "maximize": False}
+
+
+def not_hidden(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
+    """Returns why a parameter is no hidden matrix, or "": the rule of `Muon` for the parameters of a model.
+
+    Embeddings, output layers (modules named as in `HEADS`), and what has fewer than two dims (biases, norms) are none.
+    """
+    record = ShardedParameter.of(parameter)
+    shape = parameter.shape if record is None else record.shape
+    if len(shape) < 2:
+        return f"it has {len(shape)} dim{'' if len(shape) == 1 else 's'}"
+    if isinstance(module, nn.Embedding):
+        return "it is an embedding"
+    path = name.split(".")
+    if len(path) > 1 and path[-2] in HEADS:
+        return f"{path[-2]} is an output layer"
+    return ""
+
+
+class Muon(MatrixOptimizer):
+    """Muon for hidden matrices, AdamW for everything else, under any sharding.
+
+    Arguments up to `adjust_lr_fn` are those of `torch.optim.Muon`, with its defaults.
+
+    Args:
+        params: a model, whose parameters `rule` divides; or parameters, `(name, parameter)` pairs or groups of them,
+            which are all stepped by Muon but those of groups with `algorithm="adamw"`.
+        lr: the learning rate, of AdamW's parameters, too, unless `adamw` has one.
+        weight_decay: decoupled from the gradient.
+        momentum: of the average of gradients.
+        nesterov: orthogonalise the average of the gradient and the momentum instead of the momentum.
+        ns_coefficients: of the Newton-Schulz iteration: three numbers, three for each iteration, "quintic" (Jordan et
+            al. 2024) or "polar_express" (Amsel et al. 2025).
+        eps: the least norm that a matrix is divided by.
+        ns_steps: the number of iterations.
+        adjust_lr_fn: how the rate depends on a matrix's shape: "original" (None), by sqrt(max(1, rows / columns)); or
+            "match_rms_adamw" (Liu et al. 2025), by 0.2 sqrt(max(rows, columns)).
+        rule: says why a parameter of a model is left to AdamW.
+        heads: the number of heads of parameters, by the end of their names: as many blocks of rows are orthogonalised
+            by themselves.
+        adamw: options of AdamW: lr, betas, eps, weight_decay.
+        momentum_dtype: of the momentum; None: the parameter's.
+        ns_dtype: of the iteration; None: bfloat16 where the device has units for it, else float32.
+
+    Raises:
+        PolicyError: an option has no meaning.
+        OptimizerError: a parameter that Muon is to step is no matrix, or its heads do not divide its rows.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = QUINTIC,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        rule: Rule = not_hidden,
+        heads: Mapping[str, int] | None = None,
+        adamw: Mapping[str, Any] | None = None,
+        momentum_dtype: torch.dtype | None = None,
+        ns_dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            if not float(value) >= 0:
+                raise PolicyError(f"Muon({name}={value}): expected a number from 0 on")
+        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise PolicyError(f"Muon(adjust_lr_fn={adjust_lr_fn!r}): expected None, 'original' or 'match_rms_adamw'")
+        coefficients_of(ns_coefficients, ns_steps)
+        self._momentum_dtype, self._ns_dtype, self._wire_dtype = momentum_dtype, ns_dtype, None
+        self._why: dict[int, str] = {}
+        """Why a parameter is left to AdamW, by its id."""
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "rows": 0,
+            "algorithm": "muon",
+        }
+        groups = self._divided(params, rule, dict(heads or {})) if isinstance(params, nn.Module) else params
+        self._init(groups, defaults)
+        for group in self.param_groups:
+            if group["algorithm"] == "adamw":
+                group.update({"lr": lr, **ADAMW, **(adamw or {}), "differentiable": False})
+            else:
+                for parameter in group["params"]:
+                    dtype = momentum_dtype or parameter.dtype
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(
+                        parameter, dtype=dtype, requires_grad=False
+                    )
+        others = [group for group in self.param_groups if group["algorithm"] == "adamw"]
+        self._adamw = None
+        if others:
+            named = [{"params": group["params"]} for group in others]
+            self._adamw = flatten_optimizer(torch.optim.AdamW(named, lr=float(lr)))
+            for group, own in zip(others, self._adamw.param_groups, strict=True):
+                for key, value in own.items():
+                    group.setdefault(key, value)
+
+    def _divided(self, model: nn.Module, rule: Rule, heads: dict[str, int]) -> list[Group]:
+        """Returns the parameter groups of a model: matrices by their heads, then what is left to AdamW."""
+        by_rows: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        others: list[tuple[str, nn.Parameter]] = []
+        module_of = {id(own): module for module in model.modules() for own in module.parameters(recurse=False)}
+        for name, parameter in model.named_parameters():
+            why = rule(name, module_of[id(parameter)], parameter) if parameter.requires_grad else "it is frozen"
+            if why:
+                self._why[id(parameter)] = why
+                others.append((name, parameter))
+                continue
+            number = next((number for end, number in heads.items() if name.endswith(end)), 0)
+            _, height, _ = batch_of(parameter)
+            if number and height % number:
+                raise PolicyError(f"Muon(heads=...): {name} has {height} rows, which {number} heads do not divide")
+            by_rows.setdefault(height // number if number else 0, []).append((name, parameter))
+        groups: list[Group] = [{"params": named, "rows": rows} for rows, named in by_rows.items()]
+        return [*groups, *([{"params": others, "algorithm": "adamw"}] if others else [])]
+
+    def __repr__(self) -> str:
+        """Returns what is done with each parameter, and why some are left to AdamW."""
+        others: dict[tuple[str, ...], int] = {}
+        for group in self.param_groups:
+            for parameter in group["params"] if group["algorithm"] == "adamw" else ():
+                name = re.sub(r"\d+", "*", self._names.get(id(parameter), name_of(parameter)))
+                key = (name, f"AdamW, since {self._why.get(id(parameter), 'its group says so')}")
+                others[key] = others.get(key, 0) + 1
+        return "\n".join([super().__repr__(), *rows_of(others)])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state. The momentum keeps its own dtype, where torch would give it the parameter's."""
+        super().load_state_dict(state_dict)
+        for group in self.matrix_groups() if self._momentum_dtype else ():
+            for parameter in group["params"]:
+                momentum = self.state[parameter]["momentum_buffer"]
+                self.state[parameter]["momentum_buffer"] = momentum.to(self._momentum_dtype)
+
+    def matrix_groups(self) -> list[Group]:
+        """The parameter groups that Muon steps."""
+        return [group for group in self.param_groups if group["algorithm"] != "adamw"]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient; see `MatrixOptimizer.step`."""
+        loss = super().step(closure)
+        if self._adamw is not None:
+            self._adamw.param_groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
+            self._adamw.state = self.state
+            self._adamw.step()
+        return loss
+
+    def directions(
+        self, group: Group, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Returns the momenta, updated in place, or with `nesterov` their averages with the gradients."""
+        momenta = [local_part(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        gradients = [gradient.to(own.dtype) for gradient, own in zip(gradients, momenta, strict=True)]
+        if not momenta:
+            return []
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        return torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
+
+    def updates(self, group: Group, matrices: torch.Tensor) -> torch.Tensor:
+        """Returns the matrices, orthogonalised."""
+        dtype = self._ns_dtype or computes_in(matrices.device)
+        return orthogonalized(
+            matrices, coefficients_of(group["ns_coefficients"], group["ns_steps"]), group["eps"], dtype
+        )
+
+    def scale_of(self, group: Group, rows: int, columns: int) -> float:
+        """Returns what the learning rate of a matrix is multiplied by, as `adjust_lr_fn` says."""
+        if group["adjust_lr_fn"] == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1.0, rows / columns))

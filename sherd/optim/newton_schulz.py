@@ -1,0 +1,106 @@
+"""Newton-Schulz iterations: the nearest orthogonal matrix of each matrix in a batch, by products alone.
+
+The iteration of Muon (Jordan et al. 2024): X <- a X + (b A + c A^2) X with A = X X^T, which moves all singular values
+towards 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sherd.errors import PolicyError
+
+Coefficients = tuple[float, float, float]
+
+QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
+"""Of Jordan et al. (2024), the default of `torch.optim.Muon`: the same for each iteration."""
+
+POLAR_EXPRESS: tuple[Coefficients, ...] = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+"""Of Amsel et al. (2025), "The Polar Express": the best polynomial for each iteration, for singular values from 0.001
+on. The last one is repeated."""
+
+MARGIN = 1.01
+"""All but the last polynomial of the Polar Express are made for singular values up to this one, as rounding makes some
+larger than 1."""
+
+
+def coefficients_of(given: str | Sequence[float] | Sequence[Sequence[float]], steps: int) -> list[Coefficients]:
+    """Returns the coefficients of each of `steps` iterations.
+
+    Args:
+        given: "quintic", "polar_express", three numbers, or three numbers for each iteration; the last ones are
+            repeated.
+        steps: the number of iterations, 1 to 99.
+
+    Raises:
+        PolicyError: `given` or `steps` is something else.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 100:
+        raise PolicyError(f"ns_steps={steps!r}: expected the number of iterations, from 1 to 99")
+    if given == "polar_express":
+        scaled = [(a / MARGIN, b / MARGIN**3, c / MARGIN**5) for a, b, c in POLAR_EXPRESS[:-1]]
+        each = [*scaled, POLAR_EXPRESS[-1]]
+    elif given == "quintic":
+        each = [QUINTIC]
+    else:
+        each = _numbers(given)
+    return [each[min(step, len(each) - 1)] for step in range(steps)]
+
+
+def _numbers(given: object) -> list[Coefficients]:
+    rows = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
+    if rows and all(isinstance(number, (int, float)) for number in rows):
+        rows = [rows]
+    if not rows or not all(isinstance(row, Sequence) and len(row) == 3 for row in rows):
+        raise PolicyError(
+            f"ns_coefficients={given!r}: expected 'quintic', 'polar_express', three numbers, or three numbers for each "
+            "iteration"
+        )
+    return [(float(a), float(b), float(c)) for a, b, c in rows]
+
+
+def orthogonalized(
+    matrices: torch.Tensor, coefficients: Sequence[Coefficients], eps: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """Returns nearly orthogonal matrices: of each matrix, the singular vectors with singular values near 1.
+
+    Args:
+        matrices: [batch, m, n]. They are not changed.
+        coefficients: a, b and c of each iteration.
+        eps: the least norm that a matrix is divided by.
+        dtype: the dtype that the iteration computes in.
+
+    Returns:
+        A tensor of the same shape, of `dtype`.
+    """
+    x = matrices.to(dtype)
+    is_tall = x.size(-2) > x.size(-1)
+    if is_tall:
+        x = x.mT
+    x = x / x.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None]
+    for a, b, c in coefficients:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def computes_in(device: torch.device) -> torch.dtype:
+    """Returns the dtype to iterate in on `device`: bfloat16 on accelerators, and on CPUs with units for it.
+
+    Elsewhere float32: products in bfloat16 take 10 to 50 times as long on a CPU without such units.
+    """
+    if device.type != "cpu":
+        return torch.bfloat16
+    units = torch.cpu.get_capabilities()
+    return torch.bfloat16 if units.get("amx_bf16") or units.get("avx512_bf16") else torch.float32

@@ -1,0 +1,42 @@
+"""Who computes what: matrices are given to ranks so that the most loaded rank has as little as possible. Numbers only.
+
+A matrix whose elements lie on several ranks has to be put together on one of them. That rank is its owner for the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Something that one rank computes as a whole.
+
+    Attributes:
+        flops: the work of the function, in any unit.
+        nbytes: what travels to the owner and back; decides between ranks that are loaded alike.
+        candidates: the numbers of the ranks that may compute it.
+    """
+
+    flops: float
+    nbytes: int
+    candidates: Sequence[int]
+
+
+def owners_of(works: Sequence[Work], num_ranks: int) -> list[int]:
+    """Returns the number of the rank that computes each of `works`.
+
+    The longest first, each to the candidate that is loaded least (Graham 1969, "Bounds on multiprocessing timing
+    anomalies"): the most loaded rank has at most 4/3 of the least possible. Works with one candidate are given first.
+    """
+    flops, nbytes = [0.0] * num_ranks, [0] * num_ranks
+    owners = [0] * len(works)
+    order = sorted(range(len(works)), key=lambda i: (len(works[i].candidates) > 1, -works[i].flops, -works[i].nbytes))
+    for index in order:
+        work = works[index]
+        owner = min(work.candidates, key=lambda rank: (flops[rank], nbytes[rank], rank))
+        flops[owner] += work.flops
+        nbytes[owner] += work.nbytes
+        owners[index] = owner
+    return owners
