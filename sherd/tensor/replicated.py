@@ -40,7 +40,7 @@ class ReplicatedDTensor(DTensor):
         others = [tensor for tensor in tensors if not isinstance(tensor, ReplicatedDTensor)]
         if not any(tensor.ndim or isinstance(tensor, DTensor) for tensor in others):
             like = next(tensor for tensor in tensors if isinstance(tensor, ReplicatedDTensor))
-            return _computed(func, args, kwargs, like)
+            return _compute(func, args, kwargs, like)
         for other in others:
             if isinstance(other, DTensor) and type(other) is not DTensor:
                 return other.__torch_dispatch__(func, types, args, kwargs)
@@ -59,7 +59,7 @@ class ReplicatedDTensor(DTensor):
 dispatches_itself(ReplicatedDTensor)
 
 
-def _computed(func: Aten, args: Args, kwargs: Kwargs, like: ReplicatedDTensor) -> object:
+def _compute(func: Aten, args: Args, kwargs: Kwargs, like: ReplicatedDTensor) -> object:
     local_args, local_kwargs = with_changed((args, kwargs), ReplicatedDTensor, local_tensor)
     result = func(*local_args, **local_kwargs)
     if "out" in kwargs:

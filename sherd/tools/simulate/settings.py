@@ -192,7 +192,8 @@ class Space:
 
     def _along(self, axis: str, near: Mesh) -> Iterator[Mesh]:
         # The ranks of the axis come from, or go to, the ranks that read different samples.
-        for size in self._sizes(axis):
+        most = self.per_node if axis == "tp" else self.num_ranks
+        for size in divisors(self.num_ranks, min(most, MOST_RANKS)):
             if axis != "ep":
                 kept = replace(near, **{axis: 1, "ep": 1}).num_ranks // near.num_data * size
                 data, rest = divmod(self.num_ranks, kept)
@@ -212,10 +213,6 @@ class Space:
             is_asked = "strategy" not in self.fixed or shard * near.cp > 1 or near.num_data == 1
             if shard % near.ep == 0 and (shard == near.num_data or is_even) and is_asked:
                 yield replace(near, shard=shard, replicate=replicas)
-
-    def _sizes(self, axis: str) -> Iterator[int]:
-        most = self.per_node if axis == "tp" else self.num_ranks
-        return divisors(self.num_ranks, min(most, MOST_RANKS))
 
     def with_values(self, settings: Settings, values: Mapping[str, Any]) -> Settings | None:
         """Returns `settings` with other values and the resulting number of micro-batches. None: they are impossible."""
@@ -268,7 +265,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "prefetch": (0, 1, 2),
     "offload": (True, False),
 }
-
 
 STRATEGIES = {
     "auto": "auto",
