@@ -7,7 +7,7 @@ same tensors in the same order.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -208,14 +208,7 @@ def from_rank0(state_dict: StateDict | None, group: dist.ProcessGroup | None) ->
     if error:
         raise OptimStateError(error)
 
-    def awaited(value: object) -> object:
-        if isinstance(value, dict):
-            return {key: awaited(item) for key, item in value.items()}
-        if not isinstance(value, _Outlined):
-            return value
-        return Awaited(value.shape, partial(_broadcast, value, tensors[value.number] if tensors else None, group))
-
-    return {**outline, "state": awaited(outline["state"])}
+    return {**outline, "state": _awaited(outline["state"], tensors, group)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +218,15 @@ class _Outlined:
     number: int
     shape: torch.Size
     dtype: torch.dtype
+
+
+def _awaited(value: object, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> object:
+    """Returns an outline with tensors that rank 0, which has `tensors`, broadcasts when they are asked for."""
+    if isinstance(value, dict):
+        return {key: _awaited(item, tensors, group) for key, item in value.items()}
+    if not isinstance(value, _Outlined):
+        return value
+    return Awaited(value.shape, partial(_broadcast, value, tensors[value.number] if tensors else None, group))
 
 
 def _outlined(value: object, tensors: list[torch.Tensor], name: str) -> object:
