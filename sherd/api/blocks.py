@@ -131,8 +131,8 @@ def _large_below(
 ) -> Iterator[nn.Module]:
     """Yields the outermost large modules below `module`, a part of a module with `numel` elements.
 
-    A large module has `least` elements, contains none of `taken`, the modules of units, has fewer than `numel` elements,
-    and no parameter that is registered outside too: `places` has the number of places of each, by its id.
+    A large module has `least` elements or more, but fewer than `numel`, and contains none of `taken`, the modules of
+    units. No parameter of it is registered outside too: `places` counts the places of each parameter, by its id.
     """
     for child in module.children():
         if child in taken:
