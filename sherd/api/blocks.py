@@ -118,12 +118,15 @@ def rewrapped(
 
         A large module contains no unit, fewer than `numel` elements, and no parameter that is registered outside too.
         """
-        for child in module.children():
+        # No recursion: a function that refers to itself would keep the model alive until a garbage collection.
+        stack = list(module.children())[::-1]
+        while stack:
+            child = stack.pop()
             if child in taken:
                 continue
             own = numel_of([child])
             if is_container(child) or own == numel or not taken.isdisjoint(child.modules()):
-                yield from large_below(child, numel)
+                stack += list(child.children())[::-1]
             elif own >= least and all(places[key] == number for key, number in registrations(child).items()):
                 yield child
 
