@@ -1,5 +1,6 @@
-"""Fully sharded data parallel training for PyTorch. The names mirror `torch.distributed.fsdp`, so a changed import is a
-port.
+"""Fully sharded data parallel training for PyTorch.
+
+The names mirror `torch.distributed.fsdp`, so that a program is ported by a changed import.
 
 Public are the names in `__all__`, and the modules `sherd.errors`, `sherd.wrap`, `sherd.comm_hooks`, `sherd.interop` and
 `sherd.train.plain`; the others may change without notice.

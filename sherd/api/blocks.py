@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, TypeAlias, TypeVar, get_args
 
 from torch import nn
@@ -112,8 +111,25 @@ def rewrapped(
         return [UnitCall(by_last.get(unit.modules[0], unit.modules), unit.arguments) for unit in others]
     blocks = {block for each in lists for block in each}
     taken = frozenset(module for unit in units for module in unit.modules)
-    least = max(numel_of([block]) for block in blocks) / LARGE
-    large_below = partial(_large_below, taken, least, registrations(model))
+    least, places = max(numel_of([block]) for block in blocks) / LARGE, registrations(model)
+
+    def large_below(module: nn.Module, numel: int) -> Iterator[nn.Module]:
+        """Yields the outermost large modules below `module`, a part of a module with `numel` elements.
+
+        A large module contains no unit, fewer than `numel` elements, and no parameter that is registered outside too.
+        """
+        # No recursion: a function that refers to itself would keep the model alive until a garbage collection.
+        stack = list(module.children())[::-1]
+        while stack:
+            child = stack.pop()
+            if child in taken:
+                continue
+            own = numel_of([child])
+            if is_container(child) or own == numel or not taken.isdisjoint(child.modules()):
+                stack += list(child.children())[::-1]
+            elif own >= least and all(places[key] == number for key, number in registrations(child).items()):
+                yield child
+
     if wrapping == "ends":
         usual = unit_of[lists[0][0]].arguments
         return [*(UnitCall([module], dict(usual)) for module in large_below(model, numel_of([model]))), *units]
@@ -124,24 +140,6 @@ def rewrapped(
             with_parts.append(UnitCall([module], dict(unit.arguments)))
         with_parts.append(unit)
     return with_parts
-
-
-def _large_below(
-    taken: frozenset[nn.Module], least: float, places: Mapping[int, int], module: nn.Module, numel: int
-) -> Iterator[nn.Module]:
-    """Yields the outermost large modules below `module`, a part of a module with `numel` elements.
-
-    A large module has `least` elements or more, but fewer than `numel`, and contains none of `taken`, the modules of
-    units. No parameter of it is registered outside too: `places` counts the places of each parameter, by its id.
-    """
-    for child in module.children():
-        if child in taken:
-            continue
-        own = numel_of([child])
-        if is_container(child) or own == numel or not taken.isdisjoint(child.modules()):
-            yield from _large_below(taken, least, places, child, numel)
-        elif own >= least and all(places[key] == number for key, number in registrations(child).items()):
-            yield child
 
 
 def in_groups(items: Sequence[T], number: int) -> Iterator[Sequence[T]]:

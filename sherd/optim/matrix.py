@@ -192,8 +192,10 @@ class MatrixOptimizer(Optimizer):
         directions: Mapping[int, torch.Tensor],
         updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
     ) -> None:
-        """Compute the updates of all other matrices: while a bucket is computed, the next one is on its way there, and
-        the one before on its way back."""
+        """Compute the updates of all other matrices.
+
+        While a bucket is computed, the next one is on its way there, and the one before on its way back.
+        """
         wires = [self._wire_dtype or bucket.dtype for bucket in plan.buckets]
         there = [bucket.there(directions, wire) for bucket, wire in zip(plan.buckets[:1], wires, strict=False)]
         back = []
