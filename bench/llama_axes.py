@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from sherd.tools.plan.axes import Laid, Layout
+from sherd.tools.plan.axes import ModelLayout, ParallelModel
 from sherd.tools.simulate.settings import Mesh
 
 
@@ -57,7 +57,7 @@ class Stage(nn.Module):
 
 
 @dataclass(frozen=True)
-class LlamaLayout(Layout):
+class LlamaLayout(ModelLayout):
     """The layout of a `Stage` that is a whole model.
 
     Attributes:
@@ -86,11 +86,11 @@ class LlamaLayout(Layout):
         parts = mesh.cp * (mesh.tp if self.cuts_tokens else 1)
         return int(batch[0].numel()) // parts * self.width
 
-    def lay(self, model: Any, mesh: Mesh) -> Laid:
+    def lay(self, model: Any, mesh: Mesh) -> ParallelModel:
         cuts = {"tp": partial(_cut_tensors, self.cuts_tokens), "cp": _cut_sequences}
-        laid = Layout(self.loss, self.shard, cuts).lay(model, mesh)
+        laid = ModelLayout(self.loss, self.shard, cuts).lay(model, mesh)
         running: Callable[[], AbstractContextManager[None]] = loss_parallel if mesh.tp > 1 else nullcontext
-        return Laid(laid.shard, partial(self._loss, mesh), running)
+        return ParallelModel(laid.shard, partial(self._loss, mesh), running)
 
     def _loss(self, mesh: Mesh, model: Any, batch: tuple[Tensor]) -> Tensor:
         """Returns the mean cross-entropy, or the sum of what a stage sends on, which has a gradient as large."""

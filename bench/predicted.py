@@ -36,14 +36,14 @@ from sherd.cli.own_model import step as own_step
 from sherd.policy import CommPolicy
 from sherd.tools.doctor.bandwidth import measured, measured_together
 from sherd.tools.doctor.operations import EXACTLY, Operations, timed_operations, until, with_operations
-from sherd.tools.plan.axes import Layout
+from sherd.tools.plan.axes import ModelLayout
 from sherd.tools.plan.planner import Planner, Training, compute_in, fully_shard_args
 from sherd.tools.plan.tracing import traced
 from sherd.tools.simulate.cluster import Cluster, cluster_toml, read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.tools.simulate.timeline import Timeline
-from sherd.train.config import Model as Shape
+from sherd.train.config import ModelConfig as Shape
 from sherd.train.models import Decoder as SherdDecoder
 
 from .pages import DOCS, as_csv, written
@@ -310,7 +310,7 @@ def predicted(this: Case, cluster: Cluster) -> Timeline:
     training = Training(
         model,
         batch,
-        Layout(this.loss, this.shard),
+        ModelLayout(this.loss, this.shard),
         OPTIMIZERS[this.optimizer],
         this.compute_dtype,
         samples=this.settings.micro_batch,

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from sherd.tools.plan.axes import Layout
+from sherd.tools.plan.axes import ModelLayout
 from sherd.tools.plan.planner import Planner, Training
 from sherd.tools.plan.reading import own_or_usual_loss
 from sherd.tools.simulate.cluster import Cluster, Link, read_cluster
@@ -154,7 +154,7 @@ def _training(config: Mapping[str, Any], sequence: int, parameters: str, optimiz
     setattr(made, name, sequence)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(made, dtype=getattr(torch, parameters)).train()
-    layout = Layout(own_or_usual_loss)
+    layout = ModelLayout(own_or_usual_loss)
     if cut:
         model = Stage(model)
         layout = LlamaLayout(own_or_usual_loss, width=made.hidden_size, cuts_tokens=cut.endswith("tokens"))

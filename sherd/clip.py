@@ -27,7 +27,7 @@ from sherd.engine import ShardedParameter
 from sherd.errors import GradientError, MeshError, PolicyError
 from sherd.tensor.gather import counted_here
 from sherd.tensor.placement import Layout, layout_of
-from sherd.tensor.reduction_table import Reduction, alike, held_of, local_norms, norm_of_order, wide
+from sherd.tensor.reduction_table import Reduction, by_dtype, local_gradient_of, local_norms, norm_of_order, sum_dtype
 from sherd.tensor.vectors import VectorShard
 
 Tensor = torch.Tensor
@@ -134,12 +134,12 @@ class _Gradients:
                 layout_key = _spec_or_dtype(grad)
                 if id(layout_key) not in lists:
                     lists[id(layout_key)] = self._list_of(layout_key, parameter, index, "its gradient")
-                lists[id(layout_key)].append(held_of(grad, parameter))
+                lists[id(layout_key)].append(local_gradient_of(grad, parameter))
         for (_, layout), (groups, pieces) in self._known.items():
-            sorted_pieces = alike(pieces)
+            sorted_pieces = by_dtype(pieces)
             self.scaled += sorted_pieces
             if layout is not None:
-                sorted_pieces = alike(part for piece in pieces for part in counted_here(piece, layout))
+                sorted_pieces = by_dtype(part for piece in pieces for part in counted_here(piece, layout))
             self.counted.setdefault(groups, []).extend(sorted_pieces)
 
     def _list_of(self, layout_key: DTensorSpec | torch.dtype, parameter: Tensor, index: int, what: str) -> list[Tensor]:
@@ -203,7 +203,7 @@ def _total_norm(gradients: _Gradients, power: float, fused: bool, extra_groups: 
 
 def _part(lists: Sequence[list[Tensor]], row: Reduction, power: float, fused: bool, home: torch.device) -> Tensor:
     """Returns the number that this rank sends for its pieces."""
-    dtype = wide(torch.float32, home)
+    dtype = sum_dtype(torch.float32, home)
     norms = [torch.stack(local_norms(each, power, fused)).to(device=home, dtype=dtype) for each in lists]
     return row.fold(row.send(torch.cat(norms or [row.nothing(dtype, home).reshape(1)])), -1)
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import device_of, gradients_of, spec_of
 from sherd.errors import PolicyTypeError
-from sherd.tensor.reduction_table import ANY, alike, held_of
+from sherd.tensor.reduction_table import ANY, by_dtype, local_gradient_of
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -89,12 +89,12 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         pieces_of_all = [
-            held_of(grad, parameter)
+            local_gradient_of(grad, parameter)
             for grad, parameter in zip(gradients_of(parameters), parameters, strict=True)
             if grad is not None
         ]
         flags: dict[torch.device, torch.Tensor] = {}
-        for pieces in alike(pieces_of_all):
+        for pieces in by_dtype(pieces_of_all):
             device = pieces[0].device
             # A blocking copy: with CPU offload, the host reads the flag next.
             flag = flags.setdefault(device, found_inf.to(device))

@@ -26,7 +26,7 @@ TRAIN_KNOWS = {"train/loop.py": "sherd.tools.plan", "train/rank.py": "sherd.expl
 """What the trainer takes from the tools: the recording of a step, and the note at an out of memory error."""
 MOST_ENGINE_NAMES = 20
 """The most names in sherd/engine/__init__.py. The rest of sherd imports nothing else of the engine."""
-DOORS = {"engine/run/overseer.py": "sherd.guard"}
+DOORS = {"engine/run/monitor.py": "sherd.guard"}
 """By file: the plug-in of a higher layer that it loads when a program needs it, from within a function."""
 WITHOUT_TORCH = {"layout", "schedule", "storage", "tools/simulate", "tools/report"}
 RIVALS = (
@@ -180,7 +180,7 @@ WRONG = [
     ("engine/state/group.py", "from sherd.engine.moves.weights import Weights", "state may not know engine/moves"),
     ("engine/run/unit.py", "from ..between import load", "engine/run may not know engine/between"),
     ("api/wrapper.py", "from .. import fully_shard", "api may not know sherd"),
-    ("engine/run/overseer.py", "from sherd.guard import overseer_of", "within a function"),
+    ("engine/run/monitor.py", "from sherd.guard import monitor_of", "within a function"),
     ("engine/run/tape.py", "def late():\n    from sherd.guard import board", "engine may not know guard"),
     ("comm/mesh.py", "def late():\n    from sherd.guard import board", "comm may not know guard"),
     ("guard/board.py", "from sherd.api import joining", "guard may not know api"),
@@ -222,7 +222,7 @@ RIGHT = [
     ("optim.py", "from sherd.checkpoint import files"),
     ("wrap/walks.py", "from torch import nn\nfrom sherd.errors import PolicyError"),
     ("api/auto_shard.py", "from sherd.wrap import choose"),
-    ("engine/run/overseer.py", "def late():\n    from sherd.guard import overseer_of"),
+    ("engine/run/monitor.py", "def late():\n    from sherd.guard import monitor_of"),
     ("guard/checker.py", "from sherd.engine import Unit\nfrom sherd.schedule import path"),
     ("tools/simulate/replay.py", "from sherd import layout, schedule, policy"),
     ("tools/doctor/machine.py", "from sherd import __version__\nfrom sherd.tools.plan.plan import Plan"),

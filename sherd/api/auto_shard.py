@@ -14,7 +14,7 @@ from torch import nn
 from sherd.api.blocks import WRAPPINGS, UnitCall, Wrapping, in_words, repeated_blocks, rewrapped
 from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import FSDPModule, require_module
-from sherd.engine import Belongings, Unit
+from sherd.engine import ParameterOwnership, Unit
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError
 from sherd.wrap import Kwargs, WrapPolicy, choose, is_container, post_order
 
@@ -75,7 +75,7 @@ def auto_shard(
                 _check_arguments(chosen[module], f"the policy, for {name},")
         units = [UnitCall([module], of_unit) for module, of_unit in chosen.items() if not is_container(module)]
     # Checked here, since `fully_shard` would raise with half of the model sharded.
-    Belongings.below([model], ())  # raises if torch's own FSDP has a part
+    ParameterOwnership.below([model], ())  # raises if torch's own FSDP has a part
     asked = {module for unit in units for module in unit.modules} | {model}
     sharded = [name or "the model" for name, each in model.named_modules() if each in asked and Unit.of(each)]
     if sharded:

@@ -136,7 +136,7 @@ class CPUOffload:
 
 
 @dataclass(frozen=True)
-class Choices:
+class WrapperArguments:
     """The arguments that describe one unit, as the user gave them.
 
     Raises:
@@ -159,7 +159,7 @@ class Choices:
     on_touch: OnTouch = "error"
 
     def __post_init__(self) -> None:
-        kinds = get_type_hints(Choices)
+        kinds = get_type_hints(WrapperArguments)
         del kinds["process_group"]  # `mesh` checks the group, since the right type depends on the strategy
         del kinds["unmanaged"], kinds["on_touch"]  # `UnitPolicy` checks both
         for name, kind in kinds.items():

@@ -17,7 +17,7 @@ from sherd.api.module import FSDPModule, checked_reshard, require_divides, requi
 from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, levels_and_cut, rule_of, unit_policy
 from sherd.api.swap_class import swap_class
 from sherd.comm.mesh import DataMesh, arranged, data_mesh
-from sherd.engine import Belongings, Found, ShardingRequest, Unit, make_unit
+from sherd.engine import DiscoveredParameter, ParameterOwnership, ShardingRequest, Unit, make_unit
 from sherd.errors import MeshError, ModuleError, PlacementError, PolicyError, PolicyTypeError
 from sherd.layout.placement import Shard
 from sherd.layout.runs import RunPlacement
@@ -163,7 +163,7 @@ def fully_shard(
     policy = unit_policy(levels, reshard_after_forward, prefetch_policy)
     make_unit(
         modules,
-        Belongings.below(modules, ignored_params or ()),
+        ParameterOwnership.below(modules, ignored_params or ()),
         own_mesh,
         request_of,
         mp_policy,
@@ -283,7 +283,7 @@ class _ShardingRequests:
         self._default, self._placement_fn, self._reshard = default, placement_fn, reshard_after_forward
         self._meshes: dict[tuple[int, DataParallelMeshDims | None], DataMesh] = {}
 
-    def __call__(self, found: Found) -> ShardingRequest:
+    def __call__(self, found: DiscoveredParameter) -> ShardingRequest:
         """Returns how one parameter is to be sharded."""
         placement = None if self._placement_fn is None else self._placement_fn(found.parameter)
         mesh = self._mesh

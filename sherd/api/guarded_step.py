@@ -20,7 +20,7 @@ from sherd.api.joining import coordinated
 from sherd.api.module import optimizers_in, require_module
 from sherd.engine import Unit, watcher
 from sherd.errors import CommError, GradientError, PolicyError, StateError, UnsupportedError
-from sherd.guard import Attempt, Coordinator, Failure, GivenUp
+from sherd.guard import Attempt, Coordinator, Failure, StepAborted
 from sherd.guard.snapshot import Snapshot, Stateful
 from sherd.requirements import require_int
 
@@ -157,7 +157,7 @@ class GuardedStep:
             if error is None:
                 self._skips.count(is_skipped=False)
             return False
-        error = None if isinstance(error, GivenUp) else error
+        error = None if isinstance(error, StepAborted) else error
         if failure.obstacle is None:
             self._skip(failure, error is not None)
             return True
@@ -169,7 +169,7 @@ class GuardedStep:
     def _failure(self, error: BaseException | None, where: TracebackType | None) -> Failure | None:
         """Returns why all ranks give the step up, or None if they do not."""
         # A rank that is interrupted, or has lost the other ranks, leaves by itself.
-        if isinstance(error, CommError) or not isinstance(error, Exception | GivenUp | None):
+        if isinstance(error, CommError) or not isinstance(error, Exception | StepAborted | None):
             return None
         if isinstance(error, torch.OutOfMemoryError):
             traceback.clear_frames(where)  # The frames hold forward's tensors, and the vote needs memory.
@@ -177,8 +177,8 @@ class GuardedStep:
             if error is not None:
                 self._attempt.abandon()
             if self._coordinator is not None and error is None:
-                self._coordinator.done()  # raises `GivenUp` if another rank has failed
-            elif self._coordinator is None and isinstance(error, GivenUp):
+                self._coordinator.done()  # raises `StepAborted` if another rank has failed
+            elif self._coordinator is None and isinstance(error, StepAborted):
                 raise error
             elif error is not None:
                 reason = f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
@@ -186,7 +186,7 @@ class GuardedStep:
                     self._fail_alone(reason)
                 else:
                     self._coordinator.fail(reason)
-        except GivenUp as given_up:
+        except StepAborted as given_up:
             failure = given_up.failure
         else:
             return None
@@ -203,7 +203,7 @@ class GuardedStep:
 
     def _fail_alone(self, reason: str) -> None:
         self._attempt.fail(reason)
-        raise GivenUp(Failure.of([_own_rank()], [self._attempt.report()]))
+        raise StepAborted(Failure.of([_own_rank()], [self._attempt.report()]))
 
     def _skip(self, failure: Failure, has_raised: bool) -> None:
         self._skips.count(is_skipped=True)

@@ -114,8 +114,8 @@ def coordinated(caller: str, model: nn.Module) -> tuple[list[Unit], list[Coordin
                 f"{caller}: unit {unit.name} has CommPolicy(divergence={unit.mesh.comm.divergence!r}); give all units "
                 'of the model comm_policy=CommPolicy(divergence="join")'
             )
-    overseers = {each for root, at in _roots(model) for each in Runtime.of(root, at).overseers}
-    return units, [each for each in overseers if isinstance(each, Coordinator)]
+    monitors = {each for root, at in _roots(model) for each in Runtime.of(root, at).monitors}
+    return units, [each for each in monitors if isinstance(each, Coordinator)]
 
 
 def _roots(module: nn.Module) -> Iterator[tuple[Unit, nn.Module]]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from sherd._torch import attributes_of, give_attributes
 from sherd.api import advice
-from sherd.api.fsdp1 import Choices, Ignored
+from sherd.api.fsdp1 import Ignored, WrapperArguments
 from sherd.comm.agreement import broadcast_from_rank0
 from sherd.comm.mesh import DataMesh
 from sherd.engine import ShardedParameter, Unit
@@ -123,7 +123,9 @@ def _reset(module: nn.Module, device: torch.device) -> None:
     reset()
 
 
-def cast_buffers(root: nn.Module, choices: Choices, ignored: Ignored) -> dict[tuple[nn.Module, str], torch.dtype]:
+def cast_buffers(
+    root: nn.Module, choices: WrapperArguments, ignored: Ignored
+) -> dict[tuple[nn.Module, str], torch.dtype]:
     """Cast the floating-point buffers of a wrapper, `root`, to the chosen dtype; nested units cast their own buffers.
 
     Returns:

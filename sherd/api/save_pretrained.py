@@ -26,7 +26,7 @@ from torch import nn
 
 from sherd.api.module import FSDPModule, require_module
 from sherd.checkpoint.catalog import without_wrappers
-from sherd.checkpoint.full_tensors import Full, FullTensors, Source, file_names, split, write_files
+from sherd.checkpoint.full_tensors import Full, FullTensors, TensorSource, file_names, split, write_files
 from sherd.checkpoint.ranks import Ranks
 from sherd.errors import CheckpointError, ModuleError, UnsupportedError
 from sherd.requirements import require_floating_dtype, require_int, require_type
@@ -145,7 +145,7 @@ class _Named:
             else:
                 single = _reverted(inner, {name: meta[name]})
                 results = {each: Full(tensor.shape, tensor.dtype) for each, tensor in single.items()}
-            self.sources.append(Source(own, results))
+            self.sources.append(TensorSource(own, results))
         one_by_one = {name: each for source in self.sources for name, each in source.results.items()}
         together = {name: Full(each.shape, each.dtype) for name, each in reverted.items()}
         if one_by_one != together:
@@ -189,7 +189,9 @@ def _reverted(inner: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
     return reverted
 
 
-def _write_index_config(inner: Any, tensors: FullTensors, files: Mapping[str, Sequence[Source]], part: Path) -> None:
+def _write_index_config(
+    inner: Any, tensors: FullTensors, files: Mapping[str, Sequence[TensorSource]], part: Path
+) -> None:
     config = copy.deepcopy(inner.config)
     config.architectures = [_plain_class(inner).__name__]
     dtypes = [each.dtype for each in tensors.described.values() if each.dtype.is_floating_point]
@@ -225,7 +227,7 @@ def _save_adapters(model: nn.Module, adapted: Any, folder: Path, dtype: torch.dt
             named = ranks.each(partial(_names, adapted, tensors, adapter), purpose)[0]
             if isinstance(named, str):
                 raise UnsupportedError(named)
-            sources = [Source(own, dict.fromkeys(of, tensors.described[own])) for own, of in named.items()]
+            sources = [TensorSource(own, dict.fromkeys(of, tensors.described[own])) for own, of in named.items()]
             place = part / adapter
             write_files(tensors, {ADAPTER_WEIGHTS: sources}, partial(_renamed, named), ranks, Disk(place), purpose)
 

@@ -67,7 +67,7 @@ class _Contents:
         state = state_of(wrapper)
         registered = {
             (place.module_id, place.attribute): record
-            for unit in (state.unit, *state.unit.companions)
+            for unit in (state.unit, *state.unit.tied_owners)
             for record in unit.parameters
             for place in record.places
         }
@@ -350,7 +350,7 @@ def named_for_checkpointing(
     Checkpointing walks over modules to learn the names, and how the value under each name is distributed.
     """
     unit = state_of(wrapper).unit
-    if not any(each.shards.shows_flat_parameter for each in (unit, *unit.companions)):
+    if not any(each.shards.shows_flat_parameter for each in (unit, *unit.tied_owners)):
         yield from own
         return
     show_parameters_to_checkpointing()

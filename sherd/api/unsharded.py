@@ -66,7 +66,7 @@ def unsharded(
         )
     own = Unit.of(module)
     units = Unit.below(module) if recurse else [] if own is None else [own]
-    owners = [owner for unit in units for owner in unit.companions]
+    owners = [owner for unit in units for owner in unit.tied_owners]
     each_once = {unit.id: unit for unit in (*units, *owners)}.values()
     to_lend = [unit for unit in each_once if not UnshardedCopies.are_lent(unit, terms)]
     with ExitStack() as lent:  # ends all copies, even if the end of one of them raises

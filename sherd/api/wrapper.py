@@ -26,7 +26,7 @@ from sherd._torch import (
 )
 from sherd.api import advice, comm_hook, materialize, state_dicts, state_methods
 from sherd.api.extensions import FSDPExtensions, extensions_given, flattened, has_own, restored
-from sherd.api.fsdp1 import BackwardPrefetch, Choices, CPUOffload, Ignored, MixedPrecision, ShardingStrategy
+from sherd.api.fsdp1 import BackwardPrefetch, CPUOffload, Ignored, MixedPrecision, ShardingStrategy, WrapperArguments
 from sherd.api.module import FSDPModule, require_module
 from sherd.api.placements import Placements, rule_of
 from sherd.api.swap_class import deep_copy
@@ -34,7 +34,7 @@ from sherd.api.unsharded import unsharded
 from sherd.api.wrapper_state import WrapperState, before_forward, find_state
 from sherd.clip import clip_grad_norm_
 from sherd.comm.mesh import DataMesh
-from sherd.engine import Belongings, FlatParameter, Runtime, ShardingRequest, make_unit
+from sherd.engine import FlatParameter, ParameterOwnership, Runtime, ShardingRequest, make_unit
 from sherd.errors import ModuleError, PlacementError, PolicyError, UnsupportedError, WrapperStateError
 from sherd.policy import CommPolicy, OnTouch, Unmanaged
 from sherd.wrap import Kwargs, WrapPolicy, apply_wraps, check_frozen, check_none_wrapped, choose
@@ -108,7 +108,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     ) -> None:
         super().__init__()
         require_module("FullyShardedDataParallel expects a module", module)
-        choices = Choices(
+        choices = WrapperArguments(
             process_group,
             sharding_strategy,
             cpu_offload,
@@ -406,13 +406,13 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
 def _wrap_below(
     module: nn.Module,
     policy: WrapPolicy,
-    choices: Choices,
+    choices: WrapperArguments,
     mesh: DataMesh,
     ignored: Ignored,
     more: Mapping[str, object],
 ) -> None:
     """Wrap the modules below `module` that `policy` chooses. `more` has the arguments that `choices` lacks."""
-    _check_parameters(Belongings.below([module], ignored.parameters), use_orig_params=True)
+    _check_parameters(ParameterOwnership.below([module], ignored.parameters), use_orig_params=True)
     check_none_wrapped(module, lambda each: find_state(each) is not None)
     kwargs = {field.name: getattr(choices, field.name) for field in dataclasses.fields(choices)}
     kwargs |= {**more, "ignored_states": ignored.parameters}
@@ -442,11 +442,11 @@ def _wrap_below(
 
 
 def _make_unit(
-    wrapper: nn.Module, choices: Choices, extensions: FSDPExtensions, mesh: DataMesh, ignored: Ignored
+    wrapper: nn.Module, choices: WrapperArguments, extensions: FSDPExtensions, mesh: DataMesh, ignored: Ignored
 ) -> WrapperState:
     """Make `wrapper` a unit, with a flat parameter unless `use_orig_params`, and cast its buffers."""
     cut = choices.placement
-    ownership = Belongings.below([wrapper], ignored.parameters)
+    ownership = ParameterOwnership.below([wrapper], ignored.parameters)
     _check_parameters(ownership, choices.use_orig_params)
     returned = [flattened(extensions, each.parameter, each.name) for each in ownership.owned]
     unit = make_unit(
@@ -478,7 +478,7 @@ def _make_unit(
     )
 
 
-def _check_parameters(ownership: Belongings, use_orig_params: bool) -> None:
+def _check_parameters(ownership: ParameterOwnership, use_orig_params: bool) -> None:
     """Raise for parameters that cannot be cut as one line of numbers."""
     for borrowed in ownership.borrowed:
         if isinstance(borrowed.place.shown, FlatParameter):

@@ -13,7 +13,7 @@ from torch import nn
 from sherd._torch import is_tensor_parallel, steps_in_backward
 from sherd.api import materialize
 from sherd.api.extensions import FSDPExtensions
-from sherd.api.fsdp1 import Choices, ShardingStrategy
+from sherd.api.fsdp1 import ShardingStrategy, WrapperArguments
 from sherd.api.state_dict_type import StateDictSettings, default_settings
 from sherd.engine import ShardedParameter, Unit
 from sherd.errors import ModuleError, UnsupportedError
@@ -35,7 +35,7 @@ class WrapperState:
     """
 
     unit: Unit
-    choices: Choices
+    choices: WrapperArguments
     extensions: FSDPExtensions
     extended: Mapping[ShardedParameter, object]
     buffer_dtypes: Mapping[tuple[nn.Module, str], torch.dtype]
@@ -107,14 +107,14 @@ class WrapperState:
     # Around a state dict
 
     def show_names(self) -> None:
-        """Register the parameters of the unit and its companions under their own names, not as flat parameters.
+        """Register the parameters of the unit and its tied_owners under their own names, not as flat parameters.
 
         Raises:
             StateError: in the middle of a forward or backward.
         """
         self.unit.show_shards()
         self.hide_names()
-        for unit in (self.unit, *self.unit.companions):
+        for unit in (self.unit, *self.unit.tied_owners):
             if not all(place.registered for parameter in unit.parameters for place in parameter.places):
                 unit.shards.register(True)
                 self._show_names.append(unit)

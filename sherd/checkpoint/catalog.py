@@ -53,7 +53,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
+class OptimizerEntry:
     """One parameter of an optimizer, and the parameters of the model in it: one, or the members of a flat parameter.
 
     `path` is its name in `model.named_parameters()`. For a flat parameter, `span` tells where the members lie in this
@@ -82,7 +82,7 @@ class Entry:
         return local_part(self.parameter).shape
 
 
-Groups = list[list[Entry]]
+Groups = list[list[OptimizerEntry]]
 """The parameters of an optimizer, by parameter group."""
 
 
@@ -100,7 +100,7 @@ class Catalog:
                 names.setdefault(id(record), plain_name(path))
         registered = (named for module in modules for named in module.named_parameters())
         paths = {id(_optimizer_param_of(parameter)): path for path, parameter in registered}
-        self._by_optimizer_param: dict[int, Entry] = {}
+        self._by_optimizer_param: dict[int, OptimizerEntry] = {}
         for path, record, parameter in places:
             key = id(parameter if record is None else record.optimizer_param)
             if key not in self._by_optimizer_param:
@@ -113,7 +113,7 @@ class Catalog:
         """The names of all parameters."""
         return [name for entry in self.entries for name in entry.names]
 
-    def at(self, path: str) -> Entry | None:
+    def at(self, path: str) -> OptimizerEntry | None:
         """Returns the entry that the model calls `path`. A flat parameter has the path of its attribute."""
         return self._by_path.get(plain_name(path))
 
@@ -198,11 +198,13 @@ def _optimizer_param_of(parameter: torch.Tensor) -> torch.Tensor:
     return parameter if record is None else record.optimizer_param
 
 
-def _entry(path: str, record: ShardedParameter | None, parameter: nn.Parameter, names: dict[int, str]) -> Entry:
+def _entry(
+    path: str, record: ShardedParameter | None, parameter: nn.Parameter, names: dict[int, str]
+) -> OptimizerEntry:
     if record is None:
-        return Entry(path, parameter, (Member(plain_name(path), parameter, parameter.shape),))
+        return OptimizerEntry(path, parameter, (Member(plain_name(path), parameter, parameter.shape),))
     if record.flat is None:
-        return Entry(path, record.shard, (Member(names[id(record)], record.shard, record.shard.shape),))
+        return OptimizerEntry(path, record.shard, (Member(names[id(record)], record.shard, record.shard.shape),))
     unit = record.owner
     assert isinstance(unit, Unit), "a shard's unit lives as long as the modules that show it"
     (weights,) = unit.weights
@@ -211,7 +213,7 @@ def _entry(path: str, record: ShardedParameter | None, parameter: nn.Parameter, 
         Member(names.get(id(member), member.name), member.shard, member.shape, member.unsharded_spec)
         for member in group.parameters
     )
-    return Entry(
+    return OptimizerEntry(
         path,
         record.optimizer_param,
         members,

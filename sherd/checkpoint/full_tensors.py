@@ -268,7 +268,7 @@ Convert = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """A tensor of the model, by `name`, and its `results`: one tensor or several, by their names in files."""
 
     name: str
@@ -280,7 +280,7 @@ class Source:
         return sum(result.nbytes for result in self.results.values())
 
 
-def split(sources: Sequence[Source], most_bytes: int) -> list[list[Source]]:
+def split(sources: Sequence[TensorSource], most_bytes: int) -> list[list[TensorSource]]:
     """Returns `sources` by file, in order: at most `most_bytes` in each, or one tensor."""
     return in_buckets(sources, lambda source: source.nbytes, most_bytes)
 
@@ -293,7 +293,12 @@ def file_names(number: int) -> list[str]:
 
 
 def write_files(
-    tensors: FullTensors, files: Mapping[str, Sequence[Source]], convert: Convert, ranks: Ranks, place: Place, task: str
+    tensors: FullTensors,
+    files: Mapping[str, Sequence[TensorSource]],
+    convert: Convert,
+    ranks: Ranks,
+    place: Place,
+    task: str,
 ) -> list[int]:
     """Write `files`, by name, into `place`, and return their sizes in bytes. All ranks must call it.
 
@@ -313,7 +318,7 @@ def write_files(
 class _Wave:
     """Files that are written side by side, one by each rank, from one reading."""
 
-    def __init__(self, tensors: FullTensors, files: Sequence[Sequence[Source]], convert: Convert) -> None:
+    def __init__(self, tensors: FullTensors, files: Sequence[Sequence[TensorSource]], convert: Convert) -> None:
         self._files, self._convert = files, convert
         # Sorted by the byte of its file at which a tensor begins, so that all files grow at one rate.
         begins: list[tuple[int, int, str]] = []
@@ -344,7 +349,7 @@ class _Wave:
             for _ in self._reading:  # to its end, even if this rank cannot write: the others gather with it
                 pass
 
-    def _chunks(self, source: Source, key: str) -> Iterator[memoryview]:
+    def _chunks(self, source: TensorSource, key: str) -> Iterator[memoryview]:
         """Yields the bytes of `key`, a result of `source`. The writer asks in the order of the file."""
         while self._at != source.name:
             self._at, tensor = next(self._reading)

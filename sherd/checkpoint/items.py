@@ -25,7 +25,7 @@ from sherd.checkpoint.tensor_bytes import DTYPES, read_into, read_tensor
 from sherd.checkpoint.tree import NOT_WRITTEN, Json, Tensors, decoded, encoded
 from sherd.errors import CheckpointError, OptimStateError, SherdError
 from sherd.storage.files import Opened
-from sherd.tensor.state_kind import StateKind, kind_of
+from sherd.tensor.state_kind import StateKind, state_kind
 
 EXTRA = "extra_state"
 """The key in the JSON of a module for the results of `get_extra_state`, by the path of the module below it."""
@@ -201,7 +201,7 @@ class OptimizerItem(Item):
 
         def state_json(path: str, key: str, value: object) -> Json:
             # A scalar parameter's momentum has no dims either: without this, it would be JSON.
-            if isinstance(value, torch.Tensor) and kind_of(key, value, torch.Size()) is StateKind.ELEMENTS:
+            if isinstance(value, torch.Tensor) and state_kind(key, value, torch.Size()) is StateKind.ELEMENTS:
                 tensors.keep(path, value)
                 return {"$tensor": path}
             return encoded(value, path, tensors.keep)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec, full_of_sharded_tensor, local_tensor
-from sherd.checkpoint.catalog import Catalog, Entry, Member, ParamGroup, StateDict, plain_key
+from sherd.checkpoint.catalog import Catalog, Member, OptimizerEntry, ParamGroup, StateDict, plain_key
 from sherd.checkpoint.relayout import around, full_of, laid_out
 from sherd.comm.failures import named
 from sherd.comm.mesh import default_device_type
@@ -28,7 +28,7 @@ from sherd.errors import OptimStateError
 from sherd.tensor.optimizers import ELEMENTWISE
 from sherd.tensor.ragged import local_part
 from sherd.tensor.span import Span
-from sherd.tensor.state_kind import State, StateKind, kind_of
+from sherd.tensor.state_kind import State, StateKind, state_kind
 
 T = TypeVar("T")
 
@@ -144,7 +144,7 @@ def _users_own(saved: dict[object, State], catalog: Catalog, group_of: dict[obje
 
 
 def _saved_hyperparameters(
-    number: int, group: list[Entry], saved_groups: list[ParamGroup], group_of: dict[object, int]
+    number: int, group: list[OptimizerEntry], saved_groups: list[ParamGroup], group_of: dict[object, int]
 ) -> ParamGroup:
     """Returns copies of the hyper-parameters that the parameters of group `number` had when they were saved."""
     sources = {group_of[name]: name for entry in group for name in entry.names if name in group_of}
@@ -282,7 +282,7 @@ class _Loaded:
         return {key: local_part(value) if key in plain else value for key, value in ordered.items()}
 
 
-def _state_of(entry: Entry, saved: dict[object, State], strict: bool) -> _Loaded | None:
+def _state_of(entry: OptimizerEntry, saved: dict[object, State], strict: bool) -> _Loaded | None:
     """Returns a copy of the state of an entry; None if it has none. With `strict`, all tensors have its shape."""
     present = [member for member in entry.members if member.name in saved]
     for member in present if strict else ():
@@ -319,7 +319,7 @@ def _loaded(member: Member, state: State, device: torch.device) -> _Loaded:
             # Torch's FSDP1 saves a sharded state as a ShardedTensor.
             full = full_of_sharded_tensor(tensor, torch.device(spec.mesh.device_type))
             tensor = tensor if full is None else full
-            if kind_of(key, tensor, member.parameter.shape) is StateKind.ELEMENTS:
+            if state_kind(key, tensor, member.parameter.shape) is StateKind.ELEMENTS:
                 copies[key] = laid_out(tensor, spec, device)
                 parts.add(key)
             else:
@@ -330,7 +330,7 @@ def _loaded(member: Member, state: State, device: torch.device) -> _Loaded:
 # Flat parameters
 
 
-def _merged(entry: Entry, span: Span, loaded: dict[str, _Loaded]) -> _Loaded:
+def _merged(entry: OptimizerEntry, span: Span, loaded: dict[str, _Loaded]) -> _Loaded:
     """Returns the states of all members as one.
 
     Raises:

@@ -37,7 +37,7 @@ Ranks may have different ones, as of a batch norm, and the mean of one rank does
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
+class MeshCopies:
     """The copies of a tensor of certain placements that a mesh holds.
 
     Args:
@@ -62,7 +62,7 @@ class Described:
 
     dtype: str
     shape: Shape
-    copies: Copies | None
+    copies: MeshCopies | None
 
     @cached_property
     def variant(self) -> tuple[object, ...]:
@@ -79,7 +79,7 @@ class Layouts:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._files = {rank: number for number, rank in enumerate(ranks)}
-        self._known: dict[tuple[object, ...], Copies] = {}
+        self._known: dict[tuple[object, ...], MeshCopies] = {}
 
     def described(self, name: str, tensor: torch.Tensor) -> Described:
         """Returns the description of `tensor`, which is called `name`.
@@ -90,7 +90,7 @@ class Layouts:
         copies = self._copies(name, spec_of(tensor)) if isinstance(tensor, DTensor) and tensor.numel() else None
         return Described(dtype_name(tensor.dtype, name), tuple(tensor.shape), copies)
 
-    def _copies(self, name: str, spec: DTensorSpec) -> Copies:
+    def _copies(self, name: str, spec: DTensorSpec) -> MeshCopies:
         is_of_runs, mesh = is_ragged(spec), spec.mesh
         key = (mesh, is_of_runs, layout_of(spec).copied_axes if is_of_runs else tuple(spec.placements))
         if key in self._known:
@@ -114,7 +114,7 @@ class Layouts:
         strides = [prod(mesh.shape[axis + 1 :]) for axis in range(mesh.ndim)]
         coordinates = product(*(range(mesh.size(axis)) for axis in copied))
         firsts = [sum(at * strides[axis] for at, axis in zip(place, copied, strict=True)) for place in coordinates]
-        self._known[key] = Copies(files, tuple(files[first] for first in firsts), cuts, own)
+        self._known[key] = MeshCopies(files, tuple(files[first] for first in firsts), cuts, own)
         return self._known[key]
 
 

@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import local_tensor, spec_of
-from sherd.checkpoint.catalog import Catalog, Entry, StateDict
+from sherd.checkpoint.catalog import Catalog, OptimizerEntry, StateDict
 from sherd.checkpoint.relayout import around, as_rows, full_of, gathered_vector, laid_out, lies_as
 from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import all_gather_objects
 from sherd.engine import ShardedParameter, watcher
 from sherd.errors import OptimStateError
 from sherd.tensor.ragged import own_view
-from sherd.tensor.state_kind import State, StateKind, copy_of, kind_of
+from sherd.tensor.state_kind import State, StateKind, copy_of, state_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def state_by_name(
         watcher.adopt(optim)  # it may have been built before the model was sharded
     raw: StateDict = type(optim).state_dict(optim) if given is None else given  # torch may have patched its own
     groups = catalog.groups_of(optim)
-    by_key: dict[object, Entry] = {}
+    by_key: dict[object, OptimizerEntry] = {}
     if "param_groups" in raw:
         for saved, group in zip(raw["param_groups"], groups, strict=True):
             by_key.update(zip(saved["params"], group, strict=True))
@@ -121,15 +121,15 @@ def state_by_name(
     return complete
 
 
-def _recognised(key: str, value: Any, entry: Entry) -> object:
+def _recognised(key: str, value: Any, entry: OptimizerEntry) -> object:
     """Returns the state of a scalar's element as a DTensor, if torch has loaded it as a plain tensor."""
     if entry.spec is None or entry.parameter.dim() or isinstance(value, DTensor):
         return value
-    is_element = kind_of(key, value, entry.parameter.shape) is StateKind.ELEMENTS
+    is_element = state_kind(key, value, entry.parameter.shape) is StateKind.ELEMENTS
     return laid_out(value, entry.spec, value.device) if is_element else value
 
 
-def _by_name(entry: Entry, state: State, form: Form) -> Iterator[tuple[str, State]]:
+def _by_name(entry: OptimizerEntry, state: State, form: Form) -> Iterator[tuple[str, State]]:
     """Yields the names of the members, and the state of each. Collective if the state is to be full."""
     parts, others = _parts_of(state, entry)
     if form.full and entry.span is None:
@@ -160,7 +160,7 @@ def _by_name(entry: Entry, state: State, form: Form) -> Iterator[tuple[str, Stat
         yield member.name, of_member
 
 
-def _parts_of(state: State, entry: Entry) -> tuple[dict[str, DTensor], State]:
+def _parts_of(state: State, entry: OptimizerEntry) -> tuple[dict[str, DTensor], State]:
     """Returns the values of a state that are DTensors, laid out as the entry, and all others.
 
     A DTensor of another shape has no elements of a flat parameter. It is gathered, and each member gets it.
@@ -216,13 +216,13 @@ def needs_comparison(catalog: Catalog, optim: Optimizer) -> bool:
     entries = [entry for group in catalog.groups_of(optim) for entry in group if entry.spec is not None]
     return any(
         not isinstance(value, DTensor)
-        and kind_of(key, value, entry.parameter.shape, entry.local_shape) is StateKind.ELEMENTS
+        and state_kind(key, value, entry.parameter.shape, entry.local_shape) is StateKind.ELEMENTS
         for entry in entries
         for key, value in optim.state.get(entry.parameter, {}).items()
     )
 
 
-def agree(entries: list[Entry], states: dict[int, State]) -> None:
+def agree(entries: list[OptimizerEntry], states: dict[int, State]) -> None:
     """Complete `states` (by the id of the entry), so that all ranks have the same keys for each of `entries`.
 
     Plain tensors that are parts become DTensors. All ranks that hold parts must call it.
@@ -230,7 +230,7 @@ def agree(entries: list[Entry], states: dict[int, State]) -> None:
     Raises:
         OptimStateError: ranks that hold elements of a parameter have different state for it. On all ranks.
     """
-    by_mesh: dict[DataMesh | None, list[Entry]] = {}
+    by_mesh: dict[DataMesh | None, list[OptimizerEntry]] = {}
     for entry in entries:
         if entry.spec is not None:
             record = ShardedParameter.of(entry.parameter)
@@ -249,9 +249,9 @@ def agree(entries: list[Entry], states: dict[int, State]) -> None:
                 states[id(entry)] = {key: _completed(own, key, entry, value) for key, value in expected.items()}
 
 
-def _described(key: str, value: object, entry: Entry) -> _Description:
+def _described(key: str, value: object, entry: OptimizerEntry) -> _Description:
     if isinstance(value, torch.Tensor):
-        kind = kind_of(key, value, entry.parameter.shape, entry.local_shape)
+        kind = state_kind(key, value, entry.parameter.shape, entry.local_shape)
         if kind is StateKind.ELEMENTS:
             return _Description(PART if isinstance(value, DTensor) else LIKE_PART, value.dtype)
         if kind is StateKind.NUMBER:
@@ -261,7 +261,7 @@ def _described(key: str, value: object, entry: Entry) -> _Description:
     return _Description(OTHER, None, type(value).__name__)
 
 
-def _agreed(entry: Entry, holdings: list[_Holding]) -> dict[str, _Description]:
+def _agreed(entry: OptimizerEntry, holdings: list[_Holding]) -> dict[str, _Description]:
     """Returns the state that every rank has for `entry`, in the order of the first rank with state.
 
     Raises:
@@ -298,7 +298,7 @@ def _agreed(entry: Entry, holdings: list[_Holding]) -> dict[str, _Description]:
     return expected
 
 
-def _completed(state: State, key: str, entry: Entry, expected: _Description) -> object:
+def _completed(state: State, key: str, entry: OptimizerEntry, expected: _Description) -> object:
     """Returns the value under `key`, a DTensor if it is a part. A rank that holds no element may have to make it."""
     if expected.kind == PART:
         assert entry.spec is not None, "plain parameters are not compared"

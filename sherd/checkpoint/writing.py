@@ -66,7 +66,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """A save as one rank sees it. All ranks have the same `described`, `choices`, `aliases` and `values`."""
 
     step: int
@@ -79,7 +79,7 @@ class Plan:
     parts: Parts
 
 
-def plan(items: Sequence[Item], ranks: Ranks, step: int, user: Json, own: Mapping[str, object]) -> Plan:
+def plan(items: Sequence[Item], ranks: Ranks, step: int, user: Json, own: Mapping[str, object]) -> SavePlan:
     """Returns the plan of a save. All ranks must call it.
 
     Ranks exchange digests of their tensors' descriptions, and the descriptions only if digests differ.
@@ -128,7 +128,7 @@ def plan(items: Sequence[Item], ranks: Ranks, step: int, user: Json, own: Mappin
     )
     everything = {name: tensor for party in reversed(parties) for name, tensor in party.tensors.items()}
     ordered = {name: everything[name] for name in choices}
-    return Plan(step, save_id, ordered, choices, aliases, values, user, parts[0])
+    return SavePlan(step, save_id, ordered, choices, aliases, values, user, parts[0])
 
 
 def _require_same_copies(tensors: Tensors, parties: Sequence[Party], ranks: Ranks) -> None:
@@ -319,7 +319,7 @@ def contents_of(parts: Parts, chunks: Callable[[str, torch.Tensor], Chunks]) -> 
     }
 
 
-def write(plan: Plan, contents: Mapping[str, Content], ranks: Ranks, folder: Folder) -> None:
+def write(plan: SavePlan, contents: Mapping[str, Content], ranks: Ranks, folder: Folder) -> None:
     """Write this rank's file into `folder`, and have the first rank make the files a checkpoint.
 
     All ranks must call it.
@@ -366,7 +366,7 @@ def _require_readable(place: Place, manifest: Manifest, ranks: Ranks) -> None:
         )
 
 
-def _manifest(plan: Plan, written: Sequence[Written], world_size: int) -> Manifest:
+def _manifest(plan: SavePlan, written: Sequence[Written], world_size: int) -> Manifest:
     entries: dict[str, Entry] = {}
     for name, of in plan.described.items():
         copy = plan.choices[name].copy

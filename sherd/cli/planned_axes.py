@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from sherd.errors import InputError
-from sherd.tools.plan.axes import Laid, Layout
+from sherd.tools.plan.axes import ModelLayout, ParallelModel
 from sherd.tools.plan.reading import own_or_usual_loss
 from sherd.tools.simulate.settings import AXES, Mesh
 from sherd.train.axes import Axes, axes_of
 from sherd.train.config import Config
 from sherd.train.experts import Experts, Way, exchanged
-from sherd.train.mesh import Grid
+from sherd.train.mesh import RankGrid
 from sherd.train.models import Decoder
 from sherd.train.parallel import blocks_of, cut, own_layers, shard
 from sherd.train.passes import Passes
@@ -33,7 +33,7 @@ __all__ = ["TrainedLayout", "spread_evenly", "transformers_layout"]
 
 
 @dataclass(frozen=True)
-class TrainedLayout(Layout):
+class TrainedLayout(ModelLayout):
     """The layout of a model of `sherd train`.
 
     Attributes:
@@ -71,15 +71,15 @@ class TrainedLayout(Layout):
     def stream_numel(self, batch: Any, mesh: Mesh) -> int:
         return int(batch[0].numel()) // mesh.cp // mesh.tp * self.config.model.width
 
-    def lay(self, model: nn.Module, mesh: Mesh) -> Laid:
-        grid = Grid(_axes(mesh), "cpu")
+    def lay(self, model: nn.Module, mesh: Mesh) -> ParallelModel:
+        grid = RankGrid(_axes(mesh), "cpu")
         shards = partial(shard, grid=grid)
         if not isinstance(model, Decoder):
-            return Laid(shards, self.loss)
+            return ParallelModel(shards, self.loss)
         cut(model, grid, self.config)
         spread_evenly(model, grid.ep)
         passes = _OnMeta(model, grid)
-        return Laid(shards, passes.stage_loss, passes.running)
+        return ParallelModel(shards, passes.stage_loss, passes.running)
 
 
 class _OnMeta(Passes):
@@ -134,17 +134,17 @@ def _shares(number: int, parts: int) -> list[int]:
     return [share + (at < rest) for at in range(parts)]
 
 
-def transformers_layout(model: Any) -> Layout:
+def transformers_layout(model: Any) -> ModelLayout:
     """Returns the layout of a causal LM of transformers. It has `tp` if transformers has a plan of kinds known here."""
     config, plan = model.config, model.tp_plan or {}
     if not plan or not set(plan.values()) <= {*_STYLES, *_AS_THEY_ARE}:
-        return Layout(own_or_usual_loss)
+        return ModelLayout(own_or_usual_loss)
     heads = (getattr(config, name, None) or 1 for name in ("num_attention_heads", "num_key_value_heads", "vocab_size"))
     return _TensorParallel(own_or_usual_loss, cuts={"tp": partial(_cut_by, plan)}, divided=tuple(heads))
 
 
 @dataclass(frozen=True)
-class _TensorParallel(Layout):
+class _TensorParallel(ModelLayout):
     divided: tuple[int, ...] = ()
 
     def misfit(self, mesh: Mesh) -> str:

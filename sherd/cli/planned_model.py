@@ -17,7 +17,7 @@ from sherd.cli.planned_axes import TrainedLayout, spread_evenly, transformers_la
 from sherd.cli.planned_transformers import batch_of, context_of, has_positions, read_model
 from sherd.errors import InputError, reason_of
 from sherd.tensor.structures import tensors_in
-from sherd.tools.plan.axes import CUT_AXES, Layout
+from sherd.tools.plan.axes import CUT_AXES, ModelLayout
 from sherd.tools.plan.plan import num_samples, resized_batch
 from sherd.tools.plan.planner import Training
 from sherd.tools.plan.reading import own_or_usual_loss
@@ -45,7 +45,7 @@ class Planned:
 
     model: nn.Module
     batch: Callable[[int, int], Any]
-    layout: Layout = field(default_factory=lambda: Layout(own_or_usual_loss))
+    layout: ModelLayout = field(default_factory=lambda: ModelLayout(own_or_usual_loss))
     context: int | None = None
     config: Config | None = None
     has_positions: bool = False
@@ -122,7 +122,9 @@ def _from_factory(spec: str, file: str, function: str) -> Planned:
             f"{spec} returned {wrong[0]}; return a module, (module, batch), (module, batch, loss), or (module, batch, "
             "loss, functions), with a dict of functions by the axes cp and tp"
         )
-    return Planned(model, (lambda *_: batch) if rest else token_batch, Layout(loss or own_or_usual_loss, cuts=cuts))
+    return Planned(
+        model, (lambda *_: batch) if rest else token_batch, ModelLayout(loss or own_or_usual_loss, cuts=cuts)
+    )
 
 
 def _function(file: str, names: Mapping[str, Any], name: str) -> Callable[[], Any]:

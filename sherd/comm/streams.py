@@ -44,7 +44,7 @@ class Handoff(Protocol):
         """Block the caller until the collective has ended: for results in host memory."""
 
 
-class Lane(ABC):
+class CommStream(ABC):
     """A queue of collectives beside compute."""
 
     @abstractmethod
@@ -66,9 +66,9 @@ class Lane(ABC):
 class Streams(ABC):
     """The lanes of one device."""
 
-    gather: Lane
-    reduce: Lane
-    all_reduce: Lane
+    gather: CommStream
+    reduce: CommStream
+    all_reduce: CommStream
     in_host_order: bool
     """Memory that the host frees is free for every lane at once, because there are no streams."""
 
@@ -103,7 +103,7 @@ class _Started:
         self.wait()
 
 
-class _BackgroundLane(Lane):
+class _BackgroundLane(CommStream):
     def run(self, start: Run, after: Handoff | None = None) -> Handoff:
         if after is not None:
             after.wait()
@@ -228,7 +228,7 @@ class _Recorded:
             self.event.synchronize()
 
 
-class _StreamLane(Lane):
+class _StreamLane(CommStream):
     def __init__(self, device: torch.device, priority: int, notes: _Notes) -> None:
         self._device = device
         self._stream = torch.Stream(device, priority=priority)

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from sherd.engine.state.flat import FlatParameter as FlatParameter
     from sherd.engine.state.group import Group as Group
     from sherd.engine.state.optimizers import watcher as watcher
-    from sherd.engine.state.ownership import Belongings as Belongings
-    from sherd.engine.state.ownership import Found as Found
+    from sherd.engine.state.ownership import DiscoveredParameter as DiscoveredParameter
+    from sherd.engine.state.ownership import ParameterOwnership as ParameterOwnership
     from sherd.engine.state.parameter import ShardedParameter as ShardedParameter
 
 _HOMES = {
-    "Belongings": "state.ownership",
+    "ParameterOwnership": "state.ownership",
     "BoundForward": "run.hooks",
     "FlatParameter": "state.flat",
-    "Found": "state.ownership",
+    "DiscoveredParameter": "state.ownership",
     "Group": "state.group",
     "Refreshed": "make.adoption",
     "Runtime": "run.runtime",

@@ -1,9 +1,10 @@
 """Never hang: no rank waits for ever for another one, and ranks that differ can train together.
 
-The engine loads this package when it seals a model whose ranks may differ. It calls it through one protocol, `Overseer`
-of `sherd/engine/run/overseer.py`, with each collective that it starts, and with each wait for other ranks.
+The engine loads this package when it seals a model whose ranks may differ. It calls it through one protocol,
+`CollectiveMonitor` of `sherd/engine/run/monitor.py`, with each collective that it starts, and with each wait for other
+ranks.
 
-    overseer_of      here: which of the two a mesh has
+    monitor_of      here: which of the two a mesh has
                        |
         +--------------+---------------+
     DivergenceChecker              Coordinator
@@ -30,13 +31,13 @@ import torch.distributed as dist
 from sherd.comm.failures import named
 from sherd.comm.groups import default_group, group_of
 from sherd.comm.mesh import DataMesh
-from sherd.guard.attempt import Attempt, Failure, GivenUp
+from sherd.guard.attempt import Attempt, Failure, StepAborted
 from sherd.guard.board import board_of
 from sherd.guard.checker import DivergenceChecker
 from sherd.guard.coordinator import Coordinator
 from sherd.guard.flight import CollectiveLog
 
-__all__ = ["Attempt", "Coordinator", "Failure", "GivenUp", "overseer_of"]
+__all__ = ["Attempt", "Coordinator", "Failure", "StepAborted", "monitor_of"]
 
 _overseers: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], DivergenceChecker | Coordinator]
@@ -44,8 +45,8 @@ _overseers: weakref.WeakKeyDictionary[
 """By group, policy and ranks: by the group of a mesh of one axis, else by the default group."""
 
 
-def overseer_of(mesh: DataMesh, ranks: tuple[int, ...]) -> DivergenceChecker | Coordinator | None:
-    """Returns the overseer of the collectives of units on `mesh`, which has these `ranks`.
+def monitor_of(mesh: DataMesh, ranks: tuple[int, ...]) -> DivergenceChecker | Coordinator | None:
+    """Returns the monitor of the collectives of units on `mesh`, which has these `ranks`.
 
     It is None if ranks are to be compared, and their store connects no processes: a rank that leaves the path alone
     could not say so.

@@ -22,7 +22,7 @@ from sherd.guard.snapshot import Snapshot
 from sherd.tensor.ragged import local_part
 
 
-class Report(NamedTuple):
+class AttemptReport(NamedTuple):
     """What one rank tells the others of an attempt that some rank cannot finish.
 
     Attributes:
@@ -55,7 +55,7 @@ class Failure:
     obstacle: str | None
 
     @classmethod
-    def of(cls, ranks: Sequence[int], reports: Sequence[Report | None]) -> Failure:
+    def of(cls, ranks: Sequence[int], reports: Sequence[AttemptReport | None]) -> Failure:
         """Returns the failure that follows from the `reports` of `ranks`; a rank without an attempt reports None."""
         inside = [report for report in reports if report is not None]
         changes = [report.changed for report in inside if report.changed is not None]
@@ -70,7 +70,7 @@ class Failure:
         return cls(rank, reason, next(iter(changes), None), next(iter(obstacles), None))
 
 
-class GivenUp(BaseException):
+class StepAborted(BaseException):
     """Raised wherever a rank is in a step that all ranks give up. It passes by `except Exception`."""
 
     def __init__(self, failure: Failure) -> None:
@@ -125,14 +125,16 @@ class Attempt:
         """Note why this rank cannot finish."""
         self._reason = reason
 
-    def report(self) -> Report:
+    def report(self) -> AttemptReport:
         """Returns what the other ranks must know when one rank cannot finish."""
         changed = (
             "an optimizer has stepped on some ranks, and the parameters are not as before; go on from a checkpoint. "
             "sherd.step(..., undo_optimizer=True) keeps copies, unless an optimizer steps inside backward, or a rank "
             "has no batch left"
         )
-        return Report(self._reason, changed if self._changed else None, self._limit, self._snapshot.has_gradients)
+        return AttemptReport(
+            self._reason, changed if self._changed else None, self._limit, self._snapshot.has_gradients
+        )
 
     def abandon(self) -> None:
         """Reshard the model, and leave no collective in flight."""

@@ -44,7 +44,7 @@ HEARD_WITHIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class Progress:
     """How far a rank has come: comparisons that all ranks passed, and collectives `issued` since the last of them.
 
     Ranks of a mesh at equal positions have the same past.
@@ -83,7 +83,7 @@ class Participant(Protocol):
     def blocked_s(self) -> float:
         """How long the rank has been in a collective that may not end by itself; 0 outside of one."""
 
-    def answer(self, position: Position) -> Answer | None:
+    def answer(self, position: Progress) -> Answer | None:
         """Returns the answer to a rank that stands at `position`; None while this rank has not come there.
 
         Raises LookupError if all ranks have passed a comparison since.
@@ -135,7 +135,7 @@ class Board:
         self.watchdog = Watchdog(self.recorder, store, self._rank)
         self._has_store = True
         self._participants: weakref.WeakValueDictionary[str, Participant] = weakref.WeakValueDictionary()
-        self._open: dict[int, tuple[str, Position]] = {}
+        self._open: dict[int, tuple[str, Progress]] = {}
         """Queries that this rank has not answered, or whose outcome is not declared yet."""
         self._num_read = 0
         turn_s = 0.0 if self._is_few else self.pause_s * self._rank / num_ranks
@@ -153,7 +153,7 @@ class Board:
         """Answer for `participant` from now on, as long as it exists."""
         self._participants[participant.key] = participant
 
-    def ask(self, key: str, position: Position) -> Query | None:
+    def ask(self, key: str, position: Progress) -> Query | None:
         """Ask the ranks of the participant with `key` where they are: this rank wants to leave the path at `position`.
 
         Returns the query; None if enough other ranks ask, which will declare the outcome.
@@ -180,12 +180,12 @@ class Board:
             while self._store.check([str(self._num_read + 1)]):
                 self._num_read += 1
                 key, position = json.loads(self._store.get(str(self._num_read)))
-                self._open[self._num_read] = key, Position(**position)
+                self._open[self._num_read] = key, Progress(**position)
             for number, (key, where) in list(self._open.items()):
                 if self._is_settled(number, self._participants.get(key), where):
                     del self._open[number]
 
-    def _is_settled(self, number: int, participant: Participant | None, position: Position) -> bool:
+    def _is_settled(self, number: int, participant: Participant | None, position: Progress) -> bool:
         """Answer one query. Returns whether nothing remains to be answered or read."""
         if participant is None:
             return True

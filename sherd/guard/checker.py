@@ -32,7 +32,7 @@ from sherd.comm.failures import named
 from sherd.comm.groups import is_debugging_in_detail
 from sherd.engine import Unit
 from sherd.errors import CommError
-from sherd.guard.board import LOOK_EVERY_S, Answer, Board, Divergence, Position, Query
+from sherd.guard.board import LOOK_EVERY_S, Answer, Board, Divergence, Progress, Query
 from sherd.guard.flight import CollectiveLog
 from sherd.guard.order_check import (
     HASH_BYTES,
@@ -66,7 +66,7 @@ class DivergenceChecker:
         self._parent, self._ranks, self._device = weakref.ref(parent), ranks, device
         self._peers = [rank for rank in ranks if rank != dist.get_rank()]
         self._path: Path[tuple[type[Action], int, int, int, int]] = Path()
-        self._position = Position()
+        self._position = Progress()
         self._steps: dict[int, tuple[int, int, int]] = {}
         """By unit: its optimizer steps at its last gather, its gathers since the last step, and those before it."""
         self._log = CollectiveLog(self.key, ranks, board.recorder)
@@ -117,7 +117,7 @@ class DivergenceChecker:
             self._compare(planned(action, unit, variant, users_line(sys._getframe())), unit)
             compared.agreed()
         here = self._position
-        self._position = Position(here.agreements, here.issued + 1)
+        self._position = Progress(here.agreements, here.issued + 1)
         self._log.start(action, unit, variant, carry_out)
         if self._divergence is not None:
             self._raise_divergence(self._divergence)
@@ -177,7 +177,7 @@ class DivergenceChecker:
             raise
         finally:
             self._is_asking = False
-            self._agreed_at, self._position = self._log.newest, Position(self._position.agreements + 1)
+            self._agreed_at, self._position = self._log.newest, Progress(self._position.agreements + 1)
         self._path.agree()
 
     def _tree(self) -> Tree:
@@ -204,7 +204,7 @@ class DivergenceChecker:
     def _release(self, number: int) -> None:
         """Take part in the next `number` collectives, which others have started, so that they do not wait for ever."""
         number = max(number, 0)
-        self._position = Position(self._position.agreements, self._position.issued + number)
+        self._position = Progress(self._position.agreements, self._position.issued + number)
         for action, unit_id, form, *_ in islice(self._path.expected(), number):
             unit = self._log.units.get(unit_id)
             if unit is None:
@@ -229,7 +229,7 @@ class DivergenceChecker:
         """How long host or device have waited for other ranks; for ever while this rank compares."""
         return math.inf if self._is_asking else self._log.waits_s
 
-    def answer(self, position: Position) -> Answer | None:
+    def answer(self, position: Progress) -> Answer | None:
         """Returns the collective that this rank has started where another rank stands; see `Participant`."""
         here = self._position
         if here.agreements > position.agreements:

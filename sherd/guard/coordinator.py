@@ -31,18 +31,18 @@ from sherd.comm.groups import host_group_beside
 from sherd.comm.objects import all_gather_objects, start_all_gather
 from sherd.engine import ShardedParameter, Unit, watcher
 from sherd.errors import CommError, StateError
-from sherd.guard.attempt import Attempt, Failure, GivenUp
+from sherd.guard.attempt import Attempt, Failure, StepAborted
 from sherd.guard.flight import CollectiveLog
 from sherd.guard.order_check import PlannedCollective, differently_made, model_number
 from sherd.schedule.actions import Action, Await, FinishReduce, Gather, Reduce
-from sherd.schedule.agreed import AgreedOrder, Kind, Step, Wish, choose
+from sherd.schedule.agreed import AgreedOrder, AgreedStep, Proposal, StepKind, choose
 from sherd.schedule.state import Live
 from sherd.tensor.ragged import local_part
 
 VOTE = struct.Struct("<6q")
 """The wanted step's kind, which and detail, the rank's flags and number of units, `model_number` of a `BEGIN` or 0."""
 IN_BACKWARD, IN_ATTEMPT, HAS_ABANDONED = 1, 2, 4  # flags of a vote
-LEAVE = Step(Kind.LEAVE)
+LEAVE = AgreedStep(StepKind.LEAVE)
 IS_TRAINING, RECORDS_GRADIENTS, GOES_ON = 1, 2, 4
 """Flags in the detail of a `BEGIN`. `GOES_ON`: not the first forward of an accumulation, so kept copies are current."""
 
@@ -90,12 +90,12 @@ class Coordinator:
         accumulation = unit.policy.accumulation
         goes_on = accumulation is not None and not accumulation.is_in_first_forward
         mode = GOES_ON * goes_on + RECORDS_GRADIENTS * torch.is_grad_enabled() + IS_TRAINING * is_training
-        self._reach(Step(Kind.BEGIN, self._numbers[unit.id], mode))
+        self._reach(AgreedStep(StepKind.BEGIN, self._numbers[unit.id], mode))
 
     def end_backward(self, unit: Unit) -> None:
         """End a backward of the model of `unit`, a root, once all ranks have reduced their gradients."""
         if unit.policy.reduce_gradients:
-            self._reach(Step(Kind.END, self._numbers[unit.id]))
+            self._reach(AgreedStep(StepKind.END, self._numbers[unit.id]))
 
     def abandon_backward(self, unit: Unit) -> None:
         """Note that a backward of the model of `unit`, a root, raised in its middle, and the program goes on.
@@ -109,12 +109,12 @@ class Coordinator:
         """Carry out `action`, a collective of `unit`, when it is its turn on all ranks."""
         number, is_in_backward = self._numbers[unit.id], in_backward()
         if action is Gather:
-            step = Step(Kind.GATHER, number, int(unit.in_full_precision))
+            step = AgreedStep(StepKind.GATHER, number, int(unit.in_full_precision))
             self._reach(step, is_in_backward)
             if unit.live is not Live.SHARDED:
                 unit.free()  # other ranks gather all groups, and from shards
         else:
-            step = Step(Kind.REDUCE, number, int(unit.policy.all_reduce_gradients))
+            step = AgreedStep(StepKind.REDUCE, number, int(unit.policy.all_reduce_gradients))
             self._reach(step, is_in_backward)
         self._start(step, unit, carry_out)
 
@@ -134,7 +134,7 @@ class Coordinator:
             return
         if attempt is not None and (reason := attempt.refuses(optimizer)) is not None:
             self.fail(reason)
-        wishes = self._reach(Step(Kind.STEP, self.know(optimizer)))
+        wishes = self._reach(AgreedStep(StepKind.STEP, self.know(optimizer)))
         is_any_away = any(wish.step == LEAVE for wish in wishes)
         if attempt is not None:
             attempt.steps(for_good=is_any_away)
@@ -151,8 +151,8 @@ class Coordinator:
 
     def agree_on_batch(self, has_one: bool) -> bool:
         """Returns whether any rank has a batch left, once all ranks that have not left ask."""
-        wishes = self._reach(Step(Kind.BATCH, detail=int(not has_one)))
-        return any(wish.step == Step(Kind.BATCH) for wish in wishes)
+        wishes = self._reach(AgreedStep(StepKind.BATCH, detail=int(not has_one)))
+        return any(wish.step == AgreedStep(StepKind.BATCH) for wish in wishes)
 
     def leave(self) -> None:
         """Take part in what the other ranks do, and want nothing, until no rank wants anything."""
@@ -165,7 +165,7 @@ class Coordinator:
     # Attempts
 
     def begin_attempt(self, attempt: Attempt) -> None:
-        """Raise `GivenUp` wherever this rank is when a rank fails, until `end_attempt`. No attempt may be under way."""
+        """Raise `StepAborted` wherever this rank is when a rank fails, until `end_attempt`. No attempt is under way."""
         if self._attempt is not None:
             raise StateError("sherd.step within sherd.step of models on the same ranks; leave the outer one first")
         self._attempt = attempt
@@ -179,7 +179,7 @@ class Coordinator:
 
         Without `with_all`, return when they have finished the part before the program's own collectives.
         """
-        self._reach(Step(Kind.DONE, detail=int(not with_all)))
+        self._reach(AgreedStep(StepKind.DONE, detail=int(not with_all)))
 
     def fail(self, reason: str) -> NoReturn:
         """Have all ranks give up the attempt, which this rank cannot finish. It must have nothing in flight."""
@@ -188,7 +188,7 @@ class Coordinator:
         owed, self._owed = self._owed, None
         if owed is not None and self._failure is None:
             owed()  # the other ranks wait in these collectives, and vote only after them
-        self._reach(Step(Kind.FAIL))
+        self._reach(AgreedStep(StepKind.FAIL))
         raise AssertionError("no rank goes on when one has failed")
 
     def _give_up(self) -> None:
@@ -200,7 +200,7 @@ class Coordinator:
         )
         if attempt is not None:
             self._failure = Failure.of(self._ranks, reports)
-            raise GivenUp(self._failure)
+            raise StepAborted(self._failure)
         # A rank outside of the attempt has the gradients that the others have reduced and now drop.
         for unit in self._living_units():
             unit.zero_grad(True, {id(module) for module in unit.modules})
@@ -210,33 +210,33 @@ class Coordinator:
     def _living_units(self) -> list[Unit]:
         return [unit for ref in self._units if (unit := ref()) is not None]
 
-    def _reach(self, wanted: Step, is_in_backward: bool = False) -> Sequence[Wish]:
+    def _reach(self, wanted: AgreedStep, is_in_backward: bool = False) -> Sequence[Proposal]:
         """Go along with the others until it is the turn of `wanted`. Returns what all ranks wanted at the last vote."""
         if self._failure is not None:
-            raise GivenUp(self._failure)
-        wishes: Sequence[Wish] = ()
+            raise StepAborted(self._failure)
+        wishes: Sequence[Proposal] = ()
         while True:
             step = self._order.expected()
             if step is None:
-                wishes = self._vote(Wish(wanted, is_in_backward, self._attempt is not None))
+                wishes = self._vote(Proposal(wanted, is_in_backward, self._attempt is not None))
                 step = choose(wishes)
                 self._require_possible(step, wishes)
             self._order.take(step)
-            if step.kind is Kind.END:
+            if step.kind is StepKind.END:
                 # Copies cost memory, and only a rank without a batch steps as if gradients were as reduced.
                 is_any_away = any(wish.step == LEAVE for wish in wishes)
                 self._reduced = _ReducedGradients(self._living_units() if is_any_away else ())
-            if step.kind is Kind.FAIL:
+            if step.kind is StepKind.FAIL:
                 self._give_up()
             elif wanted.is_served_by(step):
                 return wishes
             else:
                 self._go_along(step)
 
-    def _vote(self, wish: Wish) -> list[Wish]:
+    def _vote(self, wish: Proposal) -> list[Proposal]:
         """Returns what all ranks want. All ranks must call this."""
         flags = IN_BACKWARD * wish.in_backward + IN_ATTEMPT * wish.in_attempt + HAS_ABANDONED * self._has_abandoned
-        root = self._units[wish.step.which]() if wish.step.kind is Kind.BEGIN else None
+        root = self._units[wish.step.which]() if wish.step.kind is StepKind.BEGIN else None
         own = VOTE.pack(*wish.step, flags, len(self._units), model_number(root) if root else 0)
         packed = [bytearray(VOTE.size) for _ in self._ranks]
         words = self._in_words(wish.step)
@@ -255,7 +255,7 @@ class Coordinator:
                 "ranks skip then; go on from a checkpoint"
             )
         wishes = [
-            Wish(Step(Kind(kind), which, detail), bool(flags & IN_BACKWARD), bool(flags & IN_ATTEMPT))
+            Proposal(AgreedStep(StepKind(kind), which, detail), bool(flags & IN_BACKWARD), bool(flags & IN_ATTEMPT))
             for kind, which, detail, flags, _, _ in votes
         ]
         if root and len({wish.step[:2] for wish in wishes}) == 1 and len({number for *_, number in votes}) > 1:
@@ -267,15 +267,15 @@ class Coordinator:
         assert parent is not None, "the mesh of a unit holds it"
         return host_group_beside(parent, "votes", self._ranks, self._device)
 
-    def _require_possible(self, step: Step, wishes: Sequence[Wish]) -> None:
+    def _require_possible(self, step: AgreedStep, wishes: Sequence[Proposal]) -> None:
         """Raise, on all ranks alike, if some of them cannot go along with `step`."""
         wanting = [rank for rank, wish in zip(self._ranks, wishes, strict=True) if wish.step == step]
-        if step.kind is not Kind.FAIL and step.kind <= Kind.END and step.which >= self._fewest_units:
+        if step.kind is not StepKind.FAIL and step.kind <= StepKind.END and step.which >= self._fewest_units:
             raise CommError(
                 f"ranks {wanting} run a model whose forward other ranks have not begun yet; under "
                 "divergence='join' all ranks must run each model once before any of them may skip it"
             )
-        if step.kind is Kind.STEP and any(wish.step not in (step, LEAVE) for wish in wishes):
+        if step.kind is StepKind.STEP and any(wish.step not in (step, LEAVE) for wish in wishes):
             others = [rank for rank, wish in zip(self._ranks, wishes, strict=True) if wish.step not in (step, LEAVE)]
             optimizer = self._optimizer(step.which)
             optimizer_class = "not seen on this rank" if optimizer is None else type(optimizer).__name__
@@ -288,27 +288,27 @@ class Coordinator:
     def _optimizer(self, number: int) -> Optimizer | None:
         return self._optimizers[number]() if number < len(self._optimizers) else None
 
-    def _in_words(self, step: Step) -> str:
-        unit = self._units[step.which]() if step.kind <= Kind.END and step.which < len(self._units) else None
+    def _in_words(self, step: AgreedStep) -> str:
+        unit = self._units[step.which]() if step.kind <= StepKind.END and step.which < len(self._units) else None
         name = unit.name if unit is not None else ""
         return {
-            Kind.GATHER: f"gathers unit {name}",
-            Kind.REDUCE: f"reduces the gradients of unit {name}",
-            Kind.FAIL: "cannot finish its step",
-            Kind.BEGIN: f"begins a forward of {name}",
-            Kind.END: f"has ended a backward of {name}",
-            Kind.STEP: f"steps optimizer {step.which}",
-            Kind.DONE: "has finished its step",
-            Kind.BATCH: "asks for its next batch",
-            Kind.LEAVE: "has no batch left",
+            StepKind.GATHER: f"gathers unit {name}",
+            StepKind.REDUCE: f"reduces the gradients of unit {name}",
+            StepKind.FAIL: "cannot finish its step",
+            StepKind.BEGIN: f"begins a forward of {name}",
+            StepKind.END: f"has ended a backward of {name}",
+            StepKind.STEP: f"steps optimizer {step.which}",
+            StepKind.DONE: "has finished its step",
+            StepKind.BATCH: "asks for its next batch",
+            StepKind.LEAVE: "has no batch left",
         }[step.kind]
 
-    def _go_along(self, step: Step) -> None:
+    def _go_along(self, step: AgreedStep) -> None:
         """Take part in a step that this rank does not want."""
-        if step.kind is Kind.STEP:
+        if step.kind is StepKind.STEP:
             self._step_along(step.which)
-        is_forward = step.kind is Kind.BEGIN and step.detail < GOES_ON
-        if step.kind > Kind.REDUCE and not is_forward:
+        is_forward = step.kind is StepKind.BEGIN and step.detail < GOES_ON
+        if step.kind > StepKind.REDUCE and not is_forward:
             return
         unit = self._units[step.which]()
         if unit is None:
@@ -325,14 +325,14 @@ class Coordinator:
         live = unit.live
         with torch.no_grad():
             self._start(step, unit, partial(_start_for_others, step, unit))
-            if step.kind is Kind.GATHER:
+            if step.kind is StepKind.GATHER:
                 self._log.run(Await, unit, partial(_bring_back, unit, live))
             else:
                 self._log.run(FinishReduce, unit, partial(_finish_reduce_for_others, unit))
 
-    def _start(self, step: Step, unit: Unit, run: Callable[[], None]) -> None:
+    def _start(self, step: AgreedStep, unit: Unit, run: Callable[[], None]) -> None:
         """Call `run`, which starts the collectives of `step`. If it raises, remember those that it did not start."""
-        is_gather = step.kind is Kind.GATHER
+        is_gather = step.kind is StepKind.GATHER
         action: type[Action] = Gather if is_gather else Reduce
         try:
             self._log.start(action, unit, step.detail if is_gather else 0, run)
@@ -374,9 +374,9 @@ class Coordinator:
 # What other ranks want of a unit, and this rank does not
 
 
-def _start_for_others(step: Step, unit: Unit, but: Collection[int] = ()) -> None:
+def _start_for_others(step: AgreedStep, unit: Unit, but: Collection[int] = ()) -> None:
     """Start the collectives of `step`, for all groups of `unit` except those with the numbers `but`."""
-    if step.kind is Kind.GATHER:
+    if step.kind is StepKind.GATHER:
         in_full_precision = bool(step.detail)
         if unit.live is not Live.SHARDED and in_full_precision != unit.in_full_precision:
             raise StateError(
@@ -411,10 +411,10 @@ def _finish_reduce_for_others(unit: Unit) -> None:
 
 
 @torch.no_grad()
-def _pay(step: Step, unit: Unit, but: Collection[int]) -> None:
+def _pay(step: AgreedStep, unit: Unit, but: Collection[int]) -> None:
     """Start the collectives of `step` for all groups of `unit` except `but`, and drop their results."""
     _start_for_others(step, unit, but)
-    if step.kind is Kind.GATHER:
+    if step.kind is StepKind.GATHER:
         unit.free()
     else:
         _finish_reduce_for_others(unit)
@@ -434,7 +434,7 @@ class _ReducedGradients:
     """Copies of the gradients of `units` as the last backward left them."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        # Weak, because a unit holds its mesh, the mesh its group, and the group, by way of the overseers, this object.
+        # Weak, because a unit holds its mesh, the mesh its group, and the group, by way of the monitors, this object.
         self._units = [weakref.ref(unit) for unit in units]
         self._copies = {id(parameter): gradient.clone() for parameter, gradient in _gradients_of(units)}
 

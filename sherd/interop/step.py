@@ -68,7 +68,7 @@ class StageUnits:
                     f"{self.name}: unit {unit.name} also has modules that are not in the stage's module "
                     f"({', '.join(away)}); call fully_shard for each stage by itself"
                 )
-            owner = next((companion for companion in unit.companions if companion.id not in units), None)
+            owner = next((companion for companion in unit.tied_owners if companion.id not in units), None)
             if owner is not None:
                 raise OwnershipError(
                     f"{self.name}: unit {unit.name} uses a parameter that unit {owner.name} owns, which is not in this "

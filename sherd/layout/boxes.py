@@ -200,7 +200,7 @@ def start_of_run(piece: Box, part: Box) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class BoxSpan:
     """A `box` that is one run of its piece, from element `start` on, and the part of the box that is `wanted`."""
 
     start: int
@@ -208,13 +208,13 @@ class Span:
     wanted: Box
 
 
-def spans(piece: Box, part: Box, most: int, start: int = 0) -> Iterator[Span]:
+def spans(piece: Box, part: Box, most: int, start: int = 0) -> Iterator[BoxSpan]:
     """Yields the spans that hold `part` of `piece`, each of at most `most` elements, in order.
 
     A span has whole rows, even if a part of each row is wanted, unless a row has more than `most` elements.
     """
     if not piece.sizes or (piece.numel <= most and part == piece):
-        yield Span(start, piece, part)
+        yield BoxSpan(start, piece, part)
         return
     inner = prod(piece.sizes[1:])
     first = part.offsets[0] - piece.offsets[0]
@@ -224,12 +224,12 @@ def spans(piece: Box, part: Box, most: int, start: int = 0) -> Iterator[Span]:
         box = piece.narrowed(0, rows)
         wanted = part.narrowed(0, Extent(row - first, rows.numel))
         if inner <= most:
-            yield Span(start + row * inner, box, wanted)
+            yield BoxSpan(start + row * inner, box, wanted)
             continue
         below = spans(Box(box.offsets[1:], box.sizes[1:]), Box(wanted.offsets[1:], wanted.sizes[1:]), most)
         index = box.offsets[:1]
         for each in below:
-            yield Span(
+            yield BoxSpan(
                 start + row * inner + each.start,
                 Box(index + each.box.offsets, (1, *each.box.sizes)),
                 Box(index + each.wanted.offsets, (1, *each.wanted.sizes)),

@@ -25,7 +25,7 @@ from sherd.comm.groups import default_group, group_beside
 from sherd.comm.mesh import DataMesh
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Cut, Shape
-from sherd.optim.owners import Work, owners_of
+from sherd.optim.owners import MatrixWork, owners_of
 
 Batch = tuple[int, int, int]
 """How many matrices, and the rows and columns of each."""
@@ -65,7 +65,7 @@ class Ring:
 
 
 @dataclass(frozen=True)
-class Item:
+class MatrixItem:
     """Whole matrices of one parameter that one rank computes.
 
     Attributes:
@@ -111,7 +111,7 @@ def run_of(cut: Cut, piece: int) -> Extent:
     return Extent(rows.start * inner, rows.numel * inner)
 
 
-def items_of(index: int, shape: Shape, batch: Batch, cut: Cut) -> list[Item]:
+def items_of(index: int, shape: Shape, batch: Batch, cut: Cut) -> list[MatrixItem]:
     """Returns the items of a parameter: matrices that are whole on one rank apart from those that are cut.
 
     Args:
@@ -123,7 +123,7 @@ def items_of(index: int, shape: Shape, batch: Batch, cut: Cut) -> list[Item]:
     number, rows, columns = batch
     size = rows * columns
     if cut.view[0] > 1 or not size:
-        return [Item(index, Extent(0, prod(shape)), batch, cut)] if size else []
+        return [MatrixItem(index, Extent(0, prod(shape)), batch, cut)] if size else []
     borders = {0, number}
     for piece in range(cut.num_ranks):
         run = run_of(cut, piece)
@@ -131,31 +131,32 @@ def items_of(index: int, shape: Shape, batch: Batch, cut: Cut) -> list[Item]:
         borders |= {run.start // size, -(-run.start // size), run.stop // size, -(-run.stop // size)}
     ends = sorted(borders)
     return [
-        Item(index, Extent(first * size, (last - first) * size), (last - first, rows, columns), cut)
+        MatrixItem(index, Extent(first * size, (last - first) * size), (last - first, rows, columns), cut)
         for first, last in pairwise(ends)
     ]
 
 
-def candidates_of(item: Item, ring: Ring) -> list[int]:
+def candidates_of(item: MatrixItem, ring: Ring) -> list[int]:
     """Returns the numbers of the ranks that may compute `item`: those that hold all of it, or else all ranks."""
     numel = item.elements.numel
     whole = [rank for rank, piece in enumerate(ring.piece_of) if item.held(piece).numel == numel]
     return whole or list(range(len(ring.ranks)))
 
 
-def with_owners(items: Sequence[Item], ring: Ring) -> list[Item]:
+def with_owners(items: Sequence[MatrixItem], ring: Ring) -> list[MatrixItem]:
     """Returns the items with their owners, all ranks of the ring the same."""
-    works = [Work(item.flops, item.elements.numel, candidates_of(item, ring)) for item in items]
+    works = [MatrixWork(item.flops, item.elements.numel, candidates_of(item, ring)) for item in items]
     owners = owners_of(works, len(ring.ranks))
     return [
-        Item(item.index, item.elements, item.batch, item.cut, owner) for item, owner in zip(items, owners, strict=True)
+        MatrixItem(item.index, item.elements, item.batch, item.cut, owner)
+        for item, owner in zip(items, owners, strict=True)
     ]
 
 
 class Exchange:
     """The way of some items to their owners and back: the same items, in the same order, on all ranks of the ring."""
 
-    def __init__(self, items: Sequence[Item], ring: Ring) -> None:
+    def __init__(self, items: Sequence[MatrixItem], ring: Ring) -> None:
         self.ring = ring
         self._own = [item for item in items if item.owner == ring.rank]
         numbers, piece = range(len(ring.ranks)), ring.piece_of[ring.rank]
@@ -174,7 +175,7 @@ class Exchange:
         self._num_sent_back = [_numel(parts) for parts in self._parts]
         self._num_back = [sum(held.numel for _, held in updated) for updated in self._updated]
 
-    def _sends(self, rank: int, item: Item) -> bool:
+    def _sends(self, rank: int, item: MatrixItem) -> bool:
         """Returns whether a rank, which holds a piece of `item`, sends that piece to its owner."""
         if item.held(self.ring.piece_of[item.owner]).numel == item.elements.numel:
             return rank == item.owner
@@ -185,7 +186,7 @@ class Exchange:
         parts = [local[index][held.start : held.stop] for index, held in self._sent]
         return self._start(parts, self._num_sent, self._num_received, dtype, device)
 
-    def whole(self, moving: Moving) -> dict[Item, torch.Tensor]:
+    def whole(self, moving: Moving) -> dict[MatrixItem, torch.Tensor]:
         """Returns the own items, each [number, rows, columns], when their pieces are here."""
         wholes = {item: moving.buffer.new_empty(item.elements.numel) for item in self._own}
         for line, parts in zip(moving.wait(), self._received, strict=True):
@@ -196,7 +197,7 @@ class Exchange:
                 start += place.numel()
         return {item: whole.view(item.batch) for item, whole in wholes.items()}
 
-    def back(self, updates: Mapping[Item, torch.Tensor], dtype: torch.dtype, device: torch.device) -> Moving:
+    def back(self, updates: Mapping[MatrixItem, torch.Tensor], dtype: torch.dtype, device: torch.device) -> Moving:
         """Start to send the pieces of `updates`, one for each own item, to all ranks that hold them."""
         flat = {item: update.reshape(-1) for item, update in updates.items()}
         pieces = [item.place(flat[item], piece).reshape(-1) for parts in self._parts for item, piece in parts]
@@ -234,7 +235,7 @@ class Exchange:
         return Moving(work, line, buffer, sizes, order, group)
 
 
-def _numel(parts: Sequence[tuple[Item, int]]) -> int:
+def _numel(parts: Sequence[tuple[MatrixItem, int]]) -> int:
     return sum(item.held(piece).numel for item, piece in parts)
 
 

@@ -36,7 +36,7 @@ from sherd.tensor.optimizers import ELEMENTWISE, are_same
 from sherd.tensor.placement import in_dtype
 from sherd.tensor.ragged import as_dtensor, local_part, own_view
 from sherd.tensor.span import Span
-from sherd.tensor.state_kind import State, StateKind, copy_of, kind_of
+from sherd.tensor.state_kind import State, StateKind, copy_of, state_kind
 
 if TYPE_CHECKING:
     _Optimizer = Optimizer
@@ -373,7 +373,7 @@ class ShardView:
 
     def is_elementwise(self, key: str, value: object) -> bool:
         """Returns whether `value`, the optimizer's state under `key`, has one element for each element of the shard."""
-        return kind_of(key, value, self.shard.shape, self.record.local.shape) is StateKind.ELEMENTS
+        return state_kind(key, value, self.shard.shape, self.record.local.shape) is StateKind.ELEMENTS
 
     def dtensor(self, local: torch.Tensor) -> DTensor:
         """Returns a DTensor around `local`, 1-D and uncopied, with the layout of the shard."""

@@ -26,7 +26,7 @@ from sherd.engine import ShardedParameter
 from sherd.errors import GradientError, OptimizerError, PolicyTypeError
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Copies
-from sherd.optim.exchange import Batch, Exchange, Item, Moving, Ring, items_of, with_owners
+from sherd.optim.exchange import Batch, Exchange, MatrixItem, Moving, Ring, items_of, with_owners
 
 Group = dict[str, Any]
 """A parameter group of an optimizer."""
@@ -211,13 +211,13 @@ class MatrixOptimizer(Optimizer):
                     updates[index].append((held, update))
 
     def _computed(
-        self, plan: _Plan, groups: Sequence[Group], whole: Mapping[Item, torch.Tensor]
-    ) -> dict[Item, torch.Tensor]:
+        self, plan: _Plan, groups: Sequence[Group], whole: Mapping[MatrixItem, torch.Tensor]
+    ) -> dict[MatrixItem, torch.Tensor]:
         """Returns the updates of whole matrices: one call of `updates` for all of one shape and parameter group."""
-        alike: dict[tuple[int, tuple[int, ...], torch.dtype, torch.device], list[Item]] = defaultdict(list)
+        alike: dict[tuple[int, tuple[int, ...], torch.dtype, torch.device], list[MatrixItem]] = defaultdict(list)
         for item, matrices in whole.items():
             alike[plan.group_of[item.index], item.batch[1:], matrices.dtype, matrices.device].append(item)
-        computed: dict[Item, torch.Tensor] = {}
+        computed: dict[MatrixItem, torch.Tensor] = {}
         for (group, *_), items in alike.items():
             given = [whole[item] for item in items]
             matrices = given[0] if len(given) == 1 else torch.cat(given)
@@ -347,7 +347,7 @@ class _Plan:
         self._rows = [group.get("rows", 0) for group in groups]
         self._owners: dict[int, set[int]] = defaultdict(set)
         self._traveling: set[int] = set()
-        self.here: list[tuple[Item, Extent]] = []
+        self.here: list[tuple[MatrixItem, Extent]] = []
         """Items that this rank computes by itself, with their elements in the local tensor."""
         self.buckets: list[_Bucket] = []
         for ring, items in self._by_ring():
@@ -381,26 +381,26 @@ class _Plan:
             "shards of gradients go there, those of updates come back" if travels else "nothing travels"
         )
 
-    def _by_ring(self) -> Iterable[tuple[Ring, list[Item]]]:
+    def _by_ring(self) -> Iterable[tuple[Ring, list[MatrixItem]]]:
         """Returns the items of parameters that are sharded over the same ranks, for all such ranks.
 
         A plain parameter is on this rank as a whole.
         """
-        rings: dict[object, tuple[Ring, list[Item]]] = {}
+        rings: dict[object, tuple[Ring, list[MatrixItem]]] = {}
         for index, (record, batch) in enumerate(zip(self._records, self.batches, strict=True)):
             if record is None:
                 everything = Extent(0, self.parameters[index].numel())
                 plain = Copies(tuple(self.parameters[index].shape), 1, 0, (1,))
-                self.here.append((Item(index, everything, batch, plain), everything))
+                self.here.append((MatrixItem(index, everything, batch, plain), everything))
             else:
                 ring = Ring(record.mesh)
                 _, items = rings.setdefault((tuple(ring.ranks), tuple(ring.piece_of)), (ring, []))
                 items += items_of(index, tuple(record.shape), batch, record.cut)
         return rings.values()
 
-    def _divide(self, ring: Ring, items: Sequence[Item]) -> None:
+    def _divide(self, ring: Ring, items: Sequence[MatrixItem]) -> None:
         """Put the items that travel into buckets, each of one dtype and device."""
-        open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[Item], int]] = {}
+        open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[MatrixItem], int]] = {}
         for item in items:
             self._owners[item.index].add(ring.ranks[item.owner])
             if self._is_alone(item, ring):
@@ -418,7 +418,7 @@ class _Plan:
         self.buckets += [_Bucket(bucket, ring, *key) for key, (bucket, _) in open_buckets.items()]
 
     @staticmethod
-    def _is_alone(item: Item, ring: Ring) -> bool:
+    def _is_alone(item: MatrixItem, ring: Ring) -> bool:
         """Returns whether the owner alone holds elements of `item`, and all of them."""
         holders = [rank for rank, piece in enumerate(ring.piece_of) if item.held(piece).numel]
         return holders == [item.owner] and item.held(ring.piece_of[item.owner]).numel == item.elements.numel
@@ -427,7 +427,7 @@ class _Plan:
 class _Bucket:
     """Items that travel together, of parameters of one dtype on one device."""
 
-    def __init__(self, items: Sequence[Item], ring: Ring, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, items: Sequence[MatrixItem], ring: Ring, dtype: torch.dtype, device: torch.device) -> None:
         self.items, self.dtype, self.device = items, dtype, device
         self.exchange = Exchange(items, ring)
         piece = ring.piece_of[ring.rank]

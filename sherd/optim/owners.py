@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class MatrixWork:
     """Something that one rank computes as a whole.
 
     Attributes:
@@ -24,7 +24,7 @@ class Work:
     candidates: Sequence[int]
 
 
-def owners_of(works: Sequence[Work], num_ranks: int) -> list[int]:
+def owners_of(works: Sequence[MatrixWork], num_ranks: int) -> list[int]:
     """Returns the number of the rank that computes each of `works`.
 
     The longest first, each to the candidate that is loaded least (Graham 1969, "Bounds on multiprocessing timing

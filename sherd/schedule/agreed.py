@@ -23,7 +23,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 
-class Kind(IntEnum):
+class StepKind(IntEnum):
     """The kind of a step. From `FAIL` on, ranks vote each time."""
 
     GATHER = 0
@@ -44,7 +44,7 @@ class Kind(IntEnum):
     """A rank wants no more steps until all others want no more."""
 
 
-class Step(NamedTuple):
+class AgreedStep(NamedTuple):
     """One step of the agreed order.
 
     Attributes:
@@ -53,21 +53,21 @@ class Step(NamedTuple):
         detail: tells different collectives of one kind apart.
     """
 
-    kind: Kind
+    kind: StepKind
     which: int = 0
     detail: int = 0
 
-    def is_served_by(self, taken: Step) -> bool:
+    def is_served_by(self, taken: AgreedStep) -> bool:
         """Returns whether a rank that wants this step is content when all ranks take the step `taken`."""
-        return taken == self or taken.kind is self.kind is Kind.BATCH
+        return taken == self or taken.kind is self.kind is StepKind.BATCH
 
     @property
     def is_vote(self) -> bool:
         """Whether ranks vote each time where this step may come."""
-        return self.kind >= Kind.FAIL
+        return self.kind >= StepKind.FAIL
 
 
-class Wish(NamedTuple):
+class Proposal(NamedTuple):
     """A rank's vote: the step that it wants to take next, and where it is.
 
     Attributes:
@@ -76,7 +76,7 @@ class Wish(NamedTuple):
         in_attempt: the rank is in a step that all ranks finish or give up.
     """
 
-    step: Step
+    step: AgreedStep
     in_backward: bool = False
     in_attempt: bool = False
 
@@ -89,26 +89,26 @@ LONGEST = 2
 """A stretch that is learnt anew keeps its former steps, up to this many times the length of the new ones."""
 
 
-def choose(wishes: Sequence[Wish]) -> Step:
+def choose(wishes: Sequence[Proposal]) -> AgreedStep:
     """Returns the step that all ranks take, one of the `wishes`.
 
     The step that comes earliest in a training step goes first, so that a rank which is behind catches up: in forward
     the units in their order, then backward in the opposite order, then the end. A failing rank waits until all ranks
     have entered the step that it aborts.
     """
-    if any(wish.step.kind is Kind.FAIL for wish in wishes):
-        late = [wish for wish in wishes if not wish.in_attempt and wish.step.kind is not Kind.LEAVE]
+    if any(wish.step.kind is StepKind.FAIL for wish in wishes):
+        late = [wish for wish in wishes if not wish.in_attempt and wish.step.kind is not StepKind.LEAVE]
         wishes = late or wishes
 
-    def place(wish: Wish) -> tuple[int, ...]:
+    def place(wish: Proposal) -> tuple[int, ...]:
         kind, which, detail = wish.step
-        if kind is Kind.FAIL:
+        if kind is StepKind.FAIL:
             return (0,)
-        if not wish.in_backward and kind is Kind.GATHER:
+        if not wish.in_backward and kind is StepKind.GATHER:
             return 1, which, detail
-        if kind is Kind.REDUCE:
+        if kind is StepKind.REDUCE:
             return 2, -which, detail
-        if kind is Kind.GATHER:
+        if kind is StepKind.GATHER:
             return 3, -which, detail
         return 4, kind, which, detail
 
@@ -119,31 +119,33 @@ class AgreedOrder:
     """The agreed order as one rank knows it. It is the same on all ranks, whatever each rank wants."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Step, ...], tuple[Step, ...]] = {}
-        self._in_question: set[tuple[Step, ...]] = set()
+        self._known: dict[tuple[AgreedStep, ...], tuple[AgreedStep, ...]] = {}
+        self._in_question: set[tuple[AgreedStep, ...]] = set()
         """The stretches that lacked a step the last time."""
-        self._votes: tuple[Step, ...] = ()
+        self._votes: tuple[AgreedStep, ...] = ()
         """The last votes, by which the present stretch is known."""
-        self._taken: list[Step] = []
+        self._taken: list[AgreedStep] = []
         """The steps of the present stretch."""
-        self._expected: tuple[Step, ...] = ()
+        self._expected: tuple[AgreedStep, ...] = ()
         """The steps of the present stretch the last time."""
 
-    def expected(self) -> Step | None:
+    def expected(self) -> AgreedStep | None:
         """Returns the step that all ranks take next; None if they vote."""
         at = len(self._taken)
         return self._expected[at] if at < len(self._expected) else None
 
-    def take(self, step: Step) -> None:
+    def take(self, step: AgreedStep) -> None:
         """Note that all ranks take `step`."""
         if not step.is_vote:
             self._taken.append(step)
             return
-        if step.kind is Kind.FAIL:
-            self._votes = (Step(Kind.DONE),)  # as after a step that is done; an aborted stretch teaches nothing
+        if step.kind is StepKind.FAIL:
+            self._votes = (
+                AgreedStep(StepKind.DONE),
+            )  # as after a step that is done; an aborted stretch teaches nothing
         else:
             self._learn_stretch()
-            is_first = step.kind in (Kind.STEP, Kind.DONE)
+            is_first = step.kind in (StepKind.STEP, StepKind.DONE)
             self._votes = (step,) if is_first else (*self._votes, step)[-CONTEXT:]
         self._taken = []
         is_known = self._votes not in self._in_question
@@ -161,12 +163,12 @@ class AgreedOrder:
             self._in_question.discard(self._votes)
 
 
-def _merged(before: Sequence[Step], now: Sequence[Step]) -> tuple[Step, ...]:
+def _merged(before: Sequence[AgreedStep], now: Sequence[AgreedStep]) -> tuple[AgreedStep, ...]:
     """Returns `now`, with each step of `before` that it lacks behind the step that was before it; `now` if too long.
 
     So a step that some rank wants now and then keeps its place.
     """
-    merged: list[Step] = []
+    merged: list[AgreedStep] = []
     for change, start, stop, first, last in SequenceMatcher(None, before, now, autojunk=False).get_opcodes():
         merged += [] if change == "equal" else before[start:stop]
         merged += now[first:last]

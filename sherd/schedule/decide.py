@@ -68,7 +68,7 @@ class _Turn:
     # Forward
 
     def enter_forward(self, unit: int) -> None:
-        self._make_unsharded((unit, *self.state.specs[unit].companions))
+        self._make_unsharded((unit, *self.state.specs[unit].tied_owners))
         running = self.state.running | {unit}
         self.state = replace(self.state, forward=self.state.forward.after(unit), running=running)
         explicit = self.state.specs[unit].forward_prefetch
@@ -108,7 +108,7 @@ class _Turn:
     def enter_backward(self, unit: int) -> None:
         spec = self.state.specs[unit]
         if spec.unshard_in_backward:
-            self._make_unsharded((unit, *spec.companions))
+            self._make_unsharded((unit, *spec.tied_owners))
         if unit in self.state.entered:
             return
         order = self.state.backward

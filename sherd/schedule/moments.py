@@ -96,7 +96,7 @@ def step_of(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) ->
     return (*calls, do.EndForward(), *_backward(forward, sizes), do.EndBackward())
 
 
-class Gradients:
+class BackwardGradients:
     """The gradients of one backward.
 
     Args:
@@ -136,7 +136,7 @@ def _backward(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) 
     backward has passed the first use of its parameter.
     """
     uses = Counter(moment for moment in forward if isinstance(moment, Arrival))
-    gradients = Gradients(uses, sizes)
+    gradients = BackwardGradients(uses, sizes)
     num_ahead = uses.total()
     reached: list[bool] = []
     for moment in reversed(forward):

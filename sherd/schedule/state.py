@@ -44,7 +44,7 @@ class UnitSpec:
 
     Attributes:
         unsharded_bytes: the bytes of the gathered parameters.
-        companions: the units that own a parameter which this unit uses too (tied weights). They are unsharded whenever
+        tied_owners: the units that own a parameter which this unit uses too (tied weights). They are unsharded whenever
             this unit is.
         forward_prefetch: the units to gather behind this one in forward. None leaves the choice to the learnt order.
         backward_prefetch: the same in backward.
@@ -55,7 +55,7 @@ class UnitSpec:
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     reduces: bool = True
-    companions: tuple[int, ...] = ()
+    tied_owners: tuple[int, ...] = ()
     forward_prefetch: tuple[int, ...] | None = None
     backward_prefetch: tuple[int, ...] | None = None
 
@@ -159,4 +159,4 @@ class State:
     @property
     def borrowed(self) -> frozenset[int]:
         """The units that are a companion of another unit."""
-        return frozenset(companion for spec in self.specs for companion in spec.companions)
+        return frozenset(companion for spec in self.specs for companion in spec.tied_owners)

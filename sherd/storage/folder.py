@@ -37,7 +37,7 @@ def file_name(save_id: str, rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """The checkpoint of `step`, in `place`. `manifest` is None if it is not whole, and `why` is the reason."""
 
     step: int
@@ -78,7 +78,7 @@ class Folder:
         """Returns the steps with a folder, whole or not, the newest first."""
         return sorted((step for step in map(step_of, self.place.names()) if step is not None), reverse=True)
 
-    def found(self, step: int, *, verify: bool = False) -> Found:
+    def found(self, step: int, *, verify: bool = False) -> FoundCheckpoint:
         """Returns the checkpoint of `step`.
 
         It is whole if its manifest is undamaged and all files have their length; with `verify`, if all their bytes
@@ -94,20 +94,20 @@ class Folder:
         except (OtherFormat, StorageError):
             raise
         except CheckpointError as error:
-            return Found(step, place, None, str(error))
-        return Found(step, place, manifest)
+            return FoundCheckpoint(step, place, None, str(error))
+        return FoundCheckpoint(step, place, manifest)
 
-    def each(self, *, verify: bool = False) -> Iterator[Found]:
+    def each(self, *, verify: bool = False) -> Iterator[FoundCheckpoint]:
         """Yields all checkpoints, whole or not, the newest first."""
         return (self.found(step, verify=verify) for step in self.steps())
 
-    def whole(self) -> list[Found]:
+    def whole(self) -> list[FoundCheckpoint]:
         """Returns the whole checkpoints, the newest first."""
         return [checkpoint for checkpoint in self.each() if checkpoint.manifest is not None]
 
-    def newest(self, *, verify: bool = False) -> tuple[Found | None, list[Found]]:
+    def newest(self, *, verify: bool = False) -> tuple[FoundCheckpoint | None, list[FoundCheckpoint]]:
         """Returns the newest whole checkpoint (None: there is none), and the newer ones, which are not whole."""
-        passed_over: list[Found] = []
+        passed_over: list[FoundCheckpoint] = []
         for checkpoint in self.each(verify=verify):
             if checkpoint.manifest is not None:
                 return checkpoint, passed_over

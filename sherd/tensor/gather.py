@@ -13,7 +13,7 @@ from sherd._torch import all_gather_single
 from sherd.comm.failures import named
 from sherd.layout.placement import Cut
 from sherd.layout.runs import Runs
-from sherd.tensor.placement import Layout, Places, Split
+from sherd.tensor.placement import AxisSplit, Layout, Places
 
 PADDING_LIMIT = 2
 """An all-gather pads every piece to the largest: it is used up to this many times the tensor's size. Beyond, each rank
@@ -53,7 +53,7 @@ def gather_part(local: torch.Tensor, layout: Layout) -> torch.Tensor:
     return line.view(cut.shape) if num_joined > 1 else line.view(cut.shape).clone()
 
 
-def _joined_on_dim(part: torch.Tensor, split: Split, layout: Layout) -> torch.Tensor:
+def _joined_on_dim(part: torch.Tensor, split: AxisSplit, layout: Layout) -> torch.Tensor:
     """Returns the parts of all ranks of an axis with `Shard(dim)`, side by side."""
     dim = split.dim
     if len(split.extents) == 1:

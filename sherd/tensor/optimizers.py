@@ -39,7 +39,7 @@ from sherd.tensor.operands import broadcasts, common_owner, layouts_in, local_of
 from sherd.tensor.placement import Layout, Places, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_result, distribute_ragged, local_part, redistribute_to
 from sherd.tensor.sharded import OwnDTensor, ShardedDTensor, by_torch, places_at, sharded_dtensor
-from sherd.tensor.state_kind import State, StateKind, elementwise_keys, kind_of
+from sherd.tensor.state_kind import State, StateKind, elementwise_keys, state_kind
 from sherd.tensor.table import RAGGED, SHARDED, Args, Aten, Kwargs, first_list, is_in_place, is_list_of_tensors
 
 OnLists = Callable[[Aten, Args, Kwargs], object]
@@ -249,7 +249,7 @@ class _Local:
             for key, value in self.state[chunk].items():
                 if key in user_state and local_part(user_state[key]) is value:
                     continue
-                kind = kind_of(key, value, parameter.shape, chunk.shape, elementwise)
+                kind = state_kind(key, value, parameter.shape, chunk.shape, elementwise)
                 if isinstance(parameter, OwnDTensor) and kind is StateKind.ELEMENTS:
                     value = parameter.around(value)
                 user_state[key] = value
@@ -344,7 +344,7 @@ def adopt_state(optimizer: Optimizer) -> None:
     for parameter, state in states:
         layout = layout_of(spec_of(parameter)) if isinstance(parameter, RaggedDTensor) else None
         for key, value in state.items():
-            kind = kind_of(key, value, parameter.shape, None, elementwise)
+            kind = state_kind(key, value, parameter.shape, None, elementwise)
             if kind not in (StateKind.ELEMENTS, StateKind.OTHER) or isinstance(value, RaggedDTensor):
                 continue
             if layout is not None:

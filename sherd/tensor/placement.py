@@ -214,7 +214,7 @@ def virtual_rank(mesh: DeviceMesh, axes: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class AxisSplit:
     """A mesh axis with `Shard(dim)` or `VectorShard` beside the runs.
 
     `extents` are the indices of `dim` that each rank of the axis has, counted within the part that the axes to the left
@@ -286,7 +286,7 @@ class Layout(Places):
 
     def _splits_before_runs(
         self, sharded: Mapping[int, Shard], vectors: Mapping[int, VectorShard], coordinate: Sequence[int]
-    ) -> tuple[tuple[Split, ...], Shape]:
+    ) -> tuple[tuple[AxisSplit, ...], Shape]:
         """Returns the axes that shard the tensor on a dim, from left to right, and the offsets of this rank's part.
 
         The placements in `vectors` say how many elements each rank has; the others cut evenly.
@@ -295,7 +295,7 @@ class Layout(Places):
             PlacementError: the part that the axes leave to this rank has another shape than the cut.
         """
         mesh, shape = self.mesh, self.shape
-        splits: list[Split] = []
+        splits: list[AxisSplit] = []
         offsets, sizes = [0] * len(shape), list(shape)
         for axis, placement in sharded.items():
             dim = placement.dim
@@ -304,7 +304,7 @@ class Layout(Places):
                     f"placements {self.placements}: a tensor of shape {shape} has no dim {dim} to shard"
                 )
             extents = vectors[axis].extents if axis in vectors else chunks(sizes[dim], mesh.size(axis))
-            splits.append(Split(axis, dim, extents, coordinate[axis]))
+            splits.append(AxisSplit(axis, dim, extents, coordinate[axis]))
             offsets[dim] += extents[coordinate[axis]].start
             sizes[dim] = extents[coordinate[axis]].numel
         if tuple(sizes) != self.cut.shape:

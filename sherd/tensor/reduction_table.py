@@ -115,7 +115,7 @@ def local_norms(pieces: Sequence[torch.Tensor], power: float, foreach: bool) -> 
     return [torch.linalg.vector_norm(piece, power, dtype=dtype) for piece in pieces]
 
 
-def alike(pieces: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+def by_dtype(pieces: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Returns the pieces that have elements, in lists of one device and dtype."""
     lists: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for piece in pieces:
@@ -124,7 +124,7 @@ def alike(pieces: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(lists.values())
 
 
-def held_of(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def local_gradient_of(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a gradient: the memory itself."""
     if isinstance(grad, DTensor):
         return local_tensor(grad)
@@ -134,7 +134,7 @@ def held_of(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return grad.values() if grad.is_sparse else grad
 
 
-def wide(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Returns the dtype in which ranks send parts of a sum: the widest of the device, so that the sum loses little."""
     if dtype.is_complex:
         return torch.complex128 if device.type not in WITHOUT_FLOAT64 else torch.complex64

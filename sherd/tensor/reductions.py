@@ -29,7 +29,7 @@ from sherd.tensor.reduction_table import (
     Reduction,
     local_norms,
     norm_of_order,
-    wide,
+    sum_dtype,
 )
 from sherd.tensor.replicated import known, known_scalars
 from sherd.tensor.sharded import OwnDTensor, ShardedDTensor, by_torch, places_at
@@ -106,7 +106,7 @@ def summed(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> t
     natural = local.dtype if local.dtype.is_floating_point or local.dtype.is_complex else torch.int64
     dtype = kwargs.get("dtype") or natural
     row = PRODUCT if name == "prod" else SUM
-    full = row.over(row.fold(local.to(dtype), dtype=wide(dtype, local.device)), layout.groups)
+    full = row.over(row.fold(local.to(dtype), dtype=sum_dtype(dtype, local.device)), layout.groups)
     if name == "mean":
         numel = layout.numel
         if layout.is_of_vectors:  # its size is that of the vectors, which have some elements more than once
@@ -135,7 +135,7 @@ def extreme(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> 
 def _extreme(local: torch.Tensor, row: Reduction, layout: Places) -> torch.Tensor:
     if local.is_complex():  # torch raises only on ranks that have elements
         raise NotImplementedError(f"{local.dtype} numbers have no largest or smallest; compare their abs()")
-    dtype = wide(local.dtype, local.device)
+    dtype = sum_dtype(local.dtype, local.device)
     here = row.fold(local).to(dtype) if local.numel() else row.nothing(dtype, local.device)
     return row.over(here, layout.groups).to(local.dtype)
 
@@ -251,7 +251,7 @@ def norms(tensors: Sequence[OwnDTensor], power: float, dtype: torch.dtype | None
             else row.nothing(local.dtype.to_real(), local.device)
             for local in locals_
         ]
-    joint = row.over(torch.stack(here).to(wide(torch.float32, locals_[0].device)), layout.groups)
+    joint = row.over(torch.stack(here).to(sum_dtype(torch.float32, locals_[0].device)), layout.groups)
     if len(dtypes) == 1:
         return list(joint.to(dtypes.pop().to_real()).unbind())
     return [value.to(local.dtype.to_real()) for value, local in zip(joint.unbind(), locals_, strict=True)]

@@ -33,7 +33,7 @@ class StateKind(Enum):
     """Any other object."""
 
 
-def kind_of(
+def state_kind(
     key: str,
     value: object,
     shape: torch.Size,

@@ -1,6 +1,6 @@
 """`explain_migration`: the `fully_shard` calls for a `FullyShardedDataParallel(...)` call.
 
-`Choices` reads the arguments, as for the wrapper. This file only puts their meaning into words.
+`WrapperArguments` reads the arguments, as for the wrapper. This file only puts their meaning into words.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sherd.api.fsdp1 import BackwardPrefetch, Choices, CPUOffload, Ignored, MixedPrecision, ShardingStrategy
+from sherd.api.fsdp1 import BackwardPrefetch, CPUOffload, Ignored, MixedPrecision, ShardingStrategy, WrapperArguments
 from sherd.api.fully_shard import fully_shard
 from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.comm.mesh import default_device_type
@@ -59,7 +59,7 @@ def explain_migration(module: nn.Module | None = None, **arguments: Any) -> str:
         hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(TAKES)}"
         raise PolicyTypeError(f"explain_migration({name}=...): FullyShardedDataParallel takes no such argument; {hint}")
     given = {name: _as_sherds(value) for name, value in arguments.items()}
-    choices = Choices(**{name: value for name, value in given.items() if name in _CHOICES})
+    choices = WrapperArguments(**{name: value for name, value in given.items() if name in _CHOICES})
     ignored = Ignored.read(module or nn.Module(), given.get("ignored_modules"), given.get("ignored_states"))
     calls = "\n".join(_calls(module, given, choices, ignored))
     notes = [*_steps(module, given, choices, ignored), *_differences(given, choices)]
@@ -77,7 +77,9 @@ def explain_migration(module: nn.Module | None = None, **arguments: Any) -> str:
 # The calls
 
 
-def _calls(module: nn.Module | None, given: Mapping[str, Any], choices: Choices, ignored: Ignored) -> Iterator[str]:
+def _calls(
+    module: nn.Module | None, given: Mapping[str, Any], choices: WrapperArguments, ignored: Ignored
+) -> Iterator[str]:
     """Yields the mesh, the calls for units in full precision if there are any, and the call for all other units."""
     arguments = _arguments(choices)
     mesh = _mesh(choices)
@@ -100,7 +102,7 @@ def _calls(module: nn.Module | None, given: Mapping[str, Any], choices: Choices,
     yield _call("auto_shard", "model, auto_wrap_policy", arguments)
 
 
-def _arguments(choices: Choices) -> dict[str, str]:
+def _arguments(choices: WrapperArguments) -> dict[str, str]:
     """Returns the arguments of `fully_shard` that differ from their defaults."""
     precision, placements = choices.precision, choices.placements
     if precision.param_dtype is None:  # then these fields have no effect
@@ -120,7 +122,7 @@ def _arguments(choices: Choices) -> dict[str, str]:
     return {name: _written(value) for name, value in values.items() if value != DEFAULTS[name]}
 
 
-def _mesh(choices: Choices) -> str | None:
+def _mesh(choices: WrapperArguments) -> str | None:
     """Returns an expression for the mesh of `choices`, or None for one axis over all ranks."""
     group, mesh, device = choices.process_group, choices.device_mesh, _written(_device_type(choices))
     if mesh is not None and (mesh.ndim == 1 or mesh.mesh_dim_names is not None):
@@ -135,7 +137,7 @@ def _mesh(choices: Choices) -> str | None:
     return f"DeviceMesh.from_group(process_group, {device})"
 
 
-def _device_type(choices: Choices) -> str:
+def _device_type(choices: WrapperArguments) -> str:
     """Returns the type of device that the model will compute on, as far as it is known before there are ranks."""
     device = choices.device_id
     if device is not None and not isinstance(device, int):
@@ -148,7 +150,9 @@ def _device_type(choices: Choices) -> str:
 # The notes
 
 
-def _steps(module: nn.Module | None, given: Mapping[str, Any], choices: Choices, ignored: Ignored) -> Iterator[str]:
+def _steps(
+    module: nn.Module | None, given: Mapping[str, Any], choices: WrapperArguments, ignored: Ignored
+) -> Iterator[str]:
     """Yields what to do before and after the calls, in order."""
     init, synchronizes = given.get("param_init_fn"), given.get("sync_module_states")
     device = _written(str(choices.device_id) if choices.device_id is not None else _device_type(choices))
@@ -184,7 +188,7 @@ def _steps(module: nn.Module | None, given: Mapping[str, Any], choices: Choices,
         )
 
 
-def _differences(given: Mapping[str, Any], choices: Choices) -> Iterator[str]:
+def _differences(given: Mapping[str, Any], choices: WrapperArguments) -> Iterator[str]:
     """Yields the arguments that `fully_shard` has in another form, or not at all."""
     yield "placement=Flat(): cuts anywhere, as FSDP1 does. Without it a parameter is a DTensor, cut on its dim 0."
     if not choices.use_orig_params:
@@ -206,7 +210,7 @@ def _differences(given: Mapping[str, Any], choices: Choices) -> Iterator[str]:
 
 
 _AXES = 'mesh_dim_names=("replicate", "shard")'
-_CHOICES = tuple(field.name for field in dataclasses.fields(Choices))
+_CHOICES = tuple(field.name for field in dataclasses.fields(WrapperArguments))
 _SHERDS: dict[str, Any] = {
     cls.__name__: cls for cls in (ShardingStrategy, BackwardPrefetch, MixedPrecision, CPUOffload)
 }

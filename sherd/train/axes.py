@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from sherd.train.config import TWO_AXES, Config, InputError, Model
+from sherd.train.config import TWO_AXES, Config, InputError, ModelConfig
 from sherd.train.text import VOCABULARY
 
 __all__ = ["Axes", "axes_of", "usual_ranks"]
@@ -168,7 +168,7 @@ def _fits_strategy(axes: Axes, config: Config) -> None:
         )
 
 
-def _decoder(axes: Axes, config: Config) -> Model:
+def _decoder(axes: Axes, config: Config) -> ModelConfig:
     """The model's fields, which mean nothing for a Hugging Face one: that knows no axes but those of data."""
     others = [name for name in ("pp", "ep", "cp", "tp") if getattr(axes, name) > 1]
     if config.model.hf and others:
@@ -176,4 +176,4 @@ def _decoder(axes: Axes, config: Config) -> Model:
             f"the mesh has {others[0]}={getattr(axes, others[0])}, which a Hugging Face model cannot be cut by here; "
             "use replicate and dp"
         )
-    return Model(heads=axes.tp, kv_heads=axes.tp, hidden=axes.tp) if config.model.hf else config.model
+    return ModelConfig(heads=axes.tp, kv_heads=axes.tp, hidden=axes.tp) if config.model.hf else config.model

@@ -18,14 +18,14 @@ from sherd.errors import InputError
 from sherd.extras import install
 
 __all__ = [
+    "BatchSplit",
     "Config",
-    "Data",
+    "DataConfig",
     "InputError",
-    "Model",
-    "Optimizer",
-    "Run",
-    "Shard",
-    "Split",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "ShardConfig",
     "assigned",
     "read_tree",
     "whole_number",
@@ -74,7 +74,7 @@ def _one_of(names: tuple[str, ...], about: str) -> str:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelConfig:
     """A Llama-style decoder, or a Hugging Face one."""
 
     layers: int = _at_least(1, 4, "decoder blocks")
@@ -91,7 +91,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Data:
+class DataConfig:
     """Where text comes from, and how it is cut."""
 
     path: str = _field("", "a file or a folder; empty: the Python standard library's own sources")
@@ -100,7 +100,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class OptimizerConfig:
     """AdamW on batches of a fixed number of samples, whatever the number of ranks."""
 
     batch: int = _at_least(1, 16, "samples per step, over all ranks")
@@ -121,7 +121,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardConfig:
     """How parameters, gradients and optimizer state are sharded. None of it changes what is trained."""
 
     strategy: str = _one_of(
@@ -148,7 +148,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunConfig:
     """How long, where, and what is written."""
 
     out: str = _field("", "folder of the run; empty: the first free of runs/1, runs/2, ...")
@@ -189,11 +189,17 @@ class Run:
     )
 
 
-SECTIONS: dict[str, type] = {"model": Model, "data": Data, "optimizer": Optimizer, "shard": Shard, "run": Run}
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "shard": ShardConfig,
+    "run": RunConfig,
+}
 
 
 @dataclass(frozen=True)
-class Split:
+class BatchSplit:
     """A rank's share of a batch: so many micro-batches of so many samples."""
 
     micro_batch: int
@@ -208,11 +214,11 @@ class Config:
         InputError: two fields do not fit each other.
     """
 
-    model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    shard: Shard = field(default_factory=Shard)
-    run: Run = field(default_factory=Run)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
         self._check_model()
@@ -246,7 +252,7 @@ class Config:
                 f"model.top_k = {m.top_k} is more than model.experts = {m.experts}; a token goes to an expert once"
             )
 
-    def split(self, num_ranks: int, num_stages: int = 1) -> Split:
+    def split(self, num_ranks: int, num_stages: int = 1) -> BatchSplit:
         """Returns each rank's share of the batch.
 
         `num_ranks` ranks read different samples; each of the `num_stages` of a pipeline needs a micro-batch of its own.
@@ -258,7 +264,7 @@ class Config:
         asked = self.optimizer.micro_batch
         for size in [asked] if asked else range(LARGEST_MICRO_BATCH, 0, -1):
             if not rest and share % size == 0 and share // size >= num_stages:
-                return Split(size, share // size)
+                return BatchSplit(size, share // size)
         raise InputError(self._no_split(num_ranks, num_stages))
 
     def _no_split(self, num_ranks: int, num_stages: int) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from sherd.train.config import Model
+from sherd.train.config import ModelConfig
 from sherd.train.sequence import WholeSequence
 
 __all__ = ["Experts", "MixtureOfExperts", "Router", "ToExperts", "exchanged", "imbalance", "stay"]
@@ -30,7 +30,7 @@ Way = Callable[[Tensor], Tensor]
 class Router(nn.Module):
     """Tokens, [samples, length, width], to each expert's probability, float32 [samples, length, experts]."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(model.experts, model.width))
 
@@ -47,7 +47,7 @@ def stay(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Way]:
 class Experts(nn.Module):
     """SwiGLU layers side by side: the weights are [experts, out, in]. One expert's is the dense layer of `models`."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.gate = nn.Parameter(torch.empty(model.experts, model.hidden, model.width))
         self.up = nn.Parameter(torch.empty(model.experts, model.hidden, model.width))
@@ -79,7 +79,7 @@ class MixtureOfExperts(nn.Module):
     `balance` times; parallel training sets that to a rank's and micro-batch's part.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.top_k, self.balance = model.top_k, model.balance
         self.router = Router(model)

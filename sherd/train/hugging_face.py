@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sherd.train.config import Config, InputError, Model
+from sherd.train.config import Config, InputError, ModelConfig
 from sherd.train.parallel import on_meta
 from sherd.train.text import SEPARATOR, VOCABULARY
 
@@ -67,7 +67,7 @@ def write_folder(weights: dict[str, Tensor], config: Config, target: Path) -> No
     _write_tokenizer(target, config.data.context)
 
 
-def as_llama(model: Model, context: int) -> Any:
+def as_llama(model: ModelConfig, context: int) -> Any:
     """Returns the decoder that `model` describes as transformers' Llama, which computes the same, without values."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

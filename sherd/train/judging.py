@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from sherd.tensor.reduction_table import wide
+from sherd.tensor.reduction_table import sum_dtype
 from sherd.train.data import Windows
 from sherd.train.passes import Passes
 
@@ -53,7 +53,7 @@ def judge(passes: Passes, windows: Windows, samples: int, num_windows: int | Non
     rank = passes.grid.data_rank
     share = -(-len(chosen) // passes.grid.axes.num_data)  # of each rank; the last ones may get empty windows
     mine = [n * spread for n in range(rank * share, (rank + 1) * share)]
-    total = torch.zeros(2, dtype=wide(torch.float32, passes.device), device=passes.device)  # nats, bytes
+    total = torch.zeros(2, dtype=sum_dtype(torch.float32, passes.device), device=passes.device)  # nats, bytes
     for at in range(0, share, samples):
         inputs, targets, weights = windows.batch(mine[at : at + samples])
         weights = passes.part(weights).flatten()

@@ -21,10 +21,10 @@ from sherd import clip_grad_norm_, flatten_optimizer
 from sherd.storage.folder import Folder
 from sherd.train.axes import Axes
 from sherd.train.checkpoint import Saver, load, shapes
-from sherd.train.config import Config, InputError, Optimizer
+from sherd.train.config import Config, InputError, OptimizerConfig
 from sherd.train.data import Windows, batch, tokens
 from sherd.train.judging import Score, judge
-from sherd.train.mesh import Grid
+from sherd.train.mesh import RankGrid
 from sherd.train.parallel import build
 from sherd.train.passes import Batch, passes
 from sherd.train.ranks import on_rank_0
@@ -33,13 +33,13 @@ from sherd.train.sampling import Draw, continued, readable
 from sherd.train.saved import Best, Checkpoint, place_in, read_best
 from sherd.train.text import Corpus
 
-__all__ = ["Step", "Trainer", "introduce", "learning_rate", "lzma_bits", "train"]
+__all__ = ["StepFigures", "Trainer", "introduce", "learning_rate", "lzma_bits", "train"]
 
 PLANNED_AFTER = 20  # steps
 QUICK_WINDOWS = 64  # of an evaluation between steps; the last one takes them all
 
 
-def learning_rate(step: int, num_steps: int, choice: Optimizer) -> float:
+def learning_rate(step: int, num_steps: int, choice: OptimizerConfig) -> float:
     """The rate of step 0, 1, ..., num_steps - 1: a line up to the peak, then half a cosine down.
 
     While `num_steps` is 0, not yet known, the peak lasts.
@@ -63,7 +63,7 @@ def lzma_bits(text: bytes) -> float | None:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepFigures:
     """The figures of one step. `loss`: mean over the batch, before the update, in bits per byte."""
 
     loss: float
@@ -76,7 +76,7 @@ class Step:
 class Trainer:
     """A sharded model, its optimizer, and the number of steps done. Every rank calls each method alike."""
 
-    def __init__(self, config: Config, corpus: Corpus, grid: Grid) -> None:
+    def __init__(self, config: Config, corpus: Corpus, grid: RankGrid) -> None:
         self.config, self.corpus, self.grid = config, corpus, grid
         self.split = config.split(grid.axes.num_data, grid.axes.pp)
         self.device = torch.device(grid.device_type)
@@ -109,7 +109,7 @@ class Trainer:
         self.done = found.step
         return found
 
-    def step(self, stop: bool = False, saved: bool = False) -> Step:
+    def step(self, stop: bool = False, saved: bool = False) -> StepFigures:
         """Make one update, from the batch that the number of steps done decides.
 
         The result's `stop` is true if `stop` is on any rank; its `saved` is true if `saved` is on all ranks.
@@ -139,7 +139,7 @@ class Trainer:
         self.seconds += self._latest[-1]
         if not num_steps and len(self._latest) == PLANNED_AFTER:
             self._plan()
-        return Step(nats / math.log(2), norm, rate, num_stops > 0, num_saved == self.grid.axes.num_ranks)
+        return StepFigures(nats / math.log(2), norm, rate, num_stops > 0, num_saved == self.grid.axes.num_ranks)
 
     def _update(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -183,7 +183,7 @@ class Trainer:
         return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
-def _adamw(model: nn.Module, choice: Optimizer) -> torch.optim.Optimizer:
+def _adamw(model: nn.Module, choice: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW that decays matrices and leaves vectors, the norms' scales, alone."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
@@ -267,7 +267,7 @@ def train(
     return True
 
 
-def _recorded(trainer: Trainer, out: Path, report: Silent, stop: bool, saved: bool) -> Step:
+def _recorded(trainer: Trainer, out: Path, report: Silent, stop: bool, saved: bool) -> StepFigures:
     """Make a step, and keep a timeline of it. All ranks record it, or the others would wait for rank 0."""
     from sherd.tools.plan.files import TIMELINE, to_json
     from sherd.tools.plan.tracing import traced
@@ -302,7 +302,7 @@ def _keep_if_best(trainer: Trainer, saver: Saver, score: Score) -> None:
         saver.keep_best(Best(trainer.done, score.bits, trainer.judged), trainer.config)
 
 
-def _tell(trainer: Trainer, step: Step, report: Silent) -> None:
+def _tell(trainer: Trainer, step: StepFigures, report: Silent) -> None:
     config, steps = trainer.config, trainer.config.run.steps
     report.step(
         step=trainer.done,

@@ -8,10 +8,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from sherd._torch import concatenate_meshes, flatten_mesh
 from sherd.train.axes import Axes
 
-__all__ = ["Grid"]
+__all__ = ["RankGrid"]
 
 
-class Grid:
+class RankGrid:
     """The ranks of a run on their axes, and this rank's place. All ranks make it together.
 
     Attributes:

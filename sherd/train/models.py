@@ -13,13 +13,23 @@ from torch import Tensor, nn
 
 from sherd.errors import reason_of
 from sherd.extras import install
-from sherd.train.config import NO_HF_CONFIG, InputError, Model
+from sherd.train.config import NO_HF_CONFIG, InputError, ModelConfig
 from sherd.train.data import seeded
 from sherd.train.experts import MixtureOfExperts
 from sherd.train.sequence import WholeSequence
 from sherd.train.text import VOCABULARY
 
-__all__ = ["Block", "Decoder", "Elsewhere", "Head", "HuggingFace", "in_one_line", "require_sizes", "rotate", "rotation"]
+__all__ = [
+    "Decoder",
+    "DecoderBlock",
+    "Elsewhere",
+    "Head",
+    "HuggingFace",
+    "in_one_line",
+    "require_sizes",
+    "rotate",
+    "rotation",
+]
 
 
 def rotation(span: range, width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -42,7 +52,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention: each key and value head serves `heads / kv_heads` query heads."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.head_width = model.width // model.heads
         self.query = nn.Linear(model.width, model.width, bias=False)
@@ -67,7 +77,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: a layer whose sigmoid-weighted gate decides what of a second one passes."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.gate = nn.Linear(model.width, model.hidden, bias=False)
         self.up = nn.Linear(model.width, model.hidden, bias=False)
@@ -78,10 +88,10 @@ class FeedForward(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Attention, then feed-forward, each read from a normalised residual stream and added to it."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(model.width, eps=1e-6)
         self.attention = Attention(model)
@@ -101,7 +111,7 @@ class Head(nn.Module):
     `to_empty`.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.weight = None if model.tied else nn.Parameter(torch.empty(VOCABULARY, model.width))
 
@@ -124,11 +134,11 @@ class Decoder(nn.Module):
     As a stage of a pipeline it takes, or returns, the residual stream in their place, [samples, length, width].
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.model = model
         self.embedding: nn.Module = nn.Embedding(VOCABULARY, model.width)
-        self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
+        self.blocks = nn.ModuleList(DecoderBlock(model) for _ in range(model.layers))
         self.norm: nn.Module = nn.RMSNorm(model.width, eps=1e-6)
         self.head: nn.Module = Head(model)
         self.sequence = WholeSequence()

@@ -38,8 +38,8 @@ from sherd.api.blocks import UnitCall, Wrapping, evenly_spread, rewrapped
 from sherd.api.recompute import selective_contexts
 from sherd.train.config import Config, InputError
 from sherd.train.experts import MixtureOfExperts, ToExperts
-from sherd.train.mesh import Grid
-from sherd.train.models import Block, Decoder, Elsewhere, Head, HuggingFace
+from sherd.train.mesh import RankGrid
+from sherd.train.models import Decoder, DecoderBlock, Elsewhere, Head, HuggingFace
 from sherd.train.sequence import CutSequence
 
 __all__ = ["blocks_of", "build", "cut", "on_meta", "parallelize", "shard"]
@@ -48,7 +48,7 @@ T = TypeVar("T", bound=Decoder | HuggingFace)
 AnyCut = Shard | Flat | Blocks | Owned | None
 
 
-def build(config: Config, grid: Grid) -> Decoder | HuggingFace:
+def build(config: Config, grid: RankGrid) -> Decoder | HuggingFace:
     """The model of `config` with its first weights, laid over `grid`.
 
     Raises:
@@ -73,7 +73,7 @@ def on_meta(config: Config) -> Decoder | HuggingFace:
         return Decoder(config.model)
 
 
-def parallelize(model: T, grid: Grid, config: Config) -> T:
+def parallelize(model: T, grid: RankGrid, config: Config) -> T:
     """Lay `model`, whole on every rank, over all axes of `grid`: a unit per block, one for the rest."""
     if isinstance(model, Decoder):
         own_layers(model, grid.stage, grid.axes.pp)
@@ -82,7 +82,7 @@ def parallelize(model: T, grid: Grid, config: Config) -> T:
     return shard(model, grid, **_options(config))
 
 
-def cut(model: Decoder, grid: Grid, config: Config) -> None:
+def cut(model: Decoder, grid: RankGrid, config: Config) -> None:
     """Cut the layers that `model` has over `cp`, `tp` and `ep`."""
     _cut_sequences(model, grid)
     _cut_tensors(model, grid)
@@ -120,7 +120,7 @@ def own_layers(model: Decoder, stage: int, num_stages: int) -> None:
 # cp, and the part of tp between attention layers
 
 
-def _cut_sequences(model: Decoder, grid: Grid) -> None:
+def _cut_sequences(model: Decoder, grid: RankGrid) -> None:
     """Let each layer know which of a sample's tokens it sees."""
     if grid.cp is None and grid.tp is None:
         return
@@ -135,7 +135,7 @@ def _cut_sequences(model: Decoder, grid: Grid) -> None:
 # tp
 
 
-def _cut_tensors(model: Decoder, grid: Grid) -> None:
+def _cut_tensors(model: Decoder, grid: RankGrid) -> None:
     """Cut heads and hidden units over tp; the residual stream in between is cut by tokens.
 
     embedding    rows of the vocabulary         tokens' sums, scattered
@@ -199,7 +199,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, placements: list[Placement]
 # ep
 
 
-def _spread_experts(model: Decoder, grid: Grid, config: Config) -> None:
+def _spread_experts(model: Decoder, grid: RankGrid, config: Config) -> None:
     """Experts over ep; and the loss that keeps them even in parts that add up to the whole one's gradient."""
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
@@ -218,7 +218,7 @@ def _spread_experts(model: Decoder, grid: Grid, config: Config) -> None:
 # replicate, dp, and cp once more
 
 
-def shard(model: T, grid: Grid, policy: Wrapping = "auto", **options: Any) -> T:
+def shard(model: T, grid: RankGrid, policy: Wrapping = "auto", **options: Any) -> T:
     """Shard `model` with these options of `fully_shard`.
 
     Each block is a unit, or what `policy`, a word of `auto_shard`, says; the rest is one unit.
@@ -252,7 +252,7 @@ def _options(config: Config) -> dict[str, Any]:
     }
 
 
-def _cut_of(grid: Grid, placement: AnyCut, parameter: nn.Parameter) -> AnyCut | OnMesh:
+def _cut_of(grid: RankGrid, placement: AnyCut, parameter: nn.Parameter) -> AnyCut | OnMesh:
     """Returns how a parameter of a block is sharded: experts, of which each rank of ep has others, over fewer ranks."""
     if parameter.dim() != 3:  # only experts' weights are stacked
         return None
@@ -269,5 +269,5 @@ def blocks_of(model: Decoder | HuggingFace) -> Sequence[nn.Module]:
     return _blocks(model) if isinstance(model, Decoder) else model.blocks
 
 
-def _blocks(model: Decoder) -> list[Block]:
-    return [block for block in model.blocks if isinstance(block, Block)]
+def _blocks(model: Decoder) -> list[DecoderBlock]:
+    return [block for block in model.blocks if isinstance(block, DecoderBlock)]

@@ -15,9 +15,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from sherd import FSDPModule, accumulate
 from sherd.interop.pipelining import PipelineStage
-from sherd.tensor.reduction_table import wide
+from sherd.tensor.reduction_table import sum_dtype
 from sherd.train.config import Config
-from sherd.train.mesh import Grid
+from sherd.train.mesh import RankGrid
 from sherd.train.text import VOCABULARY
 
 __all__ = ["Batch", "Passes", "Pipelined", "passes"]
@@ -25,7 +25,7 @@ __all__ = ["Batch", "Passes", "Pipelined", "passes"]
 Batch = tuple[Tensor, Tensor]  # inputs and targets, int64 [samples, context]
 
 
-def passes(model: nn.Module, grid: Grid, config: Config) -> Passes:
+def passes(model: nn.Module, grid: RankGrid, config: Config) -> Passes:
     """Those of `model` on `grid`."""
     if grid.pp is None:
         return Passes(model, grid)
@@ -37,7 +37,7 @@ def passes(model: nn.Module, grid: Grid, config: Config) -> Passes:
 class Passes:
     """A model on a grid. All ranks call each method alike, each with the samples of its data rank."""
 
-    def __init__(self, model: nn.Module, grid: Grid) -> None:
+    def __init__(self, model: nn.Module, grid: RankGrid) -> None:
         self.model, self.grid = model, grid
         self.device = torch.device(grid.device_type)
 
@@ -51,7 +51,7 @@ class Passes:
         micro-batch to the next, are what sharding is there to avoid. Over `replicate` they are once.
         """
         assert isinstance(self.model, FSDPModule), "build shards the root"
-        total = torch.zeros((), dtype=wide(torch.float32, self.device), device=self.device)
+        total = torch.zeros((), dtype=sum_dtype(torch.float32, self.device), device=self.device)
         with accumulate(self.model, num):
             for number, (inputs, targets) in enumerate(micro_batches, 1):
                 self.model.set_is_last_backward(number == num)
@@ -121,7 +121,7 @@ class Pipelined(Passes):
     A stage holds the activations of at most as many micro-batches as there are stages from it to the last.
     """
 
-    def __init__(self, model: nn.Module, grid: Grid, config: Config) -> None:
+    def __init__(self, model: nn.Module, grid: RankGrid, config: Config) -> None:
         super().__init__(model, grid)
         assert grid.pp is not None, "without stages there are plain passes"
         self._group, self._num_stages = grid.pp.get_group(), grid.axes.pp
@@ -160,7 +160,7 @@ class Pipelined(Passes):
                 losses=losses if self._is_last else None,
                 return_outputs=False,
             )
-        total = torch.zeros((), dtype=wide(torch.float32, self.device), device=self.device)
+        total = torch.zeros((), dtype=sum_dtype(torch.float32, self.device), device=self.device)
         for loss in losses:
             total += loss.detach()
         # Only the last stage has losses: each stands for those of the ranks in front of it.

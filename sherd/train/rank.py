@@ -29,9 +29,9 @@ from sherd.train.fields import write_config
 from sherd.train.folder import claim, sweep
 from sherd.train.loggers import Loggers
 from sherd.train.loop import Trainer, introduce, train
-from sherd.train.mesh import Grid
+from sherd.train.mesh import RankGrid
 from sherd.train.ranks import group, on_rank_0, together
-from sherd.train.report import Report, Silent
+from sherd.train.report import RunReport, Silent
 from sherd.train.saved import Checkpoint, going_on, place_in, point
 from sherd.train.stop import Stop, by_hand, leave, say
 from sherd.train.text import Corpus, corpus_of
@@ -142,7 +142,7 @@ def _report(out: Path, loggers: Loggers | None, quiet: bool) -> Iterator[Silent]
         NotSaved: what rank 0 reports could not be written.
     """
     try:
-        with Report(out, loggers, quiet) if dist.get_rank() == 0 else Silent() as report:
+        with RunReport(out, loggers, quiet) if dist.get_rank() == 0 else Silent() as report:
             yield report
     except OSError as error:
         if error.errno not in NO_SPACE:
@@ -191,7 +191,7 @@ def _tell_nobody(text: str, flush: bool) -> None:
     """In the place of `print`, on all ranks but the first."""
 
 
-def grid_of(config: Config) -> Grid:
+def grid_of(config: Config) -> RankGrid:
     """All ranks on their axes, and this one on its device. All make it together.
 
     Raises:
@@ -200,4 +200,4 @@ def grid_of(config: Config) -> Grid:
     device = device_type(config)
     if device != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    return Grid(axes_of(config, dist.get_world_size()), device)
+    return RankGrid(axes_of(config, dist.get_world_size()), device)

@@ -17,7 +17,7 @@ import torch
 from sherd.extras import install
 from sherd.train.loggers import Loggers
 
-__all__ = ["Display", "PlainDisplay", "Report", "RichDisplay", "Silent", "curve", "peak_memory", "records"]
+__all__ = ["Display", "PlainDisplay", "RichDisplay", "RunReport", "Silent", "curve", "peak_memory", "records"]
 
 METRICS = "metrics.jsonl"
 
@@ -55,7 +55,7 @@ class Silent:
         """Keep the sample and draw the curve."""
 
 
-class Report(Silent):
+class RunReport(Silent):
     """The report of rank 0, into `out`. With `quiet` nothing is on the screen, and all files are written.
 
     `loggers` is closed with it.
@@ -67,7 +67,7 @@ class Report(Silent):
         self._loggers = loggers
         self._display = Display() if quiet else PlainDisplay()
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> RunReport:
         if sys.stdout.isatty() and not self.quiet:
             try:
                 self._display = RichDisplay()

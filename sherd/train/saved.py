@@ -19,7 +19,7 @@ from typing import Any
 
 from sherd.errors import CheckpointError, StorageError
 from sherd.storage.files import Opened
-from sherd.storage.folder import Folder, Found, checked
+from sherd.storage.folder import Folder, FoundCheckpoint, checked
 from sherd.storage.manifest import FORMAT, MANIFEST, Manifest
 from sherd.storage.places import Disk, Place, place_of
 from sherd.train.config import FREE, Config, InputError
@@ -225,7 +225,7 @@ def going_on(place: Place) -> str:
     return f"; step {found.step} is whole, --resume goes on from it" if found else "; nothing was saved before"
 
 
-def _note(found: Found) -> str:
+def _note(found: FoundCheckpoint) -> str:
     _require_format(found.place)
     return found.why
 

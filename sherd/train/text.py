@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sherd.train.config import Config, Data, InputError
+from sherd.train.config import Config, DataConfig, InputError
 from sherd.train.saved import Checkpoint
 
 __all__ = ["SEPARATOR", "VOCABULARY", "Corpus", "corpus_of", "read_corpus", "read_whole"]
@@ -41,7 +41,7 @@ class Corpus:
     source: str
 
 
-def read_corpus(data: Data) -> Corpus:
+def read_corpus(data: DataConfig) -> Corpus:
     """The text at `data.path`: a file, the text files of a folder, or the standard library's sources.
 
     Raises:
@@ -67,13 +67,13 @@ def read_whole(path: str) -> bytes:
     Raises:
         InputError: there is nothing readable.
     """
-    documents, row = _row(Data(path=path))
+    documents, row = _row(DataConfig(path=path))
     if not documents:
         raise InputError(f"{path} holds no text; give a text file, or a folder of them")
     return row
 
 
-def _row(data: Data) -> tuple[int, bytes]:
+def _row(data: DataConfig) -> tuple[int, bytes]:
     """The number of documents at `data.path`, and all of them in a row."""
     source = Path(data.path or sysconfig.get_path("stdlib"))
     documents = sorted(_documents(source, sources_only=not data.path), key=lambda d: hashlib.sha256(d).digest())

@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from sherd import Flat, fully_shard
 from sherd.tensor.optimizers import adopt_state
-from sherd.tensor.state_kind import StateKind, kind_of
+from sherd.tensor.state_kind import StateKind, state_kind
 from tests.support.ranks.bodies import on_threads
 
 SCALAR, MATRIX = torch.Size(()), torch.Size((3, 4))
@@ -23,10 +23,10 @@ def test_shapes_tell_and_of_a_scalar_the_name():
         ("step", 3, SCALAR, StateKind.NO_TENSOR),
         ("momentum_buffer", None, MATRIX, StateKind.NO_TENSOR),
     ):
-        assert kind_of(key, value, shape) is kind, (key, value, shape)
+        assert state_kind(key, value, shape) is kind, (key, value, shape)
     # In a live state, plain tensors have the shape of this rank's part.
-    assert kind_of("exp_avg", torch.zeros(6), MATRIX, torch.Size((6,))) is StateKind.ELEMENTS
-    assert kind_of("exp_avg", torch.zeros(3, 4), MATRIX, torch.Size((6,))) is StateKind.OTHER
+    assert state_kind("exp_avg", torch.zeros(6), MATRIX, torch.Size((6,))) is StateKind.ELEMENTS
+    assert state_kind("exp_avg", torch.zeros(3, 4), MATRIX, torch.Size((6,))) is StateKind.OTHER
 
 
 @on_threads(2)

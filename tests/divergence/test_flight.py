@@ -50,11 +50,11 @@ def faults(folder: Path) -> list[tuple[str, str]]:
 def log_of_steps(make: Callable[[], Any], num_steps: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The first seven collectives of a model, and all that the log says after some steps of it."""
     model = make()
-    (overseer,) = Runtime.of(Unit.of(model), model).overseers
-    before = overseer._log.newest  # of other tests' models
+    (monitor,) = Runtime.of(Unit.of(model), model).monitors
+    before = monitor._log.newest  # of other tests' models
     for _ in range(num_steps):
         step(model)
-    record = overseer._log.record()
+    record = monitor._log.record()
     record["collectives"] = [each for each in record["collectives"] if each["number"] > before]
     return record["collectives"][:7], record
 
@@ -88,7 +88,7 @@ def test_ranks_give_a_collective_one_number_and_remember_the_last_thousand(world
 def test_trust_keeps_no_log():
     with imagined_ranks(2):
         model = sharded(divergence="trust")
-        assert not Runtime.of(Unit.of(model), model).overseers
+        assert not Runtime.of(Unit.of(model), model).monitors
 
 
 # Ranks that part

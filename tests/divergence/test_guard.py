@@ -217,7 +217,7 @@ def test_models_that_share_a_mesh_take_turns():
 def test_trust_adds_nothing_and_one_rank_has_nobody_to_compare_with(divergence):
     model = sharded(divergence=divergence)
     adds_nothing = divergence == "trust" or dist.get_world_size() == 1
-    assert (not Runtime.of(Unit.of(model), model).overseers) == adds_nothing
+    assert (not Runtime.of(Unit.of(model), model).monitors) == adds_nothing
 
 
 def test_other_words_are_refused():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sherd.tools.doctor import bandwidth, operations
 from sherd.tools.doctor.findings import FAILURE
 from sherd.tools.simulate.cluster import cluster_toml, read_cluster
-from sherd.tools.simulate.costs import Ranks, collective_seconds, op_seconds, waited
+from sherd.tools.simulate.costs import NodeRanks, collective_seconds, op_seconds, waited
 from sherd.tools.simulate.work import Op, OpKind
 from tests.doctor.started import findings_of
 from tests.support.commands import refusal
@@ -80,7 +80,7 @@ def test_the_command_writes_a_file_that_reads_and_whose_figures_fit_together(tmp
     assert device.library_bytes < device.memory <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
     assert cluster.within.latency > 0
     assert cluster.within.bandwidth < 100 * device.bandwidth
-    small, large = (collective_seconds("all-gather", nbytes, Ranks(2, 2), cluster) for nbytes in (2**10, 2**26))
+    small, large = (collective_seconds("all-gather", nbytes, NodeRanks(2, 2), cluster) for nbytes in (2**10, 2**26))
     assert small < large
     assert cluster.sources["device"].startswith("measured by sherd doctor --bandwidth on 20")
     assert cluster.sources["across"].startswith("estimate: not measured, as there is one host")

@@ -8,7 +8,7 @@ import torch
 
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box
-from sherd.tools.convert.contents import Named
+from sherd.tools.convert.contents import NamedTensor
 from sherd.tools.convert.formats import convert, open_source
 from sherd.tools.convert.state_trees import in_memory
 from tests.interchange.checkpoints import bytes_of, model_tensor, require_read_or_refused
@@ -33,10 +33,12 @@ def test_parameters_and_states_are_those_that_deepspeed_gathers(name):
         if "frozen" in parameter and (name == "universal3" or "fp32" not in held):
             continue  # DeepSpeed's own conversion leaves them out
         for key, expected in held.items():
-            found = in_memory(Named(source, f"model/{parameter}" if key == "fp32" else f"optimizer/{parameter}/{key}"))
+            found = in_memory(
+                NamedTensor(source, f"model/{parameter}" if key == "fp32" else f"optimizer/{parameter}/{key}")
+            )
             assert torch.equal(found.float(), expected.view(found.shape)), (parameter, key)
             assert found.shape == {"a.weight": (7, 5), "b.weight": (3, 7)}.get(parameter, found.shape)
-    assert torch.equal(in_memory(Named(source, "model/seen")), torch.zeros(2))
+    assert torch.equal(in_memory(NamedTensor(source, "model/seen")), torch.zeros(2))
 
 
 @pytest.mark.parametrize("name", STAGES)

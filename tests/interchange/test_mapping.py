@@ -7,12 +7,12 @@ import transformers as hf
 from sherd.cli import convert_words as words
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, Grid
-from sherd.tools.convert.contents import Named, whole
+from sherd.tools.convert.contents import NamedTensor, whole
 from sherd.tools.convert.formats import convert, open_source
 from sherd.tools.convert.mapped import Mapped
 from sherd.tools.convert.mapping import PRESETS, numbers_of, rules_of
 from sherd.tools.convert.state_trees import in_memory
-from sherd.train.config import Model
+from sherd.train.config import ModelConfig
 from sherd.train.models import Decoder
 from tests.interchange.checkpoints import bytes_of, model_tensor, put, rules_in
 from tests.support.comparing import assert_same
@@ -58,7 +58,7 @@ def test_a_model_of_sherd_train_gets_the_weights_of_hugging_faces(tmp_path, name
     theirs = MODELS[name]().eval()
     theirs.save_pretrained(tmp_path / "hf")
     source = Mapped(open_source(tmp_path / "hf"), rules_of(name, {}))
-    model = Decoder(Model(layers=2, width=8, heads=4, kv_heads=2, hidden=12, tied=False, experts=experts))
+    model = Decoder(ModelConfig(layers=2, width=8, heads=4, kv_heads=2, hidden=12, tied=False, experts=experts))
     assert {f"model/{each}": tuple(p.shape) for each, p in model.named_parameters()} == {
         each: spec.shape for each, spec in source.contents.tensors.items()
     }
@@ -138,7 +138,7 @@ def test_any_part_is_read_with_any_memory(tmp_path):
         for most in (1, 16, 1 << 20):
             read = torch.empty(box.sizes)
             after.read_into(name, box, read, most)
-            assert torch.equal(read, in_memory(Named(after, name))[box.within(whole(spec.shape))]), (name, most)
+            assert torch.equal(read, in_memory(NamedTensor(after, name))[box.within(whole(spec.shape))]), (name, most)
 
 
 def test_all_rules_are_undone(tmp_path):
@@ -154,7 +154,7 @@ def test_all_rules_are_undone(tmp_path):
 
 def test_optimizers_states_follow_their_parameters(tmp_path):
     tensors, _, after, _ = mapped(tmp_path, optimizer=True)
-    qkv = in_memory(Named(after, "optimizer/blocks.0.qkv/exp_avg"))
+    qkv = in_memory(NamedTensor(after, "optimizer/blocks.0.qkv/exp_avg"))
     assert torch.equal(qkv, 2 * torch.cat([tensors["h.0.q"], tensors["h.0.k"], tensors["h.0.v"]]))
     optimizer = after.contents.values["optimizer"]
     for name in ("blocks.11.qkv", "one.2"):

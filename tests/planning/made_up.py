@@ -1,7 +1,17 @@
 """Timelines that look like real ones, made without a simulator, and a search."""
 
 from sherd.schedule.moments import MemoryKind
-from sherd.tools.simulate.timeline import Advice, Candidate, Change, Lane, Peak, Search, Span, Timeline, TimelineUnit
+from sherd.tools.simulate.timeline import (
+    Advice,
+    Candidate,
+    Change,
+    Lane,
+    LaneSpan,
+    Peak,
+    Timeline,
+    TimelineUnit,
+    TriedSettings,
+)
 from sherd.tools.simulate.work import TensorKind
 
 MIB = 1 << 20
@@ -30,17 +40,17 @@ def timeline(layers=12, micro_batches=1, title="llama-8b on 8 ranks", is_predict
         nonlocal gathered
         start = max(gathered, at)
         gathered = start + 0.0031 * slow
-        spans.append(Span(Lane.GATHER, "gather", unit, start, gathered, units[unit].unsharded_bytes * 7 // 8))
+        spans.append(LaneSpan(Lane.GATHER, "gather", unit, start, gathered, units[unit].unsharded_bytes * 7 // 8))
         changes.append(Change(start, WHOLE, unit, units[unit].unsharded_bytes))
         return gathered
 
     def compute(name, unit, seconds, ready=0.0):
         nonlocal clock
         if ready > clock:
-            spans.append(Span(Lane.COMPUTE, "wait", unit, clock, ready))
+            spans.append(LaneSpan(Lane.COMPUTE, "wait", unit, clock, ready))
             clock = ready
         changes.append(Change(clock, TEMPORARY, unit, 96 * MIB))
-        spans.append(Span(Lane.COMPUTE, name, unit, clock, clock + seconds))
+        spans.append(LaneSpan(Lane.COMPUTE, name, unit, clock, clock + seconds))
         clock += seconds
         changes.append(Change(clock, TEMPORARY, unit, -96 * MIB))
 
@@ -68,19 +78,19 @@ def timeline(layers=12, micro_batches=1, title="llama-8b on 8 ranks", is_predict
             start = max(reduced, clock)
             reduced = start + 0.0047 * slow
             changes.append(Change(clock, ROWS, layer, units[layer].unsharded_bytes))
-            spans.append(Span(Lane.REDUCE, "reduce", layer, start, reduced, units[layer].unsharded_bytes * 7 // 8))
-            spans.append(Span(Lane.ALL_REDUCE, "reduce", layer, reduced, reduced + 0.001, units[layer].shard_bytes))
+            spans.append(LaneSpan(Lane.REDUCE, "reduce", layer, start, reduced, units[layer].unsharded_bytes * 7 // 8))
+            spans.append(LaneSpan(Lane.ALL_REDUCE, "reduce", layer, reduced, reduced + 0.001, units[layer].shard_bytes))
             changes.append(Change(reduced, ROWS, layer, -units[layer].unsharded_bytes))
             changes.append(Change(reduced, GRADIENTS, layer, units[layer].shard_bytes))
             ready = following
         changes.append(Change(clock, WHOLE, 0, -units[0].unsharded_bytes))
-        spans.append(Span(Lane.COMPUTE, "wait", -1, clock, reduced + 0.001))
+        spans.append(LaneSpan(Lane.COMPUTE, "wait", -1, clock, reduced + 0.001))
         clock = reduced + 0.001
         for layer in range(1, layers + 1):
             changes.append(Change(clock, GRADIENTS, layer, -units[layer].shard_bytes))
-    spans.append(Span(Lane.COPY, "copy", -1, clock, clock + 0.001, 4 * MIB))
-    spans.append(Span(Lane.MODEL, "all-gather", 1, clock, clock + 0.001, 4 * MIB))
-    spans.append(Span(Lane.COMPUTE, "optimizer", -1, clock, clock + 0.004))
+    spans.append(LaneSpan(Lane.COPY, "copy", -1, clock, clock + 0.001, 4 * MIB))
+    spans.append(LaneSpan(Lane.MODEL, "all-gather", 1, clock, clock + 0.001, 4 * MIB))
+    spans.append(LaneSpan(Lane.COMPUTE, "optimizer", -1, clock, clock + 0.004))
     clock += 0.004
     changes.sort(key=lambda change: change.time)
     return Timeline(
@@ -122,7 +132,7 @@ def search(count=48, limit=9_000 * MIB):
         name = f"micro-batch {1 + number // 12}, blocks of {1 + number % 4}"
         candidates.append(Candidate(name, settings, seconds, nbytes, fits, why))
     fitting = [number for number, each in enumerate(candidates) if each.fits]
-    return Search(tuple(candidates), min(fitting, key=lambda number: candidates[number].step_seconds), limit)
+    return TriedSettings(tuple(candidates), min(fitting, key=lambda number: candidates[number].step_seconds), limit)
 
 
 ADVICE = (

@@ -5,20 +5,20 @@ from __future__ import annotations
 from sherd.schedule.moments import Arrival, GroupSizes
 from sherd.schedule.state import Keep, Limits, UnitSpec
 from sherd.tools.simulate.costs import ClusterCosts
-from sherd.tools.simulate.sharded import Optimizer, Sharded, Traffic, Unit
+from sherd.tools.simulate.sharded import Optimizer, Sharded, SimulatedUnit, Traffic
 from sherd.tools.simulate.work import (
     Allocate,
-    EndForward,
+    BackwardBegins,
     Enter,
     Event,
     Gradient,
-    Group,
     Leave,
     Module,
     Op,
     OpKind,
     Parameter,
     Passed,
+    RankGroup,
     Reached,
     Release,
     TensorKind,
@@ -38,7 +38,7 @@ def stack(num_blocks: int) -> Work:
     for block in blocks:
         kept = Allocate(block, KEPT, TensorKind.ACTIVATION)
         events += [Enter(block), Use(block - 1), kept, FORWARD, Leave(block)]
-    events += [Leave(0), EndForward(), Reached(0)]
+    events += [Leave(0), BackwardBegins(), Reached(0)]
     for block in reversed(blocks):
         events += [Reached(block), BACKWARD, Gradient(block - 1), Release(block), Passed(block)]
     events += [Passed(0)]
@@ -49,13 +49,13 @@ def stack(num_blocks: int) -> Work:
 
 def sharded_stack(num_blocks: int, limits: Limits = Limits(), ranks: int = 8, **optional: bool) -> Sharded:
     """The stack over 8 ranks, or so many in its collectives, each block and the root a unit."""
-    traffic = Traffic(WEIGHT, WEIGHT, owned=SHARD, shard=Group(ranks))
+    traffic = Traffic(WEIGHT, WEIGHT, owned=SHARD, shard=RankGroup(ranks))
     sizes = GroupSizes(
         shards=SHARD, unsharded=WEIGHT, arriving=(WEIGHT,), gradient_rows=WEIGHT, reduced=SHARD, gradients=SHARD
     )
-    root = Unit("", "Stack", 0, (0,), (), (), ())
+    root = SimulatedUnit("", "Stack", 0, (0,), (), (), ())
     blocks = tuple(
-        Unit(f"blocks.{number}", "Block", 200, (number + 1,), (sizes,), (traffic,), (SHARD,))
+        SimulatedUnit(f"blocks.{number}", "Block", 200, (number + 1,), (sizes,), (traffic,), (SHARD,))
         for number in range(num_blocks)
     )
     specs = (UnitSpec(0, Keep.FOR_BACKWARD), *(UnitSpec(WEIGHT) for _ in blocks))
@@ -76,7 +76,7 @@ class RoundCosts(ClusterCosts):
     def copied(self, nbytes: int) -> float:
         return 0.0
 
-    def collective(self, kind: str, nbytes: int, group: Group) -> float:
+    def collective(self, kind: str, nbytes: int, group: RankGroup) -> float:
         return {"all-gather": self.gather, "reduce-scatter": self.reduce}.get(kind, 10.0)
 
     def waited(self, computed: float) -> float:

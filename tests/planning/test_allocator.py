@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sherd.schedule.moments import GroupSizes, MemoryKind
 from sherd.tools.simulate.reserved import MIB, CachingAllocator, Reserved, lane_of
-from sherd.tools.simulate.sharded import Unit
+from sherd.tools.simulate.sharded import SimulatedUnit
 from sherd.tools.simulate.timeline import Lane
 from tests.support.suites import examples
 
@@ -168,7 +168,7 @@ def test_it_takes_what_the_slow_way_takes(requests, dice: random.Random):
 
 def unit(**sizes):
     usual = {"shards": 100, "unsharded": 800, "reduced": 100, "gradients": 100}
-    return Unit("0", "Linear", 200, (0,), (GroupSizes(**usual | sizes),), (), ())
+    return SimulatedUnit("0", "Linear", 200, (0,), (GroupSizes(**usual | sizes),), (), ())
 
 
 def test_each_buffer_is_of_the_lane_that_makes_it():

@@ -17,7 +17,7 @@ from sherd.tools.simulate.settings import AXES, Mesh, Settings
 from sherd.tools.simulate.sharded import Optimizer
 from sherd.train.axes import Axes
 from sherd.train.config import Config
-from sherd.train.mesh import Grid
+from sherd.train.mesh import RankGrid
 from sherd.train.parallel import blocks_of, cut, on_meta, own_layers, run_as_asked, shard
 from sherd.train.passes import passes
 from tests.planning.played import engine, settled
@@ -43,7 +43,7 @@ def config(experts, pp=1, dp=1, replicate=1, recompute=None, **axes):
 def recorded(experts=0, recompute=None, on=range(4), **axes):
     """The timeline of a settled step, on the ranks `on`; None on the others."""
     of = config(experts, recompute=recompute, **axes)
-    grid = Grid(Axes(**axes), "cpu")
+    grid = RankGrid(Axes(**axes), "cpu")
     model = on_meta(of)
     own_layers(model, grid.stage, grid.axes.pp)
     cut(model, grid, of)

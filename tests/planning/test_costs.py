@@ -7,8 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sherd.tools.simulate.cluster import Link, Timed, read_cluster, shipped_clusters
-from sherd.tools.simulate.costs import ClusterCosts, Ranks, collective_seconds, op_seconds, waited
-from sherd.tools.simulate.work import Group, Op, OpKind
+from sherd.tools.simulate.costs import ClusterCosts, NodeRanks, collective_seconds, op_seconds, waited
+from sherd.tools.simulate.work import Op, OpKind, RankGroup
 
 H100 = read_cluster("h100")
 # Round figures: 1 us and 100 GB/s within a node, 10 us and 10 GB/s per device across.
@@ -90,21 +90,21 @@ def test_between_operations_that_were_timed_it_is_as_much_slower_as_they_are(nby
 
 TAKEN = (
     # 8 ranks of a node: 7 steps, 7/8 GB at 100 GB/s.
-    ("all-gather", Ranks(8, 8), 7e-6 + 0.875e-2),
-    ("reduce-scatter", Ranks(8, 8), 7e-6 + 0.875e-2),
-    ("all-reduce", Ranks(8, 8), 2 * (7e-6 + 0.875e-2)),
-    ("broadcast", Ranks(8, 8), 7e-6 + 1e-2),
-    ("all-to-all", Ranks(8, 8), 7e-6 + 0.875e-2),
-    ("send", Ranks(2, 2), 1e-6 + 1e-2),
+    ("all-gather", NodeRanks(8, 8), 7e-6 + 0.875e-2),
+    ("reduce-scatter", NodeRanks(8, 8), 7e-6 + 0.875e-2),
+    ("all-reduce", NodeRanks(8, 8), 2 * (7e-6 + 0.875e-2)),
+    ("broadcast", NodeRanks(8, 8), 7e-6 + 1e-2),
+    ("all-to-all", NodeRanks(8, 8), 7e-6 + 0.875e-2),
+    ("send", NodeRanks(2, 2), 1e-6 + 1e-2),
     # 2 nodes of 4 ranks: 6 steps within, 1 across, and 4 x 10 GB/s between the nodes.
-    ("all-gather", Ranks(8, 4), 6e-6 + 1e-5 + 0.875 / 40),
-    ("all-reduce", Ranks(8, 4), 2 * (6e-6 + 1e-5 + 0.875 / 40)),
-    ("broadcast", Ranks(8, 4), 6e-6 + 1e-5 + 1 / 40),
-    ("all-to-all", Ranks(8, 4), 3e-6 + 4e-5 + 0.125 * (3 / 100 + 4 / 10)),
+    ("all-gather", NodeRanks(8, 4), 6e-6 + 1e-5 + 0.875 / 40),
+    ("all-reduce", NodeRanks(8, 4), 2 * (6e-6 + 1e-5 + 0.875 / 40)),
+    ("broadcast", NodeRanks(8, 4), 6e-6 + 1e-5 + 1 / 40),
+    ("all-to-all", NodeRanks(8, 4), 3e-6 + 4e-5 + 0.125 * (3 / 100 + 4 / 10)),
     # A rank per node: log2 of the steps, 10 GB/s.
-    ("all-gather", Ranks(8, 1), 3e-5 + 0.875 / 10),
-    ("send", Ranks(2, 1), 1e-5 + 1 / 10),
-    ("all-gather", Ranks(1, 1), 0.0),
+    ("all-gather", NodeRanks(8, 1), 3e-5 + 0.875 / 10),
+    ("send", NodeRanks(2, 1), 1e-5 + 1 / 10),
+    ("all-gather", NodeRanks(1, 1), 0.0),
 )
 
 
@@ -112,11 +112,11 @@ def test_a_collective_takes_what_was_worked_out_by_hand_and_what_others_have_mea
     for kind, ranks, seconds in TAKEN:
         assert collective_seconds(kind, 10**9, ranks, ROUND) == pytest.approx(seconds), (kind, ranks)
     # A small all-reduce over many nodes goes by a tree.
-    assert collective_seconds("all-reduce", 0, Ranks(1024, 8), ROUND) == pytest.approx(2 * (7e-6 + 7 * 1e-5))
+    assert collective_seconds("all-reduce", 0, NodeRanks(1024, 8), ROUND) == pytest.approx(2 * (7e-6 + 7 * 1e-5))
     # Bekman, Machine Learning Engineering, all-reduce over 8 H200: what came of each size, in GB/s.
     rates = {2**15: 0.82, 2**18: 6.71, 2**20: 22.82, 2**22: 61.23, 2**24: 125.65, 2**26: 198.01}
     for nbytes, rate in rates.items():
-        took = collective_seconds("all-reduce", nbytes, Ranks(8, 8), read_cluster("h200"))
+        took = collective_seconds("all-reduce", nbytes, NodeRanks(8, 8), read_cluster("h200"))
         assert took == pytest.approx(nbytes / (rate * 1e9), rel=0.25), nbytes
 
 
@@ -131,16 +131,16 @@ def test_a_collective_takes_what_was_worked_out_by_hand_and_what_others_have_mea
 )
 def test_more_bytes_or_more_ranks_never_take_less(name, kind, size, more, per_node, nbytes, longer):
     assume(kind != "send" or size == 2)
-    cluster, few = read_cluster(name), Ranks(size, min(size, per_node))
+    cluster, few = read_cluster(name), NodeRanks(size, min(size, per_node))
     took = collective_seconds(kind, nbytes, few, cluster)
     assert 0 <= took <= collective_seconds(kind, nbytes + longer, few, cluster)
     if kind != "send" and size >= per_node:
-        assert took <= collective_seconds(kind, nbytes, Ranks(size + more, per_node), cluster) * (1 + 1e-9)
+        assert took <= collective_seconds(kind, nbytes, NodeRanks(size + more, per_node), cluster) * (1 + 1e-9)
 
 
 def test_a_group_of_ranks_apart_knows_how_many_share_a_node():
     for size, stride, per_node in ((16, 1, 8), (4, 1, 4), (2, 8, 1), (4, 2, 4), (8, 2, 4), (131072, 8, 1)):
-        assert Ranks.of(Group(size, stride), devices_per_node=8) == Ranks(size, per_node)
+        assert NodeRanks.of(RankGroup(size, stride), devices_per_node=8) == NodeRanks(size, per_node)
 
 
 def test_an_optimizer_takes_its_time_for_each_shard_and_each_byte():

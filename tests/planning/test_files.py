@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sherd.tools.plan.files import from_json, search_from_json, to_json
-from sherd.tools.simulate.timeline import Candidate, Change, Lane, Peak, Search, Span, Timeline, TimelineUnit
+from sherd.tools.simulate.timeline import Candidate, Change, Lane, LaneSpan, Peak, Timeline, TimelineUnit, TriedSettings
 from sherd.train.config import InputError
 from tests.planning.made_up import search, timeline
 from tests.support.refusals import NOTHING, one_line
@@ -24,7 +24,7 @@ def timelines(draw):
     spans = []
     for _ in range(draw(st.integers(0, 6))):
         start, end = sorted((draw(times), draw(times)))
-        spans.append(Span(draw(st.sampled_from(Lane)), draw(texts), draw(indices), start, end, draw(sizes)))
+        spans.append(LaneSpan(draw(st.sampled_from(Lane)), draw(texts), draw(indices), start, end, draw(sizes)))
     changes = draw(st.lists(st.builds(Change, times, texts, indices, st.integers()), max_size=6))
     changes.sort(key=lambda change: change.time)
     by_kind, by_unit = (draw(st.dictionaries(keys, sizes, max_size=3)) for keys in (texts, indices))
@@ -44,7 +44,7 @@ candidates = st.builds(Candidate, texts, st.dictionaries(texts, texts), times, s
 
 @given(st.lists(candidates, max_size=4), st.none() | sizes)
 def test_a_search_comes_back_as_it_was(tried, limit):
-    made = Search(tuple(tried), len(tried) - 1, limit)
+    made = TriedSettings(tuple(tried), len(tried) - 1, limit)
     assert search_from_json(to_json(made)) == made
 
 
@@ -57,7 +57,7 @@ def test_the_file_names_its_format_and_has_a_table_of_each_kind_of_record():
 
 def test_a_search_that_never_ends_or_has_no_best_candidate_is_refused():
     with pytest.raises(ValueError):
-        to_json(Search((Candidate("a", {}, float("inf"), 1, False, "never ends"),), -1, None))
+        to_json(TriedSettings((Candidate("a", {}, float("inf"), 1, False, "never ends"),), -1, None))
     plain = json.loads(to_json(search(3)))
     plain["best"] = 3
     with pytest.raises(InputError, match="best: there is no candidate 3"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import sherd
 from sherd.tools.report import page
 from sherd.tools.report.folded import KINDS, SPANS, branches, kinds_of, levels
-from sherd.tools.simulate.timeline import Candidate, Change, Lane, Peak, Search, Timeline, TimelineUnit
+from sherd.tools.simulate.timeline import Candidate, Change, Lane, Peak, Timeline, TimelineUnit, TriedSettings
 from sherd.units import in_bytes, in_seconds
 from tests.planning.made_up import ADVICE, HOSTILE, search, timeline, units_of
 
@@ -90,7 +90,7 @@ def test_of_settings_beside_the_best_it_is_told_what_differs():
     made = [
         Candidate(", ".join(each.values()), each, 3.0 - at, at + 1, True, "") for at, each in enumerate((other, both))
     ]
-    text = Reader(page([timeline()], Search(tuple(made), 1, None))).text
+    text = Reader(page([timeline()], TriedSettings(tuple(made), 1, None))).text
     assert "what differs step peak memory 2 prefetched 3.00 s" in text
     assert "8 ranks, 1 prefetched best 2.00 s" in text
 
@@ -191,7 +191,7 @@ def test_drawn_memory_falls_at_once_and_kinds_are_as_many_as_there_are_colours()
 def test_a_timeline_of_nothing_is_shown():
     for units in ((), units_of(0), units_of(2)):
         empty = Timeline("", False, units, (), (), Peak(0, 0.0, "", {}, {}), 1e-9)
-        assert "Units" in Reader(page([empty], Search((), -1, None))).text
+        assert "Units" in Reader(page([empty], TriedSettings((), -1, None))).text
 
 
 def unit(name, kind="Block", numel=1):

@@ -5,14 +5,14 @@ import itertools
 import pytest
 
 from sherd.tools.report import page
-from sherd.tools.simulate.timeline import Candidate, Peak, Search, Timeline
+from sherd.tools.simulate.timeline import Candidate, Peak, Timeline, TriedSettings
 from tests.planning.browser import browser, missing
 from tests.planning.made_up import ADVICE, HOSTILE, search, timeline
 from tests.planning.test_page import hostile
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-NONE_FITS = Search((Candidate("one", {}, 0.5, 1 << 30, False, "too large"),), -1, None)
+NONE_FITS = TriedSettings((Candidate("one", {}, 0.5, 1 << 30, False, "too large"),), -1, None)
 WINDOWS = [(1280, False), (1280, True), (400, False), (400, True)]
 STOPS = (
     """(() => { const e = document.activeElement; return e.dataset.chart || e.getAttribute("class") || e.tagName })()"""

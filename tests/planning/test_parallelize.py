@@ -16,7 +16,7 @@ from sherd.tools.plan.operations import collective_of, is_communication
 from sherd.tools.plan.plan import plan
 from sherd.tools.simulate.settings import Mesh
 from sherd.tools.simulate.timeline import Lane
-from sherd.tools.simulate.work import Collective, Group
+from sherd.tools.simulate.work import Collective, RankGroup
 from tests.planning.models import FIXED, LLAMA
 from tests.planning.test_plan_command import FIXED as ALL_SETTINGS
 
@@ -151,7 +151,7 @@ def test_collectives_of_torch_are_read_with_their_bytes_and_ranks():
             scattered(whole, "sum", 0, group) + 1
             functional.all_reduce(part, "sum", group) + 1
             dist.all_reduce(part, group=dist.new_group([0]))
-    ranks = Group(4, 4)
+    ranks = RankGroup(4, 4)
     said = [each for each in listening.heard if each is not None]
     assert said == [
         Collective("all-reduce", 32, ranks),

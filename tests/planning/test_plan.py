@@ -14,13 +14,13 @@ from sherd._torch import imagined_ranks
 from sherd.errors import ClusterError, ModuleError, PolicyError, StateError
 from sherd.memory.report import memory_report
 from sherd.schedule.moments import MemoryKind
-from sherd.tools.plan.axes import Layout
+from sherd.tools.plan.axes import ModelLayout
 from sherd.tools.plan.plan import plan
 from sherd.tools.plan.planner import FEW, MORE, MOST_PLAYED, Planner, RoughPlanner, Training
 from sherd.tools.simulate.cluster import read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import OPTIMIZERS
-from sherd.train.config import InputError, Model
+from sherd.train.config import InputError, ModelConfig
 from sherd.train.models import Decoder
 from tests.planning.models import FIXED, Calls, next_token
 from tests.support.meshes import mesh_of
@@ -31,7 +31,7 @@ ENGINE = {kind.value for kind in MemoryKind} - {MemoryKind.OPTIMIZER.value}
 
 def decoder(layers=6, width=256):
     with torch.device("meta"):
-        return Decoder(Model(layers=layers, width=width, heads=4, kv_heads=4, hidden=2 * width, tied=False))
+        return Decoder(ModelConfig(layers=layers, width=width, heads=4, kv_heads=4, hidden=2 * width, tied=False))
 
 
 def tokens(samples=2, length=64):
@@ -181,7 +181,7 @@ def test_a_limit_that_nothing_fits_is_told():
 
 def training(layers):
     return Training(
-        decoder(layers), lambda size: tokens(size).to("meta"), Layout(next_token), OPTIMIZERS["adamw-fused"]
+        decoder(layers), lambda size: tokens(size).to("meta"), ModelLayout(next_token), OPTIMIZERS["adamw-fused"]
     )
 
 

@@ -15,19 +15,21 @@ from sherd.cli.compare import compared
 from sherd.layout.runs import Flat
 from sherd.policy import CommPolicy, MixedPrecisionPolicy, PrefetchPolicy
 from sherd.schedule.moments import MemoryKind
-from sherd.tools.plan.axes import Layout, auto_units
+from sherd.tools.plan.axes import ModelLayout, auto_units
 from sherd.tools.plan.planner import Planner, Training
 from sherd.tools.simulate.cluster import read_cluster
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import Optimizer
 from sherd.tools.simulate.timeline import Lane
-from sherd.train.config import Model
+from sherd.train.config import ModelConfig
 from sherd.train.models import Decoder
 from tests.planning.played import engine, most, settled
 from tests.support.meshes import mesh_of
 
-DECODER = Model(layers=3, width=64, heads=4, kv_heads=2, hidden=160, tied=False)
-LARGE = Model(layers=2, width=512, heads=8, kv_heads=8, hidden=2048, tied=False)  # with weights in groups of their own
+DECODER = ModelConfig(layers=3, width=64, heads=4, kv_heads=2, hidden=160, tied=False)
+LARGE = ModelConfig(
+    layers=2, width=512, heads=8, kv_heads=8, hidden=2048, tied=False
+)  # with weights in groups of their own
 SAMPLES, LENGTH = 4, 64
 TWO = Mesh(2)
 ADAMW = Optimizer(states=2, accesses=20, scalars=4)
@@ -89,7 +91,7 @@ def recorded(
 def predicted(transport="torch", precision=None, mesh=TWO, shape=DECODER, **settings):
     with torch.device("meta"):
         model = Decoder(shape)
-    layout = Layout(usual_loss, partial(auto_units, comm_policy=CommPolicy(transport)))
+    layout = ModelLayout(usual_loss, partial(auto_units, comm_policy=CommPolicy(transport)))
     training = Training(model, tokens, layout, ADAMW, precision)
     settings = Settings(mesh, micro_batch=SAMPLES, **settings)
     return Planner(training, read_cluster("laptop")).predict(settings).timeline

@@ -16,7 +16,7 @@ from sherd.tools.simulate.play import Stage, begins
 from sherd.tools.simulate.sharded import Optimizer
 from sherd.tools.simulate.stretches import moments_of, parts_of
 from sherd.tools.simulate.timeline import Lane
-from sherd.tools.simulate.work import Allocate, Group, Release, TensorKind
+from sherd.tools.simulate.work import Allocate, RankGroup, Release, TensorKind
 from tests.planning.played import most
 from tests.planning.stacks import KEPT, SHARD, RoundCosts, sharded_stack, stack
 
@@ -102,7 +102,7 @@ def test_without_streams_ranks_wait_for_the_slowest_by_what_each_has_computed_si
 
 def test_without_streams_collectives_of_a_units_groups_between_the_same_ranks_are_one():
     sharded = sharded_stack(2)
-    others = Group(4)
+    others = RankGroup(4)
 
     def with_groups(unit, *shards):
         traffic = tuple(replace(unit.traffic[0], shard=shard) for shard in shards)
@@ -215,7 +215,7 @@ def test_a_stage_runs_ahead_by_those_behind_it_and_what_is_sent_and_a_slow_stage
 
 def stage_of(number, micro_batches, begin=None):
     """A step of one of two stages."""
-    stage = Stage(number, 2, sent=10, pair=Group(2, 8), begins=begin)
+    stage = Stage(number, 2, sent=10, pair=RankGroup(2, 8), begins=begin)
     return play(stack(2), sharded_stack(2), RoundCosts(0, 0), micro_batches=micro_batches, stage=stage)
 
 

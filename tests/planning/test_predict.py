@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from sherd.tools.simulate.cluster import read_cluster
-from sherd.tools.simulate.costs import ClusterCosts, Ranks, collective_seconds
+from sherd.tools.simulate.costs import ClusterCosts, NodeRanks, collective_seconds
 from sherd.tools.simulate.predict import RankWork, predict
 from sherd.tools.simulate.settings import Mesh
 from sherd.tools.simulate.stretches import parts_of
 from sherd.tools.simulate.timeline import Lane
 from sherd.tools.simulate.transform import checkpointed
-from sherd.tools.simulate.work import Collective, Group, Op, OpKind
+from sherd.tools.simulate.work import Collective, Op, OpKind, RankGroup
 from tests.planning.stacks import BACKWARD, FORWARD, WEIGHT, sharded_stack, stack
 
 H100 = read_cluster("h100")
@@ -77,18 +77,20 @@ def test_links_carry_what_collectives_send():
 
 def test_replicas_are_on_other_nodes_once_shards_fill_one():
     units = tuple(
-        replace(unit, traffic=tuple(replace(each, all_reduced=100, replicate=Group(2, 8)) for each in unit.traffic))
+        replace(unit, traffic=tuple(replace(each, all_reduced=100, replicate=RankGroup(2, 8)) for each in unit.traffic))
         for unit in sharded_stack(2).units
     )
     sharded = replace(sharded_stack(2), units=units)
     found = predicted(heavy(2, 10), sharded, H100, Mesh(8, 2))
     assert found.sent["across nodes"] == 2 * 2 * 100 // 2
     (span, _) = (span for span in found.timeline.spans if span.lane is Lane.ALL_REDUCE)
-    assert span.end - span.start == pytest.approx(collective_seconds("all-reduce", 100, Ranks(2, 1), H100))
+    assert span.end - span.start == pytest.approx(collective_seconds("all-reduce", 100, NodeRanks(2, 1), H100))
 
 
 def test_without_streams_each_collective_of_the_model_is_sent_by_its_own_link():
-    near, far = (Collective("all-gather", nbytes, group) for nbytes, group in ((100, Group(2)), (7000, Group(2, 2))))
+    near, far = (
+        Collective("all-gather", nbytes, group) for nbytes, group in ((100, RankGroup(2)), (7000, RankGroup(2, 2)))
+    )
     work = stack(2)
     events = (each for event in work.events for each in ((event, near, near, far) if event == FORWARD else (event,)))
     found = predicted(replace(work, events=tuple(events)), sharded_stack(2, ranks=1), read_cluster("laptop"), Mesh(1))

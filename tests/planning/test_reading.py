@@ -11,7 +11,7 @@ from sherd.tools.plan.operations import kernels_of
 from sherd.tools.plan.reading import own_or_usual_loss, read_work
 from sherd.tools.simulate.work import (
     Allocate,
-    EndForward,
+    BackwardBegins,
     Enter,
     Gradient,
     Leave,
@@ -59,7 +59,7 @@ def test_events_are_in_order(name):
                 depth += 1 if isinstance(event, Enter) else -1
             case Use():
                 assert is_forward or depth
-            case EndForward():
+            case BackwardBegins():
                 assert not depth
                 is_forward = False
             case Gradient(parameter):
@@ -120,7 +120,7 @@ def test_logits_are_told_from_other_activations_and_with_them_their_float32_copi
 
 def test_activations_are_what_is_alive_when_backward_begins():
     work = read(models.perceptron, models.sum_of_all)
-    end = work.events.index(EndForward())
+    end = work.events.index(BackwardBegins())
     kinds = {event.tensor: event.kind for event in work.events if isinstance(event, Allocate)}
     alive = {event.tensor for event in work.events[:end] if isinstance(event, Allocate)}
     alive -= {event.tensor for event in work.events[:end] if isinstance(event, Release)}

@@ -12,7 +12,7 @@ from sherd.cli.compare import compared
 from sherd.cli.main import main
 from sherd.tools.plan.files import to_json
 from sherd.tools.report import perfetto, picture
-from sherd.tools.simulate.timeline import Change, Lane, Peak, Span, Timeline
+from sherd.tools.simulate.timeline import Change, Lane, LaneSpan, Peak, Timeline
 from sherd.train.codes import NO_ROOM
 from tests.planning.made_up import ACTIVATION, HOSTILE, MIB, timeline
 from tests.support.commands import refusal
@@ -128,7 +128,7 @@ def test_the_first_unit_and_kind_that_differ_are_named():
     plan = timeline(3)
     longer = replace(plan, changes=(*plan.changes, Change(plan.seconds, ACTIVATION, 2, 900 * MIB)))
     assert compared(plan, longer)["parts"]["bytes"].startswith("layers.1: activations: ")
-    slower = replace(plan, spans=(*plan.spans, Span(Lane.COMPUTE, "forward", 3, 0.0, plan.seconds)))
+    slower = replace(plan, spans=(*plan.spans, LaneSpan(Lane.COMPUTE, "forward", 3, 0.0, plan.seconds)))
     assert compared(plan, slower)["parts"]["seconds"].startswith("layers.2: compute, forward: ")
     assert compared(plan, plan)["parts"] == {"bytes": "", "seconds": ""}
     assert compared(plan, longer, 0.99)["parts"]["bytes"] == ""

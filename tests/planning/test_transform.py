@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from sherd.api.recompute import KeptResults, selective_contexts
 from sherd.tools.simulate.transform import checkpointed, scaled
-from sherd.tools.simulate.work import Allocate, EndForward, Enter, Gradient, Leave, Op, TensorKind
+from sherd.tools.simulate.work import Allocate, BackwardBegins, Enter, Gradient, Leave, Op, TensorKind
 from tests.planning import models
 from tests.planning.played import assert_calls_see_what_is_alive, flops, heights, of_kind, peak, read
 
@@ -90,14 +90,14 @@ def done(work):
 
 def kept(work):
     """Bytes when backward begins."""
-    return heights(work)[work.events.index(EndForward())]
+    return heights(work)[work.events.index(BackwardBegins())]
 
 
 def test_a_forward_that_runs_again_is_told_as_such():
     plain = read(models.decoder, models.next_token)
     blocks = numbered(plain, "Block")
     work = checkpointed(plain, blocks)
-    end = work.events.index(EndForward())
+    end = work.events.index(BackwardBegins())
     again = [event.module for event in work.events[end:] if isinstance(event, Enter)]
     assert [module for module in again if module in blocks] == blocks[::-1]
     assert not any(event.again for event in work.events[:end] if isinstance(event, (Enter, Leave)))

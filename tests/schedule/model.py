@@ -158,5 +158,5 @@ class StrictEngine:
         assert self.reducing == set(state.reducing)
         assert len(self.reducing) <= self.limits.reduce_buffers
         for unit in self.needed:
-            for each in (unit, *self.specs[unit].companions):
+            for each in (unit, *self.specs[unit].tied_owners):
                 assert self.live[each] is Live.UNSHARDED, f"unit {unit} computes while unit {each} is {self.live[each]}"

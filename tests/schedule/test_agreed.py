@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sherd.schedule import agreed
-from sherd.schedule.agreed import AgreedOrder, Kind, Step, Wish
+from sherd.schedule.agreed import AgreedOrder, AgreedStep, Proposal, StepKind
 
 TRAIN, EVAL = 0, 1
-LEAVE = Step(Kind.LEAVE)
+LEAVE = AgreedStep(StepKind.LEAVE)
 
 units = st.integers(0, 4)
 ways = st.lists(units, max_size=6)
@@ -19,30 +19,30 @@ steps = st.lists(st.tuples(st.sampled_from([TRAIN, EVAL]), ways), max_size=3)
 programs = st.lists(steps, max_size=5)
 
 
-def a_pass(way: Sequence[int], mode: int = TRAIN, syncs: bool = True) -> Iterator[Wish]:
+def a_pass(way: Sequence[int], mode: int = TRAIN, syncs: bool = True) -> Iterator[Proposal]:
     """What a rank wants in a forward through the units of `way`, and in the backward."""
-    yield Wish(Step(Kind.BEGIN, 0, mode))
+    yield Proposal(AgreedStep(StepKind.BEGIN, 0, mode))
     for unit in way:
-        yield Wish(Step(Kind.GATHER, unit))
+        yield Proposal(AgreedStep(StepKind.GATHER, unit))
     if mode == EVAL:
         return
     for unit in reversed(way):
-        yield Wish(Step(Kind.GATHER, unit), True)
+        yield Proposal(AgreedStep(StepKind.GATHER, unit), True)
         if syncs:
-            yield Wish(Step(Kind.REDUCE, unit), True)
+            yield Proposal(AgreedStep(StepKind.REDUCE, unit), True)
     if syncs:
-        yield Wish(Step(Kind.END), True)
+        yield Proposal(AgreedStep(StepKind.END), True)
 
 
-def a_step(passes: Sequence[tuple[int, Sequence[int]]]) -> Iterator[Wish]:
+def a_step(passes: Sequence[tuple[int, Sequence[int]]]) -> Iterator[Proposal]:
     for number, (mode, way) in enumerate(passes):
         yield from a_pass(way, mode, syncs=number == len(passes) - 1)
-    yield Wish(Step(Kind.STEP))
+    yield Proposal(AgreedStep(StepKind.STEP))
 
 
-def to_the_end(wishes: Iterator[Wish]) -> Iterator[Wish]:
+def to_the_end(wishes: Iterator[Proposal]) -> Iterator[Proposal]:
     yield from wishes
-    yield Wish(LEAVE)
+    yield Proposal(LEAVE)
 
 
 class Ranks:
@@ -50,10 +50,10 @@ class Ranks:
 
     def __init__(self, number: int) -> None:
         self.orders = [AgreedOrder() for _ in range(number)]
-        self.issued: list[Step] = []
+        self.issued: list[AgreedStep] = []
         self.num_votes = 0
 
-    def issue(self, wishes: Sequence[Wish]) -> Step:
+    def issue(self, wishes: Sequence[Proposal]) -> AgreedStep:
         """Have all ranks take the same next step, by a vote if the order does not say it."""
         (step,) = {order.expected() for order in self.orders}
         if step is None:
@@ -64,10 +64,10 @@ class Ranks:
         self.issued.append(step)
         return step
 
-    def run(self, wanted: Sequence[Iterator[Wish]]) -> list[list[Step]]:
+    def run(self, wanted: Sequence[Iterator[Proposal]]) -> list[list[AgreedStep]]:
         """Let each rank have what it wants, then leave. Returns what each got, in its order."""
         wishing = [to_the_end(wishes) for wishes in wanted]
-        wishes, got = [next(each) for each in wishing], [list[Step]() for _ in wanted]
+        wishes, got = [next(each) for each in wishing], [list[AgreedStep]() for _ in wanted]
         while True:
             step = self.issue(wishes)
             for rank, wish in enumerate(wishes):
@@ -88,7 +88,7 @@ class Ranks:
         return collectives(self.issued[begin:]), self.num_votes - before
 
 
-def collectives(issued: Sequence[Step]) -> list[str]:
+def collectives(issued: Sequence[AgreedStep]) -> list[str]:
     return ["gr"[step.kind] + str(step.which) for step in issued if not step.is_vote]
 
 
@@ -134,8 +134,8 @@ def test_a_rank_with_fewer_batches_steps_when_the_others_do():
     ranks = Ranks(2)
     many = [(TRAIN, [0, 1])] * 3
     got = ranks.run([a_step(many), a_step(many[:1])])
-    assert [each.count(Step(Kind.STEP)) for each in got] == [1, 1]
-    assert [step.kind for step in ranks.issued if step.is_vote][-3:] == [Kind.END, Kind.STEP, Kind.LEAVE]
+    assert [each.count(AgreedStep(StepKind.STEP)) for each in got] == [1, 1]
+    assert [step.kind for step in ranks.issued if step.is_vote][-3:] == [StepKind.END, StepKind.STEP, StepKind.LEAVE]
 
 
 @given(st.lists(st.permutations(range(5)), min_size=4, max_size=12))
@@ -154,10 +154,10 @@ def test_what_is_known_has_a_bound(monkeypatch):
     assert len(ranks.orders[0]._known) <= 4
 
 
-FAIL, DONE = Step(Kind.FAIL), Step(Kind.DONE)
+FAIL, DONE = AgreedStep(StepKind.FAIL), AgreedStep(StepKind.DONE)
 
 
-def guarded(ranks: Ranks, steps_of: Sequence[Sequence[Sequence[Wish]]]) -> list[list[bool]]:
+def guarded(ranks: Ranks, steps_of: Sequence[Sequence[Sequence[Proposal]]]) -> list[list[bool]]:
     """Let each rank take its steps, each of which all make or give up. Returns which ones each rank has made."""
     at, got = [(0, 0)] * len(steps_of), [list[bool]() for _ in steps_of]
     for _ in range(10_000):
@@ -169,7 +169,7 @@ def guarded(ranks: Ranks, steps_of: Sequence[Sequence[Sequence[Wish]]]) -> list[
         if not going:
             return got
         wishes = dict(going)
-        step = ranks.issue([wishes.get(rank, Wish(LEAVE)) for rank in range(len(at))])
+        step = ranks.issue([wishes.get(rank, Proposal(LEAVE)) for rank in range(len(at))])
         for rank, wish in going:
             number, place = at[rank]
             if step == FAIL or step == wish.step == DONE:
@@ -190,11 +190,11 @@ failures = st.dictionaries(st.tuples(st.integers(0, 7), st.integers(0, 2)), st.i
     st.sets(st.tuples(st.integers(0, 7), st.integers(0, 2))),
 )
 def test_all_give_up_the_same_steps_which_are_those_that_one_fails_in(of_ranks, fails, evaluate_before):
-    wanted = [[[*a_step(step), Wish(DONE)] for step in program] for program in of_ranks]
+    wanted = [[[*a_step(step), Proposal(DONE)] for step in program] for program in of_ranks]
     for (rank, number), place in fails.items():
         if rank < len(wanted):
             way = wanted[rank][number]
-            way[place % len(way) :] = [Wish(FAIL)]
+            way[place % len(way) :] = [Proposal(FAIL)]
     expected = [all(way[number][-1].step == DONE for way in wanted) for number in range(3)]
     for rank, program in enumerate(wanted):
         for number, way in enumerate(program):
@@ -205,10 +205,10 @@ def test_all_give_up_the_same_steps_which_are_those_that_one_fails_in(of_ranks, 
 
 def test_a_step_that_was_given_up_teaches_nothing_and_the_next_one_is_as_settled_as_ever():
     ranks, made = Ranks(2), []
-    way = [wish._replace(in_attempt=True) for wish in (*a_step([(TRAIN, [0, 1, 2])]), Wish(DONE))]
+    way = [wish._replace(in_attempt=True) for wish in (*a_step([(TRAIN, [0, 1, 2])]), Proposal(DONE))]
     for _ in range(3):
         guarded(ranks, [[way], [way]])
-    assert guarded(ranks, [[way], [[*way[:2], Wish(FAIL, in_attempt=True)]]]) == [[False], [False]]
+    assert guarded(ranks, [[way], [[*way[:2], Proposal(FAIL, in_attempt=True)]]]) == [[False], [False]]
     # It votes four times: it begins, its backward ends, the optimizer steps, it is done.
     assert ranks.since(lambda: made.extend(guarded(ranks, [[way], [way]]))) == (OF_THREE_UNITS, 4)
     assert made == [[True], [True]]

@@ -75,7 +75,7 @@ def test_groups_go_one_by_one_and_the_rest_with_the_unit_and_who_reads_it_again_
 
 def test_no_group_goes_alone_of_a_unit_that_stays_whole_after_backward_or_is_borrowed_from():
     stays = (*specs(1), UnitSpec(100, reshard_after_backward=False))
-    borrowed_from = (*specs(2), UnitSpec(100, companions=(1,)))
+    borrowed_from = (*specs(2), UnitSpec(100, tied_owners=(1,)))
     for units in (stays, borrowed_from):
         schedule = in_backward_of_the_last(units)
         assert schedule.state.live[1] is Live.UNSHARDED, units
@@ -191,16 +191,16 @@ def test_after_a_backward_that_is_not_the_last_parameters_are_freed_and_reductio
 
 
 def test_a_borrower_brings_its_companion_and_one_around_its_owner_keeps_it_until_its_own_backward_is_over():
-    units = (UnitSpec(10, Keep.FOR_BACKWARD), UnitSpec(10), UnitSpec(10, companions=(1,)))
+    units = (UnitSpec(10, Keep.FOR_BACKWARD), UnitSpec(10), UnitSpec(10, tied_owners=(1,)))
     schedule = Schedule(units)
     schedule.on(BeforeForward(0))
     assert schedule.on(BeforeForward(2)) == (Gather(2), Gather(1), Await(2), Await(1))
-    units = (UnitSpec(10, Keep.FOR_BACKWARD, companions=(1,)), UnitSpec(10))
+    units = (UnitSpec(10, Keep.FOR_BACKWARD, tied_owners=(1,)), UnitSpec(10))
     StrictEngine(units).run(step(2))
 
 
 def test_a_tied_parameters_owner_stays_whole_from_its_own_forward_to_the_borrowers():
-    units = (UnitSpec(10, Keep.FOR_BACKWARD), UnitSpec(10), UnitSpec(10), UnitSpec(10, companions=(1,)))
+    units = (UnitSpec(10, Keep.FOR_BACKWARD), UnitSpec(10), UnitSpec(10), UnitSpec(10, tied_owners=(1,)))
     schedule = Schedule(units)
     actions = answers(schedule, forward([1, 2, 3]))
     assert actions.count(Gather(1)) == 1

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sherd.errors import PlacementError
-from sherd.tensor.reduction_table import wide
+from sherd.tensor.reduction_table import sum_dtype
 from tests.support.ranks.bodies import on_threads
 from tests.tensor.cuts import KINDS, SHAPES, last, line, numbers, ragged, uneven, whole_of
 from tests.tensor.grids import FOUR, GRIDS, LINES, Grid, ragged_on
@@ -228,4 +228,4 @@ def test_parts_of_a_sum_are_float64_on_devices_that_can_add_it_up():
         real, complex_ = (torch.float64, torch.complex128) if has_double else (torch.float32, torch.complex64)
         widened = {torch.bfloat16: real, torch.float32: real, torch.complex64: complex_, torch.int32: torch.int64}
         for dtype, wider in widened.items():
-            assert wide(dtype, on) == wider, (device, dtype)
+            assert sum_dtype(dtype, on) == wider, (device, dtype)

@@ -13,7 +13,7 @@ import pytest
 import sherd
 from sherd.cli import main as cli
 from sherd.cli.words import configure, parse
-from sherd.train.config import Config, Data, read_tree
+from sherd.train.config import Config, DataConfig, read_tree
 from sherd.train.text import read_corpus
 from tests.support.ranks import forked
 from tests.support.ranks.forked import start
@@ -210,7 +210,7 @@ def test_a_run_is_gone_on_with_from_another_folder(tmp_path, monkeypatch):
 def test_a_run_of_an_older_version_goes_on_with_its_micro_batch_or_without(refused, started, tmp_path):
     saved = Config.of({"optimizer": {"micro_batch": 8}}).tree()
     del saved["shard"], saved["optimizer"]["flatten"], saved["run"]["compile"]
-    digest = read_corpus(Data(path="text.txt")).digest
+    digest = read_corpus(DataConfig(path="text.txt")).digest
     put(tmp_path / "run", 3, config=saved, text=digest)
     words = ["train", *TEXT, "--out", "run", "--resume", "--quiet", "--nproc"]
     assert cli.main([*words, "2"]) == 0

@@ -10,7 +10,7 @@ from sherd.api.placements import PRESETS
 from sherd.policy import TRANSPORTS, Level
 from sherd.tools.simulate.settings import UNITS
 from sherd.train import config as configs
-from sherd.train.config import FREE, SECTIONS, Config, InputError, Split, assigned, read_tree
+from sherd.train.config import FREE, SECTIONS, BatchSplit, Config, InputError, assigned, read_tree
 from sherd.train.fields import describe, page, write_config
 from tests.support.refusals import one_line
 
@@ -111,17 +111,17 @@ def of_batch(batch, micro_batch=0):
 
 def test_a_batch_is_split_over_ranks_and_micro_batches_the_most_that_fit_and_leave_one_for_each_stage():
     for ranks, micro_batch, times in ((1, 4, 3), (2, 2, 3), (3, 4, 1), (12, 1, 1)):
-        assert of_batch(12, micro_batch).split(ranks) == Split(micro_batch, times)
+        assert of_batch(12, micro_batch).split(ranks) == BatchSplit(micro_batch, times)
     for batch, ranks, stages, split in (
-        (16, 1, 1, Split(8, 2)),
-        (16, 2, 1, Split(8, 1)),
-        (16, 4, 1, Split(4, 1)),
-        (16, 8, 1, Split(2, 1)),
-        (18, 2, 1, Split(3, 3)),
-        (22, 2, 1, Split(1, 11)),
-        (16, 2, 2, Split(4, 2)),
-        (16, 2, 8, Split(1, 8)),
-        (12, 1, 4, Split(3, 4)),
+        (16, 1, 1, BatchSplit(8, 2)),
+        (16, 2, 1, BatchSplit(8, 1)),
+        (16, 4, 1, BatchSplit(4, 1)),
+        (16, 8, 1, BatchSplit(2, 1)),
+        (18, 2, 1, BatchSplit(3, 3)),
+        (22, 2, 1, BatchSplit(1, 11)),
+        (16, 2, 2, BatchSplit(4, 2)),
+        (16, 2, 8, BatchSplit(1, 8)),
+        (12, 1, 4, BatchSplit(3, 4)),
     ):
         assert of_batch(batch).split(ranks, stages) == split, (batch, ranks, stages)
 
@@ -169,4 +169,4 @@ def test_the_page_and_the_help_tell_of_every_field_and_the_example_config_is_one
         assert f"[{name}]" in text
         assert all(f"  {field} = " in text for field in section.__dataclass_fields__)
     config = Config.of(read_tree(str(request.config.rootpath / "configs" / "small.toml")))
-    assert config.split(2) == Split(8, 1)
+    assert config.split(2) == BatchSplit(8, 1)

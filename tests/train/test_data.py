@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sherd.train.config import Data, InputError
+from sherd.train.config import DataConfig, InputError
 from sherd.train.data import Windows, batch, seeded
 from sherd.train.text import read_corpus
 from tests.support.refusals import one_line
@@ -24,7 +24,7 @@ def write(folder, **files):
 
 
 def read(path, **fields):
-    return read_corpus(Data(path=str(path), **{"context": 4, "held_out": 0.25, **fields}))
+    return read_corpus(DataConfig(path=str(path), **{"context": 4, "held_out": 0.25, **fields}))
 
 
 def content(corpus):
@@ -65,7 +65,7 @@ def test_by_default_the_standard_library_is_read_without_tests_and_installed_pac
 
 
 def test_the_standard_library_of_this_python_is_enough_to_train_on():
-    corpus = read_corpus(Data())
+    corpus = read_corpus(DataConfig())
     assert corpus.num_documents > 300
     assert b"\0" + Path(os.__file__).read_bytes() in content(corpus)
 

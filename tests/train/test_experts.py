@@ -6,14 +6,14 @@ import torch.nn.functional as F
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from sherd.train.config import Model
+from sherd.train.config import ModelConfig
 from sherd.train.experts import Experts, MixtureOfExperts, ToExperts, imbalance
 from sherd.train.sequence import CutSequence, WholeSequence
 from tests.support.models import noise
 from tests.support.ranks.bodies import on_processes
 from tests.support.training import made
 
-MODEL = Model(width=8, hidden=12, experts=4, top_k=2)
+MODEL = ModelConfig(width=8, hidden=12, experts=4, top_k=2)
 
 
 def mixture():

@@ -12,7 +12,7 @@ import pytest
 
 from sherd.train.config import Config, InputError
 from sherd.train.loggers import Loggers, require_loggers
-from sherd.train.report import Report
+from sherd.train.report import RunReport
 from tests.support.refusals import one_line
 from tests.train.test_report import RECORD
 
@@ -53,7 +53,7 @@ def logging(function):
 
 
 def test_a_users_function_gets_every_step_and_evaluation_and_is_closed(tmp_path, told):
-    with Report(tmp_path, Loggers(logging("mine:start"), tmp_path), quiet=True) as report:
+    with RunReport(tmp_path, Loggers(logging("mine:start"), tmp_path), quiet=True) as report:
         report.write("start", step=0)
         report.step(**RECORD)
         report.write("evaluation", step=3, bits=2.0)
@@ -78,14 +78,14 @@ def test_the_lines_of_the_guide_are_all_that_wandb_needs(tmp_path, monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with Report(tmp_path, Loggers(logging("my_wandb:start"), tmp_path), quiet=True) as report:
+    with RunReport(tmp_path, Loggers(logging("my_wandb:start"), tmp_path), quiet=True) as report:
         report.write("evaluation", step=3, bits=2.0)
     assert logged == [({"held_out": 2.0, "held_out_nats": 2.0 * math.log(2)}, 3)]
     del sys.modules["my_wandb"]
 
 
 def test_a_logger_that_fails_is_told_once_and_left_out_and_the_run_goes_on(tmp_path, told, capsys):
-    with Report(tmp_path, Loggers(logging("mine:start_failing"), tmp_path)) as report:
+    with RunReport(tmp_path, Loggers(logging("mine:start_failing"), tmp_path)) as report:
         for step in (1, 2):
             report.write("evaluation", step=step, bits=2.0)
     assert told == [1]
@@ -122,7 +122,7 @@ def test_tensorboard_reads_what_a_run_has_written(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = Config.of({"run": {"tensorboard": True}})
-    with Report(tmp_path, Loggers(config, tmp_path), quiet=True) as report:
+    with RunReport(tmp_path, Loggers(config, tmp_path), quiet=True) as report:
         for step in (3, 4):
             report.step(**{**RECORD, "step": step})
         report.write("evaluation", step=4, bits=2.0)

@@ -17,12 +17,12 @@ from sherd.tools.plan.files import TIMELINE, from_json
 from sherd.tools.simulate.timeline import Lane
 from sherd.train import loop
 from sherd.train.axes import axes_of
-from sherd.train.config import Config, InputError, Optimizer
+from sherd.train.config import Config, InputError, OptimizerConfig
 from sherd.train.data import batch, tokens
 from sherd.train.loop import Trainer, introduce, learning_rate, lzma_bits, train
-from sherd.train.mesh import Grid
+from sherd.train.mesh import RankGrid
 from sherd.train.models import Decoder
-from sherd.train.report import Report, Silent
+from sherd.train.report import RunReport, Silent
 from sherd.train.saved import newest
 from sherd.train.text import read_corpus
 from tests.support.comparing import assert_same, whole_params
@@ -42,7 +42,7 @@ def config(text, **run):
 
 
 def grid(config):
-    return Grid(axes_of(config, dist.get_world_size()), "cpu")
+    return RankGrid(axes_of(config, dist.get_world_size()), "cpu")
 
 
 def trainer_of(config):
@@ -199,7 +199,7 @@ def test_a_loss_that_is_no_number_ends_the_run_on_all_ranks_before_it_reaches_th
 
 def write_report(config, out):
     trainer, said = trainer_of(config), io.StringIO()
-    with contextlib.redirect_stdout(said), Report(out) as report:
+    with contextlib.redirect_stdout(said), RunReport(out) as report:
         introduce(trainer, out, None, report)
         train(trainer, out, report)
     return said.getvalue()
@@ -248,7 +248,7 @@ def test_minutes_that_are_all_warm_up_are_noted_once_they_are_a_number_of_steps(
 
 
 def test_the_rate_climbs_to_its_peak_stays_there_while_the_steps_are_unknown_and_falls_along_half_a_cosine():
-    choice = Optimizer(lr=1.0, warmup=4, final_lr=0.1)
+    choice = OptimizerConfig(lr=1.0, warmup=4, final_lr=0.1)
     rates = [learning_rate(step, 25, choice) for step in range(25)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates[14] == pytest.approx(0.55)
@@ -256,7 +256,7 @@ def test_the_rate_climbs_to_its_peak_stays_there_while_the_steps_are_unknown_and
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert learning_rate(30, 0, choice) == 1.0
     for num_steps in (1, 3, 5, 6):  # not longer than the warm-up
-        rates = [learning_rate(step, num_steps, Optimizer(lr=1.0, warmup=5)) for step in range(num_steps)]
+        rates = [learning_rate(step, num_steps, OptimizerConfig(lr=1.0, warmup=5)) for step in range(num_steps)]
         assert all(0 < rate <= 1 for rate in rates), num_steps
 
 

@@ -6,7 +6,7 @@ from torch import distributed as dist
 
 from sherd.train.axes import Axes, axes_of, usual_ranks
 from sherd.train.config import Config, InputError
-from sherd.train.mesh import Grid
+from sherd.train.mesh import RankGrid
 from tests.support.refusals import one_line
 
 TREE = {
@@ -74,7 +74,7 @@ def test_a_mesh_that_does_not_fit_the_model_the_context_the_strategy_or_the_rank
 
 
 def places(mesh):
-    grid = Grid(axes_of(config(mesh), dist.get_world_size()), "cpu")
+    grid = RankGrid(axes_of(config(mesh), dist.get_world_size()), "cpu")
     groups = [None if axis is None else dist.get_process_group_ranks(axis.get_group()) for axis in (grid.tp, grid.ep)]
     return grid.data_rank, grid.context_rank, grid.data.mesh.flatten().tolist(), grid.experts.mesh.tolist(), *groups
 

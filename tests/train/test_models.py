@@ -15,8 +15,8 @@ from sherd import FSDPModule
 from sherd.cli.dry_run import planned
 from sherd.train import parallel
 from sherd.train.axes import axes_of
-from sherd.train.config import Config, InputError, Model
-from sherd.train.mesh import Grid
+from sherd.train.config import Config, InputError, ModelConfig
+from sherd.train.mesh import RankGrid
 from sherd.train.models import Attention, Decoder, HuggingFace, rotate, rotation
 from sherd.train.parallel import build
 from tests.support.comparing import assert_same, whole_params
@@ -24,7 +24,7 @@ from tests.support.models import noise
 from tests.support.refusals import one_line
 from tests.support.training import made
 
-SMALL = Model(layers=2, width=16, heads=4, kv_heads=2, hidden=24)
+SMALL = ModelConfig(layers=2, width=16, heads=4, kv_heads=2, hidden=24)
 
 
 def decoder(model=SMALL, seed=0):
@@ -77,7 +77,7 @@ def test_no_logit_sees_a_later_token():
 
 
 def test_a_tied_head_reads_the_embedding_and_is_no_parameter():
-    tied, untied = decoder(), decoder(Model(**{**SMALL.__dict__, "tied": False}))
+    tied, untied = decoder(), decoder(ModelConfig(**{**SMALL.__dict__, "tied": False}))
     assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == 256 * 16
     tied(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
     assert tied.embedding.weight.grad[255].abs().sum() > 0  # a token never seen: only the head's use reaches it
@@ -90,14 +90,14 @@ def test_fresh_logits_are_near_to_an_even_guess():
 
 
 def test_a_parameters_first_value_depends_on_its_name_and_the_seed_alone():
-    two, three = decoder(), decoder(Model(**{**SMALL.__dict__, "layers": 2, "tied": False}))
+    two, three = decoder(), decoder(ModelConfig(**{**SMALL.__dict__, "layers": 2, "tied": False}))
     for name, parameter in two.named_parameters():
         assert torch.equal(parameter, three.get_parameter(name))
     assert not torch.equal(decoder(seed=1).embedding.weight, two.embedding.weight)
 
 
 def whole_first_weights(config):
-    model = build(config, Grid(axes_of(config, dist.get_world_size()), "cpu"))
+    model = build(config, RankGrid(axes_of(config, dist.get_world_size()), "cpu"))
     assert isinstance(model, FSDPModule)
     assert all(isinstance(block, FSDPModule) for block in model.blocks)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from sherd.train.report import PlainDisplay, Report, RichDisplay, points, records
+from sherd.train.report import PlainDisplay, RichDisplay, RunReport, points, records
 
 RECORD = {
     "step": 3,
@@ -76,12 +76,12 @@ def test_a_bar_fits_its_terminal_and_drops_the_figures_that_matter_least(capsys,
 
 
 def test_a_quiet_report_shows_nothing_and_writes_everything_and_a_second_one_adds_to_it(tmp_path, capsys):
-    with Report(tmp_path, quiet=True) as report:
+    with RunReport(tmp_path, quiet=True) as report:
         report.begin(0, 10)
         report.say("words")
         report.step(**RECORD)
         report.finish("text", None)
-    with Report(tmp_path, quiet=True) as report:
+    with RunReport(tmp_path, quiet=True) as report:
         report.write("evaluation", step=4, bits=1.0)
     assert capsys.readouterr().out == ""
     first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
@@ -94,7 +94,7 @@ def test_without_rich_or_matplotlib_a_terminal_gets_plain_lines_and_a_hint_for_e
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for name in ("rich.progress", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
-    with Report(tmp_path) as report:
+    with RunReport(tmp_path) as report:
         report.step(**RECORD)
         report.finish("text", None)
     hint, step, *others = capsys.readouterr().out.splitlines()
@@ -108,7 +108,7 @@ def test_without_rich_or_matplotlib_a_terminal_gets_plain_lines_and_a_hint_for_e
 
 def test_the_curve_is_a_picture_and_takes_a_step_done_twice_once(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    with Report(tmp_path) as report:
+    with RunReport(tmp_path) as report:
         for step, loss in ((1, 8.0), (2, 7.0), (2, 6.0)):
             report.write("step", step=step, loss=loss)
         report.write("evaluation", step=2, bits=6.5)
@@ -122,7 +122,7 @@ def test_after_a_cut_line_the_next_record_is_on_a_line_of_its_own_and_the_cut_on
     (tmp_path / "metrics.jsonl").write_text(
         '{"event": "step", "step": 1, "loss": 8.0}\n{"event": "step", "step": 2, "lo'
     )
-    with Report(tmp_path) as report:
+    with RunReport(tmp_path) as report:
         report.write("step", step=2, loss=7.0)
         report.finish("text", None)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()

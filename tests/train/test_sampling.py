@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sherd.train.config import Model
+from sherd.train.config import ModelConfig
 from sherd.train.models import Decoder
 from sherd.train.sampling import Draw, continued, readable
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def decoder():
-    made = Decoder(Model(layers=1, width=16, heads=2, kv_heads=1, hidden=24))
+    made = Decoder(ModelConfig(layers=1, width=16, heads=2, kv_heads=1, hidden=24))
     made.reset_parameters(0)
     with torch.no_grad():
         made.embedding.weight.mul_(30)  # so that some bytes are far likelier than others

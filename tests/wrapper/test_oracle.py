@@ -68,7 +68,7 @@ def train(kind, name, setup, micro_batches, max_norm, no_sync):
 
 
 def train_with_both(name, setups, transport, **how):
-    with mock.patch.object(fsdp1.Choices, "comm", CommPolicy(transport)):
+    with mock.patch.object(fsdp1.WrapperArguments, "comm", CommPolicy(transport)):
         return [(train("sherd", name, setup, **how), train("torch", name, setup, **how)) for setup in setups]
 
 

@@ -25,8 +25,8 @@ from sherd.engine.run.runtime import Runtime, name_units
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.flat import FlatParameter
 from sherd.engine.state.optimizers import News, bring_up_to_date, watcher
-from sherd.engine.state.ownership import Belongings, Borrowed, Found
-from sherd.engine.state.parameter import Place, ShardedParameter
+from sherd.engine.state.ownership import BorrowedParameter, DiscoveredParameter, ParameterOwnership
+from sherd.engine.state.parameter import ParameterPlace, ShardedParameter
 from sherd.errors import ModuleError, SherdError, StateError, UnsupportedError
 from sherd.tensor.ragged import local_part
 from sherd.wrap.names import plain_name
@@ -62,16 +62,16 @@ class _Change:
     """The change of one unit. `kept` are the parameters that it still has, each with its places."""
 
     unit: Unit
-    belongings: Belongings
-    kept: dict[ShardedParameter, list[Place]]
-    added: list[Found]
+    belongings: ParameterOwnership
+    kept: dict[ShardedParameter, list[ParameterPlace]]
+    added: list[DiscoveredParameter]
     dropped: list[ShardedParameter]
     retied: list[str]
     thawed: list[ShardedParameter]
     frozen: list[ShardedParameter]
-    borrowed: list[Borrowed]
+    borrowed: list[BorrowedParameter]
     plans: list[ShardingPlan] = field(default_factory=list)
-    companions: list[Unit] = field(default_factory=list)
+    tied_owners: list[Unit] = field(default_factory=list)
 
     @property
     def regroups(self) -> bool:
@@ -81,7 +81,7 @@ class _Change:
     @property
     def borrows_anew(self) -> bool:
         """True if the unit uses parameters of other units than before."""
-        return set(self.companions) != set(self.unit.companions)
+        return set(self.tied_owners) != set(self.unit.tied_owners)
 
     def plan(self, is_flat: bool) -> None:
         """Plan the sharding of the unit's new parameters, and find the units that it borrows from.
@@ -91,7 +91,7 @@ class _Change:
             ModuleError, PlacementError, OwnershipError: as when the unit was made.
         """
         unit = self.unit
-        self.companions = owners_of(self.borrowed, unit.mesh)
+        self.tied_owners = owners_of(self.borrowed, unit.mesh)
         altered = [*(each.name for each in self.added), *(each.name for each in self.dropped), *self.retied]
         if self.borrows_anew:
             altered += [each.record.name for each in self.borrowed]
@@ -210,7 +210,7 @@ def _gone(units: Sequence[Unit]) -> list[Unit]:
     """Returns the units that were sealed with some of `units`, and that no root has any more."""
     here = {unit.id for unit in units}
     runtimes = {id(runtime): runtime for unit in units if (runtime := Runtime.over(unit)) is not None}
-    sealed = [unit for runtime in runtimes.values() for unit in runtime.units if unit.id not in runtime.guests]
+    sealed = [unit for runtime in runtimes.values() for unit in runtime.units if unit.id not in runtime.external_units]
     return [unit for unit in dict.fromkeys(sealed) if unit.id not in here]
 
 
@@ -219,11 +219,11 @@ def _gone(units: Sequence[Unit]) -> list[Unit]:
 
 def _changes(units: Sequence[Unit], names: dict[int, str]) -> list[_Change]:
     """Walk the modules of each unit. Returns the change of each."""
-    walked = [(unit, Belongings.below(unit.modules, ())) for unit in units]
+    walked = [(unit, ParameterOwnership.below(unit.modules, ())) for unit in units]
     was = {
         place.key: record for unit in units for record in unit.parameters for place in record.places if place.is_there
     }
-    now: dict[ShardedParameter, dict[Key, Place]] = {}
+    now: dict[ShardedParameter, dict[Key, ParameterPlace]] = {}
     for _, belongings in walked:
         for each in belongings.borrowed:
             if not isinstance(each.place.shown, FlatParameter):
@@ -241,9 +241,9 @@ def _changes(units: Sequence[Unit], names: dict[int, str]) -> list[_Change]:
 
 def _change_of(
     unit: Unit,
-    belongings: Belongings,
+    belongings: ParameterOwnership,
     was: dict[Key, ShardedParameter],
-    now: dict[ShardedParameter, dict[Key, Place]],
+    now: dict[ShardedParameter, dict[Key, ParameterPlace]],
     new_values: set[int],
     names: dict[int, str],
 ) -> _Change:
@@ -280,7 +280,7 @@ def _change_of(
     )
 
 
-def _name_at(place: Place, names: dict[int, str]) -> str:
+def _name_at(place: ParameterPlace, names: dict[int, str]) -> str:
     path = names.get(place.module_id, "")
     return f"{path}.{place.attribute}" if path else place.attribute
 
@@ -313,7 +313,7 @@ def _carry_out(change: _Change) -> list[ShardedParameter]:
         if change.regroups:
             unit.regroup()
     elif change.regroups or change.retied or change.borrows_anew:
-        unit.have([*change.kept, *adopted], change.companions, change.belongings.ignored)
+        unit.have([*change.kept, *adopted], change.tied_owners, change.belongings.ignored)
     borrow(change.borrowed)
     constructions[unit].look_after(unit, change.belongings.modules)
     return adopted

@@ -23,7 +23,7 @@ from sherd.engine.run.unmanaged import registrations
 from sherd.engine.state.fetching import RestingPlace
 from sherd.engine.state.loads import forget_loads, loads_balance
 from sherd.engine.state.optimizers import watcher
-from sherd.engine.state.ownership import Belongings, Borrowed, Found
+from sherd.engine.state.ownership import BorrowedParameter, DiscoveredParameter, ParameterOwnership
 from sherd.engine.state.parameter import ShardedParameter
 from sherd.errors import ModuleError, OwnershipError
 from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
@@ -34,9 +34,9 @@ from sherd.wrap.names import WRAPPED
 
 def make_unit(
     modules: Sequence[nn.Module],
-    belongings: Belongings,
+    belongings: ParameterOwnership,
     mesh: DataMesh,
-    request_of: Callable[[Found], ShardingRequest],
+    request_of: Callable[[DiscoveredParameter], ShardingRequest],
     precision: MixedPrecisionPolicy,
     offload: OffloadPolicy,
     policy: UnitPolicy,
@@ -79,7 +79,7 @@ def make_unit(
 class Construction:
     """How a unit was made, for parameters and modules that come later: the request for each parameter."""
 
-    def __init__(self, request_of: Callable[[Found], ShardingRequest]) -> None:
+    def __init__(self, request_of: Callable[[DiscoveredParameter], ShardingRequest]) -> None:
         self.request_of = request_of
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -115,7 +115,9 @@ def _hide_from_dynamo() -> None:
 
 
 @torch.no_grad()
-def shard(parameters: Sequence[Found], plans: Sequence[ShardingPlan], place: RestingPlace) -> list[ShardedParameter]:
+def shard(
+    parameters: Sequence[DiscoveredParameter], plans: Sequence[ShardingPlan], place: RestingPlace
+) -> list[ShardedParameter]:
     """Replace every parameter by its shard, as planned. Returns the records."""
     records = []
     for discovered, plan in zip(parameters, plans, strict=True):
@@ -145,7 +147,7 @@ def shard(parameters: Sequence[Found], plans: Sequence[ShardingPlan], place: Res
     return records
 
 
-def owners_of(borrowed: Sequence[Borrowed], mesh: DataMesh) -> list[Unit]:
+def owners_of(borrowed: Sequence[BorrowedParameter], mesh: DataMesh) -> list[Unit]:
     """Returns the units that own the `borrowed` parameters of a unit on `mesh`.
 
     Raises:
@@ -168,7 +170,9 @@ def owners_of(borrowed: Sequence[Borrowed], mesh: DataMesh) -> list[Unit]:
     return list(owners.values())
 
 
-def _require_something_left(modules: Sequence[nn.Module], belongings: Belongings, owners: Sequence[Unit]) -> None:
+def _require_something_left(
+    modules: Sequence[nn.Module], belongings: ParameterOwnership, owners: Sequence[Unit]
+) -> None:
     """Raise ModuleError if units were made from the outside in.
 
     Modules without parameters, or with parameters that are all tied to those of a unit beside them, may become units.
@@ -188,7 +192,7 @@ def _require_something_left(modules: Sequence[nn.Module], belongings: Belongings
             )
 
 
-def borrow(borrowed: Sequence[Borrowed]) -> None:
+def borrow(borrowed: Sequence[BorrowedParameter]) -> None:
     """Register other units' parameters at the places where this unit's modules use them too."""
     for each in borrowed:
         if any(place.key == each.place.key for place in each.record.places):

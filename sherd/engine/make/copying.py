@@ -19,7 +19,7 @@ from sherd.engine.make.build import Construction, borrow, constructions
 from sherd.engine.run import hooks
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.optimizers import watcher
-from sherd.engine.state.ownership import Belongings
+from sherd.engine.state.ownership import ParameterOwnership
 from sherd.engine.state.parameter import as_sharded
 from sherd.errors import ModuleError
 from sherd.tensor.ragged import as_dtensor
@@ -54,7 +54,7 @@ def deep_copied(module: nn.Module, memo: Memo, finish: Callable[[Unit, Unit, Mem
     for unit in units:
         _prepare(unit, memo)
     for unit in units:
-        for owner in unit.companions:
+        for owner in unit.tied_owners:
             if owner not in units and id(owner) not in memo:
                 raise ModuleError(
                     f"{unit.class_name} {unit.name} cannot be deep-copied by itself: it uses parameters of unit "
@@ -77,10 +77,10 @@ def deep_copied(module: nn.Module, memo: Memo, finish: Callable[[Unit, Unit, Mem
     ids = {unit.id: memo[id(unit)].id for unit in units}
     for unit in units:
         new = memo[id(unit)]
-        belongings = Belongings.below(new.modules, ())
+        belongings = ParameterOwnership.below(new.modules, ())
         borrow(belongings.borrowed)
-        if unit.companions:
-            new.have(new.parameters, [memo[id(owner)] for owner in unit.companions], new.ignored)
+        if unit.tied_owners:
+            new.have(new.parameters, [memo[id(owner)] for owner in unit.tied_owners], new.ignored)
         new.change(
             accumulation=None,
             when_reduced=None,

@@ -19,7 +19,7 @@ from sherd.comm.streams import Streams
 from sherd.engine.moves.selfgather import require_can_gather_itself
 from sherd.engine.state.group import travels_alone
 from sherd.engine.state.loads import loads_of
-from sherd.engine.state.ownership import Found
+from sherd.engine.state.ownership import DiscoveredParameter
 from sherd.errors import ModuleError, PlacementError
 from sherd.layout.placement import Cut, Replicate, Shard
 from sherd.layout.plan import Wanted, plan
@@ -56,7 +56,10 @@ class ShardingPlan:
 
 
 def sharding_plans(
-    parameters: Sequence[Found], streams: Streams, request_of: Callable[[Found], ShardingRequest], surrounds: bool
+    parameters: Sequence[DiscoveredParameter],
+    streams: Streams,
+    request_of: Callable[[DiscoveredParameter], ShardingRequest],
+    surrounds: bool,
 ) -> list[ShardingPlan]:
     """Returns the plans for one unit's `parameters`. `surrounds`: the unit has others inside.
 
@@ -112,14 +115,14 @@ def _require_data_parallel(name: str, mesh: DataMesh) -> None:
         )
 
 
-def _data(discovered: Found) -> torch.Tensor:
+def _data(discovered: DiscoveredParameter) -> torch.Tensor:
     """Returns the tensor to cut: the parameter, or its local tensor under tensor parallelism."""
     return local_tensor(discovered.parameter) if isinstance(discovered.parameter, DTensor) else discovered.parameter
 
 
-def _require_memory(parameters: Sequence[Found]) -> None:
+def _require_memory(parameters: Sequence[DiscoveredParameter]) -> None:
     """Raise `ModuleError` if some parameters of one buffer are on the meta device, and others not."""
-    by_buffer: dict[tuple[torch.dtype, bool], list[Found]] = {}
+    by_buffer: dict[tuple[torch.dtype, bool], list[DiscoveredParameter]] = {}
     for each in parameters:
         by_buffer.setdefault((each.parameter.dtype, each.parameter.requires_grad), []).append(each)
     for members in by_buffer.values():
@@ -135,7 +138,7 @@ def _require_memory(parameters: Sequence[Found]) -> None:
 
 
 def _cut_into_runs(
-    parameters: Sequence[Found], streams: Streams, requests: Sequence[ShardingRequest], surrounds: bool
+    parameters: Sequence[DiscoveredParameter], streams: Streams, requests: Sequence[ShardingRequest], surrounds: bool
 ) -> dict[int, tuple[Runs, int]]:
     """Returns the cut and the number of the plan of each parameter that is cut into runs, by the parameter's index."""
     plan_ids: dict[tuple[DataMesh, torch.dtype, bool, bool, int | None], list[int]] = {}

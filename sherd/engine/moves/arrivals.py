@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import dynamo_disabled, exchangeable_hook, local_tensor
 from sherd.comm.buffers import Buffer
-from sherd.comm.streams import Lane
+from sherd.comm.streams import CommStream
 from sherd.engine.moves.buffer_plan import BufferPlan, Scale
 from sherd.engine.moves.buffer_views import RowViews
 from sherd.engine.state.group import Group
@@ -57,7 +57,7 @@ class ReduceBuffer:
     without its gradient.
     """
 
-    def __init__(self, group: Group, buffer: Buffer, lane: Lane | None = None) -> None:
+    def __init__(self, group: Group, buffer: Buffer, lane: CommStream | None = None) -> None:
         self.buffer = buffer
         self._lane = lane
         self._packing = group.packing
@@ -70,7 +70,7 @@ class ReduceBuffer:
         return RowViews(self._packing, self.buffer.tensor, self._num_flags)
 
     @classmethod
-    def freed(cls, group: Group, plan: BufferPlan, dtype: torch.dtype, lane: Lane | None) -> ReduceBuffer:
+    def freed(cls, group: Group, plan: BufferPlan, dtype: torch.dtype, lane: CommStream | None) -> ReduceBuffer:
         """Returns rows without memory. The first fill allocates it, from compute's pool, or from that of `lane`."""
         buffer = Buffer(sum(plan.reduced_by_piece), dtype, group.device)
         buffer.free()
@@ -225,7 +225,7 @@ class Arrivals:
     """
 
     def __init__(
-        self, group: Group, plan: BufferPlan, lane: Lane, begin: Callable[[], None], complete: Callable[[], None]
+        self, group: Group, plan: BufferPlan, lane: CommStream, begin: Callable[[], None], complete: Callable[[], None]
     ) -> None:
         self._group = group
         self._plan = plan

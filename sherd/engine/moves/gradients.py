@@ -32,7 +32,7 @@ from sherd._torch import (
     local_tensor,
     new_dtensor,
 )
-from sherd.comm.streams import Handoff, Lane, Streams
+from sherd.comm.streams import CommStream, Handoff, Streams
 from sherd.comm.transport import Pending, Transport, parts
 from sherd.engine.moves.arrivals import Arrivals, ReduceBuffer
 from sherd.engine.moves.buffer_plan import BufferPlan, Scale
@@ -212,7 +212,7 @@ class Gradients:
         return result[0], handoff
 
     def _store(
-        self, mean: Callable[[], torch.Tensor], lane: Lane, after: Handoff | None = None
+        self, mean: Callable[[], torch.Tensor], lane: CommStream, after: Handoff | None = None
     ) -> tuple[torch.Tensor, Handoff]:
         """Copy `mean()` to host memory, on `lane`. Returns the copy, and when it is there."""
         stored: list[torch.Tensor] = []

@@ -23,7 +23,7 @@ from torch import nn
 from sherd._torch import increment_versions, set_versions, storage_uses, will_get_gradient
 from sherd.comm.buffers import Buffer
 from sherd.comm.mesh import DataMesh
-from sherd.comm.streams import Handoff, Lane, Streams
+from sherd.comm.streams import CommStream, Handoff, Streams
 from sherd.comm.transport import CopyIntoPlace, Pending, Transport
 from sherd.engine.moves import saved
 from sherd.engine.moves.buffer_plan import BufferPlan, Fill
@@ -118,7 +118,7 @@ class Unsharded:
         hide_unsharded(self._records, self.parameters, self.trained)
         return []
 
-    def free(self, lane: Lane | None = None) -> None:
+    def free(self, lane: CommStream | None = None) -> None:
         """Free the memory. If it is `lane`'s, its pool gets it once compute has read it."""
         if lane is not None:
             lane.follow_compute()

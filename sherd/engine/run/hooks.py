@@ -111,7 +111,7 @@ class BoundForward:
 def before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Begin a forward of `module`. Returns its arguments on the device and in the dtype of the unit."""
     runtime = Runtime.over(unit)
-    if runtime is None or unit.id in runtime.guests:
+    if runtime is None or unit.id in runtime.external_units:
         runtime = Runtime.of(unit, module)
     call = runtime.enter(unit, module)
     if call.outermost and unit.mesh.device.type != "cpu":

@@ -34,7 +34,7 @@ from sherd.engine.moves.arrivals import GradientObserver
 from sherd.engine.moves.saved import begin_watching, end_watching
 from sherd.engine.moves.selfgather import require_can_gather_itself
 from sherd.engine.moves.weights import IS_TRAINED, STAND
-from sherd.engine.run.overseer import overseers_of
+from sherd.engine.run.monitor import monitors_of
 from sherd.engine.run.tape import Observer, Tape
 from sherd.engine.run.unit import Unit
 from sherd.engine.run.unmanaged import Unmanaged, registrations
@@ -74,7 +74,7 @@ class UnderWay:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ForwardCall:
     """A forward under way.
 
     Attributes:
@@ -99,8 +99,8 @@ class Runtime:
     """The runtime of one model. The root module holds it, and it holds no module.
 
     Attributes:
-        units: the units in the order of `named_modules`, the root's first, and the `guests` last.
-        guests: the ids of units that are not below the root, but own parameters that are used there.
+        units: the units in the order of `named_modules`, the root's first, and the `external_units` last.
+        external_units: the ids of units that are not below the root, but own parameters that are used there.
         in_backward: True between the start and the end of backward, and after a backward that raised.
         num_backwards: the number of backwards that have begun.
         is_in_last_backward: the newest backward is the last one before a step.
@@ -109,29 +109,29 @@ class Runtime:
     over: Callable[[Unit], Runtime | None] = staticmethod(methodcaller("sealed_into"))
     """Returns the runtime that a unit is sealed into, or None. In C, because every hook asks."""
 
-    def __init__(self, root: nn.Module, units: Sequence[Unit], guests: Collection[int] = ()) -> None:
+    def __init__(self, root: nn.Module, units: Sequence[Unit], external_units: Collection[int] = ()) -> None:
         self.units = tuple(units)
-        self.unmanaged, self.guests = Unmanaged(root, units), frozenset(guests)
+        self.unmanaged, self.external_units = Unmanaged(root, units), frozenset(external_units)
         self.in_backward = False
         self.num_backwards, self.is_in_last_backward, self._is_last_backward = 0, True, True
         self._brings_gradients: bool | None = None
         """Whether the present backward brings gradients for any unit; None until somebody asks."""
         self._num_forwards = self._usual_forwards = 0  # before the next backward, and before the last one
-        self._calls: list[Call] = []
+        self._calls: list[ForwardCall] = []
         self._step_event: Any = None
         self._index = {unit.id: index for index, unit in enumerate(self.units)}
         self._policies: list[UnitPolicy] = []
-        overseers = overseers_of(self.units)
-        self.overseers = set(overseers.values())
+        monitors = monitors_of(self.units)
+        self.monitors = set(monitors.values())
         self.schedule = Schedule(())
-        self.tape = Tape(self.schedule, self.units, overseers)
+        self.tape = Tape(self.schedule, self.units, monitors)
         self.revise()
 
     @staticmethod
     def of(unit: Unit, module: nn.Module) -> Runtime:
         """Returns the runtime of `unit`. If it has none, `module` or else its first module becomes a root."""
         runtime = Runtime.over(unit)
-        if runtime is not None and not (runtime.is_idle and unit.id in runtime.guests):
+        if runtime is not None and not (runtime.is_idle and unit.id in runtime.external_units):
             return runtime
         # `module` may be one inside of the unit's modules, called by itself (`engine/run/touch.py`).
         root = module if Unit.of(module) is unit else unit.modules[0]
@@ -150,12 +150,12 @@ class Runtime:
 
     # Events
 
-    def enter(self, unit: Unit, module: nn.Module) -> Call:
+    def enter(self, unit: Unit, module: nn.Module) -> ForwardCall:
         """Unshard `unit`, because a forward of `module` begins.
 
         A forward inside this model's backward is a recomputation (activation checkpointing).
         """
-        if unit.lent is not None or unit.companions:
+        if unit.lent is not None or unit.tied_owners:
             _require_not_lent(unit, "forward")
         # Calls are left over if Ctrl-C ended the last forward.
         if self._calls and unit is self.root:
@@ -171,7 +171,7 @@ class Runtime:
                 hooks.pop(key, None)
         handling, opens_run = sys.exc_info()[1], unit.runs is None or unit.runs.begin()
         watches = begin_watching(unit.backward)
-        call = Call(unit, id(module), outermost, opens_run, recomputing, handling, under_way, watches)
+        call = ForwardCall(unit, id(module), outermost, opens_run, recomputing, handling, under_way, watches)
         self._calls.append(call)
         if recomputing:
             unit.backward.recompute_begins()
@@ -198,7 +198,7 @@ class Runtime:
             self._end_forward(differentiable and not raised)
         return not raised
 
-    def _pop_call(self) -> Call:
+    def _pop_call(self) -> ForwardCall:
         call = self._calls.pop()
         end_watching(call.watches)
         return call
@@ -217,10 +217,10 @@ class Runtime:
         self._look_for_unmanaged(in_backward=False)
         counted = self.root.policy.accumulation
         is_first = counted is None or counted.begin_forward(self.root.id)
-        # Overseers come first: in `begin` a rank that joins others may gather kept parameters, which are stale again
+        # Monitors come first: in `begin` a rank that joins others may gather kept parameters, which are stale again
         # after that: test_any_program_trains_as_the_plain_model.
-        for overseer in self.overseers:
-            overseer.begin(self.root)
+        for monitor in self.monitors:
+            monitor.begin(self.root)
         if is_first:
             for member in self.units:
                 # Most units keep no copies, and their shards are where they were: they cost no call.
@@ -252,7 +252,7 @@ class Runtime:
 
     def before_backward(self, unit: Unit) -> None:
         """Unshard `unit`, because autograd reaches one of its outputs."""
-        if unit.lent is not None or unit.companions:
+        if unit.lent is not None or unit.tied_owners:
             _require_not_lent(unit, "backward")
         if not self.in_backward:
             self._look_for_unmanaged(in_backward=True)
@@ -320,8 +320,8 @@ class Runtime:
         for unit in self.units:
             if unit.place.is_elsewhere:
                 unit.land_gradients()
-        for overseer in self.overseers:
-            overseer.end_backward(self.root)
+        for monitor in self.monitors:
+            monitor.end_backward(self.root)
         self.in_backward, self._brings_gradients = False, None
         if self._num_forwards:  # else the forward goes on, or another backward went before
             self._usual_forwards, self._num_forwards = self._num_forwards, 0
@@ -372,7 +372,7 @@ class Runtime:
 
         Parameters in use stay, as when an optimizer steps inside backward: the next forward sees that they are stale.
         """
-        if not (self.in_backward or any(unit in (call.unit, *call.unit.companions) for call in self._calls)):
+        if not (self.in_backward or any(unit in (call.unit, *call.unit.tied_owners) for call in self._calls)):
             self.reshard(unit)
 
     @contextmanager
@@ -405,8 +405,8 @@ class Runtime:
 
     def reset(self, gradients: bool = True) -> None:
         """Free all units, with nothing in flight. `gradients`: drop gradients that have not reached the shards, too."""
-        for overseer in self.overseers if self.in_backward else ():
-            overseer.abandon_backward(self.root)
+        for monitor in self.monitors if self.in_backward else ():
+            monitor.abandon_backward(self.root)
         # After an action that raised, the units are not in the forms of the schedule's state, which answers `Reset`.
         with torch.no_grad():
             for unit in self.units if self.tape.is_astray else ():
@@ -459,7 +459,7 @@ class Runtime:
             reshard_after_backward=policy.reshard_after_backward,
             unshard_in_backward=policy.unshard_in_backward,
             reduces=policy.reduce_gradients,
-            companions=tuple(self._index[owner.id] for owner in unit.companions if owner.id in self._index),
+            tied_owners=tuple(self._index[owner.id] for owner in unit.tied_owners if owner.id in self._index),
             forward_prefetch=self._indices(policy.forward_prefetch),
             backward_prefetch=self._indices(policy.backward_prefetch),
         )
@@ -488,7 +488,7 @@ def outdated(units: Sequence[Unit]) -> list[Unit]:
 
 def _require_not_lent(unit: Unit, call: str) -> None:
     """Raise if parameters of `unit` are lent: a forward would gather over the copies, gradients would be lost."""
-    lender = next((owner for owner in (unit, *unit.companions) if owner.lent is not None), None)
+    lender = next((owner for owner in (unit, *unit.tied_owners) if owner.lent is not None), None)
     if lender is not None:
         own = lender is unit and call == "forward"
         raise WrapperStateError(
@@ -514,11 +514,16 @@ def seal(root: nn.Module) -> Runtime:
     """
     below = Unit.below(root)
     ids = {unit.id for unit in below}
-    owners = {owner.id: owner for unit in below for owner in unit.companions if owner.id not in ids}
+    owners = {owner.id: owner for unit in below for owner in unit.tied_owners if owner.id not in ids}
     units = [*below, *owners.values()]
     for unit in units:
         earlier = Runtime.over(unit)
-        if earlier is not None and unit in below and earlier.root not in below and unit.id not in earlier.guests:
+        if (
+            earlier is not None
+            and unit in below
+            and earlier.root not in below
+            and unit.id not in earlier.external_units
+        ):
             raise OwnershipError(
                 f"unit {unit.name} has run below the root {earlier.root.name}, and cannot be taken under a second one, "
                 f"{type(root).__name__}: fully_shard a module that has both, and run its forward first; or delete the "
@@ -544,7 +549,7 @@ def seal(root: nn.Module) -> Runtime:
     # A user may have given a shard an all-gather of its own after it was cut in a way that does not allow one.
     for record in (parameter for unit in units for parameter in unit.parameters):
         require_can_gather_itself(record.name, record.resting, record.cut, record.mesh)
-    runtime = Runtime(root, units, guests=owners)
+    runtime = Runtime(root, units, external_units=owners)
     for unit in units:
         unit.notice_moved()
         if not unit.shards.are_in_buffer:
@@ -574,7 +579,7 @@ def name_units(root: nn.Module) -> list[Unit]:
     for unit, unit_names in names.values():
         unit.rename(", ".join(unit_names), module_names)
     below = [unit for unit, _ in names.values()]
-    for owner in {owner for unit in below for owner in unit.companions}.difference(below):
+    for owner in {owner for unit in below for owner in unit.tied_owners}.difference(below):
         owner.rename(owner.name, module_names)
     return below
 

@@ -2,7 +2,7 @@
 
     event           the schedule's edge                    its calls, bound once
     BeforeForward   Await(2), Gather(3)                    unit2.wait(), unit3.gather()
-                    with an overseer                       overseer.waits(unit2.wait), overseer.starts(unit3.gather)
+                    with an monitor                       monitor.waits(unit2.wait), monitor.starts(unit3.gather)
 
 The calls look at the groups and the policy of a unit when they are played. So a change of those binds no call anew; a
 new edge does, and an observer that comes or goes.
@@ -18,7 +18,7 @@ from typing import ParamSpec, Protocol
 import torch
 
 from sherd._torch import are_transforms_active, outside_transforms, set_grad_enabled
-from sherd.engine.run.overseer import Overseer, overseen
+from sherd.engine.run.monitor import CollectiveMonitor, monitored
 from sherd.engine.run.unit import Unit
 from sherd.schedule import actions as do
 from sherd.schedule.actions import Action, Event
@@ -60,17 +60,17 @@ class Observer(Protocol):
 
 
 class Tape:
-    """Plays the answers of `schedule` on `units`. `overseers`: by the id of a unit, the overseer of its collectives.
+    """Plays the answers of `schedule` on `units`. `monitors`: by the id of a unit, the monitor of its collectives.
 
     Attributes:
         observer: sees all events and actions, if there is one.
         is_astray: an action has raised, and nobody has recovered from it.
     """
 
-    def __init__(self, schedule: Schedule, units: Sequence[Unit], overseers: Mapping[int, Overseer]) -> None:
+    def __init__(self, schedule: Schedule, units: Sequence[Unit], monitors: Mapping[int, CollectiveMonitor]) -> None:
         self.observer: Observer | None = None
         self.is_astray = False
-        self._schedule, self._units, self._overseers = schedule, units, overseers
+        self._schedule, self._units, self._overseers = schedule, units, monitors
         # Here and not on the edges: edges form circles, which would hold the units of a deleted model.
         self._calls: dict[Edge, tuple[Callable[[], None], ...]] = {}
 
@@ -103,7 +103,7 @@ class Tape:
         calls, observer = [], self.observer
         for action in edge.actions:
             unit = self._units[action.unit]
-            call = overseen(self._overseers.get(unit.id), action, unit, bound(action, unit))
+            call = monitored(self._overseers.get(unit.id), action, unit, bound(action, unit))
             calls.append(call if observer is None else partial(observer.perform, action, call))
         if observer is not None:
             calls = [partial(observer.begins, edge.event), *calls, partial(observer.ended, edge.event)]

@@ -30,7 +30,7 @@ from sherd.engine.state.fetching import RestingPlace
 from sherd.engine.state.group import Group, batches_of
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import UNIT
-from sherd.engine.state.parameter import Place, ShardedParameter, notice_replaced
+from sherd.engine.state.parameter import ParameterPlace, ShardedParameter, notice_replaced
 from sherd.engine.state.unit_shards import UnitShards
 from sherd.errors import StateError, WrapperStateError
 from sherd.policy import MixedPrecisionPolicy, UnitPolicy, UnshardTerms
@@ -93,7 +93,7 @@ class Unit:
     A unit holds its modules weakly: they hold the unit, and a deleted model must be freed at once.
 
     Attributes:
-        companions: the units that own a parameter which this unit's modules use too.
+        tied_owners: the units that own a parameter which this unit's modules use too.
         surrounds: there are units below this unit's modules.
         ignored: the places of parameters that no unit shards.
         sealed_into: returns the unit's runtime, if it has one that still exists.
@@ -118,14 +118,14 @@ class Unit:
         self,
         modules: Sequence[nn.Module],
         parameters: Sequence[ShardedParameter],
-        companions: Sequence[Unit],
+        tied_owners: Sequence[Unit],
         mesh: DataMesh,
         streams: Streams,
         precision: MixedPrecisionPolicy,
         place: RestingPlace,
         policy: UnitPolicy,
         surrounds: bool,
-        ignored: Sequence[Place],
+        ignored: Sequence[ParameterPlace],
     ) -> None:
         self.id = next(_ids)
         self.class_name = type(modules[0]).__name__
@@ -146,7 +146,7 @@ class Unit:
         self.compared = Compared(mesh)
         self.weights: list[Weights] = []
         self.gradients: list[Gradients] = []
-        self.have(parameters, companions, ignored)
+        self.have(parameters, tied_owners, ignored)
 
     def __repr__(self) -> str:
         live = self.live.name.lower()
@@ -207,10 +207,10 @@ class Unit:
         self.sealed_into = _nowhere if runtime is None else weakref.ref(runtime)
 
     def have(
-        self, parameters: Sequence[ShardedParameter], companions: Sequence[Unit], ignored: Sequence[Place]
+        self, parameters: Sequence[ShardedParameter], tied_owners: Sequence[Unit], ignored: Sequence[ParameterPlace]
     ) -> None:
         """Replace what the unit consists of, in new groups. Shards that stay are the same Parameters."""
-        self.parameters, self.companions, self.ignored = list(parameters), tuple(companions), list(ignored)
+        self.parameters, self.tied_owners, self.ignored = list(parameters), tuple(tied_owners), list(ignored)
         self.shards = UnitShards(self.parameters)
         for parameter in self.parameters:
             parameter.belong_to(self)

@@ -27,7 +27,7 @@ from sherd.comm.agreement import in_short
 from sherd.engine.state.parameter import Owner, ShardedParameter, as_sharded, name_of, record_of
 from sherd.errors import OptimizerError, OptimStateError
 from sherd.tensor.ragged import RaggedDTensor, local_part
-from sherd.tensor.state_kind import StateKind, kind_of
+from sherd.tensor.state_kind import StateKind, state_kind
 
 
 @dataclass(eq=False)
@@ -358,7 +358,7 @@ def require_shapes(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         for parameter, key in zip(group["params"], given["params"], strict=False):
             kept, shape, local = optimizer.state.get(parameter, {}), parameter.shape, local_part(parameter).shape
             for name, value in state_dict["state"].get(key, {}).items():
-                kinds = [kind_of(name, each, shape, local) for each in (kept.get(name), value)]
+                kinds = [state_kind(name, each, shape, local) for each in (kept.get(name), value)]
                 if kinds == [StateKind.ELEMENTS, StateKind.OTHER] and value.shape != shape:
                     raise OptimStateError(
                         f"{name_of(parameter)}: its state {name!r} has shape {tuple(shape)}, and {tuple(value.shape)} "

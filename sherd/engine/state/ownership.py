@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from sherd._torch import is_fsdp_of_torch, is_replicated
-from sherd.engine.state.parameter import Place, ShardedParameter, record_of
+from sherd.engine.state.parameter import ParameterPlace, ShardedParameter, record_of
 from sherd.errors import ModuleError
 from sherd.wrap.names import plain_name
 
@@ -26,25 +26,25 @@ def is_taken(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Found:
+class DiscoveredParameter:
     """One parameter to shard: its name as seen from the unit's module, the first module that has it, all its places."""
 
     name: str
     parameter: nn.Parameter
     holder: nn.Module
-    places: list[Place] = field(default_factory=list)
+    places: list[ParameterPlace] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Borrowed:
+class BorrowedParameter:
     """A place at which another unit's parameter is registered."""
 
     record: ShardedParameter
-    place: Place
+    place: ParameterPlace
 
 
 @dataclass(frozen=True)
-class Belongings:
+class ParameterOwnership:
     """The modules and parameters of a unit.
 
     Attributes:
@@ -53,12 +53,12 @@ class Belongings:
     """
 
     modules: list[nn.Module]
-    owned: list[Found]
-    borrowed: list[Borrowed]
-    ignored: list[Place] = field(default_factory=list)
+    owned: list[DiscoveredParameter]
+    borrowed: list[BorrowedParameter]
+    ignored: list[ParameterPlace] = field(default_factory=list)
 
     @classmethod
-    def below(cls, roots: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> Belongings:
+    def below(cls, roots: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> ParameterOwnership:
         """Walk the modules below `roots` that are not taken yet, and sort their parameters.
 
         Raises:
@@ -66,27 +66,27 @@ class Belongings:
         """
         ignored_ids = {id(parameter) for parameter in ignored}
         modules: dict[int, nn.Module] = {}
-        owned: dict[int, Found] = {}
-        borrowed: list[Borrowed] = []
-        ignored_places: list[Place] = []
+        owned: dict[int, DiscoveredParameter] = {}
+        borrowed: list[BorrowedParameter] = []
+        ignored_places: list[ParameterPlace] = []
         for prefix, module in _walk(roots):
             require_not_torchs(prefix, module)
             modules[id(module)] = module
             for attribute, parameter in module._parameters.items():
-                place = Place(module, attribute)
+                place = ParameterPlace(module, attribute)
                 if parameter is None:
                     # A flat parameter may stand for it, if a module is used inside a wrapper and outside of it.
                     shown = module.__dict__.get(attribute)
                     record = record_of(shown) if isinstance(shown, nn.Parameter) else None
                     if record is not None:
-                        borrowed.append(Borrowed(record, place))
+                        borrowed.append(BorrowedParameter(record, place))
                 elif id(parameter) in ignored_ids:
                     ignored_places.append(place)
                 elif (record := record_of(parameter)) is not None:
-                    borrowed.append(Borrowed(record, place))
+                    borrowed.append(BorrowedParameter(record, place))
                 else:
                     name = plain_name(f"{prefix}.{attribute}" if prefix else attribute)
-                    owned.setdefault(id(parameter), Found(name, parameter, module)).places.append(place)
+                    owned.setdefault(id(parameter), DiscoveredParameter(name, parameter, module)).places.append(place)
         return cls(list(modules.values()), list(owned.values()), borrowed, ignored_places)
 
 

@@ -68,7 +68,7 @@ def as_sharded(parameter: torch.Tensor) -> DTensor:
     return parameter
 
 
-class Place:
+class ParameterPlace:
     """An attribute of a module that holds a parameter.
 
     Attributes:
@@ -106,11 +106,11 @@ class Place:
         shown = self.parameters.get(self.attribute)  # nn.Module puts a user's new Parameter here, registered or not
         return self._shown_in.get(self.attribute) if shown is None else shown
 
-    def on_copy(self, copies: Mapping[int, Any]) -> Place | None:
+    def on_copy(self, copies: Mapping[int, Any]) -> ParameterPlace | None:
         """Returns the place on the module's copy, None if there is no copy. `copies` are keyed by the original's id."""
         module = self.module()
         copied = None if module is None else copies.get(id(module))
-        return None if copied is None else Place(copied, self.attribute)
+        return None if copied is None else ParameterPlace(copied, self.attribute)
 
     def shows(self, parameter: nn.Parameter) -> bool:
         """Returns whether the module has `parameter` there now."""
@@ -203,7 +203,7 @@ class ShardedParameter:
     unsharded_spec: DTensorSpec | None
     shard: nn.Parameter
     holder: weakref.ref[nn.Module]
-    places: list[Place] = field(default_factory=list)
+    places: list[ParameterPlace] = field(default_factory=list)
     flat: Merged | None = None
     restored: Callable[[torch.Tensor], torch.Tensor] | None = None
     lent: nn.Parameter | None = None
@@ -287,7 +287,7 @@ class ShardedParameter:
         for place in self.places:
             place.register(registered)
 
-    def hang_on(self, places: Sequence[Place]) -> None:
+    def hang_on(self, places: Sequence[ParameterPlace]) -> None:
         """Have these places from now on."""
         self.places = list(places)
 

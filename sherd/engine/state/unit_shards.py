@@ -9,7 +9,7 @@ from torch import nn
 
 from sherd.engine.state.flat import FlatShard
 from sherd.engine.state.group import Group, group_key_of
-from sherd.engine.state.parameter import Place, ShardedParameter, key_of
+from sherd.engine.state.parameter import ParameterPlace, ShardedParameter, key_of
 
 
 class UnitShards:
@@ -18,7 +18,7 @@ class UnitShards:
     def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
         self._parameters = tuple(parameters)
         self._groups: tuple[Group, ...] = ()
-        self._flat_place: Place | None = None
+        self._flat_place: ParameterPlace | None = None
         self._at_place = {place.key: (record, place) for record in parameters for place in record.places}
 
     def regroup(self, groups: Sequence[Group]) -> None:
@@ -47,7 +47,7 @@ class UnitShards:
         for record in self._parameters:
             record.merge(flat)
         module.register_parameter(attribute, flat.parameter)
-        self._flat_place = Place(module, attribute)
+        self._flat_place = ParameterPlace(module, attribute)
 
     @property
     def shows_flat_parameter(self) -> bool:

@@ -152,7 +152,7 @@ def chunks_of(of: Lazy, most_bytes: int) -> Iterator[memoryview]:
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedTensor:
     """The tensor `name` of `source`."""
 
     source: Source

@@ -14,7 +14,7 @@ from sherd.checkpoint.writing import RANDOM
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import spans, whole
 from sherd.storage.manifest import MANIFEST, name_in_file
-from sherd.tools.convert.contents import MOST_BYTES, Contents, Named, Progress, Source, Spec, chunks_of
+from sherd.tools.convert.contents import MOST_BYTES, Contents, NamedTensor, Progress, Source, Spec, chunks_of
 from sherd.tools.convert.of_sherd import SherdSource
 from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, references
 from sherd.units import in_bytes
@@ -96,7 +96,7 @@ def _lines_of_values(value: dict[str, Any]) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TensorDifference:
     """How the tensor or value `name` differs, in words. Tensors whose elements differ have the largest differences."""
 
     name: str
@@ -114,7 +114,7 @@ def differences(
     model_only: bool = False,
     progress: Progress = lambda name, nbytes: None,
     most_bytes: int = 16 << 20,
-) -> Iterator[Difference]:
+) -> Iterator[TensorDifference]:
     """Yields what differs between two checkpoints.
 
     Tensors differ if one is missing, if shapes or dtypes differ, or if elements differ by more than `atol` + `rtol` *
@@ -127,10 +127,10 @@ def differences(
     for name in dict.fromkeys([*specs_a, *specs_b]):
         of_a, of_b = specs_a.get(name), specs_b.get(name)
         if of_a is None or of_b is None:
-            yield Difference(name, f"is missing in {'A' if of_a is None else 'B'}")
+            yield TensorDifference(name, f"is missing in {'A' if of_a is None else 'B'}")
         elif of_a != of_b:
             said_a, said_b = (f"{spec.dtype} {list(spec.shape)}" for spec in (of_a, of_b))
-            yield Difference(name, f"is {said_a} in A, {said_b} in B")
+            yield TensorDifference(name, f"is {said_a} in A, {said_b} in B")
         else:
             difference = _in_elements(a, b, name, of_a, rtol, atol, progress, most_bytes)
             if difference is not None:
@@ -148,7 +148,7 @@ def _specs(contents: Contents, model_only: bool) -> dict[str, Spec]:
 
 def _in_elements(
     a: Source, b: Source, name: str, spec: Spec, rtol: float, atol: float, progress: Progress, most_bytes: int
-) -> Difference | None:
+) -> TensorDifference | None:
     box, dtype = whole(spec.shape), DTYPES[spec.dtype]
     wide = torch.complex128 if dtype.is_complex else torch.float64
     max_abs, max_rel, num = 0.0, 0.0, 0
@@ -170,23 +170,23 @@ def _in_elements(
         max_abs = max(max_abs, float(apart.max()))
         relative = torch.where(same, 0.0, apart / of_b.abs())
         max_rel = max(max_rel, float(torch.where(relative.isnan(), torch.inf, relative).max()))
-    return Difference(name, f"{num} of {box.numel} elements differ", max_abs, max_rel, num) if num else None
+    return TensorDifference(name, f"{num} of {box.numel} elements differ", max_abs, max_rel, num) if num else None
 
 
-def _in_values(a: Any, b: Any, path: str) -> Iterator[Difference]:
+def _in_values(a: Any, b: Any, path: str) -> Iterator[TensorDifference]:
     """Yields where two trees of JSON differ."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in dict.fromkeys([*a, *b]):
             below = f"{path}/{key}" if path else str(key)
             if key not in a or key not in b:
-                yield Difference(below, f"is missing in {'A' if key not in a else 'B'}")
+                yield TensorDifference(below, f"is missing in {'A' if key not in a else 'B'}")
             else:
                 yield from _in_values(a[key], b[key], below)
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         for at, (one, other) in enumerate(zip(a, b, strict=True)):
             yield from _in_values(one, other, f"{path}/{at}")
     elif a != b:
-        yield Difference(path, f"is {a!r:.60} in A, {b!r:.60} in B")
+        yield TensorDifference(path, f"is {a!r:.60} in A, {b!r:.60} in B")
 
 
 # Verified
@@ -212,7 +212,7 @@ def damages(source: Source, progress: Progress = lambda name, nbytes: None) -> I
         return
     for name in source.contents.tensors:
         try:
-            for chunk in chunks_of(Named(source, name), MOST_BYTES):
+            for chunk in chunks_of(NamedTensor(source, name), MOST_BYTES):
                 progress(name, len(chunk))
         except CheckpointError as error:
             yield Damage(name, str(error))

@@ -13,7 +13,7 @@ from sherd.checkpoint.tensor_bytes import DTYPES
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, whole
 from sherd.layout.extent import Extent
-from sherd.tools.convert.contents import Contents, Lazy, Named, Pieced, Source, Spec
+from sherd.tools.convert.contents import Contents, Lazy, NamedTensor, Pieced, Source, Spec
 from sherd.tools.convert.mapping import Rule, each_match, filled, matcher
 from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, references
 
@@ -33,7 +33,7 @@ class Mapped(Source):
 
     def __init__(self, source: Source, rules: Sequence[Rule]) -> None:
         before = source.contents
-        tensors: dict[str, Lazy] = {name: Named(source, name) for name in before.tensors}
+        tensors: dict[str, Lazy] = {name: NamedTensor(source, name) for name in before.tensors}
         aliases, values = dict(before.aliases), dict(before.values)
         models, optimizers = before.of_kind("module"), before.of_kind("optimizer")
         for item in optimizers:

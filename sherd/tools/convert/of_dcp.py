@@ -25,7 +25,7 @@ from sherd.storage.places import Disk, Readable, read_file
 from sherd.tools.convert.contents import Contents, Pieced, Read, Source, Spec, open_file, path_inside
 from sherd.tools.convert.of_torch import Range, Strided, TorchFile, save
 from sherd.tools.convert.pickles import Dict, Inert, UnknownName, Unpickler, inert
-from sherd.tools.convert.state_trees import Pending, collected, left_out_of_tree, tree_of
+from sherd.tools.convert.state_trees import PendingTensor, collected, left_out_of_tree, tree_of
 
 FORMAT = "dcp"
 METADATA = ".metadata"
@@ -262,12 +262,12 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
             if flat in kinds:
                 raise CheckpointError(f"two tensors or values would be called {flat} in a folder of {FORMAT}")
             index, kinds[flat] = meta.MetadataIndex(flat), meta.BytesStorageMetadata()
-            if isinstance(leaf, Pending):
+            if isinstance(leaf, PendingTensor):
                 index = meta.MetadataIndex(flat, (0,) * len(leaf.spec.shape))
                 shape, properties = torch.Size(leaf.spec.shape), meta.TensorProperties(DTYPES[leaf.spec.dtype])
                 chunk = meta.ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
                 kinds[flat] = meta.TensorStorageMetadata(properties, shape, [chunk])
-            key = leaf.name if isinstance(leaf, Pending) and leaf.name else f"value {flat}"
+            key = leaf.name if isinstance(leaf, PendingTensor) and leaf.name else f"value {flat}"
             if key not in written:
                 save(file, leaf, read)
                 written[key] = storage_info(name, start, file.tell() - start)
@@ -290,4 +290,4 @@ def _leaves(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ..
 
 
 def _goes_on(value: Any) -> bool:
-    return isinstance(value, Mapping | Pending) or (isinstance(value, list) and any(map(_goes_on, value)))
+    return isinstance(value, Mapping | PendingTensor) or (isinstance(value, list) and any(map(_goes_on, value)))

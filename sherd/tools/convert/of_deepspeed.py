@@ -40,7 +40,7 @@ _RANK = re.compile(r"zero_pp_rank_(\d{1,6})_mp_rank")
 
 
 @dataclass(frozen=True)
-class Run:
+class VectorRun:
     """`numel` elements of `vector`, from element `start` on."""
 
     vector: Strided
@@ -53,7 +53,7 @@ class OfRuns:
     """A tensor whose elements, row by row, are `runs`."""
 
     spec: Spec
-    runs: tuple[Run, ...]
+    runs: tuple[VectorRun, ...]
 
     def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
         """Fill `target` with `part`."""
@@ -209,7 +209,7 @@ class _Zero(ABC):
 
     def tensor(self, name: str, shape: Any, places: list[tuple[int, int, int]], vectors: list[Any]) -> OfRuns:
         """Returns the parameter `name`, or a state of it, from the vectors of all ranks."""
-        runs = tuple(Run(vectors[rank], start, numel) for rank, start, numel in places if numel)
+        runs = tuple(VectorRun(vectors[rank], start, numel) for rank, start, numel in places if numel)
         total = sum(run.numel for run in runs)
         for run in runs:
             if not isinstance(run.vector, Strided) or run.start + run.numel > prod(run.vector.spec.shape):

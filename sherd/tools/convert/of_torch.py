@@ -31,7 +31,7 @@ from sherd.layout.extent import Extent
 from sherd.storage.places import Readable, read_exactly
 from sherd.tools.convert.contents import Contents, Read, Source, Spec, open_file
 from sherd.tools.convert.pickles import Dict, Unpickler
-from sherd.tools.convert.state_trees import Pending, collected, left_out_of_tree, tree_of
+from sherd.tools.convert.state_trees import PendingTensor, collected, left_out_of_tree, tree_of
 
 FORMAT = "torch"
 _ALIGNED = 64
@@ -336,7 +336,7 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
 class _Reference:
     """A storage as a pickle refers to it."""
 
-    pending: Pending
+    pending: PendingTensor
     key: str
 
     def persistent_id(self) -> tuple[object, ...]:
@@ -358,7 +358,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, of: Any) -> Any:
         """Returns the call that makes a tensor of a storage."""
-        if not isinstance(of, Pending):
+        if not isinstance(of, PendingTensor):
             return NotImplemented
         storage = self.storages.setdefault(id(of), _Reference(of, str(len(self.storages))))
         shape, dtype = of.spec.shape, DTYPES[of.spec.dtype]

@@ -27,9 +27,18 @@ from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, DTYPES, memory_of
 from sherd.errors import CheckpointError
 from sherd.storage.places import Disk, Readable
 from sherd.tools.convert.contents import Contents, Read, Source, Spec
-from sherd.tools.convert.of_deepspeed import MODEL_FILE, MODEL_FILES, OfRuns, Run, Wrong, add_model, folder_of, reading
+from sherd.tools.convert.of_deepspeed import (
+    MODEL_FILE,
+    MODEL_FILES,
+    OfRuns,
+    VectorRun,
+    Wrong,
+    add_model,
+    folder_of,
+    reading,
+)
 from sherd.tools.convert.of_torch import Strided, TorchFile, save
-from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, Collected, Pending, tree_of
+from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, Collected, PendingTensor, tree_of
 
 FORMAT = "universal"
 
@@ -108,7 +117,7 @@ def _shaped(vector: Strided, shape: Any, name: str) -> OfRuns:
     """Returns a parameter that is flattened in its file, as in checkpoints that were made from ZeRO-3."""
     if prod(vector.spec.shape) != prod(shape):
         raise Wrong(f"{name} has {prod(vector.spec.shape)} elements, and the shape {str(shape)[:50]}")
-    return OfRuns(Spec(vector.spec.dtype, tuple(shape)), (Run(vector, 0, prod(shape)),))
+    return OfRuns(Spec(vector.spec.dtype, tuple(shape)), (VectorRun(vector, 0, prod(shape)),))
 
 
 def _with_settings(
@@ -149,7 +158,7 @@ class _Training:
     groups: list[dict[str, tuple[int, ...]]]
     settings: list[dict[str, Any]]
     states: dict[str, dict[str, Any]]
-    rest: dict[str, Pending]
+    rest: dict[str, PendingTensor]
     without: list[str]
     aliases: dict[str, str]
 
@@ -222,7 +231,7 @@ def _training(contents: Contents, model: str, optimizer: str) -> _Training:
         for alias, name in contents.aliases.items()
         if alias.startswith(begin)
     }
-    tensors = {name: Pending(spec, begin + name) for name, spec in contents.of_item(model).items()}
+    tensors = {name: PendingTensor(spec, begin + name) for name, spec in contents.of_item(model).items()}
     tree = tree_of(replace(contents, values={optimizer: contents.values[optimizer]}))[optimizer]
     kept = {aliases.get(name, name): state for name, state in tree[STATE].items() if state}
     states: dict[str, dict[str, Any]] = {}
@@ -255,7 +264,7 @@ def _training(contents: Contents, model: str, optimizer: str) -> _Training:
     return _Training(groups, settings, states, rest, without, aliases)
 
 
-def _require(states: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Pending], optimizer: str) -> None:
+def _require(states: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, PendingTensor], optimizer: str) -> None:
     """Raise CheckpointError for a state that has no place in this form, or that DeepSpeed does not read."""
     other = "the formats sherd, dcp and torch can"
     first = next(iter(states))
@@ -272,8 +281,10 @@ def _require(states: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Pend
         for key, value in state.items():
             if key == "step":
                 continue
-            if not isinstance(value, Pending) or value.spec.shape != tensors[name].spec.shape:
-                is_ = f"has the shape {value.spec.shape}" if isinstance(value, Pending) else f"is {str(value)[:50]}"
+            if not isinstance(value, PendingTensor) or value.spec.shape != tensors[name].spec.shape:
+                is_ = (
+                    f"has the shape {value.spec.shape}" if isinstance(value, PendingTensor) else f"is {str(value)[:50]}"
+                )
                 raise CheckpointError(
                     f"{optimizer}: {key} of {name} {is_}; the format {FORMAT} holds states of the parameter's shape, "
                     f"{tensors[name].spec.shape}, and a step; {other} hold it"
@@ -295,16 +306,16 @@ def _steps(states: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[Any, float
     """Yields the step of each parameter, as the optimizer keeps it and as a number."""
     for name, state in states.items():
         if "step" in state:
-            step = state["step"].value if isinstance(state["step"], Pending) else state["step"]
+            step = state["step"].value if isinstance(state["step"], PendingTensor) else state["step"]
             if not isinstance(step, torch.Tensor | int | float) or not math.isfinite(step):
                 raise CheckpointError(f"the step of {name} is no number, which the format {FORMAT} needs it to be")
             yield state["step"], float(step)
 
 
-def _widened(value: Pending) -> Pending:
+def _widened(value: PendingTensor) -> PendingTensor:
     """Returns `value` in fp32. DeepSpeed cuts tensors along a dim, so a tensor without dims gets one."""
     own = None if value.value is None else value.value.float().reshape(value.spec.shape or (1,))
-    return Pending(Spec("F32", value.spec.shape or (1,)), value.name, own)
+    return PendingTensor(Spec("F32", value.spec.shape or (1,)), value.name, own)
 
 
 def _as_fp32(read: Read, specs: Mapping[str, Spec]) -> Read:

@@ -271,7 +271,7 @@ def _require_shapes(state: Mapping[Any, Any], spec: Spec, name: str, where: str)
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingTensor:
     """A tensor in a tree to write: its `name` in the checkpoint, or its `value` in memory."""
 
     spec: Spec
@@ -280,14 +280,14 @@ class Pending:
 
 
 def tree_of(contents: Contents, numbered: bool = False) -> dict[str, Any]:
-    """Returns the nested state dicts of `contents`, with `Pending` in the place of tensors.
+    """Returns the nested state dicts of `contents`, with `PendingTensor` in the place of tensors.
 
     Args:
         contents: what a checkpoint holds.
         numbered: an optimizer's parameters get numbers, as in `Optimizer.state_dict`, and their names are under
             "param_names".
     """
-    pending = {name: Pending(spec, name) for name, spec in contents.tensors.items()}
+    pending = {name: PendingTensor(spec, name) for name, spec in contents.tensors.items()}
     pending |= {alias: pending[name] for alias, name in contents.aliases.items()}
     tree: dict[str, Any] = {}
     for item, value in contents.values.items():
@@ -327,10 +327,10 @@ def references(value: Any) -> set[str]:
     return references(list(value.values()))
 
 
-def _decoded(value: Any, pending: Mapping[str, Pending]) -> Any:
+def _decoded(value: Any, pending: Mapping[str, PendingTensor]) -> Any:
     def with_pending(tree: Any) -> Any:
         if isinstance(tree, torch.Tensor):
-            return Pending(_InMemory(tree).spec, value=tree)
+            return PendingTensor(_InMemory(tree).spec, value=tree)
         if isinstance(tree, Mapping):
             return {key: with_pending(value) for key, value in tree.items()}
         return type(tree)(map(with_pending, tree)) if isinstance(tree, list | tuple) else tree
@@ -339,7 +339,11 @@ def _decoded(value: Any, pending: Mapping[str, Pending]) -> Any:
 
 
 def _optimizer_tree(
-    item: str, value: Mapping[str, Any], tensors: Mapping[str, Pending], pending: Mapping[str, Pending], numbered: bool
+    item: str,
+    value: Mapping[str, Any],
+    tensors: Mapping[str, PendingTensor],
+    pending: Mapping[str, PendingTensor],
+    numbered: bool,
 ) -> dict[str, Any]:
     groups: list[dict[str, Any]] = [_decoded(group, pending) for group in value.get(GROUPS, ())]
     state: dict[Any, dict[str, Any]] = {}

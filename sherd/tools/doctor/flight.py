@@ -26,7 +26,7 @@ GONE = (
 
 
 @dataclass(frozen=True)
-class Collective:
+class StartedCollective:
     """A collective that a rank started. `what` it does is in words. Ranks that agree give it the same `number`."""
 
     number: int
@@ -39,14 +39,14 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Mesh:
+class MeshLog:
     """A rank's collectives in one `mesh` of `ranks`. `wants` is the collective that it waits to start, or ""."""
 
     mesh: str
     ranks: tuple[int, ...]
     waits_s: float
     wants: str
-    collectives: dict[int, Collective]
+    collectives: dict[int, StartedCollective]
 
     @property
     def newest(self) -> int:
@@ -67,7 +67,7 @@ class Record:
     line: str
     stack: str
     failed: bool
-    meshes: list[Mesh]
+    meshes: list[MeshLog]
 
     @property
     def place(self) -> str:
@@ -90,12 +90,12 @@ def _record_of(file: Path) -> Record:
     try:
         said = json.loads(read_file(file))
         meshes = [
-            Mesh(
+            MeshLog(
                 mesh["mesh"],
                 tuple(mesh["ranks"]),
                 mesh["waits_s"],
                 mesh["wants"],
-                {started["number"]: _made(Collective, started) for started in mesh["collectives"]},
+                {started["number"]: _made(StartedCollective, started) for started in mesh["collectives"]},
             )
             for mesh in said["meshes"]
         ]
@@ -104,7 +104,7 @@ def _record_of(file: Path) -> Record:
         raise InputError(f"{file} is no flight record: {type(error).__name__} {error}") from error
 
 
-Made = TypeVar("Made", Collective, Record)
+Made = TypeVar("Made", StartedCollective, Record)
 
 
 def _made(kind: type[Made], said: Mapping[str, Any]) -> Made:
@@ -127,7 +127,7 @@ def judged(records: Sequence[Record]) -> Iterator[Finding]:
         yield from _of_mesh(section, theirs)
 
 
-def _of_mesh(section: str, theirs: Mapping[int, tuple[Record, Mesh]]) -> Iterator[Finding]:
+def _of_mesh(section: str, theirs: Mapping[int, tuple[Record, MeshLog]]) -> Iterator[Finding]:
     number = parting({rank: mesh for rank, (_, mesh) in theirs.items()})
     common = number - 1 if number else min(mesh.newest for _, mesh in theirs.values())
     yield Finding(section, "in common", f"all collectives up to number {common}")
@@ -144,7 +144,7 @@ def _of_mesh(section: str, theirs: Mapping[int, tuple[Record, Mesh]]) -> Iterato
             yield Finding(section, f"rank {rank}", text, FAILURE, ELSEWHERE)
 
 
-def parting(meshes: Mapping[int, Mesh]) -> int:
+def parting(meshes: Mapping[int, MeshLog]) -> int:
     """Returns the number of the first collective that differs between ranks, or that a rank did not start; else 0."""
     oldest = max((min(mesh.collectives, default=1) for mesh in meshes.values()), default=1)
     for number in range(oldest, max(mesh.newest for mesh in meshes.values()) + 2):
@@ -157,7 +157,7 @@ def parting(meshes: Mapping[int, Mesh]) -> int:
     return 0
 
 
-def _at(number: int, record: Record, mesh: Mesh) -> str | None:
+def _at(number: int, record: Record, mesh: MeshLog) -> str | None:
     """Returns what a rank does at collective `number`, in words; "" if it has not reached this collective.
 
     None if it cannot reach the collective: it waits for an earlier one, or knows that ranks failed.
@@ -169,7 +169,7 @@ def _at(number: int, record: Record, mesh: Mesh) -> str | None:
     return None if mesh.waits_s or record.failed else ""
 
 
-def _odd(number: int, said: Mapping[int, str | None], theirs: Mapping[int, tuple[Record, Mesh]]) -> list[int]:
+def _odd(number: int, said: Mapping[int, str | None], theirs: Mapping[int, tuple[Record, MeshLog]]) -> list[int]:
     """Returns the ranks whose collective `number` is the odd one.
 
     They are the ranks that have not reached it, else the ranks that wait while others started theirs, else a minority.
@@ -185,7 +185,7 @@ def _odd(number: int, said: Mapping[int, str | None], theirs: Mapping[int, tuple
     return fewer or (list(started or wanting) if len({*whats}) > 1 else [])
 
 
-def _doing(record: Record, mesh: Mesh) -> str:
+def _doing(record: Record, mesh: MeshLog) -> str:
     last = mesh.collectives.get(mesh.newest)
     if mesh.wants:
         return f"wants collective {mesh.newest + 1}, {record.place}: it {mesh.wants}"

@@ -19,7 +19,7 @@ from sherd.errors import InputError, PolicyError, SherdError, reason_of
 from sherd.tools.plan.reading import Loss
 from sherd.tools.simulate.settings import Mesh
 
-__all__ = ["CUT_AXES", "Cut", "Laid", "Layout", "Shards", "auto_units"]
+__all__ = ["CUT_AXES", "Cut", "ModelLayout", "ParallelModel", "Shards", "auto_units"]
 
 Shards = Callable[..., nn.Module]
 """A function that shards a model as `auto_shard` does, with the arguments of `fully_shard`."""
@@ -42,7 +42,7 @@ def auto_units(model: nn.Module, **fully_shard_args: Any) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Laid:
+class ParallelModel:
     """A model that is laid over all axes of a mesh but the data-parallel ones.
 
     Attributes:
@@ -57,7 +57,7 @@ class Laid:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ModelLayout:
     """How a model is laid over a mesh.
 
     Attributes:
@@ -93,7 +93,7 @@ class Layout:
         """Returns the number of elements that a stage sends to the next one."""
         raise NotImplementedError("a layout with the axis pp says what its stages send")
 
-    def lay(self, model: nn.Module, mesh: Mesh) -> Laid:
+    def lay(self, model: nn.Module, mesh: Mesh) -> ParallelModel:
         """Lay `model` in place over the axes that are not data parallel, as this rank of the default process group."""
         sizes = {"pp": mesh.pp, "replicate": mesh.replicate, "shard": mesh.shard, "cp": mesh.cp, "tp": mesh.tp}
         sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
@@ -103,7 +103,7 @@ class Layout:
                 _called(f"the function for {name}", self.cuts[name], model, whole[name])
         shard = flatten_mesh(whole["shard", "cp"], "shards") if "cp" in sizes else whole["shard"]
         data = concatenate_meshes([whole["replicate"], shard]) if "replicate" in sizes else shard
-        return Laid(partial(self.shard if self.rewraps else self._sharded, mesh=data), self.loss)
+        return ParallelModel(partial(self.shard if self.rewraps else self._sharded, mesh=data), self.loss)
 
     def _sharded(self, model: nn.Module, **fully_shard_args: Any) -> nn.Module:
         sharded = _called("shard", self.shard, model, **fully_shard_args)

@@ -23,7 +23,7 @@ from sherd.tools.plan.in_words import advice_of, lines_of_advice
 from sherd.tools.plan.planner import or_impossible
 from sherd.tools.plan.running import Forwards, LossOfOutput, Running, most_within, optimizer_of
 from sherd.tools.plan.sharding import stepped
-from sherd.tools.plan.tracing import Recorder, recording
+from sherd.tools.plan.tracing import StepRecorder, recording
 from sherd.tools.simulate.cluster import Cluster, bytes_in, read_cluster, shipped_clusters
 from sherd.tools.simulate.predict import Prediction
 from sherd.tools.simulate.search import Outcome, cheapest_changes
@@ -105,7 +105,7 @@ def explain_memory(
             raise
 
 
-class _Follower(Recorder):
+class _Follower(StepRecorder):
     """Follows all storages through any number of steps, and raises when their bytes exceed the limit."""
 
     def __init__(self, runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer, limit: int) -> None:

@@ -17,18 +17,18 @@ from types import UnionType
 from typing import Any, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from sherd.errors import InputError
-from sherd.tools.simulate.timeline import Search, Timeline
+from sherd.tools.simulate.timeline import Timeline, TriedSettings
 
 __all__ = ["TIMELINE", "from_json", "search_from_json", "to_json"]
 
 TIMELINE = "timeline.json"
 """The file of a recorded step, in the folder of its run."""
-FORMATS = {Timeline: "sherd-timeline/1", Search: "sherd-search/1"}
+FORMATS = {Timeline: "sherd-timeline/1", TriedSettings: "sherd-search/1"}
 WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-T = TypeVar("T", Timeline, Search)
+T = TypeVar("T", Timeline, TriedSettings)
 
 
-def to_json(record: Timeline | Search) -> str:
+def to_json(record: Timeline | TriedSettings) -> str:
     """Returns `record` as JSON. Raises ValueError if a number in it is not finite."""
     plain = {"format": FORMATS[type(record)], **_plain(record)}
     return json.dumps(plain, allow_nan=False, separators=(",", ":"))
@@ -56,9 +56,9 @@ def from_json(text: str) -> Timeline:
     return timeline
 
 
-def search_from_json(text: str) -> Search:
+def search_from_json(text: str) -> TriedSettings:
     """Returns the search that `to_json` wrote. Raises InputError, as `from_json` does."""
-    search = _read_as(Search, text)
+    search = _read_as(TriedSettings, text)
     _require(search.best in range(-1, len(search.candidates)), "best", f"there is no candidate {search.best}")
     return search
 

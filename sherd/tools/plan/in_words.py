@@ -13,7 +13,7 @@ from sherd.api.blocks import repeated_blocks
 from sherd.tools.plan.planner import fully_shard_args
 from sherd.tools.simulate.goodput import Faults, goodput
 from sherd.tools.simulate.predict import Prediction
-from sherd.tools.simulate.search import Found, Outcome
+from sherd.tools.simulate.search import Outcome, SearchResult
 from sherd.tools.simulate.settings import AXES, Settings
 from sherd.tools.simulate.timeline import Advice
 from sherd.units import in_bytes, in_seconds, three_digits
@@ -84,7 +84,12 @@ def _settings_in_lines(settings: Settings) -> Iterator[str]:
 
 
 def lines_of(
-    prediction: Prediction, settings: Settings, limit: int, found: Found | None, advice: Sequence[Advice], training: str
+    prediction: Prediction,
+    settings: Settings,
+    limit: int,
+    found: SearchResult | None,
+    advice: Sequence[Advice],
+    training: str,
 ) -> Iterator[str]:
     """Yields the lines of a plan. They may be too long for a terminal."""
     timeline, facts = prediction.timeline, facts_of(prediction, settings, limit, training)
@@ -143,7 +148,7 @@ def _costs(seconds: float) -> str:
     return f"{in_seconds(abs(seconds))} {'longer' if seconds > 0 else 'shorter'}"
 
 
-def _reasons(found: Found) -> Iterator[str]:
+def _reasons(found: SearchResult) -> Iterator[str]:
     best = found.outcomes[found.best]
     chosen = found.best.in_words()
     for name, other, outcome in found.others():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from sherd._torch import composed_on_meta, group_among
-from sherd.tools.simulate.work import ALONE, Collective, Group, Op, OpKind
+from sherd.tools.simulate.work import ALONE, Collective, Op, OpKind, RankGroup
 
 __all__ = [
     "WITHOUT_VALUES",
@@ -159,12 +159,12 @@ def collective_of(func: Any, args: tuple[Any, ...], result: Any) -> Collective |
     return Collective(kind, sum(tensor.nbytes for tensor in tensors), group)
 
 
-def group_of(group: dist.ProcessGroup | None) -> Group:
+def group_of(group: dist.ProcessGroup | None) -> RankGroup:
     """Returns the ranks of a process group; None is a rank alone."""
     if group is None or group.size() == 1:
         return ALONE
     ranks = dist.get_process_group_ranks(group)
-    return Group(len(ranks), max(1, (max(ranks) - min(ranks)) // (len(ranks) - 1)))
+    return RankGroup(len(ranks), max(1, (max(ranks) - min(ranks)) // (len(ranks) - 1)))
 
 
 # Results on meta, remembered

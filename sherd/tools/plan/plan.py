@@ -16,7 +16,7 @@ from torch import nn
 from sherd.errors import ModuleError, PolicyError, StateError
 from sherd.requirements import require_floating_dtype, require_int
 from sherd.tensor.structures import map_tensors, tensors_in
-from sherd.tools.plan.axes import CUT_AXES, Cut, Layout, Shards, auto_units
+from sherd.tools.plan.axes import CUT_AXES, Cut, ModelLayout, Shards, auto_units
 from sherd.tools.plan.garbage import garbage_left
 from sherd.tools.plan.in_words import advice_of, facts_of, lines_of, parted
 from sherd.tools.plan.planner import (
@@ -33,7 +33,7 @@ from sherd.tools.plan.reading import Loss, own_or_usual_loss
 from sherd.tools.plan.sharding import shares_of_blocks
 from sherd.tools.simulate.cluster import Cluster, read_cluster
 from sherd.tools.simulate.predict import Prediction
-from sherd.tools.simulate.search import IMPOSSIBLE, Found, Outcome, cheapest_changes, merit, search
+from sherd.tools.simulate.search import IMPOSSIBLE, Outcome, SearchResult, cheapest_changes, merit, search
 from sherd.tools.simulate.settings import (
     AXES,
     HYBRID,
@@ -47,7 +47,7 @@ from sherd.tools.simulate.settings import (
     usual_name,
 )
 from sherd.tools.simulate.sharded import OPTIMIZERS, Optimizer
-from sherd.tools.simulate.timeline import Advice, Candidate, Search, Timeline
+from sherd.tools.simulate.timeline import Advice, Candidate, Timeline, TriedSettings
 
 __all__ = ["Plan", "mesh_of", "num_samples", "plan", "planned", "resized_batch"]
 
@@ -74,7 +74,7 @@ class Plan:
     settings: Settings
     prediction: Prediction
     limit: int
-    found: Found | None
+    found: SearchResult | None
     advice: tuple[Advice, ...]
     compute_dtype: torch.dtype | None
     optimizer: Optimizer
@@ -101,7 +101,7 @@ class Plan:
         )
 
     @property
-    def search(self) -> Search | None:
+    def search(self) -> TriedSettings | None:
         """All settings that were tried, for a report."""
         if self.found is None:
             return None
@@ -113,7 +113,7 @@ class Plan:
             fits = outcome.nbytes <= self.limit
             why = "" if fits else "it takes more memory than there is"
             candidates.append(Candidate(str(settings), settings.in_words(), outcome.seconds, outcome.nbytes, fits, why))
-        return Search(tuple(candidates), 0 if self.found.fits else -1, self.limit)
+        return TriedSettings(tuple(candidates), 0 if self.found.fits else -1, self.limit)
 
     @property
     def fully_shard_args(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def plan(
     training = Training(
         _on_meta(model),
         lambda size: resized_batch(batch, first, size),
-        Layout(loss or own_or_usual_loss, shard, parallelize or {}),
+        ModelLayout(loss or own_or_usual_loss, shard, parallelize or {}),
         _optimizer_of(optimizer),
         compute_dtype,
         first,
@@ -284,13 +284,13 @@ def _space_of(training: Training, cluster: Cluster, mesh: int | Mesh, samples: i
 
 def _searched(
     evaluate: Evaluate, exactly: Callable[[Settings], Prediction], space: Space, first: Settings, limit: int
-) -> tuple[Found, Prediction]:
+) -> tuple[SearchResult, Prediction]:
     """Returns the search, and the exact prediction of its best settings.
 
     `evaluate` leaves out holes in the allocator's pools. If the best settings do not fit because of their holes, the
     search is repeated with as many bytes of holes in all settings.
     """
-    tried: list[tuple[Found, Prediction]] = []
+    tried: list[tuple[SearchResult, Prediction]] = []
     holes = 0
     while True:
         found = search(_with_holes(evaluate, holes), space, [first], limit)
@@ -337,7 +337,7 @@ def _with_holes(evaluate: Evaluate, holes: int) -> Evaluate:
     return evaluated
 
 
-def _wrappings(evaluate: Evaluate, layout: Layout, settings: Settings) -> tuple[str, ...]:
+def _wrappings(evaluate: Evaluate, layout: ModelLayout, settings: Settings) -> tuple[str, ...]:
     """Returns the ways to make units that are possible for the model, and differ from one another."""
     of_outcome: dict[Outcome, str] = {}
     for word in VALUES["wrapping"] if layout.rewraps else ("auto",):
@@ -471,7 +471,7 @@ def _settings_of(given: Mapping[str, Any], mesh: int | Mesh) -> dict[str, Any]:
     return settings
 
 
-def _beginning(mesh: Mesh, samples: int, given: Mapping[str, Any], layout: Layout) -> Settings:
+def _beginning(mesh: Mesh, samples: int, given: Mapping[str, Any], layout: ModelLayout) -> Settings:
     """Returns the settings that a search begins with: the given ones, by `_settings_of`, and defaults.
 
     `samples` are those of a rank in a step.

@@ -28,7 +28,7 @@ from sherd.errors import InputError, PolicyError, SherdError
 from sherd.layout.runs import Flat
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, PrefetchPolicy
 from sherd.tensor.structures import map_tensors
-from sherd.tools.plan.axes import Layout
+from sherd.tools.plan.axes import ModelLayout
 from sherd.tools.plan.reading import read_work
 from sherd.tools.plan.sharding import (
     Run,
@@ -50,7 +50,7 @@ from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import Optimizer, Sharded
 from sherd.tools.simulate.stretches import Part, parts_of, read_outside
 from sherd.tools.simulate.transform import checkpointed, scaled
-from sherd.tools.simulate.work import Group, Work
+from sherd.tools.simulate.work import RankGroup, Work
 
 NOT_OF_SHARDING = ("checkpointing", "recompute", "offload", "micro_batch", "micro_batches")
 """Settings that decide nothing about sharding."""
@@ -85,7 +85,7 @@ class Training:
 
     model: nn.Module
     batch: Callable[[int], Any]
-    layout: Layout
+    layout: ModelLayout
     optimizer: Optimizer
     compute_dtype: torch.dtype | None = None
     samples: int = 1
@@ -148,7 +148,7 @@ class Planner:
             )
         training = self.training
         numel = training.layout.stream_numel(training.batch(settings.micro_batch), mesh)
-        dtype, pair = training.compute_dtype or torch.float32, Group(2, mesh.num_ranks // mesh.pp)
+        dtype, pair = training.compute_dtype or torch.float32, RankGroup(2, mesh.num_ranks // mesh.pp)
         num_stages = 2 if self._is_rough else mesh.pp
         first, last = (
             replace(

@@ -24,7 +24,7 @@ from sherd.tools.plan.operations import (
 )
 from sherd.tools.simulate.work import (
     Allocate,
-    EndForward,
+    BackwardBegins,
     Enter,
     Event,
     Gradient,
@@ -68,11 +68,11 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class ModuleCall:
     """A call of a module, in the call around it."""
 
     module: int
-    around: Call | None
+    around: ModuleCall | None
     again: bool
     used: set[int] = field(default_factory=set)
     """The parameters that the call read itself, outside of calls within it."""
@@ -80,9 +80,9 @@ class Call:
     passed_at: int = 0
     """The number of events when backward was past the last operation of the call."""
 
-    def outwards(self) -> Iterator[Call]:
+    def outwards(self) -> Iterator[ModuleCall]:
         """Yields this call and all around it."""
-        call: Call | None = self
+        call: ModuleCall | None = self
         while call is not None:
             yield call
             call = call.around
@@ -94,7 +94,7 @@ class _Memory:
 
     nbytes: int
     shape: tuple[int, ...]
-    call: Call | None
+    call: ModuleCall | None
     kind: TensorKind = TensorKind.TEMPORARY
 
 
@@ -115,9 +115,9 @@ class Recording(TorchDispatchMode):
         self._events: list[Event] = []
         self._memory: list[_Memory] = []
         self._number_at: dict[int, int] = {}  # by the id of a storage that is alive
-        self._call: Call | None = None
-        self._calls: list[Call] = []
-        self._last_reached: Call | None = None
+        self._call: ModuleCall | None = None
+        self._calls: list[ModuleCall] = []
+        self._last_reached: ModuleCall | None = None
         self._in_backward = False
         self._recomputed: list[int] = []
         self._has_tokens = reads_tokens(batch)
@@ -209,7 +209,7 @@ class Recording(TorchDispatchMode):
     def enter(self, module: int, inputs: Sequence[Tensor]) -> None:
         """The forward of a module begins. The operations that made its `inputs` belong to the call around it."""
         self._claim(inputs)
-        self._call = Call(module, self._call, self._in_backward)
+        self._call = ModuleCall(module, self._call, self._in_backward)
         self._calls.append(self._call)
         self._events.append(Enter(module, self._in_backward, self._alive(inputs)))
 
@@ -234,7 +234,7 @@ class Recording(TorchDispatchMode):
             # The nodes that accumulate gradients have a variable: hooks of parameters record them.
             if node is None or hasattr(node, "variable"):
                 continue
-            noted: dict[str, Call | None] = node.metadata  # type: ignore[assignment] # a property, whatever its type says
+            noted: dict[str, ModuleCall | None] = node.metadata  # type: ignore[assignment] # a property, whatever its type says
             if "call" in noted:
                 continue
             noted["call"] = self._call
@@ -248,10 +248,10 @@ class Recording(TorchDispatchMode):
         self._claim([loss])
         for number in self._number_at.values():
             self._memory[number].kind = TensorKind.ACTIVATION
-        self._events.append(EndForward())
+        self._events.append(BackwardBegins())
         self._in_backward = True
 
-    def _reach(self, call: Call | None) -> None:
+    def _reach(self, call: ModuleCall | None) -> None:
         """Backward is about to run an operation of `call`."""
         self._pass()
         self._last_reached = call
@@ -292,7 +292,7 @@ class Recording(TorchDispatchMode):
         self._mark_logits()
         for number in self._inputs:
             self._memory[number].kind = TensorKind.INPUT
-        passed: dict[int, list[Call]] = {}
+        passed: dict[int, list[ModuleCall]] = {}
         for call in reversed(self._calls):  # inner calls were entered after those around them
             if call.is_reached:
                 passed.setdefault(call.passed_at, []).append(call)

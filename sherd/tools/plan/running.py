@@ -19,7 +19,7 @@ from sherd.engine import BoundForward, Unit
 from sherd.errors import StateError, UnsupportedError
 from sherd.schedule.state import Keep
 from sherd.tensor.structures import tensors_in
-from sherd.tools.plan.axes import Layout
+from sherd.tools.plan.axes import ModelLayout
 from sherd.tools.plan.plan import num_samples, resized_batch
 from sherd.tools.plan.planner import Planner, Training
 from sherd.tools.plan.reading import own_or_usual_loss
@@ -81,7 +81,7 @@ class Running(Planner):
         training = Training(
             plain_copy(model),
             lambda size: resized_batch(seen.batch, first, size),
-            Layout(partial(_loss_of, given=loss)),
+            ModelLayout(partial(_loss_of, given=loss)),
             optimizer_of(stepper),
             units[0].precision.param_dtype,
             samples=first,

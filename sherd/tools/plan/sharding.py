@@ -16,7 +16,7 @@ from sherd.schedule.state import UnitSpec
 from sherd.tensor.ragged import local_part
 from sherd.tools.plan.operations import group_of
 from sherd.tools.simulate.sharded import Optimizer, Sharded, Traffic
-from sherd.tools.simulate.sharded import Unit as PlayedUnit
+from sherd.tools.simulate.sharded import SimulatedUnit as PlayedUnit
 from sherd.tools.simulate.work import Work
 from sherd.wrap.names import plain_name
 
@@ -265,5 +265,5 @@ def _moved(spec: UnitSpec, numbers: Sequence[int]) -> UnitSpec:
         None if units is None else tuple(numbers[unit] for unit in units)
         for units in (spec.forward_prefetch, spec.backward_prefetch)
     )
-    companions = tuple(numbers[unit] for unit in spec.companions)
-    return replace(spec, companions=companions, forward_prefetch=ahead, backward_prefetch=behind)
+    tied_owners = tuple(numbers[unit] for unit in spec.tied_owners)
+    return replace(spec, tied_owners=tied_owners, forward_prefetch=ahead, backward_prefetch=behind)

@@ -27,11 +27,11 @@ from sherd.tools.plan.recording import logits_among, reads_tokens
 from sherd.tools.plan.sharding import name_of, traffic_of
 from sherd.tools.plan.storages import Storages
 from sherd.tools.simulate.play import OPTIMIZER_TEMPORARY
-from sherd.tools.simulate.timeline import Lane, Meter, Span, Timeline, TimelineUnit
+from sherd.tools.simulate.timeline import Lane, LaneSpan, Meter, Timeline, TimelineUnit
 from sherd.tools.simulate.work import TensorKind
 from sherd.wrap.names import plain_name
 
-__all__ = ["Recorder", "Trace", "recording", "traced"]
+__all__ = ["StepRecorder", "Trace", "recording", "traced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def traced(model: nn.Module, optimizer: Optimizer, title: str = "") -> Iterator[
         StateError: the model is observed already, as by `track_memory`; or its parameters have no data yet.
     """
     runtime = Runtime.of(root_unit(model, "traced"), model)
-    trace, recorder = Trace(), Recorder(runtime, optimizer)
+    trace, recorder = Trace(), StepRecorder(runtime, optimizer)
     with recording(recorder, runtime, model, optimizer):
         yield trace
         recorder.end()
@@ -112,7 +112,7 @@ def traced(model: nn.Module, optimizer: Optimizer, title: str = "") -> Iterator[
 
 
 @contextmanager
-def recording(recorder: Recorder, runtime: Runtime, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+def recording(recorder: StepRecorder, runtime: Runtime, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """Call `recorder` for all events of `runtime`, and before and after a step of `optimizer`. Raises as `traced`."""
     hooks = (
         model.register_forward_hook(recorder.after_forward),
@@ -128,7 +128,7 @@ def recording(recorder: Recorder, runtime: Runtime, model: nn.Module, optimizer:
             hook.remove()
 
 
-class Recorder:
+class StepRecorder:
     """Observes events and actions of a runtime, gradients, and the optimizer's step.
 
     `after_each` is passed on to `Storages`.
@@ -358,21 +358,21 @@ class Recorder:
             for unit in self._runtime.units
         )
 
-    def _spans_at(self, seconds: Sequence[float]) -> Iterator[Span]:
+    def _spans_at(self, seconds: Sequence[float]) -> Iterator[LaneSpan]:
         """Yields the spans, with the times of marks in `seconds`."""
         queued: dict[tuple[str, int], tuple[_Label, int]] = {}
         for label, start, end in self._done:
             if label.lane is Lane.COMPUTE:
-                yield Span(label.lane, label.name, label.unit, seconds[start], seconds[end])
+                yield LaneSpan(label.lane, label.name, label.unit, seconds[start], seconds[end])
                 continue
-            yield Span(Lane.COMPUTE, "wait", label.unit, seconds[start], seconds[end])
+            yield LaneSpan(Lane.COMPUTE, "wait", label.unit, seconds[start], seconds[end])
             if self._device.type != "cpu" and label.lane is not Lane.MODEL:
                 key = "gather" if label.lane is Lane.GATHER else "reduce", label.unit
                 if label.nbytes and label.name != "all-reduce":
                     queued.setdefault(key, (label, start))
                     continue
                 label, start = queued.pop(key, (label, start))
-            yield Span(label.lane, label.name, label.unit, seconds[start], seconds[end], label.nbytes)
+            yield LaneSpan(label.lane, label.name, label.unit, seconds[start], seconds[end], label.nbytes)
 
 
 def _in_ranks(unit: Unit) -> str:
@@ -383,7 +383,7 @@ def _in_ranks(unit: Unit) -> str:
 class _Gradients:
     """Passes on what happens to the gradients of one group of a unit."""
 
-    def __init__(self, recorder: Recorder, number: int, group: int, parameters: Sequence[ShardedParameter]) -> None:
+    def __init__(self, recorder: StepRecorder, number: int, group: int, parameters: Sequence[ShardedParameter]) -> None:
         self._recorder, self._number = recorder, number
 
     def arrives(self, index: int, unsharded: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from sherd.schedule.moments import MemoryKind
-from sherd.tools.simulate.timeline import Lane, Span, Timeline, TimelineUnit
+from sherd.tools.simulate.timeline import Lane, LaneSpan, Timeline, TimelineUnit
 from sherd.tools.simulate.work import TensorKind
 
 __all__ = ["Branch", "Levels", "branches", "exposed_wait", "is_exposed", "kinds_of", "levels", "longest"]
@@ -75,7 +75,7 @@ def levels(timeline: Timeline, kinds: Iterable[str]) -> Levels:
     return Levels([time for time, _ in moments], of)
 
 
-def longest(spans: Sequence[Span], most: int = SPANS) -> list[Span]:
+def longest(spans: Sequence[LaneSpan], most: int = SPANS) -> list[LaneSpan]:
     """Returns the `most` longest spans, in the order of `spans`."""
     if len(spans) <= most:
         return list(spans)
@@ -88,7 +88,7 @@ def exposed_wait(timeline: Timeline) -> float:
     return sum(span.end - span.start for span in timeline.spans if is_exposed(span))
 
 
-def is_exposed(span: Span) -> bool:
+def is_exposed(span: LaneSpan) -> bool:
     """Returns whether compute waits for another lane."""
     return span.lane is Lane.COMPUTE and span.name == "wait"
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from importlib.resources import files
 
 from sherd.tools.report.folded import OTHER, SPANS, Branch, Levels, branches, exposed_wait, kinds_of, levels, longest
-from sherd.tools.simulate.timeline import Advice, Candidate, Lane, Search, Timeline
+from sherd.tools.simulate.timeline import Advice, Candidate, Lane, Timeline, TriedSettings
 from sherd.units import in_bytes, in_seconds
 
 __all__ = ["page"]
@@ -24,7 +24,7 @@ KEYS = {"forward": "k0", "backward": "k4", "recompute": "k1", "optimizer": "k5",
 """The colours of page.css for the kinds of spans."""
 
 
-def page(timelines: Sequence[Timeline], search: Search | None = None, advice: Sequence[Advice] = ()) -> str:
+def page(timelines: Sequence[Timeline], search: TriedSettings | None = None, advice: Sequence[Advice] = ()) -> str:
     """Returns the page: facts, advice, memory and lanes over the step, units, and the search.
 
     Several timelines are side by side, on the same scales. Names are escaped, whatever they contain.
@@ -160,7 +160,7 @@ def _branch(branch: Branch) -> str:
     return f"<li><details{is_open}><summary class=unit>{cells}</summary>{inner}</details>"
 
 
-def _front(search: Search) -> list[Candidate]:
+def _front(search: TriedSettings) -> list[Candidate]:
     """Returns the Pareto front of the candidates that fit, by memory and time, the smallest first."""
     front: list[Candidate] = []
     fitting = (candidate for candidate in search.candidates if candidate.fits)
@@ -170,7 +170,7 @@ def _front(search: Search) -> list[Candidate]:
     return front
 
 
-def _search(search: Search | None) -> str:
+def _search(search: TriedSettings | None) -> str:
     if search is None or not search.candidates:
         return ""
     best = search.candidates[search.best] if search.best >= 0 else None
@@ -191,7 +191,7 @@ def _search(search: Search | None) -> str:
     )
 
 
-def _data(steps: Sequence[Timeline], kinds: Mapping[str, int], search: Search | None) -> dict[str, object]:
+def _data(steps: Sequence[Timeline], kinds: Mapping[str, int], search: TriedSettings | None) -> dict[str, object]:
     """Returns the data for page.js: whole numbers in columns, since there may be thousands of spans."""
     folded = [levels(step, kinds) for step in steps]
     most = max(max(memory.most, step.peak.nbytes) for memory, step in zip(folded, steps, strict=True))

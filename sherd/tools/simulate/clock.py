@@ -8,7 +8,7 @@ collective takes its time while compute waits for it.
 from __future__ import annotations
 
 from sherd.tools.simulate.costs import ClusterCosts
-from sherd.tools.simulate.timeline import Lane, Span
+from sherd.tools.simulate.timeline import Lane, LaneSpan
 
 SHARING = (Lane.GATHER, Lane.REDUCE, Lane.ALL_REDUCE)
 """The lanes whose work takes processors of the device. Copies to the host have engines of their own."""
@@ -31,7 +31,7 @@ class Clock:
         """The time when the ranks last waited for one another, without streams."""
         self._busy: list[tuple[float, float]] = []
         """The start and end of each collective that takes a part of the device from compute."""
-        self.spans: list[Span] = []
+        self.spans: list[LaneSpan] = []
         self.exposed = dict.fromkeys(Lane, 0.0)
 
     @property
@@ -50,9 +50,9 @@ class Clock:
         end = self._free[Lane.COMPUTE] = max(self._end_beside_collectives(start, seconds), self._host)
         last = self.spans[-1] if self.spans else None
         if last and (last.lane, last.name, last.unit, last.end) == (Lane.COMPUTE, name, unit, start):
-            self.spans[-1] = Span(Lane.COMPUTE, name, unit, last.start, end)
+            self.spans[-1] = LaneSpan(Lane.COMPUTE, name, unit, last.start, end)
         elif end > start:
-            self.spans.append(Span(Lane.COMPUTE, name, unit, start, end))
+            self.spans.append(LaneSpan(Lane.COMPUTE, name, unit, start, end))
 
     def _end_beside_collectives(self, now: float, seconds: float) -> float:
         """Returns the end of compute that begins `now` and takes `seconds` without collectives beside it."""
@@ -77,7 +77,7 @@ class Clock:
         end = self._free[lane] = start + seconds
         if lane in SHARING and self._costs.beside < 1.0:
             self._busy.append((start, end))
-        self.spans.append(Span(lane, name, unit, start, end, nbytes))
+        self.spans.append(LaneSpan(lane, name, unit, start, end, nbytes))
         return end
 
     def follow_compute(self, lane: Lane) -> None:
@@ -89,7 +89,7 @@ class Clock:
         start = max(self.now, self._host)
         if until > start:
             self.exposed[lane] += until - start
-            self.spans.append(Span(Lane.COMPUTE, "wait", unit, start, until))
+            self.spans.append(LaneSpan(Lane.COMPUTE, "wait", unit, start, until))
             self._free[Lane.COMPUTE] = until
 
     def do_beside(self, lane: Lane, name: str, unit: int, seconds: float, nbytes: int) -> None:

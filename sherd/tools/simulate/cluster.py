@@ -117,7 +117,7 @@ BINARY = {"B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ValueKind:
     """The values of a field: a value of `types`; with `units` a text, which is written in the last unit that fits."""
 
     expected: str
@@ -126,24 +126,30 @@ class Kind:
     may_be_zero: bool = False
 
 
-BYTES = Kind('bytes, as "80 GiB" or "80 GB"', units=DECIMAL | BINARY)
-BANDWIDTH = Kind('bytes per second, as "3.35 TB/s"', units={f"{unit}/s": by for unit, by in (BINARY | DECIMAL).items()})
-FLOPS = Kind('FLOP per second, as "989 TFLOP/s"', units={f"{p}FLOP/s": 1e3**i for i, p in enumerate("MGTP", 2)})
-SECONDS = Kind('a time, as "5 us" or "0 s"', units={"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}, may_be_zero=True)
-SHARE = Kind("a number above 0 and up to 1 without a unit, as 0.75", (float, int))
-COUNT = Kind("a whole number from 1 on", (int,))
-FLAG = Kind("true or false", (bool,))
-TEXT = Kind("a text that is not empty")
+BYTES = ValueKind('bytes, as "80 GiB" or "80 GB"', units=DECIMAL | BINARY)
+BANDWIDTH = ValueKind(
+    'bytes per second, as "3.35 TB/s"', units={f"{unit}/s": by for unit, by in (BINARY | DECIMAL).items()}
+)
+FLOPS = ValueKind('FLOP per second, as "989 TFLOP/s"', units={f"{p}FLOP/s": 1e3**i for i, p in enumerate("MGTP", 2)})
+SECONDS = ValueKind(
+    'a time, as "5 us" or "0 s"', units={"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}, may_be_zero=True
+)
+SHARE = ValueKind("a number above 0 and up to 1 without a unit, as 0.75", (float, int))
+COUNT = ValueKind("a whole number from 1 on", (int,))
+FLAG = ValueKind("true or false", (bool,))
+TEXT = ValueKind("a text that is not empty")
 DECIMAL_BYTES = replace(BYTES, units=DECIMAL)
 TIMED = 'a list of texts, as "2 MB: 97 us" or "151 MFLOP, 2 MB, 384 deep: 977 us"'
-FLOP = Kind('FLOP, as "151 MFLOP"', units={f"{p}FLOP": 1e3**i for i, p in enumerate(["", *"kMGTP"])}, may_be_zero=True)
-PRICE = Kind('a price and the code of its currency, as "2.99 USD"')
+FLOP = ValueKind(
+    'FLOP, as "151 MFLOP"', units={f"{p}FLOP": 1e3**i for i, p in enumerate(["", *"kMGTP"])}, may_be_zero=True
+)
+PRICE = ValueKind('a price and the code of its currency, as "2.99 USD"')
 
 LINKS = ("within", "across", "to_host", "optimizer")
 DTYPES = ("bfloat16", "float32", "float16", "tfloat32", "float64")
 INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
 RARE = ("complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-FIELDS: dict[str, Kind] = {
+FIELDS: dict[str, ValueKind] = {
     "name": TEXT,
     "devices_per_node": COUNT,
     "price_per_hour": PRICE,
@@ -269,7 +275,7 @@ def _require_possible(path: Path, values: Mapping[str, object], device: Device) 
             raise ClusterError(f"{path}: {name} = {shortened(values[name])}; expected at most {peak}, {values[peak]}")
 
 
-def _value(where: str, value: object, kind: Kind) -> object:
+def _value(where: str, value: object, kind: ValueKind) -> object:
     """Returns `value` in bytes, seconds or the like, or unchanged if it has no unit. Raises ClusterError."""
     text, number = str(value), float("nan")
     is_good = type(value) in kind.types
@@ -323,7 +329,7 @@ def texts_of(cluster: Cluster) -> dict[str, str]:
     return {name: _text(flat[name], kind) for name, kind in FIELDS.items() if flat.get(name) is not None}
 
 
-def _text(value: object, kind: Kind) -> str:
+def _text(value: object, kind: ValueKind) -> str:
     if kind.units:
         number = float(str(value))
         fitting = [unit for unit, by in kind.units.items() if number >= by] or [*kind.units][:1]

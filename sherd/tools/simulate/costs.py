@@ -25,7 +25,7 @@ from heapq import nsmallest
 from math import dist, exp, log, sqrt
 
 from sherd.tools.simulate.cluster import Cluster, Device, Timed
-from sherd.tools.simulate.work import Group, Op, OpKind
+from sherd.tools.simulate.work import Op, OpKind, RankGroup
 
 NEAREST = 4
 """This many timed operations, the nearest in size, say what another operation takes."""
@@ -34,7 +34,7 @@ SAME = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class NodeRanks:
     """A process group on nodes: its `size`, and the number of ranks that share a node (the last may have fewer)."""
 
     size: int
@@ -44,7 +44,7 @@ class Ranks:
         assert 1 <= self.per_node <= self.size, f"1 <= per_node <= size: {self}"
 
     @classmethod
-    def of(cls, group: Group, devices_per_node: int) -> Ranks:
+    def of(cls, group: RankGroup, devices_per_node: int) -> NodeRanks:
         """Returns `group` on nodes that ranks fill one after the other."""
         return cls(group.size, max(1, min(group.size, devices_per_node // group.stride)))
 
@@ -95,7 +95,7 @@ def waited(computed: float, skew: float) -> float:
     return skew * sqrt(computed * 1e3)
 
 
-def collective_seconds(kind: str, nbytes: int, ranks: Ranks, cluster: Cluster) -> float:
+def collective_seconds(kind: str, nbytes: int, ranks: NodeRanks, cluster: Cluster) -> float:
     """Returns the seconds of a collective; 0 for one rank.
 
     Args:
@@ -140,7 +140,7 @@ class ClusterCosts:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.overlaps, self.host, self.beside = cluster.device.overlaps, cluster.device.host, cluster.device.beside
-        self._seconds_of: dict[tuple[str, int, Group], float] = {}
+        self._seconds_of: dict[tuple[str, int, RankGroup], float] = {}
 
     def op(self, op: Op) -> float:
         """Returns the seconds of an operation."""
@@ -151,7 +151,7 @@ class ClusterCosts:
         device = self._cluster.device
         return device.launch + nbytes / (device.bandwidth * device.shares.get(OpKind.COPY, 1.0))
 
-    def collective(self, kind: str, nbytes: int, group: Group) -> float:
+    def collective(self, kind: str, nbytes: int, group: RankGroup) -> float:
         """Returns the seconds of a collective; see `collective_seconds`."""
         seconds = self._seconds_of.get((kind, nbytes, group))
         if seconds is None:  # a model has many units of equal sizes
@@ -176,10 +176,10 @@ class ClusterCosts:
         # A device's share of its host's memory is about as fast as the link between them.
         return self.to_host(nbytes) if on_host else self.copied(nbytes)
 
-    def link(self, group: Group) -> str:
+    def link(self, group: RankGroup) -> str:
         """Returns the slowest link between ranks of `group`, in words."""
         ranks = self._ranks(group)
         return "within nodes" if ranks.per_node >= ranks.size else "across nodes"
 
-    def _ranks(self, group: Group) -> Ranks:
-        return Ranks.of(group, self._cluster.devices_per_node)
+    def _ranks(self, group: RankGroup) -> NodeRanks:
+        return NodeRanks.of(group, self._cluster.devices_per_node)

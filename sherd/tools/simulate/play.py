@@ -29,9 +29,9 @@ from sherd.tools.simulate.clock import Clock
 from sherd.tools.simulate.costs import ClusterCosts
 from sherd.tools.simulate.reserved import Reserved
 from sherd.tools.simulate.sharded import Sharded
-from sherd.tools.simulate.stretches import Called, Part, Stretch
+from sherd.tools.simulate.stretches import ModelCollective, Part, Segment
 from sherd.tools.simulate.timeline import Lane, Meter, Timeline, TimelineUnit
-from sherd.tools.simulate.work import ALONE, Group, TensorKind
+from sherd.tools.simulate.work import ALONE, RankGroup, TensorKind
 
 OPTIMIZER_TEMPORARY = "optimizer temporaries"
 FOLLOWED = 3
@@ -52,7 +52,7 @@ class Stage:
     number: int
     num_stages: int
     sent: int = 0
-    pair: Group = ALONE
+    pair: RankGroup = ALONE
     begins: tuple[float, ...] | None = None
 
     def order(self, micro_batches: int) -> list[bool]:
@@ -149,7 +149,7 @@ class _Player:
         """Take a first step for its order alone. Only buffers and optimizer state remain of it."""
         self.begin_step()
         for part in self._parts:
-            if not isinstance(part, Stretch | Called):
+            if not isinstance(part, Segment | ModelCollective):
                 for moment in part:
                     self._buffers.live_through(self._schedule, moment)
         self._see_buffers()
@@ -193,9 +193,9 @@ class _Player:
 
     def _go_through(self, parts: Sequence[Part]) -> None:
         for part in parts:
-            if isinstance(part, Stretch):
+            if isinstance(part, Segment):
                 self._compute(part)
-            elif isinstance(part, Called):
+            elif isinstance(part, ModelCollective):
                 self._call(part)
             else:
                 for moment in part:
@@ -217,14 +217,14 @@ class _Player:
         self.clock.compute("optimizer", -1, self._costs.optimizer(touched, num_touched, sharded.is_offloaded))
         self._come(OPTIMIZER_TEMPORARY, -1, -temporary)
 
-    def _compute(self, stretch: Stretch) -> None:
+    def _compute(self, stretch: Segment) -> None:
         self.clock.compute(stretch.phase, stretch.unit, stretch.seconds, stretch.num_ops)
         for kind, unit, nbytes in stretch.changes:
             self.meter.add(self.clock.now, kind, unit, nbytes, self._moment)
         if self._reserved is not None and self._is_followed:
             self._reserved.follow(stretch.tensors)
 
-    def _call(self, called: Called) -> None:
+    def _call(self, called: ModelCollective) -> None:
         call, unit, lane = called.collective, called.unit, Lane.MODEL
         seconds = self._costs.collective(call.kind, call.nbytes, call.group)
         if self._costs.overlaps:
@@ -319,16 +319,16 @@ class _Player:
                 seconds = self._costs.to_host(sizes.gradients)
                 self._landed = self.clock.start(Lane.COPY, "copy", unit, seconds, sizes.gradients, after=end)
 
-    def _do_together(self, lane: Lane, name: str, kind: str, unit: int, parts: Sequence[tuple[Group, int]]) -> None:
+    def _do_together(self, lane: Lane, name: str, kind: str, unit: int, parts: Sequence[tuple[RankGroup, int]]) -> None:
         """Do the collectives of a unit's groups without streams."""
         # They are queued and waited for together, so those of the same ranks take as long as one of all their bytes.
-        total: Counter[Group] = Counter()
+        total: Counter[RankGroup] = Counter()
         for group, nbytes in parts:
             total[group] += nbytes
         for group, nbytes in total.items():
             self.clock.do_beside(lane, name, unit, self._seconds(kind, nbytes, group), nbytes)
 
-    def _seconds(self, kind: str, nbytes: int, group: Group) -> float:
+    def _seconds(self, kind: str, nbytes: int, group: RankGroup) -> float:
         return self._costs.collective(kind, nbytes, group) if nbytes else 0.0
 
 

@@ -13,9 +13,9 @@ from sherd.tools.simulate.play import Stage, begins, pass_seconds, play
 from sherd.tools.simulate.reserved import Reserved, reserved_roughly
 from sherd.tools.simulate.settings import Mesh
 from sherd.tools.simulate.sharded import Sharded
-from sherd.tools.simulate.stretches import Called, Part
+from sherd.tools.simulate.stretches import ModelCollective, Part
 from sherd.tools.simulate.timeline import Lane, Timeline
-from sherd.tools.simulate.work import Group, Work
+from sherd.tools.simulate.work import RankGroup, Work
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def predict(
 
 def _sent(timeline: Timeline, rank: RankWork, costs: ClusterCosts) -> dict[str, int]:
     """Returns the bytes that a rank sends in the collectives of a step, by the slowest link of each ring."""
-    groups: dict[tuple[Lane, int], list[Group]] = {}
+    groups: dict[tuple[Lane, int], list[RankGroup]] = {}
     for number, unit in enumerate(rank.sharded.units):
         for each in unit.traffic:
             groups.setdefault((Lane.GATHER, number), []).extend([each.shard] * (each.gathered > 0))
@@ -193,7 +193,7 @@ def _sent(timeline: Timeline, rank: RankWork, costs: ClusterCosts) -> dict[str, 
     if not costs.overlaps:  # collectives of a unit between the same ranks run together
         groups = {key: [*dict.fromkeys(each)] for key, each in groups.items()}
     for part in rank.parts:
-        if isinstance(part, Called) and part.collective.group.size > 1:
+        if isinstance(part, ModelCollective) and part.collective.group.size > 1:
             groups.setdefault((Lane.MODEL, part.unit), []).append(part.collective.group)
     in_turn = {key: cycle(each) for key, each in groups.items()}  # the order in which collectives are queued
     sent: Counter[str] = Counter()

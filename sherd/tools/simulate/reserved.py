@@ -13,14 +13,14 @@ from functools import cache
 from typing import NamedTuple
 
 from sherd.schedule.moments import MemoryKind
-from sherd.tools.simulate.sharded import Unit
+from sherd.tools.simulate.sharded import SimulatedUnit
 from sherd.tools.simulate.timeline import Change, Lane
 
 SEGMENT = 2 << 20
 """torch's allocator takes memory from the driver in multiples of this many bytes."""
 
 
-def lane_of(kind: str, unit: Unit | None) -> Lane:
+def lane_of(kind: str, unit: SimulatedUnit | None) -> Lane:
     """Returns the lane that allocates a kind of memory of `unit`; memory outside of the engine is compute's."""
     groups = unit.groups if unit is not None else ()
     match kind:
@@ -38,7 +38,7 @@ def lane_of(kind: str, unit: Unit | None) -> Lane:
             return Lane.COMPUTE
 
 
-def reserved_roughly(changes: Iterable[Change], units: tuple[Unit, ...]) -> int:
+def reserved_roughly(changes: Iterable[Change], units: tuple[SimulatedUnit, ...]) -> int:
     """Returns the bytes that a step reserves without holes between blocks: the sum of the peaks of all lanes."""
     now: Counter[Lane] = Counter()
     most: Counter[Lane] = Counter()
@@ -50,7 +50,7 @@ def reserved_roughly(changes: Iterable[Change], units: tuple[Unit, ...]) -> int:
     return sum(-(-nbytes // SEGMENT) * SEGMENT for nbytes in most.values())
 
 
-def _lanes(units: tuple[Unit, ...]) -> Callable[[str, int], Lane]:
+def _lanes(units: tuple[SimulatedUnit, ...]) -> Callable[[str, int], Lane]:
     """Returns `lane_of` by the number of the unit, -1 for memory of no unit."""
     return cache(lambda kind, unit: lane_of(kind, units[unit] if unit >= 0 else None))
 
@@ -58,7 +58,7 @@ def _lanes(units: tuple[Unit, ...]) -> Callable[[str, int], Lane]:
 class Reserved:
     """The caching allocator in a step, as tensors come and go."""
 
-    def __init__(self, units: tuple[Unit, ...], limit: int | None = None) -> None:
+    def __init__(self, units: tuple[SimulatedUnit, ...], limit: int | None = None) -> None:
         self.allocator = CachingAllocator(limit)
         self._lane_at = _lanes(units)
         self._buffers: defaultdict[tuple[str, int], list[tuple[int, Block]]] = defaultdict(list)

@@ -33,7 +33,7 @@ IMPOSSIBLE = Outcome(math.inf, sys.maxsize)
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -53,7 +53,7 @@ class Found:
         """The first settings of the ranking."""
         return self.ranking[0]
 
-    def corrected(self, exact: Mapping[Settings, Outcome]) -> Found:
+    def corrected(self, exact: Mapping[Settings, Outcome]) -> SearchResult:
         """Returns the result with `exact` outcomes, that of the best settings among them.
 
         The others are corrected like the best one: their seconds by the same factor, their bytes by the same number.
@@ -67,7 +67,7 @@ class Found:
         fits = best.nbytes <= self.limit
         others = [each for each in outcomes if each != self.best and (outcomes[each].nbytes <= self.limit or not fits)]
         others.sort(key=lambda each: merit(outcomes[each], self.limit))
-        return Found(outcomes, (self.best, *others), fits, self.limit)
+        return SearchResult(outcomes, (self.best, *others), fits, self.limit)
 
     def others(self) -> Iterator[tuple[str, Settings, Outcome]]:
         """Yields for each choice its name, and the best settings that were tried and differ in this choice alone."""
@@ -91,7 +91,9 @@ def merit(outcome: Outcome, limit: int) -> tuple[int, float, int]:
     return max(0, outcome.nbytes - limit), outcome.seconds, outcome.nbytes
 
 
-def search(evaluate: Callable[[Settings], Outcome], space: Space, beginnings: Iterable[Settings], limit: int) -> Found:
+def search(
+    evaluate: Callable[[Settings], Outcome], space: Space, beginnings: Iterable[Settings], limit: int
+) -> SearchResult:
     """Returns the settings that were tried, best first.
 
     Args:
@@ -111,7 +113,7 @@ def search(evaluate: Callable[[Settings], Outcome], space: Space, beginnings: It
                 settings = min((settings, *_combined(space, tried.outcomes, settings, limit)), key=tried.merit)
     possible = {settings: outcome for settings, outcome in tried.outcomes.items() if outcome is not IMPOSSIBLE}
     fitting = [settings for settings, outcome in possible.items() if outcome.nbytes <= limit]
-    return Found(possible, tuple(sorted(fitting or possible, key=tried.merit)), bool(fitting), limit)
+    return SearchResult(possible, tuple(sorted(fitting or possible, key=tried.merit)), bool(fitting), limit)
 
 
 PATIENCE = 2

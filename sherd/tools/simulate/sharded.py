@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from sherd.schedule.moments import Arrival, GroupSizes
 from sherd.schedule.state import Limits, UnitSpec
-from sherd.tools.simulate.work import ALONE, Group
+from sherd.tools.simulate.work import ALONE, RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class Traffic:
     reduced: int
     all_reduced: int = 0
     owned: int = 0
-    shard: Group = ALONE
-    replicate: Group = ALONE
+    shard: RankGroup = ALONE
+    replicate: RankGroup = ALONE
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class SimulatedUnit:
     """A unit of the simulated model.
 
     Attributes:
@@ -64,16 +64,16 @@ class Optimizer:
     temporaries: int = 0
     is_foreach: bool = False
 
-    def state_sizes(self, unit: Unit) -> Iterator[int]:
+    def state_sizes(self, unit: SimulatedUnit) -> Iterator[int]:
         """Yields the bytes of each state tensor for the shards of `unit`."""
         for nbytes in unit.stepped:
             yield from (self.scalars, *[nbytes] * self.states)
 
-    def touched(self, units: Sequence[Unit]) -> int:
+    def touched(self, units: Sequence[SimulatedUnit]) -> int:
         """Returns the bytes that a step reads and writes."""
         return self.accesses * sum(sum(unit.stepped) for unit in units)
 
-    def temporary_bytes(self, units: Sequence[Unit]) -> int:
+    def temporary_bytes(self, units: Sequence[SimulatedUnit]) -> int:
         """Returns the bytes of temporaries in a step."""
         stepped = [nbytes for unit in units for nbytes in unit.stepped]
         return self.temporaries * (sum(stepped) if self.is_foreach else max(stepped, default=0))
@@ -92,7 +92,7 @@ class Sharded:
         is_offloaded: shards and optimizer are in host memory.
     """
 
-    units: tuple[Unit, ...]
+    units: tuple[SimulatedUnit, ...]
     specs: tuple[UnitSpec, ...]
     limits: Limits
     batch_bytes: int
@@ -117,7 +117,7 @@ class Sharded:
 
     @property
     def unit_of(self) -> dict[int, int]:
-        """The unit of each module in `Unit.modules`, both by index."""
+        """The unit of each module in `SimulatedUnit.modules`, both by index."""
         return {module: number for number, unit in enumerate(self.units) for module in unit.modules}
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from sherd.schedule import actions as on
-from sherd.schedule.moments import Gradients, Moment
+from sherd.schedule.moments import BackwardGradients, Moment
 from sherd.tools.simulate.sharded import Sharded
 from sherd.tools.simulate.work import (
     Allocate,
+    BackwardBegins,
     Collective,
-    EndForward,
     Enter,
     Event,
     Gradient,
@@ -27,7 +27,7 @@ from sherd.tools.simulate.work import (
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Segment:
     """Operations that follow one another, of one unit in one phase.
 
     Attributes:
@@ -49,14 +49,14 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
+class ModelCollective:
     """A collective that forward or backward calls within a unit; -1 is no unit."""
 
     collective: Collective
     unit: int
 
 
-Part = Stretch | Called | tuple[Moment, ...]
+Part = Segment | ModelCollective | tuple[Moment, ...]
 """A stretch, a collective, or successive moments of the schedule."""
 
 
@@ -107,7 +107,7 @@ class _Cut:
             self.rising.update(self.since)
             self.since.clear()
 
-    def stretches(self, phase: str, unit: int) -> Iterator[Stretch]:
+    def stretches(self, phase: str, unit: int) -> Iterator[Segment]:
         seconds, num_ops, number = self.until_most
         halves = (
             (seconds, num_ops, self.tensors[:number], self.rising),
@@ -118,7 +118,7 @@ class _Cut:
             by_size = sorted(changed.items(), key=lambda change: change[1])
             changes = tuple((kind, of, nbytes) for (kind, of), nbytes in by_size if nbytes)
             if half_ops or changes or tensors:
-                yield Stretch(phase, unit, half_seconds, half_ops, changes, tuple(tensors))
+                yield Segment(phase, unit, half_seconds, half_ops, changes, tuple(tensors))
 
 
 class _Cutting:
@@ -142,7 +142,7 @@ class _Cutting:
                 yield from self._cut.stretches(phase, unit)
                 self._cut = _Cut()
             if isinstance(event, Collective):
-                yield Called(event, unit)
+                yield ModelCollective(event, unit)
             if moments:
                 yield moments
         for tensor in list(self._alive):
@@ -170,7 +170,7 @@ class _Cutting:
                 self._num_again -= again
                 self._phase = "backward" if again and not self._num_again else self._phase
                 self._running.pop()
-            case EndForward():
+            case BackwardBegins():
                 self._phase, self._running = "backward", [-1]
             case Reached(module) if module in self._unit_of:
                 self._running = [self._unit_of[module]]
@@ -213,7 +213,7 @@ class _Reading:
         around = units_around(work, sharded)
         run_again = {around.get(event.module, -1) for event in work.events if isinstance(event, Enter) and event.again}
         uses = (place for each, place in sharded.places.items() if each in used)
-        self._gradients = Gradients(uses, sizes, run_again)
+        self._gradients = BackwardGradients(uses, sizes, run_again)
         self._places = sharded.places
         self._unit_of = sharded.unit_of
         self._num_modules = [len(unit.modules) for unit in sharded.units]
@@ -234,7 +234,7 @@ class _Reading:
                 self._ended[unit, again] += 1
                 if self._ended[unit, again] % self._num_modules[unit] == 0:
                     yield on.AfterForward(unit, again)
-            case EndForward():
+            case BackwardBegins():
                 yield on.EndForward()
             case Reached(module) if module in self._unit_of:
                 unit = self._unit_of[module]

@@ -23,7 +23,7 @@ class Lane(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class LaneSpan:
     """Work on a lane, in seconds since the step began.
 
     Attributes:
@@ -145,7 +145,7 @@ class Timeline:
     title: str
     is_predicted: bool
     units: tuple[TimelineUnit, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[LaneSpan, ...]
     changes: tuple[Change, ...]
     peak: Peak
     seconds: float
@@ -171,7 +171,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class TriedSettings:
     """The settings that were tried, the index of the best (-1: none fits), and the bytes of a device if known."""
 
     candidates: tuple[Candidate, ...]

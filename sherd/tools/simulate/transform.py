@@ -8,7 +8,7 @@ from itertools import count
 
 from sherd.tools.simulate.work import (
     Allocate,
-    EndForward,
+    BackwardBegins,
     Enter,
     Event,
     Gradient,
@@ -151,7 +151,7 @@ class _Span:
 def _spans(events: Sequence[Event], modules: Collection[int], keeper: Callable[[], Keeper] | None) -> Iterator[_Span]:
     """Yields the forwards of `modules` that are not inside of another one of `modules`."""
     released = {event.tensor: at for at, event in enumerate(events) if isinstance(event, Release)}
-    end_forward = next(at for at, event in enumerate(events) if isinstance(event, EndForward))
+    end_forward = next(at for at, event in enumerate(events) if isinstance(event, BackwardBegins))
     backwards = _backwards(events, end_forward, modules)
     start, inside = 0, None
     for at, event in enumerate(events[:end_forward]):
@@ -211,7 +211,7 @@ def scaled(work: Work, factor: float) -> Work:
     sizes = {parameter.nbytes for parameter in work.parameters if parameter.is_trainable}
     in_backward, events = False, list[Event]()
     for event in work.events:
-        in_backward = in_backward or isinstance(event, EndForward)
+        in_backward = in_backward or isinstance(event, BackwardBegins)
         if isinstance(event, Op):
             event = replace(event, flops=round(event.flops * factor), nbytes=round(event.nbytes * factor))
         elif isinstance(event, Allocate) and not (

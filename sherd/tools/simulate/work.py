@@ -90,14 +90,14 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """The ranks of a process group: `size` ranks, each about `stride` ranks from the next."""
 
     size: int
     stride: int = 1
 
 
-ALONE = Group(1)
+ALONE = RankGroup(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Collective:
 
     kind: str
     nbytes: int
-    group: Group
+    group: RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class EndForward:
+class BackwardBegins:
     """The loss is computed; backward begins."""
 
 
@@ -160,7 +160,7 @@ class Passed:
     module: int
 
 
-Event = Enter | Leave | Use | Op | Collective | Allocate | Release | EndForward | Reached | Gradient | Passed
+Event = Enter | Leave | Use | Op | Collective | Allocate | Release | BackwardBegins | Reached | Gradient | Passed
 
 
 @dataclass(frozen=True, slots=True)

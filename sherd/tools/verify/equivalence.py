@@ -28,13 +28,13 @@ from sherd.tools.verify.training import (
     EVERY_PART,
     UPDATED,
     WIDTHS,
+    ComparedTraining,
     ExpectedStep,
     Key,
     Loss,
     MakeOptimizer,
     Recipe,
     Shown,
-    Training,
     plainly_named,
     save,
     seed_all,
@@ -150,7 +150,7 @@ def verify_equivalence(
         made_with = {"parts": place.parts, "seed": seed, "batches": digests}
         plain = train_plain(build, recipe, WIDTHS if save_reference else (place.eps,), pieces)
         source = stored_steps(Path(reference), made_with) if reference else plain
-        training = _agreed("optimizer()", lambda: Training(model, recipe, place.own))
+        training = _agreed("optimizer()", lambda: ComparedTraining(model, recipe, place.own))
         comparison, kept = _Comparison(place, margin), []
         for number in range(len(pieces) + 1):
             is_first = dist.get_rank() == 0

@@ -92,7 +92,7 @@ class Disturbance:
                     parameter.grad.copy_(self.of(parameter.grad))
 
 
-class Training:
+class ComparedTraining:
     """`model` in training on the parts `own` of each batch.
 
     Each part has its own buffers (a batch norm's statistics), and random numbers that depend only on step and part.
@@ -286,9 +286,9 @@ def train_plain(
     weight, input and sum of gradients.
     """
 
-    def training(disturbance: Disturbance | None) -> Training:
+    def training(disturbance: Disturbance | None) -> ComparedTraining:
         seed_all(recipe.seed)
-        return Training(build().to(recipe.device), recipe, range(recipe.parts), disturbance)
+        return ComparedTraining(build().to(recipe.device), recipe, range(recipe.parts), disturbance)
 
     plain, disturbed = training(None), {eps: training(Disturbance(eps, recipe.seed)) for eps in widths}
     before = plain.start()

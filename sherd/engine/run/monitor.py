@@ -1,4 +1,4 @@
-"""The overseers of a model: objects that see each collective of its units before the start, so that no rank hangs.
+"""The monitors of a model: objects that see each collective of its units before the start, so that no rank hangs.
 
 The engine knows this protocol only. The implementations are a plug-in, `sherd/guard/`, which is loaded when the first
 model is sealed whose ranks may differ.
@@ -19,7 +19,7 @@ from sherd.errors import PolicyError
 from sherd.schedule.actions import Action, Await, FinishReduce, Gather, Reduce
 
 
-class Overseer(Protocol):
+class CollectiveMonitor(Protocol):
     """Sees each collective of a mesh's units before it is started."""
 
     def watch(self, unit: Unit) -> None:
@@ -41,23 +41,23 @@ class Overseer(Protocol):
         """Carry out `action`, which may wait for the other ranks."""
 
 
-def overseers_of(units: Sequence[Unit]) -> dict[int, Overseer]:
-    """Returns the overseers of `units`, all of one model, the root first. By the id of each unit that has one.
+def monitors_of(units: Sequence[Unit]) -> dict[int, CollectiveMonitor]:
+    """Returns the monitors of `units`, all of one model, the root first. By the id of each unit that has one.
 
     Raises:
         PolicyError: some units are to be joined and others are not, or a unit has ranks that the root lacks.
         CommError: the process that has the store of the default group has died.
     """
     _require_one_policy(units)
-    overseers: dict[int, Overseer] = {}
+    monitors: dict[int, CollectiveMonitor] = {}
     # Joined units have one order, that of the root's ranks: a rank that skips a unit of a smaller mesh must hear of it.
     joins = units[0].mesh.comm.divergence == "join"
     for unit in units:
-        overseer = _overseer_of(units[0].mesh if joins else unit.mesh)
-        if overseer is not None:
-            overseer.watch(unit)
-            overseers[unit.id] = overseer
-    return overseers
+        monitor = _monitor_of(units[0].mesh if joins else unit.mesh)
+        if monitor is not None:
+            monitor.watch(unit)
+            monitors[unit.id] = monitor
+    return monitors
 
 
 def _require_one_policy(units: Sequence[Unit]) -> None:
@@ -80,26 +80,26 @@ def _ranks_of(mesh: DataMesh) -> tuple[int, ...]:
     return tuple(mesh.mesh.mesh.flatten().tolist())
 
 
-def _overseer_of(mesh: DataMesh) -> Overseer | None:
-    """Returns the overseer of the ranks of `mesh`; None for a single rank, and where nothing is compared."""
+def _monitor_of(mesh: DataMesh) -> CollectiveMonitor | None:
+    """Returns the monitor of the ranks of `mesh`; None for a single rank, and where nothing is compared."""
     comm, ranks = mesh.comm, _ranks_of(mesh)
     sends = not (comm.fake_all_gather or comm.fake_reduce)
     if len(ranks) == 1 or comm.divergence == "trust" or not sends or dist.get_backend(default_group()) == "fake":
         return None
     # The only import of the plug-in in the engine, within a function: a single rank does without the plug-in.
-    from sherd.guard import overseer_of
+    from sherd.guard import monitor_of
 
-    return overseer_of(mesh, ranks)
+    return monitor_of(mesh, ranks)
 
 
-def overseen(
-    overseer: Overseer | None, action: Action, unit: Unit, carry_out: Callable[[], None]
+def monitored(
+    monitor: CollectiveMonitor | None, action: Action, unit: Unit, carry_out: Callable[[], None]
 ) -> Callable[[], None]:
-    """Returns `carry_out`, the call that carries out `action` on `unit`, under `overseer` if other ranks take part."""
+    """Returns `carry_out`, the call that carries out `action` on `unit`, under `monitor` if other ranks take part."""
     action_type = type(action)
-    if overseer is None or action_type not in (Gather, Reduce, Await, FinishReduce):
+    if monitor is None or action_type not in (Gather, Reduce, Await, FinishReduce):
         return carry_out
     if action_type in (Await, FinishReduce):
-        return partial(overseer.waits, action_type, unit, carry_out)
+        return partial(monitor.waits, action_type, unit, carry_out)
     is_alone = not unit.parameters or (action_type is Gather and unit.mesh.num_shards == 1)
-    return carry_out if is_alone else partial(overseer.starts, action_type, unit, carry_out)
+    return carry_out if is_alone else partial(monitor.starts, action_type, unit, carry_out)
