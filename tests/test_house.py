@@ -36,20 +36,20 @@ MOST_CODE_LINES = 60  # of a function
 # A ceiling only ever falls: towards the goal, with the code, never up again.
 FIGURES = {
     #                                       ceiling    goal
-    "foreign writes per 1,000 code lines": (2.8, 3.0),
+    "foreign writes per 1,000 code lines": (2.7, 3.0),
     "hidden writes, those by write_into too": (17, 0),
     "Any per 1,000 code lines": (7.8, 12.0),
-    "isinstance per 1,000 code lines": (19.9, 20.0),
+    "isinstance per 1,000 code lines": (18.8, 20.0),
     "import cycles": (0, 0),
-    "lines of the library": (37150, 32000),
-    "lines of the tools": (13450, 12000),
+    "lines of the library": (37000, 32000),
+    "lines of the tools": (13160, 12000),
     "lines of the trainer": (7240, 6000),
-    "files of a walk: forward": (20, 15),
-    "files of a walk: backward": (21, 15),
-    "files of a walk: save": (45, 25),
-    "files of a walk: plan": (132, 80),
-    "hops in forward": (134, 140),
-    "hops in backward": (196, 200),
+    "files of a walk: forward": (16, 15),
+    "files of a walk: backward": (17, 15),
+    "files of a walk: save": (33, 25),
+    "files of a walk: plan": (113, 80),
+    "hops in forward": (128, 140),
+    "hops in backward": (184, 200),
 }
 
 # What is above a limit today. The lists shrink: a name whose limit holds again must go.
@@ -72,6 +72,8 @@ class File:
     """Numbers of the lines with a token that is neither a comment nor a docstring."""
     functions: dict[str, int] = field(default_factory=dict)
     """Code lines of each function; an inner function's count for the outer one too."""
+    classes: list[str] = field(default_factory=list)
+    """Names of the classes that are not inside of something else."""
     num_any: int = 0
     num_isinstance: int = 0
     foreign_writes: list[int] = field(default_factory=list)
@@ -86,6 +88,7 @@ def measured(source: str, name: str) -> File:
     tree = ast.parse(source)
     file = File(name, len(source.splitlines()), code_lines_of(source, tree))
     note_definitions(file, tree, "")
+    file.classes = [each.name for each in tree.body if isinstance(each, ast.ClassDef)]
     for node in ast.walk(tree):
         file.num_any += isinstance(node, ast.Name) and node.id == "Any"
         file.num_isinstance += isinstance(node, ast.Call) and called(node) == "isinstance"
@@ -329,6 +332,14 @@ def test_each_storey_is_small_enough_to_know(everything):
         lines[inside[0] if inside else "library"] += file.num_lines
     for storey, num_lines in lines.items():
         check(f"lines of the {storey}", num_lines)
+
+
+def test_no_two_classes_have_one_name(everything):
+    homes: dict[str, list[str]] = {}
+    for file in everything:
+        for name in file.classes:
+            homes.setdefault(name, []).append(file.name)
+    assert {name: files for name, files in homes.items() if len(files) > 1 and not name.startswith("_")} == {}
 
 
 def test_no_function_is_longer_than_a_screen(core):

@@ -21,8 +21,9 @@ from sherd.api.module import optimizers_in, require_module
 from sherd.engine import Unit, watcher
 from sherd.errors import CommError, GradientError, PolicyError, StateError, UnsupportedError
 from sherd.guard import Attempt, Coordinator, Failure, StepAborted
-from sherd.guard.snapshot import Snapshot, Stateful
+from sherd.guard.snapshot import Snapshot
 from sherd.requirements import require_int
+from sherd.tensor.state_kind import Stateful
 
 _log = logging.getLogger("sherd")
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,21 +25,10 @@ from sherd.checkpoint.tensor_bytes import DTYPES, read_into, read_tensor
 from sherd.checkpoint.tree import NOT_WRITTEN, Json, Tensors, decoded, encoded
 from sherd.errors import CheckpointError, OptimStateError, SherdError
 from sherd.storage.files import Opened
-from sherd.tensor.state_kind import StateKind, state_kind
+from sherd.tensor.state_kind import Stateful, StateKind, state_kind
 
 EXTRA = "extra_state"
 """The key in the JSON of a module for the results of `get_extra_state`, by the path of the module below it."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object with a state: a scheduler, a scaler, a data loader, an average."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Load a state."""
 
 
 @dataclass(frozen=True)

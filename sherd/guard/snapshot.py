@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,18 +16,9 @@ from torch.optim import Optimizer
 
 from sherd.engine import ShardedParameter
 from sherd.tensor.ragged import local_part
+from sherd.tensor.state_kind import Stateful
 
 Undo = Callable[[], None]
-
-
-class Stateful(Protocol):
-    """An object whose state can be taken and given back."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns its state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Set the state to `state_dict`."""
 
 
 class Snapshot:

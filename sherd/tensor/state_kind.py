@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,6 +18,17 @@ State = dict[str, Any]
 
 COUNTS = frozenset({"step", "mu_product", "eta", "mu"})
 """Keys under which the optimizers of torch keep one number for a parameter, even for a scalar one."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object with a state: a scheduler, a scaler, a data loader, an average."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Load a state."""
 
 
 class StateKind(Enum):

@@ -13,8 +13,8 @@ from sherd.schedule.moments import MemoryKind
 from sherd.schedule.state import Limits
 from sherd.tools.simulate import play as player
 from sherd.tools.simulate.play import Stage, begins
+from sherd.tools.simulate.segments import moments_of, parts_of
 from sherd.tools.simulate.sharded import Optimizer
-from sherd.tools.simulate.stretches import moments_of, parts_of
 from sherd.tools.simulate.timeline import Lane
 from sherd.tools.simulate.work import Allocate, RankGroup, Release, TensorKind
 from tests.planning.played import most

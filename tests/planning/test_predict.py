@@ -7,8 +7,8 @@ import pytest
 from sherd.tools.simulate.cluster import read_cluster
 from sherd.tools.simulate.costs import ClusterCosts, NodeRanks, collective_seconds
 from sherd.tools.simulate.predict import RankWork, predict
+from sherd.tools.simulate.segments import parts_of
 from sherd.tools.simulate.settings import Mesh
-from sherd.tools.simulate.stretches import parts_of
 from sherd.tools.simulate.timeline import Lane
 from sherd.tools.simulate.transform import checkpointed
 from sherd.tools.simulate.work import Collective, Op, OpKind, RankGroup

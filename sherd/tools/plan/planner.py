@@ -46,9 +46,9 @@ from sherd.tools.simulate.costs import op_seconds
 from sherd.tools.simulate.play import Stage
 from sherd.tools.simulate.predict import Prediction, RankWork, predict, predict_pipeline
 from sherd.tools.simulate.search import IMPOSSIBLE, Outcome
+from sherd.tools.simulate.segments import Part, parts_of, read_outside
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import Optimizer, Sharded
-from sherd.tools.simulate.stretches import Part, parts_of, read_outside
 from sherd.tools.simulate.transform import checkpointed, scaled
 from sherd.tools.simulate.work import RankGroup, Work
 

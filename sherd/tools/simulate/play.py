@@ -28,8 +28,8 @@ from sherd.schedule.state import Keep
 from sherd.tools.simulate.clock import Clock
 from sherd.tools.simulate.costs import ClusterCosts
 from sherd.tools.simulate.reserved import Reserved
+from sherd.tools.simulate.segments import ModelCollective, Part, StepSegment
 from sherd.tools.simulate.sharded import Sharded
-from sherd.tools.simulate.stretches import ModelCollective, Part, Segment
 from sherd.tools.simulate.timeline import Lane, Meter, Timeline, TimelineUnit
 from sherd.tools.simulate.work import ALONE, RankGroup, TensorKind
 
@@ -149,7 +149,7 @@ class _Player:
         """Take a first step for its order alone. Only buffers and optimizer state remain of it."""
         self.begin_step()
         for part in self._parts:
-            if not isinstance(part, Segment | ModelCollective):
+            if not isinstance(part, StepSegment | ModelCollective):
                 for moment in part:
                     self._buffers.live_through(self._schedule, moment)
         self._see_buffers()
@@ -193,7 +193,7 @@ class _Player:
 
     def _go_through(self, parts: Sequence[Part]) -> None:
         for part in parts:
-            if isinstance(part, Segment):
+            if isinstance(part, StepSegment):
                 self._compute(part)
             elif isinstance(part, ModelCollective):
                 self._call(part)
@@ -217,7 +217,7 @@ class _Player:
         self.clock.compute("optimizer", -1, self._costs.optimizer(touched, num_touched, sharded.is_offloaded))
         self._come(OPTIMIZER_TEMPORARY, -1, -temporary)
 
-    def _compute(self, stretch: Segment) -> None:
+    def _compute(self, stretch: StepSegment) -> None:
         self.clock.compute(stretch.phase, stretch.unit, stretch.seconds, stretch.num_ops)
         for kind, unit, nbytes in stretch.changes:
             self.meter.add(self.clock.now, kind, unit, nbytes, self._moment)

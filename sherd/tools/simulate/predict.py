@@ -11,9 +11,9 @@ from sherd.tools.simulate.cluster import Cluster
 from sherd.tools.simulate.costs import ClusterCosts, flops_in
 from sherd.tools.simulate.play import Stage, begins, pass_seconds, play
 from sherd.tools.simulate.reserved import Reserved, reserved_roughly
+from sherd.tools.simulate.segments import ModelCollective, Part
 from sherd.tools.simulate.settings import Mesh
 from sherd.tools.simulate.sharded import Sharded
-from sherd.tools.simulate.stretches import ModelCollective, Part
 from sherd.tools.simulate.timeline import Lane, Timeline
 from sherd.tools.simulate.work import RankGroup, Work
 

@@ -27,7 +27,7 @@ from sherd.tools.simulate.work import (
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class StepSegment:
     """Operations that follow one another, of one unit in one phase.
 
     Attributes:
@@ -56,7 +56,7 @@ class ModelCollective:
     unit: int
 
 
-Part = Segment | ModelCollective | tuple[Moment, ...]
+Part = StepSegment | ModelCollective | tuple[Moment, ...]
 """A stretch, a collective, or successive moments of the schedule."""
 
 
@@ -107,7 +107,7 @@ class _Cut:
             self.rising.update(self.since)
             self.since.clear()
 
-    def stretches(self, phase: str, unit: int) -> Iterator[Segment]:
+    def stretches(self, phase: str, unit: int) -> Iterator[StepSegment]:
         seconds, num_ops, number = self.until_most
         halves = (
             (seconds, num_ops, self.tensors[:number], self.rising),
@@ -118,7 +118,7 @@ class _Cut:
             by_size = sorted(changed.items(), key=lambda change: change[1])
             changes = tuple((kind, of, nbytes) for (kind, of), nbytes in by_size if nbytes)
             if half_ops or changes or tensors:
-                yield Segment(phase, unit, half_seconds, half_ops, changes, tuple(tensors))
+                yield StepSegment(phase, unit, half_seconds, half_ops, changes, tuple(tensors))
 
 
 class _Cutting:
