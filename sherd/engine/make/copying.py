@@ -70,6 +70,7 @@ def deep_copied(module: nn.Module, memo: Memo, finish: Callable[[Unit, Unit, Mem
         del memo[_WALKING]
     for registered in (getattr(memo[id(old)], name) for old in modules for name in _HOOKS):
         for key, hook in list(registered.items()):
+            # torch wraps the pre-hooks of `load_state_dict` in an object that has the hook as `.hook`.
             if isinstance(getattr(hook, "hook", hook), hooks.Eager):  # of the unit that was copied
                 del registered[key]
     for unit in units:

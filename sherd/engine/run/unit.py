@@ -256,6 +256,8 @@ class Unit:
         """Put the parameters into groups, and the shards of each group into one buffer."""
         if self.live is not Live.SHARDED:
             raise StateError(f"unit {self.name}: its parameters cannot be regrouped while they are {self.live.name}")
+        # The unit holds its groups, and they call it weakly. A circle would leave a deleted model to the garbage
+        # collector: test_a_deleted_model_is_gone_at_once.
         this = weakref.ref(self)
         self.compared.changed()
         self.weights, self.gradients = [], []
@@ -494,6 +496,7 @@ class Unit:
         for gradients in self.gradients:
             gradients.finish_reduce(self.policy)
         if self.policy.when_reduced is not None:
+            # An optimizer may step in the call, and no stream orders it after copies to host memory.
             self.land_gradients()
             self.policy.when_reduced()
 

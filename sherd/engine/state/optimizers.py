@@ -107,6 +107,7 @@ class _Watcher:
         if known is None or known[0] != _sizes(optimizer):
             owners = _adopt(optimizer)
             self._warn(optimizer, owners)
+            # `_known` does not tell, for it is cleared after each change. A second hook would do the check twice.
             if optimizer not in self._load_hooked:
                 optimizer.register_load_state_dict_pre_hook(require_shapes)
                 self._load_hooked.add(optimizer)
