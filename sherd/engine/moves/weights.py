@@ -501,6 +501,7 @@ class Weights(Position, saved.StorageOwner):
         if flight.copy_into_place is not None:
             flight.copy_into_place(self.group.mesh.shard_rank, *flight.sources)
         if flight.rows is not None:
+            # Only now, on compute's stream: while the gather ran ahead there were the rows alone.
             unsharded.buffer.allocate()
             unsharded.copy_out(flight.rows)
             # `rows` is the gather lane's memory and goes back to its pool with the flight: not before compute has

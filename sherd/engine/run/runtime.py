@@ -171,6 +171,7 @@ class Runtime:
                 hooks.pop(key, None)
         handling, opens_run = sys.exc_info()[1], unit.runs is None or unit.runs.begin()
         watches = begin_watching(unit.backward)
+        # Noted before the gather, which may raise: torch runs our forward hook then, too, and `leave` ends the call.
         call = Call(unit, id(module), outermost, opens_run, recomputing, handling, under_way, watches)
         self._calls.append(call)
         if recomputing:

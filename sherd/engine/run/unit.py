@@ -470,6 +470,8 @@ class Unit:
             has_others = bool(hooks)
             hooks[key] = hook
             if has_others:
+                # A key that comes back is the dict's last. A user's hook that computes a weight (weight norm) needs the
+                # gather before: test_a_users_hook_that_computes_the_weight_before_the_call_finds_unsharded_parameters.
                 hooks.move_to_end(key, last=False)
 
     def reduce(self, policy: UnitPolicy | None = None, but: Collection[int] = ()) -> None:

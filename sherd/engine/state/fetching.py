@@ -108,6 +108,7 @@ class FetchedShard:
             shard = self._copies[dtype] = torch.empty(self.numel, dtype=dtype, device=self._mesh.device)
         if self._versions.get(dtype) != version:
             own = self.own_part(shard)
+            # The rank's piece may be a part of this copy already (`holding`).
             if own.data_ptr() != piece.data_ptr():
                 fetch_into(own, piece)
             # All replicas come here together, because all ranks note writes together (`Group.mark_shards_written`).

@@ -248,6 +248,7 @@ def give_memory(record: ShardedParameter, parameter: nn.Parameter, local: torch.
             )
         moved = as_dtensor(local, spec_of(sharded))
         moved.requires_grad_(parameter.requires_grad)
+        # The swap exchanges the hooks, too, so they come back to `parameter` with it.
         move_hooks(parameter, moved)
         try:
             swap_devices(sharded, moved)

@@ -80,6 +80,7 @@ class Place:
     __slots__ = ("attribute", "module", "parameters", "registered")
 
     def __init__(self, module: nn.Module, attribute: str) -> None:
+        # The dict, which does not keep its module alive. As it is held here, no other dict gets its id, the `key`.
         self.parameters = module._parameters
         self.attribute = attribute
         self.registered = True
