@@ -162,8 +162,7 @@ class Neighbours:
             return
         deadline = time.monotonic() + self._timeout_s
         while True:
-            # Asked first: a message that has arrived counts, though its sender has ended since
-            # (test_a_rank_that_ends_early_stays_readable_and_is_then_missed).
+            # Asked first: a message that has arrived counts, though its sender has ended since.
             if any(map(arrived, whom)):
                 return
             for neighbour in whom:

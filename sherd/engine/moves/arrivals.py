@@ -195,7 +195,8 @@ class GradientHooks:
 
     def take(self) -> list[tuple[int, torch.Tensor]]:
         """Returns the `noted` parameters with their indices, in the order of their gradients, and forgets them."""
-        # Emptied in place, because the hooks hold the `append` of this very list.
+        # Emptied in place, because the hooks hold the `append` of this very list:
+        # test_no_more_gradients_wait_than_are_copied_together.
         noted, self.noted[:] = self.noted[:], ()
         return list(zip(map(self._indices.__getitem__, map(id, noted)), noted, strict=True))
 

@@ -199,7 +199,8 @@ def _unpack(saved: _Saved) -> Any:
         if part[3]:
             part[3] = False
             owner.num_unread_views -= 1
-    # Autograd compares no versions of what hooks unpack, so the comparison is made here.
+    # Autograd compares no versions of what hooks unpack, so the comparison is made here:
+    # test_a_loss_of_before_a_step_cannot_be_differentiated_after_it_but_what_was_not_stepped_can.
     if version is not None and kept._version != version:
         raise GradientError(
             f"a tensor of shape {tuple(kept.shape)} that backward needs has been modified by an inplace operation "

@@ -151,8 +151,7 @@ class UnshardedBuffer(Unsharded):
         self._offsets: list[int] = []
         for index, (parameter, slot) in enumerate(zip(group.parameters, self._slots, strict=True)):
             # Each from its own `.data`: its own version counter, so that refilling the buffer is no "modification by an
-            # in-place operation" to autograd, while a user's change of one parameter still is:
-            # test_refilling_moves_no_version_counter_that_autograd_checks.
+            # in-place operation" to autograd, while a user's change of one parameter still is.
             tensor = tensor_in(flat.data, slot)
             self.parameters.append(nn.Parameter(parameter.as_unsharded(tensor), requires_grad=parameter.requires_grad))
             if parameter.unsharded_spec is None and parameter.restored is None and slot.cut.numel:
@@ -484,8 +483,7 @@ class Weights(Position, saved.StorageOwner):
 
     def wait(self) -> None:
         """Let compute go on only with the unsharded parameters in place, and show them to the modules."""
-        # Checked before the landing and noted after it. An error in between leaves the flight, which `free` gives up:
-        # test_a_step_that_raised_anywhere_leaves_nothing_behind.
+        # Checked before the landing and noted after it. An error in between leaves the flight, which `free` gives up.
         self.require_move(Live.UNSHARDED)
         flight, unsharded = self._flight, self.made
         assert flight is not None and unsharded is not None, "an all-gather is waited for once it was started"

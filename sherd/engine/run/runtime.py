@@ -557,7 +557,7 @@ def seal(root: nn.Module) -> Runtime:
         unit.join(runtime)
         forget_loads(unit.mesh)  # the model is complete, so the next unit on the mesh is the first of another model
     # The root holds the runtime and units hold it weakly, so that it goes with the root:
-    # test_a_deleted_model_is_gone_at_once.
+    # test_they_keep_nothing_alive.
     write_into(root, Unit.RUNTIME, runtime)
     return runtime
 

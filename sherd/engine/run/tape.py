@@ -90,7 +90,7 @@ class Tape:
                 set_grad_enabled(False)
             for call in (partial(_play_outside_transforms, calls),) if are_transforms_active() else calls:
                 call()
-        # Ctrl-C too may leave a unit half moved: test_after_an_interrupt_the_state_is_saved_and_training_goes_on.
+        # Ctrl-C, too, may leave a unit in another form than the schedule's state says.
         except BaseException:
             self.is_astray = True
             raise

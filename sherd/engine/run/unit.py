@@ -256,8 +256,8 @@ class Unit:
         """Put the parameters into groups, and the shards of each group into one buffer."""
         if self.live is not Live.SHARDED:
             raise StateError(f"unit {self.name}: its parameters cannot be regrouped while they are {self.live.name}")
-        # The unit holds its groups, and they call it weakly. A circle would leave a deleted model to the garbage
-        # collector: test_a_deleted_model_is_gone_at_once.
+        # The unit holds its groups, and they call it weakly. A circle would leave the shards of a deleted model to the
+        # garbage collector: test_they_keep_nothing_alive.
         this = weakref.ref(self)
         self.compared.changed()
         self.weights, self.gradients = [], []

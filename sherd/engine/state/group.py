@@ -478,7 +478,7 @@ class Group:
         for optimizer_param in self.optimizer_params:
             extent = optimizer_param.extent
             # Not a plain slice: torch cannot save a DTensor around a tensor with an offset, and a file with a slice
-            # would hold the whole buffer (test_a_shard_that_went_through_a_file_is_a_free_copy).
+            # would hold the whole buffer (test_a_sharded_state_survives_a_file_of_its_own_on_each_rank).
             view = own_view(shard_buffer[extent.start : extent.stop]).view(optimizer_param.shape)
             if not shard_buffer.is_meta:
                 view.copy_(optimizer_param.record.resting)
