@@ -44,6 +44,7 @@ class _SymmetricMemory(Comm):
         if device.type != "cuda":
             raise PolicyError(f"symmetric memory needs a CUDA device, the mesh is on {device}")
         buffer: torch.Tensor = symmetric.empty(*size, dtype=dtype, device=device)
+        # Collective, so all ranks must allocate in the same order.
         symmetric.rendezvous(buffer, self._group)
         return buffer
 

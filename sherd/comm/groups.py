@@ -72,6 +72,7 @@ def group_beside(
         name = f"sherd/{parent.group_name}/{purpose}/{digest}"
         with named(f"the start of the group for {purpose}", parent):
             group = groups[key] = named_group(name, ranks, timeout_of(parent, device), backend)
+        # Not at the end of the process, when no later call would destroy what was noted.
         weakref.finalize(parent, _orphans.append, weakref.ref(group)).atexit = False
     return groups[key]
 

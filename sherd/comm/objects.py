@@ -54,6 +54,7 @@ def broadcast_object(value: object, what: str, group: dist.ProcessGroup | None =
     """
     device, is_source = device_of(group), dist.get_rank(group) == 0
     sent = _bytes_of(value if is_source else None, device)
+    # On the other ranks the source's length takes the place of this one, and says how much to allocate.
     length = torch.tensor([sent.numel()], device=device)
     with named(what, group):
         dist.broadcast(length, group=group, group_src=0)

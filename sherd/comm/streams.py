@@ -189,6 +189,7 @@ class Queued:
             for lane in list(self._by_lane.values()):
                 while lane and lane[0].is_done:
                     lane.popleft()
+            # A list of the lanes, because the thread that adds may add one meanwhile.
             return max((lane[0].lasts_s() for lane in list(self._by_lane.values()) if lane), default=0.0)
 
     def clear(self) -> None:
@@ -221,6 +222,7 @@ class _Recorded:
         self.event = event
 
     def wait(self) -> None:
+        # The stream that is current at this call is compute's, whichever it was when the collective was queued.
         torch.accelerator.current_stream(self._device).wait_event(self.event)
 
     def wait_on_host(self) -> None:
@@ -256,6 +258,7 @@ class _StreamLane(CommStream):
         # The lane's pool may hand out memory that compute read last: a gradient that was dropped after the step.
         self._stream.wait_stream(compute)
         with self._stream:
+            # The lane's earlier work may still read this memory, so compute waits below before it writes.
             allocate()
         compute.wait_stream(self._stream)
 

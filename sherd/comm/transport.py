@@ -319,6 +319,7 @@ class PartByPart(SingleCalls):
         """Reduce by one call, or by an all-reduce of a copy of `rows`."""
         if are_even(sizes):
             return super().reduce_scatter(shard_buffer, rows, sizes, async_op)
+        # A clone: an all-reduce sums in place, and a reduce-scatter leaves `rows` as they are.
         total = rows.clone()
         self.all_reduce(total, async_op=False)
         shard_buffer.copy_(parts(total, sizes)[self._group.rank()])

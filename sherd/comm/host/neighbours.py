@@ -115,6 +115,7 @@ class Neighbours:
 
     def abort(self, why: str) -> None:
         """Tell all neighbours why this rank gives up."""
+        # Without a wait for room: a rank that has failed must end, also where another one reads no messages.
         self._tell_all(bytes([_ABORT]) + why.encode()[: _LONGEST - 1], must_arrive=False)
 
     def close(self, politely: bool) -> None:
@@ -161,6 +162,7 @@ class Neighbours:
             return
         deadline = time.monotonic() + self._timeout_s
         while True:
+            # Asked first: a message that has arrived counts, though its sender has ended since.
             if any(map(arrived, whom)):
                 return
             for neighbour in whom:
@@ -196,6 +198,8 @@ class Neighbours:
 
     def listen(self, patience_s: float) -> None:
         """Take in the messages that have arrived. Without any, wait `patience_s` for one."""
+        # `poll` takes milliseconds as a C int. Rounded up, for 0 ms would not sleep, and the caller would spin; and
+        # cut, because the timeout of a group may be longer than the int.
         for fd, _ in self._poll.poll(math.ceil(min(patience_s, _LONGEST_NAP_S) * 1000)):
             neighbour = self._whose.get(fd)
             if neighbour is None:
@@ -341,6 +345,7 @@ class _Rendezvous:
     def _taken_over(self, link: socket.socket) -> tuple[int, Segment]:
         message, fds, _, _ = socket.recv_fds(link, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
         try:
+            # An abstract address has no permissions, so a process of another user may have called.
             if len(fds) != 1 or _credentials(link)[1] != os.getuid():
                 raise ValueError("not one of us")
             return _HELLO.unpack(message)[0], Segment(fds[0])

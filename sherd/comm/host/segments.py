@@ -53,6 +53,7 @@ class Segment:
     @property
     def nbytes(self) -> int:
         """The memory that the segment takes, in whole pages."""
+        # `st_size` would count addresses that were never written, too. A block has 512 bytes, whatever a page has.
         return os.fstat(self.fd).st_blocks * 512
 
     def close(self) -> None:

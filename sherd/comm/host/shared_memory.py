@@ -47,6 +47,7 @@ _MOST_ROUNDS = 64  # messages that fit into a socket
 
 _ALL_GATHER, _ALL_GATHER_ONTO, _REDUCE_SCATTER, _ALL_REDUCE = range(4)
 _NAMES = ("all-gather", "all-gather", "reduce-scatter", "all-reduce")
+# Sorted, so that a dtype has the same number on all ranks.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _NUMBER_OF = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
@@ -363,6 +364,7 @@ class SharedMemory(Transport):
             step = -(-longest // num_rounds)
         else:
             step = max(longest, 1)
+        # At least one round, even of nothing, so that all ranks post and read equally many.
         for start in range(0, max(longest, 1), step):
             yield [slice(min(start, size), min(start + step, size)) for size in sizes]
 

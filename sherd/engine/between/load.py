@@ -83,14 +83,14 @@ def after_load(unit: Unit, module: nn.Module, incompatible_keys: object) -> None
 def _exchange(record: ShardedParameter, parameter: nn.Parameter) -> bool:
     """Make `parameter` the shard and copy its values into the old shard's memory.
 
-    Returns True if the memory does not fit (another dtype or device), so that the unit must rebuild its buffer. To
-    rebuild the buffer after every module of a load would take quadratic time.
+    Returns True if the memory does not fit (another dtype or device), so that the unit must rebuild its buffer.
     """
     key, place = group_key_of(record), record.local
     record.exchange(parameter)
     is_alike = group_key_of(record) == key and record.local.device == place.device
     if key.gathers_itself or place.is_meta or not is_alike:
         return True
+    # Copied into the old memory. To rebuild the buffer after every module of a load would take quadratic time.
     place.copy_(record.local)
     rest_on(as_sharded(parameter), place)
     return False

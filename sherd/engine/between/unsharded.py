@@ -38,6 +38,7 @@ class UnshardedCopies:
         self.unit = unit
         groups = [weights.group for weights in unit.weights]
         self._is_shown = shown = not terms.rank0_only or unit.mesh.shard_rank == 0
+        # Ranks that are shown nothing gather, too, because an all-gather takes all of them.
         copies = [_copies(group, _shard_buffer, shown, terms.offload_to_cpu) for group in groups]
         grads = [_copies(group, _gradients, shown, False) if terms.with_grads else None for group in groups]
         # On every rank, shown or not: otherwise one rank would refuse a forward that the others run.
@@ -247,6 +248,7 @@ def _digest(unsharded: torch.Tensor) -> torch.Tensor:
     tensor = local_part(unsharded.detach()).reshape(-1)
     if type(tensor) is not torch.Tensor:
         return torch.empty(0)  # of a tensor that gathers itself only the subclass knows the bytes
+    # A clone begins where an int64 may begin; a part of a larger storage need not, and torch refuses the view.
     raw = (tensor.clone() if tensor.storage_offset() else tensor).view(torch.uint8)
     even = raw.numel() // 8 * 8
     words = raw[:even].view(torch.int64)

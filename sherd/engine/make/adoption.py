@@ -160,6 +160,8 @@ def adopt_changes(
         for change in changes:
             change.plan(has_flat_parameter(change.unit))
     except SherdError as raised:
+        # Kept for `_require_agreement`: the other ranks wait there for this rank's answer
+        # (test_ranks_that_differ_all_raise_the_same).
         error = raised
     _require_agreement(units, changes, error)
     for unit in units:
@@ -178,6 +180,7 @@ def adopt_changes(
         name_units(root)
     watcher.sharded_again()
     for number, optimizer in enumerate(optimizers):
+        # Only the first optimizer gets the new parameters: two optimizers would step them twice.
         bring_up_to_date(optimizer, () if number else adopted, [each.optimizer_param for each in dropped])
     watcher.announce(
         News(

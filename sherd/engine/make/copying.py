@@ -46,6 +46,8 @@ def deep_copied(module: nn.Module, memo: Memo, finish: Callable[[Unit, Unit, Mem
         StateError: inside an unshard context, or in the middle of a forward or backward.
     """
     if _WALKING in memo:
+        # The walk has come to a unit, whose class copies itself by this function. `copy.deepcopy` would call it again,
+        # so the module is copied by hand.
         copied = object.__new__(type(module))
         memo[id(module)] = copied
         copied.__setstate__(copy.deepcopy(object.__reduce_ex__(module, 4)[2], memo))
@@ -70,6 +72,7 @@ def deep_copied(module: nn.Module, memo: Memo, finish: Callable[[Unit, Unit, Mem
         del memo[_WALKING]
     for registered in (getattr(memo[id(old)], name) for old in modules for name in _HOOKS):
         for key, hook in list(registered.items()):
+            # torch wraps the pre-hooks of `load_state_dict` in an object that has the hook as `.hook`.
             if isinstance(getattr(hook, "hook", hook), hooks.Eager):  # of the unit that was copied
                 del registered[key]
     for unit in units:

@@ -160,6 +160,7 @@ def _cut_into_runs(
     cuts: dict[int, tuple[Runs, int]] = {}
     by_mesh: dict[DataMesh, list[int]] = {}
     for number, ((mesh, _, _, owned, _), members) in enumerate(plan_ids.items()):
+        # A copy: the loads themselves change when all plans are made, and an error before that leaves them.
         loads = by_mesh.setdefault(mesh, list(loads_of(mesh))) if owned else None
         for index, cut in zip(members, plan([wanted[each] for each in members], mesh.num_pieces, loads), strict=True):
             cuts[index] = cut, number

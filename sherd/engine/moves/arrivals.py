@@ -195,6 +195,8 @@ class GradientHooks:
 
     def take(self) -> list[tuple[int, torch.Tensor]]:
         """Returns the `noted` parameters with their indices, in the order of their gradients, and forgets them."""
+        # Emptied in place, because the hooks hold the `append` of this very list:
+        # test_no_more_gradients_wait_than_are_copied_together.
         noted, self.noted[:] = self.noted[:], ()
         return list(zip(map(self._indices.__getitem__, map(id, noted)), noted, strict=True))
 
@@ -264,6 +266,8 @@ class Arrivals:
             if arrivals is not None:
                 arrivals._told_of(index, unsharded)
 
+        # torch registers such a hook only on a tensor that requires a gradient. A frozen parameter gets the hook, too,
+        # because it may be trained later.
         self._hooks.watch(index, parameter.requires_grad_(True), arrived)
         parameter.requires_grad_(self._group.parameters[index].requires_grad)
 
@@ -331,6 +335,8 @@ class Arrivals:
             if self._observer is not None:
                 self._observer.arrives(index, unsharded)
             self.came_twice |= index in self._came
+            # Taken off the parameter, or autograd would add the next gradient in place, to memory that may be on its
+            # way as borrowed rows.
             gradient, unsharded.grad = unsharded.grad, None
             if gradient is not None:  # None where autograd added a second gradient to the first, which is taken
                 self._came[index] = None

@@ -57,6 +57,7 @@ class RowViews:
         """
         targets = [target for index in tensors for target in self.tensors[index]]
         given = tensors.values()
+        # `as_strided` counts from the beginning of the storage, so a tensor that begins elsewhere takes the slower way.
         if all(map(torch.Tensor.is_contiguous, given)) and not any(map(torch.Tensor.storage_offset, given)):
             wholes = [each for index, each in tensors.items() for _ in self._parts[index]]
             parts = [part for index in tensors for part in self._parts[index]]

@@ -153,11 +153,13 @@ class Gradients:
 
         def scatter(async_op: bool) -> Pending | None:
             dtype = transport.sum_dtype(group.reduce_dtype)
+            # Inside `scatter`, which runs on the lane: the stream that writes the sum first owns its memory.
             reduced = transport.empty(sizes[mesh.shard_rank], dtype, group.device)
             result.append(reduced)
             return transport.reduce_scatter(reduced, sent, sizes, async_op)
 
-        # Whoever owns the rows, compute has just written them.
+        # Whoever owns the rows, compute has just written them. For `reduced` the lane's pool may hand out the memory of
+        # an earlier sum, which compute read last, as a `.grad` that was dropped since.
         self._streams.reduce.follow_compute()
         handoff = self._streams.reduce.run(scatter)
         (reduced,) = result
@@ -174,6 +176,7 @@ class Gradients:
         reduction = _Reduction(handoff, rows, reduced, with_gradient, scale, is_partial, False, sources)
         self._reduction = reduction
         if self._plan.lane_owns_rows:
+            # Freed while the reduce-scatter is only queued: the lane's pool gives the memory to later work of the lane.
             self.arrivals.give_back(rows)
         if group.is_offloaded and not is_partial and policy.all_reduce_hook is None:
             # On the lane that made the sum: the memory of the sum goes back to it.
@@ -224,6 +227,8 @@ class Gradients:
         reduction, self._reduction = self._reduction, None
         if reduction is None:
             return
+        # Compute does not read a sum that goes to the host; `land` waits for the sum. Sources belong to compute or to
+        # another lane than the one that reads them, so they stay until compute has waited.
         if not reduction.to_host or reduction.sources:
             reduction.handoff.wait()
         if not self._plan.lane_owns_rows:
@@ -248,6 +253,7 @@ class Gradients:
             else:
                 self._streams.run_beside(stream, partial(hook, without_flags))
         if self.group.is_offloaded:
+            # Compute has written `reduced` last: the factor, or what the user's hook made of it.
             self._streams.reduce.follow_compute()
             stored, handoff = self._store(lambda: reduced, self._streams.reduce)
             self._host_copies.append(_HostCopy(handoff, stored, with_gradient, reduced))
@@ -286,6 +292,8 @@ class Gradients:
             for gap in optimizer_param.gaps:
                 # The reduction leaves there what it finds, and a norm would see it.
                 reduced[gap.start : gap.stop].zero_()
+            # A unit's backward accumulates into unsharded parameters, so torch calls no hook on a shard:
+            # test_hooks_on_parameters_see_the_reduced_gradients_and_may_step.
             for hook in gradient_hooks(parameter) if have_hooks else ():
                 term = _changed_by_hook(optimizer_param.name, hook, term, spec)
             gradient = parameter.grad
@@ -305,6 +313,7 @@ class Gradients:
                 hooked.append(parameter)
         if sums:
             torch._foreach_add_(sums, terms)
+        # After all sums: such a hook may step an optimizer.
         for parameter in hooked:
             for hook in after_accumulation_hooks(parameter):
                 hook(parameter)
@@ -355,6 +364,7 @@ class Gradients:
     def discard(self) -> None:
         """Drop everything that has not reached the shards."""
         if self._reduction is not None:
+            # The rows may still be on their way, and compute's pool must not hand them out before.
             self._reduction.handoff.wait()
             if not self._plan.lane_owns_rows:
                 self.arrivals.give_back(self._reduction.rows)

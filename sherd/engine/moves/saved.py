@@ -119,6 +119,7 @@ class _Running(threading.local):
     """The units whose forwards are under way in this thread, innermost last. The first entry, None, is no unit."""
 
     def __init__(self) -> None:
+        # Per thread: on a device autograd runs backward, and with it recomputed forwards, on a thread of its own.
         self.units: list[Reader | None] = [None]
 
 
@@ -178,6 +179,7 @@ def _unpack(saved: _Saved) -> Any:
         GradientError: the parameter is gone, or the tensor was changed in place.
     """
     kept, version, unit, part = saved
+    # A graph that somebody keeps refers to the owner weakly, or it would keep the shards of a deleted model alive.
     owner: StorageOwner | None = None if part is None else part[0]()
     if part is not None and owner is None:
         raise GradientError(
@@ -197,6 +199,8 @@ def _unpack(saved: _Saved) -> Any:
         if part[3]:
             part[3] = False
             owner.num_unread_views -= 1
+    # Autograd compares no versions of what hooks unpack, so the comparison is made here:
+    # test_a_loss_of_before_a_step_cannot_be_differentiated_after_it_but_what_was_not_stepped_can.
     if version is not None and kept._version != version:
         raise GradientError(
             f"a tensor of shape {tuple(kept.shape)} that backward needs has been modified by an inplace operation "
@@ -251,6 +255,7 @@ def begin_watching(unit: Reader) -> bool:
         return False
     _share_the_stack()
     outer = saving_hooks()
+    # Our hooks of the unit around this one look at the last entry of `_running.units`, which is this unit from now on.
     if outer is not None and _is_ours(outer):
         return False
     push_saving_hooks(_hooks(_running.units) if outer is None else _around(outer))

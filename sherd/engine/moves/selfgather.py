@@ -114,6 +114,7 @@ class SelfGatheredWeights(Weights):
             buffers = tuple(Buffer(num_ranks * each.numel(), each.dtype, group.device) for each in sources)
             self.made = _Unsharded(group.parameters, buffers)
         self._terms = _Terms(tuple(tensor.shape for tensor in padded), metadata)
+        # No sources here, because the handoff holds them until compute has waited.
         self._flight = Flight(self._gather_into_buffers(transport, sources, num_ranks), (), group.version)
 
     def _ask(self, local: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -153,12 +154,14 @@ class SelfGatheredWeights(Weights):
             self._trimmed(buffer.tensor.view(self.group.packing.num_ranks, *shape))
             for buffer, shape in zip(unsharded.gathered, terms.shapes, strict=True)
         )
+        # Before the subclass gets the buffers. If it writes in them, a part of them would be of no use in backward.
         self._arrived = unsharded.versions
         if unsharded.tensor is not None:
             for buffer in unsharded.buffers:
                 buffer.allocate()
             self._finish(gathered, terms.metadata, out=unsharded.tensor)
             return
+        # As in `Weights._make`: a tensor that is made inside of inference mode can never be written in training.
         with torch.inference_mode(False):
             tensor, inner = self._finish(gathered, terms.metadata)
             shape = self._record.shape

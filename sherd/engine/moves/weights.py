@@ -60,6 +60,7 @@ class Position:
 
     def move(self, to: Live) -> None:
         """Go to `to`. Raises `StateError` if the table has no such move."""
+        # The table is read here as well as in `require_move`, so that a legal move costs no second call.
         if to not in MOVES[self.live]:
             self.require_move(to)
         self.live = to
@@ -103,6 +104,7 @@ class Unsharded:
         that reads it for an earlier forward.
         """
         if self._versions_are_ahead:
+            # Back to the number that autograd saw: the same values are here again, so a backward may read them.
             set_versions(tuple(self.parameters), tuple(map((-1).__add__, map(VERSION, self.parameters))))
             self._versions_are_ahead = False
         if as_of != self._as_of:
@@ -158,6 +160,7 @@ class UnshardedBuffer(Unsharded):
         del tensor  # or `storage_uses` would count it
         self._movable = [self.parameters[index] for index in self._plain]
         self._address = self.buffer.address
+        # Counted when all views of ours are made, and before anybody else can have one.
         self._own_uses = storage_uses(self._address)
 
     @property
@@ -201,6 +204,7 @@ class KeptPart:
     def __init__(self, buffers: Sequence[Buffer], mesh: DataMesh, size: int) -> None:
         numels = [buffer.tensor.numel() // size for buffer in buffers]
         at = mesh.shard_rank % size
+        # Cloned, because the gathered buffer is freed in place as soon as the part is kept.
         self.tensors = tuple(
             buffer.tensor[at * numel : (at + 1) * numel].clone() for buffer, numel in zip(buffers, numels, strict=True)
         )
@@ -265,7 +269,8 @@ class Weights(Position, saved.StorageOwner):
         # In each dtype that was asked for. Made at the first gather: a model that is only built or loaded has none.
         self._by_dtype: dict[torch.dtype, UnshardedBuffer] = {}
         self.made: Unsharded | None = None  # in the dtype of the last gather
-        self._ids: set[int] = set()  # of all unsharded parameters
+        # Of all unsharded parameters. They live as long as this object, so no other tensor gets one of these ids.
+        self._ids: set[int] = set()
         self._dtype = group.compute_dtype
         self._flight: Flight | None = None
         self.as_of: list[tuple[int, bool]] = []  # `STAND` of each optimizer parameter at the last gather from shards
@@ -281,6 +286,7 @@ class Weights(Position, saved.StorageOwner):
         # Outside inference mode: a tensor made inside can never be written in training.
         with torch.no_grad(), torch.inference_mode(False):
             unsharded = self._by_dtype[self._dtype] = UnshardedBuffer(self.group, self._dtype)
+            # The memory was there to make the views. The first gather allocates it again, on the stream that writes it.
             if unsharded.buffer.is_ours:
                 unsharded.free()
         for index, parameter in enumerate(unsharded.parameters):
@@ -384,6 +390,7 @@ class Weights(Position, saved.StorageOwner):
         unsharded = self.made = self._by_dtype.get(self._dtype) or self._make()
         if transport is not self._transport:
             self._transport, self._fill = transport, plan.fill_by(transport)
+        # All ranks skip this all-gather together, because all of them note writes together (`mark_shards_written`).
         if plan.is_never_gathered or (not plan.frees_unsharded and self._versions.get(self._dtype) == group.version):
             handoff = self._streams.gather.run(lambda async_op: None)
             self._flight = Flight(handoff, (group.shard_buffer,), group.version)
@@ -402,6 +409,8 @@ class Weights(Position, saved.StorageOwner):
 
         def start(async_op: bool) -> Pending | None:
             source = None if is_copied else group.source(self._dtype)
+            # `start` runs on the gather lane, so the memory is the lane's: a gather that runs ahead of compute may
+            # write it.
             if in_place:
                 unsharded.buffer.allocate()
                 rows = unsharded.rows
@@ -466,13 +475,15 @@ class Weights(Position, saved.StorageOwner):
 
         for buffer in unsharded.gathered if not self._lane_owns_buffer else ():
             buffer.allocate()
-        # The sources are compute's memory, and so may be the buffers.
+        # The sources are compute's memory, and so may be the buffers:
+        # test_a_kept_part_is_compute_memory_so_its_gather_waits_for_compute.
         lane.follow_compute()
         pairs = zip(unsharded.gathered, sources, strict=True)
         return _Handoffs(tuple(lane.run(partial(fill, *pair)) for pair in pairs), sources)
 
     def wait(self) -> None:
         """Let compute go on only with the unsharded parameters in place, and show them to the modules."""
+        # Checked before the landing and noted after it. An error in between leaves the flight, which `free` gives up.
         self.require_move(Live.UNSHARDED)
         flight, unsharded = self._flight, self.made
         assert flight is not None and unsharded is not None, "an all-gather is waited for once it was started"
@@ -488,6 +499,7 @@ class Weights(Position, saved.StorageOwner):
         if flight.copy_into_place is not None:
             flight.copy_into_place(self.group.mesh.shard_rank, *flight.sources)
         if flight.rows is not None:
+            # Only now, on compute's stream: while the gather ran ahead there were the rows alone.
             unsharded.buffer.allocate()
             unsharded.copy_out(flight.rows)
             # `rows` is the gather lane's memory and goes back to its pool with the flight: not before compute has
@@ -506,6 +518,8 @@ class Weights(Position, saved.StorageOwner):
         lost = unsharded.hide() if unsharded is not None and self.live is Live.UNSHARDED else []
         if self._flight is not None:
             if self.plan.frees_unsharded:
+                # Waited for, though nobody reads the result: without streams gloo's threads may still write the memory
+                # that is freed below, and with streams the lane may still read sources that are compute's.
                 self._flight.handoff.wait()
             else:
                 # As on the ranks that wait for it, which will not gather it again.
@@ -515,6 +529,8 @@ class Weights(Position, saved.StorageOwner):
         self.live = Live.SHARDED  # from wherever they are
         if unsharded is not None and self.plan.frees_unsharded:  # None if the first gather failed
             unsharded.free(self._streams.gather if self._lane_owns_buffer else None)
+        # Raised last, when the memory is free and the shards are shown, so that the program may go on:
+        # test_other_values_for_a_whole_parameter_are_refused_and_training_goes_on_with_what_the_shards_have.
         if lost:
             raise _of_lost(lost)
 

@@ -130,6 +130,7 @@ class Backward:
         self._seen.append(group)
         self._num_completed += 1
         is_last = self._num_completed >= self._num_expected
+        # Backward may go through the unit again, for another forward, and then counts from zero.
         if is_last:
             self._num_completed = 0
         if self._when_complete is not None:

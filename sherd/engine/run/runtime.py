@@ -171,6 +171,7 @@ class Runtime:
                 hooks.pop(key, None)
         handling, opens_run = sys.exc_info()[1], unit.runs is None or unit.runs.begin()
         watches = begin_watching(unit.backward)
+        # Noted before the gather, which may raise: torch runs our forward hook then, too, and `leave` ends the call.
         call = ForwardCall(unit, id(module), outermost, opens_run, recomputing, handling, under_way, watches)
         self._calls.append(call)
         if recomputing:
@@ -229,6 +230,7 @@ class Runtime:
             for member in outdated(self.units):
                 self.shards_written(member)
         self.revise()
+        # For one forward only. Later writes to the shards come after the event, and gathers would not wait for them.
         event, self._step_event = self._step_event, None
         for streams in {id(member.streams): member.streams for member in self.units}.values():
             streams.begin_step(event)
@@ -264,6 +266,7 @@ class Runtime:
             self.in_backward = True
             self.num_backwards += 1
             self.revise()  # the user may have set policies since the forward
+            # torch takes such a callback only inside of a backward, so the first event of the backward queues it.
             at_end_of_backward(self._end_backward)
         self._expect_gradients(unit)
         self.tape.play(do.BeforeBackward, self._index[unit.id])
@@ -303,8 +306,10 @@ class Runtime:
 
     def _end_backward(self) -> None:
         """Reduce and free everything that is left, at the end of backward."""
+        # A reset may have come before this call: a callback that is queued cannot be taken back.
         if not self.in_backward:
             return
+        # In the order of the units, which all ranks share: most of these events start collectives.
         for index, unit in enumerate(self.units):
             if unit.backward.awaits_reduction(unit.policy, self._has_gradients):
                 self.tape.play(do.AfterBackward, index, True)
@@ -556,6 +561,8 @@ def seal(root: nn.Module) -> Runtime:
             unit.regroup()
         unit.join(runtime)
         forget_loads(unit.mesh)  # the model is complete, so the next unit on the mesh is the first of another model
+    # The root holds the runtime and units hold it weakly, so that it goes with the root:
+    # test_they_keep_nothing_alive.
     write_into(root, Unit.RUNTIME, runtime)
     return runtime
 

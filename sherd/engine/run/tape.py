@@ -90,6 +90,7 @@ class Tape:
                 set_grad_enabled(False)
             for call in (partial(_play_outside_transforms, calls),) if are_transforms_active() else calls:
                 call()
+        # Ctrl-C, too, may leave a unit in another form than the schedule's state says.
         except BaseException:
             self.is_astray = True
             raise

@@ -256,6 +256,8 @@ class Unit:
         """Put the parameters into groups, and the shards of each group into one buffer."""
         if self.live is not Live.SHARDED:
             raise StateError(f"unit {self.name}: its parameters cannot be regrouped while they are {self.live.name}")
+        # The unit holds its groups, and they call it weakly. A circle would leave the shards of a deleted model to the
+        # garbage collector: test_they_keep_nothing_alive.
         this = weakref.ref(self)
         self.compared.changed()
         self.weights, self.gradients = [], []
@@ -468,6 +470,8 @@ class Unit:
             has_others = bool(hooks)
             hooks[key] = hook
             if has_others:
+                # A key that comes back is the dict's last. A user's hook that computes a weight (weight norm) needs the
+                # gather before: test_a_users_hook_that_computes_the_weight_before_the_call_finds_unsharded_parameters.
                 hooks.move_to_end(key, last=False)
 
     def reduce(self, policy: UnitPolicy | None = None, but: Collection[int] = ()) -> None:
@@ -494,6 +498,7 @@ class Unit:
         for gradients in self.gradients:
             gradients.finish_reduce(self.policy)
         if self.policy.when_reduced is not None:
+            # An optimizer may step in the call, and no stream orders it after copies to host memory.
             self.land_gradients()
             self.policy.when_reduced()
 

@@ -45,6 +45,7 @@ class _Registrations:
             register_module_module_registration_hook(self._note)
 
     def _note(self, module: nn.Module, name: str, registered: object) -> None:
+        # `next` is one step in C, where `+= 1` could lose the count of another thread; ranks may be threads.
         self.count = next(self._next)
 
 
@@ -149,6 +150,7 @@ def _average(members: Sequence[nn.Parameter], mesh: DataMesh) -> None:
     """Replace the gradients of `members`, of one dtype and device, by their mean over `mesh`, in one message."""
     grads = [None if each.grad is None else local_part(each.grad) for each in members]
     given = zip(members, grads, strict=True)
+    # Zeros stand for a missing gradient, because all ranks must send equally much.
     targets = [torch.zeros_like(local_part(each)) if grad is None else grad for each, grad in given]
     real = [torch.view_as_real(each) if each.is_complex() else each for each in targets]
     flat = [each.reshape(-1) for each in real]

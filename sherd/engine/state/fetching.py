@@ -67,14 +67,12 @@ class RestingPlace:
 
 
 def fetch_into(target: torch.Tensor, shard: torch.Tensor) -> None:
-    """Copy `shard`, 1-D, in any dtype and on any device, into `target`. The copy is ordered on the current stream.
-
-    A shard in host memory is cast on the device, a part at a time. torch's own copy would cast it on the host, and make
-    the host wait.
-    """
+    """Copy `shard`, 1-D, in any dtype and on any device, into `target`. The copy is ordered on the current stream."""
     if shard.device == target.device or shard.dtype == target.dtype:
         target.copy_(shard, non_blocking=True)
         return
+    # A shard in host memory is cast on the device, a part at a time. torch's own copy would cast it on the host, and
+    # make the host wait.
     for piece, place in zip(shard.split(FETCHED_NUMEL), target.split(FETCHED_NUMEL), strict=True):
         place.copy_(piece.to(target.device, non_blocking=True))
 
@@ -110,8 +108,10 @@ class FetchedShard:
             shard = self._copies[dtype] = torch.empty(self.numel, dtype=dtype, device=self._mesh.device)
         if self._versions.get(dtype) != version:
             own = self.own_part(shard)
+            # The rank's piece may be a part of this copy already (`holding`).
             if own.data_ptr() != piece.data_ptr():
                 fetch_into(own, piece)
+            # All replicas come here together, because all ranks note writes together (`Group.mark_shards_written`).
             self._mesh.fetch_transport.all_gather(shard, own, self.sizes, False)
             self._versions[dtype] = version
         return shard

@@ -248,6 +248,7 @@ def give_memory(record: ShardedParameter, parameter: nn.Parameter, local: torch.
             )
         moved = as_dtensor(local, spec_of(sharded))
         moved.requires_grad_(parameter.requires_grad)
+        # The swap exchanges the hooks, too, so they come back to `parameter` with it.
         move_hooks(parameter, moved)
         try:
             swap_devices(sharded, moved)
@@ -333,6 +334,7 @@ class Group:
         self.dtype = self.parameters[0].resting.dtype
         self.trainable = self.parameters[0].requires_grad
         floating = self.dtype.is_floating_point
+        # Nothing else is cast: complex numbers would lose their imaginary part, and integers their meaning.
         self.compute_dtype = precision.param_dtype if floating and precision.param_dtype is not None else self.dtype
         self.reduce_dtype = precision.reduce_dtype if precision.reduce_dtype is not None else self.compute_dtype
         # Low precision as in FSDP1: the dtype of compute, or of the reduction where nothing is cut.
@@ -352,6 +354,7 @@ class Group:
         self.version = 0
         self.optimizer_params = self._optimizer_params()
         self.shard_buffer = self._keep_shard() if self.gathers_itself else self._gather_shards_into_one_buffer()
+        # Last, because it remembers the memory that the line above has given to the optimizer parameters.
         self.shard_memory = ShardMemory([optimizer_param.record for optimizer_param in self.optimizer_params])
 
     def _optimizer_params(self) -> tuple[OptimizerParam, ...]:
@@ -413,6 +416,7 @@ class Group:
         mesh, shard = self.mesh, piece
         if self.fetched is not None:
             shard = piece.new_empty(self.fetched.numel)
+            # Along the replicas first: along the shard axis ranks send whole shards.
             mesh.fetch_transport.all_gather(shard, piece, self.fetched.sizes, False)
         rows = piece.new_empty(self.packing.gathered_numel)
         mesh.shard_transport.all_gather(rows, shard, self.shard_sizes, False)
@@ -458,6 +462,7 @@ class Group:
         if local.device != self.shard_buffer.device or local.dtype != self.dtype:
             return False
         address = self.shard_buffer.data_ptr() + start * self.dtype.itemsize
+        # An empty tensor has the address 0, wherever it lies.
         return local.is_meta or local.numel() == 0 or local.data_ptr() == address
 
     def _gather_shards_into_one_buffer(self) -> torch.Tensor:
@@ -472,6 +477,8 @@ class Group:
                     shard_buffer[gap.start : gap.stop].fill_(PADDING_VALUE)
         for optimizer_param in self.optimizer_params:
             extent = optimizer_param.extent
+            # Not a plain slice: torch cannot save a DTensor around a tensor with an offset, and a file with a slice
+            # would hold the whole buffer (test_a_sharded_state_survives_a_file_of_its_own_on_each_rank).
             view = own_view(shard_buffer[extent.start : extent.stop]).view(optimizer_param.shape)
             if not shard_buffer.is_meta:
                 view.copy_(optimizer_param.record.resting)

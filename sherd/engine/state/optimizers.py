@@ -104,9 +104,11 @@ class _Watcher:
     def adopt(self, optimizer: Optimizer) -> list[weakref.ref[Owner]]:
         """Give `optimizer` the shards of its parameters. Returns the units that it steps. Raises as `_adopt` does."""
         known = self._known.get(optimizer)
+        # A step compares the sizes of the groups and looks at no parameter: test_an_optimizer_is_looked_at_once.
         if known is None or known[0] != _sizes(optimizer):
             owners = _adopt(optimizer)
             self._warn(optimizer, owners)
+            # `_known` does not tell, for it is cleared after each change. A second hook would do the check twice.
             if optimizer not in self._load_hooked:
                 optimizer.register_load_state_dict_pre_hook(require_shapes)
                 self._load_hooked.add(optimizer)

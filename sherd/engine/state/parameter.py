@@ -80,6 +80,7 @@ class ParameterPlace:
     __slots__ = ("attribute", "module", "parameters", "registered")
 
     def __init__(self, module: nn.Module, attribute: str) -> None:
+        # The dict, which does not keep its module alive. As it is held here, no other dict gets its id, the `key`.
         self.parameters = module._parameters
         self.attribute = attribute
         self.registered = True
@@ -209,6 +210,7 @@ class ShardedParameter:
     lent: nn.Parameter | None = None
     attributes: dict[str, object] = field(default_factory=dict)
     _owner: weakref.ref[Owner] | None = None
+    # By id. An entry goes with its Parameter, before another tensor can get the id.
     _taken: weakref.WeakValueDictionary[int, nn.Parameter] = field(default_factory=weakref.WeakValueDictionary)
 
     of = staticmethod(record_of)
@@ -362,6 +364,7 @@ class ShardedParameter:
                 "the model anew"
             )
         if local.is_meta:
+            # A copy even in the same dtype: a view would keep the user's whole tensor alive under the shard.
             own = part.to(local.dtype, copy=True, memory_format=torch.contiguous_format)
             self.exchange(nn.Parameter(as_dtensor(own, self.shard_spec), requires_grad=self.shard.requires_grad))
         else:
