@@ -39,7 +39,7 @@ from sherd.guard.flight import CollectiveLog
 
 __all__ = ["Attempt", "Coordinator", "Failure", "StepAborted", "monitor_of"]
 
-_overseers: weakref.WeakKeyDictionary[
+_monitors: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], DivergenceChecker | Coordinator]
 ] = weakref.WeakKeyDictionary()
 """By group, policy and ranks: by the group of a mesh of one axis, else by the default group."""
@@ -56,7 +56,7 @@ def monitor_of(mesh: DataMesh, ranks: tuple[int, ...]) -> DivergenceChecker | Co
     """
     policy, world = mesh.comm.divergence, default_group()
     parent = group_of(mesh.mesh, 0) if mesh.mesh.ndim == 1 else world
-    known = _overseers.setdefault(parent, {})
+    known = _monitors.setdefault(parent, {})
     if (policy, ranks) not in known:
         with named("the connection to the store, for ranks that differ,", world):
             board = board_of(world)

@@ -248,3 +248,24 @@ def test_no_more_gradients_wait_than_are_copied_together():
 
 def arrived_bytes(model):
     return sum(nbytes for kind, nbytes in held_by(Unit.of(model)).values() if kind is MemoryKind.ARRIVED)
+
+
+class Joined(nn.Module):
+    """Two parameters whose gradients autograd makes as views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Parameter(torch.randn(4, 3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.cat([self.first, self.second]).t()
+
+
+@on_threads(2)
+def test_gradients_that_are_views_of_one_tensor_reach_their_own_parameters():
+    plain, model = Joined(), fully_shard(Joined())
+    weights = torch.arange(16.0).view(2, 8)
+    for each in (plain, model):
+        (each(torch.arange(6.0).view(2, 3)) * weights).sum().backward()
+    assert_named_close(whole_grads(model), {name: each.grad for name, each in plain.named_parameters()})

@@ -70,7 +70,7 @@ class Tape:
     def __init__(self, schedule: Schedule, units: Sequence[Unit], monitors: Mapping[int, CollectiveMonitor]) -> None:
         self.observer: Observer | None = None
         self.is_astray = False
-        self._schedule, self._units, self._overseers = schedule, units, monitors
+        self._schedule, self._units, self._monitors = schedule, units, monitors
         # Here and not on the edges: edges form circles, which would hold the units of a deleted model.
         self._calls: dict[Edge, tuple[Callable[[], None], ...]] = {}
 
@@ -104,7 +104,7 @@ class Tape:
         calls, observer = [], self.observer
         for action in edge.actions:
             unit = self._units[action.unit]
-            call = monitored(self._overseers.get(unit.id), action, unit, bound(action, unit))
+            call = monitored(self._monitors.get(unit.id), action, unit, bound(action, unit))
             calls.append(call if observer is None else partial(observer.perform, action, call))
         if observer is not None:
             calls = [partial(observer.begins, edge.event), *calls, partial(observer.ended, edge.event)]
