@@ -42,7 +42,7 @@ FIGURES = {
     "isinstance per 1,000 code lines": (18.8, 20.0),
     "import cycles": (0, 0),
     "lines of the library": (37000, 32000),
-    "lines of the tools": (13160, 12000),
+    "lines of the tools": (13200, 12000),
     "lines of the trainer": (7240, 6000),
     "files of a walk: forward": (16, 15),
     "files of a walk: backward": (17, 15),

@@ -90,6 +90,10 @@ class ModelConfig:
     hf: str = _field("", "a Hugging Face config.json; it replaces every other field of this section")
 
 
+Model = ModelConfig
+"""The name that `ModelConfig` had before. It stays for one version."""
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Where text comes from, and how it is cut."""

@@ -21,7 +21,7 @@ from sherd.train.text import VOCABULARY
 
 __all__ = [
     "Decoder",
-    "DecoderBlock",
+    "Block",
     "Elsewhere",
     "Head",
     "HuggingFace",
@@ -88,7 +88,7 @@ class FeedForward(nn.Module):
         return out
 
 
-class DecoderBlock(nn.Module):
+class Block(nn.Module):
     """Attention, then feed-forward, each read from a normalised residual stream and added to it."""
 
     def __init__(self, model: ModelConfig) -> None:
@@ -138,7 +138,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.model = model
         self.embedding: nn.Module = nn.Embedding(VOCABULARY, model.width)
-        self.blocks = nn.ModuleList(DecoderBlock(model) for _ in range(model.layers))
+        self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
         self.norm: nn.Module = nn.RMSNorm(model.width, eps=1e-6)
         self.head: nn.Module = Head(model)
         self.sequence = WholeSequence()

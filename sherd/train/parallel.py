@@ -39,7 +39,7 @@ from sherd.api.recompute import selective_contexts
 from sherd.train.config import Config, InputError
 from sherd.train.experts import MixtureOfExperts, ToExperts
 from sherd.train.mesh import RankGrid
-from sherd.train.models import Decoder, DecoderBlock, Elsewhere, Head, HuggingFace
+from sherd.train.models import Decoder, Block, Elsewhere, Head, HuggingFace
 from sherd.train.sequence import CutSequence
 
 __all__ = ["blocks_of", "build", "cut", "on_meta", "parallelize", "shard"]
@@ -269,5 +269,5 @@ def blocks_of(model: Decoder | HuggingFace) -> Sequence[nn.Module]:
     return _blocks(model) if isinstance(model, Decoder) else model.blocks
 
 
-def _blocks(model: Decoder) -> list[DecoderBlock]:
-    return [block for block in model.blocks if isinstance(block, DecoderBlock)]
+def _blocks(model: Decoder) -> list[Block]:
+    return [block for block in model.blocks if isinstance(block, Block)]

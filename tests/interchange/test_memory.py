@@ -22,7 +22,7 @@ from sherd.tools.convert.formats import convert
 from sherd.tools.convert.formats import open_source
 from sherd.tools.convert.mapping import rules_of
 from sherd.tools.convert.of_torch import save
-from sherd.tools.convert.state_trees import Pending
+from sherd.tools.convert.state_trees import PendingTensor
 from sherd.storage.safetensors import header_of
 
 folder, mib, part = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -35,7 +35,7 @@ with open(folder / "model.safetensors", "wb") as file:
 (folder / "rules.json").write_text(json.dumps({"rules": [
     {"merge": ["half.q", "half.k"], "to": "qk"}, {"transpose": "big"},
 ]}))
-big = Pending(Spec("BF16", (rows, 2048)), "big")
+big = PendingTensor(Spec("BF16", (rows, 2048)), "big")
 state = {"step": 1, "exp_avg": big, "exp_avg_sq": big}
 trained = {"model": {"big": big}, "optimizer": {"state": {"big": state}, "param_groups": [{"params": ["big"]}]}}
 with open(folder / "trained.pt", "wb") as file:

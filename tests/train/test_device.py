@@ -115,7 +115,7 @@ def test_a_rank_takes_the_device_of_its_number_on_its_machine(machine, monkeypat
     machine("xpu", 4)
     taken = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
-    monkeypatch.setattr(rank, "Grid", lambda axes, device: (str(axes), device))
+    monkeypatch.setattr(rank, "RankGrid", lambda axes, device: (str(axes), device))
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert rank.grid_of(on()) == ("dp=8", "xpu")

@@ -61,8 +61,8 @@ class Reserved:
     def __init__(self, units: tuple[SimulatedUnit, ...], limit: int | None = None) -> None:
         self.allocator = CachingAllocator(limit)
         self._lane_at = _lanes(units)
-        self._buffers: defaultdict[tuple[str, int], list[tuple[int, Block]]] = defaultdict(list)
-        self._tensors: defaultdict[int, deque[Block]] = defaultdict(deque)
+        self._buffers: defaultdict[tuple[str, int], list[tuple[int, MemoryBlock]]] = defaultdict(list)
+        self._tensors: defaultdict[int, deque[MemoryBlock]] = defaultdict(deque)
 
     def change(self, kind: str, unit: int, nbytes: int) -> None:
         """Take a buffer of `nbytes`; below 0, give back a buffer of that size, or else the oldest buffers."""
@@ -95,7 +95,7 @@ SMALL_SEGMENT, LARGE_SEGMENT, ROUNDED_TO = 2 * MIB, 20 * MIB, 2 * MIB
 LEAST_OF_ITS_OWN = 10 * MIB
 
 
-class Block(NamedTuple):
+class MemoryBlock(NamedTuple):
     """A part of a segment. Blocks are ordered by size, then by address."""
 
     size: int
@@ -145,16 +145,16 @@ class CachingAllocator:
         """Sizes by address. There is a gap between two segments, so that blocks of both are never joined."""
         self._used: set[int] = set()
         """The addresses of allocated blocks."""
-        self._free: dict[tuple[Lane, bool], list[Block]] = {}
-        self._beginning: dict[int, Block] = {}
-        self._ending: dict[int, Block] = {}
+        self._free: dict[tuple[Lane, bool], list[MemoryBlock]] = {}
+        self._beginning: dict[int, MemoryBlock] = {}
+        self._ending: dict[int, MemoryBlock] = {}
 
-    def allocate(self, nbytes: int, lane: Lane) -> Block:
+    def allocate(self, nbytes: int, lane: Lane) -> MemoryBlock:
         """Returns a block of at least `nbytes`; `nbytes` is above 0."""
         size = -(-nbytes // SMALLEST) * SMALLEST
         is_small = size <= MOST_SMALL
         free = self._free.setdefault((lane, is_small), [])
-        at = bisect_left(free, Block(size, 0, lane, is_small))
+        at = bisect_left(free, MemoryBlock(size, 0, lane, is_small))
         if at < len(free):
             block = free[at]
             self._take_out(block)
@@ -162,12 +162,12 @@ class CachingAllocator:
             block = self._segment(size, lane, is_small)
         rest = block.size - size
         if rest >= SMALLEST if is_small else rest > MOST_SMALL:
-            block = Block(size, block.address, lane, is_small)
-            self._put_in(Block(rest, block.end, lane, is_small))
+            block = MemoryBlock(size, block.address, lane, is_small)
+            self._put_in(MemoryBlock(rest, block.end, lane, is_small))
         self._used.add(block.address)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: MemoryBlock) -> None:
         """Take a block back."""
         assert block.address in self._used, "only allocated blocks are freed"
         self._used.remove(block.address)
@@ -176,9 +176,9 @@ class CachingAllocator:
             if neighbour is not None:
                 self._take_out(neighbour)
                 size, address = size + neighbour.size, min(address, neighbour.address)
-        self._put_in(Block(size, address, block.lane, block.is_small))
+        self._put_in(MemoryBlock(size, address, block.lane, block.is_small))
 
-    def _segment(self, size: int, lane: Lane, is_small: bool) -> Block:
+    def _segment(self, size: int, lane: Lane, is_small: bool) -> MemoryBlock:
         if is_small:
             size = SMALL_SEGMENT
         elif size < LEAST_OF_ITS_OWN:
@@ -194,15 +194,15 @@ class CachingAllocator:
             self.has_failed = self.has_failed or self.reserved + size > self.limit
         self.reserved += size
         self.most_reserved = max(self.most_reserved, self.reserved)
-        block = Block(size, self._top, lane, is_small)
+        block = MemoryBlock(size, self._top, lane, is_small)
         self._segments[block.address] = size
         self._top = block.end + SMALLEST
         return block
 
-    def _put_in(self, block: Block) -> None:
+    def _put_in(self, block: MemoryBlock) -> None:
         insort(self._free[block.lane, block.is_small], block)
         self._beginning[block.address] = self._ending[block.end] = block
 
-    def _take_out(self, block: Block) -> None:
+    def _take_out(self, block: MemoryBlock) -> None:
         free = self._free[block.lane, block.is_small]
         del free[bisect_left(free, block)], self._beginning[block.address], self._ending[block.end]
