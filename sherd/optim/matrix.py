@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from sherd._torch import local_tensor
 from sherd.comm.failures import ranks_in_short
 from sherd.engine import ShardedParameter
-from sherd.errors import GradientError, OptimizerError, PolicyTypeError
+from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Copies
 from sherd.optim.exchange import Batch, Exchange, Item, Moving, Ring, items_of, with_owners
@@ -58,6 +58,7 @@ class MatrixOptimizer(Optimizer):
 
     Raises:
         PolicyTypeError: `function` cannot be called.
+        PolicyError: `lr`, `weight_decay` or `rows` has no meaning.
         OptimizerError: a parameter is no matrix, complex, or not divisible into matrices of `rows` rows.
     """
 
@@ -74,20 +75,68 @@ class MatrixOptimizer(Optimizer):
         if not callable(function):
             raise PolicyTypeError(f"MatrixOptimizer(function={function!r}): expected a function of matrices")
         self._function = function
-        self._wire_dtype = wire_dtype
+        self._wire_dtype = real_dtype(wire_dtype, "MatrixOptimizer(wire_dtype")
         self._init(params, {"lr": lr, "weight_decay": weight_decay, "rows": rows})
 
     def _init(self, params: Any, defaults: Group) -> None:
         self._plan: _Plan | None = None
         super().__init__(params, defaults)
-        self._names = {
-            id(parameter): name
-            for group in self.param_groups
-            for name, parameter in zip(group.get("param_names", ()), group["params"], strict=False)
-        }
-        for group in self.matrix_groups():
-            for parameter in group["params"]:
-                batch_of(parameter, group.get("rows", 0))
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a parameter group; see `torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            PolicyError: an option has no meaning.
+            OptimizerError: a parameter is no matrix that can be stepped, or is in two groups.
+        """
+        if isinstance(param_group, dict) and not isinstance(param_group["params"], (torch.Tensor, set)):
+            known = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+            param_group = {**param_group, "params": list(param_group["params"])}
+            for entry in param_group["params"]:
+                name, parameter = entry if isinstance(entry, tuple) else ("", entry)
+                if id(parameter) in known:
+                    raise OptimizerError(f"{name or self._name_of(parameter)} is given twice; leave out one of them")
+                known.add(id(parameter))
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check(group)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _check(self, group: Group) -> None:
+        """Raise where a group has an option without meaning, or a parameter that cannot be stepped."""
+        for option in ("lr", "weight_decay"):
+            number_from_0(f"{type(self).__name__}({option}", group[option])
+        rows = group["rows"]
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
+            raise PolicyError(f"{type(self).__name__}(rows={rows!r}): expected the number of rows of a matrix, or 0")
+        if any(group is each for each in self.matrix_groups()):
+            for index, parameter in enumerate(group["params"]):
+                batch_of(parameter, rows, group["param_names"][index] if "param_names" in group else "")
+
+    _PICKLED: tuple[str, ...] = ("_function", "_wire_dtype")
+    """Own attributes that a copy of the optimizer has, too. It plans its steps anew."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what torch's optimizers pickle, and the own attributes."""
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._PICKLED}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a pickled state, or a loaded one, as `load_state_dict` calls this, too."""
+        super().__setstate__(state)
+        self._plan = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state. Options that its groups do not have, as those of torch's optimizers, stay as they are."""
+        groups = state_dict["param_groups"]
+        if len(groups) == len(self.param_groups):
+            owned = [
+                {key: own[key] for key in own if key not in ("params", "param_names")} for own in self.param_groups
+            ]
+            state_dict = {**state_dict, "param_groups": [{**own, **g} for own, g in zip(owned, groups, strict=True)]}
+        super().load_state_dict(state_dict)
 
     def matrix_groups(self) -> list[Group]:
         """The parameter groups that are stepped matrix by matrix."""
@@ -95,16 +144,27 @@ class MatrixOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         """Returns what is done with each parameter, a line for all that differ in numbers alone."""
-        plan = self._current_plan()
+        plan, names = self._current_plan(), self._names()
         alike: dict[tuple[str, str], list[int]] = defaultdict(list)
         for index, parameter in enumerate(plan.parameters):
-            name = re.sub(r"\d+", "*", self._names.get(id(parameter), name_of(parameter)))
+            name = re.sub(r"\d+", "*", names.get(id(parameter), name_of(parameter)))
             number, rows, columns = plan.batches[index]
             alike[name, f"{number} x {rows} x {columns}" if number > 1 else f"{rows} x {columns}"].append(index)
         lines: dict[tuple[str, ...], int] = {
             (*key, plan.way_of(indices)): len(indices) for key, indices in alike.items()
         }
         return "\n".join([f"{type(self).__name__} of whole matrices", *rows_of(lines)])
+
+    def _names(self) -> dict[int, str]:
+        """Returns the names of parameters that were given with names, by id."""
+        return {
+            id(parameter): name
+            for group in self.param_groups
+            for name, parameter in zip(group.get("param_names", ()), group["params"], strict=False)
+        }
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        return self._names().get(id(parameter), name_of(parameter))
 
     def _current_plan(self) -> _Plan:
         groups = self.matrix_groups()
@@ -219,13 +279,12 @@ class MatrixOptimizer(Optimizer):
         for (group, *_), items in alike.items():
             given = [whole[item] for item in items]
             matrices = given[0] if len(given) == 1 else torch.cat(given)
+            version = matrices._version
             update = self.updates(groups[group], matrices)
-            if update.shape != matrices.shape:
-                names = ", ".join(plan.name_of(item.index) for item in items)
-                raise OptimizerError(
-                    f"the function of {type(self).__name__} returned a tensor of shape {tuple(update.shape)} for "
-                    f"matrices of shape {tuple(matrices.shape)}, of {names}; it must return the same shape"
-                )
+            if wrong := _wrong(update, matrices, version):
+                names = [self._name_of(plan.parameters[item.index]) for item in items]
+                names = names if len(names) <= 3 else [*names[:3], f"{len(names) - 3} more"]
+                raise OptimizerError(f"the function of {type(self).__name__} {wrong.format(', '.join(names))}")
             computed |= zip(items, update.split([item.batch[0] for item in items]), strict=True)
         return computed
 
@@ -245,12 +304,46 @@ class MatrixOptimizer(Optimizer):
         for index, parameter in local.items():
             _, rows, columns = plan.batches[index]
             into, added = by_scale[self.scale_of(group, rows, columns)]
-            flat = parameter.view(-1)
             for held, update in updates[index]:
-                into.append(flat[held.start : held.stop])
-                added.append(update.to(parameter.dtype))
+                is_all = held.numel == parameter.numel()  # of a plain parameter, which may have any strides
+                into.append(parameter if is_all else parameter.view(-1)[held.start : held.stop])
+                added.append(update.to(parameter.dtype).view(into[-1].shape))
         for scale, (into, added) in by_scale.items():
             torch._foreach_add_(into, added, alpha=-lr * scale)
+
+
+def _wrong(update: object, matrices: torch.Tensor, version: int) -> str | None:
+    """Returns what is wrong with an update, with {} for the names of the parameters, and what to do; else None."""
+    of = f"matrices of shape {tuple(matrices.shape)}, of {{}}"
+    if not isinstance(update, torch.Tensor):
+        return f"returned {type(update).__name__} for {of}; it must return a tensor of the same shape"
+    if update.shape != matrices.shape:
+        return f"returned a tensor of shape {tuple(update.shape)} for {of}; it must return the same shape"
+    if not update.is_floating_point():
+        return f"returned a tensor of {update.dtype} for {of}; it must return real numbers in floating point"
+    if update.device != matrices.device:
+        return f"returned a tensor on {update.device} for {of}; it must return one on {matrices.device}"
+    if matrices._version != version:
+        return f"changed its input in place, {of}; let it work on a copy"
+    return None
+
+
+def number_from_0(option: str, value: Any) -> None:
+    """Raise a PolicyError if the value of an option, "Class(name", is no number from 0 on."""
+    try:
+        if float(value) >= 0:
+            return
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        pass
+    shown = repr(value) if isinstance(value, (str, torch.Tensor)) else value
+    raise PolicyError(f"{option}={shown}): expected a number from 0 on")
+
+
+def real_dtype(dtype: Any, option: str) -> torch.dtype | None:
+    """Returns a dtype of floating point, or None; raises a PolicyError for the option, "Class(name", if it is other."""
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return dtype
+    raise PolicyError(f"{option}={dtype!r}): expected None or a dtype of floating point, such as torch.bfloat16")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -282,19 +375,20 @@ def name_of(parameter: torch.Tensor) -> str:
     return f"a parameter of shape {tuple(parameter.shape)}" if record is None else record.name
 
 
-def batch_of(parameter: torch.Tensor, rows: int = 0) -> Batch:
+def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "") -> Batch:
     """Returns the matrices that a parameter is made of: how many, and the rows and columns of each.
 
     Args:
         parameter: of 2 dims or more, sharded or not.
         rows: how many rows make a matrix; 0: all of them.
+        name: the parameter's name in errors; "": as `name_of` says.
 
     Raises:
         OptimizerError: it is no matrix, or has another number of rows.
     """
     record = ShardedParameter.of(parameter)
     shape = tuple(parameter.shape if record is None else record.shape)
-    name = name_of(parameter)
+    name = name or name_of(parameter)
     if parameter.is_complex() or not parameter.is_floating_point():
         raise OptimizerError(f"{name} is of {parameter.dtype}; a function of whole matrices takes real numbers")
     if record is None and isinstance(parameter, DTensor):
@@ -363,10 +457,6 @@ class _Plan:
                 for record, cut, parameter in zip(self._records, self._cuts, parameters, strict=True)
             )
         )
-
-    def name_of(self, index: int) -> str:
-        """Returns the name of a parameter."""
-        return name_of(self.parameters[index])
 
     def way_of(self, indices: Sequence[int]) -> str:
         """Returns where the matrices of some parameters are computed, and what travels for them, in words."""
