@@ -26,7 +26,7 @@ from sherd.engine import ShardedParameter
 from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Copies
-from sherd.optim.exchange import Batch, Exchange, Item, Moving, Ring, items_of, with_owners
+from sherd.optim.exchange import Batch, Exchange, Item, Moving, Ring, header_of, items_of, with_owners
 
 Group = dict[str, Any]
 """A parameter group of an optimizer."""
@@ -132,10 +132,8 @@ class MatrixOptimizer(Optimizer):
         """Load a state. Options that its groups do not have, as those of torch's optimizers, stay as they are."""
         groups = state_dict["param_groups"]
         if len(groups) == len(self.param_groups):
-            owned = [
-                {key: own[key] for key in own if key not in ("params", "param_names")} for own in self.param_groups
-            ]
-            state_dict = {**state_dict, "param_groups": [{**own, **g} for own, g in zip(owned, groups, strict=True)]}
+            filled = [{**own, **loaded} for own, loaded in zip(self.param_groups, groups, strict=True)]
+            state_dict = {**state_dict, "param_groups": filled}
         super().load_state_dict(state_dict)
 
     def matrix_groups(self) -> list[Group]:
@@ -222,28 +220,18 @@ class MatrixOptimizer(Optimizer):
             computed = self.directions(group, [plan.parameters[index] for index in there], given)  # type: ignore[arg-type]
             directions |= {index: each.reshape(-1) for index, each in zip(there, computed, strict=True)}
         updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
-        self._compute_here(plan, groups, directions, updates)
-        self._exchange(plan, groups, directions, updates)
-        for group, indices in zip(groups, plan.by_group, strict=True):
-            self._apply(plan, group, [index for index in indices if index in updates], updates)
-
-    def _compute_here(
-        self,
-        plan: _Plan,
-        groups: Sequence[Group],
-        directions: Mapping[int, torch.Tensor],
-        updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
-    ) -> None:
-        """Compute the updates of the matrices that lie on this rank as a whole, and on no other."""
-        there = {
+        whole = {
             item: directions[item.index][held.start : held.stop].view(item.batch)
             for item, held in plan.here
             if item.index in directions
         }
-        computed = self._computed(plan, groups, there)
+        of_item = self._computed(plan, groups, whole)
         for item, held in plan.here:
-            if item in computed:
-                updates[item.index].append((held, computed[item].reshape(-1)))
+            if item in of_item:
+                updates[item.index].append((held, of_item[item].reshape(-1)))
+        self._exchange(plan, groups, directions, updates)
+        for group, indices in zip(groups, plan.by_group, strict=True):
+            self._apply(plan, group, [index for index in indices if index in updates], updates)
 
     def _exchange(
         self,
@@ -252,21 +240,39 @@ class MatrixOptimizer(Optimizer):
         directions: Mapping[int, torch.Tensor],
         updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
     ) -> None:
-        """Compute the updates of all other matrices: while a bucket is computed, the next one is on its way there, and
-        the one before on its way back."""
-        wires = [self._wire_dtype or bucket.dtype for bucket in plan.buckets]
-        there = [bucket.there(directions, wire) for bucket, wire in zip(plan.buckets[:1], wires, strict=False)]
+        """Compute all other updates: meanwhile, the next bucket is on its way there, the one before on its way back."""
+        there = [bucket.there(directions, self._wire_dtype) for bucket in plan.buckets[:1]]
         back = []
         for number, bucket in enumerate(plan.buckets):
             if number + 1 < len(plan.buckets):
-                there.append(plan.buckets[number + 1].there(directions, wires[number + 1]))
-            whole = bucket.exchange.whole(there[number])
-            computed = self._computed(plan, groups, whole)
-            back.append(bucket.exchange.back(computed, wires[number], bucket.device))
+                there.append(plan.buckets[number + 1].there(directions, self._wire_dtype))
+            whole, headers = bucket.exchange.whole(there[number])
+            self._check_missing(plan, bucket, headers)
+            back.append(bucket.exchange.back(self._computed(plan, groups, whole), bucket.header))
         for bucket, moving in zip(plan.buckets, back, strict=True):
             for index, held, update in bucket.exchange.arrived(moving):
                 if index in directions:
                     updates[index].append((held, update))
+
+    def _check_missing(self, plan: _Plan, bucket: _Bucket, headers: Sequence[torch.Tensor]) -> None:
+        """Raise where one rank has no gradient of a parameter and another rank has one.
+
+        On accelerators, where the host would have to wait for the headers, a rank compares them when the gradients
+        that it has are others than in its last step.
+        """
+        if not bucket.compares:
+            return
+        ring = bucket.exchange.ring
+        received = [[int(number) for number in header] for header in torch.stack(list(headers)).tolist()]
+        differing = next((rank for rank, header in enumerate(received) if header != received[ring.rank]), None)
+        if differing is not None:
+            firsts = {received[rank][0] * 256 + received[rank][1]: rank for rank in (ring.rank, differing)}
+            first = min(number for number in firsts if number)
+            other = differing if firsts[first] == ring.rank else ring.rank
+            raise GradientError(
+                f"rank {ring.ranks[firsts[first]]} has no gradient of {self._name_of(plan.parameters[first - 1])}, and "
+                f"rank {ring.ranks[other]} has gradients of other parameters; give all ranks gradients of the same ones"
+            )
 
     def _computed(
         self, plan: _Plan, groups: Sequence[Group], whole: Mapping[Item, torch.Tensor]
@@ -491,7 +497,7 @@ class _Plan:
         open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[Item], int]] = {}
         for item in items:
             self._owners[item.index].add(ring.ranks[item.owner])
-            if self._is_alone(item, ring):
+            if [rank for rank, piece in enumerate(ring.piece_of) if item.held(piece).numel] == [item.owner]:
                 if item.owner == ring.rank:
                     self.here.append((item, item.held(ring.piece_of[ring.rank])))
                 continue
@@ -505,26 +511,30 @@ class _Plan:
             open_buckets[key] = [*bucket, item], filled + nbytes
         self.buckets += [_Bucket(bucket, ring, *key) for key, (bucket, _) in open_buckets.items()]
 
-    @staticmethod
-    def _is_alone(item: Item, ring: Ring) -> bool:
-        """Returns whether the owner alone holds elements of `item`, and all of them."""
-        holders = [rank for rank, piece in enumerate(ring.piece_of) if item.held(piece).numel]
-        return holders == [item.owner] and item.held(ring.piece_of[item.owner]).numel == item.elements.numel
-
 
 class _Bucket:
     """Items that travel together, of parameters of one dtype on one device."""
 
     def __init__(self, items: Sequence[Item], ring: Ring, dtype: torch.dtype, device: torch.device) -> None:
-        self.items, self.dtype, self.device = items, dtype, device
+        self.dtype, self.device = dtype, device
         self.exchange = Exchange(items, ring)
         piece = ring.piece_of[ring.rank]
         self.numels = {item.index: item.cut.local_numel(piece) for item in items}
+        self.header = torch.empty(0)
+        self.compares = True
+        """Whether this step looks at the headers of other ranks."""
+        self._missing: list[int] | None = None
 
-    def there(self, directions: Mapping[int, torch.Tensor], wire: torch.dtype) -> Moving:
+    def there(self, directions: Mapping[int, torch.Tensor], wire: torch.dtype | None) -> Moving:
         """Start to send the directions. Those without a gradient are zeros, so that sizes are the same in each step."""
-        local = {
-            index: directions[index] if index in directions else torch.zeros(numel, dtype=wire, device=self.device)
-            for index, numel in self.numels.items()
-        }
-        return self.exchange.there(local, wire, self.device)
+        wire = wire or self.dtype
+        missing = [index for index in self.numels if index not in directions]
+        is_new = missing != self._missing or self.header.dtype != wire
+        if is_new:
+            self._missing = missing
+            self.header = torch.tensor(header_of(missing), dtype=wire, device=self.device)
+        self.compares = is_new or self.device.type == "cpu"
+        local = dict(directions)
+        for index in missing:
+            local[index] = torch.zeros(self.numels[index], dtype=wire, device=self.device)
+        return self.exchange.there(local, self.header)

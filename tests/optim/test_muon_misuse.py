@@ -5,11 +5,17 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from sherd import MatrixOptimizer, Muon
-from sherd.errors import OptimizerError, PolicyError, PolicyTypeError
+from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError
+from sherd.optim.exchange import header_of
+from tests.optim.test_muon import stack
+from tests.support.comparing import whole_params
+from tests.support.ranks.bodies import on_threads
 from tests.support.refusals import one_line
+from tests.support.sharding import sharded
 
 
 def linear() -> nn.Linear:
@@ -143,3 +149,40 @@ def test_no_elements_and_odd_strides_are_stepped():
     across.grad, along.grad = torch.ones(6, 4).t(), torch.ones(4, 6)
     Muon([across, along]).step()
     torch.testing.assert_close(across.detach(), along.detach())
+
+
+def _missing_on_rank_1(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> tuple[str, bool]:
+    """Returns what is said where rank 1 has no gradient of one matrix, and whether all parameters stayed."""
+    model(torch.ones(2, 5)).square().mean().backward()
+    if dist.get_rank() == 1:
+        [parameter for parameter in model.parameters() if parameter.ndim == 2][number].grad = None
+    before = whole_params(model)
+    said = one_line(GradientError, optimizer.step)
+    optimizer.zero_grad()
+    return said, all(torch.equal(before[name], now) for name, now in whole_params(model).items())
+
+
+@on_threads(2, 3, front=["shard", "flat", "wrapper"])
+def test_a_gradient_missing_on_one_rank_is_named_on_all_before_a_parameter_changes(front):
+    model = sharded(stack(), front)
+    optimizer = Muon(model, lr=0.02)
+    # Under other layouts the other matrices may lie on one rank as a whole, which alone steps them.
+    for number, name in ((1, "2.weight"), (0, "0.weight"), (3, "5.weight"))[: 3 if front == "shard" else 1]:
+        said, is_unchanged = _missing_on_rank_1(model, optimizer, number)
+        assert said.startswith("rank 1 has no gradient of "), said
+        assert name.split(".")[0] in said, said
+        assert is_unchanged
+    for missing_everywhere in (2, 3):  # that is no mistake
+        model(torch.ones(2, 5)).square().mean().backward()
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+        matrices[missing_everywhere].grad = None
+        before = whole_params(model)
+        optimizer.step()
+        assert sum(torch.equal(before[name], now) for name, now in whole_params(model).items()) == 1
+
+
+def test_headers_tell_sets_of_missing_parameters_apart():
+    assert header_of([]) == [0, 0, 0]
+    assert header_of([0])[:2] == [0, 1]
+    assert header_of([700, 701])[:2] == [2, 189]
+    assert header_of([700])[2] != header_of([700, 701])[2]
