@@ -255,7 +255,7 @@ class Exchange:
         return {item: whole.view(item.batch) for item, whole in zip(self.own, wholes, strict=True)}, headers
 
     def back(self, updates: Mapping[Item, torch.Tensor], like: torch.Tensor) -> Moving:
-        """Start to send the pieces of `updates`, of all own items, to the ranks that hold them, in the dtype of `like`."""
+        """Start to send the pieces of `updates`, of all own items, to their holders, in the dtype of `like`."""
         flat = [updates[item].reshape(-1) for item in self.own]
         return self._start([place.of(flat[number]).reshape(-1) for number, place in self._sent_back], self._back, like)
 
