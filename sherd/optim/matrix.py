@@ -29,7 +29,7 @@ from sherd.layout.placement import Copies
 from sherd.optim.exchange import Batch, Exchange, Item, Moving, Ring, header_of, items_of, with_owners
 
 Group = dict[str, Any]
-"""A parameter group of an optimizer."""
+"""A parameter group of an optimizer, options, or a state."""
 
 BUCKET_BYTES = 32 << 20
 """What travels in one exchange, at most, unless one matrix is larger."""
@@ -119,16 +119,16 @@ class MatrixOptimizer(Optimizer):
     _PICKLED: tuple[str, ...] = ("_function", "_wire_dtype")
     """Own attributes that a copy of the optimizer has, too. It plans its steps anew."""
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Group:
         """Returns what torch's optimizers pickle, and the own attributes."""
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._PICKLED}}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Group) -> None:
         """Take over a pickled state, or a loaded one, as `load_state_dict` calls this, too."""
         super().__setstate__(state)
         self._plan = None
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Group) -> None:
         """Load a state. Options that its groups do not have, as those of torch's optimizers, stay as they are."""
         groups = state_dict["param_groups"]
         if len(groups) == len(self.param_groups):
@@ -334,10 +334,10 @@ def _wrong(update: object, matrices: torch.Tensor, version: int) -> str | None:
     return None
 
 
-def number_from_0(option: str, value: Any) -> None:
+def number_from_0(option: str, value: object) -> None:
     """Raise a PolicyError if the value of an option, "Class(name", is no number from 0 on."""
     try:
-        if float(value) >= 0:
+        if float(value) >= 0:  # type: ignore[arg-type]
             return
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
         pass
@@ -345,7 +345,7 @@ def number_from_0(option: str, value: Any) -> None:
     raise PolicyError(f"{option}={shown}): expected a number from 0 on")
 
 
-def real_dtype(dtype: Any, option: str) -> torch.dtype | None:
+def real_dtype(dtype: object, option: str) -> torch.dtype | None:
     """Returns a dtype of floating point, or None; raises a PolicyError for the option, "Class(name", if it is other."""
     if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return dtype

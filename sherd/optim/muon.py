@@ -103,7 +103,7 @@ class Muon(MatrixOptimizer):
         *,
         rule: Rule = not_hidden,
         heads: Mapping[str, int] | None = None,
-        adamw: Mapping[str, Any] | None = None,
+        adamw: Mapping[str, object] | None = None,
         momentum_dtype: torch.dtype | None = None,
         ns_dtype: torch.dtype | None = None,
     ) -> None:
@@ -136,7 +136,7 @@ class Muon(MatrixOptimizer):
 
     _PICKLED = ("_momentum_dtype", "_ns_dtype", "_wire_dtype", "_why", "_adamw_options")
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Group) -> None:
         """Take over a pickled or a loaded state."""
         super().__setstate__(state)
         self._adamw = None
@@ -198,7 +198,7 @@ class Muon(MatrixOptimizer):
                 others[key] = others.get(key, 0) + 1
         return "\n".join([super().__repr__(), *rows_of(others)])
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Group) -> None:
         """Load a state. The momentum keeps its own dtype, where torch would give it the parameter's."""
         super().load_state_dict(state_dict)
         for group in self.matrix_groups() if self._momentum_dtype else ():
@@ -285,7 +285,7 @@ class TorchMuonStep(Muon):
         return inspect.unwrap(MatrixOptimizer.step)(self, closure)
 
 
-def _mapping(option: str, value: Mapping[str, Any] | None) -> dict[str, Any]:
+def _mapping(option: str, value: object) -> Group:
     if value is not None and not isinstance(value, Mapping):
         raise PolicyTypeError(f"Muon({option}={value!r}): expected a mapping")
     return dict(value or {})
