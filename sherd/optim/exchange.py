@@ -11,8 +11,9 @@ replicas divide the matrices: an owner receives from the ranks of its own replic
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
@@ -57,6 +58,11 @@ class Ring:
                 return group
         return group_beside(everybody, "matrices", sorted(self.ranks), self.mesh.device)
 
+    @cached_property
+    def order(self) -> list[int]:
+        """The numbers of the ranks, in the order of the group."""
+        return [self.ranks.index(rank) for rank in dist.get_process_group_ranks(self.group)]
+
     def senders(self, owner: int) -> list[int]:
         """Returns the numbers of the ranks that send their pieces to `owner`, each piece once."""
         if self.mesh.shards_replicas:
@@ -64,9 +70,9 @@ class Ring:
         return list(range(owner % self.num_replicas, len(self.ranks), self.num_replicas))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MatrixItem:
-    """Whole matrices of one parameter that one rank computes.
+    """Whole matrices of one parameter that one rank computes. Two items are equal if they are one object.
 
     Attributes:
         index: the number of the parameter among those that are stepped.
@@ -95,14 +101,30 @@ class MatrixItem:
         run = run_of(self.cut, piece)
         return run.intersect(self.elements).shifted(-run.start)
 
-    def place(self, whole: torch.Tensor, piece: int) -> torch.Tensor:
-        """Returns the view of `whole`, these matrices, 1-D, where a piece's elements are."""
+    def place(self, piece: int) -> Place:
+        """Returns where a piece's elements are in these matrices."""
         outer, size, inner = self.cut.view
         if outer > 1:
             rows = self.cut.piece(piece)
-            return whole.view(outer, size, inner)[:, rows.start : rows.stop]
+            return Place((outer, size, inner), rows.start, rows.numel, outer * rows.numel * inner)
         part = run_of(self.cut, piece).intersect(self.elements).shifted(-self.elements.start)
-        return whole[part.start : part.stop]
+        return Place(None, part.start, part.numel, part.numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Some elements of flattened matrices: `length` rows from `start` on of `view`, or elements where that is None."""
+
+    view: tuple[int, int, int] | None
+    start: int
+    length: int
+    numel: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Returns the view of `whole`, 1-D, that this place is."""
+        if self.view is None:
+            return whole.narrow(0, self.start, self.length)
+        return whole.view(self.view).narrow(1, self.start, self.length)
 
 
 def run_of(cut: Cut, piece: int) -> Extent:
@@ -136,44 +158,71 @@ def items_of(index: int, shape: Shape, batch: Batch, cut: Cut) -> list[MatrixIte
     ]
 
 
-def candidates_of(item: MatrixItem, ring: Ring) -> list[int]:
-    """Returns the numbers of the ranks that may compute `item`: those that hold all of it, or else all ranks."""
-    numel = item.elements.numel
-    whole = [rank for rank, piece in enumerate(ring.piece_of) if item.held(piece).numel == numel]
-    return whole or list(range(len(ring.ranks)))
-
-
 def with_owners(items: Sequence[MatrixItem], ring: Ring) -> list[MatrixItem]:
-    """Returns the items with their owners, all ranks of the ring the same."""
-    works = [MatrixWork(item.flops, item.elements.numel, candidates_of(item, ring)) for item in items]
+    """Returns the items with their owners, all ranks of the ring the same.
+
+    An item that ranks hold all of is computed by one of these ranks, any other item by any rank.
+    """
+    works, ranks = [], range(len(ring.ranks))
+    for item in items:
+        holders = [rank for rank in ranks if item.held(ring.piece_of[rank]).numel == item.elements.numel]
+        works.append(MatrixWork(item.flops, item.elements.numel, holders or ranks))
     owners = owners_of(works, len(ring.ranks))
-    return [
-        MatrixItem(item.index, item.elements, item.batch, item.cut, owner)
-        for item, owner in zip(items, owners, strict=True)
-    ]
+    return [replace(item, owner=owner) for item, owner in zip(items, owners, strict=True)]
+
+
+Sizes = tuple[list[int], list[list[int]]]
+"""How many elements each rank of the ring is sent, and how many are received from it, part by part."""
+
+HEADER = 3
+"""The first elements of what travels to an owner: what has no gradient at its sender, see `header_of`."""
+
+
+def header_of(missing: Sequence[int]) -> list[int]:
+    """Returns numbers up to 255, which every dtype holds exactly, that tell sets of parameters without gradient apart.
+
+    The first two are the first number of `missing`, plus 1; they are 0 if nothing is missing.
+    """
+    first = missing[0] + 1 if missing else 0
+    return [first // 256 % 256, first % 256, zlib.crc32(repr(list(missing)).encode()) % 256 if missing else 0]
 
 
 class Exchange:
-    """The way of some items to their owners and back: the same items, in the same order, on all ranks of the ring."""
+    """The way of some items to their owners and back, worked out once: the same, in one order, on all ranks."""
 
     def __init__(self, items: Sequence[MatrixItem], ring: Ring) -> None:
         self.ring = ring
-        self._own = [item for item in items if item.owner == ring.rank]
-        numbers, piece = range(len(ring.ranks)), ring.piece_of[ring.rank]
-        mine = [[item for item in items if item.owner == rank and item.held(piece).numel] for rank in numbers]
-        self._updated = [[(item.index, item.held(piece)) for item in own] for own in mine]
-        """The elements of local tensors that each rank computes updates of."""
-        self._sent = [(each.index, each.held(piece)) for own in mine for each in own if self._sends(ring.rank, each)]
-        self._num_sent = [sum(each.held(piece).numel for each in own if self._sends(ring.rank, each)) for own in mine]
-        self._parts = [[(item, other) for item in self._own if item.held(other).numel] for other in ring.piece_of]
-        """The own items of which each rank holds a piece, and the piece."""
-        self._received = [
-            [(item, other) for item, other in parts if self._sends(rank, item)]
-            for rank, parts in enumerate(self._parts)
+        self.own = [item for item in items if item.owner == ring.rank]
+        piece = ring.piece_of[ring.rank]
+        held_of = [
+            [(item, item.held(piece)) for item in items if item.owner == rank and item.held(piece).numel]
+            for rank in range(len(ring.ranks))
         ]
-        self._num_received = [_numel(parts) for parts in self._received]
-        self._num_sent_back = [_numel(parts) for parts in self._parts]
-        self._num_back = [sum(held.numel for _, held in updated) for updated in self._updated]
+        self._updated = [(item.index, held) for line in held_of for item, held in line]
+        """The elements of local tensors that updates come back of."""
+        self._sent = [
+            [(item.index, held.start, held.stop) for item, held in line if self._sends(ring.rank, item)]
+            for line in held_of
+        ]
+        parts = [
+            [(number, item.place(other)) for number, item in enumerate(self.own) if item.held(other).numel]
+            for other in ring.piece_of
+        ]
+        """The own items of which each rank holds a piece, by number, and where the piece is."""
+        received = [
+            [(number, place) for number, place in line if self._sends(rank, self.own[number])]
+            for rank, line in enumerate(parts)
+        ]
+        self._received = [part for line in received for part in line]
+        self._sent_back = [part for line in parts for part in line]
+        self._there: Sizes = (
+            [HEADER + sum(stop - start for _, start, stop in line) for line in self._sent],
+            [[HEADER, *(place.numel for _, place in line)] for line in received],
+        )
+        self._back: Sizes = (
+            [sum(place.numel for _, place in line) for line in parts],
+            [[held.numel for _, held in line] for line in held_of],
+        )
 
     def _sends(self, rank: int, item: MatrixItem) -> bool:
         """Returns whether a rank, which holds a piece of `item`, sends that piece to its owner."""
@@ -181,62 +230,55 @@ class Exchange:
             return rank == item.owner
         return rank in self.ring.senders(item.owner)
 
-    def there(self, local: Mapping[int, torch.Tensor], dtype: torch.dtype, device: torch.device) -> Moving:
-        """Start to send this rank's pieces, 1-D, by the numbers of their parameters, to the owners."""
-        parts = [local[index][held.start : held.stop] for index, held in self._sent]
-        return self._start(parts, self._num_sent, self._num_received, dtype, device)
+    def there(self, local: Mapping[int, torch.Tensor], header: torch.Tensor) -> Moving:
+        """Start to send this rank's pieces, 1-D, by the numbers of their parameters, to the owners.
 
-    def whole(self, moving: Moving) -> dict[MatrixItem, torch.Tensor]:
-        """Returns the own items, each [number, rows, columns], when their pieces are here."""
-        wholes = {item: moving.buffer.new_empty(item.elements.numel) for item in self._own}
-        for line, parts in zip(moving.wait(), self._received, strict=True):
-            start = 0
-            for item, piece in parts:
-                place = item.place(wholes[item], piece)
-                place.copy_(line[start : start + place.numel()].view(place.shape))
-                start += place.numel()
-        return {item: whole.view(item.batch) for item, whole in wholes.items()}
+        Args:
+            local: the pieces.
+            header: goes to every rank of the ring. All travels in its dtype.
+        """
+        parts: list[torch.Tensor] = []
+        for line in self._sent:
+            parts.append(header)
+            parts += [local[index][start:stop] for index, start, stop in line]
+        return self._start(parts, self._there, header)
 
-    def back(self, updates: Mapping[MatrixItem, torch.Tensor], dtype: torch.dtype, device: torch.device) -> Moving:
-        """Start to send the pieces of `updates`, one for each own item, to all ranks that hold them."""
-        flat = {item: update.reshape(-1) for item, update in updates.items()}
-        pieces = [item.place(flat[item], piece).reshape(-1) for parts in self._parts for item, piece in parts]
-        return self._start(pieces, self._num_sent_back, self._num_back, dtype, device)
+    def whole(self, moving: Moving) -> tuple[dict[MatrixItem, torch.Tensor], list[torch.Tensor]]:
+        """Returns the own items, each [number, rows, columns], when their pieces are here, and all ranks' headers."""
+        lines = moving.wait()
+        headers = [line[0] for line in lines]
+        pieces = [piece for line in lines for piece in line[1:]]
+        wholes = [moving.buffer.new_empty(item.elements.numel) for item in self.own]
+        if pieces:
+            places = [place.of(wholes[number]) for number, place in self._received]
+            torch._foreach_copy_(places, [p.view(place.shape) for p, place in zip(pieces, places, strict=True)])
+        return {item: whole.view(item.batch) for item, whole in zip(self.own, wholes, strict=True)}, headers
+
+    def back(self, updates: Mapping[MatrixItem, torch.Tensor], like: torch.Tensor) -> Moving:
+        """Start to send the pieces of `updates`, of all own items, to their holders, in the dtype of `like`."""
+        flat = [updates[item].reshape(-1) for item in self.own]
+        return self._start([place.of(flat[number]).reshape(-1) for number, place in self._sent_back], self._back, like)
 
     def arrived(self, moving: Moving) -> Iterable[tuple[int, Extent, torch.Tensor]]:
         """Yields the number of a parameter, the elements of its local tensor, and their updates."""
-        for line, updated in zip(moving.wait(), self._updated, strict=True):
-            start = 0
-            for index, held in updated:
-                yield index, held, line[start : start + held.numel]
-                start += held.numel
+        pieces = [piece for line in moving.wait() for piece in line]
+        for (index, held), update in zip(self._updated, pieces, strict=True):
+            yield index, held, update
 
-    def _start(
-        self,
-        parts: Sequence[torch.Tensor],
-        sent: Sequence[int],
-        received: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Moving:
-        """Start the all-to-all: `parts` behind one another, of which each rank gets `sent[rank]` elements."""
-        group = self.ring.group
-        line = torch.cat([part.to(dtype) for part in parts]) if parts else torch.empty(0, dtype=dtype, device=device)
-        order = [self.ring.ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
+    def _start(self, parts: Sequence[torch.Tensor], sizes: Sizes, like: torch.Tensor) -> Moving:
+        """Start the all-to-all: `parts` behind one another, of which each rank gets as many elements as `sizes` say."""
+        group, order, dtype = self.ring.group, self.ring.order, like.dtype
+        sent, numels = sizes
+        line = torch.cat([p if p.dtype == dtype else p.to(dtype) for p in parts]) if parts else like.new_empty(0)
         if order != sorted(order):
-            pieces = line.split(list(sent))
+            pieces = line.split(sent)
             line = torch.cat([pieces[number] for number in order])
-        sizes = [received[number] for number in order]
-        buffer = line.new_empty(sum(sizes))
+        received = [sum(numels[number]) for number in order]
+        buffer = line.new_empty(sum(received))
         with named("the exchange of matrices", group):
-            work = dist.all_to_all_single(
-                buffer, line, sizes, [sent[number] for number in order], group=group, async_op=True
-            )
-        return Moving(work, line, buffer, sizes, order, group)
-
-
-def _numel(parts: Sequence[tuple[MatrixItem, int]]) -> int:
-    return sum(item.held(piece).numel for item, piece in parts)
+            sent = [sent[number] for number in order]
+            work = dist.all_to_all_single(buffer, line, received, sent, group=group, async_op=True)
+        return Moving(work, line, buffer, numels, order, group)
 
 
 @dataclass
@@ -246,15 +288,15 @@ class Moving:
     work: dist.Work | None
     line: torch.Tensor
     buffer: torch.Tensor
-    numels: list[int]
+    numels: list[list[int]]
     order: list[int]
     group: dist.ProcessGroup
 
-    def wait(self) -> list[torch.Tensor]:
-        """Returns what has come from each rank of the ring, 1-D."""
+    def wait(self) -> list[list[torch.Tensor]]:
+        """Returns what has come from each rank of the ring, its parts 1-D."""
         if self.work is not None:
             with named("the exchange of matrices", self.group):
                 self.work.wait()
-        received = self.buffer.split(self.numels)
-        by_number = dict(zip(self.order, received, strict=True))
+        parts = iter(self.buffer.split([numel for number in self.order for numel in self.numels[number]]))
+        by_number = {number: [next(parts) for _ in self.numels[number]] for number in self.order}
         return [by_number[number] for number in range(len(self.order))]

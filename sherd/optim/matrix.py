@@ -23,13 +23,13 @@ from torch.optim import Optimizer
 from sherd._torch import local_tensor
 from sherd.comm.failures import ranks_in_short
 from sherd.engine import ShardedParameter
-from sherd.errors import GradientError, OptimizerError, PolicyTypeError
+from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Copies
-from sherd.optim.exchange import Batch, Exchange, MatrixItem, Moving, Ring, items_of, with_owners
+from sherd.optim.exchange import Batch, Exchange, MatrixItem, Moving, Ring, header_of, items_of, with_owners
 
 Group = dict[str, Any]
-"""A parameter group of an optimizer."""
+"""A parameter group of an optimizer, options, or a state."""
 
 BUCKET_BYTES = 32 << 20
 """What travels in one exchange, at most, unless one matrix is larger."""
@@ -58,6 +58,7 @@ class MatrixOptimizer(Optimizer):
 
     Raises:
         PolicyTypeError: `function` cannot be called.
+        PolicyError: `lr`, `weight_decay` or `rows` has no meaning.
         OptimizerError: a parameter is no matrix, complex, or not divisible into matrices of `rows` rows.
     """
 
@@ -74,20 +75,66 @@ class MatrixOptimizer(Optimizer):
         if not callable(function):
             raise PolicyTypeError(f"MatrixOptimizer(function={function!r}): expected a function of matrices")
         self._function = function
-        self._wire_dtype = wire_dtype
+        self._wire_dtype = real_dtype(wire_dtype, "MatrixOptimizer(wire_dtype")
         self._init(params, {"lr": lr, "weight_decay": weight_decay, "rows": rows})
 
     def _init(self, params: Any, defaults: Group) -> None:
         self._plan: _Plan | None = None
         super().__init__(params, defaults)
-        self._names = {
-            id(parameter): name
-            for group in self.param_groups
-            for name, parameter in zip(group.get("param_names", ()), group["params"], strict=False)
-        }
-        for group in self.matrix_groups():
-            for parameter in group["params"]:
-                batch_of(parameter, group.get("rows", 0))
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a parameter group; see `torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            PolicyError: an option has no meaning.
+            OptimizerError: a parameter is no matrix that can be stepped, or is in two groups.
+        """
+        if isinstance(param_group, dict) and not isinstance(param_group["params"], (torch.Tensor, set)):
+            known = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+            param_group = {**param_group, "params": list(param_group["params"])}
+            for entry in param_group["params"]:
+                name, parameter = entry if isinstance(entry, tuple) else ("", entry)
+                if id(parameter) in known:
+                    raise OptimizerError(f"{name or self._name_of(parameter)} is given twice; leave out one of them")
+                known.add(id(parameter))
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check(group)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _check(self, group: Group) -> None:
+        """Raise where a group has an option without meaning, or a parameter that cannot be stepped."""
+        for option in ("lr", "weight_decay"):
+            number_from_0(f"{type(self).__name__}({option}", group[option])
+        rows = group["rows"]
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
+            raise PolicyError(f"{type(self).__name__}(rows={rows!r}): expected the number of rows of a matrix, or 0")
+        if any(group is each for each in self.matrix_groups()):
+            for index, parameter in enumerate(group["params"]):
+                batch_of(parameter, rows, group["param_names"][index] if "param_names" in group else "")
+
+    _PICKLED: tuple[str, ...] = ("_function", "_wire_dtype")
+    """Own attributes that a copy of the optimizer has, too. It plans its steps anew."""
+
+    def __getstate__(self) -> Group:
+        """Returns what torch's optimizers pickle, and the own attributes."""
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._PICKLED}}
+
+    def __setstate__(self, state: Group) -> None:
+        """Take over a pickled state, or a loaded one, as `load_state_dict` calls this, too."""
+        super().__setstate__(state)
+        self._plan = None
+
+    def load_state_dict(self, state_dict: Group) -> None:
+        """Load a state. Options that its groups do not have, as those of torch's optimizers, stay as they are."""
+        groups = state_dict["param_groups"]
+        if len(groups) == len(self.param_groups):
+            filled = [{**own, **loaded} for own, loaded in zip(self.param_groups, groups, strict=True)]
+            state_dict = {**state_dict, "param_groups": filled}
+        super().load_state_dict(state_dict)
 
     def matrix_groups(self) -> list[Group]:
         """The parameter groups that are stepped matrix by matrix."""
@@ -95,16 +142,27 @@ class MatrixOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         """Returns what is done with each parameter, a line for all that differ in numbers alone."""
-        plan = self._current_plan()
+        plan, names = self._current_plan(), self._names()
         alike: dict[tuple[str, str], list[int]] = defaultdict(list)
         for index, parameter in enumerate(plan.parameters):
-            name = re.sub(r"\d+", "*", self._names.get(id(parameter), name_of(parameter)))
+            name = re.sub(r"\d+", "*", names.get(id(parameter), name_of(parameter)))
             number, rows, columns = plan.batches[index]
             alike[name, f"{number} x {rows} x {columns}" if number > 1 else f"{rows} x {columns}"].append(index)
         lines: dict[tuple[str, ...], int] = {
             (*key, plan.way_of(indices)): len(indices) for key, indices in alike.items()
         }
         return "\n".join([f"{type(self).__name__} of whole matrices", *rows_of(lines)])
+
+    def _names(self) -> dict[int, str]:
+        """Returns the names of parameters that were given with names, by id."""
+        return {
+            id(parameter): name
+            for group in self.param_groups
+            for name, parameter in zip(group.get("param_names", ()), group["params"], strict=False)
+        }
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        return self._names().get(id(parameter), name_of(parameter))
 
     def _current_plan(self) -> _Plan:
         groups = self.matrix_groups()
@@ -162,28 +220,18 @@ class MatrixOptimizer(Optimizer):
             computed = self.directions(group, [plan.parameters[index] for index in there], given)  # type: ignore[arg-type]
             directions |= {index: each.reshape(-1) for index, each in zip(there, computed, strict=True)}
         updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
-        self._compute_here(plan, groups, directions, updates)
-        self._exchange(plan, groups, directions, updates)
-        for group, indices in zip(groups, plan.by_group, strict=True):
-            self._apply(plan, group, [index for index in indices if index in updates], updates)
-
-    def _compute_here(
-        self,
-        plan: _Plan,
-        groups: Sequence[Group],
-        directions: Mapping[int, torch.Tensor],
-        updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
-    ) -> None:
-        """Compute the updates of the matrices that lie on this rank as a whole, and on no other."""
-        there = {
+        whole = {
             item: directions[item.index][held.start : held.stop].view(item.batch)
             for item, held in plan.here
             if item.index in directions
         }
-        computed = self._computed(plan, groups, there)
+        of_item = self._computed(plan, groups, whole)
         for item, held in plan.here:
-            if item in computed:
-                updates[item.index].append((held, computed[item].reshape(-1)))
+            if item in of_item:
+                updates[item.index].append((held, of_item[item].reshape(-1)))
+        self._exchange(plan, groups, directions, updates)
+        for group, indices in zip(groups, plan.by_group, strict=True):
+            self._apply(plan, group, [index for index in indices if index in updates], updates)
 
     def _exchange(
         self,
@@ -192,23 +240,39 @@ class MatrixOptimizer(Optimizer):
         directions: Mapping[int, torch.Tensor],
         updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
     ) -> None:
-        """Compute the updates of all other matrices.
-
-        While a bucket is computed, the next one is on its way there, and the one before on its way back.
-        """
-        wires = [self._wire_dtype or bucket.dtype for bucket in plan.buckets]
-        there = [bucket.there(directions, wire) for bucket, wire in zip(plan.buckets[:1], wires, strict=False)]
+        """Compute all other updates: meanwhile, the next bucket is on its way there, the one before on its way back."""
+        there = [bucket.there(directions, self._wire_dtype) for bucket in plan.buckets[:1]]
         back = []
         for number, bucket in enumerate(plan.buckets):
             if number + 1 < len(plan.buckets):
-                there.append(plan.buckets[number + 1].there(directions, wires[number + 1]))
-            whole = bucket.exchange.whole(there[number])
-            computed = self._computed(plan, groups, whole)
-            back.append(bucket.exchange.back(computed, wires[number], bucket.device))
+                there.append(plan.buckets[number + 1].there(directions, self._wire_dtype))
+            whole, headers = bucket.exchange.whole(there[number])
+            self._check_missing(plan, bucket, headers)
+            back.append(bucket.exchange.back(self._computed(plan, groups, whole), bucket.header))
         for bucket, moving in zip(plan.buckets, back, strict=True):
             for index, held, update in bucket.exchange.arrived(moving):
                 if index in directions:
                     updates[index].append((held, update))
+
+    def _check_missing(self, plan: _Plan, bucket: _Bucket, headers: Sequence[torch.Tensor]) -> None:
+        """Raise where one rank has no gradient of a parameter and another rank has one.
+
+        On accelerators, where the host would have to wait for the headers, a rank compares them when the gradients
+        that it has are others than in its last step.
+        """
+        if not bucket.compares:
+            return
+        ring = bucket.exchange.ring
+        received = [[int(number) for number in header] for header in torch.stack(list(headers)).tolist()]
+        differing = next((rank for rank, header in enumerate(received) if header != received[ring.rank]), None)
+        if differing is not None:
+            firsts = {received[rank][0] * 256 + received[rank][1]: rank for rank in (ring.rank, differing)}
+            first = min(number for number in firsts if number)
+            other = differing if firsts[first] == ring.rank else ring.rank
+            raise GradientError(
+                f"rank {ring.ranks[firsts[first]]} has no gradient of {self._name_of(plan.parameters[first - 1])}, and "
+                f"rank {ring.ranks[other]} has gradients of other parameters; give all ranks gradients of the same ones"
+            )
 
     def _computed(
         self, plan: _Plan, groups: Sequence[Group], whole: Mapping[MatrixItem, torch.Tensor]
@@ -221,13 +285,12 @@ class MatrixOptimizer(Optimizer):
         for (group, *_), items in alike.items():
             given = [whole[item] for item in items]
             matrices = given[0] if len(given) == 1 else torch.cat(given)
+            version = matrices._version
             update = self.updates(groups[group], matrices)
-            if update.shape != matrices.shape:
-                names = ", ".join(plan.name_of(item.index) for item in items)
-                raise OptimizerError(
-                    f"the function of {type(self).__name__} returned a tensor of shape {tuple(update.shape)} for "
-                    f"matrices of shape {tuple(matrices.shape)}, of {names}; it must return the same shape"
-                )
+            if wrong := _wrong(update, matrices, version):
+                names = [self._name_of(plan.parameters[item.index]) for item in items]
+                names = names if len(names) <= 3 else [*names[:3], f"{len(names) - 3} more"]
+                raise OptimizerError(f"the function of {type(self).__name__} {wrong.format(', '.join(names))}")
             computed |= zip(items, update.split([item.batch[0] for item in items]), strict=True)
         return computed
 
@@ -247,12 +310,46 @@ class MatrixOptimizer(Optimizer):
         for index, parameter in local.items():
             _, rows, columns = plan.batches[index]
             into, added = by_scale[self.scale_of(group, rows, columns)]
-            flat = parameter.view(-1)
             for held, update in updates[index]:
-                into.append(flat[held.start : held.stop])
-                added.append(update.to(parameter.dtype))
+                is_all = held.numel == parameter.numel()  # of a plain parameter, which may have any strides
+                into.append(parameter if is_all else parameter.view(-1)[held.start : held.stop])
+                added.append(update.to(parameter.dtype).view(into[-1].shape))
         for scale, (into, added) in by_scale.items():
             torch._foreach_add_(into, added, alpha=-lr * scale)
+
+
+def _wrong(update: object, matrices: torch.Tensor, version: int) -> str | None:
+    """Returns what is wrong with an update, with {} for the names of the parameters, and what to do; else None."""
+    of = f"matrices of shape {tuple(matrices.shape)}, of {{}}"
+    if not isinstance(update, torch.Tensor):
+        return f"returned {type(update).__name__} for {of}; it must return a tensor of the same shape"
+    if update.shape != matrices.shape:
+        return f"returned a tensor of shape {tuple(update.shape)} for {of}; it must return the same shape"
+    if not update.is_floating_point():
+        return f"returned a tensor of {update.dtype} for {of}; it must return real numbers in floating point"
+    if update.device != matrices.device:
+        return f"returned a tensor on {update.device} for {of}; it must return one on {matrices.device}"
+    if matrices._version != version:
+        return f"changed its input in place, {of}; let it work on a copy"
+    return None
+
+
+def number_from_0(option: str, value: object) -> None:
+    """Raise a PolicyError if the value of an option, "Class(name", is no number from 0 on."""
+    try:
+        if float(value) >= 0:  # type: ignore[arg-type]
+            return
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        pass
+    shown = repr(value) if isinstance(value, (str, torch.Tensor)) else value
+    raise PolicyError(f"{option}={shown}): expected a number from 0 on")
+
+
+def real_dtype(dtype: object, option: str) -> torch.dtype | None:
+    """Returns a dtype of floating point, or None; raises a PolicyError for the option, "Class(name", if it is other."""
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return dtype
+    raise PolicyError(f"{option}={dtype!r}): expected None or a dtype of floating point, such as torch.bfloat16")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -284,19 +381,20 @@ def name_of(parameter: torch.Tensor) -> str:
     return f"a parameter of shape {tuple(parameter.shape)}" if record is None else record.name
 
 
-def batch_of(parameter: torch.Tensor, rows: int = 0) -> Batch:
+def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "") -> Batch:
     """Returns the matrices that a parameter is made of: how many, and the rows and columns of each.
 
     Args:
         parameter: of 2 dims or more, sharded or not.
         rows: how many rows make a matrix; 0: all of them.
+        name: the parameter's name in errors; "": as `name_of` says.
 
     Raises:
         OptimizerError: it is no matrix, or has another number of rows.
     """
     record = ShardedParameter.of(parameter)
     shape = tuple(parameter.shape if record is None else record.shape)
-    name = name_of(parameter)
+    name = name or name_of(parameter)
     if parameter.is_complex() or not parameter.is_floating_point():
         raise OptimizerError(f"{name} is of {parameter.dtype}; a function of whole matrices takes real numbers")
     if record is None and isinstance(parameter, DTensor):
@@ -366,10 +464,6 @@ class _Plan:
             )
         )
 
-    def name_of(self, index: int) -> str:
-        """Returns the name of a parameter."""
-        return name_of(self.parameters[index])
-
     def way_of(self, indices: Sequence[int]) -> str:
         """Returns where the matrices of some parameters are computed, and what travels for them, in words."""
         owners = sorted(set().union(*(self._owners[index] for index in indices)))
@@ -403,7 +497,7 @@ class _Plan:
         open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[MatrixItem], int]] = {}
         for item in items:
             self._owners[item.index].add(ring.ranks[item.owner])
-            if self._is_alone(item, ring):
+            if [rank for rank, piece in enumerate(ring.piece_of) if item.held(piece).numel] == [item.owner]:
                 if item.owner == ring.rank:
                     self.here.append((item, item.held(ring.piece_of[ring.rank])))
                 continue
@@ -417,26 +511,30 @@ class _Plan:
             open_buckets[key] = [*bucket, item], filled + nbytes
         self.buckets += [_Bucket(bucket, ring, *key) for key, (bucket, _) in open_buckets.items()]
 
-    @staticmethod
-    def _is_alone(item: MatrixItem, ring: Ring) -> bool:
-        """Returns whether the owner alone holds elements of `item`, and all of them."""
-        holders = [rank for rank, piece in enumerate(ring.piece_of) if item.held(piece).numel]
-        return holders == [item.owner] and item.held(ring.piece_of[item.owner]).numel == item.elements.numel
-
 
 class _Bucket:
     """Items that travel together, of parameters of one dtype on one device."""
 
     def __init__(self, items: Sequence[MatrixItem], ring: Ring, dtype: torch.dtype, device: torch.device) -> None:
-        self.items, self.dtype, self.device = items, dtype, device
+        self.dtype, self.device = dtype, device
         self.exchange = Exchange(items, ring)
         piece = ring.piece_of[ring.rank]
         self.numels = {item.index: item.cut.local_numel(piece) for item in items}
+        self.header = torch.empty(0)
+        self.compares = True
+        """Whether this step looks at the headers of other ranks."""
+        self._missing: list[int] | None = None
 
-    def there(self, directions: Mapping[int, torch.Tensor], wire: torch.dtype) -> Moving:
+    def there(self, directions: Mapping[int, torch.Tensor], wire: torch.dtype | None) -> Moving:
         """Start to send the directions. Those without a gradient are zeros, so that sizes are the same in each step."""
-        local = {
-            index: directions[index] if index in directions else torch.zeros(numel, dtype=wire, device=self.device)
-            for index, numel in self.numels.items()
-        }
-        return self.exchange.there(local, wire, self.device)
+        wire = wire or self.dtype
+        missing = [index for index in self.numels if index not in directions]
+        is_new = missing != self._missing or self.header.dtype != wire
+        if is_new:
+            self._missing = missing
+            self.header = torch.tensor(header_of(missing), dtype=wire, device=self.device)
+        self.compares = is_new or self.device.type == "cpu"
+        local = dict(directions)
+        for index in missing:
+            local[index] = torch.zeros(self.numels[index], dtype=wire, device=self.device)
+        return self.exchange.there(local, self.header)

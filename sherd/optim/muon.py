@@ -17,9 +17,18 @@ import torch
 from torch import nn
 
 from sherd.engine import ShardedParameter
-from sherd.errors import PolicyError
+from sherd.errors import PolicyError, PolicyTypeError
 from sherd.optim.flat import flatten_optimizer
-from sherd.optim.matrix import Group, MatrixOptimizer, batch_of, local_part, name_of, rows_of
+from sherd.optim.matrix import (
+    Group,
+    MatrixOptimizer,
+    batch_of,
+    local_part,
+    name_of,
+    number_from_0,
+    real_dtype,
+    rows_of,
+)
 from sherd.optim.newton_schulz import QUINTIC, coefficients_of, computes_in, orthogonalized
 
 Rule = Callable[[str, nn.Module, nn.Parameter], str]
@@ -29,7 +38,8 @@ that has it, and the parameter."""
 HEADS = {"lm_head", "head", "output", "classifier", "score", "unembed", "embed_out"}
 """Last names of modules that map hidden numbers to what the model is trained on."""
 
-ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False, "maximize": False}
+ADAMW = {"betas": (0.9, 0.95)}
+"""What differs from the defaults of torch's AdamW."""
 
 
 def not_hidden(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
@@ -93,19 +103,19 @@ class Muon(MatrixOptimizer):
         *,
         rule: Rule = not_hidden,
         heads: Mapping[str, int] | None = None,
-        adamw: Mapping[str, Any] | None = None,
+        adamw: Mapping[str, object] | None = None,
         momentum_dtype: torch.dtype | None = None,
         ns_dtype: torch.dtype | None = None,
     ) -> None:
-        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if not float(value) >= 0:
-                raise PolicyError(f"Muon({name}={value}): expected a number from 0 on")
-        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-            raise PolicyError(f"Muon(adjust_lr_fn={adjust_lr_fn!r}): expected None, 'original' or 'match_rms_adamw'")
-        coefficients_of(ns_coefficients, ns_steps)
-        self._momentum_dtype, self._ns_dtype, self._wire_dtype = momentum_dtype, ns_dtype, None
-        self._why: dict[int, str] = {}
-        """Why a parameter is left to AdamW, by its id."""
+        if not callable(rule):
+            raise PolicyTypeError(f"Muon(rule={rule!r}): expected a function of a name, a module and a parameter")
+        self._momentum_dtype = real_dtype(momentum_dtype, "Muon(momentum_dtype")
+        self._ns_dtype, self._wire_dtype = real_dtype(ns_dtype, "Muon(ns_dtype"), None
+        self._why: dict[str, str] = {}
+        """Why a parameter of a model is left to AdamW, by its name."""
+        self._adamw: torch.optim.Optimizer | None = None
+        number_from_0("Muon(lr", lr)
+        self._adamw_options = _adamw_options({"lr": lr, "weight_decay": weight_decay, **_mapping("adamw", adamw)})
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -118,39 +128,59 @@ class Muon(MatrixOptimizer):
             "rows": 0,
             "algorithm": "muon",
         }
-        groups = self._divided(params, rule, dict(heads or {})) if isinstance(params, nn.Module) else params
-        self._init(groups, defaults)
-        for group in self.param_groups:
-            if group["algorithm"] == "adamw":
-                group.update({"lr": lr, **ADAMW, **(adamw or {}), "differentiable": False})
-            else:
-                for parameter in group["params"]:
-                    dtype = momentum_dtype or parameter.dtype
-                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(
-                        parameter, dtype=dtype, requires_grad=False
-                    )
-        others = [group for group in self.param_groups if group["algorithm"] == "adamw"]
-        self._adamw = None
-        if others:
-            named = [{"params": group["params"]} for group in others]
-            self._adamw = flatten_optimizer(torch.optim.AdamW(named, lr=float(lr)))
-            for group, own in zip(others, self._adamw.param_groups, strict=True):
-                for key, value in own.items():
-                    group.setdefault(key, value)
+        if isinstance(params, nn.Module):
+            params = self._divided(params, rule, _mapping("heads", heads))
+        elif heads:
+            raise PolicyError(f"Muon(heads={heads!r}): heads go by names in a model; in groups, say rows= for each")
+        self._init(params, defaults)
 
-    def _divided(self, model: nn.Module, rule: Rule, heads: dict[str, int]) -> list[Group]:
+    _PICKLED = ("_momentum_dtype", "_ns_dtype", "_wire_dtype", "_why", "_adamw_options")
+
+    def __setstate__(self, state: Group) -> None:
+        """Take over a pickled or a loaded state."""
+        super().__setstate__(state)
+        self._adamw = None
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a parameter group, of Muon's, or of AdamW's with `algorithm="adamw"`; see `MatrixOptimizer`."""
+        if isinstance(param_group, dict) and param_group.get("algorithm") == "adamw":
+            param_group = {**self._adamw_options, **param_group}
+        super().add_param_group(param_group)
+
+    def _check(self, group: Group) -> None:
+        if group["algorithm"] not in ("muon", "adamw"):
+            raise PolicyError(f"Muon: a group has algorithm={group['algorithm']!r}: expected 'muon' or 'adamw'")
+        for option in ("momentum", "eps"):
+            number_from_0(f"Muon({option}", group[option])
+        adjust = group["adjust_lr_fn"]
+        if adjust not in (None, "original", "match_rms_adamw"):
+            raise PolicyError(f"Muon(adjust_lr_fn={adjust!r}): expected None, 'original' or 'match_rms_adamw'")
+        coefficients_of(group["ns_coefficients"], group["ns_steps"])
+        super()._check(group)
+        if group["algorithm"] == "adamw":
+            _adamw_options({key: group[key] for key in ("lr", "betas", "eps", "weight_decay")})
+
+    def _divided(self, model: nn.Module, rule: Rule, heads: Mapping[str, int]) -> list[Group]:
         """Returns the parameter groups of a model: matrices by their heads, then what is left to AdamW."""
         by_rows: dict[int, list[tuple[str, nn.Parameter]]] = {}
         others: list[tuple[str, nn.Parameter]] = []
+        named = dict(model.named_parameters())
+        for end, number in heads.items():
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise PolicyError(f"Muon(heads=...): {end!r} has {number!r} heads: expected a number from 1 on")
+            if not any(name.endswith(end) for name in named):
+                raise PolicyError(f"Muon(heads=...): no parameter's name ends with {end!r}; see named_parameters()")
         module_of = {id(own): module for module in model.modules() for own in module.parameters(recurse=False)}
-        for name, parameter in model.named_parameters():
+        for name, parameter in named.items():
             why = rule(name, module_of[id(parameter)], parameter) if parameter.requires_grad else "it is frozen"
+            if not isinstance(why, str):
+                raise PolicyTypeError(f'Muon(rule=...) returned {why!r} for {name}: expected a reason, or ""')
             if why:
-                self._why[id(parameter)] = why
+                self._why[name] = why
                 others.append((name, parameter))
                 continue
             number = next((number for end, number in heads.items() if name.endswith(end)), 0)
-            _, height, _ = batch_of(parameter)
+            _, height, _ = batch_of(parameter, name=name)
             if number and height % number:
                 raise PolicyError(f"Muon(heads=...): {name} has {height} rows, which {number} heads do not divide")
             by_rows.setdefault(height // number if number else 0, []).append((name, parameter))
@@ -160,20 +190,22 @@ class Muon(MatrixOptimizer):
     def __repr__(self) -> str:
         """Returns what is done with each parameter, and why some are left to AdamW."""
         others: dict[tuple[str, ...], int] = {}
+        names = self._names()
         for group in self.param_groups:
             for parameter in group["params"] if group["algorithm"] == "adamw" else ():
-                name = re.sub(r"\d+", "*", self._names.get(id(parameter), name_of(parameter)))
-                key = (name, f"AdamW, since {self._why.get(id(parameter), 'its group says so')}")
+                name = names.get(id(parameter), name_of(parameter))
+                key = (re.sub(r"\d+", "*", name), f"AdamW, since {self._why.get(name, 'its group says so')}")
                 others[key] = others.get(key, 0) + 1
         return "\n".join([super().__repr__(), *rows_of(others)])
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Group) -> None:
         """Load a state. The momentum keeps its own dtype, where torch would give it the parameter's."""
         super().load_state_dict(state_dict)
         for group in self.matrix_groups() if self._momentum_dtype else ():
             for parameter in group["params"]:
-                momentum = self.state[parameter]["momentum_buffer"]
-                self.state[parameter]["momentum_buffer"] = momentum.to(self._momentum_dtype)
+                if "momentum_buffer" in self.state[parameter]:
+                    state = self.state[parameter]
+                    state["momentum_buffer"] = state["momentum_buffer"].to(self._momentum_dtype)
 
     def matrix_groups(self) -> list[Group]:
         """The parameter groups that Muon steps."""
@@ -182,9 +214,10 @@ class Muon(MatrixOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient; see `MatrixOptimizer.step`."""
         loss = super().step(closure)
-        if self._adamw is not None:
-            self._adamw.param_groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
-            self._adamw.state = self.state
+        if others := [group for group in self.param_groups if group["algorithm"] == "adamw"]:
+            if self._adamw is None:
+                self._adamw = flatten_optimizer(torch.optim.AdamW([{"params": group["params"]} for group in others]))
+            self._adamw.param_groups, self._adamw.state = others, self.state
             self._adamw.step()
         return loss
 
@@ -192,6 +225,11 @@ class Muon(MatrixOptimizer):
         self, group: Group, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
         """Returns the momenta, updated in place, or with `nesterov` their averages with the gradients."""
+        for parameter in parameters:
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(
+                    parameter, dtype=self._momentum_dtype or parameter.dtype, requires_grad=False
+                )
         momenta = [local_part(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
         gradients = [gradient.to(own.dtype) for gradient, own in zip(gradients, momenta, strict=True)]
         if not momenta:
@@ -210,7 +248,7 @@ class Muon(MatrixOptimizer):
         """Returns what the learning rate of a matrix is multiplied by, as `adjust_lr_fn` says."""
         if group["adjust_lr_fn"] == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
-        return math.sqrt(max(1.0, rows / columns))
+        return math.sqrt(max(1.0, rows / max(columns, 1)))
 
 
 class TorchMuonStep(Muon):
@@ -223,7 +261,7 @@ class TorchMuonStep(Muon):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._ns_dtype, self._wire_dtype, self._plan = torch.bfloat16, None, None
-        self._adamw, self._momentum_dtype, self._names, self._why = None, None, {}, {}
+        self._adamw, self._momentum_dtype, self._why = None, None, {}
         self._current_plan()
 
     @property
@@ -246,11 +284,23 @@ class TorchMuonStep(Muon):
         """Step every parameter that has a gradient, without the hooks of optimizers, which run around torch's step."""
         return inspect.unwrap(MatrixOptimizer.step)(self, closure)
 
-    def directions(
-        self, group: Group, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        """Returns the momenta, or their averages with the gradients; the first step makes them."""
-        for parameter in parameters:
-            if "momentum_buffer" not in self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
-        return super().directions(group, parameters, gradients)
+
+def _mapping(option: str, value: object) -> Group:
+    if value is not None and not isinstance(value, Mapping):
+        raise PolicyTypeError(f"Muon({option}={value!r}): expected a mapping")
+    return dict(value or {})
+
+
+def _adamw_options(options: Group) -> Group:
+    """Returns all options of torch's AdamW, with Muon's defaults for it.
+
+    Raises:
+        PolicyError: an option is wrong, or none of AdamW's.
+    """
+    options = {**ADAMW, **options}
+    try:
+        _, _ = options["betas"]
+        optimizer = torch.optim.AdamW([torch.empty(0)], **options)
+    except (TypeError, ValueError) as error:
+        raise PolicyError(f"Muon(adamw=...): {error}") from error
+    return optimizer.defaults

@@ -62,7 +62,10 @@ def _numbers(given: object) -> list[Coefficients]:
     rows = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
     if rows and all(isinstance(number, (int, float)) for number in rows):
         rows = [rows]
-    if not rows or not all(isinstance(row, Sequence) and len(row) == 3 for row in rows):
+    if not rows or not all(
+        isinstance(row, Sequence) and len(row) == 3 and all(isinstance(number, (int, float)) for number in row)
+        for row in rows
+    ):
         raise PolicyError(
             f"ns_coefficients={given!r}: expected 'quintic', 'polar_express', three numbers, or three numbers for each "
             "iteration"

@@ -20,8 +20,8 @@ from sherd.train.sequence import WholeSequence
 from sherd.train.text import VOCABULARY
 
 __all__ = [
-    "Decoder",
     "Block",
+    "Decoder",
     "Elsewhere",
     "Head",
     "HuggingFace",

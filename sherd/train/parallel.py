@@ -39,7 +39,7 @@ from sherd.api.recompute import selective_contexts
 from sherd.train.config import Config, InputError
 from sherd.train.experts import MixtureOfExperts, ToExperts
 from sherd.train.mesh import RankGrid
-from sherd.train.models import Decoder, Block, Elsewhere, Head, HuggingFace
+from sherd.train.models import Block, Decoder, Elsewhere, Head, HuggingFace
 from sherd.train.sequence import CutSequence
 
 __all__ = ["blocks_of", "build", "cut", "on_meta", "parallelize", "shard"]
