@@ -1,10 +1,13 @@
-"""The words of `sherd doctor`. Loads no torch: a refusal takes no second."""
+"""The words of `sherd doctor`, and `sherd doctor FILE...`, which reads what ranks wrote. Loads no torch."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Protocol
 
+from sherd.cli.terminal import say
+from sherd.tools.doctor.findings import as_json, as_table, exit_code
 from sherd.train.codes import BAD_INPUT
 
 ABOUT = "tell what this machine and its ranks are like, what is wrong with them, and what to do about it"
@@ -56,3 +59,12 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 _sizes.__name__ = "list of numbers"
 _at_least_one.__name__ = "int"  # argparse names it where `text` is no number at all
+
+
+def tell(args: argparse.Namespace) -> int:
+    """Print what the records in `args.files` say; returns the exit code. Raises InputError where there are none."""
+    from sherd.tools.doctor.flight import judged, read
+
+    findings = list(judged(read([Path(name) for name in args.files])))
+    say(as_json(findings) if args.json else as_table(findings))
+    return exit_code(findings, args.strict)

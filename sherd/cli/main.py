@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 
+from sherd.cli.doctor_words import tell
 from sherd.cli.terminal import outlive_the_terminal, say
 from sherd.cli.uses import use
 from sherd.cli.words import command_of, configure, parse, require_fit
@@ -42,8 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             code: int = args.do(args)
             return code
         if "doctor" in args and args.files:
-            from sherd.cli.flight import tell
-
             return tell(args)
         if "doctor" in args:
             from sherd.cli.doctor import doctor

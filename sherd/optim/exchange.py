@@ -101,18 +101,18 @@ class MatrixItem:
         run = run_of(self.cut, piece)
         return run.intersect(self.elements).shifted(-run.start)
 
-    def place(self, piece: int) -> Place:
+    def place(self, piece: int) -> PieceRows:
         """Returns where a piece's elements are in these matrices."""
         outer, size, inner = self.cut.view
         if outer > 1:
             rows = self.cut.piece(piece)
-            return Place((outer, size, inner), rows.start, rows.numel, outer * rows.numel * inner)
+            return PieceRows((outer, size, inner), rows.start, rows.numel, outer * rows.numel * inner)
         part = run_of(self.cut, piece).intersect(self.elements).shifted(-self.elements.start)
-        return Place(None, part.start, part.numel, part.numel)
+        return PieceRows(None, part.start, part.numel, part.numel)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PieceRows:
     """Some elements of flattened matrices: `length` rows from `start` on of `view`, or elements where that is None."""
 
     view: tuple[int, int, int] | None
