@@ -285,7 +285,7 @@ class MatrixOptimizer(Optimizer):
         for (group, *_), items in alike.items():
             given = [whole[item] for item in items]
             matrices = given[0] if len(given) == 1 else torch.cat(given)
-            version = matrices._version
+            version = None if matrices.is_inference() else matrices._version
             update = self.updates(groups[group], matrices)
             if wrong := _wrong(update, matrices, version):
                 names = [self._name_of(plan.parameters[item.index]) for item in items]
@@ -318,7 +318,7 @@ class MatrixOptimizer(Optimizer):
             torch._foreach_add_(into, added, alpha=-lr * scale)
 
 
-def _wrong(update: object, matrices: torch.Tensor, version: int) -> str | None:
+def _wrong(update: object, matrices: torch.Tensor, version: int | None) -> str | None:
     """Returns what is wrong with an update, with {} for the names of the parameters, and what to do; else None."""
     of = f"matrices of shape {tuple(matrices.shape)}, of {{}}"
     if not isinstance(update, torch.Tensor):
@@ -329,7 +329,7 @@ def _wrong(update: object, matrices: torch.Tensor, version: int) -> str | None:
         return f"returned a tensor of {update.dtype} for {of}; it must return real numbers in floating point"
     if update.device != matrices.device:
         return f"returned a tensor on {update.device} for {of}; it must return one on {matrices.device}"
-    if matrices._version != version:
+    if version is not None and matrices._version != version:
         return f"changed its input in place, {of}; let it work on a copy"
     return None
 

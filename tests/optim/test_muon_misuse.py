@@ -140,6 +140,14 @@ def test_its_state_and_that_of_torchs_muon_are_one(steps):
     assert optimizers[1].param_groups[0]["rows"] == 3
 
 
+def test_a_step_in_inference_mode_is_one():
+    weights = [linear().weight for _ in range(2)]
+    Muon(weights[:1]).step()
+    with torch.inference_mode():
+        Muon(weights[1:]).step()
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
 def test_no_elements_and_odd_strides_are_stepped():
     for shape in ((0, 4), (4, 0), (0, 4, 4), (1, 5), (5, 1)):
         parameter = nn.Parameter(torch.ones(shape))
