@@ -54,6 +54,7 @@ def batches(steps: int = 20) -> list[torch.Tensor]:
     return [torch.randn(6, 5, generator=torch.Generator().manual_seed(step)) for step in range(steps)]
 
 
+@pytest.mark.front("Muon, sharded")
 @on_threads(1, 2, 3, 4, front=["shard", "flat", "blocks", "owned", "wrapper", "columns"])
 def test_muon_trains_as_in_one_process(front):
     plain, model = stack(), stack()
