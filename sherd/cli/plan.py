@@ -234,6 +234,8 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 def as_configured(config: Config, axes: Axes) -> dict[str, Any]:
     """Returns the settings of a run of sherd train. Raises InputError if a plan has none like them."""
     shard, run = config.shard, config.run
+    if config.optimizer.name != "adamw":
+        raise InputError(f"optimizer.name = {config.optimizer.name} is not planned; known is adamw")
     for name, known in (("strategy", STRATEGIES), ("placement", VALUES["placement"]), ("reshard", ("auto", "never"))):
         if getattr(shard, name) not in known:
             raise InputError(f"shard.{name} = {getattr(shard, name)} is not planned; known are {', '.join(known)}")

@@ -105,8 +105,11 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW on batches of a fixed number of samples, whatever the number of ranks."""
+    """AdamW or Muon, on batches of a fixed number of samples, whatever the number of ranks."""
 
+    name: str = _one_of(
+        ("adamw", "muon"), "muon steps hidden matrices by sherd.Muon at AdamW's rate, the rest by AdamW"
+    )
     batch: int = _at_least(1, 16, "samples per step, over all ranks")
     micro_batch: int = _at_least(
         0,
@@ -120,6 +123,7 @@ class OptimizerConfig:
     weight_decay: float = _at_least(0, 0.1, "decay of matrices; vectors have none")
     beta1: float = _share(0.9, "decay of the running mean of gradients")
     beta2: float = _share(0.99, "decay of the running mean of their squares")
+    momentum: float = _share(0.95, "decay of Muon's running mean of gradients")
     clip: float = _at_least(0, 1.0, "largest norm of the whole gradient; 0: it is not clipped")
     flatten: bool = _field(False, "step each rank's shards as few long vectors (flatten_optimizer)")
 

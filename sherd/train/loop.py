@@ -17,7 +17,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from sherd import clip_grad_norm_, flatten_optimizer
+from sherd import Muon, clip_grad_norm_, flatten_optimizer
+from sherd.optim.muon import not_hidden
 from sherd.storage.folder import Folder
 from sherd.train.axes import Axes
 from sherd.train.checkpoint import Saver, load, shapes
@@ -82,7 +83,7 @@ class Trainer:
         self.device = torch.device(grid.device_type)
         self.model = build(config, grid)
         self.passes = passes(self.model, grid, config)
-        self.optimizer = _adamw(self.model, config.optimizer)
+        self.optimizer = _optimizer_of(self.model, config.optimizer)
         self.text, self.windows = tokens(corpus.train), Windows(tokens(corpus.held_out), config.data.context)
         self.done = 0
         self.seconds = 0.0  # spent in steps by this process
@@ -183,17 +184,37 @@ class Trainer:
         return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
-def _adamw(model: nn.Module, choice: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW that decays matrices and leaves vectors, the norms' scales, alone."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
+def _optimizer_of(model: nn.Module, choice: OptimizerConfig) -> torch.optim.Optimizer:
+    """Returns the optimizer of the config. It decays matrices, and leaves vectors, the norms' scales, alone."""
+    matrices = {name: each for name, each in model.named_parameters() if each.ndim > 1}
+    vectors = {name: each for name, each in model.named_parameters() if each.ndim <= 1}
+    betas = (choice.beta1, choice.beta2)
+    if choice.name == "adamw":
+        groups = [
+            {"params": list(matrices.values()), "weight_decay": choice.weight_decay},
+            {"params": list(vectors.values()), "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        optimizer = torch.optim.AdamW(groups, lr=choice.lr, betas=betas, fused=True)
+        return flatten_optimizer(optimizer) if choice.flatten else optimizer
+    module_of = {id(own): module for module in model.modules() for own in module.parameters(recurse=False)}
+    others = {name: each for name, each in matrices.items() if not_hidden(name, module_of[id(each)], each)}
+    hidden = {name: each for name, each in matrices.items() if name not in others}
     groups = [
-        {"params": matrices, "weight_decay": choice.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": list(hidden.items())},
+        {"params": list(others.items()), "algorithm": "adamw"},
+        {"params": list(vectors.items()), "algorithm": "adamw", "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=choice.lr, betas=(choice.beta1, choice.beta2), fused=True)
-    return flatten_optimizer(optimizer) if choice.flatten else optimizer
+    # At this rate a step changes a matrix's elements as much as AdamW's, so one schedule serves both.
+    return Muon(
+        groups,
+        lr=choice.lr,
+        weight_decay=choice.weight_decay,
+        momentum=choice.momentum,
+        adjust_lr_fn="match_rms_adamw",
+        adamw={"betas": betas, "weight_decay": choice.weight_decay},
+    )
 
 
 def introduce(trainer: Trainer, out: Path, resumed: Checkpoint | None, report: Silent) -> None:

@@ -58,6 +58,7 @@ def test_a_run_that_does_not_fit_its_ranks_and_a_setting_that_is_not_planned_are
     refusals = {
         ("--nproc", "5"): "optimizer.batch=15",
         ("--nproc", "2", "shard.placement=whole"): "shard.placement = whole is not planned",
+        ("--nproc", "2", "optimizer.name=muon"): "optimizer.name = muon is not planned; known is adamw",
     }
     for words, says in refusals.items():
         assert main(["train", "--dry-run", *words]) == 2

@@ -52,6 +52,7 @@ SHARDED = [
     "run.async_save=false",
     "shard.placement=flat optimizer.flatten=true run.precision=bf16",
     "shard.strategy=zero1",
+    "optimizer.name=muon shard.placement=flat",
 ]
 
 
