@@ -307,6 +307,7 @@ class UnitPolicy:
         accumulates_unsharded: inside `sherd.accumulate`, only the last backward reduces over the shard axis.
         accumulates_copies: inside `sherd.accumulate`, only the last backward reduces over the replicate axis.
         accumulation: the counter of an open `sherd.accumulate`; None outside.
+        renews_copies: each forward renews unsharded copies that are kept, as the user may have written to shards.
         reduce_buffers: the number of reductions that may be in flight. None means 1 with streams; without streams 0,
             since a reduction then takes its time from compute anyway.
         contributes: use the gradients of the next backwards; otherwise the unit takes part in reductions with zeros.
@@ -331,6 +332,7 @@ class UnitPolicy:
     accumulates_copies: bool = True
     accumulation: CountsBackwards | None = None
     reduce_unused: bool = False
+    renews_copies: bool = True
     reduce_buffers: int | None = None
     divide_factor: float | None = None
     forward_prefetch: tuple[int, ...] | None = None

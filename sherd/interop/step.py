@@ -25,6 +25,7 @@ DURING_A_STEP = {
     "reshard_after_forward": False,
     "reshard_after_backward": False,
     "reduce_gradients": False,
+    "renews_copies": False,
 }
 """Fields of a unit's policy, and their values between micro-batches."""
 
@@ -99,6 +100,8 @@ class StageUnits:
         self.check()
         self._has_begun = True
         for unit in self.units:
+            if unit.keeps_copies:
+                unit.may_be_written()  # once for all micro-batches
             self._user_policies.append((unit, {name: getattr(unit.policy, name) for name in CHANGED}))
             unit.change(**DURING_A_STEP)
 

@@ -225,7 +225,7 @@ class Runtime:
         if is_first:
             for member in self.units:
                 # Most units keep no copies, and their shards are where they were: they cost no call.
-                if member.keeps_copies or member.shards.have_moved:
+                if (member.keeps_copies and member.policy.renews_copies) or member.shards.have_moved:
                     member.may_be_written()
             for member in outdated(self.units):
                 self.shards_written(member)
