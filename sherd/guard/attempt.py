@@ -23,7 +23,7 @@ from sherd.tensor.ragged import local_part
 
 
 class AttemptReport(NamedTuple):
-    """What one rank tells the others of an attempt that some rank cannot finish.
+    """A rank's message to the others about an attempt that some rank cannot finish.
 
     Attributes:
         reason: why this rank cannot finish it; None if it can.

@@ -67,7 +67,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """What a rank declares: the error's text, and how many collectives the foremost rank has `issued`."""
+    """A rank's declaration: the error's text, and how many collectives the foremost rank has `issued`."""
 
     text: str
     issued: int
@@ -77,7 +77,7 @@ class Participant(Protocol):
     """One rank among the ranks of a mesh, for the board."""
 
     key: str
-    """The same on all ranks of the mesh, and on no other mesh."""
+    """The key of the mesh in the store: all its ranks have it, and no other mesh does."""
 
     @property
     def blocked_s(self) -> float:

@@ -20,19 +20,19 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sherd._torch import local_tensor
 from sherd.comm.failures import ranks_in_short
 from sherd.engine import ShardedParameter
 from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Copies
 from sherd.optim.exchange import Batch, Exchange, MatrixItem, Moving, Ring, header_of, items_of, with_owners
+from sherd.tensor.ragged import local_part
 
 Group = dict[str, Any]
 """A parameter group of an optimizer, options, or a state."""
 
 BUCKET_BYTES = 32 << 20
-"""What travels in one exchange, at most, unless one matrix is larger."""
+"""The most that a rank sends in one exchange, unless one matrix is larger."""
 
 
 class MatrixOptimizer(Optimizer):
@@ -304,8 +304,9 @@ class MatrixOptimizer(Optimizer):
         """Decay the parameters `indices` of a group, and add their updates."""
         lr = float(group["lr"])
         local = {index: local_part(plan.parameters[index]) for index in indices}
-        if decay := lr * group["weight_decay"]:
-            torch._foreach_mul_([each for each in local.values() if each.numel()] or [torch.empty(0)], 1 - decay)
+        held_here = [each for each in local.values() if each.numel()]
+        if held_here and (decay := lr * group["weight_decay"]):
+            torch._foreach_mul_(held_here, 1 - decay)
         by_scale: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
         for index, parameter in local.items():
             _, rows, columns = plan.batches[index]
@@ -350,11 +351,6 @@ def real_dtype(dtype: object, option: str) -> torch.dtype | None:
     if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return dtype
     raise PolicyError(f"{option}={dtype!r}): expected None or a dtype of floating point, such as torch.bfloat16")
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements of a parameter or gradient that this rank holds, in memory that they share."""
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -433,7 +429,7 @@ def rows_of(lines: Mapping[tuple[str, ...], int]) -> Iterable[str]:
 
 
 class _Plan:
-    """What is computed where, for the parameters of some groups as they are sharded now."""
+    """The matrices of some groups, as they are sharded now: which rank computes each, and which travel together."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.parameters = [parameter for group in groups for parameter in group["params"]]
@@ -480,6 +476,7 @@ class _Plan:
 
         A plain parameter is on this rank as a whole.
         """
+        ring_of: dict[int, Ring] = {}
         rings: dict[object, tuple[Ring, list[MatrixItem]]] = {}
         for index, (record, batch) in enumerate(zip(self._records, self.batches, strict=True)):
             if record is None:
@@ -487,7 +484,10 @@ class _Plan:
                 plain = Copies(tuple(self.parameters[index].shape), 1, 0, (1,))
                 self.here.append((MatrixItem(index, everything, batch, plain), everything))
             else:
-                ring = Ring(record.mesh)
+                # Units have meshes of their own, also over the same ranks. A mesh has many parameters.
+                if id(record.mesh) not in ring_of:
+                    ring_of[id(record.mesh)] = Ring(record.mesh)
+                ring = ring_of[id(record.mesh)]
                 _, items = rings.setdefault((tuple(ring.ranks), tuple(ring.piece_of)), (ring, []))
                 items += items_of(index, tuple(record.shape), batch, record.cut)
         return rings.values()

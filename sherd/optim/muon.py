@@ -23,13 +23,13 @@ from sherd.optim.matrix import (
     Group,
     MatrixOptimizer,
     batch_of,
-    local_part,
     name_of,
     number_from_0,
     real_dtype,
     rows_of,
 )
 from sherd.optim.newton_schulz import QUINTIC, coefficients_of, computes_in, orthogonalized
+from sherd.tensor.ragged import local_part
 
 Rule = Callable[[str, nn.Module, nn.Parameter], str]
 """Returns why a parameter is left to AdamW, or "" for one that Muon steps. Called with the parameter's name, the module
@@ -39,7 +39,7 @@ HEADS = {"lm_head", "head", "output", "classifier", "score", "unembed", "embed_o
 """Last names of modules that map hidden numbers to what the model is trained on."""
 
 ADAMW = {"betas": (0.9, 0.95)}
-"""What differs from the defaults of torch's AdamW."""
+"""Options of AdamW that are other than torch's by default."""
 
 
 def not_hidden(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
@@ -57,6 +57,22 @@ def not_hidden(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
     if len(path) > 1 and path[-2] in HEADS:
         return f"{path[-2]} is an output layer"
     return ""
+
+
+def left_to_adamw(model: nn.Module, rule: Rule = not_hidden) -> dict[str, str]:
+    """Returns why each parameter of a model is left to AdamW, by its name: "" for those that Muon steps.
+
+    Raises:
+        PolicyTypeError: the rule returns no text.
+    """
+    module_of = {id(own): module for module in model.modules() for own in module.parameters(recurse=False)}
+    left: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        why = rule(name, module_of[id(parameter)], parameter) if parameter.requires_grad else "it is frozen"
+        if not isinstance(why, str):
+            raise PolicyTypeError(f'Muon(rule=...) returned {why!r} for {name}: expected a reason, or ""')
+        left[name] = why
+    return left
 
 
 class Muon(MatrixOptimizer):
@@ -170,12 +186,9 @@ class Muon(MatrixOptimizer):
                 raise PolicyError(f"Muon(heads=...): {end!r} has {number!r} heads: expected a number from 1 on")
             if not any(name.endswith(end) for name in named):
                 raise PolicyError(f"Muon(heads=...): no parameter's name ends with {end!r}; see named_parameters()")
-        module_of = {id(own): module for module in model.modules() for own in module.parameters(recurse=False)}
+        left = left_to_adamw(model, rule)
         for name, parameter in named.items():
-            why = rule(name, module_of[id(parameter)], parameter) if parameter.requires_grad else "it is frozen"
-            if not isinstance(why, str):
-                raise PolicyTypeError(f'Muon(rule=...) returned {why!r} for {name}: expected a reason, or ""')
-            if why:
+            if why := left[name]:
                 self._why[name] = why
                 others.append((name, parameter))
                 continue

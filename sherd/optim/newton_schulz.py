@@ -6,6 +6,7 @@ towards 1.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -98,6 +99,7 @@ def orthogonalized(
     return x.mT if is_tall else x
 
 
+@functools.cache
 def computes_in(device: torch.device) -> torch.dtype:
     """Returns the dtype to iterate in on `device`: bfloat16 on accelerators, and on CPUs with units for it.
 

@@ -1,4 +1,4 @@
-"""Who computes what: matrices are given to ranks so that the most loaded rank has as little as possible. Numbers only.
+"""The owners of matrices, chosen so that the most loaded rank computes as little as possible. Numbers only.
 
 A matrix whose elements lie on several ranks has to be put together on one of them. That rank is its owner for the step.
 """

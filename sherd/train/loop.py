@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch import nn
 
 from sherd import Muon, clip_grad_norm_, flatten_optimizer
-from sherd.optim.muon import not_hidden
+from sherd.optim.muon import left_to_adamw
 from sherd.storage.folder import Folder
 from sherd.train.axes import Axes
 from sherd.train.checkpoint import Saver, load, shapes
@@ -197,12 +197,10 @@ def _optimizer_of(model: nn.Module, choice: OptimizerConfig) -> torch.optim.Opti
         groups = [group for group in groups if group["params"]]
         optimizer = torch.optim.AdamW(groups, lr=choice.lr, betas=betas, fused=True)
         return flatten_optimizer(optimizer) if choice.flatten else optimizer
-    module_of = {id(own): module for module in model.modules() for own in module.parameters(recurse=False)}
-    others = {name: each for name, each in matrices.items() if not_hidden(name, module_of[id(each)], each)}
-    hidden = {name: each for name, each in matrices.items() if name not in others}
+    left = left_to_adamw(model)
     groups = [
-        {"params": list(hidden.items())},
-        {"params": list(others.items()), "algorithm": "adamw"},
+        {"params": [each for each in matrices.items() if not left[each[0]]]},
+        {"params": [each for each in matrices.items() if left[each[0]]], "algorithm": "adamw"},
         {"params": list(vectors.items()), "algorithm": "adamw", "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]

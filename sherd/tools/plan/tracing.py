@@ -36,7 +36,7 @@ __all__ = ["StepRecorder", "Trace", "recording", "traced"]
 
 @dataclass(frozen=True, slots=True)
 class _Label:
-    """What a span does: its name, unit and bytes, and the lane that the host serves or waits for.
+    """The name, unit and bytes of a span, and the lane that the host serves or waits for.
 
     The label without a name is for work outside of the step.
     """
