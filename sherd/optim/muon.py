@@ -27,6 +27,7 @@ from sherd.optim.matrix import (
     number_from_0,
     real_dtype,
     rows_of,
+    zeros_as_gradient,
 )
 from sherd.optim.newton_schulz import QUINTIC, coefficients_of, computes_in, orthogonalized
 from sherd.tensor.ragged import local_part
@@ -240,9 +241,8 @@ class Muon(MatrixOptimizer):
         """Returns the momenta, updated in place, or with `nesterov` their averages with the gradients."""
         for parameter in parameters:
             if "momentum_buffer" not in self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(
-                    parameter, dtype=self._momentum_dtype or parameter.dtype, requires_grad=False
-                )
+                dtype = self._momentum_dtype or parameter.dtype
+                self.state[parameter]["momentum_buffer"] = zeros_as_gradient(parameter, dtype)
         momenta = [local_part(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
         gradients = [gradient.to(own.dtype) for gradient, own in zip(gradients, momenta, strict=True)]
         if not momenta:
