@@ -187,3 +187,17 @@ def test_offload_takes_them_to_host_memory(offload):
     for each in (plain, model):
         each(batch()).square().mean().backward()
     assert_gradients(model, plain)
+
+
+@on_threads(2)
+def test_the_wrapper_places_them_so():
+    placements = Placements(Flat(), Owned(), Owned())
+    told = refusal(
+        sherd.errors.PolicyError, lambda: sherd.FullyShardedDataParallel(stack(), sharding_strategy=placements)
+    )
+    assert "pass use_orig_params=True" in told
+    plain, model = stack(), stack()
+    model = sherd.FullyShardedDataParallel(model, sharding_strategy=placements, use_orig_params=True)
+    for each in (plain, model):
+        each(batch()).square().mean().backward()
+    assert_gradients(model, plain)
