@@ -11,7 +11,7 @@ as a whole (`Owned()`, experts or heads under a placement that does not cut them
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -33,6 +33,9 @@ from sherd.tensor.ragged import as_dtensor, local_part
 
 Group = dict[str, Any]
 """A parameter group of an optimizer, options, or a state."""
+
+MOST_PLANS = 512
+"""A plan holds its parameters, which a user may have taken out of the optimizer since."""
 
 BUCKET_BYTES = 32 << 20
 """The most that a rank sends in one exchange, unless one matrix is larger."""
@@ -82,7 +85,7 @@ class MatrixOptimizer(Optimizer):
         self._init(params, {"lr": lr, "weight_decay": weight_decay, "rows": rows})
 
     def _init(self, params: Any, defaults: Group) -> None:
-        self._plan: _Plan | None = None
+        self._plans: OrderedDict[tuple[int, ...], _Plan] = OrderedDict()
         super().__init__(params, defaults)
         own_gradients([(parameter, group["rows"]) for group in self.matrix_groups() for parameter in group["params"]])
 
@@ -130,7 +133,7 @@ class MatrixOptimizer(Optimizer):
     def __setstate__(self, state: Group) -> None:
         """Take over a pickled state, or a loaded one, as `load_state_dict` calls this, too."""
         super().__setstate__(state)
-        self._plan = None
+        self._plans = OrderedDict()
 
     def load_state_dict(self, state_dict: Group) -> None:
         """Load a state. Options that its groups do not have, as those of torch's optimizers, stay as they are."""
@@ -170,14 +173,19 @@ class MatrixOptimizer(Optimizer):
 
     def _current_plan(self) -> _Plan:
         groups = self.matrix_groups()
-        if self._plan is None or not self._plan.is_of(groups):
-            self._plan = _Plan(groups)
-            for parameter in self._plan.parameters:
+        # More than one where a unit at a time is stepped (`step_in_backward`).
+        key = tuple(id(parameter) for group in groups for parameter in group["params"])
+        plan = self._plans.get(key)
+        if plan is None or not plan.is_of(groups):
+            plan = self._plans[key] = _Plan(groups)
+            if len(self._plans) > MOST_PLANS:
+                self._plans.popitem(last=False)
+            for parameter in plan.parameters:
                 record = ShardedParameter.of(parameter)
                 for key, value in self.state.get(parameter, {}).items():
                     if record is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                         self.state[parameter][key] = laid_as_gradient(value, record)
-        return self._plan
+        return plan
 
     # What a subclass may do otherwise
 

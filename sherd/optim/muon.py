@@ -10,6 +10,7 @@ import inspect
 import math
 import re
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -273,7 +274,7 @@ class TorchMuonStep(Muon):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._ns_dtype, self._wire_dtype, self._plan = torch.bfloat16, None, None
+        self._ns_dtype, self._wire_dtype, self._plans = torch.bfloat16, None, OrderedDict()
         self._adamw, self._momentum_dtype, self._why = None, None, {}
         self._current_plan()
 

@@ -201,3 +201,25 @@ def test_the_wrapper_places_them_so():
     for each in (plain, model):
         each(batch()).square().mean().backward()
     assert_gradients(model, plain)
+
+
+@on_threads(2, placement=[None, Shard(0)])
+def test_each_unit_may_be_stepped_within_backward(placement):
+    given = {} if placement is None else {"placement": placement}
+    trained, planned = [], []
+    for in_backward in (False, True):
+        model = stack()
+        for unit in (model[0], model[2], model[4], model):
+            sherd.fully_shard(unit, **given)
+        optimizer = Muon(model, lr=0.02, ns_dtype=torch.float32)
+        if in_backward:
+            sherd.step_in_backward(model, optimizer)
+        for seed in range(3):
+            model(batch(seed)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(whole_params(model))
+        planned.append(len(optimizer._plans))
+    assert planned == [1, 5]  # units, and what is left
+    for name, expected in trained[0].items():
+        torch.testing.assert_close(trained[1][name], expected, msg=lambda text, name=name: f"{name}: {text}")
