@@ -225,10 +225,12 @@ class MatrixOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step_matrices(self._current_plan(), self.matrix_groups())
+        self._step_all()
         return loss
 
-    def _step_matrices(self, plan: _Plan, groups: Sequence[Group]) -> None:
+    def _step_all(self) -> None:
+        """Step every parameter that has a gradient, without a closure and the hooks of optimizers."""
+        plan, groups = self._current_plan(), self.matrix_groups()
         gradients = [local_gradient(parameter) for parameter in plan.parameters]
         directions: dict[int, torch.Tensor] = {}
         for group, indices in zip(groups, plan.by_group, strict=True):

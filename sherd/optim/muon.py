@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from sherd.engine import ShardedParameter
-from sherd.errors import PolicyError, PolicyTypeError
+from sherd.errors import OptimizerError, PolicyError, PolicyTypeError
 from sherd.optim.flat import flatten_optimizer
 from sherd.optim.matrix import (
     Group,
@@ -226,15 +226,16 @@ class Muon(MatrixOptimizer):
         """The parameter groups that Muon steps."""
         return [group for group in self.param_groups if group["algorithm"] != "adamw"]
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient; see `MatrixOptimizer.step`."""
-        loss = super().step(closure)
+    def _step_all(self) -> None:
+        """Step every parameter that has a gradient, without the hooks of optimizers."""
+        super()._step_all()
         if others := [group for group in self.param_groups if group["algorithm"] == "adamw"]:
             if self._adamw is None:
                 self._adamw = flatten_optimizer(torch.optim.AdamW([{"params": group["params"]} for group in others]))
             self._adamw.param_groups, self._adamw.state = others, self.state
-            self._adamw.step()
-        return loss
+            # Hooks, such as those that ask other ranks, see one step of one optimizer:
+            # test_hooks_see_one_step_of_one_optimizer
+            inspect.unwrap(type(self._adamw).step)(self._adamw)
 
     def directions(
         self, group: Group, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
@@ -266,17 +267,12 @@ class Muon(MatrixOptimizer):
 
 
 class TorchMuonStep(Muon):
-    """The step of a `torch.optim.Muon`, with its groups and its state. Products are in bfloat16, as torch's are.
-
-    Raises:
-        OptimizerError: tensor parallelism cuts one of its matrices.
-    """
+    """The step of a `torch.optim.Muon`, with its groups and its state. Products are in bfloat16, as torch's are."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._ns_dtype, self._wire_dtype, self._plans = torch.bfloat16, None, OrderedDict()
         self._adamw, self._momentum_dtype, self._why = None, None, {}
-        self._current_plan()
 
     @property
     def param_groups(self) -> list[Group]:  # type: ignore[override]  # an attribute of Optimizer
@@ -290,13 +286,22 @@ class TorchMuonStep(Muon):
         optimizer = self._optimizer()
         return {} if optimizer is None else optimizer.state
 
+    @property
+    def is_possible(self) -> bool:
+        """False if tensor parallelism cuts one of the matrices, which torch's own step gathers."""
+        try:
+            self._current_plan()
+        except OptimizerError:
+            return False
+        return True
+
     def matrix_groups(self) -> list[Group]:
         """All groups."""
         return self.param_groups
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step_shards(self) -> None:
         """Step every parameter that has a gradient, without the hooks of optimizers, which run around torch's step."""
-        return inspect.unwrap(MatrixOptimizer.step)(self, closure)
+        MatrixOptimizer._step_all(self)
 
 
 def _mapping(option: str, value: object) -> Group:
