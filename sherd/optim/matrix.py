@@ -150,13 +150,15 @@ class MatrixOptimizer(Optimizer):
     def __repr__(self) -> str:
         """Returns what is done with each parameter, a line for all that differ in numbers alone."""
         plan, names = self._current_plan(), self._names()
-        alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+        alike: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
         for index, parameter in enumerate(plan.parameters):
             name = re.sub(r"\d+", "*", names.get(id(parameter), name_of(parameter)))
             number, rows, columns = plan.batches[index]
-            alike[name, f"{number} x {rows} x {columns}" if number > 1 else f"{rows} x {columns}"].append(index)
+            size = f"{number} x {rows} x {columns}" if number > 1 else f"{rows} x {columns}"
+            alike[name, size, plan.is_stepped[index]].append(index)
         lines: dict[tuple[str, ...], int] = {
-            (*key, plan.way_of(indices)): len(indices) for key, indices in alike.items()
+            (name, size, plan.way_of(indices) if is_stepped else "frozen"): len(indices)
+            for (name, size, is_stepped), indices in alike.items()
         }
         return "\n".join([f"{type(self).__name__} of whole matrices", *rows_of(lines)])
 
@@ -323,7 +325,8 @@ class MatrixOptimizer(Optimizer):
         updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
     ) -> None:
         """Decay the parameters `indices` of a group, and add their updates."""
-        lr = float(group["lr"])
+        if not (lr := float(group["lr"])):
+            return  # updates that are not finite change nothing either: torch's checkpointing steps so, with zeros
         local = {index: local_part(plan.parameters[index]) for index in indices}
         held_here = [each for each in local.values() if each.numel()]
         if held_here and (decay := lr * group["weight_decay"]):
@@ -532,7 +535,9 @@ class _Plan:
         self.batches = [batch_of(parameter, group.get("rows", 0)) for group in groups for parameter in group["params"]]
         self._records = [ShardedParameter.of(parameter) for parameter in self.parameters]
         self._cuts = [None if record is None else (record.cut, record.gradient_owner) for record in self._records]
-        self._rows = [group.get("rows", 0) for group in groups]
+        self._key = _key_of(groups)
+        self.is_stepped = [_is_stepped(parameter) for parameter in self.parameters]
+        """Of each parameter. Nothing of the others travels."""
         self._owners: dict[int, set[int]] = defaultdict(set)
         self._traveling: set[int] = set()
         self._owned: set[int] = set()
@@ -544,15 +549,9 @@ class _Plan:
 
     def is_of(self, groups: Sequence[Group]) -> bool:
         """Returns whether the plan still is that of `groups`."""
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        return (
-            len(parameters) == len(self.parameters)
-            and all(one is other for one, other in zip(parameters, self.parameters, strict=True))
-            and self._rows == [group.get("rows", 0) for group in groups]
-            and all(
-                record is None or (cuts == (record.cut, record.gradient_owner) and record.optimizer_param is parameter)
-                for record, cuts, parameter in zip(self._records, self._cuts, parameters, strict=True)
-            )
+        return self._key == _key_of(groups) and all(
+            record is None or (cuts == (record.cut, record.gradient_owner) and record.optimizer_param is parameter)
+            for record, cuts, parameter in zip(self._records, self._cuts, self.parameters, strict=True)
         )
 
     def way_of(self, indices: Sequence[int]) -> str:
@@ -575,6 +574,8 @@ class _Plan:
         ring_of: dict[int, Ring] = {}
         rings: dict[object, tuple[Ring, list[MatrixItem]]] = {}
         for index, (record, batch) in enumerate(zip(self._records, self.batches, strict=True)):
+            if not self.is_stepped[index]:
+                continue
             if record is None:
                 everything = Extent(0, self.parameters[index].numel())
                 plain = Copies(tuple(self.parameters[index].shape), 1, 0, (1,))
@@ -611,6 +612,20 @@ class _Plan:
 
 _Local = dict[int, torch.Tensor]
 """The directions on this rank, 1-D, by the numbers of their parameters."""
+
+
+def _is_stepped(parameter: torch.Tensor) -> bool:
+    """Returns whether a parameter may have a gradient: whether it is not frozen."""
+    return parameter.requires_grad or parameter.grad is not None
+
+
+def _key_of(groups: Sequence[Group]) -> list[tuple[object, ...]]:
+    """Returns what a plan depends on, of each parameter."""
+    return [
+        (at, group.get("rows", 0), id(each), each.dtype, local_part(each).device, _is_stepped(each))
+        for at, group in enumerate(groups)
+        for each in group["params"]
+    ]
 
 
 class _Bucket:
