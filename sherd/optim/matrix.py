@@ -242,7 +242,7 @@ class MatrixOptimizer(Optimizer):
             directions |= {index: each.reshape(-1) for index, each in zip(there, computed, strict=True)}
         updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
         whole = {
-            item: directions[item.index][held.start : held.stop].view(item.batch)
+            item: directions[item.index][held.start : held.stop].view(item.batch).to(plan.computes_on(item.index))
             for item, held in plan.here
             if item.index in directions
         }
@@ -338,7 +338,7 @@ class MatrixOptimizer(Optimizer):
             for held, update in updates[index]:
                 is_all = held.numel == parameter.numel()  # of a plain parameter, which may have any strides
                 into.append(parameter if is_all else parameter.view(-1)[held.start : held.stop])
-                added.append(update.to(parameter.dtype).view(into[-1].shape))
+                added.append(update.to(parameter).view(into[-1].shape))
         for scale, (into, added) in by_scale.items():
             torch._foreach_add_(into, added, alpha=-lr * scale)
 
@@ -554,6 +554,11 @@ class _Plan:
             for record, cuts, parameter in zip(self._records, self._cuts, self.parameters, strict=True)
         )
 
+    def computes_on(self, index: int) -> torch.device:
+        """Returns the device on which a parameter's matrices are computed: its unit's, wherever its shards rest."""
+        record = self._records[index]
+        return self.parameters[index].device if record is None else record.mesh.device
+
     def way_of(self, indices: Sequence[int]) -> str:
         """Returns where the matrices of some parameters are computed, and what travels for them, in words."""
         owners = sorted(set().union(*(self._owners[index] for index in indices)))
@@ -590,8 +595,8 @@ class _Plan:
         return rings.values()
 
     def _divide(self, ring: Ring, items: Sequence[MatrixItem]) -> None:
-        """Put the items that travel into buckets, each of one dtype and device, whose gradients travel, or do not."""
-        open_buckets: dict[tuple[bool, torch.dtype, torch.device], tuple[list[MatrixItem], int]] = {}
+        """Put the items that travel into buckets, each of one dtype, whose gradients travel, or do not."""
+        open_buckets: dict[tuple[bool, torch.dtype], tuple[list[MatrixItem], int]] = {}
         for item in items:
             self._owners[item.index].add(ring.ranks[item.owner])
             if [rank for rank, at in enumerate(ring.piece_of) if item.held(item.update_cut, at).numel] == [item.owner]:
@@ -601,13 +606,13 @@ class _Plan:
             at_owner = item.has_all(item.cut, ring.piece_of[item.owner])
             (self._owned if at_owner else self._traveling).add(item.index)
             local = local_part(self.parameters[item.index])
-            key, nbytes = (at_owner, local.dtype, local.device), item.elements.numel * local.element_size()
+            key, nbytes = (at_owner, local.dtype), item.elements.numel * local.element_size()
             bucket, filled = open_buckets.get(key, ([], 0))
             if bucket and filled + nbytes > BUCKET_BYTES * len(ring.ranks):
-                self.buckets.append(_Bucket(bucket, ring, *key[1:]))
+                self.buckets.append(_Bucket(bucket, ring, key[1]))
                 bucket, filled = [], 0
             open_buckets[key] = [*bucket, item], filled + nbytes
-        self.buckets += [_Bucket(bucket, ring, *key[1:]) for key, (bucket, _) in open_buckets.items()]
+        self.buckets += [_Bucket(bucket, ring, key[1]) for key, (bucket, _) in open_buckets.items()]
 
 
 _Local = dict[int, torch.Tensor]
@@ -629,10 +634,10 @@ def _key_of(groups: Sequence[Group]) -> list[tuple[object, ...]]:
 
 
 class _Bucket:
-    """Items that travel together, of parameters of one dtype on one device."""
+    """Items that travel together between devices, of parameters of one dtype, whose shards may rest in host memory."""
 
-    def __init__(self, items: Sequence[MatrixItem], ring: Ring, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(self, items: Sequence[MatrixItem], ring: Ring, dtype: torch.dtype) -> None:
+        self.dtype, self.device = dtype, ring.mesh.device
         self.exchange = Exchange(items, ring)
         piece = ring.piece_of[ring.rank]
         self._numels = {item.index: item.cut.local_numel(piece) for item in items}
@@ -653,9 +658,12 @@ class _Bucket:
             self._missing = missing
             self.header = torch.tensor(header_of(missing), dtype=wire, device=self.device)
         self.compares = is_new or self.device.type == "cpu"
-        local = dict(directions)
-        for index in missing:
-            local[index] = torch.zeros(self._numels[index], dtype=wire, device=self.device)
+        local = {
+            index: directions[index].to(self.device)
+            if index in directions
+            else torch.zeros(numel, dtype=wire, device=self.device)
+            for index, numel in self._numels.items()
+        }
         return local if self.exchange.at_owners else self.exchange.there(local, self.header)
 
     def whole(self, there: Moving | _Local) -> tuple[dict[MatrixItem, torch.Tensor], list[torch.Tensor]]:
