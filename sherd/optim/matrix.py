@@ -150,13 +150,15 @@ class MatrixOptimizer(Optimizer):
     def __repr__(self) -> str:
         """Returns what is done with each parameter, a line for all that differ in numbers alone."""
         plan, names = self._current_plan(), self._names()
-        alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+        alike: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
         for index, parameter in enumerate(plan.parameters):
             name = re.sub(r"\d+", "*", names.get(id(parameter), name_of(parameter)))
             number, rows, columns = plan.batches[index]
-            alike[name, f"{number} x {rows} x {columns}" if number > 1 else f"{rows} x {columns}"].append(index)
+            size = f"{number} x {rows} x {columns}" if number > 1 else f"{rows} x {columns}"
+            alike[name, size, plan.is_stepped[index]].append(index)
         lines: dict[tuple[str, ...], int] = {
-            (*key, plan.way_of(indices)): len(indices) for key, indices in alike.items()
+            (name, size, plan.way_of(indices) if is_stepped else "frozen"): len(indices)
+            for (name, size, is_stepped), indices in alike.items()
         }
         return "\n".join([f"{type(self).__name__} of whole matrices", *rows_of(lines)])
 
@@ -225,10 +227,12 @@ class MatrixOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step_matrices(self._current_plan(), self.matrix_groups())
+        self._step_all()
         return loss
 
-    def _step_matrices(self, plan: _Plan, groups: Sequence[Group]) -> None:
+    def _step_all(self) -> None:
+        """Step every parameter that has a gradient, without a closure and the hooks of optimizers."""
+        plan, groups = self._current_plan(), self.matrix_groups()
         gradients = [local_gradient(parameter) for parameter in plan.parameters]
         directions: dict[int, torch.Tensor] = {}
         for group, indices in zip(groups, plan.by_group, strict=True):
@@ -238,7 +242,7 @@ class MatrixOptimizer(Optimizer):
             directions |= {index: each.reshape(-1) for index, each in zip(there, computed, strict=True)}
         updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
         whole = {
-            item: directions[item.index][held.start : held.stop].view(item.batch)
+            item: directions[item.index][held.start : held.stop].view(item.batch).to(plan.computes_on(item.index))
             for item, held in plan.here
             if item.index in directions
         }
@@ -321,7 +325,8 @@ class MatrixOptimizer(Optimizer):
         updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
     ) -> None:
         """Decay the parameters `indices` of a group, and add their updates."""
-        lr = float(group["lr"])
+        if not (lr := float(group["lr"])):
+            return  # updates that are not finite change nothing either: torch's checkpointing steps so, with zeros
         local = {index: local_part(plan.parameters[index]) for index in indices}
         held_here = [each for each in local.values() if each.numel()]
         if held_here and (decay := lr * group["weight_decay"]):
@@ -333,7 +338,7 @@ class MatrixOptimizer(Optimizer):
             for held, update in updates[index]:
                 is_all = held.numel == parameter.numel()  # of a plain parameter, which may have any strides
                 into.append(parameter if is_all else parameter.view(-1)[held.start : held.stop])
-                added.append(update.to(parameter.dtype).view(into[-1].shape))
+                added.append(update.to(parameter).view(into[-1].shape))
         for scale, (into, added) in by_scale.items():
             torch._foreach_add_(into, added, alpha=-lr * scale)
 
@@ -530,7 +535,9 @@ class _Plan:
         self.batches = [batch_of(parameter, group.get("rows", 0)) for group in groups for parameter in group["params"]]
         self._records = [ShardedParameter.of(parameter) for parameter in self.parameters]
         self._cuts = [None if record is None else (record.cut, record.gradient_owner) for record in self._records]
-        self._rows = [group.get("rows", 0) for group in groups]
+        self._key = _key_of(groups)
+        self.is_stepped = [_is_stepped(parameter) for parameter in self.parameters]
+        """Of each parameter. Nothing of the others travels."""
         self._owners: dict[int, set[int]] = defaultdict(set)
         self._traveling: set[int] = set()
         self._owned: set[int] = set()
@@ -542,16 +549,15 @@ class _Plan:
 
     def is_of(self, groups: Sequence[Group]) -> bool:
         """Returns whether the plan still is that of `groups`."""
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        return (
-            len(parameters) == len(self.parameters)
-            and all(one is other for one, other in zip(parameters, self.parameters, strict=True))
-            and self._rows == [group.get("rows", 0) for group in groups]
-            and all(
-                record is None or (cuts == (record.cut, record.gradient_owner) and record.optimizer_param is parameter)
-                for record, cuts, parameter in zip(self._records, self._cuts, parameters, strict=True)
-            )
+        return self._key == _key_of(groups) and all(
+            record is None or (cuts == (record.cut, record.gradient_owner) and record.optimizer_param is parameter)
+            for record, cuts, parameter in zip(self._records, self._cuts, self.parameters, strict=True)
         )
+
+    def computes_on(self, index: int) -> torch.device:
+        """Returns the device on which a parameter's matrices are computed: its unit's, wherever its shards rest."""
+        record = self._records[index]
+        return self.parameters[index].device if record is None else record.mesh.device
 
     def way_of(self, indices: Sequence[int]) -> str:
         """Returns where the matrices of some parameters are computed, and what travels for them, in words."""
@@ -573,6 +579,8 @@ class _Plan:
         ring_of: dict[int, Ring] = {}
         rings: dict[object, tuple[Ring, list[MatrixItem]]] = {}
         for index, (record, batch) in enumerate(zip(self._records, self.batches, strict=True)):
+            if not self.is_stepped[index]:
+                continue
             if record is None:
                 everything = Extent(0, self.parameters[index].numel())
                 plain = Copies(tuple(self.parameters[index].shape), 1, 0, (1,))
@@ -587,8 +595,8 @@ class _Plan:
         return rings.values()
 
     def _divide(self, ring: Ring, items: Sequence[MatrixItem]) -> None:
-        """Put the items that travel into buckets, each of one dtype and device, whose gradients travel, or do not."""
-        open_buckets: dict[tuple[bool, torch.dtype, torch.device], tuple[list[MatrixItem], int]] = {}
+        """Put the items that travel into buckets, each of one dtype, whose gradients travel, or do not."""
+        open_buckets: dict[tuple[bool, torch.dtype], tuple[list[MatrixItem], int]] = {}
         for item in items:
             self._owners[item.index].add(ring.ranks[item.owner])
             if [rank for rank, at in enumerate(ring.piece_of) if item.held(item.update_cut, at).numel] == [item.owner]:
@@ -598,24 +606,38 @@ class _Plan:
             at_owner = item.has_all(item.cut, ring.piece_of[item.owner])
             (self._owned if at_owner else self._traveling).add(item.index)
             local = local_part(self.parameters[item.index])
-            key, nbytes = (at_owner, local.dtype, local.device), item.elements.numel * local.element_size()
+            key, nbytes = (at_owner, local.dtype), item.elements.numel * local.element_size()
             bucket, filled = open_buckets.get(key, ([], 0))
             if bucket and filled + nbytes > BUCKET_BYTES * len(ring.ranks):
-                self.buckets.append(_Bucket(bucket, ring, *key[1:]))
+                self.buckets.append(_Bucket(bucket, ring, key[1]))
                 bucket, filled = [], 0
             open_buckets[key] = [*bucket, item], filled + nbytes
-        self.buckets += [_Bucket(bucket, ring, *key[1:]) for key, (bucket, _) in open_buckets.items()]
+        self.buckets += [_Bucket(bucket, ring, key[1]) for key, (bucket, _) in open_buckets.items()]
 
 
 _Local = dict[int, torch.Tensor]
 """The directions on this rank, 1-D, by the numbers of their parameters."""
 
 
-class _Bucket:
-    """Items that travel together, of parameters of one dtype on one device."""
+def _is_stepped(parameter: torch.Tensor) -> bool:
+    """Returns whether a parameter may have a gradient: whether it is not frozen."""
+    return parameter.requires_grad or parameter.grad is not None
 
-    def __init__(self, items: Sequence[MatrixItem], ring: Ring, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+
+def _key_of(groups: Sequence[Group]) -> list[tuple[object, ...]]:
+    """Returns what a plan depends on, of each parameter."""
+    return [
+        (at, group.get("rows", 0), id(each), each.dtype, local_part(each).device, _is_stepped(each))
+        for at, group in enumerate(groups)
+        for each in group["params"]
+    ]
+
+
+class _Bucket:
+    """Items that travel together between devices, of parameters of one dtype, whose shards may rest in host memory."""
+
+    def __init__(self, items: Sequence[MatrixItem], ring: Ring, dtype: torch.dtype) -> None:
+        self.dtype, self.device = dtype, ring.mesh.device
         self.exchange = Exchange(items, ring)
         piece = ring.piece_of[ring.rank]
         self._numels = {item.index: item.cut.local_numel(piece) for item in items}
@@ -636,9 +658,12 @@ class _Bucket:
             self._missing = missing
             self.header = torch.tensor(header_of(missing), dtype=wire, device=self.device)
         self.compares = is_new or self.device.type == "cpu"
-        local = dict(directions)
-        for index in missing:
-            local[index] = torch.zeros(self._numels[index], dtype=wire, device=self.device)
+        local = {
+            index: directions[index].to(self.device)
+            if index in directions
+            else torch.zeros(numel, dtype=wire, device=self.device)
+            for index, numel in self._numels.items()
+        }
         return local if self.exchange.at_owners else self.exchange.there(local, self.header)
 
     def whole(self, there: Moving | _Local) -> tuple[dict[MatrixItem, torch.Tensor], list[torch.Tensor]]:
