@@ -11,8 +11,7 @@ replicas divide the matrices: an owner receives from the ranks of its own replic
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -26,6 +25,7 @@ from sherd.comm.groups import default_group, group_beside
 from sherd.comm.mesh import DataMesh
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Cut, Shape
+from sherd.optim.faults import HEADER
 from sherd.optim.owners import MatrixWork, owners_of
 
 Batch = tuple[int, int, int]
@@ -174,18 +174,6 @@ def with_owners(items: Sequence[MatrixItem], ring: Ring) -> list[MatrixItem]:
 Sizes = tuple[list[int], list[list[int]]]
 """How many elements each rank of the ring is sent, and how many are received from it, part by part."""
 
-HEADER = 3
-"""The first elements of what travels to an owner: what has no gradient at its sender, see `header_of`."""
-
-
-def header_of(missing: Sequence[int]) -> list[int]:
-    """Returns numbers up to 255, which every dtype holds exactly, that tell sets of parameters without gradient apart.
-
-    The first two are the first number of `missing`, plus 1; they are 0 if nothing is missing.
-    """
-    first = missing[0] + 1 if missing else 0
-    return [first // 256 % 256, first % 256, zlib.crc32(repr(list(missing)).encode()) % 256 if missing else 0]
-
 
 class Exchange:
     """The way of some items to their owners and back, worked out once: the same, in one order, on all ranks."""
@@ -214,14 +202,14 @@ class Exchange:
             for rank, line in enumerate(parts)
         ]
         self._received = [part for line in received for part in line]
-        self._sent_back = [part for line in parts for part in line]
+        self._sent_back = parts
         self._there: Sizes = (
             [HEADER + sum(stop - start for _, start, stop in line) for line in self._sent],
             [[HEADER, *(place.numel for _, place in line)] for line in received],
         )
         self._back: Sizes = (
-            [sum(place.numel for _, place in line) for line in parts],
-            [[held.numel for _, held in line] for line in held_of],
+            [HEADER + sum(place.numel for _, place in line) for line in parts],
+            [[HEADER, *(held.numel for _, held in line)] for line in held_of],
         )
 
     def _sends(self, rank: int, item: MatrixItem) -> bool:
@@ -243,33 +231,35 @@ class Exchange:
             parts += [local[index][start:stop] for index, start, stop in line]
         return self._start(parts, self._there, header)
 
-    def whole(self, moving: Moving) -> tuple[dict[MatrixItem, torch.Tensor], list[torch.Tensor]]:
+    def whole(self, moving: Moving) -> tuple[dict[MatrixItem, torch.Tensor], torch.Tensor]:
         """Returns the own items, each [number, rows, columns], when their pieces are here, and all ranks' headers."""
-        lines = moving.wait()
-        headers = [line[0] for line in lines]
-        pieces = [piece for line in lines for piece in line[1:]]
+        headers, pieces = moving.wait()
         wholes = [moving.buffer.new_empty(item.elements.numel) for item in self.own]
         if pieces:
             places = [place.of(wholes[number]) for number, place in self._received]
             torch._foreach_copy_(places, [p.view(place.shape) for p, place in zip(pieces, places, strict=True)])
         return {item: whole.view(item.batch) for item, whole in zip(self.own, wholes, strict=True)}, headers
 
-    def back(self, updates: Mapping[MatrixItem, torch.Tensor], like: torch.Tensor) -> Moving:
-        """Start to send the pieces of `updates`, of all own items, to their holders, in the dtype of `like`."""
+    def back(self, updates: Mapping[MatrixItem, torch.Tensor], header: torch.Tensor) -> Moving:
+        """Start to send the pieces of `updates`, of all own items, to their holders; for `header` see `there`."""
         flat = [updates[item].reshape(-1) for item in self.own]
-        return self._start([place.of(flat[number]).reshape(-1) for number, place in self._sent_back], self._back, like)
+        parts: list[torch.Tensor] = []
+        for line in self._sent_back:
+            parts.append(header)
+            parts += [place.of(flat[number]).reshape(-1) for number, place in line]
+        return self._start(parts, self._back, header)
 
-    def arrived(self, moving: Moving) -> Iterable[tuple[int, Extent, torch.Tensor]]:
-        """Yields the number of a parameter, the elements of its local tensor, and their updates."""
-        pieces = [piece for line in moving.wait() for piece in line]
-        for (index, held), update in zip(self._updated, pieces, strict=True):
-            yield index, held, update
+    def arrived(self, moving: Moving) -> tuple[list[tuple[int, Extent, torch.Tensor]], torch.Tensor]:
+        """Returns numbers of parameters, elements of their local tensors, and these updates; and all ranks' headers."""
+        headers, pieces = moving.wait()
+        updated = zip(self._updated, pieces, strict=True)
+        return [(index, held, update) for (index, held), update in updated], headers
 
     def _start(self, parts: Sequence[torch.Tensor], sizes: Sizes, like: torch.Tensor) -> Moving:
         """Start the all-to-all: `parts` behind one another, of which each rank gets as many elements as `sizes` say."""
         group, order, dtype = self.ring.group, self.ring.order, like.dtype
         sent, numels = sizes
-        line = torch.cat([p if p.dtype == dtype else p.to(dtype) for p in parts]) if parts else like.new_empty(0)
+        line = torch.cat([p if p.dtype == dtype else p.to(dtype) for p in parts])
         if order != sorted(order):
             pieces = line.split(sent)
             line = torch.cat([pieces[number] for number in order])
@@ -292,11 +282,12 @@ class Moving:
     order: list[int]
     group: dist.ProcessGroup
 
-    def wait(self) -> list[list[torch.Tensor]]:
-        """Returns what has come from each rank of the ring, its parts 1-D."""
+    def wait(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Returns the header of each rank of the ring, one below the other, and the parts behind them, each 1-D."""
         if self.work is not None:
             with named("the exchange of matrices", self.group):
                 self.work.wait()
         parts = iter(self.buffer.split([numel for number in self.order for numel in self.numels[number]]))
         by_number = {number: [next(parts) for _ in self.numels[number]] for number in self.order}
-        return [by_number[number] for number in range(len(self.order))]
+        lines = [by_number[number] for number in range(len(self.order))]
+        return torch.stack([line[0] for line in lines]), [piece for line in lines for piece in line[1:]]

@@ -17,15 +17,17 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd.comm.failures import ranks_in_short
 from sherd.engine import ShardedParameter
-from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError
+from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError, SherdError
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Copies
-from sherd.optim.exchange import Batch, Exchange, MatrixItem, Moving, Ring, header_of, items_of, with_owners
+from sherd.optim.exchange import Batch, Exchange, MatrixItem, Moving, Ring, items_of, with_owners
+from sherd.optim.faults import FUNCTION, GRADIENT, HEADER, NOT_FINITE, StepFaults, Told, header_of
 from sherd.tensor.ragged import local_part
 
 Group = dict[str, Any]
@@ -200,25 +202,26 @@ class MatrixOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient.
 
+        What is wrong on one rank raises on all ranks that matrices travel between, before a parameter changes. On
+        accelerators, where the host does not wait for other ranks, it does so in the first step. Later, the device
+        leaves out updates that are not finite, or whose gradients some ranks lack, and the next step raises.
+
         Raises:
-            GradientError: a gradient lies otherwise than its parameter, or is sparse.
+            GradientError: a gradient lies otherwise than its parameter, or is sparse, or is missing on some ranks.
+            OptimizerError: the function failed, returned what it may not, or an update is not finite.
             CommError: another rank did not take part in an exchange.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._plan is not None:
+            self._raise_told(self._plan, self._plan.take_told())
         self._step_matrices(self._current_plan(), self.matrix_groups())
         return loss
 
     def _step_matrices(self, plan: _Plan, groups: Sequence[Group]) -> None:
-        gradients = [local_gradient(parameter) for parameter in plan.parameters]
-        directions: dict[int, torch.Tensor] = {}
-        for group, indices in zip(groups, plan.by_group, strict=True):
-            there = [index for index in indices if gradients[index] is not None]
-            given = [gradients[index] for index in there]
-            computed = self.directions(group, [plan.parameters[index] for index in there], given)  # type: ignore[arg-type]
-            directions |= {index: each.reshape(-1) for index, each in zip(there, computed, strict=True)}
+        directions = self._directions_here(plan, groups)
         updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
         whole = {
             item: directions[item.index][held.start : held.stop].view(item.batch)
@@ -229,9 +232,30 @@ class MatrixOptimizer(Optimizer):
         for item, held in plan.here:
             if item in of_item:
                 updates[item.index].append((held, of_item[item].reshape(-1)))
-        self._exchange(plan, groups, directions, updates)
+        now = plan.keep_told(self._exchange(plan, groups, directions, updates))
+        if now is not None:
+            self._raise_told(plan, now)
         for group, indices in zip(groups, plan.by_group, strict=True):
             self._apply(plan, group, [index for index in indices if index in updates], updates)
+
+    def _directions_here(self, plan: _Plan, groups: Sequence[Group]) -> dict[int, torch.Tensor]:
+        """Returns the directions of all parameters that have a gradient, 1-D; none where something is wrong."""
+        at = 0
+        directions: dict[int, torch.Tensor] = {}
+        try:
+            gradients: list[torch.Tensor | None] = []
+            for parameter in plan.parameters:
+                at = len(gradients)
+                gradients.append(local_gradient(parameter))
+            for group, indices in zip(groups, plan.by_group, strict=True):
+                there = [index for index in indices if gradients[index] is not None]
+                at, given = indices[0] if indices else 0, [gradients[index] for index in there]
+                computed = self.directions(group, [plan.parameters[index] for index in there], given)  # type: ignore[arg-type]
+                directions |= {index: each.reshape(-1) for index, each in zip(there, computed, strict=True)}
+        except Exception as error:
+            plan.faults.note(GRADIENT, at, error)
+            return {}
+        return directions
 
     def _exchange(
         self,
@@ -239,45 +263,83 @@ class MatrixOptimizer(Optimizer):
         groups: Sequence[Group],
         directions: Mapping[int, torch.Tensor],
         updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
-    ) -> None:
-        """Compute all other updates: meanwhile, the next bucket is on its way there, the one before on its way back."""
-        there = [bucket.there(directions, self._wire_dtype) for bucket in plan.buckets[:1]]
-        back = []
+    ) -> list[tuple[Ring, torch.Tensor]]:
+        """Compute all other updates: meanwhile, the next bucket is on its way there, the one before on its way back.
+
+        Returns:
+            The headers that came there and back, [2, ranks, HEADER], of each bucket.
+        """
+        there = [bucket.there(directions, self._wire_dtype, plan.faults) for bucket in plan.buckets[:1]]
+        headers, back = [], []
         for number, bucket in enumerate(plan.buckets):
             if number + 1 < len(plan.buckets):
-                there.append(plan.buckets[number + 1].there(directions, self._wire_dtype))
-            whole, headers = bucket.exchange.whole(there[number])
-            self._check_missing(plan, bucket, headers)
-            back.append(bucket.exchange.back(self._computed(plan, groups, whole), bucket.header))
-        for bucket, moving in zip(plan.buckets, back, strict=True):
-            for index, held, update in bucket.exchange.arrived(moving):
+                there.append(plan.buckets[number + 1].there(directions, self._wire_dtype, plan.faults))
+            whole, header = bucket.exchange.whole(there[number])
+            headers.append(header)
+            is_void = None if header.device.type == "cpu" else (header != header[bucket.exchange.ring.rank]).any()
+            computed = self._computed(plan, groups, whole, is_void)
+            back.append(bucket.exchange.back(computed, plan.faults.header(bucket.header)))
+        told = []
+        for bucket, header, moving in zip(plan.buckets, headers, back, strict=True):
+            arrived, header_back = bucket.exchange.arrived(moving)
+            told.append((bucket.exchange.ring, torch.stack([header, header_back])))
+            for index, held, update in arrived:
                 if index in directions:
                     updates[index].append((held, update))
+        return told
 
-    def _check_missing(self, plan: _Plan, bucket: _Bucket, headers: Sequence[torch.Tensor]) -> None:
-        """Raise where one rank has no gradient of a parameter and another rank has one.
+    def _raise_told(self, plan: _Plan, told: Sequence[tuple[list[int], Told]]) -> None:
+        """Raise if something is wrong on this rank, or if another rank told so."""
+        wrong, index, error = plan.faults.take()
+        if wrong:
+            raise error or self._failure(plan, wrong, index, dist.get_rank() if dist.is_initialized() else 0)
+        read = [(ranks, each.read()) for ranks, each in told]
+        for way in range(2):
+            for ranks, headers in read:
+                for rank, (wrong, *number, _) in zip(ranks, headers[way], strict=True):
+                    if wrong:
+                        raise self._failure(plan, wrong, number[0] * 256 + number[1] - 1, rank)
+                if way == 0:
+                    self._check_missing(plan, ranks, headers[way])
 
-        On accelerators, where the host would have to wait for the headers, a rank compares them when the gradients
-        that it has are others than in its last step.
-        """
-        if not bucket.compares:
-            return
-        ring = bucket.exchange.ring
-        received = [[int(number) for number in header] for header in torch.stack(list(headers)).tolist()]
-        differing = next((rank for rank, header in enumerate(received) if header != received[ring.rank]), None)
-        if differing is not None:
-            firsts = {received[rank][0] * 256 + received[rank][1]: rank for rank in (ring.rank, differing)}
-            first = min(number for number in firsts if number)
-            other = differing if firsts[first] == ring.rank else ring.rank
-            raise GradientError(
-                f"rank {ring.ranks[firsts[first]]} has no gradient of {self._name_of(plan.parameters[first - 1])}, and "
-                f"rank {ring.ranks[other]} has gradients of other parameters; give all ranks gradients of the same ones"
+    def _failure(self, plan: _Plan, wrong: int, index: int, rank: int) -> SherdError:
+        """Returns the error of what is wrong on a rank with a parameter."""
+        name, where = self._name_of(plan.parameters[index]), f"on rank {rank}"
+        if wrong == NOT_FINITE:
+            return OptimizerError(
+                f"the update of {name}, computed {where}, has elements that are inf or nan; look for gradients that "
+                "are not finite, skip such steps (sherd.step, a gradient scaler), and go on from the last checkpoint"
             )
+        log = "its error is in the log of that rank"
+        if wrong == FUNCTION:
+            return OptimizerError(f"the function of {type(self).__name__} failed for {name} {where}; {log}")
+        return GradientError(f"the gradient of {name} cannot be stepped {where}; {log}")
+
+    def _check_missing(self, plan: _Plan, ranks: Sequence[int], headers: Sequence[list[int]]) -> None:
+        """Raise where one rank has no gradient of a parameter and another rank has one."""
+        lacking = [at for at, header in enumerate(headers) if header[1:3] != [0, 0]]
+        if all(header == headers[0] for header in headers):
+            return
+        at = min(lacking, key=lambda at: headers[at][1:3])
+        high, low = headers[at][1:3]
+        other = next(rank for rank, header in zip(ranks, headers, strict=True) if header != headers[at])
+        name = self._name_of(plan.parameters[high * 256 + low - 1])
+        raise GradientError(
+            f"rank {ranks[at]} has no gradient of {name}, and rank {other} has gradients of other parameters; give all "
+            "ranks gradients of the same ones"
+        )
 
     def _computed(
-        self, plan: _Plan, groups: Sequence[Group], whole: Mapping[MatrixItem, torch.Tensor]
+        self,
+        plan: _Plan,
+        groups: Sequence[Group],
+        whole: Mapping[MatrixItem, torch.Tensor],
+        is_void: torch.Tensor | None = None,
     ) -> dict[MatrixItem, torch.Tensor]:
-        """Returns the updates of whole matrices: one call of `updates` for all of one shape and parameter group."""
+        """Returns the updates of whole matrices: one call of `updates` for all of one shape and parameter group.
+
+        Where something is wrong on this rank, updates are zeros.
+        """
         alike: dict[tuple[int, tuple[int, ...], torch.dtype, torch.device], list[MatrixItem]] = defaultdict(list)
         for item, matrices in whole.items():
             alike[plan.group_of[item.index], item.batch[1:], matrices.dtype, matrices.device].append(item)
@@ -285,14 +347,39 @@ class MatrixOptimizer(Optimizer):
         for (group, *_), items in alike.items():
             given = [whole[item] for item in items]
             matrices = given[0] if len(given) == 1 else torch.cat(given)
-            version = None if matrices.is_inference() else matrices._version
-            update = self.updates(groups[group], matrices)
-            if wrong := _wrong(update, matrices, version):
-                names = [self._name_of(plan.parameters[item.index]) for item in items]
-                names = names if len(names) <= 3 else [*names[:3], f"{len(names) - 3} more"]
-                raise OptimizerError(f"the function of {type(self).__name__} {wrong.format(', '.join(names))}")
+            update = torch.zeros_like(matrices)
+            try:
+                if not plan.faults.wrong:
+                    update = self._update_of(groups[group], matrices, [plan.parameters[item.index] for item in items])
+                    numbers = [item.index for item in items for _ in range(item.batch[0])]
+                    update = plan.faults.finite(update, numbers, is_void)
+            except Exception as error:
+                plan.faults.note(FUNCTION, items[0].index, error)
             computed |= zip(items, update.split([item.batch[0] for item in items]), strict=True)
         return computed
+
+    def _update_of(self, group: Group, matrices: torch.Tensor, of: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the updates of matrices, of the parameters `of`.
+
+        Raises:
+            OptimizerError: the function failed, or returned what it may not.
+        """
+        function, shape = f"the function of {type(self).__name__}", tuple(matrices.shape)
+        version = None if matrices.is_inference() else matrices._version
+        try:
+            update = self.updates(group, matrices)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raised = f"{function} raised {type(error).__name__} for matrices of shape {shape}, of {self._all_names(of)}"
+            raise OptimizerError(f"{raised}: {error}") from error
+        if wrong := _wrong(update, matrices, version):
+            raise OptimizerError(f"{function} {wrong.format(self._all_names(of))}")
+        return update
+
+    def _all_names(self, parameters: Sequence[torch.Tensor]) -> str:
+        names = [self._name_of(each) for each in parameters]
+        return ", ".join(names if len(names) <= 3 else [*names[:3], f"{len(names) - 3} more"])
 
     def _apply(
         self,
@@ -444,8 +531,35 @@ class _Plan:
         self.here: list[tuple[MatrixItem, Extent]] = []
         """Items that this rank computes by itself, with their elements in the local tensor."""
         self.buckets: list[_Bucket] = []
+        self.faults = StepFaults()
+        self._told: list[tuple[list[int], Told]] = []
+        self._has_stepped = False
         for ring, items in self._by_ring():
             self._divide(ring, with_owners(items, ring))
+        # A fault among few ranks is told to more of them by what comes later.
+        self.buckets.sort(key=lambda bucket: len(bucket.exchange.ring.ranks))
+
+    def keep_told(self, told: Sequence[tuple[Ring, torch.Tensor]]) -> list[tuple[list[int], Told]] | None:
+        """Keep headers, [2, ranks, HEADER], that the next step reads. Returns those to be read now; None for nothing.
+
+        On an accelerator the host reads those of the first step alone now: only then all ranks wait for one another.
+        """
+        headers = [(ring.ranks, each) for ring, each in told]
+        if not told:
+            headers = [
+                ([dist.get_rank() if dist.is_initialized() else 0], each.expand(2, 1, HEADER))
+                for each in self.faults.of_devices()
+            ]
+        now: list[tuple[list[int], Told]] = []
+        later: list[tuple[list[int], Told]] = []
+        for ranks, each in headers:
+            (later if self._has_stepped and each.device.type != "cpu" else now).append((ranks, Told(each)))
+        self._told, self._has_stepped = later, True
+        return None if later and not now else now
+
+    def take_told(self) -> list[tuple[list[int], Told]]:
+        told, self._told = self._told, []
+        return told
 
     def is_of(self, groups: Sequence[Group]) -> bool:
         """Returns whether the plan still is that of `groups`."""
@@ -521,20 +635,16 @@ class _Bucket:
         piece = ring.piece_of[ring.rank]
         self.numels = {item.index: item.cut.local_numel(piece) for item in items}
         self.header = torch.empty(0)
-        self.compares = True
-        """Whether this step looks at the headers of other ranks."""
         self._missing: list[int] | None = None
 
-    def there(self, directions: Mapping[int, torch.Tensor], wire: torch.dtype | None) -> Moving:
+    def there(self, directions: Mapping[int, torch.Tensor], wire: torch.dtype | None, faults: StepFaults) -> Moving:
         """Start to send the directions. Those without a gradient are zeros, so that sizes are the same in each step."""
         wire = wire or self.dtype
         missing = [index for index in self.numels if index not in directions]
-        is_new = missing != self._missing or self.header.dtype != wire
-        if is_new:
+        if missing != self._missing or self.header.dtype != wire:
             self._missing = missing
             self.header = torch.tensor(header_of(missing), dtype=wire, device=self.device)
-        self.compares = is_new or self.device.type == "cpu"
         local = dict(directions)
         for index in missing:
             local[index] = torch.zeros(self.numels[index], dtype=wire, device=self.device)
-        return self.exchange.there(local, self.header)
+        return self.exchange.there(local, faults.header(self.header) if faults.wrong else self.header)
