@@ -6,7 +6,8 @@
                                              <------
 
 One all-to-all there and one back for all matrices of a bucket, packed without padding. Where shards are replicated, the
-replicas divide the matrices: an owner receives from the ranks of its own replica, and sends to the ranks of all.
+replicas divide the matrices: an owner receives from the ranks of its own replica, and sends to the ranks of all. Where
+tensor parallelism cuts a matrix first, its part on each rank is put together so, and then the parts are.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from math import prod
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from sherd.comm.failures import named
 from sherd.comm.groups import default_group, group_beside
 from sherd.comm.mesh import DataMesh
-from sherd.layout.extent import Extent
-from sherd.layout.placement import Cut, Shape
+from sherd.layout.extent import Extent, chunks
+from sherd.layout.placement import Cut
 from sherd.optim.faults import HEADER
 from sherd.optim.owners import MatrixWork, owners_of
 
@@ -32,31 +34,68 @@ Batch = tuple[int, int, int]
 """How many matrices, and the rows and columns of each."""
 
 
-class Ring:
-    """The ranks that hold the pieces of some parameters, numbered by shard and then by replica.
+@dataclass(frozen=True)
+class TensorAxis:
+    """The axis of tensor parallelism that cuts a parameter's `dim`.
 
-    `rank` is this rank's number. `piece_of[number]` is the piece of each parameter that a rank holds.
+    Attributes:
+        mesh: a mesh of this axis and of those of data parallelism.
+        axis: its number in the mesh.
+        dim: the dim of the parameter.
     """
 
-    def __init__(self, mesh: DataMesh) -> None:
+    mesh: DeviceMesh
+    axis: int
+    dim: int
+
+    @property
+    def own(self) -> int:
+        """This rank's coordinate."""
+        return self.mesh.get_local_rank(self.axis)
+
+    def beside(self, rank: int) -> list[int]:
+        """Returns the ranks that differ from `rank` in this coordinate alone, in its order."""
+        at: list[int] = (self.mesh.mesh == rank).nonzero()[0].tolist()
+        line: list[int] = self.mesh.mesh.movedim(self.axis, -1)[tuple(at[: self.axis] + at[self.axis + 1 :])].tolist()
+        return line
+
+
+Holder = tuple[int, int]
+"""What a rank holds of parameters: the part that tensor parallelism leaves to it, 0 without, and its piece of that."""
+
+
+class Ring:
+    """The ranks that hold the pieces of some parameters, numbered by part, then by shard, then by replica.
+
+    `rank` is this rank's number. `holders[number]` says which piece of each parameter a rank holds.
+    """
+
+    def __init__(self, mesh: DataMesh, across: TensorAxis | None = None) -> None:
         self.mesh = mesh
         self.num_replicas = mesh.num_replicas
-        self.ranks = [rank for copies in mesh.copies_of_shards() for rank in copies]
-        self.rank = mesh.shard_rank * mesh.num_replicas + mesh.replica
-        self.piece_of = [
-            mesh.pieces_of(shard)[replica if mesh.shards_replicas else 0]
+        self._group: dist.ProcessGroup | None = None
+        ranks = [rank for copies in mesh.copies_of_shards() for rank in copies]
+        lines = [[rank] if across is None else across.beside(rank) for rank in ranks]
+        self.ranks = [rank for part in zip(*lines, strict=True) for rank in part]
+        own = 0 if across is None else across.own
+        self.rank = own * len(ranks) + mesh.shard_rank * mesh.num_replicas + mesh.replica
+        self.holders: list[Holder] = [
+            (part, mesh.pieces_of(shard)[replica if mesh.shards_replicas else 0])
+            for part in range(len(lines[0]))
             for shard in range(mesh.num_shards)
             for replica in range(mesh.num_replicas)
         ]
 
-    @cached_property
+    @property
     def group(self) -> dist.ProcessGroup:
         """The group of all these ranks. All of them ask for it at the same moment when they do so first."""
-        everybody = default_group()
-        for group in (self.mesh.shard_group, self.mesh.replicate_group, everybody):
-            if group is not None and group.size() == len(self.ranks):
-                return group
-        return group_beside(everybody, "matrices", sorted(self.ranks), self.mesh.device)
+        # No cached property: up to Python 3.11 it lets one thread in at a time, and ranks may be threads.
+        if self._group is None:
+            everybody = default_group()
+            known = (self.mesh.shard_group, self.mesh.replicate_group, everybody)
+            same = [group for group in known if group is not None and group.size() == len(self.ranks)]
+            self._group = same[0] if same else group_beside(everybody, "matrices", sorted(self.ranks), self.mesh.device)
+        return self._group
 
     @cached_property
     def order(self) -> list[int]:
@@ -70,29 +109,19 @@ class Ring:
         return list(range(owner % self.num_replicas, len(self.ranks), self.num_replicas))
 
 
-@dataclass(frozen=True, eq=False)
-class MatrixItem:
-    """Whole matrices of one parameter that one rank computes. Two items are equal if they are one object.
+@dataclass(frozen=True)
+class Part:
+    """The part of some matrices that tensor parallelism leaves to a rank; all of them without.
 
     Attributes:
-        index: the number of the parameter among those that are stepped.
-        elements: the elements of the flattened parameter that the matrices are.
-        batch: the matrices.
-        cut: how the parameter is cut.
-        owner: the number in the ring of the rank that computes them.
+        cut: how the rank's tensor is cut by data parallelism.
+        elements: the elements of this tensor, flattened, that belong to the matrices.
+        shape: their shape, as a batch.
     """
 
-    index: int
-    elements: Extent
-    batch: Batch
     cut: Cut
-    owner: int = 0
-
-    @property
-    def flops(self) -> float:
-        """The work of a function of whole matrices, up to a factor."""
-        number, rows, columns = self.batch
-        return number * rows * columns * min(rows, columns)
+    elements: Extent
+    shape: Batch
 
     def held(self, piece: int) -> Extent:
         """Returns the elements of a piece's flattened tensor that belong to the matrices."""
@@ -102,13 +131,63 @@ class MatrixItem:
         return run.intersect(self.elements).shifted(-run.start)
 
     def place(self, piece: int) -> PieceRows:
-        """Returns where a piece's elements are in these matrices."""
+        """Returns where a piece's elements are in this part."""
         outer, size, inner = self.cut.view
         if outer > 1:
             rows = self.cut.piece(piece)
             return PieceRows((outer, size, inner), rows.start, rows.numel, outer * rows.numel * inner)
         part = run_of(self.cut, piece).intersect(self.elements).shifted(-self.elements.start)
         return PieceRows(None, part.start, part.numel, part.numel)
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixItem:
+    """Whole matrices of one parameter that one rank computes. Two items are equal if they are one object.
+
+    Attributes:
+        index: the number of the parameter among those that are stepped.
+        batch: the matrices.
+        parts: what they are put together of, beside one another.
+        dim: the dim of the parts' shapes along which they are beside one another.
+        owner: the number in the ring of the rank that computes them.
+    """
+
+    index: int
+    batch: Batch
+    parts: tuple[Part, ...]
+    dim: int = 1
+    owner: int = 0
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of all matrices."""
+        return prod(self.batch)
+
+    @property
+    def flops(self) -> float:
+        """The work of a function of whole matrices, up to a factor."""
+        _, rows, columns = self.batch
+        return self.numel * min(rows, columns)
+
+    def held(self, holder: Holder) -> Extent:
+        """Returns the elements of a holder's flattened tensor that belong to the matrices."""
+        return self.parts[holder[0]].held(holder[1])
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the matrices of their parts, which are 1-D."""
+        if len(parts) == 1:
+            return parts[0].view(self.batch)
+        shaped = [each.view(part.shape) for each, part in zip(parts, self.parts, strict=True)]
+        return torch.cat(shaped, self.dim).view(self.batch)
+
+    def split(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the parts of matrices, 1-D."""
+        if len(self.parts) == 1:
+            return [whole.reshape(-1)]
+        sizes = [part.shape[self.dim] for part in self.parts]
+        shape = list(self.parts[0].shape)
+        shape[self.dim] = sum(sizes)
+        return [each.reshape(-1) for each in whole.reshape(shape).split(sizes, self.dim)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,29 +212,54 @@ def run_of(cut: Cut, piece: int) -> Extent:
     return Extent(rows.start * inner, rows.numel * inner)
 
 
-def items_of(index: int, shape: Shape, batch: Batch, cut: Cut) -> list[MatrixItem]:
+def items_of(index: int, batch: Batch, cut: Cut) -> list[MatrixItem]:
     """Returns the items of a parameter: matrices that are whole on one rank apart from those that are cut.
 
     Args:
         index: the number of the parameter.
-        shape: its unsharded shape.
         batch: how it is made of matrices, one behind the other.
         cut: how it is cut.
     """
     number, rows, columns = batch
     size = rows * columns
-    if cut.view[0] > 1 or not size:
-        return [MatrixItem(index, Extent(0, prod(shape)), batch, cut)] if size else []
     borders = {0, number}
-    for piece in range(cut.num_ranks):
+    if not size:
+        return []
+    for piece in range(cut.num_ranks if cut.view[0] == 1 else 0):
         run = run_of(cut, piece)
         # The first and the last matrix of a run may be shared with its neighbours.
         borders |= {run.start // size, -(-run.start // size), run.stop // size, -(-run.stop // size)}
-    ends = sorted(borders)
-    return [
-        MatrixItem(index, Extent(first * size, (last - first) * size), (last - first, rows, columns), cut)
-        for first, last in pairwise(ends)
-    ]
+    items = []
+    for first, last in pairwise(sorted(borders)):
+        some = last - first, rows, columns
+        items.append(MatrixItem(index, some, (Part(cut, Extent(first * size, (last - first) * size), some),)))
+    return items
+
+
+def joined_items_of(index: int, batch: Batch, cuts: Sequence[Cut], dim: int, num_ranks: int) -> list[MatrixItem]:
+    """Returns the items of a parameter whose `dim` tensor parallelism cuts, in each of its matrices.
+
+    Args:
+        index: the number of the parameter.
+        batch: how the whole parameter is made of matrices.
+        cuts: how the parts are cut, each over the ranks of data parallelism.
+        dim: the dim of the parameter.
+        num_ranks: how many ranks there are, to divide the matrices.
+    """
+    if not prod(batch):
+        return []
+    shapes = [each.shape if len(each.shape) == 3 else (1, each.shape[0], prod(each.shape[1:])) for each in cuts]
+    number = shapes[0][0]
+    items = []
+    for some in chunks(number, num_ranks if all(each.view[0] == 1 for each in cuts) else 1):
+        parts = [
+            Part(cut, Extent(some.start * rows * columns, some.numel * rows * columns), (some.numel, rows, columns))
+            for cut, (_, rows, columns) in zip(cuts, shapes, strict=True)
+        ]
+        if some.numel:
+            matrices = some.numel * (batch[0] // number), batch[1], batch[2]
+            items.append(MatrixItem(index, matrices, tuple(parts), dim if len(cuts[0].shape) == 3 else dim + 1))
+    return items
 
 
 def with_owners(items: Sequence[MatrixItem], ring: Ring) -> list[MatrixItem]:
@@ -165,8 +269,8 @@ def with_owners(items: Sequence[MatrixItem], ring: Ring) -> list[MatrixItem]:
     """
     works, ranks = [], range(len(ring.ranks))
     for item in items:
-        holders = [rank for rank in ranks if item.held(ring.piece_of[rank]).numel == item.elements.numel]
-        works.append(MatrixWork(item.flops, item.elements.numel, holders or ranks))
+        holders = [rank for rank in ranks if item.held(ring.holders[rank]).numel == item.numel]
+        works.append(MatrixWork(item.flops, item.numel, holders or ranks))
     owners = owners_of(works, len(ring.ranks))
     return [replace(item, owner=owner) for item, owner in zip(items, owners, strict=True)]
 
@@ -181,9 +285,9 @@ class Exchange:
     def __init__(self, items: Sequence[MatrixItem], ring: Ring) -> None:
         self.ring = ring
         self.own = [item for item in items if item.owner == ring.rank]
-        piece = ring.piece_of[ring.rank]
+        holder = ring.holders[ring.rank]
         held_of = [
-            [(item, item.held(piece)) for item in items if item.owner == rank and item.held(piece).numel]
+            [(item, item.held(holder)) for item in items if item.owner == rank and item.held(holder).numel]
             for rank in range(len(ring.ranks))
         ]
         self._updated = [(item.index, held) for line in held_of for item, held in line]
@@ -193,28 +297,32 @@ class Exchange:
             for line in held_of
         ]
         parts = [
-            [(number, item.place(other)) for number, item in enumerate(self.own) if item.held(other).numel]
-            for other in ring.piece_of
+            [
+                (number, part, item.parts[part].place(piece))
+                for number, item in enumerate(self.own)
+                if item.held((part, piece)).numel
+            ]
+            for part, piece in ring.holders
         ]
-        """The own items of which each rank holds a piece, by number, and where the piece is."""
+        """The own items of which each rank holds a piece, by number, and where the piece is, in which part."""
         received = [
-            [(number, place) for number, place in line if self._sends(rank, self.own[number])]
+            [(number, part, place) for number, part, place in line if self._sends(rank, self.own[number])]
             for rank, line in enumerate(parts)
         ]
         self._received = [part for line in received for part in line]
         self._sent_back = parts
         self._there: Sizes = (
             [HEADER + sum(stop - start for _, start, stop in line) for line in self._sent],
-            [[HEADER, *(place.numel for _, place in line)] for line in received],
+            [[HEADER, *(place.numel for *_, place in line)] for line in received],
         )
         self._back: Sizes = (
-            [HEADER + sum(place.numel for _, place in line) for line in parts],
+            [HEADER + sum(place.numel for *_, place in line) for line in parts],
             [[HEADER, *(held.numel for _, held in line)] for line in held_of],
         )
 
     def _sends(self, rank: int, item: MatrixItem) -> bool:
         """Returns whether a rank, which holds a piece of `item`, sends that piece to its owner."""
-        if item.held(self.ring.piece_of[item.owner]).numel == item.elements.numel:
+        if item.held(self.ring.holders[item.owner]).numel == item.numel:
             return rank == item.owner
         return rank in self.ring.senders(item.owner)
 
@@ -234,19 +342,19 @@ class Exchange:
     def whole(self, moving: Moving) -> tuple[dict[MatrixItem, torch.Tensor], torch.Tensor]:
         """Returns the own items, each [number, rows, columns], when their pieces are here, and all ranks' headers."""
         headers, pieces = moving.wait()
-        wholes = [moving.buffer.new_empty(item.elements.numel) for item in self.own]
+        parts = [[moving.buffer.new_empty(part.elements.numel) for part in item.parts] for item in self.own]
         if pieces:
-            places = [place.of(wholes[number]) for number, place in self._received]
+            places = [place.of(parts[number][part]) for number, part, place in self._received]
             torch._foreach_copy_(places, [p.view(place.shape) for p, place in zip(pieces, places, strict=True)])
-        return {item: whole.view(item.batch) for item, whole in zip(self.own, wholes, strict=True)}, headers
+        return {item: item.joined(each) for item, each in zip(self.own, parts, strict=True)}, headers
 
     def back(self, updates: Mapping[MatrixItem, torch.Tensor], header: torch.Tensor) -> Moving:
         """Start to send the pieces of `updates`, of all own items, to their holders; for `header` see `there`."""
-        flat = [updates[item].reshape(-1) for item in self.own]
+        flat = [item.split(updates[item]) for item in self.own]
         parts: list[torch.Tensor] = []
         for line in self._sent_back:
             parts.append(header)
-            parts += [place.of(flat[number]).reshape(-1) for number, place in line]
+            parts += [place.of(flat[number][part]).reshape(-1) for number, part, place in line]
         return self._start(parts, self._back, header)
 
     def arrived(self, moving: Moving) -> tuple[list[tuple[int, Extent, torch.Tensor]], torch.Tensor]:

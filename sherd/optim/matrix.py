@@ -18,15 +18,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from sherd.comm.failures import ranks_in_short
+from sherd.comm.objects import all_gather_objects
 from sherd.engine import ShardedParameter
 from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError, SherdError
-from sherd.layout.extent import Extent
-from sherd.layout.placement import Copies
-from sherd.optim.exchange import Batch, Exchange, MatrixItem, Moving, Ring, items_of, with_owners
+from sherd.layout.extent import Extent, chunks
+from sherd.layout.placement import Copies, Cut
+from sherd.optim.exchange import (
+    Batch,
+    Exchange,
+    MatrixItem,
+    Moving,
+    Part,
+    Ring,
+    TensorAxis,
+    items_of,
+    joined_items_of,
+    with_owners,
+)
 from sherd.optim.faults import FUNCTION, GRADIENT, HEADER, NOT_FINITE, StepFaults, Told, header_of
 from sherd.tensor.ragged import local_part
 
@@ -56,11 +69,13 @@ class MatrixOptimizer(Optimizer):
         weight_decay: decoupled from the gradient.
         rows: rows of one matrix, for parameters of which every so many rows are a matrix of its own (attention heads).
             0: all rows.
-        wire_dtype: the dtype in which gradients and updates travel. None: the gradient's.
+        wire_dtype: the dtype in which gradients and updates travel. None: the parameter's.
+        tensor_parallel: "whole" puts matrices that tensor parallelism cuts together; "blockwise" takes the part that it
+            leaves to a rank for a matrix, so that nothing travels between such ranks.
 
     Raises:
         PolicyTypeError: `function` cannot be called.
-        PolicyError: `lr`, `weight_decay` or `rows` has no meaning.
+        PolicyError: `lr`, `weight_decay`, `rows` or `tensor_parallel` has no meaning.
         OptimizerError: a parameter is no matrix, complex, or not divisible into matrices of `rows` rows.
     """
 
@@ -73,12 +88,14 @@ class MatrixOptimizer(Optimizer):
         weight_decay: float = 0.0,
         rows: int = 0,
         wire_dtype: torch.dtype | None = None,
+        tensor_parallel: str = "whole",
     ) -> None:
         if not callable(function):
             raise PolicyTypeError(f"MatrixOptimizer(function={function!r}): expected a function of matrices")
         self._function = function
         self._wire_dtype = real_dtype(wire_dtype, "MatrixOptimizer(wire_dtype")
-        self._init(params, {"lr": lr, "weight_decay": weight_decay, "rows": rows})
+        options = {"lr": lr, "weight_decay": weight_decay, "rows": rows, "tensor_parallel": tensor_parallel}
+        self._init(params, options)
 
     def _init(self, params: Any, defaults: Group) -> None:
         self._plan: _Plan | None = None
@@ -114,9 +131,13 @@ class MatrixOptimizer(Optimizer):
         rows = group["rows"]
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
             raise PolicyError(f"{type(self).__name__}(rows={rows!r}): expected the number of rows of a matrix, or 0")
+        across = group["tensor_parallel"]
+        if across not in ("whole", "blockwise"):
+            name = type(self).__name__
+            raise PolicyError(f"{name}(tensor_parallel={across!r}): expected 'whole' or 'blockwise'")
         if any(group is each for each in self.matrix_groups()):
             for index, parameter in enumerate(group["params"]):
-                batch_of(parameter, rows, group["param_names"][index] if "param_names" in group else "")
+                batch_of(parameter, rows, group["param_names"][index] if "param_names" in group else "", across)
 
     _PICKLED: tuple[str, ...] = ("_function", "_wire_dtype")
     """Own attributes that a copy of the optimizer has, too. It plans its steps anew."""
@@ -144,7 +165,9 @@ class MatrixOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         """Returns what is done with each parameter, a line for all that differ in numbers alone."""
-        plan, names = self._current_plan(), self._names()
+        groups, names = self.matrix_groups(), self._names()
+        # Not the plan of a step, which ranks of tensor parallelism make together.
+        plan = self._plan if self._plan is not None and self._plan.is_of(groups) else _Plan(groups, joins=False)
         alike: dict[tuple[str, str], list[int]] = defaultdict(list)
         for index, parameter in enumerate(plan.parameters):
             name = re.sub(r"\d+", "*", names.get(id(parameter), name_of(parameter)))
@@ -464,19 +487,19 @@ def name_of(parameter: torch.Tensor) -> str:
     return f"a parameter of shape {tuple(parameter.shape)}" if record is None else record.name
 
 
-def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "") -> Batch:
+def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "", tensor_parallel: str = "whole") -> Batch:
     """Returns the matrices that a parameter is made of: how many, and the rows and columns of each.
 
     Args:
         parameter: of 2 dims or more, sharded or not.
         rows: how many rows make a matrix; 0: all of them.
         name: the parameter's name in errors; "": as `name_of` says.
+        tensor_parallel: as that of `MatrixOptimizer`.
 
     Raises:
         OptimizerError: it is no matrix, or has another number of rows.
     """
     record = ShardedParameter.of(parameter)
-    shape = tuple(parameter.shape if record is None else record.shape)
     name = name or name_of(parameter)
     if parameter.is_complex() or not parameter.is_floating_point():
         raise OptimizerError(f"{name} is of {parameter.dtype}; a function of whole matrices takes real numbers")
@@ -489,13 +512,12 @@ def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "") -> Batch:
             "a flat parameter holds matrices and vectors in one line; wrap with use_orig_params=True, so that the "
             "optimizer sees each of them"
         )
-    if record is not None and shape != tuple(parameter.shape):
+    if len(parameter.shape) < 2:
         raise OptimizerError(
-            f"{name} is sharded over tensor parallelism, too: {shape} of {tuple(parameter.shape)} are here, and "
-            "functions of whole matrices do not join these parts; leave it to another optimizer"
+            f"{name} has shape {tuple(parameter.shape)}, and is no matrix; leave it to another optimizer"
         )
-    if len(shape) < 2:
-        raise OptimizerError(f"{name} has shape {shape}, and is no matrix; leave it to another optimizer")
+    is_joined = record is None or tensor_axis_of(record, rows, name, tensor_parallel) is not None
+    shape = parameter.shape if record is None or is_joined else record.shape
     number, height, width = shape if len(shape) == 3 else (1, shape[0], prod(shape[1:]))
     if rows:
         if height % rows:
@@ -504,6 +526,42 @@ def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "") -> Batch:
             )
         number, height = number * (height // rows), rows
     return number, height, width
+
+
+def tensor_axis_of(
+    record: ShardedParameter, rows: int = 0, name: str = "", tensor_parallel: str = "whole"
+) -> TensorAxis | None:
+    """Returns the axis of tensor parallelism along which matrices are put together; None where it cuts none of them.
+
+    For the arguments see `batch_of`.
+
+    Raises:
+        OptimizerError: several axes cut the parameter, or an axis cuts it otherwise than in rows or in columns.
+    """
+    spec = record.unsharded_spec
+    if spec is None or tensor_parallel == "blockwise":
+        return None
+    cutting = [
+        (axis, placement)
+        for axis, placement in enumerate(spec.placements)
+        if spec.mesh.size(axis) > 1 and not placement.is_replicate()
+    ]
+    if not cutting:
+        return None
+    axis, placement = cutting[0]
+    dim, num_dims = getattr(placement, "dim", 0), len(spec.shape)
+    if len(cutting) > 1 or type(placement) is not Shard or dim > (2 if num_dims == 3 else 1):
+        raise OptimizerError(
+            f"{name or record.name} is cut over tensor parallelism by {tuple(spec.placements)}; matrices are put "
+            "together of the rows or columns of one axis: take tensor_parallel='blockwise', or another optimizer"
+        )
+    if dim == 0 and (
+        num_dims == 3 or (rows and not any(each.numel % rows for each in chunks(spec.shape[0], spec.mesh.size(axis))))
+    ):
+        return None
+    names, mesh = spec.mesh.mesh_dim_names, record.shard_spec.mesh
+    assert names and mesh.mesh_dim_names, "axes beside those of data parallelism have names"
+    return TensorAxis(mesh, mesh.mesh_dim_names.index(names[axis]), dim)
 
 
 def rows_of(lines: Mapping[tuple[str, ...], int]) -> Iterable[str]:
@@ -518,14 +576,20 @@ def rows_of(lines: Mapping[tuple[str, ...], int]) -> Iterable[str]:
 class _Plan:
     """The matrices of some groups, as they are sharded now: which rank computes each, and which travel together."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[Group], joins: bool = True) -> None:
+        """Plan. Without `joins`, matrices that are to be put together of tensor-parallel parts are left out."""
         self.parameters = [parameter for group in groups for parameter in group["params"]]
         self.group_of = [at for at, group in enumerate(groups) for _ in group["params"]]
         self.by_group = [[i for i, of in enumerate(self.group_of) if of == at] for at in range(len(groups))]
-        self.batches = [batch_of(parameter, group.get("rows", 0)) for group in groups for parameter in group["params"]]
+        self._options = [(group.get("rows", 0), "", group.get("tensor_parallel", "whole")) for group in groups]
+        options = [self._options[at] for at in self.group_of]
+        self.batches = [batch_of(each, *chosen) for each, chosen in zip(self.parameters, options, strict=True)]
         self._records = [ShardedParameter.of(parameter) for parameter in self.parameters]
+        self._axes = [
+            None if record is None else tensor_axis_of(record, *chosen)
+            for record, chosen in zip(self._records, options, strict=True)
+        ]
         self._cuts = [None if record is None else record.cut for record in self._records]
-        self._rows = [group.get("rows", 0) for group in groups]
         self._owners: dict[int, set[int]] = defaultdict(set)
         self._traveling: set[int] = set()
         self.here: list[tuple[MatrixItem, Extent]] = []
@@ -534,7 +598,7 @@ class _Plan:
         self.faults = StepFaults()
         self._told: list[tuple[list[int], Told]] = []
         self._has_stepped = False
-        for ring, items in self._by_ring():
+        for ring, items in self._by_ring(self._joined_cuts() if joins else {}):
             self._divide(ring, with_owners(items, ring))
         # A fault among few ranks is told to more of them by what comes later.
         self.buckets.sort(key=lambda bucket: len(bucket.exchange.ring.ranks))
@@ -567,7 +631,7 @@ class _Plan:
         return (
             len(parameters) == len(self.parameters)
             and all(one is other for one, other in zip(parameters, self.parameters, strict=True))
-            and self._rows == [group.get("rows", 0) for group in groups]
+            and self._options == [(group.get("rows", 0), "", group.get("tensor_parallel", "whole")) for group in groups]
             and all(
                 record is None or (record.cut is cut and record.optimizer_param is parameter)
                 for record, cut, parameter in zip(self._records, self._cuts, parameters, strict=True)
@@ -577,6 +641,8 @@ class _Plan:
     def way_of(self, indices: Sequence[int]) -> str:
         """Returns where the matrices of some parameters are computed, and what travels for them, in words."""
         owners = sorted(set().union(*(self._owners[index] for index in indices)))
+        if not owners and any(self._axes[index] is not None for index in indices):
+            return "a rank of data and tensor parallelism; shards of gradients go there, those of updates come back"
         if not owners:
             return "whole on this rank; every rank computes it"
         who = f"ranks {ranks_in_short(owners)}" if len(owners) > 1 else f"rank {owners[0]}"
@@ -585,25 +651,42 @@ class _Plan:
             "shards of gradients go there, those of updates come back" if travels else "nothing travels"
         )
 
-    def _by_ring(self) -> Iterable[tuple[Ring, list[MatrixItem]]]:
+    def _joined_cuts(self) -> dict[int, list[Cut]]:
+        """Returns how all parts of parameters that tensor parallelism cuts are cut. Collective over each such axis."""
+        by_axis: dict[tuple[DeviceMesh, int], list[int]] = defaultdict(list)
+        for index, axis in enumerate(self._axes):
+            if axis is not None:
+                by_axis[axis.mesh, axis.axis].append(index)
+        found: dict[int, list[Cut]] = {}
+        for (mesh, number), indices in by_axis.items():
+            own, what = [self._cuts[index] for index in indices], "how tensor-parallel matrices are cut"
+            parts = all_gather_objects(own, what, mesh.get_group(number))
+            found |= {index: list(cuts) for index, cuts in zip(indices, zip(*parts, strict=True), strict=True)}
+        return found
+
+    def _by_ring(self, joined: Mapping[int, Sequence[Cut]]) -> Iterable[tuple[Ring, list[MatrixItem]]]:
         """Returns the items of parameters that are sharded over the same ranks, for all such ranks.
 
-        A plain parameter is on this rank as a whole.
+        A plain parameter is on this rank as a whole. `joined` are the cuts of parts that are put together.
         """
-        ring_of: dict[int, Ring] = {}
+        ring_of: dict[tuple[int, DeviceMesh | None, int], Ring] = {}
         rings: dict[object, tuple[Ring, list[MatrixItem]]] = {}
-        for index, (record, batch) in enumerate(zip(self._records, self.batches, strict=True)):
+        for index, (record, batch, axis) in enumerate(zip(self._records, self.batches, self._axes, strict=True)):
             if record is None:
                 everything = Extent(0, self.parameters[index].numel())
-                plain = Copies(tuple(self.parameters[index].shape), 1, 0, (1,))
-                self.here.append((MatrixItem(index, everything, batch, plain), everything))
-            else:
+                plain = Part(Copies(tuple(self.parameters[index].shape), 1, 0, (1,)), everything, batch)
+                self.here.append((MatrixItem(index, batch, (plain,)), everything))
+            elif axis is None or index in joined:
                 # Units have meshes of their own, also over the same ranks. A mesh has many parameters.
-                if id(record.mesh) not in ring_of:
-                    ring_of[id(record.mesh)] = Ring(record.mesh)
-                ring = ring_of[id(record.mesh)]
-                _, items = rings.setdefault((tuple(ring.ranks), tuple(ring.piece_of)), (ring, []))
-                items += items_of(index, tuple(record.shape), batch, record.cut)
+                key = (id(record.mesh), None, 0) if axis is None else (id(record.mesh), axis.mesh, axis.axis)
+                if key not in ring_of:
+                    ring_of[key] = Ring(record.mesh, axis)
+                ring = ring_of[key]
+                _, items = rings.setdefault((tuple(ring.ranks), tuple(ring.holders)), (ring, []))
+                if axis is None:
+                    items += items_of(index, batch, record.cut)
+                else:
+                    items += joined_items_of(index, batch, joined[index], axis.dim, len(ring.ranks))
         return rings.values()
 
     def _divide(self, ring: Ring, items: Sequence[MatrixItem]) -> None:
@@ -611,13 +694,13 @@ class _Plan:
         open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[MatrixItem], int]] = {}
         for item in items:
             self._owners[item.index].add(ring.ranks[item.owner])
-            if [rank for rank, piece in enumerate(ring.piece_of) if item.held(piece).numel] == [item.owner]:
+            if [rank for rank, holder in enumerate(ring.holders) if item.held(holder).numel] == [item.owner]:
                 if item.owner == ring.rank:
-                    self.here.append((item, item.held(ring.piece_of[ring.rank])))
+                    self.here.append((item, item.held(ring.holders[ring.rank])))
                 continue
             self._traveling.add(item.index)
             local = local_part(self.parameters[item.index])
-            key, nbytes = (local.dtype, local.device), item.elements.numel * local.element_size()
+            key, nbytes = (local.dtype, local.device), item.numel * local.element_size()
             bucket, filled = open_buckets.get(key, ([], 0))
             if bucket and filled + nbytes > BUCKET_BYTES * len(ring.ranks):
                 self.buckets.append(_Bucket(bucket, ring, *key))
@@ -632,8 +715,8 @@ class _Bucket:
     def __init__(self, items: Sequence[MatrixItem], ring: Ring, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         self.exchange = Exchange(items, ring)
-        piece = ring.piece_of[ring.rank]
-        self.numels = {item.index: item.cut.local_numel(piece) for item in items}
+        part, piece = ring.holders[ring.rank]
+        self.numels = {item.index: item.parts[part].cut.local_numel(piece) for item in items}
         self.header = torch.empty(0)
         self._missing: list[int] | None = None
 

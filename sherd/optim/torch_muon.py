@@ -55,7 +55,7 @@ def _step_of(optimizer: Optimizer) -> TorchMuonStep | None:
 
     try:
         return TorchMuonStep(optimizer)
-    except OptimizerError:  # matrices that tensor parallelism cuts, which torch's own step gathers
+    except OptimizerError:  # matrices that several axes of tensor parallelism cut, which torch's own step gathers
         return None
 
 
