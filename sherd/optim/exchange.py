@@ -114,29 +114,31 @@ class Part:
     """The part of some matrices that tensor parallelism leaves to a rank; all of them without.
 
     Attributes:
-        cut: how the rank's tensor is cut by data parallelism.
+        cut: how data parallelism cuts the gradient of the rank's tensor.
+        update_cut: how it cuts the tensor.
         elements: the elements of this tensor, flattened, that belong to the matrices.
         shape: their shape, as a batch.
     """
 
     cut: Cut
+    update_cut: Cut
     elements: Extent
     shape: Batch
 
-    def held(self, piece: int) -> Extent:
-        """Returns the elements of a piece's flattened tensor that belong to the matrices."""
-        if self.cut.view[0] > 1:
-            return Extent(0, self.cut.local_numel(piece))
-        run = run_of(self.cut, piece)
+    def held(self, cut: Cut, piece: int) -> Extent:
+        """Returns the elements of a piece's flattened tensor, of one of the cuts, that belong to the matrices."""
+        if cut.view[0] > 1:
+            return Extent(0, cut.local_numel(piece))
+        run = run_of(cut, piece)
         return run.intersect(self.elements).shifted(-run.start)
 
-    def place(self, piece: int) -> PieceRows:
+    def place(self, cut: Cut, piece: int) -> PieceRows:
         """Returns where a piece's elements are in this part."""
-        outer, size, inner = self.cut.view
+        outer, size, inner = cut.view
         if outer > 1:
-            rows = self.cut.piece(piece)
+            rows = cut.piece(piece)
             return PieceRows((outer, size, inner), rows.start, rows.numel, outer * rows.numel * inner)
-        part = run_of(self.cut, piece).intersect(self.elements).shifted(-self.elements.start)
+        part = run_of(cut, piece).intersect(self.elements).shifted(-self.elements.start)
         return PieceRows(None, part.start, part.numel, part.numel)
 
 
@@ -170,8 +172,18 @@ class MatrixItem:
         return self.numel * min(rows, columns)
 
     def held(self, holder: Holder) -> Extent:
+        """Returns the elements of a holder's flattened gradient that belong to the matrices."""
+        part, piece = self.parts[holder[0]], holder[1]
+        return part.held(part.cut, piece)
+
+    def updated(self, holder: Holder) -> Extent:
         """Returns the elements of a holder's flattened tensor that belong to the matrices."""
-        return self.parts[holder[0]].held(holder[1])
+        part, piece = self.parts[holder[0]], holder[1]
+        return part.held(part.update_cut, piece)
+
+    def has_all(self, holder: Holder) -> bool:
+        """Returns whether a holder has the whole gradient of the matrices."""
+        return self.held(holder).numel == self.numel
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the matrices of their parts, which are 1-D."""
@@ -212,27 +224,28 @@ def run_of(cut: Cut, piece: int) -> Extent:
     return Extent(rows.start * inner, rows.numel * inner)
 
 
-def items_of(index: int, batch: Batch, cut: Cut) -> list[MatrixItem]:
+def items_of(index: int, batch: Batch, cut: Cut, update_cut: Cut) -> list[MatrixItem]:
     """Returns the items of a parameter: matrices that are whole on one rank apart from those that are cut.
 
     Args:
         index: the number of the parameter.
         batch: how it is made of matrices, one behind the other.
-        cut: how it is cut.
+        cut: how its gradient is cut.
+        update_cut: how it is cut itself.
     """
     number, rows, columns = batch
     size = rows * columns
-    borders = {0, number}
     if not size:
         return []
-    for piece in range(cut.num_ranks if cut.view[0] == 1 else 0):
+    borders = {0, number}
+    for piece in range(cut.num_ranks if max(cut.view[0], update_cut.view[0]) == 1 else 0):
         run = run_of(cut, piece)
         # The first and the last matrix of a run may be shared with its neighbours.
         borders |= {run.start // size, -(-run.start // size), run.stop // size, -(-run.stop // size)}
     items = []
     for first, last in pairwise(sorted(borders)):
-        some = last - first, rows, columns
-        items.append(MatrixItem(index, some, (Part(cut, Extent(first * size, (last - first) * size), some),)))
+        some, elements = (last - first, rows, columns), Extent(first * size, (last - first) * size)
+        items.append(MatrixItem(index, some, (Part(cut, update_cut, elements, some),)))
     return items
 
 
@@ -253,7 +266,9 @@ def joined_items_of(index: int, batch: Batch, cuts: Sequence[Cut], dim: int, num
     items = []
     for some in chunks(number, num_ranks if all(each.view[0] == 1 for each in cuts) else 1):
         parts = [
-            Part(cut, Extent(some.start * rows * columns, some.numel * rows * columns), (some.numel, rows, columns))
+            Part(
+                cut, cut, Extent(some.start * rows * columns, some.numel * rows * columns), (some.numel, rows, columns)
+            )
             for cut, (_, rows, columns) in zip(cuts, shapes, strict=True)
         ]
         if some.numel:
@@ -265,11 +280,11 @@ def joined_items_of(index: int, batch: Batch, cuts: Sequence[Cut], dim: int, num
 def with_owners(items: Sequence[MatrixItem], ring: Ring) -> list[MatrixItem]:
     """Returns the items with their owners, all ranks of the ring the same.
 
-    An item that ranks hold all of is computed by one of these ranks, any other item by any rank.
+    An item of whose gradient ranks hold all is computed by one of these ranks, any other item by any rank.
     """
     works, ranks = [], range(len(ring.ranks))
     for item in items:
-        holders = [rank for rank in ranks if item.held(ring.holders[rank]).numel == item.numel]
+        holders = [rank for rank in ranks if item.has_all(ring.holders[rank])]
         works.append(MatrixWork(item.flops, item.numel, holders or ranks))
     owners = owners_of(works, len(ring.ranks))
     return [replace(item, owner=owner) for item, owner in zip(items, owners, strict=True)]
@@ -280,49 +295,55 @@ Sizes = tuple[list[int], list[list[int]]]
 
 
 class Exchange:
-    """The way of some items to their owners and back, worked out once: the same, in one order, on all ranks."""
+    """The way of some items to their owners and back, worked out once: the same, in one order, on all ranks.
+
+    Gradients of items that are `at_owners` do not travel.
+    """
 
     def __init__(self, items: Sequence[MatrixItem], ring: Ring) -> None:
         self.ring = ring
         self.own = [item for item in items if item.owner == ring.rank]
+        self.at_owners = all(item.has_all(ring.holders[item.owner]) for item in items)
         holder = ring.holders[ring.rank]
-        held_of = [
-            [(item, item.held(holder)) for item in items if item.owner == rank and item.held(holder).numel]
-            for rank in range(len(ring.ranks))
+        of_rank = [[item for item in items if item.owner == rank] for rank in range(len(ring.ranks))]
+        held = [
+            [(item.index, part) for item in line if self._sends(ring.rank, item) and (part := item.held(holder)).numel]
+            for line in of_rank
         ]
-        self._updated = [(item.index, held) for line in held_of for item, held in line]
-        """The elements of local tensors that updates come back of."""
-        self._sent = [
-            [(item.index, held.start, held.stop) for item, held in line if self._sends(ring.rank, item)]
-            for line in held_of
-        ]
-        parts = [
-            [
-                (number, part, item.parts[part].place(piece))
-                for number, item in enumerate(self.own)
-                if item.held((part, piece)).numel
-            ]
-            for part, piece in ring.holders
-        ]
-        """The own items of which each rank holds a piece, by number, and where the piece is, in which part."""
+        self._sent = [[(index, part.start, part.stop) for index, part in line] for line in held]
         received = [
-            [(number, part, place) for number, part, place in line if self._sends(rank, self.own[number])]
-            for rank, line in enumerate(parts)
+            [
+                (number, at, item.parts[at].place(item.parts[at].cut, piece))
+                for number, item in enumerate(self.own)
+                if self._sends(rank, item) and item.held((at, piece)).numel
+            ]
+            for rank, (at, piece) in enumerate(ring.holders)
         ]
+        """The own items of which each rank sends a piece, by number, and where the piece is, in which part."""
         self._received = [part for line in received for part in line]
-        self._sent_back = parts
         self._there: Sizes = (
-            [HEADER + sum(stop - start for _, start, stop in line) for line in self._sent],
+            [HEADER + sum(part.numel for _, part in line) for line in held],
             [[HEADER, *(place.numel for *_, place in line)] for line in received],
         )
+        updated = [[(item.index, part) for item in line if (part := item.updated(holder)).numel] for line in of_rank]
+        self._updated = [part for line in updated for part in line]
+        """The elements of local tensors that updates come back of."""
+        self._sent_back = [
+            [
+                (number, at, item.parts[at].place(item.parts[at].update_cut, piece))
+                for number, item in enumerate(self.own)
+                if item.updated((at, piece)).numel
+            ]
+            for at, piece in ring.holders
+        ]
         self._back: Sizes = (
-            [HEADER + sum(place.numel for *_, place in line) for line in parts],
-            [[HEADER, *(held.numel for _, held in line)] for line in held_of],
+            [HEADER + sum(place.numel for *_, place in line) for line in self._sent_back],
+            [[HEADER, *(part.numel for _, part in line)] for line in updated],
         )
 
     def _sends(self, rank: int, item: MatrixItem) -> bool:
-        """Returns whether a rank, which holds a piece of `item`, sends that piece to its owner."""
-        if item.held(self.ring.holders[item.owner]).numel == item.numel:
+        """Returns whether a rank, if it holds a piece of the gradient of `item`, sends that piece to the owner."""
+        if item.has_all(self.ring.holders[item.owner]):
             return rank == item.owner
         return rank in self.ring.senders(item.owner)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -80,12 +81,12 @@ class StepFaults:
         self._on_device[update.device] = line if before is None else torch.where(before[0] > 0, before, line)
         return torch.where((bad if is_void is None else bad | is_void)[:, None, None], 0, update)
 
-    def header(self, like: torch.Tensor) -> torch.Tensor:
-        """Returns the header of what has gone wrong so far; `like`, a header, has the dtype and device."""
+    def header(self, missing: torch.Tensor) -> torch.Tensor:
+        """Returns the header of what has gone wrong so far; `missing`, a header, if nothing has."""
         if self.wrong:
-            return torch.tensor(header_of([self._index], self.wrong), dtype=like.dtype, device=like.device)
-        line = self._on_device.get(like.device)
-        return torch.zeros_like(like) if line is None else line.to(like.dtype)
+            return torch.tensor(header_of([self._index], self.wrong), dtype=missing.dtype, device=missing.device)
+        line = self._on_device.get(missing.device)
+        return missing if line is None else torch.where(line[0] > 0, line.to(missing.dtype), missing)
 
     def of_devices(self) -> list[torch.Tensor]:
         """Returns the headers of what accelerators alone know."""
@@ -99,13 +100,14 @@ class Told:
         self._headers = headers
         self._handoff: Handoff | None = None
         if headers.device.type != "cpu":
-            self._source, lane = headers, streams_for(headers.device).all_reduce
             self._headers = torch.empty(headers.shape, dtype=headers.dtype, pin_memory=True)
+            lane = streams_for(headers.device).all_reduce
             lane.follow_compute()
-            self._handoff = lane.run(self._copy)
+            self._handoff = lane.run(partial(self._take, headers))
+            self._handoff.wait()  # before compute's memory goes back
 
-    def _copy(self, _: bool) -> None:
-        self._headers.copy_(self._source, non_blocking=True)
+    def _take(self, headers: torch.Tensor, _: bool) -> None:
+        self._headers.copy_(headers, non_blocking=True)
 
     def read(self) -> list[list[list[int]]]:
         """Returns the numbers of all headers: there and back, of each rank."""

@@ -11,7 +11,7 @@ as a whole (`Owned()`, experts or heads under a placement that does not cut them
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from sherd._torch import spec_of
 from sherd.comm.failures import ranks_in_short
 from sherd.comm.objects import all_gather_objects
 from sherd.engine import ShardedParameter
@@ -41,10 +42,15 @@ from sherd.optim.exchange import (
     with_owners,
 )
 from sherd.optim.faults import FUNCTION, GRADIENT, HEADER, NOT_FINITE, StepFaults, Told, header_of
-from sherd.tensor.ragged import local_part
+from sherd.optim.owners import MatrixWork, owners_of
+from sherd.tensor.gather import shard_of
+from sherd.tensor.ragged import as_dtensor, local_part
 
 Group = dict[str, Any]
 """A parameter group of an optimizer, options, or a state."""
+
+MOST_PLANS = 512
+"""A plan holds its parameters, which a user may have taken out of the optimizer since."""
 
 BUCKET_BYTES = 32 << 20
 """The most that a rank sends in one exchange, unless one matrix is larger."""
@@ -98,8 +104,9 @@ class MatrixOptimizer(Optimizer):
         self._init(params, options)
 
     def _init(self, params: Any, defaults: Group) -> None:
-        self._plan: _Plan | None = None
+        self._plans: OrderedDict[tuple[int, ...], _Plan] = OrderedDict()
         super().__init__(params, defaults)
+        own_gradients([(parameter, group["rows"]) for group in self.matrix_groups() for parameter in group["params"]])
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a parameter group; see `torch.optim.Optimizer.add_param_group`.
@@ -149,7 +156,7 @@ class MatrixOptimizer(Optimizer):
     def __setstate__(self, state: Group) -> None:
         """Take over a pickled state, or a loaded one, as `load_state_dict` calls this, too."""
         super().__setstate__(state)
-        self._plan = None
+        self._plans = OrderedDict()
 
     def load_state_dict(self, state_dict: Group) -> None:
         """Load a state. Options that its groups do not have, as those of torch's optimizers, stay as they are."""
@@ -166,8 +173,9 @@ class MatrixOptimizer(Optimizer):
     def __repr__(self) -> str:
         """Returns what is done with each parameter, a line for all that differ in numbers alone."""
         groups, names = self.matrix_groups(), self._names()
-        # Not the plan of a step, which ranks of tensor parallelism make together.
-        plan = self._plan if self._plan is not None and self._plan.is_of(groups) else _Plan(groups, joins=False)
+        # Not the plan of a step, which all ranks make together.
+        known = self._plans.get(_key_of(groups))
+        plan = known if known is not None and known.is_of(groups) else _Plan(groups, joins=False)
         alike: dict[tuple[str, str], list[int]] = defaultdict(list)
         for index, parameter in enumerate(plan.parameters):
             name = re.sub(r"\d+", "*", names.get(id(parameter), name_of(parameter)))
@@ -191,9 +199,21 @@ class MatrixOptimizer(Optimizer):
 
     def _current_plan(self) -> _Plan:
         groups = self.matrix_groups()
-        if self._plan is None or not self._plan.is_of(groups):
-            self._plan = _Plan(groups)
-        return self._plan
+        # More than one where a unit at a time is stepped (`step_in_backward`).
+        key = _key_of(groups)
+        plan = self._plans.get(key)
+        if plan is not None:
+            self._raise_told(plan, plan.take_told())
+        if plan is None or not plan.is_of(groups):
+            plan = self._plans[key] = _Plan(groups)
+            if len(self._plans) > MOST_PLANS:
+                self._plans.popitem(last=False)
+            for parameter in plan.parameters:
+                record = ShardedParameter.of(parameter)
+                for key, value in self.state.get(parameter, {}).items():
+                    if record is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                        self.state[parameter][key] = laid_as_gradient(value, record)
+        return plan
 
     # What a subclass may do otherwise
 
@@ -238,8 +258,6 @@ class MatrixOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._plan is not None:
-            self._raise_told(self._plan, self._plan.take_told())
         self._step_matrices(self._current_plan(), self.matrix_groups())
         return loss
 
@@ -290,22 +308,23 @@ class MatrixOptimizer(Optimizer):
         """Compute all other updates: meanwhile, the next bucket is on its way there, the one before on its way back.
 
         Returns:
-            The headers that came there and back, [2, ranks, HEADER], of each bucket.
+            The headers that came there, unless gradients were there, and back, [2 or 1, ranks, HEADER], of each bucket.
         """
         there = [bucket.there(directions, self._wire_dtype, plan.faults) for bucket in plan.buckets[:1]]
         headers, back = [], []
         for number, bucket in enumerate(plan.buckets):
             if number + 1 < len(plan.buckets):
                 there.append(plan.buckets[number + 1].there(directions, self._wire_dtype, plan.faults))
-            whole, header = bucket.exchange.whole(there[number])
+            whole, header = bucket.whole(there[number])
             headers.append(header)
-            is_void = None if header.device.type == "cpu" else (header != header[bucket.exchange.ring.rank]).any()
+            # Where the host does not read the headers in time.
+            is_void = None if len(header) == 0 or header.device.type == "cpu" else (header != header[0]).any()
             computed = self._computed(plan, groups, whole, is_void)
             back.append(bucket.exchange.back(computed, plan.faults.header(bucket.header)))
         told = []
         for bucket, header, moving in zip(plan.buckets, headers, back, strict=True):
             arrived, header_back = bucket.exchange.arrived(moving)
-            told.append((bucket.exchange.ring, torch.stack([header, header_back])))
+            told.append((bucket.exchange.ring, torch.stack([header, header_back] if len(header) else [header_back])))
             for index, held, update in arrived:
                 if index in directions:
                     updates[index].append((held, update))
@@ -317,13 +336,11 @@ class MatrixOptimizer(Optimizer):
         if wrong:
             raise error or self._failure(plan, wrong, index, dist.get_rank() if dist.is_initialized() else 0)
         read = [(ranks, each.read()) for ranks, each in told]
-        for way in range(2):
-            for ranks, headers in read:
-                for rank, (wrong, *number, _) in zip(ranks, headers[way], strict=True):
-                    if wrong:
-                        raise self._failure(plan, wrong, number[0] * 256 + number[1] - 1, rank)
-                if way == 0:
-                    self._check_missing(plan, ranks, headers[way])
+        for ranks, headers in [(ranks, ways[way]) for way in range(2) for ranks, ways in read if way < len(ways)]:
+            for rank, (wrong, high, low, _) in zip(ranks, headers, strict=True):
+                if wrong:
+                    raise self._failure(plan, wrong, high * 256 + low - 1, rank)
+            self._check_missing(plan, ranks, headers)
 
     def _failure(self, plan: _Plan, wrong: int, index: int, rank: int) -> SherdError:
         """Returns the error of what is wrong on a rank with a parameter."""
@@ -468,17 +485,90 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     gradient = parameter.grad
     if gradient is None:
         return None
-    local, own = local_part(gradient), local_part(parameter)
+    local, own = local_part(gradient), tuple(local_part(parameter).shape)
+    record = ShardedParameter.of(parameter)
+    if record is not None and record.gradient_owner is not None:
+        local = local_part(laid_as_gradient(gradient, record))
+        own = record.gradient_cut.local_shape(record.mesh.piece)
     if local.is_sparse:
         raise GradientError(
             f"{name_of(parameter)} has a sparse gradient; a function of whole matrices takes dense ones"
         )
-    if local.shape != own.shape:
+    if tuple(local.shape) != own:
         raise GradientError(
-            f"{name_of(parameter)} has {tuple(own.shape)} elements on this rank, and a gradient of "
-            f"{tuple(local.shape)}; give the gradient the placement of its parameter"
+            f"{name_of(parameter)} has a gradient of {tuple(local.shape)} on this rank, and {own} are expected; "
+            "leave gradients as backward places them"
         )
     return local.contiguous()
+
+
+def zeros_as_gradient(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns zeros that lie as the reduced gradient of a parameter does: state, element by element."""
+    record = ShardedParameter.of(parameter)
+    if record is None or record.gradient_owner is None:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    local = torch.zeros(record.gradient_cut.local_shape(record.mesh.piece), dtype=dtype, device=parameter.device)
+    return as_dtensor(local, record.gradient_spec(dtype))
+
+
+def laid_as_gradient(value: torch.Tensor, record: ShardedParameter) -> torch.Tensor:
+    """Returns a tensor of a parameter's shape as the reduced gradient lies. All ranks must call it.
+
+    State from a file, and gradients that a user made like the parameter, lie otherwise.
+    """
+    spec = record.gradient_spec(value.dtype)
+    if isinstance(value, DTensor) and spec_of(value).placements == spec.placements:
+        return value
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    own = shard_of(whole, record.gradient_cut, record.mesh.piece)
+    return as_dtensor(own.to(record.resting.device, copy=True).contiguous(), spec)
+
+
+def own_gradients(parameters: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """Let backward reduce the whole gradient of each parameter to one rank, so that all ranks get equal work.
+
+    This is for parameters that the user gave no placement, and whose shards do not consist of whole matrices.
+
+    Args:
+        parameters: each with the rows of one of its matrices, 0 for all rows.
+    """
+    by_ranks: dict[tuple[tuple[int, ...], ...], list[tuple[ShardedParameter, float]]] = defaultdict(list)
+    for parameter, rows in parameters:
+        record = ShardedParameter.of(parameter)
+        if record is not None and may_own_gradient(record) and record.shape.numel():
+            number, height, width = batch_of(parameter, rows)
+            whole_on_ranks = number % record.mesh.num_shards == 0 and height * number == record.shape[0]
+            if number == 1 or not whole_on_ranks:
+                copies = tuple(map(tuple, record.mesh.copies_of_shards()))
+                by_ranks[copies].append((record, number * height * width * min(height, width)))
+    for copies, records in by_ranks.items():
+        ranks = range(len(copies))
+        owners = owners_of([MatrixWork(flops, record.shape.numel(), ranks) for record, flops in records], len(ranks))
+        by_unit: dict[int, dict[ShardedParameter, int]] = defaultdict(dict)
+        for (record, _), owner in zip(records, owners, strict=True):
+            by_unit[id(record.owner)][record] = owner
+        for of_unit in by_unit.values():
+            unit = next(iter(of_unit)).owner
+            assert unit is not None, "a parameter that may own its gradient has a unit"
+            unit.own_gradients(of_unit)
+
+
+def may_own_gradient(record: ShardedParameter) -> bool:
+    """Returns whether the whole gradient of a parameter, placed by default, may go to one rank."""
+    mesh, unit = record.mesh, record.owner
+    return (
+        record.is_placed_by_default
+        and record.gradient_owner is None
+        and len(record.shape) != 3
+        and record.unsharded_spec is None
+        and record.requires_grad
+        and mesh.shard_axis is not None
+        and mesh.num_shards > 1
+        and not (mesh.shards_replicas or mesh.keeps_unsharded)
+        and not hasattr(record.resting, "fsdp_pre_all_gather")
+        and unit is not None
+        and not unit.gathers_as_one
+    )
 
 
 def name_of(parameter: torch.Tensor) -> str:
@@ -589,9 +679,10 @@ class _Plan:
             None if record is None else tensor_axis_of(record, *chosen)
             for record, chosen in zip(self._records, options, strict=True)
         ]
-        self._cuts = [None if record is None else record.cut for record in self._records]
+        self._cuts = [None if record is None else (record.cut, record.gradient_owner) for record in self._records]
         self._owners: dict[int, set[int]] = defaultdict(set)
         self._traveling: set[int] = set()
+        self._owned: set[int] = set()
         self.here: list[tuple[MatrixItem, Extent]] = []
         """Items that this rank computes by itself, with their elements in the local tensor."""
         self.buckets: list[_Bucket] = []
@@ -633,8 +724,8 @@ class _Plan:
             and all(one is other for one, other in zip(parameters, self.parameters, strict=True))
             and self._options == [(group.get("rows", 0), "", group.get("tensor_parallel", "whole")) for group in groups]
             and all(
-                record is None or (record.cut is cut and record.optimizer_param is parameter)
-                for record, cut, parameter in zip(self._records, self._cuts, parameters, strict=True)
+                record is None or (cuts == (record.cut, record.gradient_owner) and record.optimizer_param is parameter)
+                for record, cuts, parameter in zip(self._records, self._cuts, parameters, strict=True)
             )
         )
 
@@ -646,10 +737,11 @@ class _Plan:
         if not owners:
             return "whole on this rank; every rank computes it"
         who = f"ranks {ranks_in_short(owners)}" if len(owners) > 1 else f"rank {owners[0]}"
-        travels = not self._traveling.isdisjoint(indices)
-        return f"{who}; " + (
-            "shards of gradients go there, those of updates come back" if travels else "nothing travels"
-        )
+        if not self._traveling.isdisjoint(indices):
+            return f"{who}; shards of gradients go there, those of updates come back"
+        if not self._owned.isdisjoint(indices):
+            return f"{who}; backward reduces gradients there, shards of updates come back"
+        return f"{who}; nothing travels"
 
     def _joined_cuts(self) -> dict[int, list[Cut]]:
         """Returns how all parts of parameters that tensor parallelism cuts are cut. Collective over each such axis."""
@@ -659,7 +751,8 @@ class _Plan:
                 by_axis[axis.mesh, axis.axis].append(index)
         found: dict[int, list[Cut]] = {}
         for (mesh, number), indices in by_axis.items():
-            own, what = [self._cuts[index] for index in indices], "how tensor-parallel matrices are cut"
+            records = [self._records[index] for index in indices]
+            own, what = [each and each.cut for each in records], "how tensor-parallel matrices are cut"
             parts = all_gather_objects(own, what, mesh.get_group(number))
             found |= {index: list(cuts) for index, cuts in zip(indices, zip(*parts, strict=True), strict=True)}
         return found
@@ -674,8 +767,8 @@ class _Plan:
         for index, (record, batch, axis) in enumerate(zip(self._records, self.batches, self._axes, strict=True)):
             if record is None:
                 everything = Extent(0, self.parameters[index].numel())
-                plain = Part(Copies(tuple(self.parameters[index].shape), 1, 0, (1,)), everything, batch)
-                self.here.append((MatrixItem(index, batch, (plain,)), everything))
+                plain = Copies(tuple(self.parameters[index].shape), 1, 0, (1,))
+                self.here.append((MatrixItem(index, batch, (Part(plain, plain, everything, batch),)), everything))
             elif axis is None or index in joined:
                 # Units have meshes of their own, also over the same ranks. A mesh has many parameters.
                 key = (id(record.mesh), None, 0) if axis is None else (id(record.mesh), axis.mesh, axis.axis)
@@ -684,29 +777,38 @@ class _Plan:
                 ring = ring_of[key]
                 _, items = rings.setdefault((tuple(ring.ranks), tuple(ring.holders)), (ring, []))
                 if axis is None:
-                    items += items_of(index, batch, record.cut)
+                    items += items_of(index, batch, record.gradient_cut, record.cut)
                 else:
                     items += joined_items_of(index, batch, joined[index], axis.dim, len(ring.ranks))
         return rings.values()
 
     def _divide(self, ring: Ring, items: Sequence[MatrixItem]) -> None:
-        """Put the items that travel into buckets, each of one dtype and device."""
-        open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[MatrixItem], int]] = {}
+        """Put the items that travel into buckets, each of one dtype and device, whose gradients travel, or do not."""
+        open_buckets: dict[tuple[bool, torch.dtype, torch.device], tuple[list[MatrixItem], int]] = {}
         for item in items:
             self._owners[item.index].add(ring.ranks[item.owner])
-            if [rank for rank, holder in enumerate(ring.holders) if item.held(holder).numel] == [item.owner]:
+            if [rank for rank, holder in enumerate(ring.holders) if item.updated(holder).numel] == [item.owner]:
                 if item.owner == ring.rank:
                     self.here.append((item, item.held(ring.holders[ring.rank])))
                 continue
-            self._traveling.add(item.index)
+            at_owner = item.has_all(ring.holders[item.owner])
+            (self._owned if at_owner else self._traveling).add(item.index)
             local = local_part(self.parameters[item.index])
-            key, nbytes = (local.dtype, local.device), item.numel * local.element_size()
+            key, nbytes = (at_owner, local.dtype, local.device), item.numel * local.element_size()
             bucket, filled = open_buckets.get(key, ([], 0))
             if bucket and filled + nbytes > BUCKET_BYTES * len(ring.ranks):
-                self.buckets.append(_Bucket(bucket, ring, *key))
+                self.buckets.append(_Bucket(bucket, ring, *key[1:]))
                 bucket, filled = [], 0
             open_buckets[key] = [*bucket, item], filled + nbytes
-        self.buckets += [_Bucket(bucket, ring, *key) for key, (bucket, _) in open_buckets.items()]
+        self.buckets += [_Bucket(bucket, ring, *key[1:]) for key, (bucket, _) in open_buckets.items()]
+
+
+def _key_of(groups: Sequence[Group]) -> tuple[int, ...]:
+    return tuple(id(parameter) for group in groups for parameter in group["params"])
+
+
+_Local = dict[int, torch.Tensor]
+"""The directions on this rank, 1-D, by the numbers of their parameters."""
 
 
 class _Bucket:
@@ -716,18 +818,32 @@ class _Bucket:
         self.dtype, self.device = dtype, device
         self.exchange = Exchange(items, ring)
         part, piece = ring.holders[ring.rank]
-        self.numels = {item.index: item.parts[part].cut.local_numel(piece) for item in items}
+        self._numels = {item.index: item.parts[part].cut.local_numel(piece) for item in items}
         self.header = torch.empty(0)
         self._missing: list[int] | None = None
 
-    def there(self, directions: Mapping[int, torch.Tensor], wire: torch.dtype | None, faults: StepFaults) -> Moving:
-        """Start to send the directions. Those without a gradient are zeros, so that sizes are the same in each step."""
+    def there(
+        self, directions: Mapping[int, torch.Tensor], wire: torch.dtype | None, faults: StepFaults
+    ) -> Moving | _Local:
+        """Start to send the directions, unless they are at their owners.
+
+        Those without a gradient are zeros, so that sizes are the same in each step.
+        """
         wire = wire or self.dtype
-        missing = [index for index in self.numels if index not in directions]
+        missing = [index for index in self._numels if index not in directions]
         if missing != self._missing or self.header.dtype != wire:
             self._missing = missing
             self.header = torch.tensor(header_of(missing), dtype=wire, device=self.device)
         local = dict(directions)
         for index in missing:
-            local[index] = torch.zeros(self.numels[index], dtype=wire, device=self.device)
-        return self.exchange.there(local, faults.header(self.header) if faults.wrong else self.header)
+            local[index] = torch.zeros(self._numels[index], dtype=wire, device=self.device)
+        return local if self.exchange.at_owners else self.exchange.there(local, faults.header(self.header))
+
+    def whole(self, there: Moving | _Local) -> tuple[dict[MatrixItem, torch.Tensor], torch.Tensor]:
+        """Returns the own items, each [number, rows, columns], and the headers that came with gradients, if any."""
+        if isinstance(there, Moving):
+            return self.exchange.whole(there)
+        holder = self.exchange.ring.holders[self.exchange.ring.rank]
+        held = [(item, item.held(holder)) for item in self.exchange.own]
+        whole = {item: there[item.index][part.start : part.stop].view(item.batch) for item, part in held}
+        return whole, torch.empty(0)

@@ -10,6 +10,7 @@ import inspect
 import math
 import re
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from sherd.optim.matrix import (
     number_from_0,
     real_dtype,
     rows_of,
+    zeros_as_gradient,
 )
 from sherd.optim.newton_schulz import QUINTIC, coefficients_of, computes_in, orthogonalized
 from sherd.tensor.ragged import local_part
@@ -248,9 +250,8 @@ class Muon(MatrixOptimizer):
         """Returns the momenta, updated in place, or with `nesterov` their averages with the gradients."""
         for parameter in parameters:
             if "momentum_buffer" not in self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(
-                    parameter, dtype=self._momentum_dtype or parameter.dtype, requires_grad=False
-                )
+                dtype = self._momentum_dtype or parameter.dtype
+                self.state[parameter]["momentum_buffer"] = zeros_as_gradient(parameter, dtype)
         momenta = [local_part(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
         gradients = [gradient.to(own.dtype) for gradient, own in zip(gradients, momenta, strict=True)]
         if not momenta:
@@ -281,7 +282,7 @@ class TorchMuonStep(Muon):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._ns_dtype, self._wire_dtype, self._plan = torch.bfloat16, None, None
+        self._ns_dtype, self._wire_dtype, self._plans = torch.bfloat16, None, OrderedDict()
         self._adamw, self._momentum_dtype, self._why = None, None, {}
         self._current_plan()
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import sherd
 from sherd.errors import SherdError
@@ -17,7 +18,7 @@ from tests.support.refusals import NOTHING, one_line
 
 def model_of(front: str) -> nn.Module:
     torch.manual_seed(0)
-    options = {"placement": sherd.Owned()} if front == "owned" else {}
+    options = {"owned": {"placement": sherd.Owned()}, "cut": {"placement": Shard(0)}, "shard": {}}[front]
     model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 6, bias=False), nn.Linear(6, 3, bias=False))
     return sherd.fully_shard(model.to("sim"), mesh=init_device_mesh("sim", (dist.get_world_size(),)), **options)
 
@@ -27,8 +28,8 @@ def backward(model: nn.Module) -> None:
     model(torch.ones(2, 5, device="sim")).square().mean().backward()
 
 
-def train() -> tuple[list[torch.Tensor], dict[str, int]]:
-    model = model_of("shard")
+def train(front: str) -> tuple[list[torch.Tensor], dict[str, int]]:
+    model = model_of(front)
     optimizer = sherd.Muon(model.parameters(), lr=0.1, ns_dtype=torch.float32)
     for step in range(4):
         backward(model)
@@ -39,8 +40,9 @@ def train() -> tuple[list[torch.Tensor], dict[str, int]]:
     return [each.cpu() for each in whole_params(model).values()], waits
 
 
-def test_a_step_after_the_first_waits_for_nobody_and_its_values_are_those_of_one_rank(sim_world):
-    several, alone = sim_world(2, pause_us=200).run(train), sim_world(1).run(train)
+@pytest.mark.parametrize("front", ["shard", "cut"])
+def test_a_step_after_the_first_waits_for_nobody_and_its_values_are_those_of_one_rank(sim_world, front):
+    several, alone = sim_world(2, pause_us=200).run(train, front), sim_world(1).run(train, front)
     for (values, waits), expected in zip(several.values, alone.values * 2, strict=True):
         torch.testing.assert_close(values, expected[0], rtol=1e-5, atol=1e-6)
         assert not {cause for cause in waits if "Event" not in cause}, waits
@@ -68,11 +70,14 @@ def refused(front: str, wrong: str, at: int) -> tuple[list[str], bool]:
 WORDS = {"raises": "returned a tensor|failed for 1.weight", "nan": "1.weight, computed on", "missing": "rank 1 has no"}
 
 
+@pytest.mark.parametrize("front", ["shard", "cut"])
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("wrong", WORDS)
-def test_what_is_wrong_in_the_first_step_raises_at_once_and_later_in_the_next_step_on_all_ranks(sim_world, wrong, at):
+def test_what_is_wrong_in_the_first_step_raises_at_once_and_later_in_the_next_step_on_all_ranks(
+    sim_world, wrong, at, front
+):
     raising = at if at == 0 else at + 1
-    for said, is_finite in sim_world(2).run(refused, "shard", wrong, at).values:
+    for said, is_finite in sim_world(2).run(refused, front, wrong, at).values:
         assert is_finite
         assert [each == NOTHING for each in said] == [step != raising for step in range(4)], said
         assert any(words in said[raising] for words in WORDS[wrong].split("|")), said

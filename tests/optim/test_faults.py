@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from sherd import MatrixOptimizer, Muon
 from sherd.errors import CommError, GradientError, OptimizerError
@@ -37,10 +38,17 @@ WRONG = {
 }
 
 
+def cut(model: nn.Module) -> nn.Module:
+    """Returns the model, sharded so that gradients are cut as parameters are."""
+    return sharded(model, placement=Shard(0))
+
+
 def matrices_of(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the matrices, and gives all parameters gradients."""
-    model(torch.ones(2, 5)).square().mean().backward()
     return [parameter for parameter in model.parameters() if parameter.ndim == 2]
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, 5)).square().mean().backward()
 
 
 def all_said(said: str) -> list[str]:
@@ -58,10 +66,10 @@ def assert_all_refuse(model: nn.Module, optimizer: torch.optim.Optimizer, error:
     return said
 
 
-@on_threads(1, 2, 3, front=["shard", "flat", "blocks", "wrapper"])
+@on_threads(1, 2, 3, front=["shard", "cut", "flat", "blocks", "wrapper"])
 @pytest.mark.parametrize("words", WRONG)
 def test_a_function_that_fails_on_an_owner_raises_on_all_ranks_and_changes_nothing(front, words):
-    model, ends = sharded(stack(), front), []
+    model, ends = (cut(stack()) if front == "cut" else sharded(stack(), front)), []
 
     def function(matrices):
         if matrices.shape[1:] == SHAPE and not ends:
@@ -70,6 +78,7 @@ def test_a_function_that_fails_on_an_owner_raises_on_all_ranks_and_changes_nothi
         return matrices
 
     optimizer = MatrixOptimizer(matrices_of(model), function, lr=0.1)
+    backward(model)
     said = assert_all_refuse(model, optimizer, OptimizerError)
     owner = next(rank for rank, each in enumerate(said) if words in each)
     assert all("0.weight" in each or "parameter of shape (7, 5)" in each for each in said), said
@@ -81,13 +90,14 @@ def test_a_function_that_fails_on_an_owner_raises_on_all_ranks_and_changes_nothi
 
 @on_threads(2, 3)
 def test_a_gradient_that_one_rank_cannot_step_raises_on_all():
-    model = sharded(stack())
+    model = cut(stack())
     matrices = matrices_of(model)
     optimizer = Muon(matrices, lr=0.1)
+    backward(model)
     if dist.get_rank() == 1:
         matrices[1].grad = torch.ones(7, 7)
     said = assert_all_refuse(model, optimizer, GradientError)
-    assert "give the gradient the placement of its parameter" in said[1]
+    assert "leave gradients as backward places them" in said[1]
     assert all("the gradient of 2.weight cannot be stepped on rank 1" in each for each in (said[0], *said[2:])), said
 
 
@@ -100,7 +110,9 @@ def test_directions_that_fail_on_one_rank_raise_on_all():
             return gradients
 
     model = sharded(stack())
-    said = all_said(one_line(Exception, Failing(matrices_of(model), torch.sign).step))
+    optimizer = Failing(matrices_of(model), torch.sign)
+    backward(model)
+    said = all_said(one_line(Exception, optimizer.step))
     assert said == [
         "the gradient of 0.weight cannot be stepped on rank 1; its error is in the log of that rank",
         "no direction",
@@ -111,6 +123,7 @@ def test_directions_that_fail_on_one_rank_raise_on_all():
 def test_a_gradient_that_is_not_finite_is_named_with_its_rank(front):
     model = sharded(stack(), front)
     optimizer = Muon(model, lr=0.1)
+    backward(model)
     last = matrices_of(model)[3]
     local = last.grad.to_local()
     if local.numel():
@@ -127,7 +140,9 @@ def test_where_nothing_travels_the_owner_alone_raises():
     def function(matrices):
         return not_finite(matrices) if matrices.shape[1:] == SHAPE else matrices
 
-    said = all_said(one_line(OptimizerError, MatrixOptimizer(matrices_of(model), function).step))
+    optimizer = MatrixOptimizer(matrices_of(model), function)
+    backward(model)
+    said = all_said(one_line(OptimizerError, optimizer.step))
     assert sorted(each == NOTHING for each in said) == [False, True]
 
 
@@ -140,7 +155,9 @@ def dies_in_the_step(tell: Callable[[str], None]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return matrices
 
-    tell(one_line(CommError, MatrixOptimizer(matrices_of(model), function).step))
+    optimizer = MatrixOptimizer(matrices_of(model), function)
+    backward(model)
+    tell(one_line(CommError, optimizer.step))
 
 
 def test_a_rank_that_is_killed_in_the_step_is_named():

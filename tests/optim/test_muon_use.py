@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import sherd
 from sherd import CommPolicy, MatrixOptimizer, Muon, ShardingStrategy
@@ -165,7 +166,7 @@ def test_matrices_travel_in_several_buckets(front, monkeypatch):
 
 @on_threads(2, wire=[None, torch.bfloat16, torch.float64])
 def test_what_travels_has_the_dtype_of_the_wire(wire):
-    seen, model = [], sharded(stack())
+    seen, model = [], sharded(stack(), placement=Shard(0))
 
     def function(given):
         seen.append(given.dtype)

@@ -102,7 +102,7 @@ def test_blockwise_takes_each_part_for_a_matrix():
         torch.testing.assert_close(mine, part.detach(), rtol=1e-5, atol=1e-6)
 
 
-@on_threads(4)
+@on_processes(4)  # the counter knows no threads
 def test_heads_that_parts_hold_whole_do_not_travel_between_them():
     mesh = mesh_of((2, 2), "dp", "tp")
     plain = Springs({"rows": (8, 3)})
