@@ -134,12 +134,16 @@ def _leaving_sharded_models(prepare: Callable[..., Sequence[object]]) -> Callabl
     """
 
     def prepare_fsdp2(accelerator: Any, *args: object) -> tuple[object, ...]:
-        sharded = [each for each in args if isinstance(each, nn.Module) and isinstance(_inner(each), FSDPModule)]
-        prepared = iter(prepare(accelerator, *(each for each in args if each not in sharded)))
-        accelerator._models += [each for each in sharded if each not in accelerator._models]
-        return tuple(each if each in sharded else next(prepared) for each in args)
+        sharded = {place: each for place, each in enumerate(args) if _is_sharded(each)}
+        others = iter(prepare(accelerator, *(each for place, each in enumerate(args) if place not in sharded)))
+        accelerator._models += [each for each in sharded.values() if each not in accelerator._models]
+        return tuple(each if place in sharded else next(others) for place, each in enumerate(args))
 
     return prepare_fsdp2
+
+
+def _is_sharded(given: object) -> bool:
+    return isinstance(given, nn.Module) and isinstance(_inner(given), FSDPModule)
 
 
 def _inner(model: nn.Module) -> nn.Module:

@@ -23,6 +23,7 @@ from tests.support.refusals import one_line
 accelerate = pytest.importorskip("accelerate")
 
 BLOCKS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+PLACEMENTS = [None, sherd.Flat(), sherd.Owned()]
 assert_close = functools.partial(assert_same, rtol=None, atol=None)
 
 
@@ -55,7 +56,8 @@ def sharded_run(folder, placement):
     return figures, weights, outputs
 
 
-@pytest.mark.parametrize("placement", [None, sherd.Flat()], ids=["shard", "flat"])
+@pytest.mark.values
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_program_trains_evaluates_stops_and_saves_its_model_as_in_one_process(placement, num_ranks, world, tmp_path):
     (expected,) = world(1).run(whole_run, None)
@@ -63,9 +65,9 @@ def test_a_program_trains_evaluates_stops_and_saves_its_model_as_in_one_process(
         assert_close(found, expected)
 
 
-def saved_run(folder, plugin):
+def saved_run(folder, plugin, placement):
     """Save between two steps; the figures that come then, and the random numbers."""
-    with begun():
+    with begun(placement=placement):
         program = Program(plugin)
         program.train(stopped=2)
         program.accelerator.save_state(folder)
@@ -73,20 +75,22 @@ def saved_run(folder, plugin):
         return program.train(2), program.weights(), numbers
 
 
-def resumed_run(folder, plugin):
-    with begun():
+def resumed_run(folder, plugin, placement):
+    with begun(placement=placement):
         program = Program(plugin)
         program.accelerator.load_state(folder)
         numbers = random_numbers()
         return program.train(2), program.weights(), numbers
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @pytest.mark.parametrize("num_ranks", [2, 1, 4])
-def test_a_state_continues_on_as_many_ranks_and_on_others(kind, num_ranks, world, tmp_path):
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_state_continues_on_as_many_ranks_and_on_others(kind, num_ranks, placement, world, tmp_path):
     plugin = {**BLOCKS, "state_dict_type": kind}
-    expected = world(2).run(saved_run, str(tmp_path), plugin)
-    found = world(num_ranks).run(resumed_run, str(tmp_path), plugin)
+    expected = world(2).run(saved_run, str(tmp_path), plugin, placement)
+    found = world(num_ranks).run(resumed_run, str(tmp_path), plugin, placement)
     for figures, weights, _ in found:
         assert_close((figures, weights), expected[0][:2])
     if num_ranks == 2:  # a rank's generators go on where they were
@@ -128,8 +132,8 @@ def settings():
         {"activation_checkpointing": True},
         {"reshard_after_forward": False},
         {"cpu_offload": True},
+        {"min_num_params": 50, "auto_wrap_policy": "size_based_wrap", "transformer_cls_names_to_wrap": None},
         {"auto_wrap_policy": None},
-        {"auto_wrap_policy": "size_based_wrap", "min_num_params": 50, "transformer_cls_names_to_wrap": None},
     ):
         assert_close(whole_run({**BLOCKS, **more}), expected)
     for policy in ("auto", "pairs", sherd.wrap.ModuleWrapPolicy({nn.Linear})):
@@ -146,6 +150,21 @@ def settings():
 
 def test_settings_of_the_plugin_and_arguments_are_kept_and_change_no_number(world):
     world(2).run(settings)
+
+
+def compiled():
+    expected = whole_run(BLOCKS)
+    with begun():
+        program = Program(BLOCKS, more={"dynamo_backend": "eager"})
+        assert type(program.model).__name__ == "OptimizedModule"
+        assert isinstance(program.accelerator.unwrap_model(program.model, keep_torch_compile=False), sherd.FSDPModule)
+        assert_close((program.train(stopped=5), program.weights(), program.evaluate()), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo asks
+def test_a_model_that_accelerate_compiles_trains_as_otherwise(world):
+    world(2).run(compiled)
 
 
 def over_a_mesh():

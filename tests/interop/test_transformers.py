@@ -163,6 +163,26 @@ def test_evaluations_generate_and_adapters_are_saved_as_under_ddp(adapted, world
         close(adapters(str(tmp_path / "sharded/final")), adapters(str(tmp_path / "plain/final")))
 
 
+def loaded(folder: str, is_efficient: bool) -> Any:
+    """Figures of a training of a model that is loaded, on rank 0 alone or on all ranks."""
+    with begun():
+        fsdp = {"fsdp": True, "fsdp_config": {"cpu_ram_efficient_loading": is_efficient}}
+        args = arguments(transformers.TrainingArguments, folder, save_strategy="no", bf16=True, **fsdp)
+        model = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/model")
+        if is_efficient and torch.distributed.get_rank():
+            for parameter in model.parameters():
+                torch.nn.init.constant_(parameter, float("nan"))  # such memory may hold anything
+        trainer = transformers.Trainer(model, args, train_dataset=Tokens(), eval_dataset=Tokens())
+        trainer.train()
+        return figures(trainer)
+
+
+def test_weights_may_be_loaded_on_rank_0_alone_and_compute_in_bf16(world, tmp_path):
+    llama().float().save_pretrained(tmp_path / "model")
+    expected, *_ = world(2).run(loaded, str(tmp_path), False)
+    assert world(2).run(loaded, str(tmp_path), True) == [expected] * 2
+
+
 def recipe_of_the_trainer(folder: str) -> None:
     os.chdir(folder)
     with begun():
