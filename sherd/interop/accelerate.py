@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import FSDPModule, register_fsdp_forward_method
 from sherd.comm.agreement import broadcast_from_rank0
 from sherd.comm.mesh import data_mesh
-from sherd.errors import PolicyError, UnsupportedError
+from sherd.errors import PolicyError, StateError, UnsupportedError
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from sherd.wrap import WrapPolicy
 
@@ -58,6 +59,7 @@ class in_place_of_fsdp2:
     Raises:
         UnsupportedError: accelerate is missing, or of a version that was not tried.
         PolicyTypeError: an argument that `fully_shard` does not take.
+        StateError: an `Accelerator` was made before, and shards nothing.
         PolicyError: of the `Accelerator`, when its plugin asks for FSDP1.
     """
 
@@ -65,6 +67,13 @@ class in_place_of_fsdp2:
         check_arguments(options, "in_place_of_fsdp2")
         _require_tried()
         import accelerate.accelerator as names
+
+        made = names.AcceleratorState._shared_state
+        if made and made["distributed_type"] == "MULTI_CPU" and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+            raise StateError(
+                "in_place_of_fsdp2: an Accelerator with a plugin was made before, and on a CPU accelerate ignores the "
+                "plugin; write in_place_of_fsdp2() above the first Accelerator"
+            )
 
         def prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
             return _prepared(accelerator, model, policy, options)
@@ -179,14 +188,15 @@ def _of_plugin(accelerator: Any, plugin: Any, model: nn.Module) -> Options:
     """Returns what the plugin and the accelerator's mesh say, as arguments of `fully_shard`."""
     from accelerate.utils.fsdp_utils import get_parameters_from_modules
 
-    mesh, precision, offload = accelerator.torch_device_mesh, plugin.mixed_precision_policy, plugin.cpu_offload
+    mesh, precision = accelerator.torch_device_mesh, plugin.mixed_precision_policy
     dtypes = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-    offloads = offload is not None and hasattr(offload, "pin_memory")
+    pins = getattr(plugin.cpu_offload, "pin_memory", None)
+    kept: Options = {} if plugin.reshard_after_forward else {"reshard_after_forward": False}
     return {
+        **kept,  # else as without an argument: the root is kept for backward, other units are freed
         "mesh": None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
-        "reshard_after_forward": plugin.reshard_after_forward,
         "mp_policy": MixedPrecisionPolicy(**{name: getattr(precision, name) for name in dtypes if precision}),
-        "offload_policy": CPUOffloadPolicy(pin_memory=offload.pin_memory) if offloads else OffloadPolicy(),
+        "offload_policy": OffloadPolicy() if pins is None else CPUOffloadPolicy(pin_memory=pins),
         "ignored_params": get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device),
     }
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import sherd
-from sherd.errors import PolicyError, PolicyTypeError, UnsupportedError
+from sherd.errors import PolicyError, PolicyTypeError, StateError, UnsupportedError
 from sherd.interop.accelerate import in_place_of_fsdp2
 from tests.interop.clients import ROOT, Block, Net, Program, begun, inputs, random_numbers, recipe, run_recipe
 from tests.support.comparing import assert_same
@@ -21,6 +21,7 @@ from tests.support.ranks.bodies import on_processes
 from tests.support.refusals import one_line
 
 accelerate = pytest.importorskip("accelerate")
+gather_object = pytest.importorskip("accelerate.utils").gather_object
 
 BLOCKS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
 PLACEMENTS = [None, sherd.Flat(), sherd.Owned()]
@@ -45,6 +46,9 @@ def sharded_run(folder, placement):
             *["FSDPBlock"] * 3,
         ]
         assert accelerator.unwrap_model(model) is model
+        number = torch.tensor([accelerator.process_index + 1.0])
+        assert accelerator.reduce(number).item() == sum(range(1, accelerator.num_processes + 1))
+        assert gather_object([accelerator.process_index]) == list(range(accelerator.num_processes))
         state = accelerator.get_state_dict(model)
         assert_close(state, weights if accelerator.is_main_process else {})
         accelerator.save_model(model, folder)
@@ -199,6 +203,9 @@ def refusals():
         assert "write fsdp_version=2 in the plugin" in one_line(
             PolicyError, accelerate.Accelerator, cpu=True, fsdp_plugin=plugin
         )
+    with begun(False):
+        Program(BLOCKS)
+        assert "write in_place_of_fsdp2() above the first Accelerator" in one_line(StateError, in_place_of_fsdp2)
 
 
 def test_what_cannot_be_is_refused_in_one_line(world):
