@@ -197,6 +197,11 @@ def test_a_model_that_is_sharded_already_is_left_as_it_is():
     assert not any(isinstance(block, sherd.FSDPModule) for block in model.blocks)
 
 
+def test_one_process_without_a_launcher_is_not_sharded():
+    with begun():
+        assert type(Program(BLOCKS).model) is Net
+
+
 def refusals():
     with begun():
         plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=1)

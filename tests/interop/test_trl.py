@@ -70,6 +70,7 @@ def preferring(folder: str, uses_sherd: bool) -> Any:
         )
         trainer.train()
         assert isinstance(trainer.model, sherd.FSDPModule) is uses_sherd
+        assert isinstance(trainer.ref_model, torch.distributed.fsdp.FSDPModule) is uses_sherd  # TRL's own doing
         trainer.save_model(f"{folder}/final")
         return figures(trainer)
 
