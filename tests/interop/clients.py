@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
@@ -28,12 +29,14 @@ STEPS = 6
 def begun(uses_sherd: bool = True, **options: Any) -> Iterator[None]:
     """accelerate as in a new process, with sherd in place of FSDP2 or not. It prints nothing, and is forgotten."""
     from accelerate.state import AcceleratorState, GradientState
+    from tqdm import tqdm
 
     def forget() -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
 
     forget()
+    tqdm.set_lock(threading.RLock())  # not a semaphore, which a rank that is killed leaves behind
     silence = io.StringIO()
     replaced = in_place_of_fsdp2(**options) if uses_sherd else nullcontext()
     with replaced, mock.patch.dict(os.environ), redirect_stdout(silence), redirect_stderr(silence):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be rem
 BATCH = 4  # of all ranks
 SMALL = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-FIGURES = ("loss", "grad_norm", "eval_loss", "eval_sum")
+FIGURES = ("loss", "grad_norm", "eval_loss", "eval_sum", "reward", "eval_reward")
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
@@ -52,7 +52,8 @@ def t5(adapted: bool) -> Any:
 
 
 def arguments(kind: Any, folder: str, **more: Any) -> Any:
-    """Arguments of a training that uses what a Trainer offers beside it."""
+    """Arguments of a training that uses what a Trainer offers beside it. What transformers logs is not shown."""
+    transformers.logging.set_verbosity_error()
     return kind(
         folder,
         use_cpu=True,

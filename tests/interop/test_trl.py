@@ -36,56 +36,66 @@ def texts(first_seed: int, prefix: str = "") -> list[str]:
     return [prefix + " ".join(f"w{number}" for number in numbers) for numbers in drawn]
 
 
-def sft_data() -> Any:
+def data(**columns: list[str]) -> Any:
     import datasets
 
-    return datasets.Dataset.from_dict({"text": texts(0)})
+    return datasets.Dataset.from_dict(columns)
 
 
-def tuned(folder: str, uses_sherd: bool) -> Any:
+def beside(rows: Any) -> dict[str, Any]:
+    """What every trainer gets beside a model and its arguments."""
+    return {"train_dataset": rows, "eval_dataset": rows, "processing_class": tokenizer()}
+
+
+def sft(folder: str, **more: Any) -> Any:
     import trl
 
-    fsdp = {"fsdp": True} if uses_sherd else {}
+    args = arguments(trl.SFTConfig, folder, max_length=16, **more)
+    return trl.SFTTrainer(llama(), args, **beside(data(text=texts(0))))
+
+
+def dpo(folder: str, **more: Any) -> Any:
+    import trl
+
+    args = arguments(trl.DPOConfig, folder, max_length=16, **more)
+    rows = data(prompt=texts(0), chosen=texts(100, " "), rejected=texts(200, " "))
+    trainer = trl.DPOTrainer(llama(), llama(), args, **beside(rows))
+    assert isinstance(trainer.ref_model, torch.distributed.fsdp.FSDPModule) is ("fsdp" in more)  # TRL's own doing
+    return trainer
+
+
+def length(completions: list[str], **_: Any) -> list[float]:
+    """A reward."""
+    return [float(len(each)) for each in completions]
+
+
+def grpo(folder: str, **more: Any) -> Any:
+    import trl
+
+    args = arguments(trl.GRPOConfig, folder, num_generations=2, max_completion_length=6, **more)
+    return trl.GRPOTrainer(llama(), length, args, **beside(data(prompt=texts(0))))
+
+
+def trained(build: Any, folder: str, uses_sherd: bool) -> Any:
     with begun(uses_sherd):
-        args = arguments(trl.SFTConfig, folder, max_length=16, bf16=False, **fsdp)
-        data = sft_data()
-        trainer = trl.SFTTrainer(llama(), args, train_dataset=data, eval_dataset=data, processing_class=tokenizer())
+        trainer = build(folder, bf16=False, **({"fsdp": True} if uses_sherd else {}))
         trainer.train()
         assert isinstance(trainer.model, sherd.FSDPModule) is uses_sherd
         trainer.save_model(f"{folder}/final")
         return figures(trainer)
 
 
-def preferring(folder: str, uses_sherd: bool) -> Any:
-    import datasets
-    import trl
-
-    fsdp = {"fsdp": True} if uses_sherd else {}
-    with begun(uses_sherd):
-        args = arguments(trl.DPOConfig, folder, max_length=16, bf16=False, **fsdp)
-        columns = {"prompt": texts(0), "chosen": texts(100, " "), "rejected": texts(200, " ")}
-        data = datasets.Dataset.from_dict(columns)
-        trainer = trl.DPOTrainer(
-            llama(), llama(), args, train_dataset=data, eval_dataset=data, processing_class=tokenizer()
-        )
-        trainer.train()
-        assert isinstance(trainer.model, sherd.FSDPModule) is uses_sherd
-        assert isinstance(trainer.ref_model, torch.distributed.fsdp.FSDPModule) is uses_sherd  # TRL's own doing
-        trainer.save_model(f"{folder}/final")
-        return figures(trainer)
-
-
-@pytest.mark.parametrize("training", [tuned, preferring])
-def test_it_trains_evaluates_and_saves_as_under_ddp(training, world, tmp_path):
-    expected = world(2).run(training, str(tmp_path / "plain"), False)
-    close(world(2).run(training, str(tmp_path / "sharded"), True), expected)
+@pytest.mark.parametrize("build", [sft, dpo, grpo])
+def test_it_trains_evaluates_and_saves_as_under_ddp(build, world, tmp_path):
+    expected = world(2).run(trained, build, str(tmp_path / "plain"), False)
+    close(world(2).run(trained, build, str(tmp_path / "sharded"), True), expected)
     close(weights(str(tmp_path / "sharded/final")), weights(str(tmp_path / "plain/final")))
 
 
 def recipe_of_trl(folder: str) -> None:
     os.chdir(folder)
     with begun():
-        names = run_recipe("TRL", model=llama().float(), data=sft_data(), tokenizer=tokenizer())
+        names = run_recipe("TRL", model=llama().float(), data=data(text=texts(0)), tokenizer=tokenizer())
         assert isinstance(names["trainer"].model, sherd.FSDPModule)
         assert names["trainer"].state.global_step == 2
 
