@@ -52,8 +52,7 @@ def t5(adapted: bool) -> Any:
 
 
 def arguments(kind: Any, folder: str, **more: Any) -> Any:
-    """Arguments of a training that uses what a Trainer offers beside it. What transformers logs is not shown."""
-    transformers.logging.set_verbosity_error()
+    """Arguments of a training that uses what a Trainer offers beside it."""
     return kind(
         folder,
         use_cpu=True,
@@ -68,6 +67,7 @@ def arguments(kind: Any, folder: str, **more: Any) -> Any:
         eval_steps=2,
         report_to=[],
         disable_tqdm=True,
+        log_level="error",
         **more,
     )
 
