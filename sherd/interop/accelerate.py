@@ -23,12 +23,12 @@ import torch
 from torch import nn
 
 from sherd.api.auto_shard import auto_shard, check_arguments
-from sherd.api.blocks import Wrapping
+from sherd.api.blocks import WRAPPINGS, Wrapping
 from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import FSDPModule, register_fsdp_forward_method
 from sherd.comm.agreement import broadcast_from_rank0
 from sherd.comm.mesh import data_mesh
-from sherd.errors import PolicyError, StateError, UnsupportedError
+from sherd.errors import PolicyError, PolicyTypeError, StateError, UnsupportedError
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from sherd.wrap import WrapPolicy
 
@@ -58,13 +58,18 @@ class in_place_of_fsdp2:
 
     Raises:
         UnsupportedError: accelerate is missing, or of a version that was not tried.
-        PolicyTypeError: an argument that `fully_shard` does not take.
+        PolicyTypeError: no policy, or an argument that `fully_shard` does not take.
         StateError: an `Accelerator` was made before, and shards nothing.
         PolicyError: of the `Accelerator`, when its plugin asks for FSDP1.
     """
 
     def __init__(self, policy: WrapPolicy | Wrapping | None = None, **options: Unpack[Options]) -> None:
         check_arguments(options, "in_place_of_fsdp2")
+        if not (policy is None or policy in WRAPPINGS or callable(policy) or hasattr(policy, "_run_policy")):
+            raise PolicyTypeError(
+                f"in_place_of_fsdp2(policy={policy!r}): expected a policy of sherd.wrap or torch, a function or one of "
+                f"{', '.join(WRAPPINGS)}"
+            )
         _require_tried()
         import accelerate.accelerator as names
 
@@ -174,7 +179,7 @@ def _prepared(accelerator: Any, model: nn.Module, policy: WrapPolicy | Wrapping 
                 parameter.data = parameter.data.float()
     if plugin.cpu_ram_efficient_loading:
         _take_rank0s_values((*inner.parameters(), *inner.buffers()), options)
-    chosen = policy or plugin.auto_wrap_policy
+    chosen = plugin.auto_wrap_policy if policy is None else policy
     if chosen is None:
         fully_shard(inner, **options)
     else:

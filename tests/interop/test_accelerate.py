@@ -218,6 +218,9 @@ def test_what_cannot_be_is_refused_in_one_line(world):
     assert "in_place_of_fsdp2 gives fully_shard cut, which it does not take" in one_line(
         PolicyTypeError, in_place_of_fsdp2, cut=1
     )
+    for policy in (False, "blocks", 3):
+        said = one_line(PolicyTypeError, in_place_of_fsdp2, policy)
+        assert f"in_place_of_fsdp2(policy={policy!r}): expected a policy of sherd.wrap" in said, policy
     for version, words in (("1.14.2", "accelerate is 1.14.2, and 1.15 was tried"), (None, "accelerate is missing")):
         gone = importlib.metadata.PackageNotFoundError("accelerate")
         with mock.patch("importlib.metadata.version", side_effect=gone if version is None else [version]):
