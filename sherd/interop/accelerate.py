@@ -1,9 +1,10 @@
 """sherd in place of torch's FSDP2 in Hugging Face's accelerate, and so in the trainers of transformers and TRL.
 
 accelerate 1.15 has no extension point for the library that shards. It reaches FSDP2 through one function, by name, and
-offers it on accelerators only. While `in_place_of_fsdp2` is in force, three names in `accelerate.accelerator` are ours:
+offers it on accelerators only. While `in_place_of_fsdp2` is in force, four names in `accelerate.accelerator` are ours:
 
     fsdp2_prepare_model           shards the model that `Accelerator.prepare` gets, as the plugin says
+    Accelerator.prepare           takes a model without an optimizer too: for an evaluation before any training
     Accelerator._prepare_fsdp2    leaves a model alone that is sharded already: in a second training, or by the user
     AcceleratorState              takes the plugin on a CPU too
 
@@ -86,6 +87,7 @@ class in_place_of_fsdp2:
         self._undo = [
             _replace(names, "fsdp2_prepare_model", prepare_model),
             _replace(names, "AcceleratorState", _state_class()),
+            _replace(names.Accelerator, "prepare", _taking_models_alone(names.Accelerator.prepare)),
             _replace(names.Accelerator, "_prepare_fsdp2", _leaving_sharded_models(names.Accelerator._prepare_fsdp2)),
         ]
 
@@ -139,6 +141,22 @@ def _state_class() -> type:
                 self.distributed_type = shared.distributed_type = DistributedType.FSDP
 
     return State
+
+
+def _taking_models_alone(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns accelerate's `prepare` for a model without an optimizer, which accelerate refuses under FSDP2."""
+
+    @functools.wraps(prepare)
+    def prepare_any(accelerator: Any, *args: object, **kwargs: object) -> Any:
+        models = [each for each in args if isinstance(each, nn.Module)]
+        has_optimizer = any(isinstance(each, torch.optim.Optimizer) for each in args)
+        if not accelerator.is_fsdp2 or not models or has_optimizer:
+            return prepare(accelerator, *args, **kwargs)
+        *prepared, _ = prepare(accelerator, *args, torch.optim.SGD(models[0].parameters()), **kwargs)
+        accelerator._optimizers.pop()
+        return tuple(prepared) if len(prepared) > 1 else prepared[0]
+
+    return prepare_any
 
 
 def _leaving_sharded_models(prepare: Callable[..., Sequence[object]]) -> Callable[..., tuple[object, ...]]:

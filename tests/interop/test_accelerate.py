@@ -202,6 +202,18 @@ def test_one_process_without_a_launcher_is_not_sharded():
         assert type(Program(BLOCKS).model) is Net
 
 
+@on_processes(2)
+def test_a_model_may_come_without_an_optimizer():
+    with begun():
+        accelerator = Program(BLOCKS).accelerator
+        accelerator.free_memory()
+        model, data = accelerator.prepare(Net(), DataLoader(inputs(), batch_size=4))
+        assert isinstance(accelerator.prepare(Net()).blocks[0], sherd.FSDPModule)
+        assert len(accelerator._optimizers) == 0
+        with torch.no_grad():
+            assert_close(torch.cat([accelerator.gather_for_metrics(model(x)) for x in data]), Net()(inputs()))
+
+
 def refusals():
     with begun():
         plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=1)
@@ -236,7 +248,7 @@ def test_accelerate_has_its_own_names_back_at_the_end():
     with in_place_of_fsdp2():
         now = {**vars(names), **vars(names.Accelerator)}
         changed = {name for name in before if before[name] is not now[name]}
-        assert changed == {"fsdp2_prepare_model", "AcceleratorState", "_prepare_fsdp2"}
+        assert changed == {"fsdp2_prepare_model", "AcceleratorState", "prepare", "_prepare_fsdp2"}
     assert before == {**vars(names), **vars(names.Accelerator)}
 
 

@@ -77,16 +77,18 @@ def figures(trainer: Any) -> list[dict[str, float]]:
 
 
 def trained(folder: str, fsdp: dict[str, str] | None, resumed: str | None = None, again: bool = False) -> Any:
-    """Figures of a training of a Llama, and of evaluations after it, with its best weights, and after another one."""
+    """Figures of a training of a Llama, and of evaluations before it, with its best weights, and after another one."""
     sharding = {} if fsdp is None else {"fsdp": True, "fsdp_config": dict(fsdp)}
     best = "SHARDED_STATE_DICT" not in (fsdp or {}).values()
     with begun(fsdp is not None):
         args = arguments(transformers.TrainingArguments, folder, load_best_model_at_end=best, **sharding)
         patience = [transformers.EarlyStoppingCallback(3)] if best else []
         trainer = transformers.Trainer(llama(), args, train_dataset=Tokens(), eval_dataset=Tokens(), callbacks=patience)
+        after = [trainer.evaluate()["eval_loss"]] if again else []
         trainer.train(resume_from_checkpoint=resumed)
         assert isinstance(trainer.model, sherd.FSDPModule) is (fsdp is not None)
-        first, after = figures(trainer), [trainer.evaluate()["eval_loss"]]
+        first = figures(trainer)
+        after.append(trainer.evaluate()["eval_loss"])
         trainer.save_model(f"{folder}/final")
         if not best:  # transformers writes no model then
             sherd.save_pretrained(trainer.model, f"{folder}/final")
