@@ -598,9 +598,10 @@ def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "", tensor_para
             f"{name} is a {type(parameter).__name__} that no unit of sherd holds; shard its module with fully_shard"
         )
     if record is not None and record.flat is not None:
+        inside = record.flat.names
         raise OptimizerError(
-            "a flat parameter holds matrices and vectors in one line; wrap with use_orig_params=True, so that the "
-            "optimizer sees each of them"
+            f"{', '.join(inside[:4])}{' and others' if len(inside) > 4 else ''} are one flat parameter, a vector: wrap "
+            "with use_orig_params=True, so that the optimizer sees each of them"
         )
     if len(parameter.shape) < 2:
         raise OptimizerError(

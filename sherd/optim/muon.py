@@ -10,14 +10,14 @@ import inspect
 import math
 import re
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from sherd.engine import ShardedParameter
+from sherd.engine import ShardedParameter, Unit
 from sherd.errors import PolicyError, PolicyTypeError
 from sherd.optim.flat import flatten_optimizer
 from sherd.optim.matrix import (
@@ -64,16 +64,27 @@ def not_hidden(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
 def left_to_adamw(model: nn.Module, rule: Rule = not_hidden) -> dict[str, str]:
     """Returns why each parameter of a model is left to AdamW, by its name: "" for those that Muon steps.
 
+    A flat parameter is left to AdamW if all parameters in it are.
+
     Raises:
         PolicyTypeError: the rule returns no text.
     """
     module_of = {id(own): module for module in model.modules() for own in module.parameters(recurse=False)}
+    flat: dict[int, list[tuple[str, nn.Module, nn.Parameter]]] = defaultdict(list)
+    for record in (record for unit in Unit.below(model) for record in unit.parameters if record.flat is not None):
+        if (holder := record.holder()) is not None:
+            flat[id(record.optimizer_param)].append((record.name, holder, record.shard))
     left: dict[str, str] = {}
     for name, parameter in model.named_parameters():
-        why = rule(name, module_of[id(parameter)], parameter) if parameter.requires_grad else "it is frozen"
-        if not isinstance(why, str):
-            raise PolicyTypeError(f'Muon(rule=...) returned {why!r} for {name}: expected a reason, or ""')
-        left[name] = why
+        if not parameter.requires_grad:
+            left[name] = "it is frozen"
+            continue
+        reasons = []
+        for asked in flat.get(id(parameter)) or [(name, module_of[id(parameter)], parameter)]:
+            reasons.append(why := rule(*asked))
+            if not isinstance(why, str):
+                raise PolicyTypeError(f'Muon(rule=...) returned {why!r} for {asked[0]}: expected a reason, or ""')
+        left[name] = reasons[0] if all(reasons) else ""
     return left
 
 
