@@ -174,15 +174,17 @@ class MatrixOptimizer(Optimizer):
         """Returns what is done with each parameter, a line for all that differ in numbers alone."""
         groups, names = self.matrix_groups(), self._names()
         # Not the plan of a step, which all ranks make together.
-        known = self._plans.get(_key_of(groups))
+        known = self._plans.get(_ids_of(groups))
         plan = known if known is not None and known.is_of(groups) else _Plan(groups, joins=False)
-        alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+        alike: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
         for index, parameter in enumerate(plan.parameters):
             name = re.sub(r"\d+", "*", names.get(id(parameter), name_of(parameter)))
             number, rows, columns = plan.batches[index]
-            alike[name, f"{number} x {rows} x {columns}" if number > 1 else f"{rows} x {columns}"].append(index)
+            size = f"{number} x {rows} x {columns}" if number > 1 else f"{rows} x {columns}"
+            alike[name, size, plan.is_stepped[index]].append(index)
         lines: dict[tuple[str, ...], int] = {
-            (*key, plan.way_of(indices)): len(indices) for key, indices in alike.items()
+            (name, size, plan.way_of(indices) if is_stepped else "frozen"): len(indices)
+            for (name, size, is_stepped), indices in alike.items()
         }
         return "\n".join([f"{type(self).__name__} of whole matrices", *rows_of(lines)])
 
@@ -200,10 +202,8 @@ class MatrixOptimizer(Optimizer):
     def _current_plan(self) -> _Plan:
         groups = self.matrix_groups()
         # More than one where a unit at a time is stepped (`step_in_backward`).
-        key = _key_of(groups)
+        key = _ids_of(groups)
         plan = self._plans.get(key)
-        if plan is not None:
-            self._raise_told(plan, plan.take_told())
         if plan is None or not plan.is_of(groups):
             plan = self._plans[key] = _Plan(groups)
             if len(self._plans) > MOST_PLANS:
@@ -258,14 +258,19 @@ class MatrixOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step_matrices(self._current_plan(), self.matrix_groups())
+        self._step_all()
         return loss
 
-    def _step_matrices(self, plan: _Plan, groups: Sequence[Group]) -> None:
+    def _step_all(self) -> None:
+        """Step every parameter that has a gradient, without a closure and the hooks of optimizers."""
+        groups = self.matrix_groups()
+        if (last := self._plans.get(_ids_of(groups))) is not None:
+            self._raise_told(last, last.take_told())
+        plan = self._current_plan()
         directions = self._directions_here(plan, groups)
         updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
         whole = {
-            item: directions[item.index][held.start : held.stop].view(item.batch)
+            item: directions[item.index][held.start : held.stop].view(item.batch).to(plan.computes_on(item.index))
             for item, held in plan.here
             if item.index in directions
         }
@@ -392,7 +397,8 @@ class MatrixOptimizer(Optimizer):
                 if not plan.faults.wrong:
                     update = self._update_of(groups[group], matrices, [plan.parameters[item.index] for item in items])
                     numbers = [item.index for item in items for _ in range(item.batch[0])]
-                    update = plan.faults.finite(update, numbers, is_void)
+                    if groups[group]["lr"]:  # torch's checkpointing steps without: a function may make nan of zeros
+                        update = plan.faults.finite(update, numbers, is_void)
             except Exception as error:
                 plan.faults.note(FUNCTION, items[0].index, error)
             computed |= zip(items, update.split([item.batch[0] for item in items]), strict=True)
@@ -429,7 +435,8 @@ class MatrixOptimizer(Optimizer):
         updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
     ) -> None:
         """Decay the parameters `indices` of a group, and add their updates."""
-        lr = float(group["lr"])
+        if not (lr := float(group["lr"])):
+            return  # updates that are not finite change nothing either: torch's checkpointing steps so, with zeros
         local = {index: local_part(plan.parameters[index]) for index in indices}
         held_here = [each for each in local.values() if each.numel()]
         if held_here and (decay := lr * group["weight_decay"]):
@@ -441,7 +448,7 @@ class MatrixOptimizer(Optimizer):
             for held, update in updates[index]:
                 is_all = held.numel == parameter.numel()  # of a plain parameter, which may have any strides
                 into.append(parameter if is_all else parameter.view(-1)[held.start : held.stop])
-                added.append(update.to(parameter.dtype).view(into[-1].shape))
+                added.append(update.to(parameter).view(into[-1].shape))
         for scale, (into, added) in by_scale.items():
             torch._foreach_add_(into, added, alpha=-lr * scale)
 
@@ -672,8 +679,7 @@ class _Plan:
         self.parameters = [parameter for group in groups for parameter in group["params"]]
         self.group_of = [at for at, group in enumerate(groups) for _ in group["params"]]
         self.by_group = [[i for i, of in enumerate(self.group_of) if of == at] for at in range(len(groups))]
-        self._options = [(group.get("rows", 0), "", group.get("tensor_parallel", "whole")) for group in groups]
-        options = [self._options[at] for at in self.group_of]
+        options = [_choices_of(groups[at]) for at in self.group_of]
         self.batches = [batch_of(each, *chosen) for each, chosen in zip(self.parameters, options, strict=True)]
         self._records = [ShardedParameter.of(parameter) for parameter in self.parameters]
         self._axes = [
@@ -681,6 +687,9 @@ class _Plan:
             for record, chosen in zip(self._records, options, strict=True)
         ]
         self._cuts = [None if record is None else (record.cut, record.gradient_owner) for record in self._records]
+        self._key = _key_of(groups)
+        self.is_stepped = [_is_stepped(parameter) for parameter in self.parameters]
+        """Of each parameter. Nothing of the others travels."""
         self._owners: dict[int, set[int]] = defaultdict(set)
         self._traveling: set[int] = set()
         self._owned: set[int] = set()
@@ -719,16 +728,15 @@ class _Plan:
 
     def is_of(self, groups: Sequence[Group]) -> bool:
         """Returns whether the plan still is that of `groups`."""
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        return (
-            len(parameters) == len(self.parameters)
-            and all(one is other for one, other in zip(parameters, self.parameters, strict=True))
-            and self._options == [(group.get("rows", 0), "", group.get("tensor_parallel", "whole")) for group in groups]
-            and all(
-                record is None or (cuts == (record.cut, record.gradient_owner) and record.optimizer_param is parameter)
-                for record, cuts, parameter in zip(self._records, self._cuts, parameters, strict=True)
-            )
+        return self._key == _key_of(groups) and all(
+            record is None or (cuts == (record.cut, record.gradient_owner) and record.optimizer_param is parameter)
+            for record, cuts, parameter in zip(self._records, self._cuts, self.parameters, strict=True)
         )
+
+    def computes_on(self, index: int) -> torch.device:
+        """Returns the device on which a parameter's matrices are computed: its unit's, wherever its shards rest."""
+        record = self._records[index]
+        return self.parameters[index].device if record is None else record.mesh.device
 
     def way_of(self, indices: Sequence[int]) -> str:
         """Returns where the matrices of some parameters are computed, and what travels for them, in words."""
@@ -766,6 +774,8 @@ class _Plan:
         ring_of: dict[tuple[int, DeviceMesh | None, int], Ring] = {}
         rings: dict[object, tuple[Ring, list[MatrixItem]]] = {}
         for index, (record, batch, axis) in enumerate(zip(self._records, self.batches, self._axes, strict=True)):
+            if not self.is_stepped[index]:
+                continue
             if record is None:
                 everything = Extent(0, self.parameters[index].numel())
                 plain = Copies(tuple(self.parameters[index].shape), 1, 0, (1,))
@@ -784,8 +794,8 @@ class _Plan:
         return rings.values()
 
     def _divide(self, ring: Ring, items: Sequence[MatrixItem]) -> None:
-        """Put the items that travel into buckets, each of one dtype and device, whose gradients travel, or do not."""
-        open_buckets: dict[tuple[bool, torch.dtype, torch.device], tuple[list[MatrixItem], int]] = {}
+        """Put the items that travel into buckets, each of one dtype, whose gradients travel, or do not."""
+        open_buckets: dict[tuple[bool, torch.dtype], tuple[list[MatrixItem], int]] = {}
         for item in items:
             self._owners[item.index].add(ring.ranks[item.owner])
             if [rank for rank, holder in enumerate(ring.holders) if item.updated(holder).numel] == [item.owner]:
@@ -795,16 +805,16 @@ class _Plan:
             at_owner = item.has_all(ring.holders[item.owner])
             (self._owned if at_owner else self._traveling).add(item.index)
             local = local_part(self.parameters[item.index])
-            key, nbytes = (at_owner, local.dtype, local.device), item.numel * local.element_size()
+            key, nbytes = (at_owner, local.dtype), item.numel * local.element_size()
             bucket, filled = open_buckets.get(key, ([], 0))
             if bucket and filled + nbytes > BUCKET_BYTES * len(ring.ranks):
-                self.buckets.append(_Bucket(bucket, ring, *key[1:]))
+                self.buckets.append(_Bucket(bucket, ring, key[1]))
                 bucket, filled = [], 0
             open_buckets[key] = [*bucket, item], filled + nbytes
-        self.buckets += [_Bucket(bucket, ring, *key[1:]) for key, (bucket, _) in open_buckets.items()]
+        self.buckets += [_Bucket(bucket, ring, key[1]) for key, (bucket, _) in open_buckets.items()]
 
 
-def _key_of(groups: Sequence[Group]) -> tuple[int, ...]:
+def _ids_of(groups: Sequence[Group]) -> tuple[int, ...]:
     return tuple(id(parameter) for group in groups for parameter in group["params"])
 
 
@@ -812,11 +822,30 @@ _Local = dict[int, torch.Tensor]
 """The directions on this rank, 1-D, by the numbers of their parameters."""
 
 
-class _Bucket:
-    """Items that travel together, of parameters of one dtype on one device."""
+def _choices_of(group: Group) -> tuple[int, str, str]:
+    """Returns what a group says to `batch_of`."""
+    return group.get("rows", 0), "", group.get("tensor_parallel", "whole")
 
-    def __init__(self, items: Sequence[MatrixItem], ring: Ring, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+
+def _is_stepped(parameter: torch.Tensor) -> bool:
+    """Returns whether a parameter may have a gradient: whether it is not frozen."""
+    return parameter.requires_grad or parameter.grad is not None
+
+
+def _key_of(groups: Sequence[Group]) -> list[tuple[object, ...]]:
+    """Returns what a plan depends on, of each parameter."""
+    return [
+        (at, *_choices_of(group), id(each), each.dtype, local_part(each).device, _is_stepped(each))
+        for at, group in enumerate(groups)
+        for each in group["params"]
+    ]
+
+
+class _Bucket:
+    """Items that travel together between devices, of parameters of one dtype, whose shards may rest in host memory."""
+
+    def __init__(self, items: Sequence[MatrixItem], ring: Ring, dtype: torch.dtype) -> None:
+        self.dtype, self.device = dtype, ring.mesh.device
         self.exchange = Exchange(items, ring)
         part, piece = ring.holders[ring.rank]
         self._numels = {item.index: item.parts[part].cut.local_numel(piece) for item in items}
@@ -835,9 +864,12 @@ class _Bucket:
         if missing != self._missing or self.header.dtype != wire:
             self._missing = missing
             self.header = torch.tensor(header_of(missing), dtype=wire, device=self.device)
-        local = dict(directions)
-        for index in missing:
-            local[index] = torch.zeros(self._numels[index], dtype=wire, device=self.device)
+        local = {
+            index: directions[index].to(self.device)
+            if index in directions
+            else torch.zeros(numel, dtype=wire, device=self.device)
+            for index, numel in self._numels.items()
+        }
         return local if self.exchange.at_owners else self.exchange.there(local, faults.header(self.header))
 
     def whole(self, there: Moving | _Local) -> tuple[dict[MatrixItem, torch.Tensor], torch.Tensor]:

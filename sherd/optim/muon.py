@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sherd.engine import ShardedParameter, Unit
-from sherd.errors import PolicyError, PolicyTypeError
+from sherd.engine import FlatParameter, ShardedParameter, Unit
+from sherd.errors import OptimizerError, PolicyError, PolicyTypeError
 from sherd.optim.flat import flatten_optimizer
 from sherd.optim.matrix import (
     Group,
@@ -32,6 +32,7 @@ from sherd.optim.matrix import (
 )
 from sherd.optim.newton_schulz import QUINTIC, coefficients_of, computes_in, orthogonalized
 from sherd.tensor.ragged import local_part
+from sherd.wrap.names import plain_name
 
 Rule = Callable[[str, nn.Module, nn.Parameter], str]
 """Returns why a parameter is left to AdamW, or "" for one that Muon steps. Called with the parameter's name, the module
@@ -48,17 +49,18 @@ def not_hidden(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
     """Returns why a parameter is no hidden matrix, or "": the rule of `Muon` for the parameters of a model.
 
     Embeddings, output layers (modules named as in `HEADS`), and what has fewer than two dims (biases, norms) are none.
+    A parameter that several modules share is asked about with each of them.
     """
     record = ShardedParameter.of(parameter)
     shape = parameter.shape if record is None else record.shape
     if len(shape) < 2:
         return f"it has {len(shape)} dim{'' if len(shape) == 1 else 's'}"
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return "it is an embedding"
-    path = name.split(".")
-    if len(path) > 1 and path[-2] in HEADS:
-        return f"{path[-2]} is an output layer"
-    return ""
+    # peft trains a copy in a module's place; parts of torch's wrappers begin with a line (`_orig_mod`).
+    path, *_ = name.rpartition(".")[0].partition(".modules_to_save.")
+    owner = next((part for part in reversed(path.split(".")) if not part.startswith("_")), "")
+    return f"{owner} is an output layer" if owner in HEADS else ""
 
 
 def left_to_adamw(model: nn.Module, rule: Rule = not_hidden) -> dict[str, str]:
@@ -69,22 +71,17 @@ def left_to_adamw(model: nn.Module, rule: Rule = not_hidden) -> dict[str, str]:
     Raises:
         PolicyTypeError: the rule returns no text.
     """
-    module_of = {id(own): module for module in model.modules() for own in module.parameters(recurse=False)}
-    flat: dict[int, list[tuple[str, nn.Module, nn.Parameter]]] = defaultdict(list)
+    name_of_id = {id(parameter): name for name, parameter in model.named_parameters()}
+    left = dict.fromkeys(name_of_id.values(), "")
+    for path, module in model.named_modules():
+        for own, parameter in module.named_parameters(plain_name(path), recurse=False):
+            if type(parameter) is not FlatParameter:
+                left[name_of_id[id(parameter)]] = left[name_of_id[id(parameter)]] or _why(rule, own, module, parameter)
+    flat: dict[int, list[str]] = defaultdict(list)
     for record in (record for unit in Unit.below(model) for record in unit.parameters if record.flat is not None):
         if (holder := record.holder()) is not None:
-            flat[id(record.optimizer_param)].append((record.name, holder, record.shard))
-    left: dict[str, str] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            left[name] = "it is frozen"
-            continue
-        reasons = []
-        for asked in flat.get(id(parameter)) or [(name, module_of[id(parameter)], parameter)]:
-            reasons.append(why := rule(*asked))
-            if not isinstance(why, str):
-                raise PolicyTypeError(f'Muon(rule=...) returned {why!r} for {asked[0]}: expected a reason, or ""')
-        left[name] = reasons[0] if all(reasons) else ""
+            flat[id(record.optimizer_param)].append(_why(rule, record.name, holder, record.shard))
+    left |= {name_of_id[key]: reasons[0] if all(reasons) else "" for key, reasons in flat.items()}
     return left
 
 
@@ -200,13 +197,20 @@ class Muon(MatrixOptimizer):
         """Returns the parameter groups of a model: matrices by their heads, then what is left to AdamW."""
         by_rows: dict[int, list[tuple[str, nn.Parameter]]] = {}
         others: list[tuple[str, nn.Parameter]] = []
-        named = dict(model.named_parameters())
+        named, left = dict(model.named_parameters()), left_to_adamw(model, rule)
+        for name, parameter in named.items():
+            if not (left[name] or parameter.requires_grad or _is_matrix(parameter)):
+                left[name] = "it is frozen"
         for end, number in heads.items():
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise PolicyError(f"Muon(heads=...): {end!r} has {number!r} heads: expected a number from 1 on")
-            if not any(name.endswith(end) for name in named):
+            meant = [name for name in named if name.endswith(end)]
+            if not meant:
                 raise PolicyError(f"Muon(heads=...): no parameter's name ends with {end!r}; see named_parameters()")
-        left = left_to_adamw(model, rule)
+            if all(left[name] for name in meant):
+                raise PolicyError(
+                    f"Muon(heads=...): {meant[0]} is left to AdamW, since {left[meant[0]]}; leave {end!r} out"
+                )
         for name, parameter in named.items():
             if why := left[name]:
                 self._why[name] = why
@@ -245,15 +249,16 @@ class Muon(MatrixOptimizer):
         """The parameter groups that Muon steps."""
         return [group for group in self.param_groups if group["algorithm"] != "adamw"]
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient; see `MatrixOptimizer.step`."""
-        loss = super().step(closure)
+    def _step_all(self) -> None:
+        """Step every parameter that has a gradient, without the hooks of optimizers."""
+        super()._step_all()
         if others := [group for group in self.param_groups if group["algorithm"] == "adamw"]:
             if self._adamw is None:
                 self._adamw = flatten_optimizer(torch.optim.AdamW([{"params": group["params"]} for group in others]))
             self._adamw.param_groups, self._adamw.state = others, self.state
-            self._adamw.step()
-        return loss
+            # Hooks, such as those that ask other ranks, see one step of one optimizer:
+            # test_hooks_see_one_step_of_one_optimizer
+            inspect.unwrap(type(self._adamw).step)(self._adamw)
 
     def directions(
         self, group: Group, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
@@ -285,17 +290,12 @@ class Muon(MatrixOptimizer):
 
 
 class TorchMuonStep(Muon):
-    """The step of a `torch.optim.Muon`, with its groups and its state. Products are in bfloat16, as torch's are.
-
-    Raises:
-        OptimizerError: tensor parallelism cuts one of its matrices in a way that cannot be put together.
-    """
+    """The step of a `torch.optim.Muon`, with its groups and its state. Products are in bfloat16, as torch's are."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._ns_dtype, self._wire_dtype, self._plans = torch.bfloat16, None, OrderedDict()
         self._adamw, self._momentum_dtype, self._why = None, None, {}
-        self._current_plan()
 
     @property
     def param_groups(self) -> list[Group]:  # type: ignore[override]  # an attribute of Optimizer
@@ -309,13 +309,37 @@ class TorchMuonStep(Muon):
         optimizer = self._optimizer()
         return {} if optimizer is None else optimizer.state
 
+    @property
+    def is_possible(self) -> bool:
+        """False if tensor parallelism cuts one of the matrices, which torch's own step gathers."""
+        try:
+            self._current_plan()
+        except OptimizerError:
+            return False
+        return True
+
     def matrix_groups(self) -> list[Group]:
         """All groups."""
         return self.param_groups
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step_shards(self) -> None:
         """Step every parameter that has a gradient, without the hooks of optimizers, which run around torch's step."""
-        return inspect.unwrap(MatrixOptimizer.step)(self, closure)
+        MatrixOptimizer._step_all(self)
+
+
+def _why(rule: Rule, name: str, module: nn.Module, parameter: nn.Parameter) -> str:
+    why = rule(name, module, parameter) if parameter.is_floating_point() else f"it is of {parameter.dtype}"
+    if not isinstance(why, str):
+        raise PolicyTypeError(f'Muon(rule=...) returned {why!r} for {name}: expected a reason, or ""')
+    return why
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    try:
+        batch_of(parameter)
+    except OptimizerError:
+        return False
+    return True
 
 
 def _mapping(option: str, value: object) -> Group:
