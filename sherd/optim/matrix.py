@@ -104,7 +104,7 @@ class MatrixOptimizer(Optimizer):
         self._init(params, options)
 
     def _init(self, params: Any, defaults: Group) -> None:
-        self._plans: OrderedDict[tuple[int, ...], _Plan] = OrderedDict()
+        self._plans: OrderedDict[_PlanKey, _Plan] = OrderedDict()
         super().__init__(params, defaults)
         own_gradients([(parameter, group["rows"]) for group in self.matrix_groups() for parameter in group["params"]])
 
@@ -174,7 +174,7 @@ class MatrixOptimizer(Optimizer):
         """Returns what is done with each parameter, a line for all that differ in numbers alone."""
         groups, names = self.matrix_groups(), self._names()
         # Not the plan of a step, which all ranks make together.
-        known = self._plans.get(_ids_of(groups))
+        known = self._plans.get(_key_of(groups))
         plan = known if known is not None and known.is_of(groups) else _Plan(groups, joins=False)
         alike: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
         for index, parameter in enumerate(plan.parameters):
@@ -202,10 +202,10 @@ class MatrixOptimizer(Optimizer):
     def _current_plan(self) -> _Plan:
         groups = self.matrix_groups()
         # More than one where a unit at a time is stepped (`step_in_backward`).
-        key = _ids_of(groups)
-        plan = self._plans.get(key)
+        of_plan = _key_of(groups)
+        plan = self._plans.get(of_plan)
         if plan is None or not plan.is_of(groups):
-            plan = self._plans[key] = _Plan(groups)
+            plan = self._plans[of_plan] = _Plan(groups)
             if len(self._plans) > MOST_PLANS:
                 self._plans.popitem(last=False)
             for parameter in plan.parameters:
@@ -264,7 +264,8 @@ class MatrixOptimizer(Optimizer):
     def _step_all(self) -> None:
         """Step every parameter that has a gradient, without a closure and the hooks of optimizers."""
         groups = self.matrix_groups()
-        if (last := self._plans.get(_ids_of(groups))) is not None:
+        # Not in `_current_plan`: `torch.optim.Muon` asks for a plan to see whether there can be one.
+        if (last := self._plans.get(_key_of(groups))) is not None:
             self._raise_told(last, last.take_told())
         plan = self._current_plan()
         directions = self._directions_here(plan, groups)
@@ -397,8 +398,10 @@ class MatrixOptimizer(Optimizer):
                 if not plan.faults.wrong:
                     update = self._update_of(groups[group], matrices, [plan.parameters[item.index] for item in items])
                     numbers = [item.index for item in items for _ in range(item.batch[0])]
-                    if groups[group]["lr"]:  # torch's checkpointing steps without: a function may make nan of zeros
-                        update = plan.faults.finite(update, numbers, is_void)
+                    if not float(groups[group]["lr"]):
+                        # Such a step makes state, for torch's checkpointing, of gradients that are zeros.
+                        update = torch.zeros_like(matrices)
+                    update = plan.faults.finite(update, numbers, is_void)
             except Exception as error:
                 plan.faults.note(FUNCTION, items[0].index, error)
             computed |= zip(items, update.split([item.batch[0] for item in items]), strict=True)
@@ -436,7 +439,7 @@ class MatrixOptimizer(Optimizer):
     ) -> None:
         """Decay the parameters `indices` of a group, and add their updates."""
         if not (lr := float(group["lr"])):
-            return  # updates that are not finite change nothing either: torch's checkpointing steps so, with zeros
+            return
         local = {index: local_part(plan.parameters[index]) for index in indices}
         held_here = [each for each in local.values() if each.numel()]
         if held_here and (decay := lr * group["weight_decay"]):
@@ -679,7 +682,7 @@ class _Plan:
         self.parameters = [parameter for group in groups for parameter in group["params"]]
         self.group_of = [at for at, group in enumerate(groups) for _ in group["params"]]
         self.by_group = [[i for i, of in enumerate(self.group_of) if of == at] for at in range(len(groups))]
-        options = [_choices_of(groups[at]) for at in self.group_of]
+        options = [_options_of(groups[at]) for at in self.group_of]
         self.batches = [batch_of(each, *chosen) for each, chosen in zip(self.parameters, options, strict=True)]
         self._records = [ShardedParameter.of(parameter) for parameter in self.parameters]
         self._axes = [
@@ -687,7 +690,6 @@ class _Plan:
             for record, chosen in zip(self._records, options, strict=True)
         ]
         self._cuts = [None if record is None else (record.cut, record.gradient_owner) for record in self._records]
-        self._key = _key_of(groups)
         self.is_stepped = [_is_stepped(parameter) for parameter in self.parameters]
         """Of each parameter. Nothing of the others travels."""
         self._owners: dict[int, set[int]] = defaultdict(set)
@@ -728,7 +730,7 @@ class _Plan:
 
     def is_of(self, groups: Sequence[Group]) -> bool:
         """Returns whether the plan still is that of `groups`."""
-        return self._key == _key_of(groups) and all(
+        return all(
             record is None or (cuts == (record.cut, record.gradient_owner) and record.optimizer_param is parameter)
             for record, cuts, parameter in zip(self._records, self._cuts, self.parameters, strict=True)
         )
@@ -814,17 +816,8 @@ class _Plan:
         self.buckets += [_Bucket(bucket, ring, key[1]) for key, (bucket, _) in open_buckets.items()]
 
 
-def _ids_of(groups: Sequence[Group]) -> tuple[int, ...]:
-    return tuple(id(parameter) for group in groups for parameter in group["params"])
-
-
 _Local = dict[int, torch.Tensor]
 """The directions on this rank, 1-D, by the numbers of their parameters."""
-
-
-def _choices_of(group: Group) -> tuple[int, str, str]:
-    """Returns what a group says to `batch_of`."""
-    return group.get("rows", 0), "", group.get("tensor_parallel", "whole")
 
 
 def _is_stepped(parameter: torch.Tensor) -> bool:
@@ -832,13 +825,21 @@ def _is_stepped(parameter: torch.Tensor) -> bool:
     return parameter.requires_grad or parameter.grad is not None
 
 
-def _key_of(groups: Sequence[Group]) -> list[tuple[object, ...]]:
+_PlanKey = tuple[tuple[object, ...], ...]
+
+
+def _key_of(groups: Sequence[Group]) -> _PlanKey:
     """Returns what a plan depends on, of each parameter."""
-    return [
-        (at, *_choices_of(group), id(each), each.dtype, local_part(each).device, _is_stepped(each))
+    return tuple(
+        (at, *_options_of(group), id(each), each.dtype, local_part(each).device, _is_stepped(each))
         for at, group in enumerate(groups)
         for each in group["params"]
-    ]
+    )
+
+
+def _options_of(group: Group) -> tuple[int, str, str]:
+    """Returns what `batch_of` is given of a group besides its parameters."""
+    return group.get("rows", 0), "", group.get("tensor_parallel", "whole")
 
 
 class _Bucket:
