@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from sherd import MatrixOptimizer, Muon
+from sherd import CommPolicy, MatrixOptimizer, Muon, step
 from sherd.errors import CommError, GradientError, OptimizerError
 from tests.comm.test_shared_memory_deaths import ends
 from tests.optim.test_muon import stack
 from tests.support.comparing import whole_params
-from tests.support.ranks.bodies import on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.refusals import NOTHING, one_line
 from tests.support.sharding import sharded
 
@@ -164,3 +164,27 @@ def test_a_rank_that_is_killed_in_the_step_is_named():
     survivor, killed = ends(2, dies_in_the_step)
     assert killed.said == "killed"
     assert "the exchange of matrices among ranks [0, 1] failed on rank 0 with rank 1" in survivor.said
+
+
+@on_processes(2)
+def test_a_guarded_step_is_skipped_by_all_where_the_owner_alone_raises():
+    model = sharded(stack(), "owned", comm_policy=CommPolicy(divergence="join"))
+    ends = []
+
+    def function(matrices):
+        if matrices.shape[1:] == SHAPE and not ends:
+            ends.append(True)
+            return raising(matrices)
+        return matrices
+
+    optimizer, before, skipped = MatrixOptimizer(matrices_of(model), function, lr=0.1), whole_params(model), []
+    for _ in range(2):
+        with step(model, optimizer, undo_optimizer=True) as attempt:
+            backward(model)
+            optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(attempt.skipped)
+        if attempt.skipped:
+            for name, now in whole_params(model).items():
+                assert torch.equal(before[name], now), name
+    assert skipped == [True, False]
