@@ -188,3 +188,11 @@ def test_a_guarded_step_is_skipped_by_all_where_the_owner_alone_raises():
             for name, now in whole_params(model).items():
                 assert torch.equal(before[name], now), name
     assert skipped == [True, False]
+
+
+def test_numbers_whose_sum_is_too_large_are_finite():
+    for dtype, size in ((torch.float32, 2e38), (torch.float16, 6e4)):
+        weight = nn.Parameter(torch.zeros(4, 4, dtype=dtype))
+        weight.grad = torch.full((4, 4), size, dtype=dtype)
+        MatrixOptimizer([weight], lambda matrices: matrices.clone(), lr=1.0).step()
+        assert (weight == -weight.grad).all()
