@@ -90,12 +90,24 @@ def part_of(name: str, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 )  # full tensors of uneven parts, of which threads know less
 def test_replicas_that_own_pieces_of_parts_put_them_together(placements):
     mesh = mesh_of((2, 1, 2), "replicate", "shard", "tp")
-    data = mesh["replicate"] if placements == "zero1" else mesh["replicate", "shard"]
+    data = mesh["replicate", "shard"] if placements.startswith("h") else mesh["replicate"]
     plain = Springs(SHAPES)
     pulled(plain, [0, 1], Muon(plain, **EXACT), 3)
     model = sharded(Springs(SHAPES).on(mesh["tp"]), mesh=data, placements=placements)
     pulled(model, [dist.get_rank() // 2], Muon(model, **EXACT), 3)
     close(model, plain)
+
+
+@on_processes(4)
+def test_axes_by_name_and_the_wrapper_put_parts_together_too():
+    mesh = mesh_of((2, 2), "dp", "tp")
+    plain = Springs(SHAPES)
+    pulled(plain, [0, 1], Muon(plain, **EXACT), 3)
+    on_both = sharded(Springs(SHAPES).on(mesh), mesh=mesh, dp_mesh_dims=sherd.DataParallelMeshDims(shard="dp"))
+    wrapped = sharded(Springs(SHAPES).on(mesh["tp"]), "wrapper", device_mesh=mesh["dp"])
+    for model in (on_both, wrapped):
+        pulled(model, [dist.get_rank() // 2], Muon(model, **EXACT), 3)
+        close(model, plain)
 
 
 @on_threads(4)
