@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from sherd import CommPolicy, MatrixOptimizer, Muon, step
+from sherd import CommPolicy, Flat, MatrixOptimizer, Muon, OnMesh, fully_shard, step
 from sherd.errors import CommError, GradientError, OptimizerError
 from tests.comm.test_shared_memory_deaths import ends
 from tests.optim.test_muon import stack
@@ -196,3 +197,26 @@ def test_numbers_whose_sum_is_too_large_are_finite():
         weight.grad = torch.full((4, 4), size, dtype=dtype)
         MatrixOptimizer([weight], lambda matrices: matrices.clone(), lr=1.0).step()
         assert (weight == -weight.grad).all()
+
+
+@on_threads(4)
+def test_a_fault_among_the_ranks_of_some_experts_raises_on_all_ranks():
+    """A rank of the small ring tells those that share only the large one."""
+    full = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"))
+    flat = init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    model = nn.Linear(6, 8, bias=False)
+    model.experts = nn.Parameter(torch.randn(3, 4, 4))
+    experts = model.experts
+    fully_shard(
+        model, mesh=flat, shard_placement_fn=lambda each: OnMesh(full["edp"], Flat()) if each is experts else Shard(0)
+    )
+
+    def function(matrices):
+        return matrices / 0 if matrices.shape[1:] == (4, 4) and dist.get_rank() < 2 else matrices
+
+    optimizer = MatrixOptimizer([model.weight, model.experts], function)
+    for parameter in (model.weight, model.experts):
+        parameter.grad = torch.ones_like(parameter)
+    said = all_said(one_line(OptimizerError, optimizer.step))
+    assert all("the update of experts, computed on rank " in each for each in said), said
