@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from sherd import CommPolicy, Flat, MatrixOptimizer, Muon, OnMesh, fully_shard, step
+from sherd import CommPolicy, MatrixOptimizer, Muon, OnMesh, fully_shard, step
 from sherd.errors import CommError, GradientError, OptimizerError
 from tests.comm.test_shared_memory_deaths import ends
 from tests.optim.test_muon import stack
@@ -209,7 +209,7 @@ def test_a_fault_among_the_ranks_of_some_experts_raises_on_all_ranks():
     model.experts = nn.Parameter(torch.randn(3, 4, 4))
     experts = model.experts
     fully_shard(
-        model, mesh=flat, shard_placement_fn=lambda each: OnMesh(full["edp"], Flat()) if each is experts else Shard(0)
+        model, mesh=flat, shard_placement_fn=lambda each: OnMesh(full["edp"], Shard(1)) if each is experts else Shard(0)
     )
 
     def function(matrices):
