@@ -10,7 +10,7 @@ no copy of what was sent, the tensor is gathered as a whole.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -30,9 +30,6 @@ from sherd.comm.transports import transport_of
 from sherd.errors import StateError, UnsupportedError
 from sherd.layout.boxes import Box, start_of_run, whole
 from sherd.policy import CommPolicy
-
-Pieces = Sequence[tuple[Box, torch.Tensor]]
-"""A rank's parts of a tensor."""
 
 Changed = tuple[torch.Tensor, torch.Tensor]
 """Positions in the flattened unsharded tensor, and the new values there; both 1-D."""
@@ -75,50 +72,42 @@ class WeightMark:
         """The mark that the last delta leads to, as "stream:number"."""
         return f"{self._stream}:{self._number}"
 
-    def begin(self, part: int | None, names: Collection[str]) -> str:
-        """Begin a loop over tensors called `names`, of all ranks or of the rank `part`, and return its stream."""
+    def _begin(self, part: int | None, names: Sequence[str]) -> str:
+        """Begin a loop over `names`, of all ranks or of the rank `part`, and return its stream."""
         if not self._is_at_rest or part != self._part:
             self.reset()
         self._part, self._is_at_rest = part, False
-        self._copies = {name: copy for name, copy in self._copies.items() if name in names}
+        self._copies = {name: self._copies[name] for name in names if name in self._copies}
         return self._stream
 
-    def end(self, stream: str) -> None:
-        """Note that the loop of `stream` has reached its end."""
-        self._require_current(stream)
-        self._is_at_rest = True
+    def _end(self, stream: str) -> None:
+        self._is_at_rest = stream == self._stream
 
-    def delta(
+    def _delta(
         self, stream: str, name: str, shape: torch.Size, where: torch.Tensor | Sequence[int], values: torch.Tensor
     ) -> WeightDelta:
-        """Returns the next delta of `stream`: `values` at positions, or in a box from an index on.
-
-        Raises:
-            StateError: another loop has begun since.
-        """
-        self._require_current(stream)
-        since = self.at
-        self._number += 1
-        positions, offsets = (where, ()) if isinstance(where, torch.Tensor) else (None, tuple(where))
-        return WeightDelta(without_wrappers(name), tuple(shape), since, self.at, values, positions, offsets, self._part)
-
-    def _require_current(self, stream: str) -> None:
+        """Returns the next delta of `stream`: `values` at positions, or in a box from an index on."""
         if stream != self._stream:
             raise StateError(
                 f"iter_full_parameters(changed_since=...): the mark of this loop, {stream}, was reset or used by "
                 "another loop; let one loop end before the next begins, or give each loop a WeightMark of its own"
             )
+        since = self.at
+        self._number += 1
+        positions, offsets = (where, ()) if isinstance(where, torch.Tensor) else (None, tuple(where))
+        return WeightDelta(without_wrappers(name), tuple(shape), since, self.at, values, positions, offsets, self._part)
 
-    def changes(self, name: str, pieces: Pieces, full: Full) -> list[Changed] | None:
-        """Returns what has changed in each of `pieces` of the tensor `full`, which counts as sent from now on.
+    def _changes(self, tensors: FullTensors, name: str) -> tuple[list[tuple[Box, torch.Tensor]], list[Changed] | None]:
+        """Returns this rank's pieces of a tensor, and the changes of each, which count as sent from now on.
 
         None: everything, since these pieces, in this dtype, were not sent before.
         """
+        full, pieces = tensors.described[name], pieces_here(name, tensors.by_name[name])
         layout, known = (full, tuple(box for box, _ in pieces)), self._copies.get(name)
-        if known is not None and known.layout == layout:
-            return [_changed(box, part, copy, full) for (box, part), copy in zip(pieces, known.values, strict=True)]
-        self._copies[name] = _Copy(layout, tuple(_host_copy(part, full.dtype) for _, part in pieces))
-        return None
+        if known is None or known.layout != layout:
+            self._copies[name] = _Copy(layout, tuple(_host_copy(part, full.dtype) for _, part in pieces))
+            return pieces, None
+        return pieces, [_changed(*piece, copy, full) for piece, copy in zip(pieces, known.values, strict=True)]
 
 
 def _host_copy(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -135,7 +124,7 @@ def _changed(box: Box, part: torch.Tensor, copy: torch.Tensor, full: Full) -> Ch
     start = 0
     for old, new in zip(copy.split(_COMPARED_AT_ONCE), part.reshape(-1).split(_COMPARED_AT_ONCE), strict=True):
         was, now = bits_of(old), bits_of(new.to(full.dtype))
-        differs = was.to(now.device) != now
+        differs = was.to(now.device) ^ now  # not `!=`: one pass less on a CPU
         at = (differs if differs.dim() == 1 else differs.any(1)).nonzero().view(-1)
         if at.numel():
             values.append(now[at])
@@ -183,36 +172,31 @@ def own_changes(tensors: FullTensors, names: Sequence[str], mark: WeightMark, ra
         UnsupportedError: a user's function makes an unsharded parameter.
         StateError: as `FullTensors.read`.
     """
-    stream = mark.begin(rank, names)
+    stream = mark._begin(rank, names)
     mesh = next((each.device_mesh for each in tensors.by_name.values() if isinstance(each, DTensor)), None)
     is_first_of_model = rank == 0 if mesh is None else not any(mesh.get_coordinate() or ())
     for name in names:
         tensors.require_readable()
-        tensor, full = tensors.by_name[name], tensors.described[name]
         if _is_made(tensors, name):
             raise UnsupportedError(
                 f"iter_full_parameters(own_part=True): {name} is put together from all ranks' parts by a function of "
                 "its own; leave own_part out"
             )
-        is_cut = isinstance(tensor, DTensor) and tensor.numel() > 0
-        if not (_is_first_copy(tensor) if is_cut else is_first_of_model):
-            continue
-        pieces = pieces_here(name, tensor)
-        changes = mark.changes(name, pieces, full)
-        for at, (box, part) in enumerate(pieces):
-            positions, values = (None, None) if changes is None else changes[at]
-            if positions is None or values is None or _takes_more(positions.numel(), box.numel, full):
+        tensor, full = tensors.by_name[name], tensors.described[name]
+        if isinstance(tensor, DTensor) and tensor.numel():
+            places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=False)
+            is_sent = not any(at for placement, at in places if placement.is_replicate())
+        else:
+            is_sent = is_first_of_model
+        pieces, changes = mark._changes(tensors, name) if is_sent else ([], None)
+        for number, (box, part) in enumerate(pieces):
+            where, values = (box.offsets, part) if changes is None else changes[number]
+            if changes is None or _takes_more(values.numel(), box.numel, full):
                 values = part.to(full.dtype, copy=True, memory_format=torch.contiguous_format)
-                yield mark.delta(stream, name, full.shape, box.offsets, values)
-            elif positions.numel():
-                yield mark.delta(stream, name, full.shape, positions, values)
-    mark.end(stream)
-
-
-def _is_first_copy(tensor: torch.Tensor) -> bool:
-    assert isinstance(tensor, DTensor), "it is cut"
-    mesh = tensor.device_mesh
-    return not any(mesh.get_local_rank(axis) for axis, each in enumerate(tensor.placements) if each.is_replicate())
+                yield mark._delta(stream, name, full.shape, box.offsets, values)
+            elif values.numel():
+                yield mark._delta(stream, name, full.shape, where, values)
+    mark._end(stream)
 
 
 # The changes of all ranks
@@ -228,7 +212,7 @@ def all_changes(
     Raises:
         StateError, CommError: as `FullTensors.read`.
     """
-    stream = mark.begin(None, names)
+    stream = mark._begin(None, names)
     for members in in_buckets(names, lambda name: tensors.described[name].nbytes, bucket_bytes):
         tensors.require_readable()
         joined = _joined(tensors, members, mark)
@@ -236,22 +220,21 @@ def all_changes(
         for name in members if shown else ():
             if name not in joined:
                 value = next(reading)[1]
-                yield mark.delta(stream, name, value.shape, (0,) * value.dim(), value)
+                yield mark._delta(stream, name, value.shape, (0,) * value.dim(), value)
                 continue
             positions, values = joined.pop(name)
             if positions.numel():
-                yield mark.delta(stream, name, tensors.described[name].shape, positions, values)
+                yield mark._delta(stream, name, tensors.described[name].shape, positions, values)
         for _ in reading:  # ranks that show nothing take part, too
             pass
-    mark.end(stream)
+    mark._end(stream)
 
 
 def _joined(tensors: FullTensors, names: Sequence[str], mark: WeightMark) -> dict[str, Changed]:
     """Returns the changes of all ranks in the tensors `names`, without those that are to be gathered as a whole."""
     ways: dict[_Way, dict[str, list[Changed] | None]] = {}
     for name in names:
-        tensor, full = tensors.by_name[name], tensors.described[name]
-        changes = None if _is_made(tensors, name) else mark.changes(name, pieces_here(name, tensor), full)
+        changes = None if _is_made(tensors, name) else mark._changes(tensors, name)[1]
         ways.setdefault(_way_of(tensors, name), {})[name] = changes
     joined: dict[str, Changed] = {}
     for way, found in ways.items():
@@ -283,24 +266,23 @@ class _Way:
         """Returns the changes that all ranks have `found`, but of tensors that take less as a whole."""
         own = [_EVERYTHING if each is None else sum(at.numel() for at, _ in each) for each in found.values()]
         line = torch.tensor(own, dtype=torch.int64, device=self.device)
-        counts = self._gathered(line, torch.full(self._num_ranks, len(own))).view(-1, len(own)).cpu()
-        is_sparse = [
-            int(of_ranks.min()) >= 0
-            and not _takes_more(int(of_ranks.sum()), described[name].shape.numel(), described[name])
-            for name, of_ranks in zip(found, counts.unbind(1), strict=True)
-        ]
-        names = [name for name, sparse in zip(found, is_sparse, strict=True) if sparse]
-        counts = counts[:, is_sparse]
+        told = self._gathered(line, torch.full(self._num_ranks, len(own))).view(-1, len(own)).cpu().unbind(1)
+        counts = {
+            name: of_ranks
+            for (name, full), of_ranks in zip(((name, described[name]) for name in found), told, strict=True)
+            if of_ranks.min() >= 0 and not _takes_more(int(of_ranks.sum()), full.shape.numel(), full)
+        }
+        if not counts:
+            return {}
+        table = torch.stack(list(counts.values()), 1)
         joined = []
         for which, dtype in enumerate((self.position_dtype, self.dtype)):
-            parts = [each[which].to(self.device) for name in names for each in found[name] or ()]
-            line = torch.cat(
-                [torch.empty(0, dtype=torch.uint8, device=self.device), *(each.view(torch.uint8) for each in parts)]
-            )
-            sizes = counts * dtype.itemsize
+            lines = [each[which].to(self.device).view(torch.uint8) for name in counts for each in found[name] or ()]
+            line = torch.cat([torch.empty(0, dtype=torch.uint8, device=self.device), *lines])
+            sizes = table * dtype.itemsize
             rows = self._gathered(line, sizes.sum(1).view(self._num_ranks)).split(sizes.flatten().tolist())
-            joined.append([torch.cat(rows[number :: len(names)]).view(dtype) for number in range(len(names))])
-        return dict(zip(names, zip(*joined, strict=True), strict=True))
+            joined.append([torch.cat(rows[number :: len(counts)]).view(dtype) for number in range(len(counts))])
+        return dict(zip(counts, zip(*joined, strict=True), strict=True))
 
     @property
     def _num_ranks(self) -> list[int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,6 +57,19 @@ class WeightDelta:
     def nbytes(self) -> int:
         """The bytes of values and positions."""
         return self.values.nbytes + (0 if self.positions is None else self.positions.nbytes)
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        # A view would be pickled with its bucket, and pickle does not know the 8-bit floats (torch 2.13).
+        values = self.values.clone()
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return _unpickled, (
+            values.dtype,
+            {**own, "values": values.view(torch.uint8) if values.itemsize == 1 else values},
+        )
+
+
+def _unpickled(dtype: torch.dtype, own: dict[str, Any]) -> WeightDelta:
+    return WeightDelta(**{**own, "values": own["values"].view(dtype)})
 
 
 class WeightReceiver:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sherd
+from bench.peak import live_bytes
 from sherd._torch import local_tensor
 from sherd.checkpoint.changes import _position_dtype, _positions
 from sherd.checkpoint.deltas import bits_of
@@ -21,11 +22,12 @@ from sherd.checkpoint.full_tensors import Full
 from sherd.errors import ModuleError, PlacementError, PolicyError, PolicyTypeError, StateError, UnsupportedError
 from sherd.layout.boxes import Box
 from tests.api.checks import named_mesh
-from tests.api.test_gathers_itself import Halves
 from tests.api.test_weights_out import Uniform
 from tests.checkpoint.layouts import LAYOUTS, loss_of, model_in, optimizer_of, train
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import FRONTS, sharded
+from tests.wrapper.test_extensions import Seen, mlp_of
+from tests.wrapper.two_axes import WHOLE_AFTER, axes_of
 
 MODES = ({}, {"own_part": True})
 
@@ -138,7 +140,7 @@ def test_units_on_meshes_of_their_own_and_parameters_of_none():
 # What is sent
 
 
-@on_threads(2, front=FRONTS)
+@on_processes(2, front=FRONTS)
 def test_only_changed_elements_are_sent_and_nothing_if_nothing_has_changed(front):
     for mode in MODES:
         model, mark = sharded(nn.Sequential(nn.Linear(64, 63)), front), sherd.WeightMark()
@@ -155,7 +157,14 @@ def test_only_changed_elements_are_sent_and_nothing_if_nothing_has_changed(front
         assert sum(delta.nbytes for delta in found) == len(wanted) * (4 + 4)
 
 
-@on_threads(2)
+@on_processes(2)
+def test_a_pickled_delta_has_no_more_bytes_than_its_values():
+    model = sharded(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))))  # in one bucket
+    for delta in sherd.iter_full_parameters(model, changed_since=sherd.WeightMark()):
+        assert len(pickle.dumps(delta)) < delta.nbytes + 2048
+
+
+@on_processes(2)
 def test_zeros_of_another_sign_and_other_nans_are_changes():
     model = sherd.fully_shard(nn.Linear(3, 4, bias=False))
     shard, mark = local_tensor(model.weight), sherd.WeightMark()
@@ -170,15 +179,41 @@ def test_zeros_of_another_sign_and_other_nans_are_changes():
         assert_same_bits(engine, exported(model))
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16, torch.complex64, torch.complex128])
-def test_every_dtype_and_no_process_group(dtype):
-    model = nn.Linear(40, 30)
+def test_models_of_one_process_are_followed_without_a_process_group():
+    for dtype in (torch.float8_e4m3fn, torch.float64, None):
+        follow(nn.Linear(40, 30), dtype=dtype)
+
+
+@on_processes(2, dtype=(torch.float8_e4m3fn, torch.float16, torch.complex64, torch.complex128))
+def test_every_dtype(dtype):
     if dtype.is_complex:
-        model = nn.ParameterDict({"weight": torch.randn(40, 30, dtype=dtype)})
-    follow(model, dtype=dtype)
+        follow(sherd.fully_shard(Complex(dtype)))
+    else:
+        follow(sherd.fully_shard(nn.Linear(40, 31)), dtype=dtype)
 
 
-@on_threads(2)
+class Complex(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(40, 31, dtype=dtype, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+@on_processes(2)
+def test_no_rank_holds_a_whole_tensor_of_which_little_has_changed():
+    model, mark = sherd.fully_shard(nn.Linear(2048, 4096, bias=False)), sherd.WeightMark()
+    with live_bytes(torch.device("cpu")) as live:
+        for _ in range(3):
+            change(model, 100)
+            live.forget_peak()
+            before = live.peak
+            list(sherd.iter_full_parameters(model, changed_since=mark))
+    assert 0 < live.peak - before < model.weight.numel() * 4 // 2
+
+
+@on_processes(2)
 def test_what_takes_less_as_a_whole_is_sent_so():
     model, mark = sherd.fully_shard(nn.Linear(64, 64, bias=False)), sherd.WeightMark()
     shard = local_tensor(model.weight)
@@ -388,18 +423,21 @@ def test_a_model_in_use_or_written_in_the_loop_is_refused():
             list(loop)
 
 
-@on_threads(2)
-def test_parameters_that_put_themselves_together_come_as_a_whole():
-    model = nn.Linear(4, 6, bias=False)
-    model.weight = nn.Parameter(Halves(model.weight.detach() / 4, model.weight.detach() * 3 / 4))
-    sherd.fully_shard(model)
-    mark = sherd.WeightMark()
-    for _ in range(2):
-        ((name, value),) = sherd.iter_full_parameters(model)
-        (delta,) = sherd.iter_full_parameters(model, changed_since=mark)
-        assert (delta.name, delta.positions) == (name, None)
-        assert torch.equal(sum(delta.values.halves), sum(value.halves))
-    with pytest.raises(UnsupportedError, match=r"weight is put together.*leave own_part out"):
+@on_processes(4)
+def test_parameters_that_functions_of_their_own_put_together_come_whole():
+    mesh, data = axes_of((2, 2))
+    model = sherd.FullyShardedDataParallel(
+        mlp_of(mesh, {"up": WHOLE_AFTER}), device_mesh=data, use_orig_params=True, extensions=Seen()
+    )
+    engine, mark = empty_like(model), sherd.WeightMark()
+    receiver = sherd.WeightReceiver(engine)
+    for expected in (4, 2, 2):  # the others have not changed
+        deltas = deltas_of(model, mark)
+        assert len(deltas) == expected
+        for delta in deltas:
+            receiver.apply(delta)
+        assert_same_bits(engine, exported(model))
+    with pytest.raises(UnsupportedError, match=r"up.weight is put together.*leave own_part out"):
         list(sherd.iter_full_parameters(model, changed_since=mark, own_part=True))
 
 
