@@ -41,7 +41,7 @@ FIGURES = {
     "Any per 1,000 code lines": (7.8, 12.0),
     "isinstance per 1,000 code lines": (19.2, 20.0),
     "import cycles": (0, 0),
-    "lines of the library": (37614, 32000),
+    "lines of the library": (37612, 32000),
     "lines of the tools": (13200, 12000),
     "lines of the trainer": (7290, 6000),
     "files of a walk: forward": (16, 15),

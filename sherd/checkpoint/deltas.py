@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -62,10 +63,8 @@ class WeightDelta:
         # A view would be pickled with its bucket, and pickle does not know the 8-bit floats (torch 2.13).
         values = self.values.clone()
         own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return _unpickled, (
-            values.dtype,
-            {**own, "values": values.view(torch.uint8) if values.itemsize == 1 else values},
-        )
+        own["values"] = values.view(torch.uint8) if values.itemsize == 1 else values
+        return _unpickled, (values.dtype, own)
 
 
 def _unpickled(dtype: torch.dtype, own: dict[str, Any]) -> WeightDelta:
@@ -144,19 +143,18 @@ class WeightReceiver:
         )
 
     def _target_of(self, delta: WeightDelta) -> torch.Tensor:
-        tensors = self._tensors
-        if isinstance(tensors, nn.Module):
-            tensors = {**dict(tensors.named_buffers()), **dict(tensors.named_parameters(remove_duplicate=False))}
-        target = tensors.get(delta.name)
-        if target is None:
+        tensors, name = self._tensors, delta.name
+        try:
+            target: torch.Tensor = attrgetter(name)(tensors) if isinstance(tensors, nn.Module) else tensors[name]
+        except (AttributeError, KeyError):
             raise ModuleError(
-                f"WeightReceiver.apply(): no tensor is called {delta.name}; pass the receiver a dict with a tensor, or "
-                "a view of one, under this name"
-            )
+                f"WeightReceiver.apply(): no tensor is called {name}; pass the receiver a dict that has a tensor, or a "
+                "view of one, under this name"
+            ) from None
         if isinstance(target, DTensor) or tuple(target.shape) != delta.shape:
             found = "sharded" if isinstance(target, DTensor) else f"of shape {tuple(target.shape)}"
             raise PlacementError(
-                f"WeightReceiver.apply(): {delta.name} is {found}, but the delta is for a plain tensor of shape "
+                f"WeightReceiver.apply(): {name} is {found}, but the delta is for a plain tensor of shape "
                 f"{delta.shape}; pass the receiver a plain tensor of that shape"
             )
         return target.detach()

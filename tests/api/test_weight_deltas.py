@@ -24,6 +24,7 @@ from sherd.layout.boxes import Box
 from tests.api.checks import named_mesh
 from tests.api.test_weights_out import Uniform
 from tests.checkpoint.layouts import LAYOUTS, loss_of, model_in, optimizer_of, train
+from tests.support.ranks import RanksFailed
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import FRONTS, sharded
 from tests.wrapper.test_extensions import Seen, mlp_of
@@ -348,6 +349,18 @@ def test_after_a_loop_that_was_left_or_a_mark_that_one_rank_has_reset_everything
             mark.reset()
 
 
+def leave_alone() -> None:
+    for number, _ in enumerate(sherd.iter_full_parameters(model_in("rows"), 64, changed_since=sherd.WeightMark())):
+        if number == 2 and dist.get_rank() == 1:
+            raise KeyError("the reader of rank 1")
+
+
+def test_an_error_on_one_rank_ends_the_others(world):
+    with pytest.raises(RanksFailed) as caught:
+        world(2).run(leave_alone)
+    assert caught.value.errors[1][0] == "KeyError"
+
+
 def test_a_mark_is_used_by_one_loop_at_a_time():
     for disturb in (lambda sender, mark: mark.reset(), lambda sender, mark: sender.deltas()):
         sender = Sender()
@@ -465,6 +478,7 @@ def test_a_receiver_refuses_what_does_not_fit():
     (delta, *_) = deltas_of(nn.Linear(6, 4), sherd.WeightMark())
     for tensors, error, text in (
         ({"bias": torch.ones(4)}, ModuleError, "no tensor is called weight"),
+        (nn.Sequential(nn.Linear(6, 4)), ModuleError, "no tensor is called weight"),
         ({"weight": torch.ones(6, 4)}, PlacementError, r"weight is of shape \(6, 4\).*shape \(4, 6\)"),
         (sherd.fully_shard(nn.Linear(6, 4)), PlacementError, "weight is sharded"),
     ):
