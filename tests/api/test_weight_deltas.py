@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import sherd
 from bench.peak import live_bytes
 from sherd._torch import local_tensor
-from sherd.checkpoint.changes import _position_dtype, _positions
+from sherd.checkpoint.changes import _position_dtype, _positions, _Way
 from sherd.checkpoint.deltas import bits_of
 from sherd.checkpoint.full_tensors import Full
 from sherd.errors import ModuleError, PlacementError, PolicyError, PolicyTypeError, StateError, UnsupportedError
@@ -235,6 +235,15 @@ def test_positions_have_64_bits_from_2_to_the_31_elements_on():
         assert _positions(at, box, large).tolist() == [start, start + (1 << 12) + 3]
 
 
+@on_threads(8)
+def test_lines_of_three_axes_are_joined_in_order():
+    mesh, rank = named_mesh((2, 2, 2), "replicate", "shard", "tp"), dist.get_rank()
+    way = _Way(mesh, (2, 1, 0), sherd.CommPolicy(), torch.device("cpu"), torch.float32, torch.int32)
+    sizes = torch.tensor([1, 2, 3, 0, 5, 6, 7, 8])
+    rows = way._gathered(torch.full((int(sizes[rank]),), rank), sizes.view(2, 2, 2))
+    assert rows.tolist() == torch.arange(8).repeat_interleave(sizes).tolist()
+
+
 @on_processes(4)
 def test_each_element_comes_from_one_rank_where_each_sends_its_own_part():
     mesh = named_mesh((2, 2), "replicate", "shard")
@@ -316,9 +325,8 @@ def test_deltas_of_an_older_chain_are_refused():
 def test_parts_have_chains_of_their_own_and_follow_a_whole():
     model = model_in("flat")
     engine = empty_like(model)
-    receiver = sherd.WeightReceiver(engine)
+    receiver, mark = sherd.WeightReceiver(engine), sherd.WeightMark()
     for options in ({}, {"own_part": True}, {}):
-        mark = sherd.WeightMark()
         for _ in range(2):
             for delta in reversed_by_part(deltas_of(model, mark, **options)):
                 receiver.apply(delta)
