@@ -58,6 +58,9 @@ if TYPE_CHECKING:
     from sherd.api.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
     from sherd.backward_steps import StepsInBackward as StepsInBackward
     from sherd.backward_steps import step_in_backward as step_in_backward
+    from sherd.checkpoint.changes import WeightMark as WeightMark
+    from sherd.checkpoint.deltas import WeightDelta as WeightDelta
+    from sherd.checkpoint.deltas import WeightReceiver as WeightReceiver
     from sherd.checkpoint.restoring import Restored as Restored
     from sherd.clip import clip_grad_norm_ as clip_grad_norm_
     from sherd.engine import FlatParameter as FlatParameter
@@ -139,6 +142,9 @@ _HOMES = {
     "StateDictType": "sherd.api.state_dict_type",
     "StepsInBackward": "sherd.backward_steps",
     "UnshardHandle": "sherd.api.module",
+    "WeightDelta": "sherd.checkpoint.deltas",
+    "WeightMark": "sherd.checkpoint.changes",
+    "WeightReceiver": "sherd.checkpoint.deltas",
     "accumulate": "sherd.api.accumulate",
     "async_save": "sherd.api.checkpoints",
     "auto_shard": "sherd.api.auto_shard",

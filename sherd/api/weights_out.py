@@ -1,8 +1,10 @@
-"""`iter_full_parameters`: the unsharded weights of a sharded model, one after the other, for an inference engine."""
+"""`iter_full_parameters`: the unsharded weights of a sharded model, or their changes, for an inference engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -10,12 +12,37 @@ from torch import nn
 
 from sherd.api.module import require_module
 from sherd.checkpoint.catalog import without_wrappers
+from sherd.checkpoint.changes import WeightMark, all_changes, own_changes
+from sherd.checkpoint.deltas import WeightDelta
 from sherd.checkpoint.full_tensors import FullTensors
+from sherd.errors import PolicyError
 from sherd.requirements import require_bool, require_floating_dtype, require_int, require_type
 
 BUCKET_BYTES = 64 << 20
 
 
+@overload
+def iter_full_parameters(
+    model: nn.Module,
+    bucket_bytes: int = ...,
+    dtype: torch.dtype | None = ...,
+    to: torch.device | str | None = ...,
+    *,
+    buffers: bool = ...,
+    rank0_only: bool = ...,
+) -> Iterator[tuple[str, torch.Tensor]]: ...
+@overload
+def iter_full_parameters(
+    model: nn.Module,
+    bucket_bytes: int = ...,
+    dtype: torch.dtype | None = ...,
+    to: torch.device | str | None = ...,
+    *,
+    buffers: bool = ...,
+    rank0_only: bool = ...,
+    changed_since: WeightMark,
+    own_part: bool = ...,
+) -> Iterator[WeightDelta]: ...
 def iter_full_parameters(
     model: nn.Module,
     bucket_bytes: int = BUCKET_BYTES,
@@ -24,7 +51,9 @@ def iter_full_parameters(
     *,
     buffers: bool = False,
     rank0_only: bool = False,
-) -> Iterator[tuple[str, torch.Tensor]]:
+    changed_since: WeightMark | None = None,
+    own_part: bool = False,
+) -> Iterator[tuple[str, torch.Tensor]] | Iterator[WeightDelta]:
     """Iterate over the names and unsharded values of all parameters, in the model's order, on all ranks together.
 
         for name, weight in sherd.iter_full_parameters(model, dtype=torch.bfloat16):
@@ -39,6 +68,17 @@ def iter_full_parameters(
     raise `CommError`, after the timeout of the process group at the latest. Inside the loop, ranks may communicate over
     groups of their own; the model may not run, and its optimizer may not step.
 
+    With `changed_since=mark` the loop yields what has changed since the last loop with this mark:
+
+        mark = sherd.WeightMark()
+        for delta in sherd.iter_full_parameters(model, dtype=torch.bfloat16, changed_since=mark):
+            send(delta)  # to a process with a sherd.WeightReceiver
+
+    Each rank compares its shards, in the dtype that is sent, with a copy in host memory, and positions and values are
+    gathered bucket by bucket. A tensor comes as a whole if that takes fewer bytes, if it was not sent before, or if
+    functions of its own put it together. What a receiver makes of one rank's deltas are the bits that a loop without a
+    mark yields on that rank. Ranks yield the same deltas, but for tensors that each has as a whole, such as buffers.
+
     Args:
         model: the model, by either front end, in any layout; parameters that are not sharded come too.
         bucket_bytes: the bytes of a bucket, unsharded. A larger parameter is a bucket by itself.
@@ -48,13 +88,17 @@ def iter_full_parameters(
         buffers: after the parameters, yield the buffers that a state dict has, with this rank's values.
         rank0_only: only rank 0 of the default process group gets tensors. The other ranks take part, and their loop has
             no iteration; so the body of the loop must not communicate.
+        changed_since: yield changes, and move this mark on. All ranks must give one.
+        own_part: with a mark, yield the changes of this rank's own shards, without communication. A receiver needs the
+            deltas of all ranks, each rank's in order. Of elements on several ranks, the first of these yields changes.
 
     Returns:
-        An iterator over pairs of a name and a tensor.
+        An iterator over pairs of a name and a tensor; with a mark, over `WeightDelta`s.
 
     Raises:
         StateError: the model is on the meta device, inside `sherd.unsharded`, or in the middle of a forward or
-            backward; from the loop: the model has run, or its parameters were written, during the loop.
+            backward; from the loop: the model has run, its parameters were written, or the mark was used elsewhere.
+        UnsupportedError: `own_part` for a parameter that functions of its own put together; from the loop.
         CommError: a rank has died, or does not go on; from the loop.
         PolicyError, PolicyTypeError: an argument is out of range, or of another type.
     """
@@ -64,9 +108,30 @@ def iter_full_parameters(
     require_type("iter_full_parameters(to=...): expected a device or its name", to, torch.device | str | None)
     require_bool("iter_full_parameters(buffers={})", buffers)
     require_bool("iter_full_parameters(rank0_only={})", rank0_only)
+    require_type(
+        "iter_full_parameters(changed_since=...): expected a sherd.WeightMark", changed_since, WeightMark | None
+    )
+    require_bool("iter_full_parameters(own_part={})", own_part)
+    if own_part and (changed_since is None or rank0_only):
+        raise PolicyError(
+            "iter_full_parameters(own_part=True): expected changed_since=sherd.WeightMark() beside it, and no "
+            "rank0_only, which gathers"
+        )
     device = None if to is None else torch.device(to)
     tensors = FullTensors(model, dtype, "iter_full_parameters()")
     wanted = [*tensors.parameters, *(name for name in tensors.buffers if buffers and name in tensors.saved_buffers)]
-    shown = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    shown = not rank0_only or rank == 0
+    if changed_since is not None:
+        if own_part:
+            deltas = own_changes(tensors, wanted, changed_since, rank)
+        else:
+            deltas = all_changes(tensors, wanted, changed_since, bucket_bytes, shown)
+        return deltas if device is None else (_moved(delta, device) for delta in deltas)
     named = tensors.read(wanted, bucket_bytes, shown)
     return ((without_wrappers(name), value if device is None else value.to(device)) for name, value in named)
+
+
+def _moved(delta: WeightDelta, device: torch.device) -> WeightDelta:
+    positions = None if delta.positions is None else delta.positions.to(device)
+    return replace(delta, values=delta.values.to(device), positions=positions)

@@ -85,17 +85,17 @@ class FullTensors:
         own = ModelTensors(model)
         own.require_at_rest(call)
         self._call = call
-        self._tensors = own.by_name
-        self._records = own.records
+        self.by_name = own.by_name
+        self.records = own.records
         self.aliases = own.aliases
         self.buffers = list(own.buffers)
         self.saved_buffers = own.saved_buffers
-        self.parameters = [name for name in self._tensors if name not in own.buffers]
+        self.parameters = [name for name in self.by_name if name not in own.buffers]
         self.described = {
             name: Full(tensor.shape, tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype)
-            for name, tensor in self._tensors.items()
+            for name, tensor in self.by_name.items()
         }
-        owners = {id(record.owner): record.owner for record in self._records.values()}
+        owners = {id(record.owner): record.owner for record in self.records.values()}
         self._units = [owner for owner in owners.values() if isinstance(owner, Unit)]
         over = (Runtime.over(unit) for unit in self._units)
         self._runtimes = list({id(runtime): runtime for runtime in over if runtime is not None}.values())
@@ -115,9 +115,9 @@ class FullTensors:
             CommError: a rank has died, or does not read on.
         """
         memory = Memory(min(bucket_bytes, sum(self.described[name].nbytes for name in names)))
-        wanted = {name: (self._tensors[name], self.described[name].dtype) for name in names}
+        wanted = {name: (self.by_name[name], self.described[name].dtype) for name in names}
         buckets = (
-            _Bucket({name: wanted[name] for name in members}, self._records, memory)
+            _Bucket({name: wanted[name] for name in members}, self.records, memory)
             for members in in_buckets(names, lambda name: self.described[name].nbytes, bucket_bytes)
         )
         here, ahead = None, self._started(next(buckets, None))
@@ -146,12 +146,16 @@ class FullTensors:
     def _started(self, bucket: _Bucket | None) -> _Bucket | None:
         if bucket is None:
             return None
+        self.require_readable()
+        bucket.start()
+        return bucket
+
+    def require_readable(self) -> None:
+        """Raise `StateError` if the model is in use, or its shards were written since this object was made."""
         if any(unit.lent is not None for unit in self._units) or not all(each.is_idle for each in self._runtimes):
             for unit in self._units:
                 unit.require_at_rest(self._call)
         self._require_unwritten()
-        bucket.start()
-        return bucket
 
     def _require_unwritten(self) -> None:
         if self._versions_now() != self._versions:

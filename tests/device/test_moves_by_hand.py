@@ -58,6 +58,21 @@ def weights_out_to_the_host(model: Any) -> None:
     assert all(weight.device.type == "cpu" for _, weight in sherd.iter_full_parameters(model, 4096, to="cpu"))
 
 
+def changes_out(model: Any) -> None:
+    for own_part in (False, True):
+        mark = sherd.WeightMark()
+        for every in (9, 1):
+            read_changes(model, mark, own_part)
+            for parameter in model.parameters():
+                parameter.data.to_local().view(-1)[::every].mul_(2)
+        read_changes(model, mark, own_part)
+
+
+def read_changes(model: Any, mark: sherd.WeightMark, own_part: bool) -> None:
+    for delta in sherd.iter_full_parameters(model, 4096, torch.bfloat16, changed_since=mark, own_part=own_part):
+        delta.values.mul_(2)
+
+
 def summon(model: Any) -> None:
     with sherd.FullyShardedDataParallel.summon_full_params(model):
         double(model)
@@ -76,6 +91,7 @@ MOVES: dict[str, Callable[[Any], Any]] = {
     "weights out": weights_out,
     "weights out in low precision": weights_out_in_low_precision,
     "weights out to the host": weights_out_to_the_host,
+    "changes out": changes_out,
 }
 
 

@@ -1,0 +1,305 @@
+"""The weights that have changed since they were last sent: each rank compares its own shards with a copy on the host.
+
+rank 0    shards | copy        changed: positions, values ──┐
+rank 1    shards | copy        changed: positions, values ──┴──all-gathered──▶ a delta of each tensor, on all ranks
+
+Ranks first tell how much has changed. If positions and values would take more bytes than the tensor, or if a rank has
+no copy of what was sent, the tensor is gathered as a whole.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from sherd._torch import device_of
+from sherd.checkpoint.catalog import without_wrappers
+from sherd.checkpoint.deltas import WeightDelta, bits_of
+from sherd.checkpoint.full_tensors import Full, FullTensors, in_buckets
+from sherd.checkpoint.gathering import gathers_itself
+from sherd.checkpoint.pieces import pieces_here
+from sherd.comm.groups import group_of
+from sherd.comm.transport import Sizes
+from sherd.comm.transports import transport_of
+from sherd.errors import StateError, UnsupportedError
+from sherd.layout.boxes import Box, start_of_run, whole
+from sherd.policy import CommPolicy
+
+Changed = tuple[torch.Tensor, torch.Tensor]
+"""Positions in the flattened unsharded tensor, and the new values there; both 1-D."""
+
+_COMPARED_AT_ONCE = 1 << 20
+"""Elements: what is compared at once is cast, and the copy brought to its device."""
+
+_EVERYTHING = -1
+"""The number of changes that a rank tells if it does not know what was sent."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    """What was last sent of this rank's pieces: `layout` tells what `values` are of, 1-D tensors in host memory."""
+
+    layout: tuple[Full, tuple[Box, ...]]
+    values: tuple[torch.Tensor, ...]
+
+
+class WeightMark:
+    """What was last sent of a model's weights, for `iter_full_parameters(model, changed_since=mark)`.
+
+    A fresh mark has nothing, so the first loop sends everything. Each rank keeps a copy of its own shards in the dtype
+    that is sent, in host memory (page-locked if the shards are on an accelerator). If a loop does not reach its end on
+    a rank, the next one sends everything.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was sent: the next loop sends everything, and begins a new chain of deltas."""
+        self._stream, self._number = secrets.token_hex(8), 0
+        self._copies: dict[str, _Copy] = {}
+        self._part: int | None = None
+        self._is_at_rest = True
+
+    @property
+    def at(self) -> str:
+        """The mark that the last delta leads to, as "stream:number"."""
+        return f"{self._stream}:{self._number}"
+
+    def _begin(self, part: int | None, names: Sequence[str]) -> str:
+        """Begin a loop over `names`, of all ranks or of the rank `part`, and return its stream."""
+        if not self._is_at_rest or part != self._part:
+            self.reset()
+        self._part, self._is_at_rest = part, False
+        self._copies = {name: self._copies[name] for name in names if name in self._copies}
+        return self._stream
+
+    def _end(self, stream: str) -> None:
+        self._is_at_rest = stream == self._stream
+
+    def _delta(
+        self, stream: str, name: str, shape: torch.Size, where: torch.Tensor | Sequence[int], values: torch.Tensor
+    ) -> WeightDelta:
+        """Returns the next delta of `stream`: `values` at positions, or in a box from an index on."""
+        if stream != self._stream:
+            raise StateError(
+                f"iter_full_parameters(changed_since=...): the mark of this loop, {stream}, was reset or used by "
+                "another loop; let one loop end before the next begins, or give each loop a WeightMark of its own"
+            )
+        since = self.at
+        self._number += 1
+        positions, offsets = (where, ()) if isinstance(where, torch.Tensor) else (None, tuple(where))
+        return WeightDelta(without_wrappers(name), tuple(shape), since, self.at, values, positions, offsets, self._part)
+
+    def _changes(self, tensors: FullTensors, name: str) -> tuple[list[tuple[Box, torch.Tensor]], list[Changed] | None]:
+        """Returns this rank's pieces of a tensor, and the changes of each, which count as sent from now on.
+
+        None: everything, since these pieces, in this dtype, were not sent before.
+        """
+        full, pieces = tensors.described[name], pieces_here(name, tensors.by_name[name])
+        layout, known = (full, tuple(box for box, _ in pieces)), self._copies.get(name)
+        if known is None or known.layout != layout:
+            self._copies[name] = _Copy(layout, tuple(_host_copy(part, full.dtype) for _, part in pieces))
+            return pieces, None
+        return pieces, [_changed(*piece, copy, full) for piece, copy in zip(pieces, known.values, strict=True)]
+
+
+def _host_copy(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    copy = torch.empty(part.numel(), dtype=dtype, pin_memory=part.device.type != "cpu")
+    for old, new in zip(copy.split(_COMPARED_AT_ONCE), part.reshape(-1).split(_COMPARED_AT_ONCE), strict=True):
+        old.copy_(new.to(dtype))
+    return copy
+
+
+def _changed(box: Box, part: torch.Tensor, copy: torch.Tensor, full: Full) -> Changed:
+    """Returns the changes of `part`, the elements in `box`, and writes them to `copy`, the old values."""
+    places = [torch.empty(0, dtype=_position_dtype(full), device=part.device)]
+    values = [bits_of(torch.empty(0, dtype=full.dtype, device=part.device))]
+    start = 0
+    for old, new in zip(copy.split(_COMPARED_AT_ONCE), part.reshape(-1).split(_COMPARED_AT_ONCE), strict=True):
+        was, now = bits_of(old), bits_of(new.to(full.dtype))
+        differs = was.to(now.device) ^ now  # not `!=`: one pass less on a CPU
+        at = (differs if differs.dim() == 1 else differs.any(1)).nonzero().view(-1)
+        if at.numel():
+            values.append(now[at])
+            was.index_copy_(0, at.to(was.device), values[-1].to(was.device))
+            places.append(_positions(at + start, box, full))
+        start += old.numel()
+    return torch.cat(places), torch.cat(values).view(-1).view(full.dtype)
+
+
+def _position_dtype(full: Full) -> torch.dtype:
+    return torch.int32 if full.shape.numel() < 1 << 31 else torch.int64
+
+
+def _positions(at: torch.Tensor, box: Box, full: Full) -> torch.Tensor:
+    """Returns the places in the flattened tensor of the elements that are `at` in the flattened box."""
+    shape = tuple(full.shape)
+    positions, first = at, start_of_run(whole(shape), box)
+    if first is None:
+        positions, first = torch.zeros_like(at), 0
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            positions += (at // prod(box.sizes[dim + 1 :]) % size + offset) * prod(shape[dim + 1 :])
+    return (positions + first).to(_position_dtype(full))
+
+
+def _takes_more(num_changes: int, numel: int, full: Full) -> bool:
+    """Returns whether positions and values take more bytes than `numel` values."""
+    return num_changes * (_position_dtype(full).itemsize + full.dtype.itemsize) > numel * full.dtype.itemsize
+
+
+def _is_made(tensors: FullTensors, name: str) -> bool:
+    """Returns whether a user's function makes the unsharded parameter, so that its elements are not the shards'."""
+    record = tensors.records.get(name)
+    return record is not None and (record.restored is not None or gathers_itself(record))
+
+
+# The own part of each rank
+
+
+def own_changes(tensors: FullTensors, names: Sequence[str], mark: WeightMark, rank: int) -> Iterator[WeightDelta]:
+    """Yields what has changed in this rank's shards of the tensors `names`, without communication.
+
+    Of elements that several ranks hold, the first of these ranks yields the changes.
+
+    Raises:
+        UnsupportedError: a user's function makes an unsharded parameter.
+        StateError: as `FullTensors.read`.
+    """
+    stream = mark._begin(rank, names)
+    mesh = next((each.device_mesh for each in tensors.by_name.values() if isinstance(each, DTensor)), None)
+    is_first_of_model = rank == 0 if mesh is None else not any(mesh.get_coordinate() or ())
+    for name in names:
+        tensors.require_readable()
+        if _is_made(tensors, name):
+            raise UnsupportedError(
+                f"iter_full_parameters(own_part=True): {name} is put together from all ranks' parts by a function of "
+                "its own; leave own_part out"
+            )
+        tensor, full = tensors.by_name[name], tensors.described[name]
+        if isinstance(tensor, DTensor) and tensor.numel():
+            places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=False)
+            is_sent = not any(at for placement, at in places if placement.is_replicate())
+        else:
+            is_sent = is_first_of_model
+        pieces, changes = mark._changes(tensors, name) if is_sent else ([], None)
+        for number, (box, part) in enumerate(pieces):
+            where, values = (box.offsets, part) if changes is None else changes[number]
+            if changes is None or _takes_more(values.numel(), box.numel, full):
+                values = part.to(full.dtype, copy=True, memory_format=torch.contiguous_format)
+                yield mark._delta(stream, name, full.shape, box.offsets, values)
+            elif values.numel():
+                yield mark._delta(stream, name, full.shape, where, values)
+    mark._end(stream)
+
+
+# The changes of all ranks
+
+
+def all_changes(
+    tensors: FullTensors, names: Sequence[str], mark: WeightMark, bucket_bytes: int, shown: bool
+) -> Iterator[WeightDelta]:
+    """Yields what has changed in the tensors `names`, in order; nothing unless `shown`.
+
+    All ranks must read the same names to their end, or stop behind the same name.
+
+    Raises:
+        StateError, CommError: as `FullTensors.read`.
+    """
+    stream = mark._begin(None, names)
+    for members in in_buckets(names, lambda name: tensors.described[name].nbytes, bucket_bytes):
+        tensors.require_readable()
+        joined = _joined(tensors, members, mark)
+        reading = tensors.read([name for name in members if name not in joined], bucket_bytes, shown)
+        for name in members if shown else ():
+            if name not in joined:
+                value = next(reading)[1]
+                yield mark._delta(stream, name, value.shape, (0,) * value.dim(), value)
+                continue
+            positions, values = joined.pop(name)
+            if positions.numel():
+                yield mark._delta(stream, name, tensors.described[name].shape, positions, values)
+        for _ in reading:  # ranks that show nothing take part, too
+            pass
+    mark._end(stream)
+
+
+def _joined(tensors: FullTensors, names: Sequence[str], mark: WeightMark) -> dict[str, Changed]:
+    """Returns the changes of all ranks in the tensors `names`, without those that are to be gathered as a whole."""
+    ways: dict[_Way, dict[str, list[Changed] | None]] = {}
+    for name in names:
+        changes = None if _is_made(tensors, name) else mark._changes(tensors, name)[1]
+        ways.setdefault(_way_of(tensors, name), {})[name] = changes
+    joined: dict[str, Changed] = {}
+    for way, found in ways.items():
+        joined |= way.join(found, tensors.described)
+    return joined
+
+
+def _way_of(tensors: FullTensors, name: str) -> _Way:
+    tensor, full, record = tensors.by_name[name], tensors.described[name], tensors.records.get(name)
+    if not isinstance(tensor, DTensor):
+        return _Way(None, (), CommPolicy(), tensor.device, full.dtype, _position_dtype(full))
+    mesh, comm = tensor.device_mesh, CommPolicy() if record is None else record.mesh.comm
+    cut = (axis for axis, each in enumerate(tensor.placements) if mesh.size(axis) > 1 and not each.is_replicate())
+    return _Way(mesh, tuple(cut), comm, device_of(mesh), full.dtype, _position_dtype(full))
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How changes are gathered: over some axes of a mesh, one after the other. Tensors of one way go together."""
+
+    mesh: DeviceMesh | None
+    axes: tuple[int, ...]
+    comm: CommPolicy
+    device: torch.device
+    dtype: torch.dtype
+    position_dtype: torch.dtype
+
+    def join(self, found: Mapping[str, list[Changed] | None], described: Mapping[str, Full]) -> dict[str, Changed]:
+        """Returns the changes that all ranks have `found`, but of tensors that take less as a whole."""
+        own = [_EVERYTHING if each is None else sum(at.numel() for at, _ in each) for each in found.values()]
+        line = torch.tensor(own, dtype=torch.int64, device=self.device)
+        told = self._gathered(line, torch.full(self._num_ranks, len(own))).view(-1, len(own)).cpu().unbind(1)
+        counts = {
+            name: of_ranks
+            for (name, full), of_ranks in zip(((name, described[name]) for name in found), told, strict=True)
+            if of_ranks.min() >= 0 and not _takes_more(int(of_ranks.sum()), full.shape.numel(), full)
+        }
+        if not counts:
+            return {}
+        table = torch.stack(list(counts.values()), 1)
+        joined = []
+        for which, dtype in enumerate((self.position_dtype, self.dtype)):
+            lines = [each[which].to(self.device).view(torch.uint8) for name in counts for each in found[name] or ()]
+            line = torch.cat([torch.empty(0, dtype=torch.uint8, device=self.device), *lines])
+            sizes = table * dtype.itemsize
+            rows = self._gathered(line, sizes.sum(1).view(self._num_ranks)).split(sizes.flatten().tolist())
+            joined.append([torch.cat(rows[number :: len(counts)]).view(dtype) for number in range(len(counts))])
+        return dict(zip(counts, zip(*joined, strict=True), strict=True))
+
+    @property
+    def _num_ranks(self) -> list[int]:
+        """The number of ranks along each axis, the first axis last, since it is the fastest."""
+        return [self.mesh.size(axis) for axis in reversed(self.axes)] if self.mesh else [1]
+
+    def _gathered(self, line: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        """Returns the lines of all ranks, one behind the other, of `sizes` elements, in the order of `_num_ranks`.
+
+        axes (1, 0) of a mesh (2, 2)        along axis 1: 0 1 | 2 3        then along axis 0: 0 1 2 3
+        """
+        for number, axis in enumerate(self.axes):
+            assert self.mesh is not None, "it has axes"
+            later = tuple(self.mesh.get_local_rank(each) for each in reversed(self.axes[number + 1 :]))
+            parts = Sizes(sizes[later].reshape(self.mesh.size(axis), -1).sum(1).tolist())
+            if sum(parts):
+                rows = torch.empty(sum(parts), dtype=line.dtype, device=line.device)
+                transport_of(group_of(self.mesh, axis), self.device, self.comm).all_gather(rows, line, parts, False)
+                line = rows
+        return line
