@@ -12,6 +12,7 @@ import sherd
 from sherd import Flat, MatrixOptimizer, Muon, Owned
 from sherd._torch import imagined_ranks
 from sherd.errors import OptimizerError, PolicyError, PolicyTypeError
+from sherd.optim import newton_schulz
 from sherd.optim.newton_schulz import QUINTIC, coefficients_of, orthogonalized
 from tests.support.checkpoints import load, save
 from tests.support.comparing import whole_params
@@ -87,9 +88,12 @@ def test_replicas_divide_the_matrices(front, sizes):
     assert_as_plain(model, plain)
 
 
-@pytest.mark.parametrize("adjust", [None, "match_rms_adamw"])
-def test_products_in_bfloat16_are_those_of_torch_to_the_bit(adjust):
-    models = [nn.Sequential(nn.Linear(6, 9, bias=False), nn.Linear(9, 4, bias=False)) for _ in range(2)]
+@pytest.mark.parametrize(("adjust", "together"), [(None, 0), (None, 3), ("match_rms_adamw", 2)])
+def test_products_in_bfloat16_are_those_of_torch_to_the_bit(adjust, together, monkeypatch):
+    """One by one, all of a shape at once, and two at a time."""
+    monkeypatch.setattr(newton_schulz, "CACHED_BYTES", together * 6 * 9 * 2)
+    sizes = [(6, 9), (9, 6), (6, 9), (9, 6), (6, 9), (9, 4)]
+    models = [nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     options = {"lr": 0.02, "adjust_lr_fn": adjust, "nesterov": adjust is None}
     optimizers = [
