@@ -211,6 +211,10 @@ class MatrixOptimizer(Optimizer):
         """Returns what the learning rate of a matrix is multiplied by."""
         return 1.0
 
+    def travels_in(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        """Returns the dtype in which the directions and the updates of parameters of `dtype` on `device` travel."""
+        return self._wire_dtype or dtype
+
     # The step
 
     @torch.no_grad()
@@ -258,11 +262,11 @@ class MatrixOptimizer(Optimizer):
         updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
     ) -> None:
         """Compute all other updates: meanwhile, the next bucket is on its way there, the one before on its way back."""
-        there = [bucket.there(directions, self._wire_dtype) for bucket in plan.buckets[:1]]
+        there = [self._there(bucket, directions) for bucket in plan.buckets[:1]]
         back = []
         for number, bucket in enumerate(plan.buckets):
             if number + 1 < len(plan.buckets):
-                there.append(plan.buckets[number + 1].there(directions, self._wire_dtype))
+                there.append(self._there(plan.buckets[number + 1], directions))
             whole, headers = bucket.whole(there[number])
             self._check_missing(plan, bucket, headers)
             back.append(bucket.exchange.back(self._computed(plan, groups, whole), bucket.header))
@@ -272,6 +276,9 @@ class MatrixOptimizer(Optimizer):
             for index, held, update in arrived:
                 if index in directions:
                     updates[index].append((held, update))
+
+    def _there(self, bucket: _Bucket, directions: Mapping[int, torch.Tensor]) -> Moving | _Local:
+        return bucket.there(directions, self.travels_in(bucket.dtype, bucket.device))
 
     def _check_missing(self, plan: _Plan, bucket: _Bucket, headers: Sequence[torch.Tensor]) -> None:
         """Raise where one rank has no gradient of a parameter and another rank has one.
@@ -624,12 +631,11 @@ class _Bucket:
         """Whether this step looks at the headers of other ranks."""
         self._missing: list[int] | None = None
 
-    def there(self, directions: Mapping[int, torch.Tensor], wire: torch.dtype | None) -> Moving | _Local:
-        """Start to send the directions, unless they are at their owners.
+    def there(self, directions: Mapping[int, torch.Tensor], wire: torch.dtype) -> Moving | _Local:
+        """Start to send the directions in the dtype `wire`, unless they are at their owners.
 
         Those without a gradient are zeros, so that sizes are the same in each step.
         """
-        wire = wire or self.dtype
         missing = [index for index in self._numels if index not in directions]
         is_new = missing != self._missing or self.header.dtype != wire
         if is_new:

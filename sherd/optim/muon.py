@@ -128,7 +128,7 @@ class Muon(MatrixOptimizer):
         if not callable(rule):
             raise PolicyTypeError(f"Muon(rule={rule!r}): expected a function of a name, a module and a parameter")
         self._momentum_dtype = real_dtype(momentum_dtype, "Muon(momentum_dtype")
-        self._ns_dtype, self._wire_dtype = real_dtype(ns_dtype, "Muon(ns_dtype"), None
+        self._ns_dtype = real_dtype(ns_dtype, "Muon(ns_dtype")
         self._why: dict[str, str] = {}
         """Why a parameter of a model is left to AdamW, by its name."""
         self._adamw: torch.optim.Optimizer | None = None
@@ -152,7 +152,7 @@ class Muon(MatrixOptimizer):
             raise PolicyError(f"Muon(heads={heads!r}): heads go by names in a model; in groups, say rows= for each")
         self._init(params, defaults)
 
-    _PICKLED = ("_momentum_dtype", "_ns_dtype", "_wire_dtype", "_why", "_adamw_options")
+    _PICKLED = ("_momentum_dtype", "_ns_dtype", "_why", "_adamw_options")
 
     def __setstate__(self, state: Group) -> None:
         """Take over a pickled or a loaded state."""
@@ -258,6 +258,11 @@ class Muon(MatrixOptimizer):
             matrices, coefficients_of(group["ns_coefficients"], group["ns_steps"]), group["eps"], dtype
         )
 
+    def travels_in(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        """Returns the dtype of the products where that is smaller: to it directions are rounded, and updates are."""
+        products = self._ns_dtype or computes_in(device)
+        return products if products.itemsize < dtype.itemsize else dtype
+
     def scale_of(self, group: Group, rows: int, columns: int) -> float:
         """Returns what the learning rate of a matrix is multiplied by, as `adjust_lr_fn` says."""
         if group["adjust_lr_fn"] == "match_rms_adamw":
@@ -274,7 +279,7 @@ class TorchMuonStep(Muon):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._ns_dtype, self._wire_dtype, self._plans = torch.bfloat16, None, OrderedDict()
+        self._ns_dtype, self._plans = torch.bfloat16, OrderedDict()
         self._adamw, self._momentum_dtype, self._why = None, None, {}
         self._current_plan()
 
