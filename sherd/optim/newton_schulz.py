@@ -95,7 +95,8 @@ def orthogonalized(
     if matrices.device.type != "cpu" or not matrices.numel():
         return _iterated(matrices.to(dtype), coefficients, eps)
     together = CACHED_BYTES // (matrices[0].numel() * dtype.itemsize)
-    if together < 2:
+    # One by one as torch does, to the bit: baddbmm rounds some tiny matrices otherwise, also in a batch of one.
+    if together < 2 or len(matrices) == 1:
         return torch.stack([_iterated(matrix.to(dtype), coefficients, eps) for matrix in matrices])
     return torch.cat([_iterated(few.to(dtype), coefficients, eps) for few in matrices.split(together)])
 
