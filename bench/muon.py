@@ -276,7 +276,8 @@ def counts_of(this: Trainee, num_ranks: int) -> Counts:
     """Steps once, with gradients of zeros: made-up ranks cannot gather unequal parts for a forward."""
     for parameter in this.model.parameters():
         parameter.grad = zeros_as_gradient(parameter, parameter.dtype)
-    unit = num_bytes(this.workload.build())
+    with torch.device("meta"):
+        unit = num_bytes(this.workload.build())
     with _eagerly(), MovedBytes(num_ranks, dist.get_rank()) as moved:
         this.optimizer.step()
     this.drop_gradients()
