@@ -297,8 +297,7 @@ def counted_on_made_up_ranks(
     for rank in range(num_ranks):
         with imagined_ranks(num_ranks, rank):
             mesh = init_device_mesh("cpu", (num_ranks,))
-            # Under `Blocks` some ranks send nothing back, of which torch's fake group makes an error.
-            here = names or contenders(DDP.name, "Blocks", *([FSDP2.name] if rank else []))
+            here = names or contenders(DDP.name, *([FSDP2.name] if rank else []))
             ranks.append({name: counts_of(trainee(name, workload, mesh), num_ranks) for name in here})
     return ranks
 

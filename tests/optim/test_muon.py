@@ -66,6 +66,18 @@ def test_muon_trains_as_in_one_process(front):
     assert_as_plain(model, plain)
 
 
+def test_shards_travel_in_a_smaller_dtype_of_products_if_all_ranks_have_the_same():
+    half, single, cpu = torch.bfloat16, torch.float32, torch.device("cpu")
+    for options, dtype, device, expected in (
+        ({"ns_dtype": half}, single, cpu, half),
+        ({"ns_dtype": single}, half, cpu, half),
+        ({}, single, cpu, single),  # another rank's CPU may have no units for bfloat16
+        ({}, single, torch.device("cuda"), half),
+        ({"ns_dtype": half, "wire_dtype": single}, single, cpu, single),
+    ):
+        assert Muon([nn.Parameter(torch.ones(2, 2))], **options).travels_in(dtype, device) == expected, options
+
+
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, given: list[torch.Tensor]) -> None:
     for batch in given:
         model(batch).square().mean().backward()
