@@ -20,6 +20,7 @@ from . import (
     checkpoints,
     host,
     mesh,
+    muon,
     overhead,
     padding_row,
     peak,
@@ -48,6 +49,7 @@ FIGURES: dict[str, Callable[[Conditions], Figure]] = {
     "shard": shard_time.measure,
     "optimizer": small.measure_optimizer,
     "clip": small.measure_clip,
+    "muon": muon.measure,
     "padding": padding_row.measure,
     "state_dict": state_dict.measure,
     "checkpoints": checkpoints.measure,
@@ -57,8 +59,8 @@ FIGURES: dict[str, Callable[[Conditions], Figure]] = {
 }
 ON_DEVICES = ("device",)
 """What is measured on an accelerator unless figures are named. On the CPU it is a dry run, for whoever names it."""
-ASKED_FOR = ("mesh",)
-"""Not measured unless named: other ranks, another question."""
+ASKED_FOR = ("mesh", "muon")
+"""Not measured unless named: other ranks, or another question."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,7 +98,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=FIGURES,
         metavar="NAME",
         help=f"some of: {', '.join(FIGURES)}; if left out, {', '.join(ON_DEVICES)} on an accelerator, and on the CPU "
-        "all but that and mesh",
+        f"all but that, {' and '.join(ASKED_FOR)}",
     )
     parser.add_argument("--mesh", action="store_true", help="two axes, 4 CPU ranks: as --only mesh")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, conditions and raw samples")

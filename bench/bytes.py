@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from sherd.comm import transport
 from sherd.comm.host import gloo, shared_memory, sums
@@ -28,7 +29,8 @@ from .table import Aim, Aims, Figure, Row, row_of_counts
 NUM_FAKE_RANKS = 16
 
 # What a rank sends, at least, for one collective over W ranks: which argument's bytes (the unsharded buffer, all
-# ranks' parts), times which multiple of (W - 1) / W. A broadcast's cost is shared out over the ranks.
+# ranks' parts), times which multiple of (W - 1) / W. What a broadcast, a gather or a scatter costs is shared out over
+# the ranks.
 WIRE = {
     "c10d::_allgather_base_": (0, 1),
     "c10d::allgather_": (0, 1),
@@ -41,8 +43,17 @@ WIRE = {
     "c10d::allreduce_": (0, 2),
     "c10d::allreduce_coalesced_": (0, 2),
     "c10d::broadcast_": (0, 1),
+    "c10d::gather_": (1, 1),
+    "c10d::scatter_": (0, 1),
     "c10d::barrier": (0, 0),
+    # DTensor's own: the first argument is the result.
+    "_c10d_functional::all_gather_into_tensor": (0, 1),
+    "_c10d_functional::reduce_scatter_tensor": (1, 1),
+    "_c10d_functional::all_reduce": (1, 2),
 }
+
+COLLECTIVE = ("c10d", "_c10d_functional")
+SENDS_NOTHING = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
 
 # Between two ranks: which argument's bytes are sent.
 SENDS = {"c10d::send": 0}
@@ -57,11 +68,14 @@ TRANSPORT_FILES = {module.__file__ for module in (gloo, shared_memory, sums, tra
 WRITES_UNDECLARED = {"fsdp::all_gather_copy_in": 0}
 
 # Declared as writes, or returning fresh storage, these move nothing.
-MOVES_NOTHING = {"resize_", "set_", "detach_", "record_stream"}
+MOVES_NOTHING = {"resize_", "set_", "detach_", "record_stream", "wait_tensor", "_wrap_tensor_autograd"}
 
 
 class MovedBytes(TorchDispatchMode):
     """Counts bytes per operation: `written` to memory, and `sent` by collectives over `num_ranks` ranks.
+
+    Beside them `calls`, how often each collective is called, and `flops` of products, two for a multiplication and its
+    addition.
 
     Written is what an operation's schema says it changes, and what it returns in fresh storage. Views and
     bare allocations write nothing. Inside a collective of torch's nothing is seen: its cost is `WIRE`'s. What sherd's
@@ -75,6 +89,8 @@ class MovedBytes(TorchDispatchMode):
         self.written: Counter[str] = Counter()
         self.carried: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.flops = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -84,9 +100,13 @@ class MovedBytes(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func._schema.name
-        if func.namespace == "c10d":
-            self.sent[name] += bytes_sent(name, args, *self._ranks_of(args))
+        if func.namespace in COLLECTIVE and name not in SENDS_NOTHING:
+            given = args if func.namespace == "c10d" else (result, *args)
+            self.sent[name] += bytes_sent(name, given, *self._ranks_of(args))
+            self.calls[name] += 1
         else:
+            if product := flop_registry.get(func._overloadpacket):
+                self.flops += product(*args, **kwargs, out_val=result)
             by_whom = self.carried if called_by_transport() else self.written
             by_whom[name] += bytes_written(func, args, kwargs, result)
         return result

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -20,6 +20,8 @@ import sherd
 import sherd.wrap
 
 from .models import Model, Workload
+
+Placement = Shard | sherd.Flat | sherd.Blocks | sherd.Owned
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class _FSDP2:
 class _Sherd:
     """`sherd.fully_shard` on the blocks and on the root. It may be pickled, as all that goes to a rank."""
 
-    placement: sherd.Flat | None = None
+    placement: Placement | None = None
     transport: str = "auto"
     mixed: bool = False
     offload: bool = False
@@ -159,6 +161,12 @@ WRAPPERS = (WRAPPER, WRAPPER_FLAT)
 MEGATRON = System("Megatron", _Megatron(), finish=_finish_megatron)
 """Measured by `bench.device` alone, where the package is installed."""
 ALL = (PLAIN, DDP, FSDP1, FSDP1_FLAT, FSDP2, SHERD, SHERD_COALESCED, SHERD_GLOO, FLAT, FLAT_GLOO, FLAT_VIEW, *WRAPPERS)
+
+
+def sherd_system(name: str, placement: Placement) -> System:
+    """Returns `fully_shard` with a placement."""
+    return System(name, _Sherd(placement))
+
 
 LEGEND = (
     "sherd: `Shard(0)`, the default; Flat: `placement=Flat()`; both over the transport that is chosen by itself (for "

@@ -7,11 +7,15 @@ from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
-OTHERS = ("plain", "one vector", "DDP", "FSDP1", "FSDP1 flat", "FSDP2", "Megatron")
+OTHERS = (
+    *("plain", "one vector", "DDP", "FSDP1", "FSDP1 flat", "FSDP2", "Megatron"),
+    *("muon-fsdp2", "dion", "AdamW"),
+)
 
 # Each front end is held against the one of torch's that it replaces; the wrapper with the same `use_orig_params`.
 RIVALS = {
     **dict.fromkeys(("sherd", "sherd coalesced", "sherd gloo", "Flat", "Flat gloo", "Flat view"), "FSDP2"),
+    **dict.fromkeys(("Shard", "Blocks", "Owned"), "FSDP2"),
     "wrapper": "FSDP1",
     "wrapper flat": "FSDP1 flat",
 }

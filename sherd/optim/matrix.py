@@ -238,6 +238,10 @@ class MatrixOptimizer(Optimizer):
         """Returns what the learning rate of a matrix is multiplied by."""
         return 1.0
 
+    def travels_in(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        """Returns the dtype, on all ranks the same, in which directions and updates of parameters of `dtype` travel."""
+        return self._wire_dtype or dtype
+
     # The step
 
     @torch.no_grad()
@@ -315,11 +319,11 @@ class MatrixOptimizer(Optimizer):
         Returns:
             The headers that came there, unless gradients were there, and back, [2 or 1, ranks, HEADER], of each bucket.
         """
-        there = [bucket.there(directions, self._wire_dtype, plan.faults) for bucket in plan.buckets[:1]]
+        there = [self._there(bucket, directions, plan.faults) for bucket in plan.buckets[:1]]
         headers, back = [], []
         for number, bucket in enumerate(plan.buckets):
             if number + 1 < len(plan.buckets):
-                there.append(plan.buckets[number + 1].there(directions, self._wire_dtype, plan.faults))
+                there.append(self._there(plan.buckets[number + 1], directions, plan.faults))
             whole, header = bucket.whole(there[number])
             headers.append(header)
             # Where the host does not read the headers in time.
@@ -334,6 +338,9 @@ class MatrixOptimizer(Optimizer):
                 if index in directions:
                     updates[index].append((held, update))
         return told
+
+    def _there(self, bucket: _Bucket, directions: Mapping[int, torch.Tensor], faults: StepFaults) -> Moving | _Local:
+        return bucket.there(directions, self.travels_in(bucket.dtype, bucket.device), faults)
 
     def _raise_told(self, plan: _Plan, told: Sequence[tuple[list[int], Told]]) -> None:
         """Raise if something is wrong on this rank, or if another rank told so."""
@@ -848,14 +855,11 @@ class _Bucket:
         self.header = torch.empty(0)
         self._missing: list[int] | None = None
 
-    def there(
-        self, directions: Mapping[int, torch.Tensor], wire: torch.dtype | None, faults: StepFaults
-    ) -> Moving | _Local:
-        """Start to send the directions, unless they are at their owners.
+    def there(self, directions: Mapping[int, torch.Tensor], wire: torch.dtype, faults: StepFaults) -> Moving | _Local:
+        """Start to send the directions in the dtype `wire`, unless they are at their owners.
 
         Those without a gradient are zeros, so that sizes are the same in each step.
         """
-        wire = wire or self.dtype
         missing = [index for index in self._numels if index not in directions]
         if missing != self._missing or self.header.dtype != wire:
             self._missing = missing

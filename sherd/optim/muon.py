@@ -109,7 +109,7 @@ class Muon(MatrixOptimizer):
         adamw: options of AdamW: lr, betas, eps, weight_decay.
         momentum_dtype: of the momentum; None: the parameter's.
         ns_dtype: of the iteration; None: bfloat16 where the device has units for it, else float32.
-        wire_dtype: of what travels; None: the parameter's.
+        wire_dtype: of what travels; None: that of products if it is smaller than the parameter's, else the parameter's.
         tensor_parallel: "whole" puts matrices that tensor parallelism cuts together, "blockwise" orthogonalises each
             rank's part by itself; see `MatrixOptimizer`. The rate then goes by the shape of the part.
 
@@ -281,6 +281,14 @@ class Muon(MatrixOptimizer):
         return orthogonalized(
             matrices, coefficients_of(group["ns_coefficients"], group["ns_steps"]), group["eps"], dtype
         )
+
+    def travels_in(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        """Returns `wire_dtype`, else the dtype of the products where that is smaller and all ranks have the same.
+
+        Owners round directions to it anyway, and updates are of it, so that no value is another.
+        """
+        products = self._ns_dtype or (computes_in(device) if device.type != "cpu" else dtype)
+        return self._wire_dtype or (products if products.itemsize < dtype.itemsize else dtype)
 
     def scale_of(self, group: Group, rows: int, columns: int) -> float:
         """Returns what the learning rate of a matrix is multiplied by, as `adjust_lr_fn` says."""

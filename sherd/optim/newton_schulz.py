@@ -35,6 +35,10 @@ MARGIN = 1.01
 """All but the last polynomial of the Polar Express are made for singular values up to this one, as rounding makes some
 larger than 1."""
 
+CACHED_BYTES = 512 << 10
+"""Of matrices that a CPU iterates together: so few that they and their products stay in a core's cache. In one batch,
+24 matrices of 512 x 512 take 15 % longer."""
+
 
 def coefficients_of(given: str | Sequence[float] | Sequence[Sequence[float]], steps: int) -> list[Coefficients]:
     """Returns the coefficients of each of `steps` iterations.
@@ -88,14 +92,25 @@ def orthogonalized(
     Returns:
         A tensor of the same shape, of `dtype`.
     """
-    x = matrices.to(dtype)
+    if matrices.device.type != "cpu" or not matrices.numel():
+        return _iterated(matrices.to(dtype), coefficients, eps)
+    together = CACHED_BYTES // (matrices[0].numel() * dtype.itemsize)
+    # One by one as torch does, to the bit: baddbmm rounds some tiny matrices otherwise, also in a batch of one.
+    if together < 2 or len(matrices) == 1:
+        return torch.stack([_iterated(matrix.to(dtype), coefficients, eps) for matrix in matrices])
+    return torch.cat([_iterated(few.to(dtype), coefficients, eps) for few in matrices.split(together)])
+
+
+def _iterated(x: torch.Tensor, coefficients: Sequence[Coefficients], eps: float) -> torch.Tensor:
+    """Returns one matrix, or a batch of them, orthogonalised."""
+    x = x / x.flatten(-2).norm(dim=-1).clamp(min=eps)[..., None, None]
     is_tall = x.size(-2) > x.size(-1)
     if is_tall:
         x = x.mT
-    x = x / x.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None]
+    add = torch.addmm if x.dim() == 2 else torch.baddbmm
     for a, b, c in coefficients:
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import sherd
-from bench import chart
+from bench import chart, muon
 from bench.__main__ import as_json, parse
 from bench.bytes import MovedBytes, bytes_sent
 from bench.models import bottleneck, deep_narrow, gpt, llama, num_bytes
@@ -253,8 +253,9 @@ def test_a_verdict_rounds_to_two_digits_or_to_those_of_the_limit_and_numbers_hav
 
 
 def test_every_system_has_a_column_every_column_a_system_and_all_can_be_sent_to_another_process():
-    assert {system.name for system in (*ALL, ONE_VECTOR, MEGATRON)} == set(COLUMNS)
-    for system in (*ALL[1:], MEGATRON):  # the plain module needs no rank to become what it is
+    of_muon = [system for system, _ in muon.CONTENDERS]
+    assert {system.name for system in (*ALL, ONE_VECTOR, MEGATRON, *of_muon)} == set(COLUMNS)
+    for system in (*ALL[1:], MEGATRON, *of_muon):  # the plain module needs no rank to become what it is
         assert pickle.loads(pickle.dumps(system)) == system
 
 

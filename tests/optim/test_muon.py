@@ -12,6 +12,7 @@ import sherd
 from sherd import Flat, MatrixOptimizer, Muon, Owned
 from sherd._torch import imagined_ranks
 from sherd.errors import OptimizerError, PolicyError, PolicyTypeError
+from sherd.optim import newton_schulz
 from sherd.optim.newton_schulz import QUINTIC, coefficients_of, orthogonalized
 from tests.support.checkpoints import load, save
 from tests.support.comparing import whole_params
@@ -65,6 +66,18 @@ def test_muon_trains_as_in_one_process(front):
     assert_as_plain(model, plain)
 
 
+def test_shards_travel_in_a_smaller_dtype_of_products_if_all_ranks_have_the_same():
+    half, single, cpu = torch.bfloat16, torch.float32, torch.device("cpu")
+    for options, dtype, device, expected in (
+        ({"ns_dtype": half}, single, cpu, half),
+        ({"ns_dtype": single}, half, cpu, half),
+        ({}, single, cpu, single),  # another rank's CPU may have no units for bfloat16
+        ({}, single, torch.device("cuda"), half),
+        ({"ns_dtype": half, "wire_dtype": single}, single, cpu, single),
+    ):
+        assert Muon([nn.Parameter(torch.ones(2, 2))], **options).travels_in(dtype, device) == expected, options
+
+
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, given: list[torch.Tensor]) -> None:
     for batch in given:
         model(batch).square().mean().backward()
@@ -87,8 +100,10 @@ def test_replicas_divide_the_matrices(front, sizes):
     assert_as_plain(model, plain)
 
 
-@pytest.mark.parametrize("adjust", [None, "match_rms_adamw"])
-def test_products_in_bfloat16_are_those_of_torch_to_the_bit(adjust):
+@pytest.mark.parametrize(("adjust", "cached"), [(None, 512 << 10), (None, 0), ("match_rms_adamw", 512 << 10)])
+def test_products_in_bfloat16_are_those_of_torch_to_the_bit(adjust, cached, monkeypatch):
+    """In a batch, and one by one as those that are too large for a core's cache."""
+    monkeypatch.setattr(newton_schulz, "CACHED_BYTES", cached)
     models = [nn.Sequential(nn.Linear(6, 9, bias=False), nn.Linear(9, 4, bias=False)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     options = {"lr": 0.02, "adjust_lr_fn": adjust, "nesterov": adjust is None}
