@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
 
 import torch
@@ -26,7 +26,7 @@ from sherd.comm.groups import default_group, group_beside
 from sherd.comm.mesh import DataMesh
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Cut, Shape
-from sherd.optim.owners import MatrixWork, owners_of
+from sherd.optim.owners import MatrixWork, in_order, owners_of
 
 Batch = tuple[int, int, int]
 """How many matrices, and the rows and columns of each."""
@@ -161,13 +161,18 @@ def items_of(index: int, shape: Shape, batch: Batch, cut: Cut) -> list[MatrixIte
 def with_owners(items: Sequence[MatrixItem], ring: Ring) -> list[MatrixItem]:
     """Returns the items with their owners, all ranks of the ring the same.
 
-    An item that ranks hold all of is computed by one of these ranks, any other item by any rank.
+    An item that ranks hold all of is computed by one of these ranks, any other item by any rank. The owners of one
+    parameter's items are in order, so that what they keep for these is in runs.
     """
     works, ranks = [], range(len(ring.ranks))
     for item in items:
         holders = [rank for rank in ranks if item.held(ring.piece_of[rank]).numel == item.elements.numel]
         works.append(MatrixWork(item.flops, item.elements.numel, holders or ranks))
-    owners = owners_of(works, len(ring.ranks))
+    owners = owners_of(works, len(ranks))
+    for _, of_parameter in groupby(range(len(items)), key=lambda number: items[number].index):
+        first, *others = of_parameter
+        own = slice(first, first + 1 + len(others))
+        owners[own] = in_order(owners[own], works[own], len(ranks))
     return [replace(item, owner=owner) for item, owner in zip(items, owners, strict=True)]
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -20,16 +21,21 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from sherd._torch import DTensorSpec
 from sherd.comm.failures import ranks_in_short
 from sherd.engine import ShardedParameter
 from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError
 from sherd.layout.extent import Extent
-from sherd.layout.placement import Copies
+from sherd.layout.placement import Copies, Shape
 from sherd.optim.exchange import Batch, Exchange, MatrixItem, Moving, Ring, header_of, items_of, with_owners
+from sherd.optim.matrix_state import Home, MatrixState
 from sherd.tensor.ragged import local_part
 
 Group = dict[str, Any]
 """A parameter group of an optimizer, options, or a state."""
+
+Shapes = Callable[[int, int], Mapping[str, Shape]]
+"""Returns the shapes of what is kept of a matrix, by name, for its numbers of rows and columns."""
 
 BUCKET_BYTES = 32 << 20
 """The most that a rank sends in one exchange, unless one matrix is larger."""
@@ -47,9 +53,16 @@ class MatrixOptimizer(Optimizer):
     A 2-D parameter is one matrix, a 3-D one a batch of them (experts), and one of more dims, of a convolution, is
     flattened behind its first dim.
 
+    With `state` it is `function(matrices, {name: tensor})`: what it keeps of these matrices, [number, *shape], which it
+    changes in place or replaces. `optimizer.state[parameter][name]` shows that of all matrices of a parameter as one
+    DTensor, which lies with their owners. Checkpoints take it to other layouts and numbers of ranks.
+
     Args:
         params: parameters, `(name, parameter)` pairs or groups of them, as for any optimizer of torch.
         function: computes updates, [number, rows, columns], of gradients of that shape. It may not change them.
+        state: returns the shapes of what is kept of one matrix, by name, for its numbers of rows and columns:
+            `lambda rows, columns: {"left": (rows, rows)}`. It begins as zeros, in float32 or the dtype of a wider
+            parameter. None: nothing is kept.
         lr: the learning rate.
         weight_decay: decoupled from the gradient.
         rows: rows of one matrix, for parameters of which every so many rows are a matrix of its own (attention heads).
@@ -57,7 +70,7 @@ class MatrixOptimizer(Optimizer):
         wire_dtype: the dtype in which gradients and updates travel. None: the gradient's.
 
     Raises:
-        PolicyTypeError: `function` cannot be called.
+        PolicyTypeError: `function` or `state` cannot be called, or `state` returns no shapes.
         PolicyError: `lr`, `weight_decay` or `rows` has no meaning.
         OptimizerError: a parameter is no matrix, complex, or not divisible into matrices of `rows` rows.
     """
@@ -65,8 +78,9 @@ class MatrixOptimizer(Optimizer):
     def __init__(
         self,
         params: Any,
-        function: Callable[[torch.Tensor], torch.Tensor],
+        function: Callable[..., torch.Tensor],
         *,
+        state: Shapes | None = None,
         lr: float = 1e-3,
         weight_decay: float = 0.0,
         rows: int = 0,
@@ -74,7 +88,12 @@ class MatrixOptimizer(Optimizer):
     ) -> None:
         if not callable(function):
             raise PolicyTypeError(f"MatrixOptimizer(function={function!r}): expected a function of matrices")
-        self._function = function
+        if state is not None and not callable(state):
+            raise PolicyTypeError(
+                f"MatrixOptimizer(state={state!r}): expected a function of numbers of rows and columns that returns a "
+                'dict of shapes, such as {"left": (rows, rows)}'
+            )
+        self._function, self._shapes = function, state
         self._wire_dtype = real_dtype(wire_dtype, "MatrixOptimizer(wire_dtype")
         self._init(params, {"lr": lr, "weight_decay": weight_decay, "rows": rows})
 
@@ -114,9 +133,10 @@ class MatrixOptimizer(Optimizer):
             raise PolicyError(f"{type(self).__name__}(rows={rows!r}): expected the number of rows of a matrix, or 0")
         if any(group is each for each in self.matrix_groups()):
             for index, parameter in enumerate(group["params"]):
-                batch_of(parameter, rows, group["param_names"][index] if "param_names" in group else "")
+                name = group["param_names"][index] if "param_names" in group else ""
+                _require_shapes(self.state_shapes(group, *batch_of(parameter, rows, name)[1:]))
 
-    _PICKLED: tuple[str, ...] = ("_function", "_wire_dtype")
+    _PICKLED: tuple[str, ...] = ("_function", "_shapes", "_wire_dtype")
     """Own attributes that a copy of the optimizer has, too. It plans its steps anew."""
 
     def __getstate__(self) -> Group:
@@ -129,12 +149,40 @@ class MatrixOptimizer(Optimizer):
         self._plan = None
 
     def load_state_dict(self, state_dict: Group) -> None:
-        """Load a state. Options that its groups do not have, as those of torch's optimizers, stay as they are."""
-        groups = state_dict["param_groups"]
+        """Load a state. Options that its groups do not have, as those of torch's optimizers, stay as they are.
+
+        State of whole matrices keeps its dtype, where torch would give it the parameter's.
+        """
+        groups, given = state_dict["param_groups"], state_dict["state"]
         if len(groups) == len(self.param_groups):
             filled = [{**own, **loaded} for own, loaded in zip(self.param_groups, groups, strict=True)]
             state_dict = {**state_dict, "param_groups": filled}
         super().load_state_dict(state_dict)
+        own, keys = ([each for group in of for each in group["params"]] for of in (self.param_groups, groups))
+        key_of = dict(zip(map(id, own), keys, strict=True))
+        for group in self.matrix_groups():
+            for parameter in group["params"]:
+                loaded = given.get(key_of[id(parameter)], {})
+                for name, dtype in self._dtypes(group, parameter).items():
+                    if name in loaded:
+                        self.state[parameter][name] = loaded[name].to(local_part(parameter).device, dtype, copy=True)
+
+    def spec_of_state(self, parameter: torch.Tensor, key: str, shape: torch.Size) -> DTensorSpec | None:
+        """Returns where a loaded state of whole matrices belongs; None: it has the parameter's shape, or is none."""
+        if shape == parameter.shape or not shape:
+            return None
+        plan, groups = self._current_plan(), self.matrix_groups()
+        index = next((index for index, each in enumerate(plan.parameters) if each is parameter), None)
+        if index is None or index not in plan.homes:
+            return None
+        number, *sizes = plan.batches[index]
+        kept = self.state_shapes(groups[plan.group_of[index]], *sizes).get(key)
+        return plan.homes[index].spec(shape) if kept is not None and (number, *kept) == tuple(shape) else None
+
+    def _dtypes(self, group: Group, parameter: torch.Tensor) -> dict[str, torch.dtype]:
+        """Returns the dtypes of what is kept for a parameter in another one than its own."""
+        shapes = self.state_shapes(group, *batch_of(parameter, group.get("rows", 0))[1:])
+        return dict.fromkeys(shapes, torch.promote_types(parameter.dtype, torch.float32))
 
     def matrix_groups(self) -> list[Group]:
         """The parameter groups that are stepped matrix by matrix."""
@@ -186,9 +234,16 @@ class MatrixOptimizer(Optimizer):
         """
         return gradients
 
-    def updates(self, group: Group, matrices: torch.Tensor) -> torch.Tensor:
-        """Returns the updates of whole matrices of one shape, [number, rows, columns]."""
-        return self._function(matrices)
+    def state_shapes(self, group: Group, rows: int, columns: int) -> Mapping[str, Shape]:
+        """Returns the shapes of what is kept of one matrix, by name; see `state`."""
+        return {} if self._shapes is None else self._shapes(rows, columns)
+
+    def updates(self, group: Group, matrices: torch.Tensor, state: MatrixState | None = None) -> torch.Tensor:
+        """Returns the updates of whole matrices of one shape, [number, rows, columns].
+
+        What `state_shapes` names is in `state`, and is changed there. Where nothing is kept, `state` is not given.
+        """
+        return self._function(matrices) if state is None else self._function(matrices, state)
 
     def scale_of(self, group: Group, rows: int, columns: int) -> float:
         """Returns what the learning rate of a matrix is multiplied by."""
@@ -219,6 +274,7 @@ class MatrixOptimizer(Optimizer):
             given = [gradients[index] for index in there]
             computed = self.directions(group, [plan.parameters[index] for index in there], given)  # type: ignore[arg-type]
             directions |= {index: each.reshape(-1) for index, each in zip(there, computed, strict=True)}
+            self._place_states(plan, group, indices, directions)
         updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
         whole = {
             item: directions[item.index][held.start : held.stop].view(item.batch)
@@ -248,7 +304,9 @@ class MatrixOptimizer(Optimizer):
                 there.append(plan.buckets[number + 1].there(directions, self._wire_dtype))
             whole, headers = bucket.exchange.whole(there[number])
             self._check_missing(plan, bucket, headers)
-            back.append(bucket.exchange.back(self._computed(plan, groups, whole), bucket.header))
+            # Matrices without a gradient travel as zeros, of which nothing is to be computed or kept.
+            stepped = {item: each for item, each in whole.items() if item.index in directions}
+            back.append(bucket.exchange.back(whole | self._computed(plan, groups, stepped), bucket.header))
         for bucket, moving in zip(plan.buckets, back, strict=True):
             for index, held, update in bucket.exchange.arrived(moving):
                 if index in directions:
@@ -286,13 +344,55 @@ class MatrixOptimizer(Optimizer):
             given = [whole[item] for item in items]
             matrices = given[0] if len(given) == 1 else torch.cat(given)
             version = None if matrices.is_inference() else matrices._version
-            update = self.updates(groups[group], matrices)
+            update = self._updated(plan, groups[group], items, matrices)
             if wrong := _wrong(update, matrices, version):
-                names = [self._name_of(plan.parameters[item.index]) for item in items]
-                names = names if len(names) <= 3 else [*names[:3], f"{len(names) - 3} more"]
-                raise OptimizerError(f"the function of {type(self).__name__} {wrong.format(', '.join(names))}")
+                raise self._error(plan, items, wrong)
             computed |= zip(items, update.split([item.batch[0] for item in items]), strict=True)
         return computed
+
+    def _error(self, plan: _Plan, items: Sequence[MatrixItem], wrong: str) -> OptimizerError:
+        """Returns the error of a function that did something wrong, with {} for the names of the parameters."""
+        names = [self._name_of(plan.parameters[item.index]) for item in items]
+        names = names if len(names) <= 3 else [*names[:3], f"{len(names) - 3} more"]
+        return OptimizerError(f"the function of {type(self).__name__} {wrong.format(', '.join(names))}")
+
+    def _place_states(self, plan: _Plan, group: Group, indices: Sequence[int], stepped: Container[int]) -> None:
+        """Make the states of parameters that are stepped, and move what lies elsewhere than the matrices' owners."""
+        for index in indices:
+            parameter, (number, *sizes) = plan.parameters[index], plan.batches[index]
+            shapes = self.state_shapes(group, *sizes) if index in plan.homes else {}
+            for name, shape in shapes.items():
+                value = self.state[parameter].get(name) if parameter in self.state else None
+                if value is not None and tuple(value.shape) != (number, *shape):
+                    raise OptimizerError(
+                        f"{self._name_of(parameter)}: its state {name!r} has shape {tuple(value.shape)}, and "
+                        f"{type(self).__name__} keeps {(number, *shape)}; load what was saved with the same function"
+                    )
+                if value is not None or index in stepped:
+                    placed = plan.homes[index].placed(value, shape, local_part(parameter))
+                    self.state[parameter][name] = placed
+
+    def _updated(self, plan: _Plan, group: Group, items: Sequence[MatrixItem], matrices: torch.Tensor) -> torch.Tensor:
+        """Returns the updates of matrices of one shape, and keeps their states."""
+        number, rows, columns = matrices.shape
+        shapes = self.state_shapes(group, rows, columns)
+        if not shapes:
+            return self.updates(group, matrices)
+        states = [(plan.homes[item.index], self.state[plan.parameters[item.index]]) for item in items]
+        kept = {
+            name: [home.part_of(item, own[name]) for item, (home, own) in zip(items, states, strict=True)]
+            for name in shapes
+        }
+        state = {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in kept.items()}
+        update = self.updates(group, matrices, state)
+        for name, parts in kept.items():
+            value, shape = state.get(name), (number, *shapes[name])
+            if value is None or tuple(value.shape) != shape:
+                found = "nothing" if value is None else f"shape {tuple(value.shape)}"
+                raise self._error(plan, items, f"left {found} as state {name!r} of {{}}; it must leave shape {shape}")
+            if value is not parts[0]:  # else the function has changed it in place
+                torch._foreach_copy_(parts, value.split([item.batch[0] for item in items]))
+        return update
 
     def _apply(
         self,
@@ -333,6 +433,18 @@ def _wrong(update: object, matrices: torch.Tensor, version: int | None) -> str |
     if version is not None and matrices._version != version:
         return f"changed its input in place, {of}; let it work on a copy"
     return None
+
+
+def _require_shapes(shapes: object) -> None:
+    """Raise a PolicyTypeError if what `state` returned is no dict of shapes."""
+    if not isinstance(shapes, Mapping) or not all(
+        isinstance(name, str) and isinstance(shape, tuple) and all(isinstance(size, int) for size in shape)
+        for name, shape in shapes.items()
+    ):
+        raise PolicyTypeError(
+            f"MatrixOptimizer(state=...) returned {shapes!r}: expected a dict of shapes, such as "
+            '{"left": (rows, rows)}'
+        )
 
 
 def number_from_0(option: str, value: object) -> None:
@@ -441,11 +553,15 @@ class _Plan:
         self._rows = [group.get("rows", 0) for group in groups]
         self._owners: dict[int, set[int]] = defaultdict(set)
         self._traveling: set[int] = set()
+        self.homes: dict[int, Home] = {}
+        """Where the states of parameters lie, by their numbers. A parameter without elements has none."""
         self.here: list[tuple[MatrixItem, Extent]] = []
         """Items that this rank computes by itself, with their elements in the local tensor."""
         self.buckets: list[_Bucket] = []
         for ring, items in self._by_ring():
-            self._divide(ring, with_owners(items, ring))
+            owned = with_owners(items, ring)
+            self._divide(ring, owned)
+            self.homes |= {index: Home(list(own), ring) for index, own in groupby(owned, lambda item: item.index)}
 
     def is_of(self, groups: Sequence[Group]) -> bool:
         """Returns whether the plan still is that of `groups`."""
@@ -483,6 +599,7 @@ class _Plan:
                 everything = Extent(0, self.parameters[index].numel())
                 plain = Copies(tuple(self.parameters[index].shape), 1, 0, (1,))
                 self.here.append((MatrixItem(index, everything, batch, plain), everything))
+                self.homes[index] = Home([self.here[-1][0]], None)
             else:
                 # Units have meshes of their own, also over the same ranks. A mesh has many parameters.
                 if id(record.mesh) not in ring_of:

@@ -1,0 +1,87 @@
+"""State of whole matrices: a tensor with an entry for each matrix of a parameter, which lies with the matrix's owner.
+
+    w: 3 matrices, m x n             rank 0          rank 1          rank 2
+    computed by                      | 0 | 1 |                       | 2 |
+    state[w]["left"], (3, m, m)      | 0 | 1 |                       | 2 |
+
+It is a `RaggedDTensor` over the ranks that hold the parameter. Whatever saves, loads, moves or copies the state of
+optimizers does so with it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from sherd._torch import DTensorSpec, local_tensor, spec_of
+from sherd.layout.placement import Shape
+from sherd.layout.runs import Runs
+from sherd.optim.exchange import MatrixItem, Ring
+from sherd.tensor.gather import piece_of
+from sherd.tensor.placement import Layout, is_ragged, layout_of, ragged_spec
+from sherd.tensor.ragged import as_dtensor, local_part, ragged_dtensor
+
+MatrixState = dict[str, torch.Tensor]
+"""What is kept of matrices of one shape: under each name a tensor [number, *shape]."""
+
+
+class Home:
+    """Where the state of one parameter's matrices lies.
+
+    Args:
+        items: all its items, in order.
+        ring: the ranks that hold the parameter. None: it is a plain one, and so is its state.
+    """
+
+    def __init__(self, items: Sequence[MatrixItem], ring: Ring | None) -> None:
+        self._ring = ring
+        self._number = sum(item.batch[0] for item in items)
+        self._counts = [0] * (1 if ring is None else len(ring.ranks))
+        for item in items:
+            self._counts[item.owner] += item.batch[0]
+        self._first = 0 if ring is None else sum(self._counts[: ring.rank])
+        self._layouts: dict[Shape, Layout] = {}
+
+    def placed(self, value: torch.Tensor | None, shape: Shape, like: torch.Tensor) -> torch.Tensor:
+        """Returns the state with entries of `shape`, where it belongs: `value` if it lies there; None: zeros.
+
+        All ranks that hold the parameter must call it: what lies elsewhere is gathered. Zeros are of the wider of
+        float32 and the dtype of `like`. They are on its device, and so is what was moved.
+        """
+        whole = (self._number, *shape)
+        layout = None if self._ring is None else self._layout(self._ring, whole)
+        if value is None:
+            dtype = torch.promote_types(like.dtype, torch.float32)
+            local = torch.zeros(layout.local_shape if layout else whole, dtype=dtype, device=like.device)
+            return ragged_dtensor(local, layout.spec(dtype)) if layout else local
+        if isinstance(value, DTensor):
+            spec, part = spec_of(value), local_tensor(value)
+            if layout and is_ragged(spec) and layout_of(spec).same_as(layout):
+                return value if layout_of(spec) is layout else ragged_dtensor(part, layout.spec(part.dtype))
+            value = as_dtensor(part.to(value.device_mesh.device_type), spec).full_tensor()
+        if layout is None:
+            return value
+        return ragged_dtensor(piece_of(value, layout).to(like.device, copy=True), layout.spec(value.dtype))
+
+    def spec(self, whole: Shape) -> DTensorSpec | None:
+        """Returns the spec of the state of all matrices, of shape `whole`; None: every rank has it as a whole."""
+        return None if self._ring is None else self._layout(self._ring, tuple(whole)).spec(torch.float32)
+
+    def _layout(self, ring: Ring, whole: Shape) -> Layout:
+        if whole not in self._layouts:
+            mesh = ring.mesh
+            ends = [end * prod(whole[1:]) for end in accumulate(self._counts)]
+            cut = Runs(whole, len(ends), 0, tuple(ends), by_rows=True)
+            axes = [axis for axis in (mesh.shard_axis, mesh.replicate_axis) if axis is not None]
+            given = [Replicate()] * mesh.mesh.ndim
+            self._layouts[whole] = layout_of(ragged_spec(mesh.mesh, given, whole, torch.float32, cut, axes))
+        return self._layouts[whole]
+
+    def part_of(self, item: MatrixItem, value: torch.Tensor) -> torch.Tensor:
+        """Returns the view of `value`, a state that lies where it belongs, with the entries of one of the own items."""
+        number, rows, columns = item.batch
+        return local_part(value).narrow(0, item.elements.start // (rows * columns) - self._first, number)
