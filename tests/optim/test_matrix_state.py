@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 import sherd
-from sherd import MatrixOptimizer
+from sherd import CommPolicy, MatrixOptimizer, ShardingStrategy
 from sherd.errors import OptimizerError, PolicyTypeError
 from sherd.optim.owners import MatrixWork, in_order
-from tests.optim.test_muon import assert_as_plain, batches, trained
+from tests.optim.test_muon import FRONTS, assert_as_plain, batches, sharded_by, trained
 from tests.support.checkpoints import load, save
 from tests.support.comparing import whole_params
 from tests.support.meshes import mesh_of
-from tests.support.ranks.bodies import on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.refusals import one_line
 from tests.support.sharding import sharded
 
@@ -87,12 +87,10 @@ def test_the_optimizer_steps_as_the_function_does_by_hand():
     assert_as_plain(stepped, plain)
 
 
-@on_threads(1, 2, 3, 4, front=["shard", "flat", "blocks", "owned", "wrapper", "columns"])
+@on_threads(1, 2, 3, 4, front=FRONTS)
 def test_a_function_that_keeps_state_trains_as_in_one_process(front):
-    plain, model = Layers(), Layers()
+    plain, model = Layers(), sharded_by(front, Layers())
     by_hand(plain, batches())
-    by_columns = {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}
-    model = sharded(model, **by_columns) if front == "columns" else sharded(model, front)
     trained(model, optimizer_of(model), batches())
     assert_as_plain(model, plain)
 
@@ -110,6 +108,17 @@ def test_replicas_keep_each_state_once(front, sizes):
         here = torch.tensor([float(kept.to_local().numel())])
         torch.distributed.all_reduce(here)
         assert int(here) == kept.numel()
+
+
+@on_threads(4, stage=[0, 1, 2, 3], cut=[Shard(0), Shard(1), sherd.Owned(), sherd.Flat()])
+def test_every_stage_keeps_state_as_one_process(stage, cut):
+    """Optimizer state over replicas, and then gradients and parameters too; beside parameters that are sharded."""
+    plain = Layers()
+    by_hand(plain, batches(3))
+    levels = [[cut if stage >= at else Replicate(), cut] for at in (3, 2, 1)]
+    model = sharded(Layers(), mesh=mesh_of((2, 2)), placements=sherd.Placements(*levels))
+    trained(model, optimizer_of(model), batches(3))
+    assert_as_plain(model, plain)
 
 
 def _half(front, folder, form, sizes):
@@ -267,3 +276,51 @@ def test_owners_of_neighbours_are_in_order():
     assert ordered(3, 1, 0, fixed=(1,)) == [0, 1, 3]
     assert ordered(3, 1, 3, 2, 2, fixed=(1, 3)) == [1, 1, 2, 2, 3]
     assert ordered(0, 2, 0, 3, fixed=(1, 3)) == [0, 2, 2, 3]
+
+
+@on_threads(4, strategy=list(ShardingStrategy))
+def test_every_strategy_of_the_wrapper_and_its_own_state_dicts(strategy):
+    plain = Layers()
+    by_hand(plain, batches(4))
+    options = {"device_mesh": mesh_of((2, 2))} if "HYBRID" in strategy.name else {}
+    models = [sharded(Layers(), "wrapper", sharding_strategy=strategy, **options) for _ in range(2)]
+    first, second = (optimizer_of(model) for model in models)
+    trained(models[0], first, batches(2))
+    state = sherd.FullyShardedDataParallel.optim_state_dict(models[0], first)
+    models[1].load_state_dict(models[0].state_dict())
+    second.load_state_dict(sherd.FullyShardedDataParallel.optim_state_dict_to_load(models[1], second, state))
+    trained(models[1], second, batches(4)[2:])
+    assert_as_plain(models[1], plain)
+
+
+@on_threads(2, front=["shard", "owned"])
+def test_it_is_kept_in_steps_in_backward(front):
+    plain, model = Layers(), sharded(Layers(), front)
+    by_hand(plain, batches(3))
+    sherd.step_in_backward(model, optimizer_of(model))
+    for batch in batches(3):
+        model(batch).square().mean().backward()
+    assert_as_plain(model, plain)
+
+
+@on_processes(2)
+def test_a_step_that_is_undone_is_kept_nowhere():
+    plain, model = Layers(), sharded(Layers(), comm_policy=CommPolicy(divergence="join"))
+    by_hand(plain, batches(2))
+    optimizer = optimizer_of(model)
+    for batch, fails in ((0, True), (0, False), (1, True), (1, False)):
+        with sherd.step(model, optimizer, undo_optimizer=True):
+            model(batches(2)[batch]).square().mean().backward()
+            optimizer.step()
+            if fails:
+                raise ValueError("too late")
+        optimizer.zero_grad()
+    assert_as_plain(model, plain)
+
+
+@on_threads(2)
+def test_it_is_in_host_memory_with_what_is_offloaded():
+    plain, model = Layers(), sharded(Layers(), offload_policy=sherd.CPUOffloadPolicy())
+    by_hand(plain, batches(3))
+    trained(model, optimizer_of(model), batches(3))
+    assert_as_plain(model, plain)

@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.tensor import Shard
 
 import sherd
 from sherd import Muon
 from sherd.optim.newton_schulz import QUINTIC, coefficients_of, orthogonalized
-from tests.optim.test_muon import EXACT, assert_as_plain, batches, stack, trained
+from tests.optim.test_muon import EXACT, FRONTS, assert_as_plain, batches, sharded_by, stack, trained
 from tests.support.checkpoints import load, save
 from tests.support.meshes import mesh_of
 from tests.support.ranks.bodies import on_threads
@@ -38,12 +37,10 @@ def normuons_steps(model: nn.Module, given: list[torch.Tensor]) -> None:
         model.zero_grad()
 
 
-@on_threads(1, 2, 3, 4, front=["shard", "flat", "blocks", "owned", "wrapper", "columns"])
+@on_threads(1, 2, 3, 4, front=FRONTS)
 def test_normuon_trains_as_in_one_process(front):
-    plain, model = stack(), stack()
+    plain, model = stack(), sharded_by(front, stack())
     normuons_steps(plain, batches())
-    by_columns = {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}
-    model = sharded(model, **by_columns) if front == "columns" else sharded(model, front)
     trained(model, Muon(model, **NOR), batches())
     assert_as_plain(model, plain)
 
@@ -111,3 +108,22 @@ def test_a_full_state_dict_has_the_averages_of_one_process(front):
         if p.ndim == 2:
             kept = optimizers[0].state[p]["second_momentum_buffer"]
             torch.testing.assert_close(found[name]["second_momentum_buffer"], kept, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("form", ["sherd", "dcp"])
+@on_threads(2)
+def test_momentum_and_averages_in_float32_keep_all_bits_beside_parameters_in_bfloat16(form, tmp_path):
+    models = [sharded(stack().bfloat16()) for _ in range(2)]
+    first, second = (Muon(model, momentum_dtype=torch.float32, **NOR) for model in models)
+    trained(models[0], first, [batch.bfloat16() for batch in batches(3)])
+    if form == "dcp":
+        save(models[0], first, tmp_path)
+        load(models[1], second, tmp_path)
+    else:
+        sherd.save(tmp_path, {"model": models[0], "optimizer": first}, step=3)
+        sherd.load(tmp_path, {"model": models[1], "optimizer": second})
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        for key in ("momentum_buffer", "second_momentum_buffer") if one.ndim == 2 else ():
+            saved, loaded = first.state[one][key], second.state[other][key]
+            assert saved.dtype is loaded.dtype is torch.float32
+            assert torch.equal(saved.full_tensor(), loaded.full_tensor())
