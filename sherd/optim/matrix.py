@@ -37,6 +37,8 @@ Group = dict[str, Any]
 Shapes = Callable[[int, int], Mapping[str, Shape]]
 """Returns the shapes of what is kept of a matrix, by name, for its numbers of rows and columns."""
 
+KEEPS = 'lambda rows, columns: {"left": (rows, rows)}'
+
 BUCKET_BYTES = 32 << 20
 """The most that a rank sends in one exchange, unless one matrix is larger."""
 
@@ -89,10 +91,7 @@ class MatrixOptimizer(Optimizer):
         if not callable(function):
             raise PolicyTypeError(f"MatrixOptimizer(function={function!r}): expected a function of matrices")
         if state is not None and not callable(state):
-            raise PolicyTypeError(
-                f"MatrixOptimizer(state={state!r}): expected a function of numbers of rows and columns that returns a "
-                'dict of shapes, such as {"left": (rows, rows)}'
-            )
+            raise PolicyTypeError(f"MatrixOptimizer(state={state!r}): expected a function, such as {KEEPS}")
         self._function, self._shapes = function, state
         self._wire_dtype = real_dtype(wire_dtype, "MatrixOptimizer(wire_dtype")
         self._init(params, {"lr": lr, "weight_decay": weight_decay, "rows": rows})
@@ -438,13 +437,12 @@ def _wrong(update: object, matrices: torch.Tensor, version: int | None) -> str |
 def _require_shapes(shapes: object) -> None:
     """Raise a PolicyTypeError if what `state` returned is no dict of shapes."""
     if not isinstance(shapes, Mapping) or not all(
-        isinstance(name, str) and isinstance(shape, tuple) and all(isinstance(size, int) for size in shape)
+        isinstance(name, str)
+        and isinstance(shape, tuple)
+        and all(isinstance(size, int) and size >= 0 for size in shape)
         for name, shape in shapes.items()
     ):
-        raise PolicyTypeError(
-            f"MatrixOptimizer(state=...) returned {shapes!r}: expected a dict of shapes, such as "
-            '{"left": (rows, rows)}'
-        )
+        raise PolicyTypeError(f"MatrixOptimizer(state=...) returned {shapes!r}: expected shapes, as {KEEPS} returns")
 
 
 def number_from_0(option: str, value: object) -> None:

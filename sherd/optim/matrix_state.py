@@ -11,6 +11,7 @@ optimizers does so with it, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 
@@ -38,13 +39,16 @@ class Home:
     """
 
     def __init__(self, items: Sequence[MatrixItem], ring: Ring | None) -> None:
-        self._ring = ring
-        self._number = sum(item.batch[0] for item in items)
-        self._counts = [0] * (1 if ring is None else len(ring.ranks))
-        for item in items:
-            self._counts[item.owner] += item.batch[0]
-        self._first = 0 if ring is None else sum(self._counts[: ring.rank])
+        self._items, self._ring = items, ring
         self._layouts: dict[Shape, Layout] = {}
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """How many matrices the ranks of the ring up to each one compute."""
+        counts = [0] * (1 if self._ring is None else len(self._ring.ranks))
+        for item in self._items:
+            counts[item.owner] += item.batch[0]
+        return list(accumulate(counts))
 
     def placed(self, value: torch.Tensor | None, shape: Shape, like: torch.Tensor) -> torch.Tensor:
         """Returns the state with entries of `shape`, where it belongs: `value` if it lies there; None: zeros.
@@ -52,7 +56,7 @@ class Home:
         All ranks that hold the parameter must call it: what lies elsewhere is gathered. Zeros are of the wider of
         float32 and the dtype of `like`. They are on its device, and so is what was moved.
         """
-        whole = (self._number, *shape)
+        whole = (self._ends[-1], *shape)
         layout = None if self._ring is None else self._layout(self._ring, whole)
         if value is None:
             dtype = torch.promote_types(like.dtype, torch.float32)
@@ -73,15 +77,14 @@ class Home:
 
     def _layout(self, ring: Ring, whole: Shape) -> Layout:
         if whole not in self._layouts:
-            mesh = ring.mesh
-            ends = [end * prod(whole[1:]) for end in accumulate(self._counts)]
-            cut = Runs(whole, len(ends), 0, tuple(ends), by_rows=True)
+            mesh, ends = ring.mesh, tuple(end * prod(whole[1:]) for end in self._ends)
             axes = [axis for axis in (mesh.shard_axis, mesh.replicate_axis) if axis is not None]
-            given = [Replicate()] * mesh.mesh.ndim
-            self._layouts[whole] = layout_of(ragged_spec(mesh.mesh, given, whole, torch.float32, cut, axes))
+            cut, copies = Runs(whole, len(ends), 0, ends, by_rows=True), [Replicate()] * mesh.mesh.ndim
+            self._layouts[whole] = layout_of(ragged_spec(mesh.mesh, copies, whole, torch.float32, cut, axes))
         return self._layouts[whole]
 
     def part_of(self, item: MatrixItem, value: torch.Tensor) -> torch.Tensor:
         """Returns the view of `value`, a state that lies where it belongs, with the entries of one of the own items."""
         number, rows, columns = item.batch
-        return local_part(value).narrow(0, item.elements.start // (rows * columns) - self._first, number)
+        before = self._ends[item.owner - 1] if item.owner else 0
+        return local_part(value).narrow(0, item.elements.start // (rows * columns) - before, number)

@@ -254,9 +254,14 @@ def test_what_a_function_may_not_keep_is_named():
         return matrices
 
     for error, words, action in (
-        (PolicyTypeError, "MatrixOptimizer(state='left'): expected a function of", lambda: made(torch.sign, "left")),
-        (PolicyTypeError, "state=...) returned None: expected a dict", lambda: made(torch.sign, lambda *_: None)),
+        (PolicyTypeError, "MatrixOptimizer(state='left'): expected a function, such as", lambda: made(torch.sign, "left")),
+        (
+            PolicyTypeError,
+            "state=...) returned None: expected shapes, as lambda",
+            lambda: made(torch.sign, lambda *_: None),
+        ),
         (PolicyTypeError, "returned {'left': 3}", lambda: made(torch.sign, lambda *_: {"left": 3})),
+        (PolicyTypeError, "returned {'left': (-1,)}", lambda: made(torch.sign, lambda *_: {"left": (-1,)})),
         (OptimizerError, "left nothing as state 'left' of w; it must leave shape (1, 6, 6)", made(drops).step),
         (OptimizerError, "left shape (1, 6, 7) as state 'left' of w; it must", made(widens).step),
     ):
