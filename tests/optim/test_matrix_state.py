@@ -12,6 +12,7 @@ import sherd
 from sherd import CommPolicy, MatrixOptimizer, ShardingStrategy
 from sherd.errors import OptimizerError, PolicyTypeError
 from sherd.optim.owners import MatrixWork, in_order
+from tests.optim.moves import MOVES, assert_goes_on
 from tests.optim.test_muon import FRONTS, assert_as_plain, batches, sharded_by, trained
 from tests.support.checkpoints import load, save
 from tests.support.comparing import whole_params
@@ -121,43 +122,12 @@ def test_every_stage_keeps_state_as_one_process(stage, cut):
     assert_as_plain(model, plain)
 
 
-def _half(front, folder, form, sizes):
-    """Train two of four steps, and save."""
-    model = sharded(Layers(), front, **({"mesh": mesh_of(sizes)} if sizes else {}))
-    optimizer = optimizer_of(model)
-    trained(model, optimizer, batches(2))
-    if form == "dcp":
-        save(model, optimizer, folder)
-    else:
-        sherd.save(folder, {"model": model, "optimizer": optimizer}, step=2)
-
-
-def _other_half(front, folder, form, has_stepped):
-    """Load into a model that has other values, and train the other two steps."""
-    plain = Layers()
-    by_hand(plain, batches(4))
-    model = sharded(Layers(), front)
-    optimizer = optimizer_of(model)
-    trained(model, optimizer, batches(1 if has_stepped else 0))
-    if form == "dcp":
-        load(model, optimizer, folder)
-    else:
-        sherd.load(folder, {"model": model, "optimizer": optimizer})
-    trained(model, optimizer, batches(4)[2:])
-    assert_as_plain(model, plain)
-
-
 @pytest.mark.parametrize("form", ["sherd", "dcp"])
-@pytest.mark.parametrize(
-    ("saved", "loaded", "sizes"),
-    [("shard", "owned", None), ("owned", "shard", None), ("flat", "wrapper", None), ("shard", "flat", (2, 2))],
-)
-@pytest.mark.parametrize("has_stepped", [True, False])
-def test_a_state_goes_on_under_another_layout_on_other_ranks(
-    threads, tmp_path, form, saved, loaded, sizes, has_stepped
-):
-    threads(4).run(_half, saved, tmp_path / "checkpoint", form, sizes)
-    threads(2).run(_other_half, loaded, tmp_path / "checkpoint", form, has_stepped)
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_state_goes_on_under_another_layout_on_other_ranks(threads, tmp_path, form, move, steps_before):
+    folder = tmp_path / "checkpoint"
+    assert_goes_on(threads, folder, form, move, Layers, optimizer_of, batches(4), by_hand, trained, steps_before)
 
 
 @on_threads(2, front=["shard", "owned", "wrapper"])
@@ -254,7 +224,11 @@ def test_what_a_function_may_not_keep_is_named():
         return matrices
 
     for error, words, action in (
-        (PolicyTypeError, "MatrixOptimizer(state='left'): expected a function, such as", lambda: made(torch.sign, "left")),
+        (
+            PolicyTypeError,
+            "MatrixOptimizer(state='left'): expected a function, such as",
+            lambda: made(torch.sign, "left"),
+        ),
         (
             PolicyTypeError,
             "state=...) returned None: expected shapes, as lambda",

@@ -13,7 +13,7 @@ from sherd import Flat, MatrixOptimizer, Muon, Owned
 from sherd._torch import imagined_ranks
 from sherd.errors import OptimizerError, PolicyError, PolicyTypeError
 from sherd.optim.newton_schulz import QUINTIC, coefficients_of, orthogonalized
-from tests.support.checkpoints import load, save
+from tests.optim.moves import MOVES, assert_goes_on
 from tests.support.comparing import whole_params
 from tests.support.meshes import mesh_of
 from tests.support.ranks.bodies import on_threads
@@ -191,37 +191,12 @@ def test_what_cannot_be_stepped_is_named():
     )
 
 
-def _half(front, folder, form):
-    """Train two of four steps, and save."""
-    model = sharded(stack(), front)
-    optimizer = Muon(model, lr=0.02, **EXACT)
-    trained(model, optimizer, batches(2))
-    if form == "dcp":
-        save(model, optimizer, folder)
-    else:
-        sherd.save(folder, {"model": model, "optimizer": optimizer}, step=2)
-
-
-def _other_half(front, folder, form):
-    """Load into a model that has other values, and train the other two steps."""
-    plain = stack()
-    torchs_steps(plain, batches(4))
-    model = sharded(stack(), front)
-    optimizer = Muon(model, lr=0.02, **EXACT)
-    trained(model, optimizer, batches(1))
-    if form == "dcp":
-        load(model, optimizer, folder)
-    else:
-        sherd.load(folder, {"model": model, "optimizer": optimizer})
-    trained(model, optimizer, batches(4)[2:])
-    assert_as_plain(model, plain)
-
-
 @pytest.mark.parametrize("form", ["sherd", "dcp"])
-@pytest.mark.parametrize(("saved", "loaded"), [("owned", "shard"), ("shard", "owned"), ("flat", "wrapper")])
-def test_its_state_goes_on_under_another_layout_on_other_ranks(threads, tmp_path, form, saved, loaded):
-    threads(4).run(_half, saved, tmp_path / "checkpoint", form)
-    threads(2).run(_other_half, loaded, tmp_path / "checkpoint", form)
+@pytest.mark.parametrize("move", MOVES)
+def test_its_state_goes_on_under_another_layout_on_other_ranks(threads, tmp_path, form, move):
+    folder = tmp_path / "checkpoint"
+    made = stack, lambda model: Muon(model, lr=0.02, **EXACT)
+    assert_goes_on(threads, folder, form, move, *made, batches(4), torchs_steps, trained, steps_before=1)
 
 
 def test_it_says_what_steps_each_parameter():

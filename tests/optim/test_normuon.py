@@ -8,6 +8,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import sherd
 from sherd import Muon
 from sherd.optim.newton_schulz import QUINTIC, coefficients_of, orthogonalized
+from tests.optim.moves import MOVES, assert_goes_on
 from tests.optim.test_muon import EXACT, FRONTS, assert_as_plain, batches, sharded_by, stack, trained
 from tests.support.checkpoints import load, save
 from tests.support.meshes import mesh_of
@@ -57,43 +58,13 @@ def test_replicas_divide_the_averages_too(front, sizes):
     assert sum(each.numel() for each in kept) == sum(p.shape[0] for p in model.parameters() if p.ndim == 2)
 
 
-def _half(front, folder, form, sizes):
-    """Train two of four steps, and save."""
-    model = sharded(stack(), front, **({"mesh": mesh_of(sizes)} if sizes else {}))
-    optimizer = Muon(model, **NOR)
-    trained(model, optimizer, batches(2))
-    if form == "dcp":
-        save(model, optimizer, folder)
-    else:
-        sherd.save(folder, {"model": model, "optimizer": optimizer}, step=2)
-
-
-def _other_half(front, folder, form, has_stepped):
-    """Load into a model that has other values, and train the other two steps."""
-    plain = stack()
-    normuons_steps(plain, batches(4))
-    model = sharded(stack(), front)
-    optimizer = Muon(model, **NOR)
-    trained(model, optimizer, batches(1 if has_stepped else 0))
-    if form == "dcp":
-        load(model, optimizer, folder)
-    else:
-        sherd.load(folder, {"model": model, "optimizer": optimizer})
-    trained(model, optimizer, batches(4)[2:])
-    assert_as_plain(model, plain)
-
-
 @pytest.mark.parametrize("form", ["sherd", "dcp"])
-@pytest.mark.parametrize(
-    ("saved", "loaded", "sizes"),
-    [("shard", "owned", None), ("owned", "shard", None), ("flat", "wrapper", None), ("shard", "flat", (2, 2))],
-)
-@pytest.mark.parametrize("has_stepped", [True, False])
-def test_its_averages_go_on_under_another_layout_on_other_ranks(
-    threads, tmp_path, form, saved, loaded, sizes, has_stepped
-):
-    threads(4).run(_half, saved, tmp_path / "checkpoint", form, sizes)
-    threads(2).run(_other_half, loaded, tmp_path / "checkpoint", form, has_stepped)
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_its_averages_go_on_under_another_layout_on_other_ranks(threads, tmp_path, form, move, steps_before):
+    folder = tmp_path / "checkpoint"
+    made = stack, lambda model: Muon(model, **NOR)
+    assert_goes_on(threads, folder, form, move, *made, batches(4), normuons_steps, trained, steps_before)
 
 
 @on_threads(2, front=["shard", "owned", "wrapper"])
