@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import Replicate, Shard
 
 import sherd
@@ -91,8 +91,8 @@ def test_the_optimizer_steps_as_the_function_does_by_hand():
 @on_threads(1, 2, 3, 4, front=FRONTS)
 def test_a_function_that_keeps_state_trains_as_in_one_process(front):
     plain, model = Layers(), sharded_by(front, Layers())
-    by_hand(plain, batches())
-    trained(model, optimizer_of(model), batches())
+    by_hand(plain, batches(8))
+    trained(model, optimizer_of(model), batches(8))
     assert_as_plain(model, plain)
 
 
@@ -130,16 +130,23 @@ def test_a_state_goes_on_under_another_layout_on_other_ranks(threads, tmp_path, 
     assert_goes_on(threads, folder, form, move, Layers, optimizer_of, batches(4), by_hand, trained, steps_before)
 
 
-@on_threads(2, front=["shard", "owned", "wrapper"])
-def test_a_full_state_dict_has_the_state_of_one_process(front):
-    plain, model = Layers(), sharded(Layers(), front)
-    optimizers = [optimizer_of(each) for each in (plain, model)]
-    for each, optimizer in zip((plain, model), optimizers, strict=True):
-        trained(each, optimizer, batches(2))
-    options = StateDictOptions(full_state_dict=True)
-    found = get_optimizer_state_dict(model, optimizers[1], options=options)["state"]
+@on_processes(2, front=["shard", "owned", "wrapper"], from_rank0=[False, True])
+def test_a_full_state_dict_has_the_state_of_one_process_and_loads(front, from_rank0):
+    plain, models = Layers(), [sharded(Layers(), front) for _ in range(2)]
+    by_optimizer, first, second = (optimizer_of(each) for each in (plain, *models))
+    trained(plain, by_optimizer, batches(2))
+    trained(models[0], first, batches(2))
+    full = StateDictOptions(full_state_dict=True)
+    found = get_optimizer_state_dict(models[0], first, options=full)
     for name, p in plain.named_parameters():
-        torch.testing.assert_close(found[name], optimizers[0].state[p], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found["state"][name], by_optimizer.state[p], rtol=1e-4, atol=1e-6)
+    models[1].load_state_dict(models[0].state_dict())
+    given = found if not from_rank0 or torch.distributed.get_rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0)
+    set_optimizer_state_dict(models[1], second, given, options=options)
+    trained(plain, by_optimizer, batches(4)[2:])
+    trained(models[1], second, batches(4)[2:])
+    assert_as_plain(models[1], plain)
 
 
 @on_threads(3, front=["shard", "flat"])
