@@ -199,6 +199,21 @@ class WrapperArguments:
         return Flat() if cut is None else cut
 
     @property
+    def owns_gradients(self) -> bool:
+        """Returns whether `Placements` let whole gradients go to owners.
+
+        Raises:
+            PolicyError: a flat parameter, whose gradient is one line.
+        """
+        owns_gradients = self.placements is not None and self.placements.owns_gradients
+        if owns_gradients and not self.use_orig_params:
+            raise PolicyError(
+                "sharding_strategy=Placements(gradient=Owned()) with use_orig_params=False: the gradient of a flat "
+                "parameter is one line, which has no owner; pass use_orig_params=True"
+            )
+        return owns_gradients
+
+    @property
     def placements(self) -> Placements | None:
         """Returns the user's `Placements`; None for a strategy of FSDP1."""
         return self.sharding_strategy if isinstance(self.sharding_strategy, Placements) else None

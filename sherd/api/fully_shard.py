@@ -159,7 +159,13 @@ def fully_shard(
     own_mesh = data_mesh(mesh, dp_mesh_dims, comm_policy)
     if levels is not None:
         own_mesh = arranged(own_mesh, levels)
-    request_of = _ShardingRequests(own_mesh, cut, shard_placement_fn, checked_reshard(reshard_after_forward))
+    request_of = _ShardingRequests(
+        own_mesh,
+        cut,
+        shard_placement_fn,
+        checked_reshard(reshard_after_forward),
+        isinstance(placements, Placements) and placements.owns_gradients,
+    )
     policy = unit_policy(levels, reshard_after_forward, prefetch_policy)
     make_unit(
         modules,
@@ -277,10 +283,12 @@ class _ShardingRequests:
         default: ShardSpec | RunPlacement | None,
         placement_fn: ShardPlacementFn | None,
         reshard_after_forward: bool | int | None,
+        owns_gradients: bool,
     ) -> None:
         require_divides(reshard_after_forward, mesh)
         self._mesh = mesh
         self._default, self._placement_fn, self._reshard = default, placement_fn, reshard_after_forward
+        self._owns_gradients = owns_gradients
         self._meshes: dict[tuple[int, DataParallelMeshDims | None], DataMesh] = {}
 
     def __call__(self, found: DiscoveredParameter) -> ShardingRequest:
@@ -290,7 +298,7 @@ class _ShardingRequests:
         if isinstance(placement, OnMesh):
             mesh, placement = self._checked_mesh(placement, found.name), placement.placement
         if placement is None:
-            return ShardingRequest(rule_of(self._default, found.parameter), mesh)
+            return ShardingRequest(rule_of(self._default, found.parameter), mesh, self._owns_gradients)
         if not is_cut(placement):
             raise PlacementError(
                 f"{found.name}: shard_placement_fn returned {placement!r}; {EXPECTED}, one of them OnMesh(...), or "

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard as ShardSpec
 
 from sherd.errors import PlacementError, PolicyError, PolicyTypeError
 from sherd.layout.placement import Shard
-from sherd.layout.runs import AnyPlacement, RunPlacement
+from sherd.layout.runs import AnyPlacement, Owned, RunPlacement
 from sherd.policy import DataParallelMeshDims, Level, PrefetchPolicy, UnitPolicy
 
 AxisPlacement = ShardSpec | RunPlacement | Replicate
@@ -53,6 +53,10 @@ class Placements(_PerAxis):
         Replicate   Shard       Shard       reduced at every backward                  ZeRO-2
         Shard       Shard       Shard       and parameters gathered for use            ZeRO-3
 
+    Gradient and optimizer may be `Owned()` where the parameter is cut otherwise: the whole gradient of each tensor with
+    two dims or more is reduced to one rank, which keeps the optimizer's state of the tensor and computes its update.
+    This is for optimizers of whole matrices (`sherd.Muon`, `sherd.MatrixOptimizer`); others refuse such gradients.
+
     Over two axes, HSDP is DDP across replicas and ZeRO-3 within a replica; HFSDP is ZeRO-1 across and ZeRO-3 within.
     The stages are those of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
     SC 2020; HSDP is that of Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
@@ -84,10 +88,10 @@ class Placements(_PerAxis):
                 f"{numbers[2]} for the optimizer; give each one placement for one data-parallel axis, or two "
                 "for (replicate, shard), and flatten further axes into one of them (dp_mesh_dims)"
             )
-        if len(self._cuts) > 1:
+        if len(self._cuts) > 1 and not self.owns_gradients:
             raise PlacementError(
                 f"Placements cut in different ways, {sorted(map(repr, self._cuts))}; all that is not Replicate() is "
-                "cut alike"
+                "cut alike, or the gradient and the optimizer are Owned()"
             )
         _ = self.levels  # raises if the combination does not exist
 
@@ -114,9 +118,16 @@ class Placements(_PerAxis):
         return tuple(_level(axis, *placements) for axis, placements in enumerate(per_axis))
 
     @property
+    def owns_gradients(self) -> bool:
+        """True if whole gradients and states go to owners, and parameters are cut otherwise."""
+        parameters = {each for each in self.parameter if is_cut(each)}
+        others = {each for each in (*self.gradient, *self.optimizer) if is_cut(each)}
+        return len(parameters) == 1 and others == {Owned()} != parameters
+
+    @property
     def cut(self) -> ShardSpec | RunPlacement | None:
-        """Returns the one placement other than `Replicate()`; None if everything is replicated."""
-        return next(iter(self._cuts), None)
+        """Returns how parameters are cut, or if they are replicated, the optimizer's state; None if nothing is cut."""
+        return next((each for each in (*self.parameter, *self.gradient, *self.optimizer) if is_cut(each)), None)
 
     @property
     def _cuts(self) -> set[ShardSpec | RunPlacement]:

@@ -453,7 +453,7 @@ def _make_unit(
         [wrapper],
         ownership,
         mesh,
-        lambda each: ShardingRequest(rule_of(cut, each.parameter), mesh),
+        lambda each: ShardingRequest(rule_of(cut, each.parameter), mesh, choices.owns_gradients),
         choices.precision,
         choices.offload,
         choices.policy,

@@ -37,7 +37,7 @@ from math import lcm, prod
 from sherd.layout.extent import aligned
 from sherd.layout.packing import MOST_PADDING, UNSHARDED_ALIGNMENT, even_share
 from sherd.layout.placement import Shape
-from sherd.layout.runs import RunPlacement, Runs
+from sherd.layout.runs import RunPlacement, Runs, whole_on
 
 CANDIDATES = 16
 """The number of equal shares to try for each unit of their length."""
@@ -82,10 +82,7 @@ def _owned(wanted: Sequence[Wanted], num_ranks: int, loads: Sequence[int]) -> tu
     fullest_first = sorted(range(num_ranks), key=lambda owner: -has[owner])
     idlest_first = sorted(range(num_ranks), key=lambda rank: loads[rank])
     ranks = dict(zip(fullest_first, idlest_first, strict=True))
-    return tuple(
-        _runs(each, num_ranks, ranks[owner], (numel,))
-        for each, numel, owner in zip(wanted, numels, owners, strict=True)
-    )
+    return tuple(whole_on(ranks[owner], each.shape, num_ranks) for each, owner in zip(wanted, owners, strict=True))
 
 
 def _balanced(numels: Sequence[int], num_owners: int) -> list[int]:

@@ -7,7 +7,7 @@ every rank gets its share of the group, not of each tensor.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -79,6 +79,12 @@ class RunPlacement(Protocol):
     def by_rows(self, shape: Shape) -> bool:
         """Returns True if a rank's piece has whole rows."""
         ...
+
+
+@lru_cache(maxsize=256)
+def whole_on(owner: int, shape: Shape, num_ranks: int) -> Runs:
+    """Returns the cut of a tensor that `owner`, one of `num_ranks` ranks, holds as a whole."""
+    return Runs(shape, num_ranks, owner, (prod(shape),), by_rows=bool(shape))
 
 
 AnyPlacement = Placement | RunPlacement

@@ -12,7 +12,7 @@ replicas divide the matrices: an owner receives from the ranks of its own replic
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -78,7 +78,8 @@ class MatrixItem:
         index: the number of the parameter among those that are stepped.
         elements: the elements of the flattened parameter that the matrices are.
         batch: the matrices.
-        cut: how the parameter is cut.
+        cut: how the parameter's gradient is cut.
+        update_cut: how the parameter is cut.
         owner: the number in the ring of the rank that computes them.
     """
 
@@ -86,6 +87,7 @@ class MatrixItem:
     elements: Extent
     batch: Batch
     cut: Cut
+    update_cut: Cut
     owner: int = 0
 
     @property
@@ -94,20 +96,24 @@ class MatrixItem:
         number, rows, columns = self.batch
         return number * rows * columns * min(rows, columns)
 
-    def held(self, piece: int) -> Extent:
-        """Returns the elements of a piece's flattened tensor that belong to the matrices."""
-        if self.cut.view[0] > 1:
-            return Extent(0, self.cut.local_numel(piece))
-        run = run_of(self.cut, piece)
+    def held(self, cut: Cut, piece: int) -> Extent:
+        """Returns the elements of a piece's flattened tensor, of one of the cuts, that belong to the matrices."""
+        if cut.view[0] > 1:
+            return Extent(0, cut.local_numel(piece))
+        run = run_of(cut, piece)
         return run.intersect(self.elements).shifted(-run.start)
 
-    def place(self, piece: int) -> PieceRows:
+    def has_all(self, cut: Cut, piece: int) -> bool:
+        """Returns whether a piece has all elements of the matrices."""
+        return self.held(cut, piece).numel == self.elements.numel
+
+    def place(self, cut: Cut, piece: int) -> PieceRows:
         """Returns where a piece's elements are in these matrices."""
-        outer, size, inner = self.cut.view
+        outer, size, inner = cut.view
         if outer > 1:
-            rows = self.cut.piece(piece)
+            rows = cut.piece(piece)
             return PieceRows((outer, size, inner), rows.start, rows.numel, outer * rows.numel * inner)
-        part = run_of(self.cut, piece).intersect(self.elements).shifted(-self.elements.start)
+        part = run_of(cut, piece).intersect(self.elements).shifted(-self.elements.start)
         return PieceRows(None, part.start, part.numel, part.numel)
 
 
@@ -133,19 +139,20 @@ def run_of(cut: Cut, piece: int) -> Extent:
     return Extent(rows.start * inner, rows.numel * inner)
 
 
-def items_of(index: int, shape: Shape, batch: Batch, cut: Cut) -> list[MatrixItem]:
+def items_of(index: int, shape: Shape, batch: Batch, cut: Cut, update_cut: Cut) -> list[MatrixItem]:
     """Returns the items of a parameter: matrices that are whole on one rank apart from those that are cut.
 
     Args:
         index: the number of the parameter.
         shape: its unsharded shape.
         batch: how it is made of matrices, one behind the other.
-        cut: how it is cut.
+        cut: how its gradient is cut.
+        update_cut: how it is cut itself.
     """
     number, rows, columns = batch
     size = rows * columns
-    if cut.view[0] > 1 or not size:
-        return [MatrixItem(index, Extent(0, prod(shape)), batch, cut)] if size else []
+    if max(cut.view[0], update_cut.view[0]) > 1 or not size:
+        return [MatrixItem(index, Extent(0, prod(shape)), batch, cut, update_cut)] if size else []
     borders = {0, number}
     for piece in range(cut.num_ranks):
         run = run_of(cut, piece)
@@ -153,7 +160,7 @@ def items_of(index: int, shape: Shape, batch: Batch, cut: Cut) -> list[MatrixIte
         borders |= {run.start // size, -(-run.start // size), run.stop // size, -(-run.stop // size)}
     ends = sorted(borders)
     return [
-        MatrixItem(index, Extent(first * size, (last - first) * size), (last - first, rows, columns), cut)
+        MatrixItem(index, Extent(first * size, (last - first) * size), (last - first, rows, columns), cut, update_cut)
         for first, last in pairwise(ends)
     ]
 
@@ -161,12 +168,12 @@ def items_of(index: int, shape: Shape, batch: Batch, cut: Cut) -> list[MatrixIte
 def with_owners(items: Sequence[MatrixItem], ring: Ring) -> list[MatrixItem]:
     """Returns the items with their owners, all ranks of the ring the same.
 
-    An item that ranks hold all of is computed by one of these ranks, any other item by any rank. The owners of one
-    parameter's items are in order, so that what they keep for these is in runs.
+    An item of whose gradient ranks hold all is computed by one of these ranks, any other item by any rank. The owners
+    of one parameter's items are in order, so that what they keep for these is in runs.
     """
     works, ranks = [], range(len(ring.ranks))
     for item in items:
-        holders = [rank for rank in ranks if item.held(ring.piece_of[rank]).numel == item.elements.numel]
+        holders = [rank for rank in ranks if item.has_all(item.cut, ring.piece_of[rank])]
         works.append(MatrixWork(item.flops, item.elements.numel, holders or ranks))
     owners = owners_of(works, len(ranks))
     for _, of_parameter in groupby(range(len(items)), key=lambda number: items[number].index):
@@ -193,45 +200,63 @@ def header_of(missing: Sequence[int]) -> list[int]:
 
 
 class Exchange:
-    """The way of some items to their owners and back, worked out once: the same, in one order, on all ranks."""
+    """The way of some items to their owners and back, worked out once: the same, in one order, on all ranks.
+
+    Gradients of items that are `at_owners` do not travel. Then the header comes with the updates.
+    """
 
     def __init__(self, items: Sequence[MatrixItem], ring: Ring) -> None:
         self.ring = ring
         self.own = [item for item in items if item.owner == ring.rank]
-        piece = ring.piece_of[ring.rank]
-        held_of = [
-            [(item, item.held(piece)) for item in items if item.owner == rank and item.held(piece).numel]
-            for rank in range(len(ring.ranks))
+        self.at_owners = all(item.has_all(item.cut, ring.piece_of[item.owner]) for item in items)
+        piece, ranks = ring.piece_of[ring.rank], range(len(ring.ranks))
+        of_rank = [[item for item in items if item.owner == rank] for rank in ranks]
+        held = [
+            [
+                (item, held)
+                for item in line
+                if self._sends(ring.rank, item) and (held := item.held(item.cut, piece)).numel
+            ]
+            for line in of_rank
         ]
-        self._updated = [(item.index, held) for line in held_of for item, held in line]
-        """The elements of local tensors that updates come back of."""
-        self._sent = [
-            [(item.index, held.start, held.stop) for item, held in line if self._sends(ring.rank, item)]
-            for line in held_of
-        ]
-        parts = [
-            [(number, item.place(other)) for number, item in enumerate(self.own) if item.held(other).numel]
-            for other in ring.piece_of
-        ]
-        """The own items of which each rank holds a piece, by number, and where the piece is."""
+        self._sent = [[(item.index, part.start, part.stop) for item, part in line] for line in held]
         received = [
-            [(number, place) for number, place in line if self._sends(rank, self.own[number])]
-            for rank, line in enumerate(parts)
+            [
+                (number, item.place(item.cut, other))
+                for number, item in enumerate(self.own)
+                if self._sends(rank, item) and item.held(item.cut, other).numel
+            ]
+            for rank, other in enumerate(ring.piece_of)
         ]
+        """The own items of which each rank sends a piece, by number, and where the piece is."""
         self._received = [part for line in received for part in line]
-        self._sent_back = [part for line in parts for part in line]
         self._there: Sizes = (
             [HEADER + sum(stop - start for _, start, stop in line) for line in self._sent],
             [[HEADER, *(place.numel for _, place in line)] for line in received],
         )
+        updated = [
+            [(item.index, part) for item in line if (part := item.held(item.update_cut, piece)).numel]
+            for line in of_rank
+        ]
+        self._updated = [part for line in updated for part in line]
+        """The elements of local tensors that updates come back of."""
+        self._sent_back = [
+            [
+                (number, item.place(item.update_cut, other))
+                for number, item in enumerate(self.own)
+                if item.held(item.update_cut, other).numel
+            ]
+            for other in ring.piece_of
+        ]
+        first = [HEADER] if self.at_owners else []
         self._back: Sizes = (
-            [sum(place.numel for _, place in line) for line in parts],
-            [[held.numel for _, held in line] for line in held_of],
+            [sum(first) + sum(place.numel for _, place in line) for line in self._sent_back],
+            [[*first, *(part.numel for _, part in line)] for line in updated],
         )
 
     def _sends(self, rank: int, item: MatrixItem) -> bool:
-        """Returns whether a rank, which holds a piece of `item`, sends that piece to its owner."""
-        if item.held(self.ring.piece_of[item.owner]).numel == item.elements.numel:
+        """Returns whether a rank, if it holds a piece of the gradient of `item`, sends that piece to the owner."""
+        if item.has_all(item.cut, self.ring.piece_of[item.owner]):
             return rank == item.owner
         return rank in self.ring.senders(item.owner)
 
@@ -259,16 +284,22 @@ class Exchange:
             torch._foreach_copy_(places, [p.view(place.shape) for p, place in zip(pieces, places, strict=True)])
         return {item: whole.view(item.batch) for item, whole in zip(self.own, wholes, strict=True)}, headers
 
-    def back(self, updates: Mapping[MatrixItem, torch.Tensor], like: torch.Tensor) -> Moving:
-        """Start to send the pieces of `updates`, of all own items, to their holders, in the dtype of `like`."""
+    def back(self, updates: Mapping[MatrixItem, torch.Tensor], header: torch.Tensor) -> Moving:
+        """Start to send the pieces of `updates`, of all own items, to their holders, in the dtype of `header`."""
         flat = [updates[item].reshape(-1) for item in self.own]
-        return self._start([place.of(flat[number]).reshape(-1) for number, place in self._sent_back], self._back, like)
+        parts: list[torch.Tensor] = []
+        for line in self._sent_back:
+            parts += [header] if self.at_owners else []
+            parts += [place.of(flat[number]).reshape(-1) for number, place in line]
+        return self._start(parts, self._back, header)
 
-    def arrived(self, moving: Moving) -> Iterable[tuple[int, Extent, torch.Tensor]]:
-        """Yields the number of a parameter, the elements of its local tensor, and their updates."""
-        pieces = [piece for line in moving.wait() for piece in line]
-        for (index, held), update in zip(self._updated, pieces, strict=True):
-            yield index, held, update
+    def arrived(self, moving: Moving) -> tuple[list[tuple[int, Extent, torch.Tensor]], list[torch.Tensor]]:
+        """Returns parameters' numbers, elements of their local tensors, and the updates of these; and all headers."""
+        lines = moving.wait()
+        headers = [line.pop(0) for line in lines] if self.at_owners else []
+        pieces = [piece for line in lines for piece in line]
+        updates = [(index, held, each) for (index, held), each in zip(self._updated, pieces, strict=True)]
+        return updates, headers
 
     def _start(self, parts: Sequence[torch.Tensor], sizes: Sizes, like: torch.Tensor) -> Moving:
         """Start the all-to-all: `parts` behind one another, of which each rank gets as many elements as `sizes` say."""

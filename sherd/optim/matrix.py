@@ -11,7 +11,7 @@ as a whole (`Owned()`, experts or heads under a placement that does not cut them
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import groupby
 from math import prod
@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sherd._torch import DTensorSpec
+from sherd._torch import DTensorSpec, spec_of
 from sherd.comm.failures import ranks_in_short
 from sherd.engine import ShardedParameter
 from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError
@@ -29,7 +29,9 @@ from sherd.layout.extent import Extent
 from sherd.layout.placement import Copies, Shape
 from sherd.optim.exchange import Batch, Exchange, MatrixItem, Moving, Ring, header_of, items_of, with_owners
 from sherd.optim.matrix_state import Home, MatrixState
-from sherd.tensor.ragged import local_part
+from sherd.optim.owners import MatrixWork, owners_of
+from sherd.tensor.gather import shard_of
+from sherd.tensor.ragged import as_dtensor, local_part
 
 Group = dict[str, Any]
 """A parameter group of an optimizer, options, or a state."""
@@ -38,6 +40,8 @@ Shapes = Callable[[int, int], Mapping[str, Shape]]
 """Returns the shapes of what is kept of a matrix, by name, for its numbers of rows and columns."""
 
 KEEPS = 'lambda rows, columns: {"left": (rows, rows)}'
+MOST_PLANS = 512
+"""A plan holds its parameters, which a user may have taken out of the optimizer since."""
 
 BUCKET_BYTES = 32 << 20
 """The most that a rank sends in one exchange, unless one matrix is larger."""
@@ -97,8 +101,9 @@ class MatrixOptimizer(Optimizer):
         self._init(params, {"lr": lr, "weight_decay": weight_decay, "rows": rows})
 
     def _init(self, params: Any, defaults: Group) -> None:
-        self._plan: _Plan | None = None
+        self._plans: OrderedDict[tuple[int, ...], _Plan] = OrderedDict()
         super().__init__(params, defaults)
+        own_gradients([(parameter, group["rows"]) for group in self.matrix_groups() for parameter in group["params"]])
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a parameter group; see `torch.optim.Optimizer.add_param_group`.
@@ -145,7 +150,7 @@ class MatrixOptimizer(Optimizer):
     def __setstate__(self, state: Group) -> None:
         """Take over a pickled state, or a loaded one, as `load_state_dict` calls this, too."""
         super().__setstate__(state)
-        self._plan = None
+        self._plans = OrderedDict()
 
     def load_state_dict(self, state_dict: Group) -> None:
         """Load a state. Options that its groups do not have, as those of torch's optimizers, stay as they are.
@@ -190,13 +195,15 @@ class MatrixOptimizer(Optimizer):
     def __repr__(self) -> str:
         """Returns what is done with each parameter, a line for all that differ in numbers alone."""
         plan, names = self._current_plan(), self._names()
-        alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+        alike: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
         for index, parameter in enumerate(plan.parameters):
             name = re.sub(r"\d+", "*", names.get(id(parameter), name_of(parameter)))
             number, rows, columns = plan.batches[index]
-            alike[name, f"{number} x {rows} x {columns}" if number > 1 else f"{rows} x {columns}"].append(index)
+            size = f"{number} x {rows} x {columns}" if number > 1 else f"{rows} x {columns}"
+            alike[name, size, plan.is_stepped[index]].append(index)
         lines: dict[tuple[str, ...], int] = {
-            (*key, plan.way_of(indices)): len(indices) for key, indices in alike.items()
+            (name, size, plan.way_of(indices) if is_stepped else "frozen"): len(indices)
+            for (name, size, is_stepped), indices in alike.items()
         }
         return "\n".join([f"{type(self).__name__} of whole matrices", *rows_of(lines)])
 
@@ -213,9 +220,19 @@ class MatrixOptimizer(Optimizer):
 
     def _current_plan(self) -> _Plan:
         groups = self.matrix_groups()
-        if self._plan is None or not self._plan.is_of(groups):
-            self._plan = _Plan(groups)
-        return self._plan
+        # More than one where a unit at a time is stepped (`step_in_backward`).
+        key = tuple(id(parameter) for group in groups for parameter in group["params"])
+        plan = self._plans.get(key)
+        if plan is None or not plan.is_of(groups):
+            plan = self._plans[key] = _Plan(groups)
+            if len(self._plans) > MOST_PLANS:
+                self._plans.popitem(last=False)
+            for parameter in plan.parameters:
+                record = ShardedParameter.of(parameter)
+                for key, value in self.state.get(parameter, {}).items():
+                    if record is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                        self.state[parameter][key] = laid_as_gradient(value, record)
+        return plan
 
     # What a subclass may do otherwise
 
@@ -262,10 +279,12 @@ class MatrixOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step_matrices(self._current_plan(), self.matrix_groups())
+        self._step_all()
         return loss
 
-    def _step_matrices(self, plan: _Plan, groups: Sequence[Group]) -> None:
+    def _step_all(self) -> None:
+        """Step every parameter that has a gradient, without a closure and the hooks of optimizers."""
+        plan, groups = self._current_plan(), self.matrix_groups()
         gradients = [local_gradient(parameter) for parameter in plan.parameters]
         directions: dict[int, torch.Tensor] = {}
         for group, indices in zip(groups, plan.by_group, strict=True):
@@ -276,7 +295,7 @@ class MatrixOptimizer(Optimizer):
             self._place_states(plan, group, indices, directions)
         updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
         whole = {
-            item: directions[item.index][held.start : held.stop].view(item.batch)
+            item: directions[item.index][held.start : held.stop].view(item.batch).to(plan.computes_on(item.index))
             for item, held in plan.here
             if item.index in directions
         }
@@ -301,13 +320,15 @@ class MatrixOptimizer(Optimizer):
         for number, bucket in enumerate(plan.buckets):
             if number + 1 < len(plan.buckets):
                 there.append(plan.buckets[number + 1].there(directions, self._wire_dtype))
-            whole, headers = bucket.exchange.whole(there[number])
+            whole, headers = bucket.whole(there[number])
             self._check_missing(plan, bucket, headers)
             # Matrices without a gradient travel as zeros, of which nothing is to be computed or kept.
             stepped = {item: each for item, each in whole.items() if item.index in directions}
             back.append(bucket.exchange.back(whole | self._computed(plan, groups, stepped), bucket.header))
         for bucket, moving in zip(plan.buckets, back, strict=True):
-            for index, held, update in bucket.exchange.arrived(moving):
+            arrived, headers = bucket.exchange.arrived(moving)
+            self._check_missing(plan, bucket, headers)
+            for index, held, update in arrived:
                 if index in directions:
                     updates[index].append((held, update))
 
@@ -317,7 +338,7 @@ class MatrixOptimizer(Optimizer):
         On accelerators, where the host would have to wait for the headers, a rank compares them when the gradients
         that it has are others than in its last step.
         """
-        if not bucket.compares:
+        if not bucket.compares or not headers:
             return
         ring = bucket.exchange.ring
         received = [[int(number) for number in header] for header in torch.stack(list(headers)).tolist()]
@@ -382,7 +403,10 @@ class MatrixOptimizer(Optimizer):
             name: [home.part_of(item, own[name]) for item, (home, own) in zip(items, states, strict=True)]
             for name in shapes
         }
-        state = {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in kept.items()}
+        state = {  # computed on the device, where what is kept may rest in host memory
+            name: (parts[0] if len(parts) == 1 else torch.cat(parts)).to(matrices.device)
+            for name, parts in kept.items()
+        }
         update = self.updates(group, matrices, state)
         for name, parts in kept.items():
             value, shape = state.get(name), (number, *shapes[name])
@@ -401,7 +425,8 @@ class MatrixOptimizer(Optimizer):
         updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
     ) -> None:
         """Decay the parameters `indices` of a group, and add their updates."""
-        lr = float(group["lr"])
+        if not (lr := float(group["lr"])):
+            return  # updates that are not finite change nothing either: torch's checkpointing steps so, with zeros
         local = {index: local_part(plan.parameters[index]) for index in indices}
         held_here = [each for each in local.values() if each.numel()]
         if held_here and (decay := lr * group["weight_decay"]):
@@ -413,7 +438,7 @@ class MatrixOptimizer(Optimizer):
             for held, update in updates[index]:
                 is_all = held.numel == parameter.numel()  # of a plain parameter, which may have any strides
                 into.append(parameter if is_all else parameter.view(-1)[held.start : held.stop])
-                added.append(update.to(parameter.dtype).view(into[-1].shape))
+                added.append(update.to(parameter).view(into[-1].shape))
         for scale, (into, added) in by_scale.items():
             torch._foreach_add_(into, added, alpha=-lr * scale)
 
@@ -468,17 +493,90 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     gradient = parameter.grad
     if gradient is None:
         return None
-    local, own = local_part(gradient), local_part(parameter)
+    local, own = local_part(gradient), tuple(local_part(parameter).shape)
+    record = ShardedParameter.of(parameter)
+    if record is not None and record.gradient_owner is not None:
+        local = local_part(laid_as_gradient(gradient, record))
+        own = record.gradient_cut.local_shape(record.mesh.piece)
     if local.is_sparse:
         raise GradientError(
             f"{name_of(parameter)} has a sparse gradient; a function of whole matrices takes dense ones"
         )
-    if local.shape != own.shape:
+    if tuple(local.shape) != own:
         raise GradientError(
-            f"{name_of(parameter)} has {tuple(own.shape)} elements on this rank, and a gradient of "
-            f"{tuple(local.shape)}; give the gradient the placement of its parameter"
+            f"{name_of(parameter)} has a gradient of {tuple(local.shape)} on this rank, and {own} are expected; "
+            "leave gradients as backward places them"
         )
     return local.contiguous()
+
+
+def zeros_as_gradient(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns zeros that lie as the reduced gradient of a parameter does: state, element by element."""
+    record = ShardedParameter.of(parameter)
+    if record is None or record.gradient_owner is None:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    local = torch.zeros(record.gradient_cut.local_shape(record.mesh.piece), dtype=dtype, device=parameter.device)
+    return as_dtensor(local, record.gradient_spec(dtype))
+
+
+def laid_as_gradient(value: torch.Tensor, record: ShardedParameter) -> torch.Tensor:
+    """Returns a tensor of a parameter's shape as the reduced gradient lies. All ranks must call it.
+
+    State from a file, and gradients that a user made like the parameter, lie otherwise.
+    """
+    spec = record.gradient_spec(value.dtype)
+    if isinstance(value, DTensor) and spec_of(value).placements == spec.placements:
+        return value
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    own = shard_of(whole, record.gradient_cut, record.mesh.piece)
+    return as_dtensor(own.to(record.resting.device, copy=True).contiguous(), spec)
+
+
+def own_gradients(parameters: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """Let backward reduce the whole gradient of each parameter to one rank, so that all ranks get equal work.
+
+    This is for parameters that the user gave no placement, and whose shards do not consist of whole matrices.
+
+    Args:
+        parameters: each with the rows of one of its matrices, 0 for all rows.
+    """
+    by_ranks: dict[tuple[tuple[int, ...], ...], list[tuple[ShardedParameter, float]]] = defaultdict(list)
+    for parameter, rows in parameters:
+        record = ShardedParameter.of(parameter)
+        if record is not None and may_own_gradient(record) and record.shape.numel():
+            number, height, width = batch_of(parameter, rows)
+            whole_on_ranks = number % record.mesh.num_shards == 0 and height * number == record.shape[0]
+            if number == 1 or not whole_on_ranks:
+                copies = tuple(map(tuple, record.mesh.copies_of_shards()))
+                by_ranks[copies].append((record, number * height * width * min(height, width)))
+    for copies, records in by_ranks.items():
+        ranks = range(len(copies))
+        owners = owners_of([MatrixWork(flops, record.shape.numel(), ranks) for record, flops in records], len(ranks))
+        by_unit: dict[int, dict[ShardedParameter, int]] = defaultdict(dict)
+        for (record, _), owner in zip(records, owners, strict=True):
+            by_unit[id(record.owner)][record] = owner
+        for of_unit in by_unit.values():
+            unit = next(iter(of_unit)).owner
+            assert unit is not None, "a parameter that may own its gradient has a unit"
+            unit.own_gradients(of_unit)
+
+
+def may_own_gradient(record: ShardedParameter) -> bool:
+    """Returns whether the whole gradient of a parameter, placed by default, may go to one rank."""
+    mesh, unit = record.mesh, record.owner
+    return (
+        record.is_placed_by_default
+        and record.gradient_owner is None
+        and len(record.shape) != 3
+        and record.unsharded_spec is None
+        and record.requires_grad
+        and mesh.shard_axis is not None
+        and mesh.num_shards > 1
+        and not (mesh.shards_replicas or mesh.keeps_unsharded)
+        and not hasattr(record.resting, "fsdp_pre_all_gather")
+        and unit is not None
+        and not unit.gathers_as_one
+    )
 
 
 def name_of(parameter: torch.Tensor) -> str:
@@ -547,10 +645,13 @@ class _Plan:
         self.by_group = [[i for i, of in enumerate(self.group_of) if of == at] for at in range(len(groups))]
         self.batches = [batch_of(parameter, group.get("rows", 0)) for group in groups for parameter in group["params"]]
         self._records = [ShardedParameter.of(parameter) for parameter in self.parameters]
-        self._cuts = [None if record is None else record.cut for record in self._records]
-        self._rows = [group.get("rows", 0) for group in groups]
+        self._cuts = [None if record is None else (record.cut, record.gradient_owner) for record in self._records]
+        self._key = _key_of(groups)
+        self.is_stepped = [_is_stepped(parameter) for parameter in self.parameters]
+        """Of each parameter. Nothing of the others travels."""
         self._owners: dict[int, set[int]] = defaultdict(set)
         self._traveling: set[int] = set()
+        self._owned: set[int] = set()
         self.homes: dict[int, Home] = {}
         """Where the states of parameters lie, by their numbers. A parameter without elements has none."""
         self.here: list[tuple[MatrixItem, Extent]] = []
@@ -563,16 +664,15 @@ class _Plan:
 
     def is_of(self, groups: Sequence[Group]) -> bool:
         """Returns whether the plan still is that of `groups`."""
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        return (
-            len(parameters) == len(self.parameters)
-            and all(one is other for one, other in zip(parameters, self.parameters, strict=True))
-            and self._rows == [group.get("rows", 0) for group in groups]
-            and all(
-                record is None or (record.cut is cut and record.optimizer_param is parameter)
-                for record, cut, parameter in zip(self._records, self._cuts, parameters, strict=True)
-            )
+        return self._key == _key_of(groups) and all(
+            record is None or (cuts == (record.cut, record.gradient_owner) and record.optimizer_param is parameter)
+            for record, cuts, parameter in zip(self._records, self._cuts, self.parameters, strict=True)
         )
+
+    def computes_on(self, index: int) -> torch.device:
+        """Returns the device on which a parameter's matrices are computed: its unit's, wherever its shards rest."""
+        record = self._records[index]
+        return self.parameters[index].device if record is None else record.mesh.device
 
     def way_of(self, indices: Sequence[int]) -> str:
         """Returns where the matrices of some parameters are computed, and what travels for them, in words."""
@@ -580,10 +680,11 @@ class _Plan:
         if not owners:
             return "whole on this rank; every rank computes it"
         who = f"ranks {ranks_in_short(owners)}" if len(owners) > 1 else f"rank {owners[0]}"
-        travels = not self._traveling.isdisjoint(indices)
-        return f"{who}; " + (
-            "shards of gradients go there, those of updates come back" if travels else "nothing travels"
-        )
+        if not self._traveling.isdisjoint(indices):
+            return f"{who}; shards of gradients go there, those of updates come back"
+        if not self._owned.isdisjoint(indices):
+            return f"{who}; backward reduces gradients there, shards of updates come back"
+        return f"{who}; nothing travels"
 
     def _by_ring(self) -> Iterable[tuple[Ring, list[MatrixItem]]]:
         """Returns the items of parameters that are sharded over the same ranks, for all such ranks.
@@ -593,10 +694,12 @@ class _Plan:
         ring_of: dict[int, Ring] = {}
         rings: dict[object, tuple[Ring, list[MatrixItem]]] = {}
         for index, (record, batch) in enumerate(zip(self._records, self.batches, strict=True)):
+            if not self.is_stepped[index]:
+                continue
             if record is None:
                 everything = Extent(0, self.parameters[index].numel())
                 plain = Copies(tuple(self.parameters[index].shape), 1, 0, (1,))
-                self.here.append((MatrixItem(index, everything, batch, plain), everything))
+                self.here.append((MatrixItem(index, everything, batch, plain, plain), everything))
                 self.homes[index] = Home([self.here[-1][0]], None)
             else:
                 # Units have meshes of their own, also over the same ranks. A mesh has many parameters.
@@ -604,52 +707,85 @@ class _Plan:
                     ring_of[id(record.mesh)] = Ring(record.mesh)
                 ring = ring_of[id(record.mesh)]
                 _, items = rings.setdefault((tuple(ring.ranks), tuple(ring.piece_of)), (ring, []))
-                items += items_of(index, tuple(record.shape), batch, record.cut)
+                items += items_of(index, tuple(record.shape), batch, record.gradient_cut, record.cut)
         return rings.values()
 
     def _divide(self, ring: Ring, items: Sequence[MatrixItem]) -> None:
-        """Put the items that travel into buckets, each of one dtype and device."""
-        open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[MatrixItem], int]] = {}
+        """Put the items that travel into buckets, each of one dtype, whose gradients travel, or do not."""
+        open_buckets: dict[tuple[bool, torch.dtype], tuple[list[MatrixItem], int]] = {}
         for item in items:
             self._owners[item.index].add(ring.ranks[item.owner])
-            if [rank for rank, piece in enumerate(ring.piece_of) if item.held(piece).numel] == [item.owner]:
+            if [rank for rank, at in enumerate(ring.piece_of) if item.held(item.update_cut, at).numel] == [item.owner]:
                 if item.owner == ring.rank:
-                    self.here.append((item, item.held(ring.piece_of[ring.rank])))
+                    self.here.append((item, item.held(item.cut, ring.piece_of[ring.rank])))
                 continue
-            self._traveling.add(item.index)
+            at_owner = item.has_all(item.cut, ring.piece_of[item.owner])
+            (self._owned if at_owner else self._traveling).add(item.index)
             local = local_part(self.parameters[item.index])
-            key, nbytes = (local.dtype, local.device), item.elements.numel * local.element_size()
+            key, nbytes = (at_owner, local.dtype), item.elements.numel * local.element_size()
             bucket, filled = open_buckets.get(key, ([], 0))
             if bucket and filled + nbytes > BUCKET_BYTES * len(ring.ranks):
-                self.buckets.append(_Bucket(bucket, ring, *key))
+                self.buckets.append(_Bucket(bucket, ring, key[1]))
                 bucket, filled = [], 0
             open_buckets[key] = [*bucket, item], filled + nbytes
-        self.buckets += [_Bucket(bucket, ring, *key) for key, (bucket, _) in open_buckets.items()]
+        self.buckets += [_Bucket(bucket, ring, key[1]) for key, (bucket, _) in open_buckets.items()]
+
+
+_Local = dict[int, torch.Tensor]
+"""The directions on this rank, 1-D, by the numbers of their parameters."""
+
+
+def _is_stepped(parameter: torch.Tensor) -> bool:
+    """Returns whether a parameter may have a gradient: whether it is not frozen."""
+    return parameter.requires_grad or parameter.grad is not None
+
+
+def _key_of(groups: Sequence[Group]) -> list[tuple[object, ...]]:
+    """Returns what a plan depends on, of each parameter."""
+    return [
+        (at, group.get("rows", 0), id(each), each.dtype, local_part(each).device, _is_stepped(each))
+        for at, group in enumerate(groups)
+        for each in group["params"]
+    ]
 
 
 class _Bucket:
-    """Items that travel together, of parameters of one dtype on one device."""
+    """Items that travel together between devices, of parameters of one dtype, whose shards may rest in host memory."""
 
-    def __init__(self, items: Sequence[MatrixItem], ring: Ring, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(self, items: Sequence[MatrixItem], ring: Ring, dtype: torch.dtype) -> None:
+        self.dtype, self.device = dtype, ring.mesh.device
         self.exchange = Exchange(items, ring)
         piece = ring.piece_of[ring.rank]
-        self.numels = {item.index: item.cut.local_numel(piece) for item in items}
+        self._numels = {item.index: item.cut.local_numel(piece) for item in items}
         self.header = torch.empty(0)
         self.compares = True
         """Whether this step looks at the headers of other ranks."""
         self._missing: list[int] | None = None
 
-    def there(self, directions: Mapping[int, torch.Tensor], wire: torch.dtype | None) -> Moving:
-        """Start to send the directions. Those without a gradient are zeros, so that sizes are the same in each step."""
+    def there(self, directions: Mapping[int, torch.Tensor], wire: torch.dtype | None) -> Moving | _Local:
+        """Start to send the directions, unless they are at their owners.
+
+        Those without a gradient are zeros, so that sizes are the same in each step.
+        """
         wire = wire or self.dtype
-        missing = [index for index in self.numels if index not in directions]
+        missing = [index for index in self._numels if index not in directions]
         is_new = missing != self._missing or self.header.dtype != wire
         if is_new:
             self._missing = missing
             self.header = torch.tensor(header_of(missing), dtype=wire, device=self.device)
         self.compares = is_new or self.device.type == "cpu"
-        local = dict(directions)
-        for index in missing:
-            local[index] = torch.zeros(self.numels[index], dtype=wire, device=self.device)
-        return self.exchange.there(local, self.header)
+        local = {
+            index: directions[index].to(self.device)
+            if index in directions
+            else torch.zeros(numel, dtype=wire, device=self.device)
+            for index, numel in self._numels.items()
+        }
+        return local if self.exchange.at_owners else self.exchange.there(local, self.header)
+
+    def whole(self, there: Moving | _Local) -> tuple[dict[MatrixItem, torch.Tensor], list[torch.Tensor]]:
+        """Returns the own items, each [number, rows, columns], and the headers that came with gradients, if any."""
+        if isinstance(there, Moving):
+            return self.exchange.whole(there)
+        piece = self.exchange.ring.piece_of[self.exchange.ring.rank]
+        held = [(item, item.held(item.cut, piece)) for item in self.exchange.own]
+        return {item: there[item.index][part.start : part.stop].view(item.batch) for item, part in held}, []

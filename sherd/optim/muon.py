@@ -11,6 +11,7 @@ import inspect
 import math
 import re
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from sherd.engine import ShardedParameter
-from sherd.errors import PolicyError, PolicyTypeError
+from sherd.errors import OptimizerError, PolicyError, PolicyTypeError
 from sherd.layout.placement import Shape
 from sherd.optim.flat import flatten_optimizer
 from sherd.optim.matrix import (
@@ -29,10 +30,12 @@ from sherd.optim.matrix import (
     number_from_0,
     real_dtype,
     rows_of,
+    zeros_as_gradient,
 )
 from sherd.optim.matrix_state import MatrixState
 from sherd.optim.newton_schulz import QUINTIC, coefficients_of, computes_in, orthogonalized, with_even_rows
 from sherd.tensor.ragged import local_part
+from sherd.wrap.names import plain_name
 
 Rule = Callable[[str, nn.Module, nn.Parameter], str]
 """Returns why a parameter is left to AdamW, or "" for one that Muon steps. Called with the parameter's name, the module
@@ -49,17 +52,18 @@ def not_hidden(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
     """Returns why a parameter is no hidden matrix, or "": the rule of `Muon` for the parameters of a model.
 
     Embeddings, output layers (modules named as in `HEADS`), and what has fewer than two dims (biases, norms) are none.
+    A parameter that several modules share is asked about with each of them.
     """
     record = ShardedParameter.of(parameter)
     shape = parameter.shape if record is None else record.shape
     if len(shape) < 2:
         return f"it has {len(shape)} dim{'' if len(shape) == 1 else 's'}"
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return "it is an embedding"
-    path = name.split(".")
-    if len(path) > 1 and path[-2] in HEADS:
-        return f"{path[-2]} is an output layer"
-    return ""
+    # peft trains a copy in a module's place; parts of torch's wrappers begin with a line (`_orig_mod`).
+    path, *_ = name.rpartition(".")[0].partition(".modules_to_save.")
+    owner = next((part for part in reversed(path.split(".")) if not part.startswith("_")), "")
+    return f"{owner} is an output layer" if owner in HEADS else ""
 
 
 def left_to_adamw(model: nn.Module, rule: Rule = not_hidden) -> dict[str, str]:
@@ -68,13 +72,14 @@ def left_to_adamw(model: nn.Module, rule: Rule = not_hidden) -> dict[str, str]:
     Raises:
         PolicyTypeError: the rule returns no text.
     """
-    module_of = {id(own): module for module in model.modules() for own in module.parameters(recurse=False)}
-    left: dict[str, str] = {}
-    for name, parameter in model.named_parameters():
-        why = rule(name, module_of[id(parameter)], parameter) if parameter.requires_grad else "it is frozen"
-        if not isinstance(why, str):
-            raise PolicyTypeError(f'Muon(rule=...) returned {why!r} for {name}: expected a reason, or ""')
-        left[name] = why
+    name_of_id = {id(parameter): name for name, parameter in model.named_parameters()}
+    left = dict.fromkeys(name_of_id.values(), "")
+    for path, module in model.named_modules():
+        for own, parameter in module.named_parameters(plain_name(path), recurse=False):
+            why = rule(own, module, parameter) if parameter.is_floating_point() else f"it is of {parameter.dtype}"
+            if not isinstance(why, str):
+                raise PolicyTypeError(f'Muon(rule=...) returned {why!r} for {own}: expected a reason, or ""')
+            left[name_of_id[id(parameter)]] = left[name_of_id[id(parameter)]] or why
     return left
 
 
@@ -191,13 +196,20 @@ class Muon(MatrixOptimizer):
         """Returns the parameter groups of a model: matrices by their heads, then what is left to AdamW."""
         by_rows: dict[int, list[tuple[str, nn.Parameter]]] = {}
         others: list[tuple[str, nn.Parameter]] = []
-        named = dict(model.named_parameters())
+        named, left = dict(model.named_parameters()), left_to_adamw(model, rule)
+        for name, parameter in named.items():
+            if not (left[name] or parameter.requires_grad or _is_matrix(parameter)):
+                left[name] = "it is frozen"
         for end, number in heads.items():
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise PolicyError(f"Muon(heads=...): {end!r} has {number!r} heads: expected a number from 1 on")
-            if not any(name.endswith(end) for name in named):
+            meant = [name for name in named if name.endswith(end)]
+            if not meant:
                 raise PolicyError(f"Muon(heads=...): no parameter's name ends with {end!r}; see named_parameters()")
-        left = left_to_adamw(model, rule)
+            if all(left[name] for name in meant):
+                raise PolicyError(
+                    f"Muon(heads=...): {meant[0]} is left to AdamW, since {left[meant[0]]}; leave {end!r} out"
+                )
         for name, parameter in named.items():
             if why := left[name]:
                 self._why[name] = why
@@ -230,15 +242,16 @@ class Muon(MatrixOptimizer):
         """The parameter groups that Muon steps."""
         return [group for group in self.param_groups if group["algorithm"] != "adamw"]
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient; see `MatrixOptimizer.step`."""
-        loss = super().step(closure)
+    def _step_all(self) -> None:
+        """Step every parameter that has a gradient, without the hooks of optimizers."""
+        super()._step_all()
         if others := [group for group in self.param_groups if group["algorithm"] == "adamw"]:
             if self._adamw is None:
                 self._adamw = flatten_optimizer(torch.optim.AdamW([{"params": group["params"]} for group in others]))
             self._adamw.param_groups, self._adamw.state = others, self.state
-            self._adamw.step()
-        return loss
+            # Hooks, such as those that ask other ranks, see one step of one optimizer:
+            # test_hooks_see_one_step_of_one_optimizer
+            inspect.unwrap(type(self._adamw).step)(self._adamw)
 
     def directions(
         self, group: Group, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
@@ -246,9 +259,8 @@ class Muon(MatrixOptimizer):
         """Returns the momenta, updated in place, or with `nesterov` their averages with the gradients."""
         for parameter in parameters:
             if "momentum_buffer" not in self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(
-                    parameter, dtype=self._momentum_dtype or parameter.dtype, requires_grad=False
-                )
+                dtype = self._momentum_dtype or parameter.dtype
+                self.state[parameter]["momentum_buffer"] = zeros_as_gradient(parameter, dtype)
         momenta = [local_part(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
         gradients = [gradient.to(own.dtype) for gradient, own in zip(gradients, momenta, strict=True)]
         if not momenta:
@@ -275,17 +287,12 @@ class Muon(MatrixOptimizer):
 
 
 class TorchMuonStep(Muon):
-    """The step of a `torch.optim.Muon`, with its groups and its state. Products are in bfloat16, as torch's are.
-
-    Raises:
-        OptimizerError: tensor parallelism cuts one of its matrices.
-    """
+    """The step of a `torch.optim.Muon`, with its groups and its state. Products are in bfloat16, as torch's are."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._ns_dtype, self._wire_dtype, self._plan = torch.bfloat16, None, None
+        self._ns_dtype, self._wire_dtype, self._plans = torch.bfloat16, None, OrderedDict()
         self._adamw, self._momentum_dtype, self._why = None, None, {}
-        self._current_plan()
 
     @property
     def param_groups(self) -> list[Group]:  # type: ignore[override]  # an attribute of Optimizer
@@ -299,13 +306,30 @@ class TorchMuonStep(Muon):
         optimizer = self._optimizer()
         return {} if optimizer is None else optimizer.state
 
+    @property
+    def is_possible(self) -> bool:
+        """False if tensor parallelism cuts one of the matrices, which torch's own step gathers."""
+        try:
+            self._current_plan()
+        except OptimizerError:
+            return False
+        return True
+
     def matrix_groups(self) -> list[Group]:
         """All groups."""
         return self.param_groups
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step_shards(self) -> None:
         """Step every parameter that has a gradient, without the hooks of optimizers, which run around torch's step."""
-        return inspect.unwrap(MatrixOptimizer.step)(self, closure)
+        MatrixOptimizer._step_all(self)
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    try:
+        batch_of(parameter)
+    except OptimizerError:
+        return False
+    return True
 
 
 def _mapping(option: str, value: object) -> Group:

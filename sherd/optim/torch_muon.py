@@ -7,6 +7,7 @@ than in one process. Nothing changes but the step: parameter groups, state and t
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,14 +16,14 @@ import torch
 from torch.optim import Optimizer
 
 from sherd._torch import register_optimizer_step_pre_hook
-from sherd.errors import OptimizerError
+from sherd.engine import watcher
 from sherd.tensor.sharded import OwnDTensor
 
 if TYPE_CHECKING:
     from sherd.optim.muon import TorchMuonStep
 
-_steps: weakref.WeakKeyDictionary[Optimizer, TorchMuonStep | None] = weakref.WeakKeyDictionary()
-"""The steps of optimizers that have stepped sharded matrices; None for one that torch steps by itself."""
+_steps: weakref.WeakKeyDictionary[Optimizer, TorchMuonStep] = weakref.WeakKeyDictionary()
+"""The steps of optimizers that have stepped sharded matrices."""
 
 
 class _Shadow:
@@ -33,30 +34,26 @@ class _Shadow:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        self._step.step()
+        # torch's step asks for the groups when its closure has run.
+        self._step.step_shards()
         return []
 
 
 def _step_whole_matrices(
     optimizer: Optimizer, args: Sequence[object], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    # A closure, the second argument, makes gradients: such a step is the optimizer's own.
-    if type(optimizer) is not torch.optim.Muon or len(args) > 1 or kwargs or torch.compiler.is_compiling():
+    if not isinstance(optimizer, torch.optim.Muon) or torch.compiler.is_compiling():
         return None
-    if optimizer not in _steps:
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        _steps[optimizer] = _step_of(optimizer) if any(isinstance(each, OwnDTensor) for each in parameters) else None
-    step = _steps[optimizer]
-    return None if step is None else ((_Shadow(step),), kwargs)
-
-
-def _step_of(optimizer: Optimizer) -> TorchMuonStep | None:
+    if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(torch.optim.Muon.step):
+        return None  # a subclass with a step of its own
+    watcher.adopt(optimizer)  # parameters that were sharded since count as shards
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if not any(isinstance(each, OwnDTensor) for each in parameters):
+        return None
     from sherd.optim.muon import TorchMuonStep  # loaded with the first step: few programs make one
 
-    try:
-        return TorchMuonStep(optimizer)
-    except OptimizerError:  # matrices that tensor parallelism cuts, which torch's own step gathers
-        return None
+    step = _steps.setdefault(optimizer, TorchMuonStep(optimizer))
+    return ((_Shadow(step), *args[1:]), kwargs) if step.is_possible else None
 
 
 @functools.cache

@@ -119,6 +119,11 @@ def mixed(func: Aten, layout: Layout, value: torch.Tensor) -> PlacementError:
     elif isinstance(value, DTensor):
         other = f"a DTensor of shape {tuple(value.shape)} with {value.placements}"
         remedy = "cut it likewise first (sherd.tensor.ragged.redistribute_to)"
+        if layout.owner is not None and layout.shape == tuple(value.shape):
+            remedy = (
+                "a whole gradient (gradient=Owned(), and what sherd.Muon makes of placements by default) is stepped by "
+                f"sherd.Muon or sherd.MatrixOptimizer; for another optimizer shard with placement=Shard(0); or {remedy}"
+            )
     else:
         other = f"a plain tensor of shape {tuple(value.shape)}"
         remedy = "cut it likewise first (sherd.tensor.ragged.distribute_ragged); plain scalars may mix"

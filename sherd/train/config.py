@@ -51,6 +51,14 @@ FREE = (
 Tree = Mapping[str, Any]  # section -> field -> value, as TOML and JSON give it
 
 
+TRACKERS = {
+    "tensorboard": "sherd.train.trackers:TensorBoard",
+    "wandb": "sherd.train.trackers:WeightsAndBiases",
+    "mlflow": "sherd.train.trackers:MLflow",
+}
+"""The words for `run.logger`, which are the packages that they need, and what is started for each."""
+
+
 def _field(default: T, about: str, rule: str = "", holds: Callable[[T], bool] = lambda _: True) -> T:
     metadata = {"about": about, "rule": rule, "holds": holds}
     value: T = field(default=default, metadata=metadata)
@@ -191,9 +199,9 @@ class RunConfig:
     tensorboard: bool = _field(False, "figures also go to OUT/tensorboard")
     logger: str = _field(
         "",
-        "a function that says where figures also go: docs/do/train.md",
-        "module:function",
-        lambda name: not name or all(name.partition(":")),
+        "where figures also go: docs/do/train.md",
+        f"{', '.join(TRACKERS)}, or module:function",
+        lambda name: not name or name in TRACKERS or all(name.partition(":")),
     )
 
 

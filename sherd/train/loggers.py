@@ -1,4 +1,4 @@
-"""Other places where the figures of a run go: TensorBoard, or whatever a function of the user's passes them on to.
+"""Other places where the figures of a run go: TensorBoard, Weights & Biases, MLflow, or a function of the user's.
 
 A logger is a callable. Rank 0 calls it with scalars by name and the step that they are of:
 
@@ -17,21 +17,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sherd.train.config import Config, InputError
+from sherd.train.config import TRACKERS, Config, InputError
 
 __all__ = ["Log", "Loggers", "require_loggers"]
 
 Log = Callable[[dict[str, float], int], Any]
 OF_A_STEP = ("loss", "gradient_norm", "learning_rate", "tokens_per_second")
-TENSORBOARD = "sherd.train.tensorboard:start"
 
 
 def require_loggers(config: Config) -> None:
     """Raises InputError where the config asks for a package that is not there. Loads none."""
-    if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise InputError(
-            "run.tensorboard needs the package tensorboard: install it, or sherd with its extra tensorboard"
-        )
+    for name in _names(config):
+        if name in TRACKERS and importlib.util.find_spec(name) is None:
+            raise InputError(f"the logger {name} needs the package {name}: pip install {name}")
+
+
+def _names(config: Config) -> list[str]:
+    """Returns the loggers of a run, each once."""
+    names = ["tensorboard"] * config.run.tensorboard + [config.run.logger] * bool(config.run.logger)
+    return list(dict.fromkeys(names))
 
 
 class Loggers:
@@ -43,8 +47,7 @@ class Loggers:
 
     def __init__(self, config: Config, out: Path) -> None:
         require_loggers(config)
-        names = [TENSORBOARD] * config.run.tensorboard + [config.run.logger] * bool(config.run.logger)
-        self._logs: dict[str, Log] = {name: _made(name, config, out) for name in names}
+        self._logs: dict[str, Log] = {name: _made(name, config, out) for name in _names(config)}
 
     def pass_on(self, event: str, record: Mapping[str, Any]) -> list[str]:
         """Call each logger with the scalars of the event, if the event has any.
@@ -82,7 +85,7 @@ def _scalars(event: str, record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _made(name: str, config: Config, out: Path) -> Log:
-    module, _, function = name.partition(":")
+    module, _, function = TRACKERS.get(name, name).partition(":")
     try:
         log = getattr(importlib.import_module(module), function)(out, config.tree())
     except Exception as error:

@@ -21,13 +21,13 @@ from tests.support.refusals import refusal
 from tests.support.sharding import sharded
 
 EXACT = {"ns_dtype": torch.float32}
-FRONTS = ["shard", "flat", "blocks", "owned", "wrapper", "columns"]
+FRONTS = ["shard", "cut", "flat", "blocks", "owned", "wrapper", "columns"]
 
 
 def sharded_by(front: str, model: nn.Module) -> nn.Module:
     """Shards a model by one of `FRONTS`."""
-    by_columns = {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}
-    return sharded(model, **by_columns) if front == "columns" else sharded(model, front)
+    given = {"cut": {"placement": Shard(0)}, "columns": {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}}
+    return sharded(model, **given[front]) if front in given else sharded(model, front)
 
 
 def stack() -> nn.Sequential:
@@ -207,7 +207,8 @@ def test_it_says_what_steps_each_parameter():
         sherd.fully_shard(model)
         told = repr(Muon(model)).splitlines()
         assert told[1:] == [
-            "  *.weight  4 x 4  ranks [0, 1]; shards of gradients go there, those of updates come back  (2 of them)",
+            "  *.weight  4 x 4  ranks [0, 1]; backward reduces gradients there, shards of updates come back"
+            "  (2 of them)",
             "  *.weight  AdamW, since it is an embedding",
             "  *.bias    AdamW, since it has 1 dim  (2 of them)",
         ]
@@ -298,17 +299,21 @@ def test_torchs_own_muon_over_shards_is_stepped_so_to_the_bit(front):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("placement", "most"), [(None, 2), (Flat(), 2), (Owned(), 0)])
+@pytest.mark.parametrize("placement", [None, Shard(0), Flat(), Owned()])
 @pytest.mark.parametrize("kind", [torch.optim.Muon, Muon])
-def test_a_step_makes_two_collectives_for_all_matrices_and_none_where_they_are_whole(placement, most, kind):
+def test_a_step_makes_two_collectives_for_all_matrices_one_of_whole_gradients_none_of_matrices(placement, kind):
+    most = 0 if placement == Owned() else 1 if placement is None and kind is Muon else 2
     with imagined_ranks(4):
         options = {} if placement is None else {"placement": placement}
         model = nn.Sequential(*(sherd.fully_shard(nn.Linear(8, 8, bias=False), **options) for _ in range(6)))
         sherd.fully_shard(model)
         optimizer = kind(model.parameters())
         for _ in range(2):
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
+            if placement == Owned():  # whose gathers of unequal shards imagined ranks cannot make
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+            else:
+                model(torch.ones(2, 8)).sum().backward()
             with CommDebugMode() as counted:
                 optimizer.step()
             assert counted.get_total_counts() == most

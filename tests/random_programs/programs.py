@@ -121,6 +121,7 @@ class Program:
     order: int = 0
     """Seeds the order in which units are made, bottom up."""
     optimizer: str = "after"
+    """When it is built; or "matrices", after, of a class that steps whole matrices."""
     backwards: str = "one"
     penalty: bool = False
     leaf_input: bool = False
@@ -184,7 +185,7 @@ def draw(seed: int, num_ranks: int | None = None) -> Program:
         garbage=dice.random() < 0.1,
         otherwise=_rarely(dice, 0.06, OTHERWISE, ""),
     )
-    return legal(program)
+    return legal(replace(program, optimizer=_rarely(dice, 0.2, ("matrices",), program.optimizer)))
 
 
 SETTERS = (
@@ -295,7 +296,7 @@ def _legal_steps(program: Program) -> Program:
         program = replace(program, optimizer="after")
     if "is_last_backward" in program.setters and program.backwards != "micro":
         program = replace(program, setters=tuple(each for each in program.setters if each != "is_last_backward"))
-    if program.optimizer == "before" and program.front == "wrapper_flat":
+    if program.optimizer in ("before", "matrices") and program.front == "wrapper_flat":
         program = replace(program, optimizer="after")
     if "inference" in (program.between, program.first) and any(each.forces for each in layers):
         program = replace(program, between="", first="")

@@ -199,6 +199,28 @@ def without_sync(program: Program, model: Any, is_last: bool) -> AbstractContext
     return nullcontext() if is_last else model.no_sync()  # type: ignore[no-any-return]
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Plain gradient descent in large steps."""
-    return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.3)
+def optimizer_of(model: nn.Module, of_matrices: bool = False) -> torch.optim.Optimizer:
+    """Plain gradient descent in large steps. `of_matrices`: by a function of whole matrices, where there are any."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return _Descent(trained) if of_matrices else torch.optim.SGD(trained, lr=0.3)
+
+
+class _Descent(sherd.MatrixOptimizer):
+    """Steps matrices as a function of them says, which changes nothing, and all else beside."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        matrices = [each for each in parameters if each.dim() > 1 and each.is_floating_point()]
+        super().__init__(matrices, torch.clone, lr=0.3)
+        others = [each for each in parameters if each.dim() < 2 or not each.is_floating_point()]
+        self._others = torch.optim.SGD(others, lr=0.3) if others else None
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        if self._others is not None:
+            self._others.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if self._others is not None:
+            self._others.zero_grad(set_to_none)

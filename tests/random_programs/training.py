@@ -83,7 +83,7 @@ def on_ranks(program: Program, rank: int) -> Outcome:
         way.in_backward = {}
         _step_in_backward(model, way.in_backward)
     elif early is None:
-        way.optimizer = sharding.optimizer_of(model)
+        way.optimizer = sharding.optimizer_of(model, program.optimizer == "matrices")
     if program.backwards == "no_sync":
         way.micro = lambda is_last: sharding.without_sync(program, model, is_last)
     elif program.backwards == "accumulate":

@@ -1,6 +1,8 @@
 """Figures also get to TensorBoard and to a user's function, and neither of them can end a run."""
 
+import importlib.machinery
 import importlib.util
+import json
 import math
 import re
 import sys
@@ -67,21 +69,60 @@ def test_a_users_function_gets_every_step_and_evaluation_and_is_closed(tmp_path,
     ]
 
 
-def test_the_lines_of_the_guide_are_all_that_wandb_needs(tmp_path, monkeypatch):
+def test_the_lines_of_the_guide_are_a_logger(tmp_path, monkeypatch, capsys):
     guide = (Path(__file__).parents[2] / "docs/do/train.md").read_text()
-    lines = re.search(r"^    import wandb\n(    .*\n)+", guide, re.M)
-    (tmp_path / "my_wandb.py").write_text(textwrap.dedent(lines[0]))
-    wandb = types.ModuleType("wandb")
-    logged = []
-    wandb.init = lambda project, dir, config: types.SimpleNamespace(
-        log=lambda data, step=None, commit=None: logged.append((data, step))
-    )
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    lines = re.search(r"^    import json\n(    .*\n)+", guide, re.M)
+    (tmp_path / "of_the_guide.py").write_text(textwrap.dedent(lines[0]))
     monkeypatch.syspath_prepend(str(tmp_path))
-    with RunReport(tmp_path, Loggers(logging("my_wandb:start"), tmp_path), quiet=True) as report:
+    with RunReport(tmp_path, Loggers(logging("of_the_guide:start"), tmp_path), quiet=True) as report:
         report.write("evaluation", step=3, bits=2.0)
-    assert logged == [({"held_out": 2.0, "held_out_nats": 2.0 * math.log(2)}, 3)]
-    del sys.modules["my_wandb"]
+    assert json.loads(capsys.readouterr().out) == {"step": 3, "held_out": 2.0, "held_out_nats": 2.0 * math.log(2)}
+    del sys.modules["of_the_guide"]
+
+
+def pretended(monkeypatch, name, **names):
+    """A package that only notes what it is called with."""
+    module = types.ModuleType(name)
+    vars(module).update(names)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_wandb_is_one_word_and_a_resumed_run_goes_on_in_it(tmp_path, monkeypatch):
+    calls = []
+    run = types.SimpleNamespace(
+        log=lambda data, step: calls.append((data, step)), finish=lambda: calls.append("finished")
+    )
+    pretended(monkeypatch, "wandb", init=lambda **given: (calls.append(given), run)[1])
+    for step in (3, 4):
+        with RunReport(tmp_path, Loggers(logging("wandb"), tmp_path), quiet=True) as report:
+            report.write("evaluation", step=step, bits=2.0)
+    first, (scalars, step), finished, second, *_ = calls
+    assert first == second
+    assert (first["dir"], first["name"], first["resume"]) == (str(tmp_path), tmp_path.name, "allow")
+    assert first["config"]["run"]["seed"] == 5
+    assert (scalars["held_out"], step, finished) == (2.0, 3, "finished")
+
+
+def test_mlflow_is_one_word_and_a_resumed_run_goes_on_in_it(tmp_path, monkeypatch):
+    calls = []
+
+    def start_run(**given):
+        calls.append(given)
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"))
+
+    pretended(
+        monkeypatch,
+        "mlflow",
+        start_run=start_run,
+        log_params=lambda fields: calls.append(fields["run.seed"]),
+        log_metrics=lambda scalars, step: calls.append((scalars["held_out"], step)),
+        end_run=lambda: calls.append("ended"),
+    )
+    for step in (3, 4):
+        with RunReport(tmp_path, Loggers(logging("mlflow"), tmp_path), quiet=True) as report:
+            report.write("evaluation", step=step, bits=2.0)
+    assert calls == [{"run_name": tmp_path.name}, 5, (2.0, 3), "ended", {"run_id": "7"}, (2.0, 4), "ended"]
 
 
 def test_a_logger_that_fails_is_told_once_and_left_out_and_the_run_goes_on(tmp_path, told, capsys):
@@ -105,14 +146,15 @@ def test_a_logger_that_cannot_be_started_is_refused_in_one_line(tmp_path):
         ("no_such_module:start", "cannot be started: ModuleNotFoundError: No module named 'no_such_module'"),
     ):
         assert said in one_line(InputError, Loggers, logging(name), tmp_path), name
-    assert "must be module:function" in one_line(InputError, logging, "mine")
+    assert "must be tensorboard, wandb, mlflow, or module:function" in one_line(InputError, logging, "mine")
 
 
 def test_tensorboard_without_its_package_is_refused_before_anything_is_loaded(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else found(name))
-    with pytest.raises(InputError, match=r"run\.tensorboard needs the package tensorboard: install it"):
-        require_loggers(Config.of({"run": {"tensorboard": True}}))
+    for asked in ({"tensorboard": True}, {"logger": "tensorboard"}):
+        with pytest.raises(InputError, match="the logger tensorboard needs the package tensorboard: pip install"):
+            require_loggers(Config.of({"run": asked}))
     require_loggers(Config())
 
 

@@ -26,6 +26,7 @@ from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.parameter import ShardedParameter, as_sharded, record_of
 from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError, WriteBackError
 from sherd.policy import UnshardTerms
+from sherd.tensor.gather import shard_of
 from sherd.tensor.ragged import as_dtensor, local_part
 
 
@@ -185,9 +186,12 @@ def _gradients(group: Group) -> torch.Tensor:
     """Returns a shard buffer of gradients, with zeros for parameters that have none."""
     shard_buffer = torch.zeros(group.shard_numel, dtype=group.dtype, device=group.device)
     for optimizer_param in group.optimizer_params:
-        gradient, extent = optimizer_param.parameter.grad, optimizer_param.extent
+        gradient, extent, record = optimizer_param.parameter.grad, optimizer_param.extent, optimizer_param.record
         if isinstance(gradient, DTensor):
-            shard_buffer[extent.start : extent.stop].copy_(local_tensor(gradient).reshape(-1))
+            own = (
+                record.part_of(gradient.full_tensor()) if record.gradient_owner is not None else local_tensor(gradient)
+            )
+            shard_buffer[extent.start : extent.stop].copy_(own.reshape(-1))
     return shard_buffer
 
 
@@ -327,7 +331,7 @@ def _keep_requires_grad(unit: Unit, present: dict[int, torch.Tensor]) -> None:
 
 def _keep_gradients(group: Group, present: dict[int, torch.Tensor]) -> None:
     """Give each optimizer parameter this rank's part of its members' unsharded gradients; None if no member has one."""
-    for optimizer_param in group.optimizer_params:
+    for optimizer_param in group.gradients:
         records = {index: group.parameters[index] for index in sorted(optimizer_param.members)}
         if not all(id(record) in present for record in records.values()):
             continue  # a member has another shape, which is an error
@@ -340,7 +344,9 @@ def _keep_gradients(group: Group, present: dict[int, torch.Tensor]) -> None:
         local = torch.zeros(optimizer_param.shape, dtype=group.grad_dtype, device=group.shard_buffer.device)
         flat = local.view(-1)
         for index, gradient in gradients.items():
-            extent = group.packing.slots[index].held(group.mesh.piece).shifted(-optimizer_param.extent.start)
+            slot, piece = group.gradient_packing.slots[index], group.mesh.piece
+            extent = slot.held(piece).shifted(-optimizer_param.extent.start)
             if gradient is not None and extent.numel:
-                flat[extent.start : extent.stop].copy_(_part_of(group.parameters[index], gradient).reshape(-1))
-        optimizer_param.parameter.grad = as_dtensor(local, optimizer_param.gradient_spec(local.dtype))
+                own = shard_of(local_part(gradient).detach(), slot.cut, piece)
+                flat[extent.start : extent.stop].copy_(own.reshape(-1))
+        optimizer_param.parameter.grad = as_dtensor(local, optimizer_param.record.gradient_spec(local.dtype))

@@ -139,6 +139,8 @@ def shard(
             weakref.ref(discovered.holder),
             discovered.places,
             attributes=attributes_of(discovered.parameter),
+            is_placed_by_default=plan.by_default,
+            gradient_owner=plan.gradient_owner,
         )
         move_hooks(discovered.parameter, shard)
         record.claim(discovered.parameter)

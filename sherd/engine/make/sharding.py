@@ -23,7 +23,7 @@ from sherd.engine.state.ownership import DiscoveredParameter
 from sherd.errors import ModuleError, PlacementError
 from sherd.layout.placement import Cut, Replicate, Shard
 from sherd.layout.plan import Wanted, plan
-from sherd.layout.runs import AnyPlacement, RunPlacement, Runs
+from sherd.layout.runs import AnyPlacement, Owned, RunPlacement, Runs
 from sherd.tensor.tensor_parallel import beside, on_full_mesh, own_spec
 
 
@@ -31,11 +31,13 @@ from sherd.tensor.tensor_parallel import beside, on_full_mesh, own_spec
 class ShardingRequest:
     """A user's request for one parameter: the rule by which to cut it, and the ranks to cut it over.
 
-    The default placement, None, cuts dim 0, and keeps a copy of a scalar on every rank.
+    The default placement, None, cuts dim 0, and keeps a copy of a scalar on every rank. With `owns_gradients` the whole
+    reduced gradient of a tensor with two dims or more goes to one rank.
     """
 
     placement: AnyPlacement | None
     mesh: DataMesh
+    owns_gradients: bool = False
 
     @property
     def run_placement(self) -> RunPlacement | None:
@@ -53,6 +55,8 @@ class ShardingPlan:
     shard_spec: DTensorSpec
     unsharded_spec: DTensorSpec | None
     data: torch.Tensor
+    by_default: bool
+    gradient_owner: int | None
 
 
 def sharding_plans(
@@ -76,6 +80,7 @@ def sharding_plans(
     _require_memory(parameters)
     requests = [request_of(each) for each in parameters]
     runs = _cut_into_runs(parameters, streams, requests, surrounds)
+    gradient_owners = _gradient_owners(parameters, requests)
     plans = []
     for index, (discovered, request) in enumerate(zip(parameters, requests, strict=True)):
         cut: Cut
@@ -95,13 +100,37 @@ def sharding_plans(
         else:
             _require_data_parallel(name, mesh)
             unsharded, spec = None, own_spec(mesh, cut, parameter.shape, parameter.dtype)
-        plans.append(ShardingPlan(mesh, cut, plan_id, spec, unsharded, data))
+        by_default, owner = request.placement is None, gradient_owners.get(index)
+        plans.append(ShardingPlan(mesh, cut, plan_id, spec, unsharded, data, by_default, owner))
     # Only of what will be sharded: after an error ranks may differ in how far they came.
     for sharding_plan, request in zip(plans, requests, strict=True):
         rule = request.run_placement
-        if rule is not None and rule.owned:
-            loads_of(sharding_plan.mesh)[sharding_plan.cut.first] += sharding_plan.cut.numel
+        owner = sharding_plan.cut.first if rule is not None and rule.owned else sharding_plan.gradient_owner
+        if owner is not None:
+            loads_of(sharding_plan.mesh)[owner] += sharding_plan.cut.numel
     return plans
+
+
+def _gradient_owners(parameters: Sequence[DiscoveredParameter], requests: Sequence[ShardingRequest]) -> dict[int, int]:
+    """Returns the owner of each parameter whose whole gradient is to go to one rank, by the parameter's index."""
+    by_mesh: dict[DataMesh, list[int]] = {}
+    for index, (discovered, request) in enumerate(zip(parameters, requests, strict=True)):
+        if not request.owns_gradients or request.mesh.shard_axis is None or _data(discovered).dim() < 2:
+            continue
+        if request.mesh.shards_replicas or request.mesh.keeps_unsharded or isinstance(discovered.parameter, DTensor):
+            raise PlacementError(
+                f"{discovered.name}: gradients go to owners (gradient=Owned()) where parameters are sharded over one "
+                "axis, are copied over others, and are no tensor-parallel DTensors; place the gradient as the parameter"
+            )
+        by_mesh.setdefault(request.mesh, []).append(index)
+    owners: dict[int, int] = {}
+    for mesh, members in by_mesh.items():
+        wanted = [
+            Wanted(tuple(parameters[index].parameter.shape), Owned(), parameters[index].name) for index in members
+        ]
+        cuts = plan(wanted, mesh.num_pieces, list(loads_of(mesh)))
+        owners |= {index: cut.first for index, cut in zip(members, cuts, strict=True)}
+    return owners
 
 
 def _require_data_parallel(name: str, mesh: DataMesh) -> None:

@@ -60,7 +60,7 @@ class ReduceBuffer:
     def __init__(self, group: Group, buffer: Buffer, lane: CommStream | None = None) -> None:
         self.buffer = buffer
         self._lane = lane
-        self._packing = group.packing
+        self._packing = group.gradient_packing
         self._num_flags = group.num_flags
         self.filled: set[int] = set()  # the indices of the tensors whose gradients are in the buffer
 

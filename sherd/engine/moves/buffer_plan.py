@@ -105,11 +105,11 @@ class BufferPlan:
 
         `reduce_buffers`: how many units may be reducing while the next one collects gradients.
         """
-        packing, mesh, flags = group.packing, group.mesh, group.num_flags
+        packing, reduced, mesh, flags = group.packing, group.gradient_packing, group.mesh, group.num_flags
         # With streams, a gather that runs ahead of compute cannot write memory that belongs to compute.
         may_be_rows = packing.is_cut_into_runs or (packing.direct and streams.in_host_order)
-        is_alone = len(group.parameters) == 1 and packing.direct and flags == 0
-        by_piece = Sizes(numel + flags for numel in group.sizes) if flags else group.sizes
+        is_alone = len(group.parameters) == 1 and reduced.direct and flags == 0
+        by_piece = Sizes(numel + flags for numel in reduced.shard_numels)
         is_as_computed = group.compute_dtype == group.dtype and group.place.device == group.device
         return cls(
             gathers_itself=group.gathers_itself,
@@ -120,11 +120,11 @@ class BufferPlan:
             sends_shards_as_they_are=group.gathers_itself or is_as_computed,
             # A borrowed gradient is scaled after the sum, on which float16 overflows.
             may_borrow=is_alone and streams.in_host_order and group.reduce_dtype != torch.float16,
-            is_unpadded=packing.gathered_numel == packing.slots[0].cut.numel,
+            is_unpadded=reduced.gathered_numel == reduced.slots[0].cut.numel,
             # Without streams small gradients are copied as they come, while they are in the cache. Large rows would
             # stand beside all activations of the unit:
             # test_large_rows_are_allocated_once_a_units_parameters_are_free.
-            collects_late=is_large(packing.gathered_numel, group.reduce_dtype) or not streams.in_host_order,
+            collects_late=is_large(reduced.gathered_numel, group.reduce_dtype) or not streams.in_host_order,
             batch_bytes=BATCH_BYTES if streams.in_host_order else BATCH_BYTES // 4,
             # With several reductions under way, compute must wait for the oldest one only.
             lane_owns_rows=not streams.in_host_order and reduce_buffers <= 1,
@@ -132,7 +132,7 @@ class BufferPlan:
             scales_sums=packing.num_ranks >= MANY_RANKS and group.reduce_dtype.itemsize >= 4,
             reduce_dtype=group.reduce_dtype,
             reduced_by_piece=by_piece,
-            reduced_by_rank=by_piece.together(mesh.num_owners) if flags else group.shard_sizes,
+            reduced_by_rank=by_piece.together(mesh.num_owners),
         )
 
     def fill_by(self, transport: Transport) -> Fill:

@@ -37,11 +37,11 @@ from sherd.comm.transport import Pending, Transport, parts
 from sherd.engine.moves.arrivals import Arrivals, ReduceBuffer
 from sherd.engine.moves.buffer_plan import BufferPlan, Scale
 from sherd.engine.state.group import Group
-from sherd.engine.state.parameter import as_sharded
+from sherd.engine.state.parameter import ShardedParameter, as_sharded
 from sherd.errors import GradientError
 from sherd.policy import UnitPolicy
 from sherd.schedule.moments import MemoryKind
-from sherd.tensor.ragged import as_dtensor
+from sherd.tensor.ragged import RaggedDTensor, as_dtensor
 
 
 def _changed_by_hook(name: str, hook: Callable[[Any], Any], term: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
@@ -57,6 +57,12 @@ def _changed_by_hook(name: str, hook: Callable[[Any], Any], term: torch.Tensor, 
     if changed.placements != spec.placements:
         changed = changed.redistribute(placements=spec.placements)
     return local_tensor(changed).contiguous()
+
+
+def _form_of(record: ShardedParameter, dtype: torch.dtype) -> tuple[type[DTensor], DTensorSpec]:
+    """Returns the class and the spec of a parameter's reduced gradient."""
+    spec = record.gradient_spec(dtype)
+    return type(as_sharded(record.optimizer_param)) if record.gradient_owner is None else RaggedDTensor, spec
 
 
 @dataclass(eq=False, slots=True)
@@ -104,11 +110,12 @@ class Gradients:
         self._partly_reduced: frozenset[int] = frozenset()
         self._host_copies: list[_HostCopy] = []
         # For `_give`, which every backward calls: a record, a class and spec, a part of the buffer, a shape each.
-        params = group.optimizer_params
+        params = group.gradients
         self._records = [each.record for each in params]
-        self._forms = [(type(as_sharded(each.parameter)), each.gradient_spec(group.grad_dtype)) for each in params]
+        self._forms = [_form_of(each.record, group.grad_dtype) for each in params]
         self._places = [slice(each.extent.start, each.extent.stop) for each in params]
         self._shapes = [each.shape for each in params]
+        self._numel = group.gradient_packing.shard_numels[group.mesh.piece]  # without flags
 
     def may_lack(self, policy: UnitPolicy) -> bool:
         """Returns whether ranks without gradients take part in a reduction of gradients that others have."""
@@ -247,7 +254,7 @@ class Gradients:
             reduced = self._as_gradient(reduced, scale)
         hook, stream = policy.all_reduce_hook, policy.all_reduce_hook_stream
         if hook is not None:
-            without_flags = reduced[: self.group.shard_numel]
+            without_flags = reduced[: self._numel]
             if stream is None:
                 hook(without_flags)
             else:
@@ -270,7 +277,7 @@ class Gradients:
             self._give(host_copy.stored, self._anywhere(host_copy.stored, host_copy.with_gradient))
 
     def _give(self, reduced: torch.Tensor, with_gradient: frozenset[int]) -> None:
-        """Add `reduced`, laid out as the shard buffer, to the `.grad` of the parameters `with_gradient`.
+        """Add `reduced`, laid out as `gradient_packing` says, to the `.grad` of the parameters `with_gradient`.
 
         Each gradient is a view of `reduced`, which lives as long as one of the gradients does.
 
@@ -285,7 +292,7 @@ class Gradients:
         have_hooks = any(chain.from_iterable(map(hooks_on_gradient, parameters)))
         lacks_some = len(with_gradient) < len(self.group.parameters)
         views = map(torch.Tensor.view, map(reduced.__getitem__, self._places), self._shapes)
-        each_of = zip(self.group.optimizer_params, parameters, self._forms, views, strict=True)
+        each_of = zip(self.group.gradients, parameters, self._forms, views, strict=True)
         for optimizer_param, parameter, (tensor_class, spec), term in each_of:
             if (lacks_some and optimizer_param.members.isdisjoint(with_gradient)) or not parameter.requires_grad:
                 continue
@@ -327,7 +334,7 @@ class Gradients:
 
     def _anywhere(self, reduced: torch.Tensor, here: frozenset[int]) -> frozenset[int]:
         """Returns the trainable parameters that have a gradient `here` or on another rank."""
-        flags = reduced[self.group.shard_numel :]
+        flags = reduced[self._numel :]
         missing = [i for i, each in enumerate(self.group.parameters) if i not in here and each.requires_grad]
         if not missing or not self.group.num_flags:
             return here
@@ -356,9 +363,9 @@ class Gradients:
         with torch.no_grad():
             for piece, part in zip(pieces, parts(self.partial, self._plan.reduced_by_piece.of(pieces)), strict=True):
                 for index in indices:
-                    extent = group.packing.slots[index].held(piece)
+                    extent = group.gradient_packing.slots[index].held(piece)
                     part[extent.start : extent.stop].zero_()
-                    part[group.packing.shard_numels[piece] + index] = 0  # the flag
+                    part[group.gradient_packing.shard_numels[piece] + index] = 0  # the flag
         self._partly_reduced -= indices
 
     def discard(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -293,6 +293,24 @@ class Unit:
     def meshes(self) -> list[DataMesh]:
         """The unit's mesh, and the meshes of parameters that are sharded over another one."""
         return list(dict.fromkeys((self.mesh, *(each.mesh for each in self.parameters))))
+
+    def own_gradients(self, owners: Mapping[ShardedParameter, int]) -> None:
+        """Let the whole gradients of some parameters go to these ranks of their cuts, from the next backward on.
+
+        All ranks must call it with the same owners. Parameters, their values and their gathers stay as they are.
+
+        Raises:
+            StateError: a forward or backward is under way, or gradients are there, or wait for a reduction.
+        """
+        self.require_at_rest("optimizer that wants whole gradients")
+        if self.backward.has_unreduced or any(each.optimizer_param.grad is not None for each in owners):
+            raise StateError(
+                f"unit {self.name} has gradients, and an optimizer is made that wants whole ones; make it before the "
+                "first backward, or after zero_grad()"
+            )
+        for record, owner in owners.items():
+            record.gradient_owner = owner
+        self.regroup()
 
     def flatten(self, module: nn.Module, attribute: str) -> None:
         """Merge the shards, all of one group, into the flat parameter `attribute` of `module`, for the optimizer."""

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import DTensorSpec, local_tensor, move_hooks, spec_of, swap_devices
+from sherd._torch import local_tensor, move_hooks, spec_of, swap_devices
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.comm.transport import Sizes, parts
@@ -59,8 +59,9 @@ SMALL = 16
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """The properties that the parameters of one group share. `gathers_itself`: the tensor has its own all-gather.
+    """The properties that the parameters of one group share.
 
+    `gathers_itself`: the tensor has its own all-gather. `owned_gradients`: each gradient goes as a whole to one rank.
     `plan_id` is None for tensors cut by themselves, else the plan that cut them into runs: runs of two plans do not fit
     one buffer.
     """
@@ -70,13 +71,17 @@ class GroupKey:
     gathers_itself: bool
     plan_id: int | None
     mesh: DataMesh
+    owned_gradients: bool
 
 
 def group_key_of(parameter: ShardedParameter) -> GroupKey:
     """Returns the key of the group that `parameter` belongs to."""
     resting = parameter.resting
     plan_id = parameter.plan_id if parameter.cut.in_line else None
-    return GroupKey(resting.dtype, parameter.requires_grad, _gathers_itself(resting), plan_id, parameter.mesh)
+    owned_gradients = parameter.gradient_owner is not None
+    return GroupKey(
+        resting.dtype, parameter.requires_grad, _gathers_itself(resting), plan_id, parameter.mesh, owned_gradients
+    )
 
 
 def _gathers_itself(local: torch.Tensor) -> bool:
@@ -289,10 +294,6 @@ class OptimizerParam:
         more = len(self.members) - 1
         return self.record.name + (f" (and {more} more, flat)" if more else "")
 
-    def gradient_spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """Returns the spec of the gradient: the parameter's layout, in `dtype`."""
-        return in_dtype(spec_of(as_sharded(self.parameter)), dtype)
-
     def expect_gradients_in(self, dtype: torch.dtype) -> None:
         """Let `.grad` have another dtype than the parameter."""
         parameter: Any = self.parameter
@@ -315,6 +316,8 @@ class Group:
             `divergence="join"`, and in a part of a unit (`is_part`).
         trainable: the parameters were trained when the group was made.
         is_one_piece: nothing is cut, so the shard buffer holds the unsharded parameters.
+        gradient_packing: how reduced gradients lie, and the rows that are reduced. It is `packing`, unless gradients go
+            to owners. `gradients` are their places in it.
     """
 
     def __init__(
@@ -353,19 +356,27 @@ class Group:
         self.unsharded_memory: torch.Tensor | None = None
         self.version = 0
         self.optimizer_params = self._optimizer_params()
+        self.gradient_packing, self.gradients = self.packing, self.optimizer_params
+        if self.parameters[0].gradient_owner is not None:
+            self.gradient_packing = pack([each.gradient_cut for each in self.parameters], mesh.num_pieces)
+            self.gradients = self._shards_in(self.gradient_packing)
         self.shard_buffer = self._keep_shard() if self.gathers_itself else self._gather_shards_into_one_buffer()
         # Last, because it remembers the memory that the line above has given to the optimizer parameters.
         self.shard_memory = ShardMemory([optimizer_param.record for optimizer_param in self.optimizer_params])
 
     def _optimizer_params(self) -> tuple[OptimizerParam, ...]:
-        rank = self.mesh.piece
         if self.is_flat:
+            rank = self.mesh.piece
             used, members = self.used, frozenset(range(len(self.parameters)))
             gaps = tuple(gap for gap in self.packing.gaps_of(rank) if gap.stop <= used.numel)
             return (OptimizerParam(self.parameters[0], used, (used.numel,), members, gaps),)
+        return self._shards_in(self.packing)
+
+    def _shards_in(self, packing: Packing) -> tuple[OptimizerParam, ...]:
+        rank = self.mesh.piece
         return tuple(
             OptimizerParam(record, slot.held(rank), slot.cut.local_shape(rank), frozenset((index,)))
-            for index, (record, slot) in enumerate(zip(self.parameters, self.packing.slots, strict=True))
+            for index, (record, slot) in enumerate(zip(self.parameters, packing.slots, strict=True))
         )
 
     def hangs_on(self, optimizer_param: OptimizerParam, module_ids: Collection[int]) -> bool:

@@ -19,13 +19,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import DTensorSpec, attributes_of, dtensor, dtensor_spec, in_functional_call, local_tensor
+from sherd._torch import DTensorSpec, attributes_of, dtensor, dtensor_spec, in_functional_call, local_tensor, spec_of
 from sherd.comm.mesh import DataMesh
 from sherd.engine.state.compared import Compared
 from sherd.errors import OwnershipError, UnsupportedError, WriteBackError
 from sherd.layout.placement import Cut
+from sherd.layout.runs import whole_on
 from sherd.tensor.gather import part_given, shard_of
+from sherd.tensor.placement import in_dtype
 from sherd.tensor.ragged import as_dtensor
+from sherd.tensor.tensor_parallel import own_spec
 
 _records: dict[int, tuple[weakref.ref[ShardedParameter], weakref.ref[torch.Tensor] | None]] = {}
 """The record of each tensor, by the tensor's id, and a reference to the tensor where the record does not hold it.
@@ -175,6 +178,13 @@ class Owner(Protocol):
     def before_step(self) -> None:
         """Prepare for an optimizer to write to the shards. Raises if values would be overwritten, or were lost."""
 
+    @property
+    def gathers_as_one(self) -> bool:
+        """Whether the user has a custom collective or a hook, which gets all parameters of the unit at once."""
+
+    def own_gradients(self, owners: Mapping[ShardedParameter, int]) -> None:
+        """Let the whole gradients of these parameters go to these ranks of their cuts from now on."""
+
 
 @dataclass(eq=False)
 class ShardedParameter:
@@ -192,6 +202,8 @@ class ShardedParameter:
         restored: a user's function that makes the unsharded DTensor of its local tensor, if any.
         lent: an unsharded copy that the user works with (`sherd.unsharded`), and that modules show instead.
         attributes: what users write on the parameter (`weight.no_decay = True`): the `__dict__` of all its forms.
+        is_placed_by_default: the user gave no placement.
+        gradient_owner: the rank of the cut that gets the whole reduced gradient; None: it is cut as the shard is.
     """
 
     name: str
@@ -209,6 +221,8 @@ class ShardedParameter:
     restored: Callable[[torch.Tensor], torch.Tensor] | None = None
     lent: nn.Parameter | None = None
     attributes: dict[str, object] = field(default_factory=dict)
+    is_placed_by_default: bool = False
+    gradient_owner: int | None = None
     _owner: weakref.ref[Owner] | None = None
     # By id. An entry goes with its Parameter, before another tensor can get the id.
     _taken: weakref.WeakValueDictionary[int, nn.Parameter] = field(default_factory=weakref.WeakValueDictionary)
@@ -283,6 +297,18 @@ class ShardedParameter:
     def local(self) -> torch.Tensor:
         """This rank's shard as a plain tensor, `cut.local_shape(rank)`."""
         return local_tensor(as_sharded(self.shard))
+
+    @property
+    def gradient_cut(self) -> Cut:
+        """The cut of the reduced gradient, and of what an optimizer keeps beside it."""
+        owner = self.gradient_owner
+        return self.cut if owner is None else whole_on(owner, tuple(self.shape), self.mesh.num_pieces)
+
+    def gradient_spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """Returns the layout of the reduced gradient as a DTensor of `dtype`."""
+        if self.gradient_owner is not None:
+            return own_spec(self.mesh, self.gradient_cut, self.shape, dtype)
+        return in_dtype(spec_of(as_sharded(self.optimizer_param)), dtype)
 
     def register(self, registered: bool) -> None:
         """Make the parameter one of its modules' parameters, or only an attribute."""

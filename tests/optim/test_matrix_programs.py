@@ -1,0 +1,211 @@
+"""Whole programs around steps of whole matrices train as in one process, and what cannot be done is refused by name."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import sherd
+from sherd import CommPolicy, MatrixOptimizer, Muon
+from sherd.errors import PolicyError
+from sherd.optim.muon import left_to_adamw, not_hidden
+from tests.optim.test_muon import EXACT, assert_as_plain, batches, stack, trained
+from tests.support.comparing import assert_same, whole_params
+from tests.support.ranks.bodies import on_processes, on_threads
+from tests.support.refusals import one_line
+from tests.support.sharding import sharded
+
+
+def matrices() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 9, bias=False), nn.Tanh(), nn.Linear(9, 4, bias=False))
+
+
+# torch.optim.Muon: every step over shards is one of whole matrices
+
+
+class _Inherits(torch.optim.Muon):
+    pass
+
+
+def _before_sharding(model, shard):
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
+    trained(shard(model), optimizer, batches(2))
+
+
+def _by_a_subclass(model, shard):
+    trained(shard(model), _Inherits(model.parameters(), lr=0.02), batches(2))
+
+
+def _by_closures(model, shard):
+    optimizer = torch.optim.Muon(shard(model).parameters(), lr=0.02)
+    for batch in batches(2):
+
+        def loss(batch=batch):
+            optimizer.zero_grad()
+            value = model(batch).square().mean()
+            value.backward()
+            return value
+
+        assert torch.is_tensor(optimizer.step(loss))
+        assert torch.is_tensor(optimizer.step(closure=loss))
+
+
+def _after_steps_of_others(model, shard):
+    other = matrices()
+    optimizer = torch.optim.Muon(other.parameters(), lr=0.02)
+    trained(other, optimizer, batches(1))
+    optimizer.add_param_group({"params": list(shard(model).parameters())})
+    trained(model, optimizer, batches(2))
+
+
+def _in_backward(model, shard):
+    optimizer = torch.optim.Muon(shard(model).parameters(), lr=0.02)
+    if any(isinstance(each, DTensor) for each in model.parameters()):
+        sherd.step_in_backward(model, optimizer)
+    trained(model, optimizer, batches(2))
+
+
+@pytest.mark.parametrize(
+    "program", [_before_sharding, _by_a_subclass, _by_closures, _after_steps_of_others, _in_backward]
+)
+@on_threads(2, front=["shard", "flat"])
+def test_torchs_muon_steps_whole_matrices_however_it_is_called(program, front):
+    plain, model = matrices(), matrices()
+    program(plain, lambda model: model)
+    program(model, lambda model: sharded(model, front))
+    assert_as_plain(model, plain)
+
+
+# Hooks
+
+
+def test_hooks_see_one_step_of_one_optimizer():
+    model, seen = stack(), []
+    MatrixOptimizer([model[2].weight], torch.sign)  # torch wraps the step of a class when the first object is made
+    optimizer = Muon(model)
+    optimizer.register_step_post_hook(lambda one, *_: seen.append(one))
+    everywhere = register_optimizer_step_pre_hook(lambda one, *_: seen.append(one))
+    trained(model, optimizer, batches(1))
+    everywhere.remove()
+    assert seen == [optimizer, optimizer]
+
+
+@on_processes(2)
+def test_a_rank_without_any_batch_steps_with_the_others():
+    plain, model = stack(), sharded(stack(), comm_policy=CommPolicy(divergence="join"))
+    theirs, optimizer = Muon(plain, lr=0.02, **EXACT), Muon(model, lr=0.02, **EXACT)
+    for batch in batches(3):
+        (plain(batch).square().mean() / 2).backward()  # the other rank's gradients count as zeros
+        theirs.step()
+        theirs.zero_grad()
+    with sherd.join(model, optimizer):
+        trained(model, optimizer, batches(3) if torch.distributed.get_rank() == 0 else [])
+    assert_as_plain(model, plain)
+
+
+# Which parameters are hidden matrices
+
+
+class _LanguageModel(nn.Module):
+    def __init__(self, is_tied: bool = True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(8, 5)
+        self.hidden = nn.Linear(5, 5, bias=False)
+        self.readout = nn.Linear(5, 8, bias=False)
+        if is_tied:
+            self.readout.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.readout(self.hidden(self.embed(x)))
+
+
+def test_what_one_of_its_modules_says_holds_for_a_shared_parameter():
+    assert left_to_adamw(_LanguageModel()) == {"embed.weight": "it is an embedding", "hidden.weight": ""}
+    first, lm_head = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    lm_head.weight = first.weight
+    shared = nn.ModuleDict({"first": first, "lm_head": lm_head, "bag": nn.EmbeddingBag(4, 4)})
+    expected = {"first.weight": "lm_head is an output layer", "bag.weight": "it is an embedding"}
+    assert left_to_adamw(shared) == expected
+
+
+def test_an_output_layer_is_one_in_a_wrapper_and_as_the_copy_that_peft_trains():
+    weight = nn.Linear(4, 4).weight
+    for name in ("head.weight", "a.lm_head._orig_mod.weight", "a.score.modules_to_save.default.weight"):
+        assert "is an output layer" in not_hidden(name, nn.Linear(4, 4), weight), name
+    for name in ("head", "output.dense.weight", "dense.modules_to_save.head.weight"):
+        assert not_hidden(name, nn.Linear(4, 4), weight) == "", name
+
+
+@on_threads(2, front=["shard", "flat", "wrapper"])
+def test_a_tied_embedding_is_stepped_by_adamw_on_shards_too(front):
+    plain, model = _LanguageModel(), sharded(_LanguageModel(), front, [])
+    for each in (plain, model):
+        optimizer = Muon(each, lr=0.02, **EXACT)
+        assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
+        for step in range(2):
+            each(torch.arange(step, step + 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_as_plain(model, plain)
+
+
+def test_heads_of_what_adamw_steps_are_refused():
+    said = one_line(PolicyError, Muon, _LanguageModel(), heads={"embed.weight": 2})
+    assert "embed.weight is left to AdamW, since it is an embedding; leave 'embed.weight' out" in said
+
+
+@on_threads(2)
+def test_frozen_matrices_take_no_part_until_they_are_trained():
+    plain, model = stack(), sharded(stack())
+    both = [(each, Muon(each, lr=0.02, **EXACT)) for each in (plain, model)]
+    computed = []
+    updates = both[1][1].updates
+    both[1][1].updates = lambda group, given: computed.append(tuple(given.shape[1:])) or updates(group, given)
+    for frozen in (2, 0):
+        computed.clear()
+        shape = tuple(plain[frozen].weight.shape)
+        for each, optimizer in both:
+            for number in (0, 2):
+                each[number].weight.requires_grad_(number != frozen)
+            trained(each, optimizer, batches(2))
+        assert shape not in computed
+        assert f"{shape[0]} x {shape[1]}  frozen" in repr(both[1][1])
+    assert_as_plain(model, plain)
+
+
+def test_a_matrix_that_is_frozen_when_muon_is_built_is_muons():
+    model = stack()
+    model[2].weight.requires_grad_(False)
+    assert any(each is model[2].weight for each in Muon(model).param_groups[0]["params"])
+
+
+# Plans of steps
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@on_threads(2, front=["shard", "flat"])
+def test_a_plan_from_before_a_change_of_dtype_or_device_is_made_anew(device, front):
+    plain = matrices().double()
+    with torch.device(device):
+        model = sharded(matrices(), front)
+    optimizers = [Muon(each, lr=0.02, ns_dtype=torch.float64) for each in (plain, model)]
+    assert "rank" in repr(optimizers[1])
+    model.to_empty(device="cpu").to(torch.float64)
+    set_model_state_dict(model, plain.state_dict(), options=StateDictOptions(full_state_dict=True))
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        trained(each, optimizer, [batch.double() for batch in batches(3)])
+    for expected, found in zip(plain.parameters(), whole_params(model).values(), strict=True):
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-10, atol=1e-12)
+
+
+@on_threads(2)
+def test_a_step_at_rate_0_leaves_parameters_alone_as_torchs_checkpointing_asks():
+    model = sharded(matrices())
+    before = whole_params(model)
+    optimizer = MatrixOptimizer(model.parameters(), lambda given: given / given.norm())  # nan for zeros
+    get_state_dict(model, optimizer)
+    assert_same(whole_params(model), before)
