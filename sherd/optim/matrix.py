@@ -172,9 +172,12 @@ class MatrixOptimizer(Optimizer):
                         self.state[parameter][name] = loaded[name].to(local_part(parameter).device, dtype, copy=True)
 
     def spec_of_state(self, parameter: torch.Tensor, key: str, shape: torch.Size) -> DTensorSpec | None:
-        """Returns where a loaded state of whole matrices belongs; None: it has the parameter's shape, or is none."""
-        if shape == parameter.shape or not shape:
+        """Returns where a loaded state belongs: as the gradient lies, or with the matrices' owners; None: elsewhere."""
+        record = ShardedParameter.of(parameter)
+        if record is None or not shape:
             return None
+        if shape == parameter.shape:
+            return None if record.gradient_owner is None else record.gradient_spec(torch.float32)
         plan, groups = self._current_plan(), self.matrix_groups()
         index = next((index for index, each in enumerate(plan.parameters) if each is parameter), None)
         if index is None or index not in plan.homes:
@@ -227,11 +230,6 @@ class MatrixOptimizer(Optimizer):
             plan = self._plans[key] = _Plan(groups)
             if len(self._plans) > MOST_PLANS:
                 self._plans.popitem(last=False)
-            for parameter in plan.parameters:
-                record = ShardedParameter.of(parameter)
-                for key, value in self.state.get(parameter, {}).items():
-                    if record is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                        self.state[parameter][key] = laid_as_gradient(value, record)
         return plan
 
     # What a subclass may do otherwise
@@ -285,6 +283,11 @@ class MatrixOptimizer(Optimizer):
     def _step_all(self) -> None:
         """Step every parameter that has a gradient, without a closure and the hooks of optimizers."""
         plan, groups = self._current_plan(), self.matrix_groups()
+        for parameter in plan.parameters if plan.begins() else ():
+            record = ShardedParameter.of(parameter)
+            for key, value in self.state.get(parameter, {}).items():
+                if record is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    self.state[parameter][key] = laid_as_gradient(value, record)
         gradients = [local_gradient(parameter) for parameter in plan.parameters]
         directions: dict[int, torch.Tensor] = {}
         for group, indices in zip(groups, plan.by_group, strict=True):
@@ -652,6 +655,7 @@ class _Plan:
         self._owners: dict[int, set[int]] = defaultdict(set)
         self._traveling: set[int] = set()
         self._owned: set[int] = set()
+        self._has_begun = False
         self.homes: dict[int, Home] = {}
         """Where the states of parameters lie, by their numbers. A parameter without elements has none."""
         self.here: list[tuple[MatrixItem, Extent]] = []
@@ -661,6 +665,11 @@ class _Plan:
             owned = with_owners(items, ring)
             self._divide(ring, owned)
             self.homes |= {index: Home(list(own), ring) for index, own in groupby(owned, lambda item: item.index)}
+
+    def begins(self) -> bool:
+        """Returns True once, before the first step by this plan."""
+        self._has_begun, had = True, self._has_begun
+        return not had
 
     def is_of(self, groups: Sequence[Group]) -> bool:
         """Returns whether the plan still is that of `groups`."""

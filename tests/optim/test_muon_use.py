@@ -161,3 +161,18 @@ def test_matrices_travel_in_several_buckets(front, monkeypatch):
     if dist.get_rank() == 1:
         model[2].weight.grad = None
     assert "rank 1 has no gradient of 2.weight" in refusal(GradientError, optimizer.step)
+
+
+@on_threads(2, front=["shard", "owned", "flat"])
+def test_one_rank_alone_prints_an_optimizer_that_has_loaded_another_layout(front, tmp_path):
+    """Nothing of its state moves until it steps."""
+    models = [sharded(stack(), each) for each in ("blocks", front)]
+    first, second = (Muon(model, lr=0.02, beta2=0.9, **EXACT) for model in models)
+    trained(models[0], first, batches(2))
+    sherd.save(tmp_path / front, {"model": models[0], "optimizer": first}, step=2)
+    sherd.load(tmp_path / front, {"model": models[1], "optimizer": second})
+    if dist.get_rank() == 1:
+        assert "AdamW, since it has 1 dim" in repr(second)
+    for model, optimizer in zip(models, (first, second), strict=True):
+        trained(model, optimizer, batches(2))
+    torch.testing.assert_close(whole_params(models[1]), whole_params(models[0]))
