@@ -462,15 +462,15 @@ def _wrong(update: object, matrices: torch.Tensor, version: int | None) -> str |
     return None
 
 
-def _require_shapes(shapes: object) -> None:
+def _require_shapes(shapes: Mapping[str, Shape]) -> None:
     """Raise a PolicyTypeError if what `state` returned is no dict of shapes."""
-    if not isinstance(shapes, Mapping) or not all(
-        isinstance(name, str)
-        and isinstance(shape, tuple)
-        and all(isinstance(size, int) and size >= 0 for size in shape)
-        for name, shape in shapes.items()
-    ):
-        raise PolicyTypeError(f"MatrixOptimizer(state=...) returned {shapes!r}: expected shapes, as {KEEPS} returns")
+    try:
+        for name, shape in shapes.items():
+            torch.empty((len(name), *shape), device="meta")
+    except (AttributeError, TypeError, RuntimeError) as error:
+        raise PolicyTypeError(
+            f"MatrixOptimizer(state=...) returned {shapes!r}: expected shapes, as {KEEPS} returns"
+        ) from error
 
 
 def number_from_0(option: str, value: object) -> None:
