@@ -184,7 +184,9 @@ class MatrixOptimizer(Optimizer):
             return None
         number, *sizes = plan.batches[index]
         kept = self.state_shapes(groups[plan.group_of[index]], *sizes).get(key)
-        return plan.homes[index].spec(shape) if kept is not None and (number, *kept) == tuple(shape) else None
+        is_kept = kept is not None and (number, *kept) == tuple(shape)
+        layout = plan.homes[index].layout(tuple(shape)) if is_kept else None
+        return None if layout is None else layout.spec(torch.float32)
 
     def _dtypes(self, group: Group, parameter: torch.Tensor) -> dict[str, torch.dtype]:
         """Returns the dtypes of what is kept for a parameter in another one than its own."""

@@ -18,7 +18,7 @@ from math import prod
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from sherd._torch import DTensorSpec, local_tensor, spec_of
+from sherd._torch import local_tensor, spec_of
 from sherd.layout.placement import Shape
 from sherd.layout.runs import Runs
 from sherd.optim.exchange import MatrixItem, Ring
@@ -57,7 +57,7 @@ class Home:
         float32 and the dtype of `like`. They are on its device, and so is what was moved.
         """
         whole = (self._ends[-1], *shape)
-        layout = None if self._ring is None else self._layout(self._ring, whole)
+        layout = self.layout(whole)
         if value is None:
             dtype = torch.promote_types(like.dtype, torch.float32)
             local = torch.zeros(layout.local_shape if layout else whole, dtype=dtype, device=like.device)
@@ -71,13 +71,12 @@ class Home:
             return value
         return ragged_dtensor(piece_of(value, layout).to(like.device, copy=True), layout.spec(value.dtype))
 
-    def spec(self, whole: Shape) -> DTensorSpec | None:
-        """Returns the spec of the state of all matrices, of shape `whole`; None: every rank has it as a whole."""
-        return None if self._ring is None else self._layout(self._ring, tuple(whole)).spec(torch.float32)
-
-    def _layout(self, ring: Ring, whole: Shape) -> Layout:
+    def layout(self, whole: Shape) -> Layout | None:
+        """Returns where the state of all matrices lies, which has the shape `whole`; None: every rank has all of it."""
+        if self._ring is None:
+            return None
         if whole not in self._layouts:
-            mesh, ends = ring.mesh, tuple(end * prod(whole[1:]) for end in self._ends)
+            mesh, ends = self._ring.mesh, tuple(end * prod(whole[1:]) for end in self._ends)
             axes = [axis for axis in (mesh.shard_axis, mesh.replicate_axis) if axis is not None]
             cut, copies = Runs(whole, len(ends), 0, ends, by_rows=True), [Replicate()] * mesh.mesh.ndim
             self._layouts[whole] = layout_of(ragged_spec(mesh.mesh, copies, whole, torch.float32, cut, axes))

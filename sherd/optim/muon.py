@@ -240,7 +240,7 @@ class Muon(MatrixOptimizer):
 
     def matrix_groups(self) -> list[Group]:
         """The parameter groups that Muon steps."""
-        return [group for group in self.param_groups if group["algorithm"] != "adamw"]
+        return [group for group in self.param_groups if group.get("algorithm") != "adamw"]
 
     def _step_all(self) -> None:
         """Step every parameter that has a gradient, without the hooks of optimizers."""
@@ -314,10 +314,6 @@ class TorchMuonStep(Muon):
         except OptimizerError:
             return False
         return True
-
-    def matrix_groups(self) -> list[Group]:
-        """All groups."""
-        return self.param_groups
 
     def step_shards(self) -> None:
         """Step every parameter that has a gradient, without the hooks of optimizers, which run around torch's step."""
