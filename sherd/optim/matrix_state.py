@@ -50,6 +50,12 @@ class Home:
             counts[item.owner] += item.batch[0]
         return list(accumulate(counts))
 
+    @cached_property
+    def _first(self) -> dict[MatrixItem, int]:
+        """The number of the first matrix of each item."""
+        numbers = accumulate((item.batch[0] for item in self._items), initial=0)
+        return dict(zip(self._items, numbers, strict=False))
+
     def placed(self, value: torch.Tensor | None, shape: Shape, like: torch.Tensor) -> torch.Tensor:
         """Returns the state with entries of `shape`, where it belongs: `value` if it lies there; None: zeros.
 
@@ -76,14 +82,13 @@ class Home:
         if self._ring is None:
             return None
         if whole not in self._layouts:
-            mesh, ends = self._ring.mesh, tuple(end * prod(whole[1:]) for end in self._ends)
-            axes = [axis for axis in (mesh.shard_axis, mesh.replicate_axis) if axis is not None]
-            cut, copies = Runs(whole, len(ends), 0, ends, by_rows=True), [Replicate()] * mesh.mesh.ndim
-            self._layouts[whole] = layout_of(ragged_spec(mesh.mesh, copies, whole, torch.float32, cut, axes))
+            ends = tuple(end * prod(whole[1:]) for end in self._ends)
+            mesh, axes = self._ring.axes
+            cut, copies = Runs(whole, len(ends), 0, ends, by_rows=True), [Replicate()] * mesh.ndim
+            self._layouts[whole] = layout_of(ragged_spec(mesh, copies, whole, torch.float32, cut, axes))
         return self._layouts[whole]
 
     def part_of(self, item: MatrixItem, value: torch.Tensor) -> torch.Tensor:
         """Returns the view of `value`, a state that lies where it belongs, with the entries of one of the own items."""
-        number, rows, columns = item.batch
         before = self._ends[item.owner - 1] if item.owner else 0
-        return local_part(value).narrow(0, item.elements.start // (rows * columns) - before, number)
+        return local_part(value).narrow(0, self._first[item] - before, item.batch[0])
