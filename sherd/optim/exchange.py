@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, permutations
 from math import prod
 
 import torch
@@ -71,7 +71,7 @@ class Ring:
     """
 
     def __init__(self, mesh: DataMesh, across: TensorAxis | None = None) -> None:
-        self.mesh, self.across = mesh, across
+        self.mesh = mesh
         self.num_replicas = mesh.num_replicas
         self._group: dist.ProcessGroup | None = None
         ranks = [rank for copies in mesh.copies_of_shards() for rank in copies]
@@ -86,16 +86,18 @@ class Ring:
             for replica in range(mesh.num_replicas)
         ]
 
-    @property
-    def axes(self) -> tuple[DeviceMesh, list[int]]:
-        """A mesh with these ranks, and its axes that number them, the slowest first."""
-        own, across = self.mesh, self.across
-        axes = [axis for axis in (own.shard_axis, own.replicate_axis) if axis is not None]
-        if across is None:
-            return own.mesh, axes
-        names, of_all = own.mesh.mesh_dim_names, across.mesh.mesh_dim_names
-        assert names and of_all, "axes beside those of data parallelism have names"
-        return across.mesh, [across.axis, *(of_all.index(names[axis]) for axis in axes)]
+    def axes_of(self, mesh: DeviceMesh) -> list[int]:
+        """Returns the axes of a mesh whose ranks these are, the slowest first as they are numbered here."""
+        ranks, at = mesh.mesh, mesh.get_coordinate()
+        assert at is not None, "a rank steps what it holds"
+        beside = [tuple(at[:axis] + at[axis + 1 :]) for axis in range(mesh.ndim)]
+        lines = [ranks.movedim(axis, -1)[others].tolist() for axis, others in enumerate(beside)]
+        axes = [axis for axis, line in enumerate(lines) if not set(line) - set(self.ranks)]
+        own = ranks[tuple(slice(None) if axis in axes else number for axis, number in enumerate(at))]
+        order = next(
+            each for each in permutations(range(len(axes))) if own.permute(each).flatten().tolist() == self.ranks
+        )
+        return [axes[number] for number in order]
 
     @property
     def group(self) -> dist.ProcessGroup:

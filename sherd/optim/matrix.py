@@ -163,11 +163,11 @@ class MatrixOptimizer(Optimizer):
                 name = group["param_names"][index] if "param_names" in group else ""
                 shapes = self.state_shapes(group, *batch_of(parameter, rows, name, across)[1:])
                 _require_shapes(shapes)
-                if shapes and _is_left_whole(parameter, rows, across):
+                if shapes and across == "blockwise" and _takes_parts(parameter):
                     raise OptimizerError(
-                        f"{name or name_of(parameter)}: tensor parallelism leaves matrices of it to each of its ranks, "
-                        f"and what {type(self).__name__} keeps of matrices is not divided so; give it to an optimizer "
-                        "that keeps nothing of them (Muon without beta2)"
+                        f"{name or name_of(parameter)}: tensor_parallel='blockwise' takes parts of different ranks for "
+                        f"matrices, of which {type(self).__name__} keeps nothing; take 'whole', or a function without "
+                        "state (Muon without beta2)"
                     )
 
     _PICKLED: tuple[str, ...] = ("_function", "_shapes", "_wire_dtype")
@@ -212,10 +212,9 @@ class MatrixOptimizer(Optimizer):
         index = next((index for index, each in enumerate(plan.parameters) if each is parameter), None)
         if index is None or index not in plan.homes:
             return None
-        number, *sizes = plan.batches[index]
+        home, (_, *sizes) = plan.homes[index], plan.batches[index]
         kept = self.state_shapes(groups[plan.group_of[index]], *sizes).get(key)
-        is_kept = kept is not None and (number, *kept) == tuple(shape)
-        layout = plan.homes[index].layout(tuple(shape)) if is_kept else None
+        layout = home.layout(tuple(shape)) if kept is not None and (home.number, *kept) == tuple(shape) else None
         return None if layout is None else layout.spec(torch.float32)
 
     def _dtypes(self, group: Group, parameter: torch.Tensor) -> dict[str, torch.dtype]:
@@ -521,10 +520,11 @@ class MatrixOptimizer(Optimizer):
     def _place_states(self, plan: _Plan, group: Group, indices: Sequence[int], stepped: Container[int]) -> None:
         """Make the states of whole matrices that are stepped, and move those that lie elsewhere than their owners."""
         for index in indices:
-            parameter, (number, *sizes) = plan.parameters[index], plan.batches[index]
+            parameter, (_, *sizes) = plan.parameters[index], plan.batches[index]
             shapes = self.state_shapes(group, *sizes) if index in plan.homes else {}
             for name, shape in shapes.items():
                 value = self.state[parameter].get(name) if parameter in self.state else None
+                number = plan.homes[index].number
                 if value is not None and tuple(value.shape) != (number, *shape):
                     raise OptimizerError(
                         f"{self._name_of(parameter)}: its state {name!r} has shape {tuple(value.shape)}, and "
@@ -590,12 +590,11 @@ def _wrong_state(state: MatrixState, shapes: Mapping[str, Shape]) -> str | None:
     return None
 
 
-def _is_left_whole(parameter: torch.Tensor, rows: int, tensor_parallel: str) -> bool:
-    """Returns whether tensor parallelism leaves other matrices of a parameter to each of its ranks."""
+def _takes_parts(parameter: torch.Tensor) -> bool:
+    """Returns whether tensor parallelism cuts a parameter, otherwise than between experts."""
     record = ShardedParameter.of(parameter)
-    if record is None or tuple(record.shape) == tuple(parameter.shape):
-        return False
-    return tensor_axis_of(record, rows, "", tensor_parallel) is None
+    whole, part = tuple(parameter.shape), parameter.shape if record is None else tuple(record.shape)
+    return whole != part and not (len(whole) == 3 and whole[1:] == part[1:])
 
 
 def _require_shapes(shapes: Mapping[str, Shape]) -> None:
@@ -843,9 +842,18 @@ class _Plan:
         for ring, items in self._by_ring(self._joined_cuts() if joins else {}):
             owned = with_owners(items, ring)
             self._divide(ring, owned)
-            self.homes |= {index: Home(list(own), ring) for index, own in groupby(owned, lambda item: item.index)}
+            for index, own in groupby(owned, lambda item: item.index):
+                self.homes[index] = self._home(index, list(own), ring)
         # A fault among few ranks is told to more of them by what comes later.
         self.buckets.sort(key=lambda bucket: len(bucket.exchange.ring.ranks))
+
+    def _home(self, index: int, items: Sequence[MatrixItem], ring: Ring) -> Home:
+        record = self._records[index]
+        assert record is not None, "plain parameters have no ring"
+        number, rows, _ = self.batches[index]
+        if tuple(record.shape) != tuple(record.optimizer_param.shape) and self._axes[index] is None:
+            number = record.optimizer_param.shape[0] // (1 if len(record.shape) == 3 else rows)
+        return Home(number, items, ring, record.shard_spec)
 
     def begins(self) -> bool:
         """Returns True once, before the first step by this plan."""
@@ -928,7 +936,7 @@ class _Plan:
                 everything = Extent(0, self.parameters[index].numel())
                 plain = Copies(tuple(self.parameters[index].shape), 1, 0, (1,))
                 self.here.append((MatrixItem(index, batch, (Part(plain, plain, everything, batch),)), everything))
-                self.homes[index] = Home([self.here[-1][0]], None)
+                self.homes[index] = Home(batch[0], [self.here[-1][0]])
             elif axis is None or index in joined:
                 # Units have meshes of their own, also over the same ranks. A mesh has many parameters.
                 key = (id(record.mesh), None, 0) if axis is None else (id(record.mesh), axis.mesh, axis.axis)
@@ -938,6 +946,9 @@ class _Plan:
                 _, items = rings.setdefault((tuple(ring.ranks), tuple(ring.holders)), (ring, []))
                 if axis is None:
                     items += items_of(index, batch, record.gradient_cut, record.cut)
+                    if not batch[0]:
+                        # Tensor parallelism leaves no matrix to this rank, but some to others.
+                        self.homes[index] = self._home(index, [], ring)
                 else:
                     items += joined_items_of(index, batch, joined[index], axis.dim, len(ring.ranks))
         return rings.values()

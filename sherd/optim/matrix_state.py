@@ -16,9 +16,9 @@ from itertools import accumulate
 from math import prod
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from sherd._torch import local_tensor, spec_of
+from sherd._torch import DTensorSpec, local_tensor, spec_of
 from sherd.layout.placement import Shape
 from sherd.layout.runs import Runs
 from sherd.optim.exchange import MatrixItem, Ring
@@ -34,12 +34,16 @@ class Home:
     """Where the state of one parameter's matrices lies.
 
     Args:
-        items: all its items, in order.
-        ring: the ranks that hold the parameter. None: it is a plain one, and so is its state.
+        number: the number of its matrices, with those that tensor parallelism leaves to other ranks as a whole.
+        items: all items of this rank's part, in order.
+        ring: the ranks that hold this part. None: the parameter is a plain one, and so is its state.
+        spec: the layout of the parameter.
     """
 
-    def __init__(self, items: Sequence[MatrixItem], ring: Ring | None) -> None:
-        self._items, self._ring = items, ring
+    def __init__(
+        self, number: int, items: Sequence[MatrixItem], ring: Ring | None = None, spec: DTensorSpec | None = None
+    ) -> None:
+        self.number, self._items, self._ring, self._spec = number, items, ring, spec
         self._layouts: dict[Shape, Layout] = {}
 
     @cached_property
@@ -62,7 +66,7 @@ class Home:
         All ranks that hold the parameter must call it: what lies elsewhere is gathered. Zeros are of the wider of
         float32 and the dtype of `like`. They are on its device, and so is what was moved.
         """
-        whole = (self._ends[-1], *shape)
+        whole = (self.number, *shape)
         layout = self.layout(whole)
         if value is None:
             dtype = torch.promote_types(like.dtype, torch.float32)
@@ -79,13 +83,17 @@ class Home:
 
     def layout(self, whole: Shape) -> Layout | None:
         """Returns where the state of all matrices lies, which has the shape `whole`; None: every rank has all of it."""
-        if self._ring is None:
+        if self._ring is None or self._spec is None:
             return None
         if whole not in self._layouts:
-            ends = tuple(end * prod(whole[1:]) for end in self._ends)
-            mesh, axes = self._ring.axes
-            cut, copies = Runs(whole, len(ends), 0, ends, by_rows=True), [Replicate()] * mesh.ndim
-            self._layouts[whole] = layout_of(ragged_spec(mesh, copies, whole, torch.float32, cut, axes))
+            mesh, placements = self._spec.mesh, self._spec.placements
+            axes, ends = self._ring.axes_of(mesh), tuple(end * prod(whole[1:]) for end in self._ends)
+            cut = Runs((self._ends[-1], *whole[1:]), len(ends), 0, ends, by_rows=True)
+            # On other axes tensor parallelism divides whole matrices, or all ranks have the same ones.
+            others = [
+                Replicate() if axis in axes or each.is_replicate() else Shard(0) for axis, each in enumerate(placements)
+            ]
+            self._layouts[whole] = layout_of(ragged_spec(mesh, others, whole, torch.float32, cut, axes))
         return self._layouts[whole]
 
     def part_of(self, item: MatrixItem, value: torch.Tensor) -> torch.Tensor:
