@@ -99,6 +99,17 @@ def test_a_flat_layout_trains_as_the_default_does_and_shows_its_memory(tmp_path)
     assert losses(second) == []
 
 
+@pytest.mark.slow
+def test_muon_goes_on_with_whole_matrices_on_one_rank(tmp_path):
+    first, second = run("muon.py", tmp_path)
+    saved, ended, went_on = losses(first)
+    assert ended < saved < 3.9  # log(50)
+    assert went_on == pytest.approx(ended, rel=1e-4)
+    assert "*.qkv.weight    12 x 8 x 32  ranks [0, 1]; nothing travels  (2 of them)" in first
+    assert "head.weight     AdamW, since head is an output layer" in first
+    assert second == ""
+
+
 def test_the_command_in_an_examples_first_lines_works(tmp_path):
     """One of them as its user starts it, on torchrun."""
     name, root = "gradient_accumulation.py", EXAMPLES.parent

@@ -28,7 +28,7 @@ from sherd.errors import OptimStateError
 from sherd.tensor.optimizers import ELEMENTWISE
 from sherd.tensor.ragged import local_part
 from sherd.tensor.span import Span
-from sherd.tensor.state_kind import State, StateKind, state_kind
+from sherd.tensor.state_kind import PlacesState, State, StateKind, state_kind
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ def to_load(
     states: dict[object, State] = {}
     # In the model's order, which all ranks share. The order of the optimizer's parameters may differ between them.
     for entry in catalog.entries:
-        loaded = _state_of(entry, saved, strict) if id(entry) in keys else None
+        loaded = _state_of(entry, saved, strict, optim) if id(entry) in keys else None
         if loaded is not None:
             kept = None if optim is None else optim.state.get(entry.parameter)
             state = states[keys[id(entry)]] = loaded.as_kept(kept or {})
@@ -282,7 +282,9 @@ class _Loaded:
         return {key: local_part(value) if key in plain else value for key, value in ordered.items()}
 
 
-def _state_of(entry: OptimizerEntry, saved: dict[object, State], strict: bool) -> _Loaded | None:
+def _state_of(
+    entry: OptimizerEntry, saved: dict[object, State], strict: bool, optim: Optimizer | None
+) -> _Loaded | None:
     """Returns a copy of the state of an entry; None if it has none. With `strict`, all tensors have its shape."""
     present = [member for member in entry.members if member.name in saved]
     for member in present if strict else ():
@@ -299,19 +301,23 @@ def _state_of(entry: OptimizerEntry, saved: dict[object, State], strict: bool) -
     device = local_part(entry.parameter).device
     if entry.span is None:
         (member,) = present
-        return _loaded(member, saved[member.name], device)
+        return _loaded(member, saved[member.name], device, optim if isinstance(optim, PlacesState) else None)
     return _merged(entry, entry.span, {member.name: _loaded(member, saved[member.name], device) for member in present})
 
 
-def _loaded(member: Member, state: State, device: torch.device) -> _Loaded:
+def _loaded(member: Member, state: State, device: torch.device, placing: PlacesState | None = None) -> _Loaded:
     """Returns a copy of a member's state on `device`, cut as the member is. Collective, one value after the other."""
     spec = member.spec
     copies: State = {}
     parts: set[str] = set()
     for key, value in state.items():
-        tensor = _tensor_of(value, spec)
+        shape = getattr(value, "shape", torch.Size())
+        own = None if placing is None else placing.spec_of_state(member.parameter, key, shape)
+        tensor = _tensor_of(value, own or spec)
         if tensor is None:
             copies[key] = _copied(value)
+        elif own is not None:
+            copies[key] = laid_out(tensor, own, device)
         elif spec is None:
             copy_here = full_of(tensor) if isinstance(tensor, DTensor) else tensor.detach().clone()
             copies[key] = copy_here.to(device) if copy_here.dim() else copy_here  # a count of steps stays on the host

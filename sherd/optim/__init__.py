@@ -4,6 +4,7 @@ flat.py            `flatten_optimizer`: an element-wise optimizer steps spans of
 matrix.py          `MatrixOptimizer`: a function of whole matrices
 muon.py            `Muon`, with AdamW for what is no hidden matrix
 newton_schulz.py   the products
+matrix_state.py    what a function keeps of whole matrices: where it lies
 exchange.py        the way of matrices to their owners and back
 owners.py          who owns what
 """

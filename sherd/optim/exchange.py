@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise, permutations
 from math import prod
 
 import torch
@@ -28,7 +28,7 @@ from sherd.comm.mesh import DataMesh
 from sherd.layout.extent import Extent, chunks
 from sherd.layout.placement import Cut
 from sherd.optim.faults import HEADER
-from sherd.optim.owners import MatrixWork, owners_of
+from sherd.optim.owners import MatrixWork, in_order, owners_of
 
 Batch = tuple[int, int, int]
 """How many matrices, and the rows and columns of each."""
@@ -85,6 +85,19 @@ class Ring:
             for shard in range(mesh.num_shards)
             for replica in range(mesh.num_replicas)
         ]
+
+    def axes_of(self, mesh: DeviceMesh) -> list[int]:
+        """Returns the axes of a mesh whose ranks these are, the slowest first as they are numbered here."""
+        ranks, at = mesh.mesh, mesh.get_coordinate()
+        assert at is not None, "a rank steps what it holds"
+        beside = [tuple(at[:axis] + at[axis + 1 :]) for axis in range(mesh.ndim)]
+        lines = [ranks.movedim(axis, -1)[others].tolist() for axis, others in enumerate(beside)]
+        axes = [axis for axis, line in enumerate(lines) if not set(line) - set(self.ranks)]
+        own = ranks[tuple(slice(None) if axis in axes else number for axis, number in enumerate(at))]
+        order = next(
+            each for each in permutations(range(len(axes))) if own.permute(each).flatten().tolist() == self.ranks
+        )
+        return [axes[number] for number in order]
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -280,13 +293,18 @@ def joined_items_of(index: int, batch: Batch, cuts: Sequence[Cut], dim: int, num
 def with_owners(items: Sequence[MatrixItem], ring: Ring) -> list[MatrixItem]:
     """Returns the items with their owners, all ranks of the ring the same.
 
-    An item of whose gradient ranks hold all is computed by one of these ranks, any other item by any rank.
+    An item of whose gradient ranks hold all is computed by one of these ranks, any other item by any rank. The owners
+    of one parameter's items are in order, so that what they keep for these is in runs.
     """
     works, ranks = [], range(len(ring.ranks))
     for item in items:
         holders = [rank for rank in ranks if item.has_all(ring.holders[rank])]
         works.append(MatrixWork(item.flops, item.numel, holders or ranks))
-    owners = owners_of(works, len(ring.ranks))
+    owners = owners_of(works, len(ranks))
+    for _, of_parameter in groupby(range(len(items)), key=lambda number: items[number].index):
+        first, *others = of_parameter
+        own = slice(first, first + 1 + len(others))
+        owners[own] = in_order(owners[own], works[own], len(ranks))
     return [replace(item, owner=owner) for item, owner in zip(items, owners, strict=True)]
 
 

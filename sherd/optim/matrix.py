@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -21,13 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from sherd._torch import spec_of
+from sherd._torch import DTensorSpec, spec_of
 from sherd.comm.failures import own_rank, ranks_in_short
 from sherd.comm.objects import all_gather_objects
 from sherd.engine import ShardedParameter
 from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError, SherdError
 from sherd.layout.extent import Extent, chunks
-from sherd.layout.placement import Copies, Cut
+from sherd.layout.placement import Copies, Cut, Shape
 from sherd.optim.exchange import (
     Batch,
     Exchange,
@@ -41,6 +42,7 @@ from sherd.optim.exchange import (
     with_owners,
 )
 from sherd.optim.faults import FUNCTION, GRADIENT, HEADER, NOT_FINITE, StepFaults, Told, header_of
+from sherd.optim.matrix_state import Home, MatrixState
 from sherd.optim.owners import MatrixWork, owners_of
 from sherd.tensor.gather import shard_of
 from sherd.tensor.ragged import as_dtensor, local_part
@@ -48,6 +50,10 @@ from sherd.tensor.ragged import as_dtensor, local_part
 Group = dict[str, Any]
 """A parameter group of an optimizer, options, or a state."""
 
+Shapes = Callable[[int, int], Mapping[str, Shape]]
+"""Returns the shapes of what is kept of a matrix, by name, for its numbers of rows and columns."""
+
+KEEPS = 'lambda rows, columns: {"left": (rows, rows)}'
 MOST_PLANS = 512
 """A plan holds its parameters, which a user may have taken out of the optimizer since."""
 
@@ -67,9 +73,16 @@ class MatrixOptimizer(Optimizer):
     A 2-D parameter is one matrix, a 3-D one a batch of them (experts), and one of more dims, of a convolution, is
     flattened behind its first dim.
 
+    With `state` it is `function(matrices, {name: tensor})`: what it keeps of these matrices, [number, *shape], which it
+    changes in place or replaces. `optimizer.state[parameter][name]` shows that of all matrices of a parameter as one
+    DTensor, which lies with their owners. Checkpoints take it to other layouts and numbers of ranks.
+
     Args:
         params: parameters, `(name, parameter)` pairs or groups of them, as for any optimizer of torch.
         function: computes updates, [number, rows, columns], of gradients of that shape. It may not change them.
+        state: returns the shapes of what is kept of one matrix, by name, for its numbers of rows and columns:
+            `lambda rows, columns: {"left": (rows, rows)}`. It begins as zeros, in float32 or the dtype of a wider
+            parameter. None: nothing is kept.
         lr: the learning rate.
         weight_decay: decoupled from the gradient.
         rows: rows of one matrix, for parameters of which every so many rows are a matrix of its own (attention heads).
@@ -79,7 +92,7 @@ class MatrixOptimizer(Optimizer):
             leaves to a rank for a matrix, so that nothing travels between such ranks.
 
     Raises:
-        PolicyTypeError: `function` cannot be called.
+        PolicyTypeError: `function` or `state` cannot be called, or `state` returns no shapes.
         PolicyError: `lr`, `weight_decay`, `rows` or `tensor_parallel` has no meaning.
         OptimizerError: a parameter is no matrix, complex, or not divisible into matrices of `rows` rows.
     """
@@ -87,8 +100,9 @@ class MatrixOptimizer(Optimizer):
     def __init__(
         self,
         params: Any,
-        function: Callable[[torch.Tensor], torch.Tensor],
+        function: Callable[..., torch.Tensor],
         *,
+        state: Shapes | None = None,
         lr: float = 1e-3,
         weight_decay: float = 0.0,
         rows: int = 0,
@@ -97,7 +111,9 @@ class MatrixOptimizer(Optimizer):
     ) -> None:
         if not callable(function):
             raise PolicyTypeError(f"MatrixOptimizer(function={function!r}): expected a function of matrices")
-        self._function = function
+        if state is not None and not callable(state):
+            raise PolicyTypeError(f"MatrixOptimizer(state={state!r}): expected a function, such as {KEEPS}")
+        self._function, self._shapes = function, state
         self._wire_dtype = real_dtype(wire_dtype, "MatrixOptimizer(wire_dtype")
         options = {"lr": lr, "weight_decay": weight_decay, "rows": rows, "tensor_parallel": tensor_parallel}
         self._init(params, options)
@@ -143,9 +159,17 @@ class MatrixOptimizer(Optimizer):
             raise PolicyError(f"{name}(tensor_parallel={across!r}): expected 'whole' or 'blockwise'")
         if any(group is each for each in self.matrix_groups()):
             for index, parameter in enumerate(group["params"]):
-                batch_of(parameter, rows, group["param_names"][index] if "param_names" in group else "", across)
+                name = group["param_names"][index] if "param_names" in group else ""
+                shapes = self.state_shapes(group, *batch_of(parameter, rows, name, across)[1:])
+                _require_shapes(shapes)
+                if shapes and across == "blockwise" and _takes_parts(parameter):
+                    raise OptimizerError(
+                        f"{name or name_of(parameter)}: tensor_parallel='blockwise' takes parts of different ranks for "
+                        f"matrices, of which {type(self).__name__} keeps nothing; take 'whole', or a function without "
+                        "state (Muon without beta2)"
+                    )
 
-    _PICKLED: tuple[str, ...] = ("_function", "_wire_dtype")
+    _PICKLED: tuple[str, ...] = ("_function", "_shapes", "_wire_dtype")
     """Own attributes that a copy of the optimizer has, too. It plans its steps anew."""
 
     def __getstate__(self) -> Group:
@@ -158,12 +182,44 @@ class MatrixOptimizer(Optimizer):
         self._plans = OrderedDict()
 
     def load_state_dict(self, state_dict: Group) -> None:
-        """Load a state. Options that its groups do not have, as those of torch's optimizers, stay as they are."""
-        groups = state_dict["param_groups"]
+        """Load a state. Options that its groups do not have, as those of torch's optimizers, stay as they are.
+
+        State of whole matrices keeps its dtype, where torch would give it the parameter's.
+        """
+        groups, given = state_dict["param_groups"], state_dict["state"]
         if len(groups) == len(self.param_groups):
             filled = [{**own, **loaded} for own, loaded in zip(self.param_groups, groups, strict=True)]
             state_dict = {**state_dict, "param_groups": filled}
         super().load_state_dict(state_dict)
+        own, keys = ([each for group in of for each in group["params"]] for of in (self.param_groups, groups))
+        key_of = dict(zip(map(id, own), keys, strict=True))
+        for group in self.matrix_groups():
+            for parameter in group["params"]:
+                loaded = given.get(key_of[id(parameter)], {})
+                for name, dtype in self._dtypes(group, parameter).items():
+                    if name in loaded:
+                        self.state[parameter][name] = loaded[name].to(local_part(parameter).device, dtype, copy=True)
+
+    def spec_of_state(self, parameter: torch.Tensor, key: str, shape: torch.Size) -> DTensorSpec | None:
+        """Returns where a loaded state belongs: as the gradient lies, or with the matrices' owners; None: elsewhere."""
+        record = ShardedParameter.of(parameter)
+        if record is None or not shape:
+            return None
+        if shape == parameter.shape:
+            return None if record.gradient_owner is None else record.gradient_spec(torch.float32)
+        plan, groups = self._current_plan(), self.matrix_groups()
+        index = next((index for index, each in enumerate(plan.parameters) if each is parameter), None)
+        if index is None or index not in plan.homes:
+            return None
+        home, (_, *sizes) = plan.homes[index], plan.batches[index]
+        kept = self.state_shapes(groups[plan.group_of[index]], *sizes).get(key)
+        layout = home.layout(tuple(shape)) if kept is not None and (home.number, *kept) == tuple(shape) else None
+        return None if layout is None else layout.spec(torch.float32)
+
+    def _dtypes(self, group: Group, parameter: torch.Tensor) -> dict[str, torch.dtype]:
+        """Returns the dtypes of what is kept for a parameter in another one than its own."""
+        shapes = self.state_shapes(group, *batch_of(parameter, *_options_of(group))[1:])
+        return dict.fromkeys(shapes, torch.promote_types(parameter.dtype, torch.float32))
 
     def matrix_groups(self) -> list[Group]:
         """The parameter groups that are stepped matrix by matrix."""
@@ -207,11 +263,6 @@ class MatrixOptimizer(Optimizer):
             plan = self._plans[of_plan] = _Plan(groups)
             if len(self._plans) > MOST_PLANS:
                 self._plans.popitem(last=False)
-            for parameter in plan.parameters:
-                record = ShardedParameter.of(parameter)
-                for key, value in self.state.get(parameter, {}).items():
-                    if record is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                        self.state[parameter][key] = laid_as_gradient(value, record)
         return plan
 
     # What a subclass may do otherwise
@@ -230,9 +281,16 @@ class MatrixOptimizer(Optimizer):
         """
         return gradients
 
-    def updates(self, group: Group, matrices: torch.Tensor) -> torch.Tensor:
-        """Returns the updates of whole matrices of one shape, [number, rows, columns]."""
-        return self._function(matrices)
+    def state_shapes(self, group: Group, rows: int, columns: int) -> Mapping[str, Shape]:
+        """Returns the shapes of what is kept of one matrix, by name; see `state`."""
+        return {} if self._shapes is None else self._shapes(rows, columns)
+
+    def updates(self, group: Group, matrices: torch.Tensor, state: MatrixState | None = None) -> torch.Tensor:
+        """Returns the updates of whole matrices of one shape, [number, rows, columns].
+
+        What `state_shapes` names is in `state`, and is changed there. Where nothing is kept, `state` is not given.
+        """
+        return self._function(matrices) if state is None else self._function(matrices, state)
 
     def scale_of(self, group: Group, rows: int, columns: int) -> float:
         """Returns what the learning rate of a matrix is multiplied by."""
@@ -271,6 +329,8 @@ class MatrixOptimizer(Optimizer):
         if (last := self._plans.get(_key_of(groups))) is not None:
             self._raise_told(last, last.take_told())
         plan = self._current_plan()
+        if plan.begins():
+            self._move_states(plan, groups)
         directions = self._directions_here(plan, groups)
         updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
         whole = {
@@ -302,6 +362,7 @@ class MatrixOptimizer(Optimizer):
                 at, given = indices[0] if indices else 0, [gradients[index] for index in there]
                 computed = self.directions(group, [plan.parameters[index] for index in there], given)  # type: ignore[arg-type]
                 directions |= {index: each.reshape(-1) for index, each in zip(there, computed, strict=True)}
+                self._place_states(plan, group, there, there)
         except Exception as error:
             plan.faults.note(GRADIENT, at, error)
             return {}
@@ -328,7 +389,10 @@ class MatrixOptimizer(Optimizer):
             headers.append(header)
             # Where the host does not read the headers in time.
             is_void = None if len(header) == 0 or header.device.type == "cpu" else (header != header[0]).any()
-            computed = self._computed(plan, groups, whole, is_void)
+            # Of matrices without a gradient nothing is computed or kept.
+            idle = {item: torch.zeros_like(each) for item, each in whole.items() if item.index not in directions}
+            stepped = {item: each for item, each in whole.items() if item not in idle}
+            computed = idle | self._computed(plan, groups, stepped, is_void)
             back.append(bucket.exchange.back(computed, plan.faults.header(bucket.header)))
         told = []
         for bucket, header, moving in zip(plan.buckets, headers, back, strict=True):
@@ -401,7 +465,7 @@ class MatrixOptimizer(Optimizer):
             update = torch.zeros_like(matrices)
             try:
                 if not plan.faults.wrong:
-                    update = self._update_of(groups[group], matrices, [plan.parameters[item.index] for item in items])
+                    update = self._update_of(plan, groups[group], items, matrices)
                     numbers = [item.index for item in items for _ in range(item.batch[0])]
                     if not float(groups[group]["lr"]):
                         # Such a step makes state, for torch's checkpointing, of gradients that are zeros.
@@ -412,24 +476,70 @@ class MatrixOptimizer(Optimizer):
             computed |= zip(items, update.split([item.batch[0] for item in items]), strict=True)
         return computed
 
-    def _update_of(self, group: Group, matrices: torch.Tensor, of: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the updates of matrices, of the parameters `of`.
+    def _update_of(
+        self, plan: _Plan, group: Group, items: Sequence[MatrixItem], matrices: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the updates of the matrices of some items, and keeps their states.
 
         Raises:
-            OptimizerError: the function failed, or returned what it may not.
+            OptimizerError: the function failed, or returned or left what it may not.
         """
-        function, shape = f"the function of {type(self).__name__}", tuple(matrices.shape)
+        function, of = f"the function of {type(self).__name__}", [plan.parameters[item.index] for item in items]
         version = None if matrices.is_inference() else matrices._version
+        number, rows, columns = matrices.shape
+        shapes = {name: (number, *shape) for name, shape in self.state_shapes(group, rows, columns).items()}
+        kept = {
+            name: [
+                plan.homes[item.index].part_of(item, self.state[parameter][name])
+                for item, parameter in zip(items, of, strict=True)
+            ]
+            for name in shapes
+        }
+        state = {  # on the device, where what is kept may rest in host memory
+            name: (parts[0] if len(parts) == 1 else torch.cat(parts)).to(matrices.device)
+            for name, parts in kept.items()
+        }
         try:
-            update = self.updates(group, matrices)
+            update = self.updates(group, matrices, state) if kept else self.updates(group, matrices)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raised = f"{function} raised {type(error).__name__} for matrices of shape {shape}, of {self._all_names(of)}"
+            sizes = tuple(matrices.shape)
+            raised = f"{function} raised {type(error).__name__} for matrices of shape {sizes}, of {self._all_names(of)}"
             raise OptimizerError(f"{raised}: {error}") from error
-        if wrong := _wrong(update, matrices, version):
+        if wrong := _wrong(update, matrices, version) or _wrong_state(state, shapes):
             raise OptimizerError(f"{function} {wrong.format(self._all_names(of))}")
+        for name, parts in kept.items():
+            if state[name] is not parts[0]:  # else the function has changed it in place
+                torch._foreach_copy_(parts, state[name].split([item.batch[0] for item in items]))
         return update
+
+    def _move_states(self, plan: _Plan, groups: Sequence[Group]) -> None:
+        """Move what is kept of parameters to where this plan steps them. All ranks do so in its first step."""
+        for parameter in plan.parameters:
+            record = ShardedParameter.of(parameter)
+            for key, value in self.state.get(parameter, {}).items():
+                if record is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    self.state[parameter][key] = laid_as_gradient(value, record)
+        for group, indices in zip(groups, plan.by_group, strict=True):
+            self._place_states(plan, group, indices, ())
+
+    def _place_states(self, plan: _Plan, group: Group, indices: Sequence[int], stepped: Container[int]) -> None:
+        """Make the states of whole matrices that are stepped, and move those that lie elsewhere than their owners."""
+        for index in indices:
+            parameter, (_, *sizes) = plan.parameters[index], plan.batches[index]
+            shapes = self.state_shapes(group, *sizes) if index in plan.homes else {}
+            for name, shape in shapes.items():
+                value = self.state[parameter].get(name) if parameter in self.state else None
+                number = plan.homes[index].number
+                if value is not None and tuple(value.shape) != (number, *shape):
+                    raise OptimizerError(
+                        f"{self._name_of(parameter)}: its state {name!r} has shape {tuple(value.shape)}, and "
+                        f"{type(self).__name__} keeps {(number, *shape)}; load what was saved with the same function"
+                    )
+                if value is not None or index in stepped:
+                    placed = plan.homes[index].placed(value, shape, local_part(parameter))
+                    self.state[parameter][name] = placed
 
     def _all_names(self, parameters: Sequence[torch.Tensor]) -> str:
         names = [self._name_of(each) for each in parameters]
@@ -475,6 +585,34 @@ def _wrong(update: object, matrices: torch.Tensor, version: int | None) -> str |
     if version is not None and matrices._version != version:
         return f"changed its input in place, {of}; let it work on a copy"
     return None
+
+
+def _wrong_state(state: MatrixState, shapes: Mapping[str, Shape]) -> str | None:
+    """Returns what is wrong with what a function has left of its state, as `_wrong` does."""
+    for name, shape in shapes.items():
+        left = state.get(name)
+        if left is None or tuple(left.shape) != shape:
+            found = "nothing" if left is None else f"shape {tuple(left.shape)}"
+            return f"left {found} as state {name!r} of {{}}; it must leave shape {shape}"
+    return None
+
+
+def _takes_parts(parameter: torch.Tensor) -> bool:
+    """Returns whether tensor parallelism cuts a parameter, otherwise than between experts."""
+    record = ShardedParameter.of(parameter)
+    whole, part = tuple(parameter.shape), parameter.shape if record is None else tuple(record.shape)
+    return whole != part and not (len(whole) == 3 and whole[1:] == part[1:])
+
+
+def _require_shapes(shapes: Mapping[str, Shape]) -> None:
+    """Raise a PolicyTypeError if what `state` returned is no dict of shapes."""
+    try:
+        for name, shape in shapes.items():
+            torch.empty((len(name), *shape), device="meta")
+    except (AttributeError, TypeError, RuntimeError) as error:
+        raise PolicyTypeError(
+            f"MatrixOptimizer(state=...) returned {shapes!r}: expected shapes, as {KEEPS} returns"
+        ) from error
 
 
 def number_from_0(option: str, value: object) -> None:
@@ -700,6 +838,9 @@ class _Plan:
         self._owners: dict[int, set[int]] = defaultdict(set)
         self._traveling: set[int] = set()
         self._owned: set[int] = set()
+        self._has_begun = False
+        self.homes: dict[int, Home] = {}
+        """Where the states of parameters lie, by their numbers. A parameter without elements has none."""
         self.here: list[tuple[MatrixItem, Extent]] = []
         """Items that this rank computes by itself, with their elements in the local tensor."""
         self.buckets: list[_Bucket] = []
@@ -707,9 +848,25 @@ class _Plan:
         self._told: list[tuple[list[int], Told]] = []
         self._has_stepped = False
         for ring, items in self._by_ring(self._joined_cuts() if joins else {}):
-            self._divide(ring, with_owners(items, ring))
+            owned = with_owners(items, ring)
+            self._divide(ring, owned)
+            for index, own in groupby(owned, lambda item: item.index):
+                self.homes[index] = self._home(index, list(own), ring)
         # A fault among few ranks is told to more of them by what comes later.
         self.buckets.sort(key=lambda bucket: len(bucket.exchange.ring.ranks))
+
+    def _home(self, index: int, items: Sequence[MatrixItem], ring: Ring) -> Home:
+        record = self._records[index]
+        assert record is not None, "plain parameters have no ring"
+        number, rows, _ = self.batches[index]
+        if tuple(record.shape) != tuple(record.optimizer_param.shape) and self._axes[index] is None:
+            number = record.optimizer_param.shape[0] // (1 if len(record.shape) == 3 else rows)
+        return Home(number, items, ring, record.shard_spec)
+
+    def begins(self) -> bool:
+        """Returns True once, before the first step by this plan."""
+        self._has_begun, had = True, self._has_begun
+        return not had
 
     def keep_told(self, told: Sequence[tuple[Ring, torch.Tensor]]) -> list[tuple[list[int], Told]] | None:
         """Keep headers, [2, ranks, HEADER], that the next step reads. Returns those to be read now; None for nothing.
@@ -784,6 +941,7 @@ class _Plan:
                 everything = Extent(0, self.parameters[index].numel())
                 plain = Copies(tuple(self.parameters[index].shape), 1, 0, (1,))
                 self.here.append((MatrixItem(index, batch, (Part(plain, plain, everything, batch),)), everything))
+                self.homes[index] = Home(batch[0], [self.here[-1][0]])
             elif axis is None or index in joined:
                 # Units have meshes of their own, also over the same ranks. A mesh has many parameters.
                 key = (id(record.mesh), None, 0) if axis is None else (id(record.mesh), axis.mesh, axis.axis)
@@ -793,6 +951,9 @@ class _Plan:
                 _, items = rings.setdefault((tuple(ring.ranks), tuple(ring.holders)), (ring, []))
                 if axis is None:
                     items += items_of(index, batch, record.gradient_cut, record.cut)
+                    if not batch[0]:
+                        # Tensor parallelism leaves no matrix to this rank, but some to others.
+                        self.homes[index] = self._home(index, [], ring)
                 else:
                     items += joined_items_of(index, batch, joined[index], axis.dim, len(ring.ranks))
         return rings.values()

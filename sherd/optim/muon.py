@@ -1,7 +1,8 @@
 """`Muon`: momentum, orthogonalised matrix by matrix, for hidden matrices; AdamW for all other parameters.
 
 After Jordan et al. (2024), "Muon: An optimizer for hidden layers in neural networks", and Liu et al. (2025), "Muon is
-scalable for LLM training". Values are those of `torch.optim.Muon` in one process.
+scalable for LLM training". Values are those of `torch.optim.Muon` in one process. With `beta2` it is NorMuon, Li et al.
+(2025), "NorMuon: Making Muon more efficient and scalable".
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import nn
 
 from sherd.engine import FlatParameter, ShardedParameter, Unit
 from sherd.errors import OptimizerError, PolicyError, PolicyTypeError
+from sherd.layout.placement import Shape
 from sherd.optim.flat import flatten_optimizer
 from sherd.optim.matrix import (
     Group,
@@ -30,7 +32,8 @@ from sherd.optim.matrix import (
     rows_of,
     zeros_as_gradient,
 )
-from sherd.optim.newton_schulz import QUINTIC, coefficients_of, computes_in, orthogonalized
+from sherd.optim.matrix_state import MatrixState
+from sherd.optim.newton_schulz import QUINTIC, coefficients_of, computes_in, orthogonalized, with_even_rows
 from sherd.tensor.ragged import local_part
 from sherd.wrap.names import plain_name
 
@@ -107,6 +110,8 @@ class Muon(MatrixOptimizer):
         heads: the number of heads of parameters, by the end of their names: as many blocks of rows are orthogonalised
             by themselves.
         adamw: options of AdamW: lr, betas, eps, weight_decay.
+        beta2: of the average of each row's mean square, by whose root NorMuon divides the row (Li et al. 2025, who take
+            0.95). None: rows are not divided.
         momentum_dtype: of the momentum; None: the parameter's.
         ns_dtype: of the iteration; None: bfloat16 where the device has units for it, else float32.
         wire_dtype: of what travels; None: that of products if it is smaller than the parameter's, else the parameter's.
@@ -133,6 +138,7 @@ class Muon(MatrixOptimizer):
         rule: Rule = not_hidden,
         heads: Mapping[str, int] | None = None,
         adamw: Mapping[str, object] | None = None,
+        beta2: float | None = None,
         momentum_dtype: torch.dtype | None = None,
         ns_dtype: torch.dtype | None = None,
         wire_dtype: torch.dtype | None = None,
@@ -157,6 +163,7 @@ class Muon(MatrixOptimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
+            "beta2": beta2,
             "rows": 0,
             "tensor_parallel": tensor_parallel,
             "algorithm": "muon",
@@ -185,6 +192,10 @@ class Muon(MatrixOptimizer):
             raise PolicyError(f"Muon: a group has algorithm={group['algorithm']!r}: expected 'muon' or 'adamw'")
         for option in ("momentum", "eps"):
             number_from_0(f"Muon({option}", group[option])
+        if (beta2 := group["beta2"]) is not None:
+            number_from_0("Muon(beta2", beta2)
+            if float(beta2) >= 1:
+                raise PolicyError(f"Muon(beta2={beta2}): expected None or a number from 0 to below 1, such as 0.95")
         adjust = group["adjust_lr_fn"]
         if adjust not in (None, "original", "match_rms_adamw"):
             raise PolicyError(f"Muon(adjust_lr_fn={adjust!r}): expected None, 'original' or 'match_rms_adamw'")
@@ -236,18 +247,13 @@ class Muon(MatrixOptimizer):
                 others[key] = others.get(key, 0) + 1
         return "\n".join([super().__repr__(), *rows_of(others)])
 
-    def load_state_dict(self, state_dict: Group) -> None:
-        """Load a state. The momentum keeps its own dtype, where torch would give it the parameter's."""
-        super().load_state_dict(state_dict)
-        for group in self.matrix_groups() if self._momentum_dtype else ():
-            for parameter in group["params"]:
-                if "momentum_buffer" in self.state[parameter]:
-                    state = self.state[parameter]
-                    state["momentum_buffer"] = state["momentum_buffer"].to(self._momentum_dtype)
+    def _dtypes(self, group: Group, parameter: torch.Tensor) -> dict[str, torch.dtype]:
+        momentum = {"momentum_buffer": self._momentum_dtype} if self._momentum_dtype else {}
+        return {**super()._dtypes(group, parameter), **momentum}
 
     def matrix_groups(self) -> list[Group]:
         """The parameter groups that Muon steps."""
-        return [group for group in self.param_groups if group["algorithm"] != "adamw"]
+        return [group for group in self.param_groups if group.get("algorithm") != "adamw"]
 
     def _step_all(self) -> None:
         """Step every parameter that has a gradient, without the hooks of optimizers."""
@@ -275,19 +281,26 @@ class Muon(MatrixOptimizer):
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         return torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
 
-    def updates(self, group: Group, matrices: torch.Tensor) -> torch.Tensor:
-        """Returns the matrices, orthogonalised."""
+    def state_shapes(self, group: Group, rows: int, columns: int) -> Mapping[str, Shape]:
+        """Returns the shape of the averages of rows, which NorMuon keeps."""
+        return {} if group.get("beta2") is None else {"second_momentum_buffer": (rows, 1)}
+
+    def updates(self, group: Group, matrices: torch.Tensor, state: MatrixState | None = None) -> torch.Tensor:
+        """Returns the matrices, orthogonalised, and for NorMuon with rows that are divided."""
         dtype = self._ns_dtype or computes_in(matrices.device)
-        return orthogonalized(
-            matrices, coefficients_of(group["ns_coefficients"], group["ns_steps"]), group["eps"], dtype
-        )
+        coefficients = coefficients_of(group["ns_coefficients"], group["ns_steps"])
+        update = orthogonalized(matrices, coefficients, group["eps"], dtype)
+        return update if state is None else with_even_rows(update, state["second_momentum_buffer"], group["beta2"])
 
     def travels_in(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         """Returns `wire_dtype`, else the dtype of the products where that is smaller and all ranks have the same.
 
-        Owners round directions to it anyway, and updates are of it, so that no value is another.
+        Owners round directions to it anyway, and updates are of it, so that no value is another. Those of NorMuon, whose
+        rows are divided after the products, travel in `dtype`.
         """
         products = self._ns_dtype or (computes_in(device) if device.type != "cpu" else dtype)
+        if any(group.get("beta2") is not None for group in self.matrix_groups()):
+            products = dtype
         return self._wire_dtype or (products if products.itemsize < dtype.itemsize else dtype)
 
     def scale_of(self, group: Group, rows: int, columns: int) -> float:
@@ -325,10 +338,6 @@ class TorchMuonStep(Muon):
         except OptimizerError:
             return False
         return True
-
-    def matrix_groups(self) -> list[Group]:
-        """All groups."""
-        return self.param_groups
 
     def step_shards(self) -> None:
         """Step every parameter that has a gradient, without the hooks of optimizers, which run around torch's step."""

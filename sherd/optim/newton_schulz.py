@@ -114,6 +114,31 @@ def _iterated(x: torch.Tensor, coefficients: Sequence[Coefficients], eps: float)
     return x.mT if is_tall else x
 
 
+TINY = 1e-10
+"""Added to what NorMuon divides by."""
+
+
+def with_even_rows(matrices: torch.Tensor, squares: torch.Tensor, beta2: float) -> torch.Tensor:
+    """Returns matrices whose rows are divided by their usual sizes, each matrix with the norm that it had.
+
+    The normalisation of NorMuon (Li et al. 2025): v <- beta2 v + (1 - beta2) mean(X^2) for each row of X, X' = X /
+    sqrt(v), and of that X' |X| / |X'|.
+
+    Args:
+        matrices: [batch, m, n], orthogonalised. They are not changed.
+        squares: v, [batch, m, 1], is updated in place.
+        beta2: of the average.
+
+    Returns:
+        A tensor of the same shape, of the dtype of `squares`.
+    """
+    x = matrices.to(squares.dtype)
+    squares.lerp_(x.square().mean(2, keepdim=True), 1 - beta2)
+    divided = x / (squares.sqrt() + TINY)
+    norm, of_divided = (each.square().sum((1, 2), keepdim=True).sqrt() for each in (x, divided))
+    return divided * (norm / (of_divided + TINY))
+
+
 @functools.cache
 def computes_in(device: torch.device) -> torch.dtype:
     """Returns the dtype to iterate in on `device`: bfloat16 on accelerators, and on CPUs with units for it.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +41,16 @@ def owners_of(works: Sequence[MatrixWork], num_ranks: int) -> list[int]:
         nbytes[owner] += work.nbytes
         owners[index] = owner
     return owners
+
+
+def in_order(owners: Sequence[int], works: Sequence[MatrixWork], num_ranks: int) -> list[int]:
+    """Returns the owners of neighbouring works, changed so that none is before its predecessor.
+
+    Works that any rank may compute exchange their owners, or take a neighbour's. All others keep theirs, which are in
+    order already.
+    """
+    is_free = [len(work.candidates) == num_ranks for work in works]
+    free = iter(sorted(owner for owner, is_one in zip(owners, is_free, strict=True) if is_one))
+    chosen = [next(free) if is_one else owner for owner, is_one in zip(owners, is_free, strict=True)]
+    most = [num_ranks if is_one else owner for owner, is_one in zip(owners, is_free, strict=True)]
+    return list(accumulate(map(min, chosen, list(accumulate(reversed(most), min))[::-1]), max))

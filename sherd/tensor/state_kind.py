@@ -13,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.distributed.tensor import DTensor
 
+from sherd._torch import DTensorSpec
+
 State = dict[str, Any]
 """The state that an optimizer keeps for one parameter, by key."""
 
@@ -29,6 +31,14 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
         """Load a state."""
+
+
+@runtime_checkable
+class PlacesState(Protocol):
+    """An optimizer with state that lies otherwise than its parameter."""
+
+    def spec_of_state(self, parameter: torch.Tensor, key: str, shape: torch.Size) -> DTensorSpec | None:
+        """Returns where the state under `key`, of unsharded `shape`, belongs; None: where every optimizer's does."""
 
 
 class StateKind(Enum):

@@ -13,7 +13,7 @@ from tests.support import sharding
 
 
 def muon(model: torch.nn.Module) -> sherd.Muon:
-    return sherd.Muon(model, lr=0.02, ns_dtype=torch.float32)
+    return sherd.Muon(model, lr=0.02, beta2=0.95, ns_dtype=torch.float32)
 
 
 def steps(model: torch.nn.Module, optimizer: sherd.Muon, device: str = "sim") -> list[float]:
@@ -50,7 +50,7 @@ def offloaded_under_a_group_of_devices(front: str) -> tuple[list[float], set[str
     model = sharding.sharded(built("sim"), front, mesh=mesh, offload_policy=sherd.CPUOffloadPolicy())
     optimizer, devices = muon(model), set()
     updates = optimizer.updates
-    optimizer.updates = lambda group, given: devices.add(given.device.type) or updates(group, given)
+    optimizer.updates = lambda group, given, kept: devices.add(given.device.type) or updates(group, given, kept)
     return steps(model, optimizer), devices
 
 

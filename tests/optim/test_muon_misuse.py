@@ -40,6 +40,8 @@ def test_options_without_meaning_are_named():
         (PolicyError, "Muon(eps=-1): expected a number", lambda: Muon(model, eps=-1)),
         (PolicyError, "MatrixOptimizer(lr=-1)", lambda: MatrixOptimizer([weight], torch.sign, lr=-1)),
         (PolicyError, "Muon(momentum=-1)", lambda: Muon([{"params": [weight], "momentum": -1}])),
+        (PolicyError, "Muon(beta2=1)", lambda: Muon(model, beta2=1)),
+        (PolicyError, "Muon(beta2='x')", lambda: Muon([{"params": [weight], "beta2": "x"}])),
         (PolicyError, "ns_steps=0", lambda: Muon([{"params": [weight], "ns_steps": 0}])),
         (PolicyError, "adjust_lr_fn='x'", lambda: Muon([{"params": [weight], "adjust_lr_fn": "x"}])),
         (PolicyError, "algorithm='sgd': expected 'muon'", lambda: Muon([{"params": [weight], "algorithm": "sgd"}])),

@@ -203,3 +203,18 @@ def test_a_flat_parameter_is_left_to_adamw_if_all_in_it_are_and_else_refused_by_
     mixed = sharded(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), units=[], **flat)
     said = refusal(OptimizerError, Muon, mixed)
     assert said.startswith("0.weight, 0.bias, 1.weight, 1.bias are one flat parameter, a vector: wrap with"), said
+
+
+@on_threads(2, front=["shard", "owned", "flat"])
+def test_one_rank_alone_prints_an_optimizer_that_has_loaded_another_layout(front, tmp_path):
+    """Nothing of its state moves until it steps."""
+    models = [sharded(stack(), each) for each in ("blocks", front)]
+    first, second = (Muon(model, lr=0.02, beta2=0.9, **EXACT) for model in models)
+    trained(models[0], first, batches(2))
+    sherd.save(tmp_path / front, {"model": models[0], "optimizer": first}, step=2)
+    sherd.load(tmp_path / front, {"model": models[1], "optimizer": second})
+    if dist.get_rank() == 1:
+        assert "AdamW, since it has 1 dim" in repr(second)
+    for model, optimizer in zip(models, (first, second), strict=True):
+        trained(model, optimizer, batches(2))
+    torch.testing.assert_close(whole_params(models[1]), whole_params(models[0]))

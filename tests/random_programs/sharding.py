@@ -205,12 +205,19 @@ def optimizer_of(model: nn.Module, of_matrices: bool = False) -> torch.optim.Opt
     return _Descent(trained) if of_matrices else torch.optim.SGD(trained, lr=0.3)
 
 
+def _cloned(matrices: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Counts the steps of each matrix, row by row: all rows have seen as many wherever they have lain."""
+    state["steps"] += 1
+    assert torch.equal(state["steps"].amin(1), state["steps"].amax(1))
+    return matrices.clone()
+
+
 class _Descent(sherd.MatrixOptimizer):
     """Steps matrices as a function of them says, which changes nothing, and all else beside."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         matrices = [each for each in parameters if each.dim() > 1 and each.is_floating_point()]
-        super().__init__(matrices, torch.clone, lr=0.3)
+        super().__init__(matrices, _cloned, state=lambda rows, columns: {"steps": (rows,)}, lr=0.3)
         others = [each for each in parameters if each.dim() < 2 or not each.is_floating_point()]
         self._others = torch.optim.SGD(others, lr=0.3) if others else None
 

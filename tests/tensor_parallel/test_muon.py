@@ -219,6 +219,61 @@ def test_what_cannot_be_put_together_is_named():
     assert "wide is cut over tensor parallelism by" in one_line(OptimizerError, Muon, model)
     Muon([model.kernel])
     Muon(model, tensor_parallel="blockwise")
+    assert "kernel: tensor_parallel='blockwise' takes parts of different ranks for matrices" in one_line(
+        OptimizerError, Muon, [("kernel", model.kernel)], tensor_parallel="blockwise", beta2=0.9
+    )
     assert "Muon(tensor_parallel='half'): expected 'whole' or 'blockwise'" in one_line(
         PolicyError, Muon, [model.kernel], tensor_parallel="half"
     )
+
+
+def counted(matrices: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of the root of the average of squares, and of how often it was called, in another tensor."""
+    state["steps"] += 1
+    state["left"].lerp_(matrices @ matrices.mT, 0.1)
+    return matrices / (state["left"].diagonal(dim1=1, dim2=2).sum(1) + state["steps"]).sqrt()[:, None, None]
+
+
+def kept(rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    return {"left": (rows, rows), "steps": ()}
+
+
+def keeping(model: nn.Module) -> sherd.MatrixOptimizer:
+    named = {name: each for name, each in model.named_parameters() if each.ndim > 1}
+    heads = [named.pop(name) for name in ("rows_heads", "rows_pairs")]
+    return sherd.MatrixOptimizer(
+        [{"params": heads, "rows": 3}, {"params": named.values()}], counted, state=kept, lr=0.3
+    )
+
+
+KEEPING = {name: shape for name, shape in SHAPES.items() if len(shape) > 1}
+KEEPING |= {"rows_heads": (15, 4), "rows_pairs": (12, 4), "rows_expert": (1, 4, 5)}
+"""Heads that parts cut and heads that they do not cut, and an expert that one part has."""
+
+
+@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize(
+    ("num_ranks", "shape", "names"),
+    [(4, (2, 2), ("dp", "tp")), (6, (2, 3), ("dp", "tp")), (8, (2, 2, 2), ("replicate", "shard", "tp"))],
+)
+@on_threads()
+def test_what_a_function_keeps_of_matrices_is_divided_over_both_parallelisms(shape, names, placed, tmp_path):
+    mesh = mesh_of(shape, *names)
+    data = mesh[names[:-1]] if len(names) > 2 else mesh[names[0]]
+    plain = Springs(KEEPING)
+    by_plain = keeping(plain)
+    pulled(plain, list(range(data.size())), by_plain, 4)
+    models = [sharded(Springs(KEEPING).on(mesh["tp"]), units=None, mesh=data, **PLACED[placed]) for _ in range(2)]
+    first, second = map(keeping, models)
+    pulled(models[0], [dist.get_rank() // shape[-1]], first, 4)
+    close(models[0], plain)
+    for (name, parameter), of_plain in zip(models[0].named_parameters(), plain.parameters(), strict=True):
+        for key, value in by_plain.state[of_plain].items():
+            found = first.state[parameter][key]
+            assert isinstance(found, DTensor), name
+            torch.testing.assert_close(found.full_tensor(), value, rtol=1e-5, atol=1e-6)
+    sherd.save(tmp_path / "checkpoint", {"model": models[0], "optimizer": first}, step=4)
+    sherd.load(tmp_path / "checkpoint", {"model": models[1], "optimizer": second})
+    for model, optimizer in zip(models, (first, second), strict=True):
+        pulled(model, [dist.get_rank() // shape[-1]], optimizer, 2)
+    close(models[1], models[0])
