@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from sherd._torch import spec_of
+from sherd._torch import in_backward, spec_of
 from sherd.comm.failures import own_rank, ranks_in_short
 from sherd.comm.objects import all_gather_objects
 from sherd.engine import ShardedParameter
@@ -104,6 +104,8 @@ class MatrixOptimizer(Optimizer):
 
     def _init(self, params: Any, defaults: Group) -> None:
         self._plans: OrderedDict[_PlanKey, _Plan] = OrderedDict()
+        self._stepped: set[int] = set()
+        """Parameters, by id, that were stepped within backward since the last step outside of it."""
         super().__init__(params, defaults)
         own_gradients([(parameter, group["rows"]) for group in self.matrix_groups() for parameter in group["params"]])
 
@@ -155,7 +157,7 @@ class MatrixOptimizer(Optimizer):
     def __setstate__(self, state: Group) -> None:
         """Take over a pickled state, or a loaded one, as `load_state_dict` calls this, too."""
         super().__setstate__(state)
-        self._plans = OrderedDict()
+        self._plans, self._stepped = OrderedDict(), set()
 
     def load_state_dict(self, state_dict: Group) -> None:
         """Load a state. Options that its groups do not have, as those of torch's optimizers, stay as they are."""
@@ -198,8 +200,7 @@ class MatrixOptimizer(Optimizer):
     def _name_of(self, parameter: torch.Tensor) -> str:
         return self._names().get(id(parameter), name_of(parameter))
 
-    def _current_plan(self) -> _Plan:
-        groups = self.matrix_groups()
+    def _plan_of(self, groups: Sequence[Group]) -> _Plan:
         # More than one where a unit at a time is stepped (`step_in_backward`).
         of_plan = _key_of(groups)
         plan = self._plans.get(of_plan)
@@ -262,11 +263,11 @@ class MatrixOptimizer(Optimizer):
 
     def _step_all(self) -> None:
         """Step every parameter that has a gradient, without a closure and the hooks of optimizers."""
-        groups = self.matrix_groups()
-        # Not in `_current_plan`: `torch.optim.Muon` asks for a plan to see whether there can be one.
+        groups = self._left_to_step()
+        # Not in `_plan_of`: `torch.optim.Muon` asks for a plan to see whether there can be one.
         if (last := self._plans.get(_key_of(groups))) is not None:
             self._raise_told(last, last.take_told())
-        plan = self._current_plan()
+        plan = self._plan_of(groups)
         directions = self._directions_here(plan, groups)
         updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
         whole = {
@@ -283,6 +284,21 @@ class MatrixOptimizer(Optimizer):
             self._raise_told(plan, now)
         for group, indices in zip(groups, plan.by_group, strict=True):
             self._apply(plan, group, [index for index in indices if index in updates], updates)
+
+    def _left_to_step(self) -> list[Group]:
+        """Returns the groups of matrices, outside of backward without those that were stepped within it."""
+        groups = self.matrix_groups()
+        if in_backward():
+            self._stepped |= {id(each) for group in groups for each in group["params"]}
+            return groups
+        stepped, self._stepped = self._stepped, set()
+        if not stepped:
+            return groups
+        # Their gradients are gone, and zeros would travel in their place.
+        left = [
+            [each for each in group["params"] if each.grad is not None or id(each) not in stepped] for group in groups
+        ]
+        return [{**group, "params": each} for group, each in zip(groups, left, strict=True)]
 
     def _directions_here(self, plan: _Plan, groups: Sequence[Group]) -> dict[int, torch.Tensor]:
         """Returns the directions of all parameters that have a gradient, 1-D; none where something is wrong."""

@@ -295,7 +295,7 @@ class TorchMuonStep(Muon):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._ns_dtype, self._wire_dtype, self._plans = torch.bfloat16, None, OrderedDict()
-        self._adamw, self._momentum_dtype, self._why = None, None, {}
+        self._adamw, self._momentum_dtype, self._why, self._stepped = None, None, {}, set()
 
     @property
     def param_groups(self) -> list[Group]:  # type: ignore[override]  # an attribute of Optimizer
@@ -313,7 +313,7 @@ class TorchMuonStep(Muon):
     def is_possible(self) -> bool:
         """False if tensor parallelism cuts one of the matrices, which torch's own step gathers."""
         try:
-            self._current_plan()
+            self._plan_of(self.matrix_groups())
         except OptimizerError:
             return False
         return True

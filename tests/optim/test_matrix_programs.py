@@ -106,6 +106,25 @@ def test_a_rank_without_any_batch_steps_with_the_others():
     assert_as_plain(model, plain)
 
 
+@on_threads(2, front=["shard", "flat"])
+def test_what_was_stepped_within_backward_does_not_travel_again(front):
+    plain, model = stack(), sharded(stack(), front)
+    trained(plain, Muon(plain, lr=0.02, **EXACT), batches(3))
+    optimizer, computed = Muon(model, lr=0.02, **EXACT), []
+    updates = optimizer.updates
+    optimizer.updates = lambda group, given: computed.append(len(given)) or updates(group, given)
+    steps = sherd.step_in_backward(model, optimizer)
+    for batch in batches(2):
+        model(batch).square().mean().backward()
+        computed.clear()
+        optimizer.step()
+        assert not computed
+        optimizer.zero_grad()
+    steps.remove()
+    trained(model, optimizer, batches(3)[2:])
+    assert_as_plain(model, plain)
+
+
 # Which parameters are hidden matrices
 
 
