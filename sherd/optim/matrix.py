@@ -10,6 +10,7 @@ as a whole (`Owned()`, experts or heads under a placement that does not cut them
 
 from __future__ import annotations
 
+import math
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
@@ -103,6 +105,11 @@ class MatrixOptimizer(Optimizer):
         self._init(params, options)
 
     def _init(self, params: Any, defaults: Group) -> None:
+        if isinstance(params, nn.Module) or not isinstance(params, Iterable):
+            raise PolicyTypeError(
+                f"{type(self).__name__}(params=...) got a {type(params).__name__}: expected parameters, "
+                "(name, parameter) pairs, or groups of them"
+            )
         self._plans: OrderedDict[_PlanKey, _Plan] = OrderedDict()
         self._stepped: set[int] = set()
         """Parameters, by id, that were stepped within backward since the last step outside of it."""
@@ -116,6 +123,10 @@ class MatrixOptimizer(Optimizer):
             PolicyError: an option has no meaning.
             OptimizerError: a parameter is no matrix that can be stepped, or is in two groups.
         """
+        if isinstance(param_group, dict) and "params" not in param_group:
+            raise PolicyError(
+                f"{type(self).__name__}: a group has no 'params', only {', '.join(param_group)}; name them"
+            )
         if isinstance(param_group, dict) and not isinstance(param_group["params"], (torch.Tensor, set)):
             known = {id(parameter) for group in self.param_groups for parameter in group["params"]}
             param_group = {**param_group, "params": list(param_group["params"])}
@@ -489,7 +500,7 @@ def _wrong(update: object, matrices: torch.Tensor, version: int | None) -> str |
 def number_from_0(option: str, value: object) -> None:
     """Raise a PolicyError if the value of an option, "Class(name", is no number from 0 on."""
     try:
-        if float(value) >= 0:  # type: ignore[arg-type]
+        if 0 <= float(value) < math.inf:  # type: ignore[arg-type]
             return
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
         pass
@@ -499,9 +510,11 @@ def number_from_0(option: str, value: object) -> None:
 
 def real_dtype(dtype: object, option: str) -> torch.dtype | None:
     """Returns a dtype of floating point, or None; raises a PolicyError for the option, "Class(name", if it is other."""
-    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
         return dtype
-    raise PolicyError(f"{option}={dtype!r}): expected None or a dtype of floating point, such as torch.bfloat16")
+    raise PolicyError(
+        f"{option}={dtype!r}): expected None or a dtype of floating point of 16 bits or more, such as torch.bfloat16"
+    )
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -615,8 +628,12 @@ def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "", tensor_para
     """
     record = ShardedParameter.of(parameter)
     name = name or name_of(parameter)
-    if parameter.is_complex() or not parameter.is_floating_point():
-        raise OptimizerError(f"{name} is of {parameter.dtype}; a function of whole matrices takes real numbers")
+    if not parameter.is_floating_point() or parameter.dtype.itemsize == 1:
+        raise OptimizerError(
+            f"{name} is of {parameter.dtype}; a function of whole matrices takes real numbers of 16 bits or more"
+        )
+    if parameter.layout is not torch.strided:
+        raise OptimizerError(f"{name} is sparse; a function of whole matrices takes dense ones")
     if record is None and isinstance(parameter, DTensor):
         raise OptimizerError(
             f"{name} is a {type(parameter).__name__} that no unit of sherd holds; shard its module with fully_shard"

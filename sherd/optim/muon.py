@@ -190,8 +190,14 @@ class Muon(MatrixOptimizer):
             raise PolicyError(f"Muon(adjust_lr_fn={adjust!r}): expected None, 'original' or 'match_rms_adamw'")
         coefficients_of(group["ns_coefficients"], group["ns_steps"])
         super()._check(group)
+        of_adamw = {key: group[key] for key in self._adamw_options if key in group}
         if group["algorithm"] == "adamw":
-            _adamw_options({key: group[key] for key in ("lr", "betas", "eps", "weight_decay")})
+            _adamw_options({key: of_adamw[key] for key in of_adamw.keys() - {"decoupled_weight_decay"}})
+        elif wrong := sorted(set(of_adamw) - set(self.defaults)):
+            raise PolicyError(
+                f"Muon: a group of matrices has {wrong[0]}={group[wrong[0]]!r}, an option of AdamW; leave it out, or "
+                "add algorithm='adamw'"
+            )
 
     def _divided(self, model: nn.Module, rule: Rule, heads: Mapping[str, int], across: str) -> list[Group]:
         """Returns the parameter groups of a model: matrices by their heads, then what is left to AdamW."""
@@ -358,6 +364,8 @@ def _adamw_options(options: Group) -> Group:
     try:
         _, _ = options["betas"]
         optimizer = torch.optim.AdamW([torch.empty(0)], **options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise PolicyError(f"Muon(adamw=...): {error}") from error
+    if options.get("differentiable"):
+        raise PolicyError("Muon(adamw=...): a step is not differentiable; leave out differentiable=True")
     return optimizer.defaults
