@@ -161,11 +161,18 @@ class Muon(MatrixOptimizer):
             "tensor_parallel": tensor_parallel,
             "algorithm": "muon",
         }
-        if isinstance(params, nn.Module):
-            params = self._divided(params, rule, _mapping("heads", heads), tensor_parallel)
-        elif heads:
+        if heads and not isinstance(params, nn.Module):
             raise PolicyError(f"Muon(heads={heads!r}): heads go by names in a model; in groups, say rows= for each")
+        model = params if isinstance(params, nn.Module) else None
+        if model is not None:
+            params = self._divided(model, rule, _mapping("heads", heads), tensor_parallel)
         self._init(params, defaults)
+        if model is not None:
+            self._model, self._rule = weakref.ref(model), rule
+
+    _model: weakref.ref[nn.Module] | None = None
+    """The model that the optimizer was built from, which a copy does not know, and the rule for it."""
+    _rule: Rule = staticmethod(not_hidden)
 
     _PICKLED = ("_momentum_dtype", "_ns_dtype", "_wire_dtype", "_why", "_adamw_options")
 
@@ -175,10 +182,31 @@ class Muon(MatrixOptimizer):
         self._adamw = None
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a parameter group, of Muon's, or of AdamW's with `algorithm="adamw"`; see `MatrixOptimizer`."""
-        if isinstance(param_group, dict) and param_group.get("algorithm") == "adamw":
-            param_group = {**self._adamw_options, **param_group}
-        super().add_param_group(param_group)
+        """Add a parameter group, of Muon's, or of AdamW's with `algorithm="adamw"`; see `MatrixOptimizer`.
+
+        Without `algorithm`, what the rule leaves to AdamW in the model that Muon was built from becomes a group of
+        AdamW's: so `sherd.refresh` adds what is new in a model.
+        """
+        for group in self._parted(param_group):
+            is_adamws = isinstance(group, dict) and group.get("algorithm") == "adamw"
+            super().add_param_group({**self._adamw_options, **group} if is_adamws else group)
+
+    def _parted(self, group: Group) -> list[Group]:
+        """Returns a group, or two that the rule makes of its parameters."""
+        model = None if self._model is None else self._model()
+        if model is None or not isinstance(group, dict) or "algorithm" in group or "params" not in group:
+            return [group]
+        given = [group["params"]] if torch.is_tensor(group["params"]) else list(group["params"])
+        left = left_to_adamw(model, self._rule)
+        why_of = {id(parameter): left[name] for name, parameter in model.named_parameters()}
+        parts: dict[bool, list[Any]] = {False: [], True: []}
+        for each in given:
+            name, parameter = each if isinstance(each, tuple) else ("", each)
+            why = why_of.get(id(parameter), "")
+            parts[bool(why)].append(each)
+            self._why |= {name: why} if name and why else {}
+        ours, others = {**group, "params": parts[False]}, {**group, "params": parts[True], "algorithm": "adamw"}
+        return [each for each in (ours, others) if each["params"]] or [group]
 
     def _check(self, group: Group) -> None:
         if group["algorithm"] not in ("muon", "adamw"):
@@ -205,7 +233,7 @@ class Muon(MatrixOptimizer):
         others: list[tuple[str, nn.Parameter]] = []
         named, left = dict(model.named_parameters()), left_to_adamw(model, rule)
         for name, parameter in named.items():
-            if not (left[name] or parameter.requires_grad or _is_matrix(parameter)):
+            if not (left[name] or parameter.requires_grad or _is_matrix(parameter, across)):
                 left[name] = "it is frozen"
         for end, number in heads.items():
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -340,9 +368,9 @@ def _why(rule: Rule, name: str, module: nn.Module, parameter: nn.Parameter) -> s
     return why
 
 
-def _is_matrix(parameter: nn.Parameter) -> bool:
+def _is_matrix(parameter: nn.Parameter, tensor_parallel: str) -> bool:
     try:
-        batch_of(parameter)
+        batch_of(parameter, tensor_parallel=tensor_parallel)
     except OptimizerError:
         return False
     return True

@@ -202,6 +202,33 @@ def test_a_matrix_that_is_frozen_when_muon_is_built_is_muons():
     assert any(each is model[2].weight for each in Muon(model).param_groups[0]["params"])
 
 
+def _deeper(model):
+    """Adds an embedding and a matrix with a bias to a language model."""
+    torch.manual_seed(3)
+    model.more, model.deeper = nn.Embedding(8, 5), nn.Linear(5, 5)
+    model.embed.register_forward_hook(lambda module, given, found: model.deeper(found + model.more(*given)))
+
+
+@on_threads(2)
+def test_what_refresh_finds_new_in_a_model_is_divided_by_the_rule():
+    plain, model = _LanguageModel(), sherd.fully_shard(_LanguageModel())
+    for each in (plain, model):
+        optimizer = Muon(each, lr=0.02, adamw={"lr": 0.1}, **EXACT)
+        _deeper(each)
+        if each is model:
+            sherd.refresh(model, optimizer)
+        else:
+            optimizer.add_param_group({"params": [*plain.more.named_parameters(), *plain.deeper.named_parameters()]})
+        for step in range(2):
+            each(torch.arange(step, step + 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [group["algorithm"] for group in optimizer.param_groups] == ["muon", "adamw"] * 2
+        assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 1, 2]
+        assert "AdamW, since it is an embedding" in repr(optimizer)
+    assert_as_plain(model, plain)
+
+
 # Plans of steps
 
 
