@@ -10,6 +10,7 @@ as a whole (`Owned()`, experts or heads under a placement that does not cut them
 
 from __future__ import annotations
 
+import math
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -18,11 +19,12 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from sherd._torch import DTensorSpec, spec_of
+from sherd._torch import DTensorSpec, in_backward, spec_of
 from sherd.comm.failures import own_rank, ranks_in_short
 from sherd.comm.objects import all_gather_objects
 from sherd.engine import ShardedParameter
@@ -119,7 +121,14 @@ class MatrixOptimizer(Optimizer):
         self._init(params, options)
 
     def _init(self, params: Any, defaults: Group) -> None:
+        if isinstance(params, nn.Module) or not isinstance(params, Iterable):
+            raise PolicyTypeError(
+                f"{type(self).__name__}(params=...) got a {type(params).__name__}: expected parameters, "
+                "(name, parameter) pairs, or groups of them"
+            )
         self._plans: OrderedDict[_PlanKey, _Plan] = OrderedDict()
+        self._stepped: set[int] = set()
+        """Parameters, by id, that were stepped within backward since the last step outside of it."""
         super().__init__(params, defaults)
         own_gradients([(parameter, group["rows"]) for group in self.matrix_groups() for parameter in group["params"]])
 
@@ -130,6 +139,10 @@ class MatrixOptimizer(Optimizer):
             PolicyError: an option has no meaning.
             OptimizerError: a parameter is no matrix that can be stepped, or is in two groups.
         """
+        if isinstance(param_group, dict) and "params" not in param_group:
+            raise PolicyError(
+                f"{type(self).__name__}: a group has no 'params', only {', '.join(param_group)}; name them"
+            )
         if isinstance(param_group, dict) and not isinstance(param_group["params"], (torch.Tensor, set)):
             known = {id(parameter) for group in self.param_groups for parameter in group["params"]}
             param_group = {**param_group, "params": list(param_group["params"])}
@@ -179,7 +192,7 @@ class MatrixOptimizer(Optimizer):
     def __setstate__(self, state: Group) -> None:
         """Take over a pickled state, or a loaded one, as `load_state_dict` calls this, too."""
         super().__setstate__(state)
-        self._plans = OrderedDict()
+        self._plans, self._stepped = OrderedDict(), set()
 
     def load_state_dict(self, state_dict: Group) -> None:
         """Load a state. Options that its groups do not have, as those of torch's optimizers, stay as they are.
@@ -207,7 +220,8 @@ class MatrixOptimizer(Optimizer):
             return None
         if shape == parameter.shape:
             return None if record.gradient_owner is None else record.gradient_spec(torch.float32)
-        plan, groups = self._current_plan(), self.matrix_groups()
+        groups = self.matrix_groups()
+        plan = self._plan_of(groups)
         index = next((index for index, each in enumerate(plan.parameters) if each is parameter), None)
         if index is None or index not in plan.homes:
             return None
@@ -254,8 +268,7 @@ class MatrixOptimizer(Optimizer):
     def _name_of(self, parameter: torch.Tensor) -> str:
         return self._names().get(id(parameter), name_of(parameter))
 
-    def _current_plan(self) -> _Plan:
-        groups = self.matrix_groups()
+    def _plan_of(self, groups: Sequence[Group]) -> _Plan:
         # More than one where a unit at a time is stepped (`step_in_backward`).
         of_plan = _key_of(groups)
         plan = self._plans.get(of_plan)
@@ -324,11 +337,11 @@ class MatrixOptimizer(Optimizer):
 
     def _step_all(self) -> None:
         """Step every parameter that has a gradient, without a closure and the hooks of optimizers."""
-        groups = self.matrix_groups()
-        # Not in `_current_plan`: `torch.optim.Muon` asks for a plan to see whether there can be one.
+        groups = self._left_to_step()
+        # Not in `_plan_of`: `torch.optim.Muon` asks for a plan to see whether there can be one.
         if (last := self._plans.get(_key_of(groups))) is not None:
             self._raise_told(last, last.take_told())
-        plan = self._current_plan()
+        plan = self._plan_of(groups)
         if plan.begins():
             self._move_states(plan, groups)
         directions = self._directions_here(plan, groups)
@@ -347,6 +360,21 @@ class MatrixOptimizer(Optimizer):
             self._raise_told(plan, now)
         for group, indices in zip(groups, plan.by_group, strict=True):
             self._apply(plan, group, [index for index in indices if index in updates], updates)
+
+    def _left_to_step(self) -> list[Group]:
+        """Returns the groups of matrices, outside of backward without those that were stepped within it."""
+        groups = self.matrix_groups()
+        if in_backward():
+            self._stepped |= {id(each) for group in groups for each in group["params"]}
+            return groups
+        stepped, self._stepped = self._stepped, set()
+        if not stepped:
+            return groups
+        # Their gradients are gone, and zeros would travel in their place.
+        left = [
+            [each for each in group["params"] if each.grad is not None or id(each) not in stepped] for group in groups
+        ]
+        return [{**group, "params": each} for group, each in zip(groups, left, strict=True)]
 
     def _directions_here(self, plan: _Plan, groups: Sequence[Group]) -> dict[int, torch.Tensor]:
         """Returns the directions of all parameters that have a gradient, 1-D; none where something is wrong."""
@@ -618,7 +646,7 @@ def _require_shapes(shapes: Mapping[str, Shape]) -> None:
 def number_from_0(option: str, value: object) -> None:
     """Raise a PolicyError if the value of an option, "Class(name", is no number from 0 on."""
     try:
-        if float(value) >= 0:  # type: ignore[arg-type]
+        if 0 <= float(value) < math.inf:  # type: ignore[arg-type]
             return
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
         pass
@@ -628,9 +656,11 @@ def number_from_0(option: str, value: object) -> None:
 
 def real_dtype(dtype: object, option: str) -> torch.dtype | None:
     """Returns a dtype of floating point, or None; raises a PolicyError for the option, "Class(name", if it is other."""
-    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
         return dtype
-    raise PolicyError(f"{option}={dtype!r}): expected None or a dtype of floating point, such as torch.bfloat16")
+    raise PolicyError(
+        f"{option}={dtype!r}): expected None or a dtype of floating point of 16 bits or more, such as torch.bfloat16"
+    )
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -744,8 +774,12 @@ def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "", tensor_para
     """
     record = ShardedParameter.of(parameter)
     name = name or name_of(parameter)
-    if parameter.is_complex() or not parameter.is_floating_point():
-        raise OptimizerError(f"{name} is of {parameter.dtype}; a function of whole matrices takes real numbers")
+    if not parameter.is_floating_point() or parameter.dtype.itemsize == 1:
+        raise OptimizerError(
+            f"{name} is of {parameter.dtype}; a function of whole matrices takes real numbers of 16 bits or more"
+        )
+    if parameter.layout is not torch.strided:
+        raise OptimizerError(f"{name} is sparse; a function of whole matrices takes dense ones")
     if record is None and isinstance(parameter, DTensor):
         raise OptimizerError(
             f"{name} is a {type(parameter).__name__} that no unit of sherd holds; shard its module with fully_shard"

@@ -168,11 +168,18 @@ class Muon(MatrixOptimizer):
             "tensor_parallel": tensor_parallel,
             "algorithm": "muon",
         }
-        if isinstance(params, nn.Module):
-            params = self._divided(params, rule, _mapping("heads", heads), tensor_parallel)
-        elif heads:
+        if heads and not isinstance(params, nn.Module):
             raise PolicyError(f"Muon(heads={heads!r}): heads go by names in a model; in groups, say rows= for each")
+        model = params if isinstance(params, nn.Module) else None
+        if model is not None:
+            params = self._divided(model, rule, _mapping("heads", heads), tensor_parallel)
         self._init(params, defaults)
+        if model is not None:
+            self._model, self._rule = weakref.ref(model), rule
+
+    _model: weakref.ref[nn.Module] | None = None
+    """The model that the optimizer was built from, which a copy does not know, and the rule for it."""
+    _rule: Rule = staticmethod(not_hidden)
 
     _PICKLED = ("_momentum_dtype", "_ns_dtype", "_wire_dtype", "_why", "_adamw_options")
 
@@ -182,10 +189,31 @@ class Muon(MatrixOptimizer):
         self._adamw = None
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a parameter group, of Muon's, or of AdamW's with `algorithm="adamw"`; see `MatrixOptimizer`."""
-        if isinstance(param_group, dict) and param_group.get("algorithm") == "adamw":
-            param_group = {**self._adamw_options, **param_group}
-        super().add_param_group(param_group)
+        """Add a parameter group, of Muon's, or of AdamW's with `algorithm="adamw"`; see `MatrixOptimizer`.
+
+        Without `algorithm`, what the rule leaves to AdamW in the model that Muon was built from becomes a group of
+        AdamW's: so `sherd.refresh` adds what is new in a model.
+        """
+        for group in self._parted(param_group):
+            is_adamws = isinstance(group, dict) and group.get("algorithm") == "adamw"
+            super().add_param_group({**self._adamw_options, **group} if is_adamws else group)
+
+    def _parted(self, group: Group) -> list[Group]:
+        """Returns a group, or two that the rule makes of its parameters."""
+        model = None if self._model is None else self._model()
+        if model is None or not isinstance(group, dict) or "algorithm" in group or "params" not in group:
+            return [group]
+        given = [group["params"]] if torch.is_tensor(group["params"]) else list(group["params"])
+        left = left_to_adamw(model, self._rule)
+        why_of = {id(parameter): left[name] for name, parameter in model.named_parameters()}
+        parts: dict[bool, list[Any]] = {False: [], True: []}
+        for each in given:
+            name, parameter = each if isinstance(each, tuple) else ("", each)
+            why = why_of.get(id(parameter), "")
+            parts[bool(why)].append(each)
+            self._why |= {name: why} if name and why else {}
+        ours, others = {**group, "params": parts[False]}, {**group, "params": parts[True], "algorithm": "adamw"}
+        return [each for each in (ours, others) if each["params"]] or [group]
 
     def _check(self, group: Group) -> None:
         if group["algorithm"] not in ("muon", "adamw"):
@@ -201,8 +229,14 @@ class Muon(MatrixOptimizer):
             raise PolicyError(f"Muon(adjust_lr_fn={adjust!r}): expected None, 'original' or 'match_rms_adamw'")
         coefficients_of(group["ns_coefficients"], group["ns_steps"])
         super()._check(group)
+        of_adamw = {key: group[key] for key in self._adamw_options if key in group}
         if group["algorithm"] == "adamw":
-            _adamw_options({key: group[key] for key in ("lr", "betas", "eps", "weight_decay")})
+            _adamw_options({key: of_adamw[key] for key in of_adamw.keys() - {"decoupled_weight_decay"}})
+        elif wrong := sorted(set(of_adamw) - set(self.defaults)):
+            raise PolicyError(
+                f"Muon: a group of matrices has {wrong[0]}={group[wrong[0]]!r}, an option of AdamW; leave it out, or "
+                "add algorithm='adamw'"
+            )
 
     def _divided(self, model: nn.Module, rule: Rule, heads: Mapping[str, int], across: str) -> list[Group]:
         """Returns the parameter groups of a model: matrices by their heads, then what is left to AdamW."""
@@ -210,7 +244,7 @@ class Muon(MatrixOptimizer):
         others: list[tuple[str, nn.Parameter]] = []
         named, left = dict(model.named_parameters()), left_to_adamw(model, rule)
         for name, parameter in named.items():
-            if not (left[name] or parameter.requires_grad or _is_matrix(parameter)):
+            if not (left[name] or parameter.requires_grad or _is_matrix(parameter, across)):
                 left[name] = "it is frozen"
         for end, number in heads.items():
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -295,8 +329,8 @@ class Muon(MatrixOptimizer):
     def travels_in(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         """Returns `wire_dtype`, else the dtype of the products where that is smaller and all ranks have the same.
 
-        Owners round directions to it anyway, and updates are of it, so that no value is another. Those of NorMuon, whose
-        rows are divided after the products, travel in `dtype`.
+        Owners round directions to it anyway, and updates are of it, so that no value is another. Those of NorMuon,
+        whose rows are divided after the products, travel in `dtype`.
         """
         products = self._ns_dtype or (computes_in(device) if device.type != "cpu" else dtype)
         if any(group.get("beta2") is not None for group in self.matrix_groups()):
@@ -316,7 +350,7 @@ class TorchMuonStep(Muon):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._ns_dtype, self._wire_dtype, self._plans = torch.bfloat16, None, OrderedDict()
-        self._adamw, self._momentum_dtype, self._why = None, None, {}
+        self._adamw, self._momentum_dtype, self._why, self._stepped = None, None, {}, set()
 
     @property
     def param_groups(self) -> list[Group]:  # type: ignore[override]  # an attribute of Optimizer
@@ -334,7 +368,7 @@ class TorchMuonStep(Muon):
     def is_possible(self) -> bool:
         """False if tensor parallelism cuts one of the matrices, which torch's own step gathers."""
         try:
-            self._current_plan()
+            self._plan_of(self.matrix_groups())
         except OptimizerError:
             return False
         return True
@@ -351,9 +385,9 @@ def _why(rule: Rule, name: str, module: nn.Module, parameter: nn.Parameter) -> s
     return why
 
 
-def _is_matrix(parameter: nn.Parameter) -> bool:
+def _is_matrix(parameter: nn.Parameter, tensor_parallel: str) -> bool:
     try:
-        batch_of(parameter)
+        batch_of(parameter, tensor_parallel=tensor_parallel)
     except OptimizerError:
         return False
     return True
@@ -375,6 +409,8 @@ def _adamw_options(options: Group) -> Group:
     try:
         _, _ = options["betas"]
         optimizer = torch.optim.AdamW([torch.empty(0)], **options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise PolicyError(f"Muon(adamw=...): {error}") from error
+    if options.get("differentiable"):
+        raise PolicyError("Muon(adamw=...): a step is not differentiable; leave out differentiable=True")
     return optimizer.defaults

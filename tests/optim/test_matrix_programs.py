@@ -1,9 +1,23 @@
 """Whole programs around steps of whole matrices train as in one process, and what cannot be done is refused by name."""
 
+import contextlib
+import copy
+import functools
+import gc
+import os
+import signal
+from collections import Counter
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -11,8 +25,10 @@ import sherd
 from sherd import CommPolicy, MatrixOptimizer, Muon
 from sherd.errors import PolicyError
 from sherd.optim.muon import left_to_adamw, not_hidden
+from sherd.tensor.ragged import local_part
 from tests.optim.test_muon import EXACT, assert_as_plain, batches, stack, trained
 from tests.support.comparing import assert_same, whole_params
+from tests.support.ranks import RanksFailed
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.refusals import one_line
 from tests.support.sharding import sharded
@@ -102,7 +118,26 @@ def test_a_rank_without_any_batch_steps_with_the_others():
         theirs.step()
         theirs.zero_grad()
     with sherd.join(model, optimizer):
-        trained(model, optimizer, batches(3) if torch.distributed.get_rank() == 0 else [])
+        trained(model, optimizer, batches(3) if dist.get_rank() == 0 else [])
+    assert_as_plain(model, plain)
+
+
+@on_threads(2, front=["shard", "flat"])
+def test_what_was_stepped_within_backward_does_not_travel_again(front):
+    plain, model = stack(), sharded(stack(), front)
+    trained(plain, Muon(plain, lr=0.02, **EXACT), batches(3))
+    optimizer, computed = Muon(model, lr=0.02, **EXACT), []
+    updates = optimizer.updates
+    optimizer.updates = lambda group, given: computed.append(len(given)) or updates(group, given)
+    steps = sherd.step_in_backward(model, optimizer)
+    for batch in batches(2):
+        model(batch).square().mean().backward()
+        computed.clear()
+        optimizer.step()
+        assert not computed
+        optimizer.zero_grad()
+    steps.remove()
+    trained(model, optimizer, batches(3)[2:])
     assert_as_plain(model, plain)
 
 
@@ -183,6 +218,33 @@ def test_a_matrix_that_is_frozen_when_muon_is_built_is_muons():
     assert any(each is model[2].weight for each in Muon(model).param_groups[0]["params"])
 
 
+def _deeper(model):
+    """Adds an embedding and a matrix with a bias to a language model."""
+    torch.manual_seed(3)
+    model.more, model.deeper = nn.Embedding(8, 5), nn.Linear(5, 5)
+    model.embed.register_forward_hook(lambda module, given, found: model.deeper(found + model.more(*given)))
+
+
+@on_threads(2)
+def test_what_refresh_finds_new_in_a_model_is_divided_by_the_rule():
+    plain, model = _LanguageModel(), sherd.fully_shard(_LanguageModel())
+    for each in (plain, model):
+        optimizer = Muon(each, lr=0.02, adamw={"lr": 0.1}, **EXACT)
+        _deeper(each)
+        if each is model:
+            sherd.refresh(model, optimizer)
+        else:
+            optimizer.add_param_group({"params": [*plain.more.named_parameters(), *plain.deeper.named_parameters()]})
+        for step in range(2):
+            each(torch.arange(step, step + 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [group["algorithm"] for group in optimizer.param_groups] == ["muon", "adamw"] * 2
+        assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 1, 2]
+        assert "AdamW, since it is an embedding" in repr(optimizer)
+    assert_as_plain(model, plain)
+
+
 # Plans of steps
 
 
@@ -209,3 +271,193 @@ def test_a_step_at_rate_0_leaves_parameters_alone_as_torchs_checkpointing_asks()
     optimizer = MatrixOptimizer(model.parameters(), lambda given: given / given.norm())  # nan for zeros
     get_state_dict(model, optimizer)
     assert_same(whole_params(model), before)
+
+
+# What loops do
+
+
+def _clipped(model, optimizer, given, clip):
+    for batch in given:
+        model(batch).square().mean().backward()
+        clip(model.parameters(), 0.1)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def _with_gradients_changed(model, optimizer, given):
+    is_sharded = any(isinstance(each, DTensor) for each in model.parameters())
+    for batch in given:
+        model(batch).square().mean().backward()
+        with sherd.unsharded(model, with_grads=True) if is_sharded else contextlib.nullcontext():
+            for parameter in model.parameters():
+                parameter.grad.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _with_schedules(model, optimizer, given):
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+    ]
+    for batch in given:
+        trained(model, optimizer, [batch])
+        for schedule in schedules:
+            schedule.step()
+
+
+def _with_weights_assigned(model, optimizer, given):
+    is_sharded = any(isinstance(each, DTensor) for each in model.parameters())
+    for batch in given:
+        trained(model, optimizer, [batch])
+        model.load_state_dict(model.state_dict(), assign=is_sharded)
+
+
+LOOPS = {
+    "torch clips": functools.partial(_clipped, clip=torch.nn.utils.clip_grad_norm_),
+    "sherd clips": functools.partial(_clipped, clip=sherd.clip_grad_norm_),
+    "gradients are changed": _with_gradients_changed,
+    "schedules": _with_schedules,
+    "weights are assigned": _with_weights_assigned,
+}
+
+
+def _groups(model):
+    """Groups that differ in all options."""
+    weights, vectors = ([each for each in model.parameters() if each.ndim == ndim] for ndim in (2, 1))
+    return [
+        {"params": weights[:1], "lr": 0.5, "momentum": 0.5, "nesterov": False},
+        {"params": weights[1:2], "weight_decay": 0.0, "ns_steps": 3, "ns_coefficients": "polar_express"},
+        {"params": weights[2:], "adjust_lr_fn": "match_rms_adamw", "eps": 1e-3, "rows": 1},
+        {"params": vectors[:3], "algorithm": "adamw", "lr": 0.1, "betas": (0.5, 0.6)},
+        {"params": vectors[3:], "algorithm": "adamw", "weight_decay": 1.0, "maximize": True},
+    ]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@on_threads(2, front=["shard", "flat", "owned"])
+def test_groups_that_differ_train_as_in_one_process_in_any_loop(loop, front):
+    plain, model = stack(), sharded(stack(), front)
+    for each in (plain, model):
+        LOOPS[loop](each, Muon(_groups(each), lr=torch.tensor(0.02), **EXACT), batches(4))
+    assert_as_plain(model, plain)
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, sherd.ShardedGradScaler])
+@on_threads(2)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(kind):
+    plain, model = stack(), sharded(stack())
+    trained(plain, Muon(plain, lr=0.02, **EXACT), batches(1))
+    optimizer, scaler = Muon(model, lr=0.02, **EXACT), kind("cpu")
+    for overflows in (True, False):
+        scaler.scale(model(batches(1)[0]).square().mean()).backward()
+        held = [local for each in model.parameters() if each.ndim == 2 and (local := local_part(each.grad)).numel()]
+        if overflows and dist.get_rank() == 1:
+            held[0].fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert bool(optimizer.state) is not overflows
+    assert_as_plain(model, plain)
+
+
+class _Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 6, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(3))
+
+    def forward(self, x, chosen):
+        x = self.first(x)
+        return sum((self.experts[number](x) for number in chosen), x)
+
+
+@on_processes(2)
+def test_experts_without_tokens_on_a_rank_are_stepped_alike():
+    plain, model = _Routed(), _Routed()
+    sharded(model, "shard", [*model.experts, model], comm_policy=CommPolicy(divergence="join"))
+    optimizers = [Muon(each, lr=0.02, **EXACT) for each in (plain, model)]
+    for step, routes in enumerate([([0, 1], [0]), ([0], [1]), ([2], [2]), ([], [0, 1, 2]), ([], [])]):
+        losses = [plain(batches(2)[rank] + step, routes[rank]).square().mean() for rank in range(2)]
+        (sum(losses) / 2).backward()
+        model(batches(2)[dist.get_rank()] + step, routes[dist.get_rank()]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_as_plain(model, plain)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@on_processes(2)
+def test_compiled_blocks_are_stepped():
+    plain, model = stack(), sharded(stack())
+    for block in (model[0], model[2]):
+        block.compile(backend="eager")
+    for each in (plain, model):
+        trained(each, Muon(each, lr=0.02, **EXACT), batches(2))
+    assert_as_plain(model, plain)
+
+
+@on_processes(2, front=["shard", "flat"])
+def test_a_state_of_torchs_muon_goes_on_over_shards(front):
+    plain, model = matrices(), sharded(matrices(), front)
+    optimizers = [
+        torch.optim.Muon(plain.named_parameters(), lr=0.02),
+        Muon(model, lr=0.5, ns_dtype=torch.bfloat16),
+    ]
+    trained(plain, optimizers[0], batches(2))
+    whole = StateDictOptions(full_state_dict=True)
+    of_model, of_optimizer = copy.deepcopy(get_state_dict(plain, optimizers[0], options=whole))
+    set_state_dict(model, optimizers[1], model_state_dict=of_model, optim_state_dict=of_optimizer, options=whole)
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        trained(each, optimizer, batches(4)[2:])
+    assert optimizers[1].param_groups[0]["lr"] == 0.02
+    assert_as_plain(model, plain)
+
+
+# What a step leaves behind
+
+
+@on_processes(2)
+def test_steps_keep_nothing_but_state_however_many_models_they_step():
+    models = [sharded(stack(), front) for front in ("shard", "flat", "owned", "shard")]
+    optimizer = Muon([each for model in models for each in model.parameters() if each.ndim == 2])
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+
+    def kept(steps):
+        for _ in range(steps):
+            for model in models:
+                model(batches(1)[0]).square().mean().backward()
+            optimizer.step()
+            for model in models:
+                model.zero_grad()
+            schedule.step()
+        gc.collect()
+        everything = gc.get_objects()
+        tensors = {each.untyped_storage().data_ptr(): each for each in everything if type(each) is torch.Tensor}
+        ours = Counter(type(each) for each in everything if type(each).__module__.startswith("sherd.optim"))
+        return ours, sum(each.untyped_storage().nbytes() for each in tensors.values())
+
+    kept(3)
+    assert kept(5) == kept(20)
+
+
+def _killed_in_a_step():
+    model = sharded(stack())
+    optimizer = Muon(model, lr=0.02)
+    trained(model, optimizer, batches(1))
+    model(batches(1)[0]).square().mean().backward()
+    dist.barrier()  # backward has ended on both
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.step()
+
+
+def test_a_rank_that_dies_before_its_step_is_named(world):
+    with pytest.raises(RanksFailed) as failed:
+        world(2).run(_killed_in_a_step)
+    kind, said = failed.value.errors[0]
+    assert kind == "CommError"
+    assert "the exchange of matrices among ranks [0, 1] failed on rank 0 with rank 1" in said

@@ -17,6 +17,8 @@ from tests.support.ranks.bodies import on_threads
 from tests.support.refusals import one_line
 from tests.support.sharding import sharded
 
+F8 = torch.float8_e5m2
+
 
 def linear() -> nn.Linear:
     torch.manual_seed(0)
@@ -61,6 +63,21 @@ def test_options_without_meaning_are_named():
         (PolicyError, "Muon(ns_dtype=torch.int32)", lambda: Muon(model, ns_dtype=torch.int32)),
         (PolicyError, "Muon(momentum_dtype='x')", lambda: Muon(model, momentum_dtype="x")),
         (PolicyError, "wire_dtype=torch.int8", lambda: MatrixOptimizer([weight], torch.sign, wire_dtype=torch.int8)),
+        (PolicyError, "wire_dtype=torch.float8_e5m2", lambda: MatrixOptimizer([weight], torch.sign, wire_dtype=F8)),
+        (PolicyError, "Muon(lr=inf): expected a number", lambda: Muon(model, lr=float("inf"))),
+        (PolicyError, "differentiable=True", lambda: Muon(model, adamw={"differentiable": True})),
+        (PolicyError, "cannot be `True` together", lambda: Muon(model, adamw={"fused": True, "foreach": True})),
+        (PolicyError, "has betas=(0, 0), an option of AdamW", lambda: Muon([{"params": [weight], "betas": (0, 0)}])),
+        (PolicyError, "has maximize=True, an option", lambda: Muon([{"params": [weight], "maximize": True}])),
+        (PolicyError, "a group has no 'params', only lr", lambda: Muon([{"lr": 1.0}])),
+        (PolicyTypeError, "(params=...) got a NoneType: expected parameters", lambda: Muon(None)),
+        (PolicyTypeError, "(params=...) got a Linear: expected parameters", lambda: MatrixOptimizer(model, torch.sign)),
+        (OptimizerError, "w is sparse", lambda: Muon([("w", nn.Parameter(torch.ones(3, 3).to_sparse()))])),
+        (
+            OptimizerError,
+            "w is of torch.float8_e5m2",
+            lambda: Muon([("w", nn.Parameter(torch.ones(3, 3, dtype=F8), False))]),
+        ),
         (PolicyError, "ns_coefficients=(('a', 1, 1),)", lambda: Muon(model, ns_coefficients=(("a", 1, 1),))),
     ):
         assert words in one_line(error, action), words
