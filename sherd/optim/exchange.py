@@ -11,11 +11,12 @@ replicas divide the matrices: an owner receives from the ranks of its own replic
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 
 import torch
@@ -32,6 +33,13 @@ Batch = tuple[int, int, int]
 """How many matrices, and the rows and columns of each."""
 
 
+def work_of(batch: Batch) -> float:
+    """Returns the work of a function of whole matrices, up to a factor: that of an iteration of Newton-Schulz."""
+    number, *sides = batch
+    less, more = sorted(sides)
+    return number * less * less * (2 * more + less)
+
+
 class Ring:
     """The ranks that hold the pieces of some parameters, numbered by shard and then by replica.
 
@@ -43,11 +51,11 @@ class Ring:
         self.num_replicas = mesh.num_replicas
         self.ranks = [rank for copies in mesh.copies_of_shards() for rank in copies]
         self.rank = mesh.shard_rank * mesh.num_replicas + mesh.replica
-        self.piece_of = [
+        self.piece_of = tuple(
             mesh.pieces_of(shard)[replica if mesh.shards_replicas else 0]
             for shard in range(mesh.num_shards)
             for replica in range(mesh.num_replicas)
-        ]
+        )
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
@@ -92,9 +100,8 @@ class MatrixItem:
 
     @property
     def flops(self) -> float:
-        """The work of a function of whole matrices, up to a factor."""
-        number, rows, columns = self.batch
-        return number * rows * columns * min(rows, columns)
+        """`work_of` the matrices."""
+        return work_of(self.batch)
 
     def held(self, cut: Cut, piece: int) -> Extent:
         """Returns the elements of a piece's flattened tensor, of one of the cuts, that belong to the matrices."""
@@ -133,6 +140,13 @@ class PieceRows:
         return whole.view(self.view).narrow(1, self.start, self.length)
 
 
+@functools.lru_cache(256)  # ranks may be thousands, and equal blocks are cut alike
+def numels_of(cut: Cut, elements: Extent, pieces: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns how many of some elements of a flattened tensor each of its pieces holds."""
+    item = MatrixItem(0, elements, (1, 1, elements.numel), cut, cut)
+    return tuple(item.held(cut, piece).numel for piece in pieces)
+
+
 def run_of(cut: Cut, piece: int) -> Extent:
     """Returns the elements of a flattened tensor that are in a piece, of a cut whose pieces are consecutive."""
     rows, inner = cut.piece(piece), cut.view[2]
@@ -154,10 +168,8 @@ def items_of(index: int, shape: Shape, batch: Batch, cut: Cut, update_cut: Cut) 
     if max(cut.view[0], update_cut.view[0]) > 1 or not size:
         return [MatrixItem(index, Extent(0, prod(shape)), batch, cut, update_cut)] if size else []
     borders = {0, number}
-    for piece in range(cut.num_ranks):
-        run = run_of(cut, piece)
-        # The first and the last matrix of a run may be shared with its neighbours.
-        borders |= {run.start // size, -(-run.start // size), run.stop // size, -(-run.stop // size)}
+    for stop in set(accumulate(numels_of(cut, Extent(0, prod(shape)), tuple(range(cut.num_ranks))))):
+        borders |= {stop // size, -(-stop // size)}  # the last matrix of a run may be shared with its neighbour
     ends = sorted(borders)
     return [
         MatrixItem(index, Extent(first * size, (last - first) * size), (last - first, rows, columns), cut, update_cut)
@@ -172,7 +184,8 @@ def with_owners(items: Sequence[MatrixItem], ring: Ring) -> list[MatrixItem]:
     """
     works, ranks = [], range(len(ring.ranks))
     for item in items:
-        holders = [rank for rank in ranks if item.has_all(item.cut, ring.piece_of[rank])]
+        numels = numels_of(item.cut, item.elements, ring.piece_of)
+        holders = [rank for rank in ranks if numels[rank] == item.elements.numel]
         works.append(MatrixWork(item.flops, item.elements.numel, holders or ranks))
     owners = owners_of(works, len(ring.ranks))
     return [replace(item, owner=owner) for item, owner in zip(items, owners, strict=True)]

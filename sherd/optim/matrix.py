@@ -11,7 +11,7 @@ as a whole (`Owned()`, experts or heads under a placement that does not cut them
 from __future__ import annotations
 
 import re
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -26,7 +26,18 @@ from sherd.engine import ShardedParameter
 from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Copies
-from sherd.optim.exchange import Batch, Exchange, MatrixItem, Moving, Ring, header_of, items_of, with_owners
+from sherd.optim.exchange import (
+    Batch,
+    Exchange,
+    MatrixItem,
+    Moving,
+    Ring,
+    header_of,
+    items_of,
+    numels_of,
+    with_owners,
+    work_of,
+)
 from sherd.optim.owners import MatrixWork, owners_of
 from sherd.tensor.gather import shard_of
 from sherd.tensor.ragged import as_dtensor, local_part
@@ -38,7 +49,7 @@ MOST_PLANS = 512
 """A plan holds its parameters, which a user may have taken out of the optimizer since."""
 
 BUCKET_BYTES = 32 << 20
-"""The most that a rank sends in one exchange, unless one matrix is larger."""
+"""The most that a rank sends in one exchange, unless that gives some ranks nothing to compute."""
 
 
 class MatrixOptimizer(Optimizer):
@@ -189,6 +200,11 @@ class MatrixOptimizer(Optimizer):
                         self.state[parameter][key] = laid_as_gradient(value, record)
         return plan
 
+    @property
+    def flops_of_ranks(self) -> Mapping[int, float]:
+        """What each rank computes of matrices that have one owner, by `MatrixItem.flops`."""
+        return self._current_plan().flops
+
     # What a subclass may do otherwise
 
     def directions(
@@ -241,18 +257,31 @@ class MatrixOptimizer(Optimizer):
             computed = self.directions(group, [plan.parameters[index] for index in there], given)  # type: ignore[arg-type]
             directions |= {index: each.reshape(-1) for index, each in zip(there, computed, strict=True)}
         updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
-        whole = {
-            item: directions[item.index][held.start : held.stop].view(item.batch).to(plan.computes_on(item.index))
-            for item, held in plan.here
-            if item.index in directions
-        }
-        of_item = self._computed(plan, groups, whole)
-        for item, held in plan.here:
-            if item in of_item:
-                updates[item.index].append((held, of_item[item].reshape(-1)))
+        self._compute(plan, groups, plan.here, directions, updates, {})
         self._exchange(plan, groups, directions, updates)
         for group, indices in zip(groups, plan.by_group, strict=True):
             self._apply(plan, group, [index for index in indices if index in updates], updates)
+
+    def _compute(
+        self,
+        plan: _Plan,
+        groups: Sequence[Group],
+        here: Sequence[tuple[MatrixItem, Extent]],
+        directions: Mapping[int, torch.Tensor],
+        updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
+        whole: Mapping[MatrixItem, torch.Tensor],
+    ) -> dict[MatrixItem, torch.Tensor]:
+        """Returns the updates of `whole`, and of items that are `here`, and notes the latter in `updates`."""
+        at_home = {
+            item: directions[item.index][held.start : held.stop].view(item.batch).to(plan.computes_on(item.index))
+            for item, held in here
+            if item.index in directions
+        }
+        computed = self._computed(plan, groups, {**whole, **at_home})
+        for item, held in here:
+            if item in computed:
+                updates[item.index].append((held, computed[item].reshape(-1)))
+        return computed
 
     def _exchange(
         self,
@@ -262,14 +291,15 @@ class MatrixOptimizer(Optimizer):
         updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
     ) -> None:
         """Compute all other updates: meanwhile, the next bucket is on its way there, the one before on its way back."""
-        there = [bucket.there(directions, self._wire_dtype) for bucket in plan.buckets[:1]]
+        there = deque(bucket.there(directions, self._wire_dtype) for bucket in plan.buckets[:1])
         back = []
         for number, bucket in enumerate(plan.buckets):
             if number + 1 < len(plan.buckets):
                 there.append(plan.buckets[number + 1].there(directions, self._wire_dtype))
-            whole, headers = bucket.whole(there[number])
+            whole, headers = bucket.whole(there.popleft())
             self._check_missing(plan, bucket, headers)
-            back.append(bucket.exchange.back(self._computed(plan, groups, whole), bucket.header))
+            computed = self._compute(plan, groups, bucket.here, directions, updates, whole)
+            back.append(bucket.exchange.back(computed, bucket.header))
         for bucket, moving in zip(plan.buckets, back, strict=True):
             arrived, headers = bucket.exchange.arrived(moving)
             self._check_missing(plan, bucket, headers)
@@ -437,7 +467,7 @@ def own_gradients(parameters: Sequence[tuple[torch.Tensor, int]]) -> None:
             whole_on_ranks = number % record.mesh.num_shards == 0 and height * number == record.shape[0]
             if number == 1 or not whole_on_ranks:
                 copies = tuple(map(tuple, record.mesh.copies_of_shards()))
-                by_ranks[copies].append((record, number * height * width * min(height, width)))
+                by_ranks[copies].append((record, work_of((number, height, width))))
     for copies, records in by_ranks.items():
         ranks = range(len(copies))
         owners = owners_of([MatrixWork(flops, record.shape.numel(), ranks) for record, flops in records], len(ranks))
@@ -540,9 +570,11 @@ class _Plan:
         """Of each parameter. Nothing of the others travels."""
         self._owners: dict[int, set[int]] = defaultdict(set)
         self._traveling: set[int] = set()
+        self.flops: dict[int, float] = defaultdict(float)
+        """What each rank computes, by `MatrixItem.flops`, of matrices that have one owner."""
         self._owned: set[int] = set()
         self.here: list[tuple[MatrixItem, Extent]] = []
-        """Items that this rank computes by itself, with their elements in the local tensor."""
+        """Items that this rank computes by itself, with their elements in the local tensor, before others travel."""
         self.buckets: list[_Bucket] = []
         for ring, items in self._by_ring():
             self._divide(ring, with_owners(items, ring))
@@ -596,23 +628,38 @@ class _Plan:
 
     def _divide(self, ring: Ring, items: Sequence[MatrixItem]) -> None:
         """Put the items that travel into buckets, each of one dtype, whose gradients travel, or do not."""
-        open_buckets: dict[tuple[bool, torch.dtype], tuple[list[MatrixItem], int]] = {}
+        travelers: dict[tuple[bool, torch.dtype], list[tuple[float, MatrixItem]]] = defaultdict(list)
+        here, begins = list[tuple[float, MatrixItem]](), list[tuple[float, _Bucket]]()
         for item in items:
-            self._owners[item.index].add(ring.ranks[item.owner])
-            if [rank for rank, at in enumerate(ring.piece_of) if item.held(item.update_cut, at).numel] == [item.owner]:
-                if item.owner == ring.rank:
-                    self.here.append((item, item.held(item.cut, ring.piece_of[ring.rank])))
-                continue
-            at_owner = item.has_all(item.cut, ring.piece_of[item.owner])
-            (self._owned if at_owner else self._traveling).add(item.index)
-            local = local_part(self.parameters[item.index])
-            key, nbytes = (at_owner, local.dtype), item.elements.numel * local.element_size()
-            bucket, filled = open_buckets.get(key, ([], 0))
-            if bucket and filled + nbytes > BUCKET_BYTES * len(ring.ranks):
-                self.buckets.append(_Bucket(bucket, ring, key[1]))
-                bucket, filled = [], 0
-            open_buckets[key] = [*bucket, item], filled + nbytes
-        self.buckets += [_Bucket(bucket, ring, key[1]) for key, (bucket, _) in open_buckets.items()]
+            owner = ring.ranks[item.owner]
+            self._owners[item.index].add(owner)
+            numels = numels_of(item.update_cut, item.elements, ring.piece_of)
+            if [rank for rank, numel in enumerate(numels) if numel] != [item.owner]:
+                at_owner = item.has_all(item.cut, ring.piece_of[item.owner])
+                (self._owned if at_owner else self._traveling).add(item.index)
+                dtype = local_part(self.parameters[item.index]).dtype
+                travelers[at_owner, dtype].append((self.flops[owner], item))
+            elif item.owner == ring.rank:
+                here.append((self.flops[owner], item))
+            self.flops[owner] += item.flops
+        longest = max((item.flops for item in items), default=0.0)
+        for (_, dtype), waiting in travelers.items():
+            bucket, filled, begun = list[MatrixItem](), 0, 0.0  # when owners come to it
+            # In the order in which owners come to them, and as many as keep each owner busy: a rank that computes
+            # nothing in a bucket waits for those that do (test_every_rank_computes_in_every_bucket_but_the_last).
+            for start, item in sorted(waiting, key=lambda each: each[0]):
+                nbytes = item.elements.numel * dtype.itemsize
+                if filled + nbytes > BUCKET_BYTES * len(ring.ranks) and start >= begun + longest:
+                    begins.append((begun, _Bucket(bucket, ring, dtype)))
+                    bucket, filled, begun = [], 0, start
+                bucket.append(item)
+                filled += nbytes
+            begins.append((begun, _Bucket(bucket, ring, dtype)))
+        self.buckets += [bucket for _, bucket in begins]
+        for start, item in here:  # in its turn, as no other rank is to wait until all of these are computed
+            in_turn = [bucket.here for begun, bucket in begins if begun <= start]
+            held = item.held(item.cut, ring.piece_of[ring.rank])
+            (in_turn[-1] if in_turn else self.here).append((item, held))
 
 
 _Local = dict[int, torch.Tensor]
@@ -639,6 +686,8 @@ class _Bucket:
     def __init__(self, items: Sequence[MatrixItem], ring: Ring, dtype: torch.dtype) -> None:
         self.dtype, self.device = dtype, ring.mesh.device
         self.exchange = Exchange(items, ring)
+        self.here: list[tuple[MatrixItem, Extent]] = []
+        """Items that this rank computes by itself, together with those of the bucket."""
         piece = ring.piece_of[ring.rank]
         self._numels = {item.index: item.cut.local_numel(piece) for item in items}
         self.header = torch.empty(0)
