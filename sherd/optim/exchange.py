@@ -6,27 +6,29 @@
                                              <------
 
 One all-to-all there and one back for all matrices of a bucket, packed without padding. Where shards are replicated, the
-replicas divide the matrices: an owner receives from the ranks of its own replica, and sends to the ranks of all.
+replicas divide the matrices: an owner receives from the ranks of its own replica, and sends to the ranks of all. Where
+tensor parallelism cuts a matrix first, its part on each rank is put together so, and then the parts are.
 """
 
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import prod
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from sherd.comm.failures import named
 from sherd.comm.groups import default_group, group_beside
 from sherd.comm.mesh import DataMesh
-from sherd.layout.extent import Extent
-from sherd.layout.placement import Cut, Shape
+from sherd.layout.extent import Extent, chunks
+from sherd.layout.placement import Cut
+from sherd.optim.faults import HEADER
 from sherd.optim.owners import MatrixWork, owners_of
 
 Batch = tuple[int, int, int]
@@ -40,31 +42,68 @@ def work_of(batch: Batch) -> float:
     return number * less * less * (2 * more + less)
 
 
-class Ring:
-    """The ranks that hold the pieces of some parameters, numbered by shard and then by replica.
+@dataclass(frozen=True)
+class TensorAxis:
+    """The axis of tensor parallelism that cuts a parameter's `dim`.
 
-    `rank` is this rank's number. `piece_of[number]` is the piece of each parameter that a rank holds.
+    Attributes:
+        mesh: a mesh of this axis and of those of data parallelism.
+        axis: its number in the mesh.
+        dim: the dim of the parameter.
     """
 
-    def __init__(self, mesh: DataMesh) -> None:
+    mesh: DeviceMesh
+    axis: int
+    dim: int
+
+    @property
+    def own(self) -> int:
+        """This rank's coordinate."""
+        return self.mesh.get_local_rank(self.axis)
+
+    def beside(self, rank: int) -> list[int]:
+        """Returns the ranks that differ from `rank` in this coordinate alone, in its order."""
+        at: list[int] = (self.mesh.mesh == rank).nonzero()[0].tolist()
+        line: list[int] = self.mesh.mesh.movedim(self.axis, -1)[tuple(at[: self.axis] + at[self.axis + 1 :])].tolist()
+        return line
+
+
+Holder = tuple[int, int]
+"""What a rank holds of parameters: the part that tensor parallelism leaves to it, 0 without, and its piece of that."""
+
+
+class Ring:
+    """The ranks that hold the pieces of some parameters, numbered by part, then by shard, then by replica.
+
+    `rank` is this rank's number. `holders[number]` says which piece of each parameter a rank holds.
+    """
+
+    def __init__(self, mesh: DataMesh, across: TensorAxis | None = None) -> None:
         self.mesh = mesh
         self.num_replicas = mesh.num_replicas
-        self.ranks = [rank for copies in mesh.copies_of_shards() for rank in copies]
-        self.rank = mesh.shard_rank * mesh.num_replicas + mesh.replica
-        self.piece_of = tuple(
-            mesh.pieces_of(shard)[replica if mesh.shards_replicas else 0]
+        self._group: dist.ProcessGroup | None = None
+        ranks = [rank for copies in mesh.copies_of_shards() for rank in copies]
+        lines = [[rank] if across is None else across.beside(rank) for rank in ranks]
+        self.ranks = [rank for part in zip(*lines, strict=True) for rank in part]
+        own = 0 if across is None else across.own
+        self.rank = own * len(ranks) + mesh.shard_rank * mesh.num_replicas + mesh.replica
+        self.holders: tuple[Holder, ...] = tuple(
+            (part, mesh.pieces_of(shard)[replica if mesh.shards_replicas else 0])
+            for part in range(len(lines[0]))
             for shard in range(mesh.num_shards)
             for replica in range(mesh.num_replicas)
         )
 
-    @cached_property
+    @property
     def group(self) -> dist.ProcessGroup:
         """The group of all these ranks. All of them ask for it at the same moment when they do so first."""
-        everybody = default_group()
-        for group in (self.mesh.shard_group, self.mesh.replicate_group, everybody):
-            if group is not None and group.size() == len(self.ranks):
-                return group
-        return group_beside(everybody, "matrices", sorted(self.ranks), self.mesh.device)
+        # No cached property: up to Python 3.11 it lets one thread in at a time, and ranks may be threads.
+        if self._group is None:
+            everybody = default_group()
+            known = (self.mesh.shard_group, self.mesh.replicate_group, everybody)
+            same = [group for group in known if group is not None and group.size() == len(self.ranks)]
+            self._group = same[0] if same else group_beside(everybody, "matrices", sorted(self.ranks), self.mesh.device)
+        return self._group
 
     @cached_property
     def order(self) -> list[int]:
@@ -78,30 +117,21 @@ class Ring:
         return list(range(owner % self.num_replicas, len(self.ranks), self.num_replicas))
 
 
-@dataclass(frozen=True, eq=False)
-class MatrixItem:
-    """Whole matrices of one parameter that one rank computes. Two items are equal if they are one object.
+@dataclass(frozen=True)
+class Part:
+    """The part of some matrices that tensor parallelism leaves to a rank; all of them without.
 
     Attributes:
-        index: the number of the parameter among those that are stepped.
-        elements: the elements of the flattened parameter that the matrices are.
-        batch: the matrices.
-        cut: how the parameter's gradient is cut.
-        update_cut: how the parameter is cut.
-        owner: the number in the ring of the rank that computes them.
+        cut: how data parallelism cuts the gradient of the rank's tensor.
+        update_cut: how it cuts the tensor.
+        elements: the elements of this tensor, flattened, that belong to the matrices.
+        shape: their shape, as a batch.
     """
 
-    index: int
-    elements: Extent
-    batch: Batch
     cut: Cut
     update_cut: Cut
-    owner: int = 0
-
-    @property
-    def flops(self) -> float:
-        """`work_of` the matrices."""
-        return work_of(self.batch)
+    elements: Extent
+    shape: Batch
 
     def held(self, cut: Cut, piece: int) -> Extent:
         """Returns the elements of a piece's flattened tensor, of one of the cuts, that belong to the matrices."""
@@ -110,18 +140,73 @@ class MatrixItem:
         run = run_of(cut, piece)
         return run.intersect(self.elements).shifted(-run.start)
 
-    def has_all(self, cut: Cut, piece: int) -> bool:
-        """Returns whether a piece has all elements of the matrices."""
-        return self.held(cut, piece).numel == self.elements.numel
-
     def place(self, cut: Cut, piece: int) -> PieceRows:
-        """Returns where a piece's elements are in these matrices."""
+        """Returns where a piece's elements are in this part."""
         outer, size, inner = cut.view
         if outer > 1:
             rows = cut.piece(piece)
             return PieceRows((outer, size, inner), rows.start, rows.numel, outer * rows.numel * inner)
         part = run_of(cut, piece).intersect(self.elements).shifted(-self.elements.start)
         return PieceRows(None, part.start, part.numel, part.numel)
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixItem:
+    """Whole matrices of one parameter that one rank computes. Two items are equal if they are one object.
+
+    Attributes:
+        index: the number of the parameter among those that are stepped.
+        batch: the matrices.
+        parts: what they are put together of, beside one another.
+        dim: the dim of the parts' shapes along which they are beside one another.
+        owner: the number in the ring of the rank that computes them.
+    """
+
+    index: int
+    batch: Batch
+    parts: tuple[Part, ...]
+    dim: int = 1
+    owner: int = 0
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of all matrices."""
+        return prod(self.batch)
+
+    @property
+    def flops(self) -> float:
+        """`work_of` the matrices."""
+        return work_of(self.batch)
+
+    def held(self, holder: Holder) -> Extent:
+        """Returns the elements of a holder's flattened gradient that belong to the matrices."""
+        part, piece = self.parts[holder[0]], holder[1]
+        return part.held(part.cut, piece)
+
+    def updated(self, holder: Holder) -> Extent:
+        """Returns the elements of a holder's flattened tensor that belong to the matrices."""
+        part, piece = self.parts[holder[0]], holder[1]
+        return part.held(part.update_cut, piece)
+
+    def has_all(self, holder: Holder) -> bool:
+        """Returns whether a holder has the whole gradient of the matrices."""
+        return self.held(holder).numel == self.numel
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the matrices of their parts, which are 1-D."""
+        if len(parts) == 1:
+            return parts[0].view(self.batch)
+        shaped = [each.view(part.shape) for each, part in zip(parts, self.parts, strict=True)]
+        return torch.cat(shaped, self.dim).view(self.batch)
+
+    def split(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the parts of matrices, 1-D."""
+        if len(self.parts) == 1:
+            return [whole.reshape(-1)]
+        sizes = [part.shape[self.dim] for part in self.parts]
+        shape = list(self.parts[0].shape)
+        shape[self.dim] = sum(sizes)
+        return [each.reshape(-1) for each in whole.reshape(shape).split(sizes, self.dim)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +225,19 @@ class PieceRows:
         return whole.view(self.view).narrow(1, self.start, self.length)
 
 
-@functools.lru_cache(256)  # ranks may be thousands, and equal blocks are cut alike
-def numels_of(cut: Cut, elements: Extent, pieces: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns how many of some elements of a flattened tensor each of its pieces holds."""
-    item = MatrixItem(0, elements, (1, 1, elements.numel), cut, cut)
-    return tuple(item.held(cut, piece).numel for piece in pieces)
+# Ranks may be thousands, and equal blocks are cut alike.
+@functools.lru_cache(256)
+def numels_of(parts: tuple[Part, ...], holders: tuple[Holder, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns how many elements of the gradients of some matrices each of the holders has, and of the matrices."""
+    by_holder = [(parts[at], piece) for at, piece in holders]
+    gradients = tuple(part.held(part.cut, piece).numel for part, piece in by_holder)
+    return gradients, tuple(part.held(part.update_cut, piece).numel for part, piece in by_holder)
+
+
+@functools.lru_cache(256)
+def _borders(cut: Cut) -> frozenset[int]:
+    runs = [run_of(cut, piece) for piece in range(cut.num_ranks)]
+    return frozenset(end for run in runs for end in (run.start, run.stop))
 
 
 def run_of(cut: Cut, piece: int) -> Extent:
@@ -153,28 +246,55 @@ def run_of(cut: Cut, piece: int) -> Extent:
     return Extent(rows.start * inner, rows.numel * inner)
 
 
-def items_of(index: int, shape: Shape, batch: Batch, cut: Cut, update_cut: Cut) -> list[MatrixItem]:
+def items_of(index: int, batch: Batch, cut: Cut, update_cut: Cut) -> list[MatrixItem]:
     """Returns the items of a parameter: matrices that are whole on one rank apart from those that are cut.
 
     Args:
         index: the number of the parameter.
-        shape: its unsharded shape.
         batch: how it is made of matrices, one behind the other.
         cut: how its gradient is cut.
         update_cut: how it is cut itself.
     """
     number, rows, columns = batch
     size = rows * columns
-    if max(cut.view[0], update_cut.view[0]) > 1 or not size:
-        return [MatrixItem(index, Extent(0, prod(shape)), batch, cut, update_cut)] if size else []
+    if not size:
+        return []
     borders = {0, number}
-    for stop in set(accumulate(numels_of(cut, Extent(0, prod(shape)), tuple(range(cut.num_ranks))))):
-        borders |= {stop // size, -(-stop // size)}  # the last matrix of a run may be shared with its neighbour
-    ends = sorted(borders)
-    return [
-        MatrixItem(index, Extent(first * size, (last - first) * size), (last - first, rows, columns), cut, update_cut)
-        for first, last in pairwise(ends)
-    ]
+    for end in _borders(cut) if max(cut.view[0], update_cut.view[0]) == 1 else ():
+        borders |= {end // size, -(-end // size)}  # the last matrix of a run may be shared with its neighbour
+    items = []
+    for first, last in pairwise(sorted(borders)):
+        some, elements = (last - first, rows, columns), Extent(first * size, (last - first) * size)
+        items.append(MatrixItem(index, some, (Part(cut, update_cut, elements, some),)))
+    return items
+
+
+def joined_items_of(index: int, batch: Batch, cuts: Sequence[Cut], dim: int, num_ranks: int) -> list[MatrixItem]:
+    """Returns the items of a parameter whose `dim` tensor parallelism cuts, in each of its matrices.
+
+    Args:
+        index: the number of the parameter.
+        batch: how the whole parameter is made of matrices.
+        cuts: how the parts are cut, each over the ranks of data parallelism.
+        dim: the dim of the parameter.
+        num_ranks: how many ranks there are, to divide the matrices.
+    """
+    if not prod(batch):
+        return []
+    shapes = [each.shape if len(each.shape) == 3 else (1, each.shape[0], prod(each.shape[1:])) for each in cuts]
+    number = shapes[0][0]
+    items = []
+    for some in chunks(number, num_ranks if all(each.view[0] == 1 for each in cuts) else 1):
+        parts = [
+            Part(
+                cut, cut, Extent(some.start * rows * columns, some.numel * rows * columns), (some.numel, rows, columns)
+            )
+            for cut, (_, rows, columns) in zip(cuts, shapes, strict=True)
+        ]
+        if some.numel:
+            matrices = some.numel * (batch[0] // number), batch[1], batch[2]
+            items.append(MatrixItem(index, matrices, tuple(parts), dim if len(cuts[0].shape) == 3 else dim + 1))
+    return items
 
 
 def with_owners(items: Sequence[MatrixItem], ring: Ring) -> list[MatrixItem]:
@@ -184,9 +304,9 @@ def with_owners(items: Sequence[MatrixItem], ring: Ring) -> list[MatrixItem]:
     """
     works, ranks = [], range(len(ring.ranks))
     for item in items:
-        numels = numels_of(item.cut, item.elements, ring.piece_of)
-        holders = [rank for rank in ranks if numels[rank] == item.elements.numel]
-        works.append(MatrixWork(item.flops, item.elements.numel, holders or ranks))
+        numels, _ = numels_of(item.parts, ring.holders)
+        holders = [rank for rank in ranks if numels[rank] == item.numel]
+        works.append(MatrixWork(item.flops, item.numel, holders or ranks))
     owners = owners_of(works, len(ring.ranks))
     return [replace(item, owner=owner) for item, owner in zip(items, owners, strict=True)]
 
@@ -194,77 +314,57 @@ def with_owners(items: Sequence[MatrixItem], ring: Ring) -> list[MatrixItem]:
 Sizes = tuple[list[int], list[list[int]]]
 """How many elements each rank of the ring is sent, and how many are received from it, part by part."""
 
-HEADER = 3
-"""The first elements of what travels to an owner: what has no gradient at its sender, see `header_of`."""
-
-
-def header_of(missing: Sequence[int]) -> list[int]:
-    """Returns numbers up to 255, which every dtype holds exactly, that tell sets of parameters without gradient apart.
-
-    The first two are the first number of `missing`, plus 1; they are 0 if nothing is missing.
-    """
-    first = missing[0] + 1 if missing else 0
-    return [first // 256 % 256, first % 256, zlib.crc32(repr(list(missing)).encode()) % 256 if missing else 0]
-
 
 class Exchange:
     """The way of some items to their owners and back, worked out once: the same, in one order, on all ranks.
 
-    Gradients of items that are `at_owners` do not travel. Then the header comes with the updates.
+    Gradients of items that are `at_owners` do not travel.
     """
 
     def __init__(self, items: Sequence[MatrixItem], ring: Ring) -> None:
         self.ring = ring
         self.own = [item for item in items if item.owner == ring.rank]
-        self.at_owners = all(item.has_all(item.cut, ring.piece_of[item.owner]) for item in items)
-        piece, ranks = ring.piece_of[ring.rank], range(len(ring.ranks))
-        of_rank = [[item for item in items if item.owner == rank] for rank in ranks]
+        self.at_owners = all(item.has_all(ring.holders[item.owner]) for item in items)
+        holder = ring.holders[ring.rank]
+        of_rank = [[item for item in items if item.owner == rank] for rank in range(len(ring.ranks))]
         held = [
-            [
-                (item, held)
-                for item in line
-                if self._sends(ring.rank, item) and (held := item.held(item.cut, piece)).numel
-            ]
+            [(item.index, part) for item in line if self._sends(ring.rank, item) and (part := item.held(holder)).numel]
             for line in of_rank
         ]
-        self._sent = [[(item.index, part.start, part.stop) for item, part in line] for line in held]
+        self._sent = [[(index, part.start, part.stop) for index, part in line] for line in held]
         received = [
             [
-                (number, item.place(item.cut, other))
+                (number, at, item.parts[at].place(item.parts[at].cut, piece))
                 for number, item in enumerate(self.own)
-                if self._sends(rank, item) and item.held(item.cut, other).numel
+                if self._sends(rank, item) and item.held((at, piece)).numel
             ]
-            for rank, other in enumerate(ring.piece_of)
+            for rank, (at, piece) in enumerate(ring.holders)
         ]
-        """The own items of which each rank sends a piece, by number, and where the piece is."""
+        """The own items of which each rank sends a piece, by number, and where the piece is, in which part."""
         self._received = [part for line in received for part in line]
         self._there: Sizes = (
-            [HEADER + sum(stop - start for _, start, stop in line) for line in self._sent],
-            [[HEADER, *(place.numel for _, place in line)] for line in received],
+            [HEADER + sum(part.numel for _, part in line) for line in held],
+            [[HEADER, *(place.numel for *_, place in line)] for line in received],
         )
-        updated = [
-            [(item.index, part) for item in line if (part := item.held(item.update_cut, piece)).numel]
-            for line in of_rank
-        ]
+        updated = [[(item.index, part) for item in line if (part := item.updated(holder)).numel] for line in of_rank]
         self._updated = [part for line in updated for part in line]
         """The elements of local tensors that updates come back of."""
         self._sent_back = [
             [
-                (number, item.place(item.update_cut, other))
+                (number, at, item.parts[at].place(item.parts[at].update_cut, piece))
                 for number, item in enumerate(self.own)
-                if item.held(item.update_cut, other).numel
+                if item.updated((at, piece)).numel
             ]
-            for other in ring.piece_of
+            for at, piece in ring.holders
         ]
-        first = [HEADER] if self.at_owners else []
         self._back: Sizes = (
-            [sum(first) + sum(place.numel for _, place in line) for line in self._sent_back],
-            [[*first, *(part.numel for _, part in line)] for line in updated],
+            [HEADER + sum(place.numel for *_, place in line) for line in self._sent_back],
+            [[HEADER, *(part.numel for _, part in line)] for line in updated],
         )
 
     def _sends(self, rank: int, item: MatrixItem) -> bool:
         """Returns whether a rank, if it holds a piece of the gradient of `item`, sends that piece to the owner."""
-        if item.has_all(item.cut, self.ring.piece_of[item.owner]):
+        if item.has_all(self.ring.holders[item.owner]):
             return rank == item.owner
         return rank in self.ring.senders(item.owner)
 
@@ -281,39 +381,35 @@ class Exchange:
             parts += [local[index][start:stop] for index, start, stop in line]
         return self._start(parts, self._there, header)
 
-    def whole(self, moving: Moving) -> tuple[dict[MatrixItem, torch.Tensor], list[torch.Tensor]]:
+    def whole(self, moving: Moving) -> tuple[dict[MatrixItem, torch.Tensor], torch.Tensor]:
         """Returns the own items, each [number, rows, columns], when their pieces are here, and all ranks' headers."""
-        lines = moving.wait()
-        headers = [line[0] for line in lines]
-        pieces = [piece for line in lines for piece in line[1:]]
-        wholes = [moving.buffer.new_empty(item.elements.numel) for item in self.own]
+        headers, pieces = moving.wait()
+        parts = [[moving.buffer.new_empty(part.elements.numel) for part in item.parts] for item in self.own]
         if pieces:
-            places = [place.of(wholes[number]) for number, place in self._received]
+            places = [place.of(parts[number][part]) for number, part, place in self._received]
             torch._foreach_copy_(places, [p.view(place.shape) for p, place in zip(pieces, places, strict=True)])
-        return {item: whole.view(item.batch) for item, whole in zip(self.own, wholes, strict=True)}, headers
+        return {item: item.joined(each) for item, each in zip(self.own, parts, strict=True)}, headers
 
     def back(self, updates: Mapping[MatrixItem, torch.Tensor], header: torch.Tensor) -> Moving:
-        """Start to send the pieces of `updates`, of all own items, to their holders, in the dtype of `header`."""
-        flat = [updates[item].reshape(-1) for item in self.own]
+        """Start to send the pieces of `updates`, of all own items, to their holders; for `header` see `there`."""
+        flat = [item.split(updates[item]) for item in self.own]
         parts: list[torch.Tensor] = []
         for line in self._sent_back:
-            parts += [header] if self.at_owners else []
-            parts += [place.of(flat[number]).reshape(-1) for number, place in line]
+            parts.append(header)
+            parts += [place.of(flat[number][part]).reshape(-1) for number, part, place in line]
         return self._start(parts, self._back, header)
 
-    def arrived(self, moving: Moving) -> tuple[list[tuple[int, Extent, torch.Tensor]], list[torch.Tensor]]:
-        """Returns parameters' numbers, elements of their local tensors, and the updates of these; and all headers."""
-        lines = moving.wait()
-        headers = [line.pop(0) for line in lines] if self.at_owners else []
-        pieces = [piece for line in lines for piece in line]
-        updates = [(index, held, each) for (index, held), each in zip(self._updated, pieces, strict=True)]
-        return updates, headers
+    def arrived(self, moving: Moving) -> tuple[list[tuple[int, Extent, torch.Tensor]], torch.Tensor]:
+        """Returns numbers of parameters, elements of their local tensors, and these updates; and all ranks' headers."""
+        headers, pieces = moving.wait()
+        updated = zip(self._updated, pieces, strict=True)
+        return [(index, held, update) for (index, held), update in updated], headers
 
     def _start(self, parts: Sequence[torch.Tensor], sizes: Sizes, like: torch.Tensor) -> Moving:
         """Start the all-to-all: `parts` behind one another, of which each rank gets as many elements as `sizes` say."""
         group, order, dtype = self.ring.group, self.ring.order, like.dtype
         sent, numels = sizes
-        line = torch.cat([p if p.dtype == dtype else p.to(dtype) for p in parts]) if parts else like.new_empty(0)
+        line = torch.cat([p if p.dtype == dtype else p.to(dtype) for p in parts])
         if order != sorted(order):
             pieces = line.split(sent)
             line = torch.cat([pieces[number] for number in order])
@@ -336,11 +432,12 @@ class Moving:
     order: list[int]
     group: dist.ProcessGroup
 
-    def wait(self) -> list[list[torch.Tensor]]:
-        """Returns what has come from each rank of the ring, its parts 1-D."""
+    def wait(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Returns the header of each rank of the ring, one below the other, and the parts behind them, each 1-D."""
         if self.work is not None:
             with named("the exchange of matrices", self.group):
                 self.work.wait()
         parts = iter(self.buffer.split([numel for number in self.order for numel in self.numels[number]]))
         by_number = {number: [next(parts) for _ in self.numels[number]] for number in self.order}
-        return [by_number[number] for number in range(len(self.order))]
+        lines = [by_number[number] for number in range(len(self.order))]
+        return torch.stack([line[0] for line in lines]), [piece for line in lines for piece in line[1:]]

@@ -17,27 +17,33 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from sherd._torch import spec_of
 from sherd.comm.failures import ranks_in_short
+from sherd.comm.objects import all_gather_objects
 from sherd.engine import ShardedParameter
-from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError
-from sherd.layout.extent import Extent
-from sherd.layout.placement import Copies
+from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError, SherdError
+from sherd.layout.extent import Extent, chunks
+from sherd.layout.placement import Copies, Cut
 from sherd.optim.exchange import (
     Batch,
     Exchange,
     MatrixItem,
     Moving,
+    Part,
     Ring,
-    header_of,
+    TensorAxis,
     items_of,
+    joined_items_of,
     numels_of,
     with_owners,
     work_of,
 )
+from sherd.optim.faults import FUNCTION, GRADIENT, HEADER, NOT_FINITE, StepFaults, Told, header_of
 from sherd.optim.owners import MatrixWork, owners_of
 from sherd.tensor.gather import shard_of
 from sherd.tensor.ragged import as_dtensor, local_part
@@ -71,11 +77,13 @@ class MatrixOptimizer(Optimizer):
         weight_decay: decoupled from the gradient.
         rows: rows of one matrix, for parameters of which every so many rows are a matrix of its own (attention heads).
             0: all rows.
-        wire_dtype: the dtype in which gradients and updates travel. None: the gradient's.
+        wire_dtype: the dtype in which gradients and updates travel. None: the parameter's.
+        tensor_parallel: "whole" puts matrices that tensor parallelism cuts together; "blockwise" takes the part that it
+            leaves to a rank for a matrix, so that nothing travels between such ranks.
 
     Raises:
         PolicyTypeError: `function` cannot be called.
-        PolicyError: `lr`, `weight_decay` or `rows` has no meaning.
+        PolicyError: `lr`, `weight_decay`, `rows` or `tensor_parallel` has no meaning.
         OptimizerError: a parameter is no matrix, complex, or not divisible into matrices of `rows` rows.
     """
 
@@ -88,15 +96,17 @@ class MatrixOptimizer(Optimizer):
         weight_decay: float = 0.0,
         rows: int = 0,
         wire_dtype: torch.dtype | None = None,
+        tensor_parallel: str = "whole",
     ) -> None:
         if not callable(function):
             raise PolicyTypeError(f"MatrixOptimizer(function={function!r}): expected a function of matrices")
         self._function = function
         self._wire_dtype = real_dtype(wire_dtype, "MatrixOptimizer(wire_dtype")
-        self._init(params, {"lr": lr, "weight_decay": weight_decay, "rows": rows})
+        options = {"lr": lr, "weight_decay": weight_decay, "rows": rows, "tensor_parallel": tensor_parallel}
+        self._init(params, options)
 
     def _init(self, params: Any, defaults: Group) -> None:
-        self._plans: OrderedDict[tuple[int, ...], _Plan] = OrderedDict()
+        self._plans: OrderedDict[_PlanKey, _Plan] = OrderedDict()
         super().__init__(params, defaults)
         own_gradients([(parameter, group["rows"]) for group in self.matrix_groups() for parameter in group["params"]])
 
@@ -130,9 +140,13 @@ class MatrixOptimizer(Optimizer):
         rows = group["rows"]
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
             raise PolicyError(f"{type(self).__name__}(rows={rows!r}): expected the number of rows of a matrix, or 0")
+        across = group["tensor_parallel"]
+        if across not in ("whole", "blockwise"):
+            name = type(self).__name__
+            raise PolicyError(f"{name}(tensor_parallel={across!r}): expected 'whole' or 'blockwise'")
         if any(group is each for each in self.matrix_groups()):
             for index, parameter in enumerate(group["params"]):
-                batch_of(parameter, rows, group["param_names"][index] if "param_names" in group else "")
+                batch_of(parameter, rows, group["param_names"][index] if "param_names" in group else "", across)
 
     _PICKLED: tuple[str, ...] = ("_function", "_wire_dtype")
     """Own attributes that a copy of the optimizer has, too. It plans its steps anew."""
@@ -160,7 +174,10 @@ class MatrixOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         """Returns what is done with each parameter, a line for all that differ in numbers alone."""
-        plan, names = self._current_plan(), self._names()
+        groups, names = self.matrix_groups(), self._names()
+        # Not the plan of a step, which all ranks make together.
+        known = self._plans.get(_key_of(groups))
+        plan = known if known is not None and known.is_of(groups) else _Plan(groups, joins=False)
         alike: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
         for index, parameter in enumerate(plan.parameters):
             name = re.sub(r"\d+", "*", names.get(id(parameter), name_of(parameter)))
@@ -187,10 +204,12 @@ class MatrixOptimizer(Optimizer):
     def _current_plan(self) -> _Plan:
         groups = self.matrix_groups()
         # More than one where a unit at a time is stepped (`step_in_backward`).
-        key = tuple(id(parameter) for group in groups for parameter in group["params"])
-        plan = self._plans.get(key)
+        of_plan = _key_of(groups)
+        plan = self._plans.get(of_plan)
+        if plan is not None:
+            self._raise_told(plan, plan.take_told())
         if plan is None or not plan.is_of(groups):
-            plan = self._plans[key] = _Plan(groups)
+            plan = self._plans[of_plan] = _Plan(groups)
             if len(self._plans) > MOST_PLANS:
                 self._plans.popitem(last=False)
             for parameter in plan.parameters:
@@ -235,8 +254,13 @@ class MatrixOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient.
 
+        What is wrong on one rank raises on all ranks that matrices travel between, before a parameter changes. On
+        accelerators, where the host does not wait for other ranks, it does so in the first step. Later, the device
+        leaves out updates that are not finite, or whose gradients some ranks lack, and the next step raises.
+
         Raises:
-            GradientError: a gradient lies otherwise than its parameter, or is sparse.
+            GradientError: a gradient lies otherwise than its parameter, or is sparse, or is missing on some ranks.
+            OptimizerError: the function failed, returned what it may not, or an update is not finite.
             CommError: another rank did not take part in an exchange.
         """
         loss = None
@@ -249,18 +273,33 @@ class MatrixOptimizer(Optimizer):
     def _step_all(self) -> None:
         """Step every parameter that has a gradient, without a closure and the hooks of optimizers."""
         plan, groups = self._current_plan(), self.matrix_groups()
-        gradients = [local_gradient(parameter) for parameter in plan.parameters]
-        directions: dict[int, torch.Tensor] = {}
-        for group, indices in zip(groups, plan.by_group, strict=True):
-            there = [index for index in indices if gradients[index] is not None]
-            given = [gradients[index] for index in there]
-            computed = self.directions(group, [plan.parameters[index] for index in there], given)  # type: ignore[arg-type]
-            directions |= {index: each.reshape(-1) for index, each in zip(there, computed, strict=True)}
+        directions = self._directions_here(plan, groups)
         updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
         self._compute(plan, groups, plan.here, directions, updates, {})
-        self._exchange(plan, groups, directions, updates)
+        now = plan.keep_told(self._exchange(plan, groups, directions, updates))
+        if now is not None:
+            self._raise_told(plan, now)
         for group, indices in zip(groups, plan.by_group, strict=True):
             self._apply(plan, group, [index for index in indices if index in updates], updates)
+
+    def _directions_here(self, plan: _Plan, groups: Sequence[Group]) -> dict[int, torch.Tensor]:
+        """Returns the directions of all parameters that have a gradient, 1-D; none where something is wrong."""
+        at = 0
+        directions: dict[int, torch.Tensor] = {}
+        try:
+            gradients: list[torch.Tensor | None] = []
+            for parameter in plan.parameters:
+                at = len(gradients)
+                gradients.append(local_gradient(parameter))
+            for group, indices in zip(groups, plan.by_group, strict=True):
+                there = [index for index in indices if gradients[index] is not None]
+                at, given = indices[0] if indices else 0, [gradients[index] for index in there]
+                computed = self.directions(group, [plan.parameters[index] for index in there], given)  # type: ignore[arg-type]
+                directions |= {index: each.reshape(-1) for index, each in zip(there, computed, strict=True)}
+        except Exception as error:
+            plan.faults.note(GRADIENT, at, error)
+            return {}
+        return directions
 
     def _compute(
         self,
@@ -270,6 +309,7 @@ class MatrixOptimizer(Optimizer):
         directions: Mapping[int, torch.Tensor],
         updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
         whole: Mapping[MatrixItem, torch.Tensor],
+        is_void: torch.Tensor | None = None,
     ) -> dict[MatrixItem, torch.Tensor]:
         """Returns the updates of `whole`, and of items that are `here`, and notes the latter in `updates`."""
         at_home = {
@@ -277,7 +317,7 @@ class MatrixOptimizer(Optimizer):
             for item, held in here
             if item.index in directions
         }
-        computed = self._computed(plan, groups, {**whole, **at_home})
+        computed = self._computed(plan, groups, {**whole, **at_home}, is_void)
         for item, held in here:
             if item in computed:
                 updates[item.index].append((held, computed[item].reshape(-1)))
@@ -289,48 +329,82 @@ class MatrixOptimizer(Optimizer):
         groups: Sequence[Group],
         directions: Mapping[int, torch.Tensor],
         updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
-    ) -> None:
-        """Compute all other updates: meanwhile, the next bucket is on its way there, the one before on its way back."""
-        there = deque(bucket.there(directions, self._wire_dtype) for bucket in plan.buckets[:1])
-        back = []
+    ) -> list[tuple[Ring, torch.Tensor]]:
+        """Compute all other updates: meanwhile, the next bucket is on its way there, the one before on its way back.
+
+        Returns:
+            The headers that came there, unless gradients were there, and back, [2 or 1, ranks, HEADER], of each bucket.
+        """
+        there = deque(bucket.there(directions, self._wire_dtype, plan.faults) for bucket in plan.buckets[:1])
+        headers, back = [], []
         for number, bucket in enumerate(plan.buckets):
             if number + 1 < len(plan.buckets):
-                there.append(plan.buckets[number + 1].there(directions, self._wire_dtype))
-            whole, headers = bucket.whole(there.popleft())
-            self._check_missing(plan, bucket, headers)
-            computed = self._compute(plan, groups, bucket.here, directions, updates, whole)
-            back.append(bucket.exchange.back(computed, bucket.header))
-        for bucket, moving in zip(plan.buckets, back, strict=True):
-            arrived, headers = bucket.exchange.arrived(moving)
-            self._check_missing(plan, bucket, headers)
+                there.append(plan.buckets[number + 1].there(directions, self._wire_dtype, plan.faults))
+            whole, header = bucket.whole(there.popleft())
+            headers.append(header)
+            # Where the host does not read the headers in time.
+            is_void = None if len(header) == 0 or header.device.type == "cpu" else (header != header[0]).any()
+            computed = self._compute(plan, groups, bucket.here, directions, updates, whole, is_void)
+            back.append(bucket.exchange.back(computed, plan.faults.header(bucket.header)))
+        told = []
+        for bucket, header, moving in zip(plan.buckets, headers, back, strict=True):
+            arrived, header_back = bucket.exchange.arrived(moving)
+            told.append((bucket.exchange.ring, torch.stack([header, header_back] if len(header) else [header_back])))
             for index, held, update in arrived:
                 if index in directions:
                     updates[index].append((held, update))
+        return told
 
-    def _check_missing(self, plan: _Plan, bucket: _Bucket, headers: Sequence[torch.Tensor]) -> None:
-        """Raise where one rank has no gradient of a parameter and another rank has one.
+    def _raise_told(self, plan: _Plan, told: Sequence[tuple[list[int], Told]]) -> None:
+        """Raise if something is wrong on this rank, or if another rank told so."""
+        wrong, index, error = plan.faults.take()
+        if wrong:
+            raise error or self._failure(plan, wrong, index, dist.get_rank() if dist.is_initialized() else 0)
+        read = [(ranks, each.read()) for ranks, each in told]
+        for ranks, headers in [(ranks, ways[way]) for way in range(2) for ranks, ways in read if way < len(ways)]:
+            for rank, (wrong, high, low, _) in zip(ranks, headers, strict=True):
+                if wrong:
+                    raise self._failure(plan, wrong, high * 256 + low - 1, rank)
+            self._check_missing(plan, ranks, headers)
 
-        On accelerators, where the host would have to wait for the headers, a rank compares them when the gradients
-        that it has are others than in its last step.
-        """
-        if not bucket.compares or not headers:
-            return
-        ring = bucket.exchange.ring
-        received = [[int(number) for number in header] for header in torch.stack(list(headers)).tolist()]
-        differing = next((rank for rank, header in enumerate(received) if header != received[ring.rank]), None)
-        if differing is not None:
-            firsts = {received[rank][0] * 256 + received[rank][1]: rank for rank in (ring.rank, differing)}
-            first = min(number for number in firsts if number)
-            other = differing if firsts[first] == ring.rank else ring.rank
-            raise GradientError(
-                f"rank {ring.ranks[firsts[first]]} has no gradient of {self._name_of(plan.parameters[first - 1])}, and "
-                f"rank {ring.ranks[other]} has gradients of other parameters; give all ranks gradients of the same ones"
+    def _failure(self, plan: _Plan, wrong: int, index: int, rank: int) -> SherdError:
+        """Returns the error of what is wrong on a rank with a parameter."""
+        name, where = self._name_of(plan.parameters[index]), f"on rank {rank}"
+        if wrong == NOT_FINITE:
+            return OptimizerError(
+                f"the update of {name}, computed {where}, has elements that are inf or nan; look for gradients that "
+                "are not finite, skip such steps (sherd.step, a gradient scaler), and go on from the last checkpoint"
             )
+        log = "its error is in the log of that rank"
+        if wrong == FUNCTION:
+            return OptimizerError(f"the function of {type(self).__name__} failed for {name} {where}; {log}")
+        return GradientError(f"the gradient of {name} cannot be stepped {where}; {log}")
+
+    def _check_missing(self, plan: _Plan, ranks: Sequence[int], headers: Sequence[list[int]]) -> None:
+        """Raise where one rank has no gradient of a parameter and another rank has one."""
+        lacking = [at for at, header in enumerate(headers) if header[1:3] != [0, 0]]
+        if all(header == headers[0] for header in headers):
+            return
+        at = min(lacking, key=lambda at: headers[at][1:3])
+        high, low = headers[at][1:3]
+        other = next(rank for rank, header in zip(ranks, headers, strict=True) if header != headers[at])
+        name = self._name_of(plan.parameters[high * 256 + low - 1])
+        raise GradientError(
+            f"rank {ranks[at]} has no gradient of {name}, and rank {other} has gradients of other parameters; give all "
+            "ranks gradients of the same ones"
+        )
 
     def _computed(
-        self, plan: _Plan, groups: Sequence[Group], whole: Mapping[MatrixItem, torch.Tensor]
+        self,
+        plan: _Plan,
+        groups: Sequence[Group],
+        whole: Mapping[MatrixItem, torch.Tensor],
+        is_void: torch.Tensor | None = None,
     ) -> dict[MatrixItem, torch.Tensor]:
-        """Returns the updates of whole matrices: one call of `updates` for all of one shape and parameter group."""
+        """Returns the updates of whole matrices: one call of `updates` for all of one shape and parameter group.
+
+        Where something is wrong on this rank, updates are zeros.
+        """
         alike: dict[tuple[int, tuple[int, ...], torch.dtype, torch.device], list[MatrixItem]] = defaultdict(list)
         for item, matrices in whole.items():
             alike[plan.group_of[item.index], item.batch[1:], matrices.dtype, matrices.device].append(item)
@@ -338,14 +412,42 @@ class MatrixOptimizer(Optimizer):
         for (group, *_), items in alike.items():
             given = [whole[item] for item in items]
             matrices = given[0] if len(given) == 1 else torch.cat(given)
-            version = None if matrices.is_inference() else matrices._version
-            update = self.updates(groups[group], matrices)
-            if wrong := _wrong(update, matrices, version):
-                names = [self._name_of(plan.parameters[item.index]) for item in items]
-                names = names if len(names) <= 3 else [*names[:3], f"{len(names) - 3} more"]
-                raise OptimizerError(f"the function of {type(self).__name__} {wrong.format(', '.join(names))}")
+            update = torch.zeros_like(matrices)
+            try:
+                if not plan.faults.wrong:
+                    update = self._update_of(groups[group], matrices, [plan.parameters[item.index] for item in items])
+                    numbers = [item.index for item in items for _ in range(item.batch[0])]
+                    if not float(groups[group]["lr"]):
+                        # Such a step makes state, for torch's checkpointing, of gradients that are zeros.
+                        update = torch.zeros_like(matrices)
+                    update = plan.faults.finite(update, numbers, is_void)
+            except Exception as error:
+                plan.faults.note(FUNCTION, items[0].index, error)
             computed |= zip(items, update.split([item.batch[0] for item in items]), strict=True)
         return computed
+
+    def _update_of(self, group: Group, matrices: torch.Tensor, of: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the updates of matrices, of the parameters `of`.
+
+        Raises:
+            OptimizerError: the function failed, or returned what it may not.
+        """
+        function, shape = f"the function of {type(self).__name__}", tuple(matrices.shape)
+        version = None if matrices.is_inference() else matrices._version
+        try:
+            update = self.updates(group, matrices)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raised = f"{function} raised {type(error).__name__} for matrices of shape {shape}, of {self._all_names(of)}"
+            raise OptimizerError(f"{raised}: {error}") from error
+        if wrong := _wrong(update, matrices, version):
+            raise OptimizerError(f"{function} {wrong.format(self._all_names(of))}")
+        return update
+
+    def _all_names(self, parameters: Sequence[torch.Tensor]) -> str:
+        names = [self._name_of(each) for each in parameters]
+        return ", ".join(names if len(names) <= 3 else [*names[:3], f"{len(names) - 3} more"])
 
     def _apply(
         self,
@@ -356,7 +458,7 @@ class MatrixOptimizer(Optimizer):
     ) -> None:
         """Decay the parameters `indices` of a group, and add their updates."""
         if not (lr := float(group["lr"])):
-            return  # updates that are not finite change nothing either: torch's checkpointing steps so, with zeros
+            return
         local = {index: local_part(plan.parameters[index]) for index in indices}
         held_here = [each for each in local.values() if each.numel()]
         if held_here and (decay := lr * group["weight_decay"]):
@@ -504,19 +606,19 @@ def name_of(parameter: torch.Tensor) -> str:
     return f"a parameter of shape {tuple(parameter.shape)}" if record is None else record.name
 
 
-def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "") -> Batch:
+def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "", tensor_parallel: str = "whole") -> Batch:
     """Returns the matrices that a parameter is made of: how many, and the rows and columns of each.
 
     Args:
         parameter: of 2 dims or more, sharded or not.
         rows: how many rows make a matrix; 0: all of them.
         name: the parameter's name in errors; "": as `name_of` says.
+        tensor_parallel: as that of `MatrixOptimizer`.
 
     Raises:
         OptimizerError: it is no matrix, or has another number of rows.
     """
     record = ShardedParameter.of(parameter)
-    shape = tuple(parameter.shape if record is None else record.shape)
     name = name or name_of(parameter)
     if parameter.is_complex() or not parameter.is_floating_point():
         raise OptimizerError(f"{name} is of {parameter.dtype}; a function of whole matrices takes real numbers")
@@ -529,13 +631,12 @@ def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "") -> Batch:
             "a flat parameter holds matrices and vectors in one line; wrap with use_orig_params=True, so that the "
             "optimizer sees each of them"
         )
-    if record is not None and shape != tuple(parameter.shape):
+    if len(parameter.shape) < 2:
         raise OptimizerError(
-            f"{name} is sharded over tensor parallelism, too: {shape} of {tuple(parameter.shape)} are here, and "
-            "functions of whole matrices do not join these parts; leave it to another optimizer"
+            f"{name} has shape {tuple(parameter.shape)}, and is no matrix; leave it to another optimizer"
         )
-    if len(shape) < 2:
-        raise OptimizerError(f"{name} has shape {shape}, and is no matrix; leave it to another optimizer")
+    is_joined = record is None or tensor_axis_of(record, rows, name, tensor_parallel) is not None
+    shape = parameter.shape if record is None or is_joined else record.shape
     number, height, width = shape if len(shape) == 3 else (1, shape[0], prod(shape[1:]))
     if rows:
         if height % rows:
@@ -544,6 +645,42 @@ def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "") -> Batch:
             )
         number, height = number * (height // rows), rows
     return number, height, width
+
+
+def tensor_axis_of(
+    record: ShardedParameter, rows: int = 0, name: str = "", tensor_parallel: str = "whole"
+) -> TensorAxis | None:
+    """Returns the axis of tensor parallelism along which matrices are put together; None where it cuts none of them.
+
+    For the arguments see `batch_of`.
+
+    Raises:
+        OptimizerError: several axes cut the parameter, or an axis cuts it otherwise than in rows or in columns.
+    """
+    spec = record.unsharded_spec
+    if spec is None or tensor_parallel == "blockwise":
+        return None
+    cutting = [
+        (axis, placement)
+        for axis, placement in enumerate(spec.placements)
+        if spec.mesh.size(axis) > 1 and not placement.is_replicate()
+    ]
+    if not cutting:
+        return None
+    axis, placement = cutting[0]
+    dim, num_dims = getattr(placement, "dim", 0), len(spec.shape)
+    if len(cutting) > 1 or type(placement) is not Shard or dim > (2 if num_dims == 3 else 1):
+        raise OptimizerError(
+            f"{name or record.name} is cut over tensor parallelism by {tuple(spec.placements)}; matrices are put "
+            "together of the rows or columns of one axis: take tensor_parallel='blockwise', or another optimizer"
+        )
+    if dim == 0 and (
+        num_dims == 3 or (rows and not any(each.numel % rows for each in chunks(spec.shape[0], spec.mesh.size(axis))))
+    ):
+        return None
+    names, mesh = spec.mesh.mesh_dim_names, record.shard_spec.mesh
+    assert names and mesh.mesh_dim_names, "axes beside those of data parallelism have names"
+    return TensorAxis(mesh, mesh.mesh_dim_names.index(names[axis]), dim)
 
 
 def rows_of(lines: Mapping[tuple[str, ...], int]) -> Iterable[str]:
@@ -558,30 +695,62 @@ def rows_of(lines: Mapping[tuple[str, ...], int]) -> Iterable[str]:
 class _Plan:
     """The matrices of some groups, as they are sharded now: which rank computes each, and which travel together."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[Group], joins: bool = True) -> None:
+        """Plan. Without `joins`, matrices that are to be put together of tensor-parallel parts are left out."""
         self.parameters = [parameter for group in groups for parameter in group["params"]]
         self.group_of = [at for at, group in enumerate(groups) for _ in group["params"]]
         self.by_group = [[i for i, of in enumerate(self.group_of) if of == at] for at in range(len(groups))]
-        self.batches = [batch_of(parameter, group.get("rows", 0)) for group in groups for parameter in group["params"]]
+        options = [_options_of(groups[at]) for at in self.group_of]
+        self.batches = [batch_of(each, *chosen) for each, chosen in zip(self.parameters, options, strict=True)]
         self._records = [ShardedParameter.of(parameter) for parameter in self.parameters]
+        self._axes = [
+            None if record is None else tensor_axis_of(record, *chosen)
+            for record, chosen in zip(self._records, options, strict=True)
+        ]
         self._cuts = [None if record is None else (record.cut, record.gradient_owner) for record in self._records]
-        self._key = _key_of(groups)
         self.is_stepped = [_is_stepped(parameter) for parameter in self.parameters]
         """Of each parameter. Nothing of the others travels."""
         self._owners: dict[int, set[int]] = defaultdict(set)
         self._traveling: set[int] = set()
+        self._owned: set[int] = set()
         self.flops: dict[int, float] = defaultdict(float)
         """What each rank computes, by `MatrixItem.flops`, of matrices that have one owner."""
-        self._owned: set[int] = set()
         self.here: list[tuple[MatrixItem, Extent]] = []
         """Items that this rank computes by itself, with their elements in the local tensor, before others travel."""
         self.buckets: list[_Bucket] = []
-        for ring, items in self._by_ring():
+        self.faults = StepFaults()
+        self._told: list[tuple[list[int], Told]] = []
+        self._has_stepped = False
+        for ring, items in self._by_ring(self._joined_cuts() if joins else {}):
             self._divide(ring, with_owners(items, ring))
+        # A fault among few ranks is told to more of them by what comes later.
+        self.buckets.sort(key=lambda bucket: len(bucket.exchange.ring.ranks))
+
+    def keep_told(self, told: Sequence[tuple[Ring, torch.Tensor]]) -> list[tuple[list[int], Told]] | None:
+        """Keep headers, [2, ranks, HEADER], that the next step reads. Returns those to be read now; None for nothing.
+
+        On an accelerator the host reads those of the first step alone now: only then all ranks wait for one another.
+        """
+        headers = [(ring.ranks, each) for ring, each in told]
+        if not told:
+            headers = [
+                ([dist.get_rank() if dist.is_initialized() else 0], each.expand(2, 1, HEADER))
+                for each in self.faults.of_devices()
+            ]
+        now: list[tuple[list[int], Told]] = []
+        later: list[tuple[list[int], Told]] = []
+        for ranks, each in headers:
+            (later if self._has_stepped and each.device.type != "cpu" else now).append((ranks, Told(each)))
+        self._told, self._has_stepped = later, True
+        return None if later and not now else now
+
+    def take_told(self) -> list[tuple[list[int], Told]]:
+        told, self._told = self._told, []
+        return told
 
     def is_of(self, groups: Sequence[Group]) -> bool:
         """Returns whether the plan still is that of `groups`."""
-        return self._key == _key_of(groups) and all(
+        return all(
             record is None or (cuts == (record.cut, record.gradient_owner) and record.optimizer_param is parameter)
             for record, cuts, parameter in zip(self._records, self._cuts, self.parameters, strict=True)
         )
@@ -594,6 +763,8 @@ class _Plan:
     def way_of(self, indices: Sequence[int]) -> str:
         """Returns where the matrices of some parameters are computed, and what travels for them, in words."""
         owners = sorted(set().union(*(self._owners[index] for index in indices)))
+        if not owners and any(self._axes[index] is not None for index in indices):
+            return "a rank of data and tensor parallelism; shards of gradients go there, those of updates come back"
         if not owners:
             return "whole on this rank; every rank computes it"
         who = f"ranks {ranks_in_short(owners)}" if len(owners) > 1 else f"rank {owners[0]}"
@@ -603,27 +774,45 @@ class _Plan:
             return f"{who}; backward reduces gradients there, shards of updates come back"
         return f"{who}; nothing travels"
 
-    def _by_ring(self) -> Iterable[tuple[Ring, list[MatrixItem]]]:
+    def _joined_cuts(self) -> dict[int, list[Cut]]:
+        """Returns how all parts of parameters that tensor parallelism cuts are cut. Collective over each such axis."""
+        by_axis: dict[tuple[DeviceMesh, int], list[int]] = defaultdict(list)
+        for index, axis in enumerate(self._axes):
+            if axis is not None:
+                by_axis[axis.mesh, axis.axis].append(index)
+        found: dict[int, list[Cut]] = {}
+        for (mesh, number), indices in by_axis.items():
+            records = [self._records[index] for index in indices]
+            own, what = [each and each.cut for each in records], "how tensor-parallel matrices are cut"
+            parts = all_gather_objects(own, what, mesh.get_group(number))
+            found |= {index: list(cuts) for index, cuts in zip(indices, zip(*parts, strict=True), strict=True)}
+        return found
+
+    def _by_ring(self, joined: Mapping[int, Sequence[Cut]]) -> Iterable[tuple[Ring, list[MatrixItem]]]:
         """Returns the items of parameters that are sharded over the same ranks, for all such ranks.
 
-        A plain parameter is on this rank as a whole.
+        A plain parameter is on this rank as a whole. `joined` are the cuts of parts that are put together.
         """
-        ring_of: dict[int, Ring] = {}
+        ring_of: dict[tuple[int, DeviceMesh | None, int], Ring] = {}
         rings: dict[object, tuple[Ring, list[MatrixItem]]] = {}
-        for index, (record, batch) in enumerate(zip(self._records, self.batches, strict=True)):
+        for index, (record, batch, axis) in enumerate(zip(self._records, self.batches, self._axes, strict=True)):
             if not self.is_stepped[index]:
                 continue
             if record is None:
                 everything = Extent(0, self.parameters[index].numel())
                 plain = Copies(tuple(self.parameters[index].shape), 1, 0, (1,))
-                self.here.append((MatrixItem(index, everything, batch, plain, plain), everything))
-            else:
+                self.here.append((MatrixItem(index, batch, (Part(plain, plain, everything, batch),)), everything))
+            elif axis is None or index in joined:
                 # Units have meshes of their own, also over the same ranks. A mesh has many parameters.
-                if id(record.mesh) not in ring_of:
-                    ring_of[id(record.mesh)] = Ring(record.mesh)
-                ring = ring_of[id(record.mesh)]
-                _, items = rings.setdefault((tuple(ring.ranks), tuple(ring.piece_of)), (ring, []))
-                items += items_of(index, tuple(record.shape), batch, record.gradient_cut, record.cut)
+                key = (id(record.mesh), None, 0) if axis is None else (id(record.mesh), axis.mesh, axis.axis)
+                if key not in ring_of:
+                    ring_of[key] = Ring(record.mesh, axis)
+                ring = ring_of[key]
+                _, items = rings.setdefault((tuple(ring.ranks), tuple(ring.holders)), (ring, []))
+                if axis is None:
+                    items += items_of(index, batch, record.gradient_cut, record.cut)
+                else:
+                    items += joined_items_of(index, batch, joined[index], axis.dim, len(ring.ranks))
         return rings.values()
 
     def _divide(self, ring: Ring, items: Sequence[MatrixItem]) -> None:
@@ -633,9 +822,9 @@ class _Plan:
         for item in items:
             owner = ring.ranks[item.owner]
             self._owners[item.index].add(owner)
-            numels = numels_of(item.update_cut, item.elements, ring.piece_of)
-            if [rank for rank, numel in enumerate(numels) if numel] != [item.owner]:
-                at_owner = item.has_all(item.cut, ring.piece_of[item.owner])
+            numels = numels_of(item.parts, ring.holders)
+            if [rank for rank, numel in enumerate(numels[1]) if numel] != [item.owner]:
+                at_owner = numels[0][item.owner] == item.numel
                 (self._owned if at_owner else self._traveling).add(item.index)
                 dtype = local_part(self.parameters[item.index]).dtype
                 travelers[at_owner, dtype].append((self.flops[owner], item))
@@ -648,7 +837,7 @@ class _Plan:
             # In the order in which owners come to them, and as many as keep each owner busy: a rank that computes
             # nothing in a bucket waits for those that do (test_every_rank_computes_in_every_bucket_but_the_last).
             for start, item in sorted(waiting, key=lambda each: each[0]):
-                nbytes = item.elements.numel * dtype.itemsize
+                nbytes = item.numel * dtype.itemsize
                 if filled + nbytes > BUCKET_BYTES * len(ring.ranks) and start >= begun + longest:
                     begins.append((begun, _Bucket(bucket, ring, dtype)))
                     bucket, filled, begun = [], 0, start
@@ -658,8 +847,7 @@ class _Plan:
         self.buckets += [bucket for _, bucket in begins]
         for start, item in here:  # in its turn, as no other rank is to wait until all of these are computed
             in_turn = [bucket.here for begun, bucket in begins if begun <= start]
-            held = item.held(item.cut, ring.piece_of[ring.rank])
-            (in_turn[-1] if in_turn else self.here).append((item, held))
+            (in_turn[-1] if in_turn else self.here).append((item, item.held(ring.holders[ring.rank])))
 
 
 _Local = dict[int, torch.Tensor]
@@ -671,13 +859,21 @@ def _is_stepped(parameter: torch.Tensor) -> bool:
     return parameter.requires_grad or parameter.grad is not None
 
 
-def _key_of(groups: Sequence[Group]) -> list[tuple[object, ...]]:
+_PlanKey = tuple[tuple[object, ...], ...]
+
+
+def _key_of(groups: Sequence[Group]) -> _PlanKey:
     """Returns what a plan depends on, of each parameter."""
-    return [
-        (at, group.get("rows", 0), id(each), each.dtype, local_part(each).device, _is_stepped(each))
+    return tuple(
+        (at, *_options_of(group), id(each), each.dtype, local_part(each).device, _is_stepped(each))
         for at, group in enumerate(groups)
         for each in group["params"]
-    ]
+    )
+
+
+def _options_of(group: Group) -> tuple[int, str, str]:
+    """Returns what `batch_of` is given of a group besides its parameters."""
+    return group.get("rows", 0), "", group.get("tensor_parallel", "whole")
 
 
 class _Bucket:
@@ -686,39 +882,38 @@ class _Bucket:
     def __init__(self, items: Sequence[MatrixItem], ring: Ring, dtype: torch.dtype) -> None:
         self.dtype, self.device = dtype, ring.mesh.device
         self.exchange = Exchange(items, ring)
+        part, piece = ring.holders[ring.rank]
+        self._numels = {item.index: item.parts[part].cut.local_numel(piece) for item in items}
         self.here: list[tuple[MatrixItem, Extent]] = []
         """Items that this rank computes by itself, together with those of the bucket."""
-        piece = ring.piece_of[ring.rank]
-        self._numels = {item.index: item.cut.local_numel(piece) for item in items}
         self.header = torch.empty(0)
-        self.compares = True
-        """Whether this step looks at the headers of other ranks."""
         self._missing: list[int] | None = None
 
-    def there(self, directions: Mapping[int, torch.Tensor], wire: torch.dtype | None) -> Moving | _Local:
+    def there(
+        self, directions: Mapping[int, torch.Tensor], wire: torch.dtype | None, faults: StepFaults
+    ) -> Moving | _Local:
         """Start to send the directions, unless they are at their owners.
 
         Those without a gradient are zeros, so that sizes are the same in each step.
         """
         wire = wire or self.dtype
         missing = [index for index in self._numels if index not in directions]
-        is_new = missing != self._missing or self.header.dtype != wire
-        if is_new:
+        if missing != self._missing or self.header.dtype != wire:
             self._missing = missing
             self.header = torch.tensor(header_of(missing), dtype=wire, device=self.device)
-        self.compares = is_new or self.device.type == "cpu"
         local = {
             index: directions[index].to(self.device)
             if index in directions
             else torch.zeros(numel, dtype=wire, device=self.device)
             for index, numel in self._numels.items()
         }
-        return local if self.exchange.at_owners else self.exchange.there(local, self.header)
+        return local if self.exchange.at_owners else self.exchange.there(local, faults.header(self.header))
 
-    def whole(self, there: Moving | _Local) -> tuple[dict[MatrixItem, torch.Tensor], list[torch.Tensor]]:
+    def whole(self, there: Moving | _Local) -> tuple[dict[MatrixItem, torch.Tensor], torch.Tensor]:
         """Returns the own items, each [number, rows, columns], and the headers that came with gradients, if any."""
         if isinstance(there, Moving):
             return self.exchange.whole(there)
-        piece = self.exchange.ring.piece_of[self.exchange.ring.rank]
-        held = [(item, item.held(item.cut, piece)) for item in self.exchange.own]
-        return {item: there[item.index][part.start : part.stop].view(item.batch) for item, part in held}, []
+        holder = self.exchange.ring.holders[self.exchange.ring.rank]
+        held = [(item, item.held(holder)) for item in self.exchange.own]
+        whole = {item: there[item.index][part.start : part.stop].view(item.batch) for item, part in held}
+        return whole, torch.empty(0)

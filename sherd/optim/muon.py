@@ -104,6 +104,9 @@ class Muon(MatrixOptimizer):
         adamw: options of AdamW: lr, betas, eps, weight_decay.
         momentum_dtype: of the momentum; None: the parameter's.
         ns_dtype: of the iteration; None: bfloat16 where the device has units for it, else float32.
+        wire_dtype: of what travels; None: the parameter's.
+        tensor_parallel: "whole" puts matrices that tensor parallelism cuts together, "blockwise" orthogonalises each
+            rank's part by itself; see `MatrixOptimizer`. The rate then goes by the shape of the part.
 
     Raises:
         PolicyError: an option has no meaning.
@@ -127,11 +130,14 @@ class Muon(MatrixOptimizer):
         adamw: Mapping[str, object] | None = None,
         momentum_dtype: torch.dtype | None = None,
         ns_dtype: torch.dtype | None = None,
+        wire_dtype: torch.dtype | None = None,
+        tensor_parallel: str = "whole",
     ) -> None:
         if not callable(rule):
             raise PolicyTypeError(f"Muon(rule={rule!r}): expected a function of a name, a module and a parameter")
         self._momentum_dtype = real_dtype(momentum_dtype, "Muon(momentum_dtype")
-        self._ns_dtype, self._wire_dtype = real_dtype(ns_dtype, "Muon(ns_dtype"), None
+        self._ns_dtype = real_dtype(ns_dtype, "Muon(ns_dtype")
+        self._wire_dtype = real_dtype(wire_dtype, "Muon(wire_dtype")
         self._why: dict[str, str] = {}
         """Why a parameter of a model is left to AdamW, by its name."""
         self._adamw: torch.optim.Optimizer | None = None
@@ -147,10 +153,11 @@ class Muon(MatrixOptimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "rows": 0,
+            "tensor_parallel": tensor_parallel,
             "algorithm": "muon",
         }
         if isinstance(params, nn.Module):
-            params = self._divided(params, rule, _mapping("heads", heads))
+            params = self._divided(params, rule, _mapping("heads", heads), tensor_parallel)
         elif heads:
             raise PolicyError(f"Muon(heads={heads!r}): heads go by names in a model; in groups, say rows= for each")
         self._init(params, defaults)
@@ -181,7 +188,7 @@ class Muon(MatrixOptimizer):
         if group["algorithm"] == "adamw":
             _adamw_options({key: group[key] for key in ("lr", "betas", "eps", "weight_decay")})
 
-    def _divided(self, model: nn.Module, rule: Rule, heads: Mapping[str, int]) -> list[Group]:
+    def _divided(self, model: nn.Module, rule: Rule, heads: Mapping[str, int], across: str) -> list[Group]:
         """Returns the parameter groups of a model: matrices by their heads, then what is left to AdamW."""
         by_rows: dict[int, list[tuple[str, nn.Parameter]]] = {}
         others: list[tuple[str, nn.Parameter]] = []
@@ -205,7 +212,8 @@ class Muon(MatrixOptimizer):
                 others.append((name, parameter))
                 continue
             number = next((number for end, number in heads.items() if name.endswith(end)), 0)
-            _, height, _ = batch_of(parameter, name=name)
+            batch_of(parameter, name=name, tensor_parallel=across)
+            height = parameter.shape[1 if parameter.ndim == 3 else 0]
             if number and height % number:
                 raise PolicyError(f"Muon(heads=...): {name} has {height} rows, which {number} heads do not divide")
             by_rows.setdefault(height // number if number else 0, []).append((name, parameter))

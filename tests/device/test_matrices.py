@@ -1,65 +1,88 @@
-"""Matrices travel beside products on a device: in the order of streams, and the host waits for nothing."""
+"""Steps of whole matrices on devices: values, and what is wrong on one rank, without a host that waits for others."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import sherd
-from sherd.optim import matrix
+from sherd.errors import SherdError
 from tests.device import sim
-from tests.device.small import loss_of
-from tests.support.models import chain
-
-STEPS = 4
-PLACEMENTS = {"owned gradients": None, "Shard": Shard(0), "Flat": sherd.Flat(), "Owned": sherd.Owned()}
-MESHES = {"2": ((2,), None), "2 x 2": ((2, 2), ("replicate", "shard"))}
+from tests.support.comparing import whole_params
+from tests.support.refusals import NOTHING, one_line
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> tuple[list[float], list[str]]:
-    """The losses, and what the host waited for in the last step of the optimizer."""
-    losses, waits = [], []
-    for number in range(STEPS):
-        loss = loss_of(model, number, device)
-        loss.backward()
-        losses.append(loss.item())
-        heard: list[str] = []
-        if device == "sim":
-            sim.on_host_wait(heard.append)
+def model_of(front: str) -> nn.Module:
+    torch.manual_seed(0)
+    options = {"owned": {"placement": sherd.Owned()}, "cut": {"placement": Shard(0)}, "shard": {}}[front]
+    model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 6, bias=False), nn.Linear(6, 3, bias=False))
+    return sherd.fully_shard(model.to("sim"), mesh=init_device_mesh("sim", (dist.get_world_size(),)), **options)
+
+
+def backward(model: nn.Module) -> None:
+    model.zero_grad()
+    model(torch.ones(2, 5, device="sim")).square().mean().backward()
+
+
+def train(front: str) -> tuple[list[torch.Tensor], dict[str, int]]:
+    model = model_of(front)
+    optimizer = sherd.Muon(model.parameters(), lr=0.1, ns_dtype=torch.float32)
+    for step in range(4):
+        backward(model)
+        if step == 2:
+            sim.host_waits()
         optimizer.step()
-        if device == "sim":
-            sim.on_host_wait(None)
-        optimizer.zero_grad()
-        waits = heard
-    return losses, waits
+    waits = sim.host_waits()
+    return [each.cpu() for each in whole_params(model).values()], waits
 
 
-def on_device(how: str, shape: str) -> tuple[list[float], list[str], int]:
-    usual, matrix.BUCKET_BYTES = matrix.BUCKET_BYTES, 64
-    try:
-        sizes, names = MESHES[shape]
-        mesh = init_device_mesh("sim", sizes, mesh_dim_names=names)
-        options = {} if PLACEMENTS[how] is None else {"placement": PLACEMENTS[how]}
-        model = chain(4, 24).to("sim")
-        for unit in (*model, model):
-            sherd.fully_shard(unit, mesh=mesh, **options)
-        optimizer = sherd.Muon(model, lr=0.02, ns_dtype=torch.float32)
-        return *trained(model, optimizer, "sim"), len(optimizer._current_plan().buckets)
-    finally:
-        matrix.BUCKET_BYTES = usual
+@pytest.mark.parametrize("front", ["shard", "cut"])
+def test_a_step_after_the_first_waits_for_nobody_and_its_values_are_those_of_one_rank(sim_world, front):
+    several, alone = sim_world(2, pause_us=200).run(train, front), sim_world(1).run(train, front)
+    for (values, waits), expected in zip(several.values, alone.values * 2, strict=True):
+        torch.testing.assert_close(values, expected[0], rtol=1e-5, atol=1e-6)
+        assert not {cause for cause in waits if "Event" not in cause}, waits
 
 
-@pytest.mark.parametrize("shape", MESHES)
-@pytest.mark.parametrize("how", PLACEMENTS)
-def test_muon_computes_beside_its_exchange_without_a_race_or_a_host_wait(how, shape, sim_world):
-    plain = chain(4, 24)
-    expected, _ = trained(plain, sherd.Muon(plain, lr=0.02, ns_dtype=torch.float32), "cpu")
-    for seed in range(3):
-        found = sim_world(4 if "x" in shape else 2, pause_us=300, seed=seed).run(on_device, how, shape)
-        for losses, waits, num_buckets in found.values:
-            assert losses == pytest.approx(expected, rel=1e-4)
-            assert not waits
-            assert num_buckets > 1 or how == "Owned"
+def refused(front: str, wrong: str, at: int) -> tuple[list[str], bool]:
+    """Returns what this rank said to each of four steps, and whether values stayed finite; step `at` goes wrong."""
+    model, said, now = model_of(front), [], []
+
+    def function(matrices: torch.Tensor) -> torch.Tensor:
+        if matrices.shape[1:] == (6, 7) and now == [at] and wrong in ("raises", "nan"):
+            return matrices[0] if wrong == "raises" else matrices / 0
+        return matrices
+
+    optimizer = sherd.MatrixOptimizer(model.parameters(), function, lr=0.1)
+    for step in range(4):
+        now[:] = [step]
+        backward(model)
+        if wrong == "missing" and step == at and dist.get_rank() == 1:
+            model[1].weight.grad = None
+        said.append(one_line(SherdError, optimizer.step))
+    return said, all(bool(each.isfinite().all()) for each in whole_params(model).values())
+
+
+WORDS = {"raises": "returned a tensor|failed for 1.weight", "nan": "1.weight, computed on", "missing": "rank 1 has no"}
+
+
+@pytest.mark.parametrize("front", ["shard", "cut"])
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("wrong", WORDS)
+def test_what_is_wrong_in_the_first_step_raises_at_once_and_later_in_the_next_step_on_all_ranks(
+    sim_world, wrong, at, front
+):
+    raising = at if at == 0 else at + 1
+    for said, is_finite in sim_world(2).run(refused, front, wrong, at).values:
+        assert is_finite
+        assert [each == NOTHING for each in said] == [step != raising for step in range(4)], said
+        assert any(words in said[raising] for words in WORDS[wrong].split("|")), said
+
+
+def test_where_nothing_travels_the_owner_alone_raises_in_the_next_step(sim_world):
+    told = [said for said, _ in sim_world(2).run(refused, "owned", "nan", 2).values]
+    assert sorted(said[3] == NOTHING for said in told) == [False, True], told

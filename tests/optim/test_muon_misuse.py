@@ -10,7 +10,7 @@ from torch import nn
 
 from sherd import MatrixOptimizer, Muon
 from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError
-from sherd.optim.exchange import header_of
+from sherd.optim.faults import header_of
 from tests.optim.test_muon import stack
 from tests.support.comparing import whole_params
 from tests.support.ranks.bodies import on_threads
@@ -190,7 +190,7 @@ def test_a_gradient_missing_on_one_rank_is_named_on_all_before_a_parameter_chang
 
 
 def test_headers_tell_sets_of_missing_parameters_apart():
-    assert header_of([]) == [0, 0, 0]
-    assert header_of([0])[:2] == [0, 1]
-    assert header_of([700, 701])[:2] == [2, 189]
-    assert header_of([700])[2] != header_of([700, 701])[2]
+    assert header_of([]) == [0, 0, 0, 0]
+    assert header_of([0])[:3] == [0, 0, 1]
+    assert header_of([700, 701])[:3] == [0, 2, 189]
+    assert header_of([700])[3] != header_of([700, 701])[3]

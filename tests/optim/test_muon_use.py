@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import sherd
-from sherd import CommPolicy, Muon, ShardingStrategy
+from sherd import CommPolicy, MatrixOptimizer, Muon, ShardingStrategy
 from sherd._torch import imagined_ranks
 from sherd.errors import GradientError
 from tests.optim.test_muon import EXACT, assert_as_plain, batches, stack, trained
@@ -184,3 +185,22 @@ def test_matrices_travel_in_several_buckets(front, monkeypatch):
     if dist.get_rank() == 1:
         model[2].weight.grad = None
     assert "rank 1 has no gradient of 2.weight" in refusal(GradientError, optimizer.step)
+
+
+@on_threads(2, wire=[None, torch.bfloat16, torch.float64])
+def test_what_travels_has_the_dtype_of_the_wire(wire):
+    seen, model = [], sharded(stack(), placement=Shard(0))
+
+    def function(given):
+        seen.append(given.dtype)
+        return given
+
+    matrices = [each for each in model.parameters() if each.ndim == 2]
+    trained(model, MatrixOptimizer(matrices, function, wire_dtype=wire), batches(1))
+    assert set(seen) <= {wire or torch.float32}
+    plain, model = stack(), sharded(stack())
+    for each in (plain, model):
+        trained(each, Muon(each, lr=0.02, wire_dtype=wire, **EXACT), batches(2))
+    for (name, found), expected in zip(whole_params(model).items(), plain.parameters(), strict=True):
+        atol = 2e-3 if wire is torch.bfloat16 else 1e-6
+        torch.testing.assert_close(found, expected, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")

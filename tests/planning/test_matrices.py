@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sherd
 from sherd._torch import imagined_ranks
 from sherd.layout.runs import Flat, Owned
+from sherd.optim.faults import HEADER
 from sherd.optim.muon import left_to_adamw
 from sherd.schedule.moments import MemoryKind
 from sherd.tools.plan.axes import ModelLayout, auto_units
@@ -84,7 +85,8 @@ def test_a_step_of_muon_runs_as_it_is_planned(world, mesh, options):
     ]
     under_way = sum(nbytes for lane, _, nbytes in counts(plan) if lane == "matrices")
     scratch, found = most(plan)[OPTIMIZER_TEMPORARY], most(busiest)[OPTIMIZER_TEMPORARY]
-    assert scratch <= found <= scratch + under_way  # gloo may let go of what it has sent too late
+    # A device compares headers, a byte, where the host reads them; gloo may let go of what it has sent too late.
+    assert scratch - 1 <= found <= scratch + under_way
     assert engine(most(plan), NOT_COMPARED) == engine(most(trace), NOT_COMPARED)
     # One count of steps for each parameter, where the flat AdamW has one for each of its vectors.
     assert resting_state(plan) == pytest.approx(resting_state(trace), abs=4 * len(plan.units) * 3)
@@ -129,17 +131,15 @@ def test_no_rank_computes_a_tenth_more_than_its_share(options):
     [({}, 1), ({"placement": Shard(0)}, 2), ({"placement": Flat()}, 2), ({"placement": Owned()}, 0)],
     ids=str,
 )
-def test_updates_travel_and_gradients_that_do_not_go_to_owners_in_backward_and_nothing_of_whole_matrices(
-    options, times
-):
+def test_updates_travel_and_gradients_that_backward_has_not_brought_and_nothing_of_whole_matrices(options, times):
     travels = numel = 0
     for rank in range(4):
         with imagined_ranks(4, rank):
             model, matrices = sharded(DECODER, options)
             events = StepOfMatrices.of(model).events()
-            headers = 4 * 3 * 4  # bytes: of three numbers, to each rank
+            headers = 4 * HEADER * 4  # bytes: one to each rank
             sent = [event.nbytes for event in events if isinstance(event, Collective)]
-            travels += sum(sent) - headers * min(1, len(sent))
+            travels += sum(sent) - headers * len(sent)
             numel += sum(each.to_local().numel() for each in matrices)
             assert len([event for event in events if isinstance(event, Wait)]) == len(sent)
     assert travels <= times * 4 * numel

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sherd.optim.faults import StepFaults
 from sherd.optim.matrix import MatrixOptimizer, zeros_as_gradient
 from sherd.optim.muon import Muon, left_to_adamw
 from sherd.optim.newton_schulz import computes_in
@@ -51,6 +52,7 @@ class StepOfMatrices:
         if not matrices:
             return None
         optimizer = _WithoutHeaders(list(matrices.values()), ns_dtype=computes_in(HOST) if on_host else None)
+        optimizer._current_plan().faults = _NoFaults(on_host)
         for each in matrices.values():
             each.grad = zeros_as_gradient(each, each.dtype)
         return cls(model, frozenset(plain_name(name) for name in matrices), optimizer)
@@ -72,10 +74,23 @@ class StepOfMatrices:
 
 
 class _WithoutHeaders(Muon):
-    """Muon that compares no headers: they have no values, and all ranks have all gradients."""
+    """Muon that reads no headers: they have no values, and nothing is wrong on any rank."""
 
-    def _check_missing(self, *_: object) -> None:
-        pass
+    def _exchange(self, *args: Any) -> list[Any]:
+        super()._exchange(*args)
+        return []
+
+
+class _NoFaults(StepFaults):
+    """Looks at updates as a device does, or as the host, but finds nothing."""
+
+    def __init__(self, on_host: bool) -> None:
+        super().__init__()
+        self._on_host = on_host
+
+    def finite(self, update: torch.Tensor, *_: object) -> torch.Tensor:
+        bad = torch.isfinite(update).flatten(1).all(1).logical_not()
+        return update if self._on_host else torch.where(bad[:, None, None], 0, update)
 
 
 class _StepRecording(Recording):

@@ -1,0 +1,116 @@
+"""What goes wrong on one rank in a step of whole matrices, and how the other ranks get to know it.
+
+A rank that cannot go on takes part in the exchanges of the step all the same. A header travels in front of all that it
+sends, there and back, and says what is wrong. So all ranks raise together, and before a parameter changes.
+
+On an accelerator the host does not wait for headers. There the device leaves out updates that are not finite, and the
+headers are read when the next step begins, on all ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from sherd.comm.streams import Handoff, streams_for
+
+HEADER = 4
+"""The number of elements of a header: what is wrong, the number of a parameter in two parts, and a check."""
+
+GRADIENT, FUNCTION, NOT_FINITE = 1, 2, 3
+"""What is wrong: the gradient cannot be stepped, the function failed, or its update is not finite."""
+
+
+def header_of(missing: Sequence[int], wrong: int = 0) -> list[int]:
+    """Returns a header, of numbers up to 255, which every dtype holds exactly.
+
+    Args:
+        missing: the parameters without a gradient, or the one that something is wrong with.
+        wrong: what is wrong, 0 for nothing.
+    """
+    first = missing[0] + 1 if missing else 0
+    return [wrong, first // 256 % 256, first % 256, zlib.crc32(repr(list(missing)).encode()) % 256 if missing else 0]
+
+
+class StepFaults:
+    """What has gone wrong on this rank in the step that runs: the first thing that did."""
+
+    def __init__(self) -> None:
+        self.wrong, self._index = 0, 0
+        self._error: Exception | None = None
+        self._on_device: dict[torch.device, torch.Tensor] = {}
+        self._tables: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
+
+    def note(self, wrong: int, index: int, error: Exception | None = None) -> None:
+        """Keep what is wrong with the parameter of a number, and the error to raise here, if it is the first thing."""
+        if not self.wrong:
+            self.wrong, self._index, self._error = wrong, index, error
+
+    def take(self) -> tuple[int, int, Exception | None]:
+        """Returns what the host knows to be wrong, the parameter's number and the error, and forgets all."""
+        taken = self.wrong, self._index, self._error
+        self.wrong, self._index, self._error = 0, 0, None
+        self._on_device.clear()
+        return taken
+
+    def finite(self, update: torch.Tensor, numbers: Sequence[int], is_void: torch.Tensor | None) -> torch.Tensor:
+        """Returns updates of whole matrices, on an accelerator with zeros for those that are not finite.
+
+        Args:
+            update: [number, rows, columns].
+            numbers: the number of each matrix' parameter.
+            is_void: on an accelerator, whether all updates are to be zeros, as some rank has no gradient.
+        """
+        if not update.numel():
+            return update
+        bad = torch.isfinite(update).flatten(1).all(1).logical_not()
+        if update.device.type == "cpu":
+            if bad.any():
+                self.note(NOT_FINITE, numbers[int(bad.int().argmax())])
+            return update
+        key = tuple(numbers), update.device
+        if key not in self._tables:
+            lines = [header_of([number], NOT_FINITE) for number in numbers]
+            self._tables[key] = torch.tensor(lines, dtype=torch.float32, device=update.device)
+        # Not by [], which would wait for the number.
+        line = self._tables[key].index_select(0, bad.int().argmax(0, keepdim=True))[0] * bad.any()
+        before = self._on_device.get(update.device)
+        self._on_device[update.device] = line if before is None else torch.where(before[0] > 0, before, line)
+        return torch.where((bad if is_void is None else bad | is_void)[:, None, None], 0, update)
+
+    def header(self, missing: torch.Tensor) -> torch.Tensor:
+        """Returns the header of what has gone wrong so far; `missing`, a header, if nothing has."""
+        if self.wrong:
+            return torch.tensor(header_of([self._index], self.wrong), dtype=missing.dtype, device=missing.device)
+        line = self._on_device.get(missing.device)
+        return missing if line is None else torch.where(line[0] > 0, line.to(missing.dtype), missing)
+
+    def of_devices(self) -> list[torch.Tensor]:
+        """Returns the headers of what accelerators alone know."""
+        return list(self._on_device.values())
+
+
+class Told:
+    """Headers on their way to the host: `read` waits for them."""
+
+    def __init__(self, headers: torch.Tensor) -> None:
+        self._headers = headers
+        self._handoff: Handoff | None = None
+        if headers.device.type != "cpu":
+            self._headers = torch.empty(headers.shape, dtype=headers.dtype, pin_memory=True)
+            lane = streams_for(headers.device).all_reduce
+            lane.follow_compute()
+            self._handoff = lane.run(partial(self._take, headers))
+            self._handoff.wait()  # before compute's memory goes back
+
+    def _take(self, headers: torch.Tensor, _: bool) -> None:
+        self._headers.copy_(headers, non_blocking=True)
+
+    def read(self) -> list[list[list[int]]]:
+        """Returns the numbers of all headers: there and back, of each rank."""
+        if self._handoff is not None:
+            self._handoff.wait_on_host()
+        return [[[int(number) for number in header] for header in way] for way in self._headers.tolist()]

@@ -1,0 +1,162 @@
+"""Muon steps matrices that tensor parallelism cuts, too, as one process does; or the part of each rank by itself."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import sherd
+from sherd import Muon
+from sherd.errors import OptimizerError, PolicyError
+from tests.support.comparing import assert_same
+from tests.support.ranks.bodies import on_processes, on_threads
+from tests.support.refusals import one_line
+from tests.tensor_parallel.training import EVEN, ODD, Springs, built, mesh_of, sharded, step, tensor_parallel, wholes
+
+EXACT = {"lr": 0.02, "ns_dtype": torch.float32}
+SHAPES = {
+    "rows": (7, 5),
+    "rows_few": (1, 6),
+    "rows_experts": (3, 4, 5),
+    "columns": (5, 7),
+    "columns_experts": (3, 5, 4),
+    "columns_kernel": (4, 3, 2, 2),
+    "all": (6, 4),
+    "all_vector": (5,),
+}
+"""Rows and columns that no number of ranks divides, a row that only one has, experts that are cut and that are not."""
+
+
+def on_dim_1(parameter):
+    return Shard(1) if parameter.ndim > 1 else None
+
+
+PLACED = {
+    "shard": {},
+    "columns": {"shard_placement_fn": on_dim_1},
+    "flat": {"placement": sherd.Flat()},
+    "blocks": {"placement": sherd.Blocks(2)},
+    "owned": {"placement": sherd.Owned()},
+}
+
+
+def pulled(model: nn.Module, samples: list[int], optimizer: torch.optim.Optimizer, steps: int = 20) -> nn.Module:
+    for number in range(steps):
+        for sample in samples:
+            (model(sample - number) / len(samples)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def close(model: nn.Module, plain: nn.Module) -> None:
+    assert_same(wholes(model), wholes(plain), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize(
+    ("num_ranks", "shape", "names"),
+    [(4, (2, 2), ("dp", "tp")), (6, (2, 3), ("dp", "tp")), (8, (2, 2, 2), ("replicate", "shard", "tp"))],
+)
+@on_threads()
+def test_matrices_that_tensor_parallelism_cuts_are_stepped_as_in_one_process(shape, names, placed):
+    mesh = mesh_of(shape, *names)
+    data = mesh[names[:-1]] if len(names) > 2 else mesh[names[0]]
+    plain = Springs(SHAPES)
+    pulled(plain, list(range(data.size())), Muon(plain, **EXACT))
+    model = sharded(Springs(SHAPES).on(mesh["tp"]), units=None, mesh=data, **PLACED[placed])
+    optimizer = Muon(model, **EXACT)
+    assert repr(optimizer) == repr(optimizer)
+    pulled(model, [dist.get_rank() // shape[-1]], optimizer)
+    close(model, plain)
+    for parameter in model.parameters():
+        momentum = optimizer.state[parameter].get("momentum_buffer", parameter)
+        assert isinstance(momentum, DTensor)
+        assert momentum.placements == parameter.placements
+
+
+def part_of(name: str, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Returns this rank's part, of two."""
+    return tensor.chunk(2, 0 if name == "rows" else 1)[mesh.get_local_rank("tp")]
+
+
+@on_threads(4)
+def test_blockwise_takes_each_part_for_a_matrix():
+    mesh = mesh_of((2, 2), "dp", "tp")
+    shapes = {name: SHAPES[name] for name in ("rows", "columns")}
+    model = sharded(Springs(shapes).on(mesh["tp"]), mesh=mesh["dp"])
+    parts = nn.ParameterList()
+    for name, each in Springs(shapes).named_parameters():
+        parts.append(nn.Parameter(part_of(name, each.detach(), mesh).clone()))
+    expected = Muon(parts, **EXACT)
+    for number in range(3):
+        for part in parts:
+            part.grad = 2 * part.detach() - (0.5 - number)
+        expected.step()
+    pulled(model, [dist.get_rank() // 2], Muon(model, tensor_parallel="blockwise", **EXACT), 3)
+    for name, part in zip(shapes, parts, strict=True):
+        mine = part_of(name, wholes(model)[name], mesh)
+        torch.testing.assert_close(mine, part.detach(), rtol=1e-5, atol=1e-6)
+
+
+@on_processes(4)  # the counter knows no threads
+def test_heads_that_parts_hold_whole_do_not_travel_between_them():
+    mesh = mesh_of((2, 2), "dp", "tp")
+    plain = Springs({"rows": (8, 3)})
+    pulled(plain, [0, 1], Muon(plain, heads={"rows": 4}, **EXACT), 3)
+    model = sharded(Springs({"rows": (8, 3)}).on(mesh["tp"]), mesh=mesh["dp"], placement=sherd.Owned())
+    optimizer = Muon(model, heads={"rows": 4}, **EXACT)
+    pulled(model, [dist.get_rank() // 2], optimizer, 2)
+    (model(dist.get_rank() // 2 - 2)).backward()
+    with CommDebugMode() as counted:
+        optimizer.step()
+    assert counted.get_total_counts() == 0
+    close(model, plain)
+
+
+@on_threads(4)
+def test_heads_that_parts_cut_are_put_together():
+    mesh = mesh_of((2, 2), "dp", "tp")
+    plain = Springs({"rows": (9, 4)})
+    pulled(plain, [0, 1], Muon(plain, heads={"rows": 3}, **EXACT), 3)
+    model = sharded(Springs({"rows": (9, 4)}).on(mesh["tp"]), mesh=mesh["dp"])
+    pulled(model, [dist.get_rank() // 2], Muon(model, heads={"rows": 3}, **EXACT), 3)
+    close(model, plain)
+
+
+@pytest.mark.parametrize("sizes", [EVEN, ODD], ids=["even", "odd"])
+@pytest.mark.parametrize("kind", [Muon, torch.optim.Muon])
+@on_processes(4)
+def test_a_parallelized_model_trains_as_in_one_process(sizes, kind):
+    mesh = mesh_of((2, 2), "dp", "tp")
+    plain, model = built(sizes), tensor_parallel(built(sizes), mesh["tp"])
+    sharded(model, mesh=mesh["dp"])
+    given = []
+    for net in (plain, model):
+        if kind is Muon:
+            given.append(Muon(net, **EXACT))
+        else:
+            given.append(kind([each for each in net.parameters() if each.ndim == 2], lr=0.02))
+    for number in range(3):
+        step(plain, given[0], sizes, (number, 0), (number, 1))
+        step(model, given[1], sizes, (number, mesh.get_local_rank("dp")))
+    tolerance = 1e-4 if kind is Muon else 2e-3  # torch's Muon multiplies in bfloat16
+    assert_same(wholes(model), wholes(plain), rtol=tolerance, atol=tolerance)
+
+
+@on_threads(4)
+def test_what_cannot_be_put_together_is_named():
+    mesh = mesh_of((2, 2), "dp", "tp")
+    model = nn.Module()
+    model.kernel = nn.Parameter(distribute_tensor(torch.ones(4, 2, 4), mesh["tp"], [Shard(2)]))
+    model.wide = nn.Parameter(distribute_tensor(torch.ones(4, 2, 4, 2), mesh["tp"], [Shard(2)]))
+    sherd.fully_shard(model, mesh=mesh["dp"])
+    assert "wide is cut over tensor parallelism by" in one_line(OptimizerError, Muon, model)
+    Muon([model.kernel])
+    Muon(model, tensor_parallel="blockwise")
+    assert "Muon(tensor_parallel='half'): expected 'whole' or 'blockwise'" in one_line(
+        PolicyError, Muon, [model.kernel], tensor_parallel="half"
+    )
