@@ -29,7 +29,7 @@ NOT_CORE = (
     *("train/", "cli/", "interop/", "comm/host/"),
 )
 
-STOREYS = {"library": (), "tools": ("tools/",), "trainer": ("train/", "cli/")}
+STOREYS = {"library": (), "adapters": ("interop/",), "tools": ("tools/",), "trainer": ("train/", "cli/")}
 
 MOST_CODE_LINES = 60  # of a function
 
@@ -41,7 +41,8 @@ FIGURES = {
     "Any per 1,000 code lines": (7.8, 12.0),
     "isinstance per 1,000 code lines": (19.2, 20.0),
     "import cycles": (0, 0),
-    "lines of the library": (37100, 32000),
+    "lines of the library": (36578, 32000),
+    "lines of the adapters": (1500, 1500),
     "lines of the tools": (13200, 12000),
     "lines of the trainer": (7290, 6000),
     "files of a walk: forward": (16, 15),

@@ -56,7 +56,7 @@ def auto_shard(
         ModuleError: `model` or a chosen module is sharded already. Other errors are those of `fully_shard`.
     """
     require_module("auto_shard expects a module", model)
-    _check_arguments(fully_shard_args, "auto_shard")
+    check_arguments(fully_shard_args, "auto_shard")
     arguments: Kwargs = {**fully_shard_args}
     if policy is None or isinstance(policy, str):
         word = policy or "auto"
@@ -72,7 +72,7 @@ def auto_shard(
         chosen = choose(model, policy, ignored_params=arguments.get("ignored_params") or (), root_kwargs=arguments)
         for name, module in post_order(model):
             if module in chosen:
-                _check_arguments(chosen[module], f"the policy, for {name},")
+                check_arguments(chosen[module], f"the policy, for {name},")
         units = [UnitCall([module], of_unit) for module, of_unit in chosen.items() if not is_container(module)]
     # Checked here, since `fully_shard` would raise with half of the model sharded.
     ParameterOwnership.below([model], ())  # raises if torch's own FSDP has a part
@@ -91,7 +91,8 @@ def auto_shard(
 _TAKES = tuple(name for name in inspect.signature(fully_shard).parameters if name != "module")
 
 
-def _check_arguments(arguments: Mapping[str, object], who: str) -> None:
+def check_arguments(arguments: Mapping[str, object], who: str) -> None:
+    """Raise `PolicyTypeError` if `who` gives `fully_shard` an argument that it does not take."""
     unknown = [name for name in arguments if name not in _TAKES]
     if unknown:
         raise PolicyTypeError(

@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from sherd.api.joining import coordinated
 from sherd.api.module import optimizers_in, require_module
+from sherd.comm.failures import own_rank
 from sherd.engine import Unit, watcher
 from sherd.errors import CommError, GradientError, PolicyError, StateError, UnsupportedError
 from sherd.guard import Attempt, Coordinator, Failure, StepAborted
@@ -165,7 +165,7 @@ class GuardedStep:
         if error is not None:
             return False
         text = f"rank {failure.rank} could not finish a step: {failure.reason}. It is not skipped: {failure.obstacle}"
-        raise (GradientError if failure.rank == _own_rank() else CommError)(text) from None
+        raise (GradientError if failure.rank == own_rank() else CommError)(text) from None
 
     def _failure(self, error: BaseException | None, where: TracebackType | None) -> Failure | None:
         """Returns why all ranks give the step up, or None if they do not."""
@@ -204,7 +204,7 @@ class GuardedStep:
 
     def _fail_alone(self, reason: str) -> None:
         self._attempt.fail(reason)
-        raise StepAborted(Failure.of([_own_rank()], [self._attempt.report()]))
+        raise StepAborted(Failure.of([own_rank()], [self._attempt.report()]))
 
     def _skip(self, failure: Failure, has_raised: bool) -> None:
         self._skips.count(is_skipped=True)
@@ -212,7 +212,7 @@ class GuardedStep:
         first = int(self._units[0].mesh.mesh.mesh.flatten()[0])
         # A log record, not a warning: a filter that turns warnings into errors would make one rank alone raise.
         _log.log(
-            logging.WARNING if has_raised or _own_rank() in (first, failure.rank) else logging.INFO,
+            logging.WARNING if has_raised or own_rank() in (first, failure.rank) else logging.INFO,
             "all ranks have skipped a step, since rank %d could not finish it: %s. %d steps were skipped so far, "
             "%d in a row",
             failure.rank,
@@ -222,10 +222,6 @@ class GuardedStep:
         )
         if self._on_skip is not None:
             self._on_skip(self)
-
-
-def _own_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def step(

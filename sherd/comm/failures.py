@@ -39,6 +39,11 @@ def named(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
         raise unfinished(what, dist.get_process_group_ranks(group), error) from error
 
 
+def own_rank() -> int:
+    """Returns the rank of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def ranks_in_short(ranks: Sequence[int]) -> str:
     """Returns `ranks` in brackets; of more than 16 only the first, the last and the number."""
     return f"{list(ranks)}" if len(ranks) <= 16 else f"[{ranks[0]}, ..., {ranks[-1]}] ({len(ranks)} of them)"

@@ -17,13 +17,12 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from sherd._torch import spec_of
-from sherd.comm.failures import ranks_in_short
+from sherd.comm.failures import own_rank, ranks_in_short
 from sherd.comm.objects import all_gather_objects
 from sherd.engine import ShardedParameter
 from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError, SherdError
@@ -206,8 +205,6 @@ class MatrixOptimizer(Optimizer):
         # More than one where a unit at a time is stepped (`step_in_backward`).
         of_plan = _key_of(groups)
         plan = self._plans.get(of_plan)
-        if plan is not None:
-            self._raise_told(plan, plan.take_told())
         if plan is None or not plan.is_of(groups):
             plan = self._plans[of_plan] = _Plan(groups)
             if len(self._plans) > MOST_PLANS:
@@ -272,7 +269,11 @@ class MatrixOptimizer(Optimizer):
 
     def _step_all(self) -> None:
         """Step every parameter that has a gradient, without a closure and the hooks of optimizers."""
-        plan, groups = self._current_plan(), self.matrix_groups()
+        groups = self.matrix_groups()
+        # Not in `_current_plan`: `torch.optim.Muon` asks for a plan to see whether there can be one.
+        if (last := self._plans.get(_key_of(groups))) is not None:
+            self._raise_told(last, last.take_told())
+        plan = self._current_plan()
         directions = self._directions_here(plan, groups)
         updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
         self._compute(plan, groups, plan.here, directions, updates, {})
@@ -359,7 +360,7 @@ class MatrixOptimizer(Optimizer):
         """Raise if something is wrong on this rank, or if another rank told so."""
         wrong, index, error = plan.faults.take()
         if wrong:
-            raise error or self._failure(plan, wrong, index, dist.get_rank() if dist.is_initialized() else 0)
+            raise error or self._failure(plan, wrong, index, own_rank())
         read = [(ranks, each.read()) for ranks, each in told]
         for ranks, headers in [(ranks, ways[way]) for way in range(2) for ranks, ways in read if way < len(ways)]:
             for rank, (wrong, high, low, _) in zip(ranks, headers, strict=True):
@@ -382,15 +383,14 @@ class MatrixOptimizer(Optimizer):
 
     def _check_missing(self, plan: _Plan, ranks: Sequence[int], headers: Sequence[list[int]]) -> None:
         """Raise where one rank has no gradient of a parameter and another rank has one."""
-        lacking = [at for at, header in enumerate(headers) if header[1:3] != [0, 0]]
         if all(header == headers[0] for header in headers):
             return
-        at = min(lacking, key=lambda at: headers[at][1:3])
-        high, low = headers[at][1:3]
-        other = next(rank for rank, header in zip(ranks, headers, strict=True) if header != headers[at])
+        lacking, rank = min((header, rank) for header, rank in zip(headers, ranks, strict=True) if any(header))
+        other = next(each for header, each in zip(headers, ranks, strict=True) if header != lacking)
+        _, high, low, _ = lacking
         name = self._name_of(plan.parameters[high * 256 + low - 1])
         raise GradientError(
-            f"rank {ranks[at]} has no gradient of {name}, and rank {other} has gradients of other parameters; give all "
+            f"rank {rank} has no gradient of {name}, and rank {other} has gradients of other parameters; give all "
             "ranks gradients of the same ones"
         )
 
@@ -627,9 +627,10 @@ def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "", tensor_para
             f"{name} is a {type(parameter).__name__} that no unit of sherd holds; shard its module with fully_shard"
         )
     if record is not None and record.flat is not None:
+        inside = record.flat.names
         raise OptimizerError(
-            "a flat parameter holds matrices and vectors in one line; wrap with use_orig_params=True, so that the "
-            "optimizer sees each of them"
+            f"{', '.join(inside[:4])}{' and others' if len(inside) > 4 else ''} are one flat parameter, a vector: wrap "
+            "with use_orig_params=True, so that the optimizer sees each of them"
         )
     if len(parameter.shape) < 2:
         raise OptimizerError(
@@ -733,10 +734,7 @@ class _Plan:
         """
         headers = [(ring.ranks, each) for ring, each in told]
         if not told:
-            headers = [
-                ([dist.get_rank() if dist.is_initialized() else 0], each.expand(2, 1, HEADER))
-                for each in self.faults.of_devices()
-            ]
+            headers = [([own_rank()], each.expand(2, 1, HEADER)) for each in self.faults.of_devices()]
         now: list[tuple[list[int], Told]] = []
         later: list[tuple[list[int], Told]] = []
         for ranks, each in headers:

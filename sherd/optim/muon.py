@@ -10,14 +10,14 @@ import inspect
 import math
 import re
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from sherd.engine import ShardedParameter
+from sherd.engine import FlatParameter, ShardedParameter, Unit
 from sherd.errors import OptimizerError, PolicyError, PolicyTypeError
 from sherd.optim.flat import flatten_optimizer
 from sherd.optim.matrix import (
@@ -66,6 +66,8 @@ def not_hidden(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
 def left_to_adamw(model: nn.Module, rule: Rule = not_hidden) -> dict[str, str]:
     """Returns why each parameter of a model is left to AdamW, by its name: "" for those that Muon steps.
 
+    A flat parameter is left to AdamW if all parameters in it are.
+
     Raises:
         PolicyTypeError: the rule returns no text.
     """
@@ -73,10 +75,13 @@ def left_to_adamw(model: nn.Module, rule: Rule = not_hidden) -> dict[str, str]:
     left = dict.fromkeys(name_of_id.values(), "")
     for path, module in model.named_modules():
         for own, parameter in module.named_parameters(plain_name(path), recurse=False):
-            why = rule(own, module, parameter) if parameter.is_floating_point() else f"it is of {parameter.dtype}"
-            if not isinstance(why, str):
-                raise PolicyTypeError(f'Muon(rule=...) returned {why!r} for {own}: expected a reason, or ""')
-            left[name_of_id[id(parameter)]] = left[name_of_id[id(parameter)]] or why
+            if type(parameter) is not FlatParameter:
+                left[name_of_id[id(parameter)]] = left[name_of_id[id(parameter)]] or _why(rule, own, module, parameter)
+    flat: dict[int, list[str]] = defaultdict(list)
+    for record in (record for unit in Unit.below(model) for record in unit.parameters if record.flat is not None):
+        if (holder := record.holder()) is not None:
+            flat[id(record.optimizer_param)].append(_why(rule, record.name, holder, record.shard))
+    left |= {name_of_id[key]: reasons[0] if all(reasons) else "" for key, reasons in flat.items()}
     return left
 
 
@@ -320,6 +325,13 @@ class TorchMuonStep(Muon):
     def step_shards(self) -> None:
         """Step every parameter that has a gradient, without the hooks of optimizers, which run around torch's step."""
         MatrixOptimizer._step_all(self)
+
+
+def _why(rule: Rule, name: str, module: nn.Module, parameter: nn.Parameter) -> str:
+    why = rule(name, module, parameter) if parameter.is_floating_point() else f"it is of {parameter.dtype}"
+    if not isinstance(why, str):
+        raise PolicyTypeError(f'Muon(rule=...) returned {why!r} for {name}: expected a reason, or ""')
+    return why
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:

@@ -69,7 +69,7 @@ def axes_of(config: Config, num_ranks: int) -> Axes:
             f"the mesh {run.mesh} is for {axes.num_ranks} ranks, but there are {num_ranks}; start "
             f"{axes.num_ranks} processes, or give a --mesh of {num_ranks}"
         )
-    for rule in (_fits_experts, _fits_heads, _fits_context, _fits_layers, _fits_strategy, _fits_optimizer):
+    for rule in (_fits_experts, _fits_heads, _fits_context, _fits_layers, _fits_strategy):
         rule(axes, config)
     return axes
 
@@ -165,15 +165,6 @@ def _fits_strategy(axes: Axes, config: Config) -> None:
         raise InputError(
             f"shard.strategy = {strategy!r} does not go with the mesh's ep={axes.ep}: experts are sharded over other "
             "ranks than the rest; leave out ep, or take zero3 or hsdp"
-        )
-
-
-def _fits_optimizer(axes: Axes, config: Config) -> None:
-    cut = next((name for name in ("tp", "ep") if getattr(axes, name) > 1), None)
-    if config.optimizer.name == "muon" and cut:
-        raise InputError(
-            f"optimizer.name = 'muon' steps whole matrices, which the mesh's {cut}={getattr(axes, cut)} cuts; leave "
-            f"out {cut}, or take adamw"
         )
 
 

@@ -86,3 +86,20 @@ def test_what_is_wrong_in_the_first_step_raises_at_once_and_later_in_the_next_st
 def test_where_nothing_travels_the_owner_alone_raises_in_the_next_step(sim_world):
     told = [said for said, _ in sim_world(2).run(refused, "owned", "nan", 2).values]
     assert sorted(said[3] == NOTHING for said in told) == [False, True], told
+
+
+def refused_by_torchs() -> list[str]:
+    model, said = model_of("cut"), []
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+    for number in range(4):
+        backward(model)
+        if number == 2:
+            model[1].weight.grad.mul_(float("nan"))
+        said.append(one_line(SherdError, optimizer.step))
+    return said
+
+
+def test_steps_of_torchs_muon_raise_so_too(sim_world):
+    for said in sim_world(2).run(refused_by_torchs).values:
+        assert [each == NOTHING for each in said] == [True, True, True, False], said
+        assert "1.weight, computed on" in said[3]

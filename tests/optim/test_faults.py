@@ -8,14 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from sherd import MatrixOptimizer, Muon
+from sherd import CommPolicy, MatrixOptimizer, Muon, OnMesh, fully_shard, step
 from sherd.errors import CommError, GradientError, OptimizerError
 from tests.comm.test_shared_memory_deaths import ends
 from tests.optim.test_muon import stack
 from tests.support.comparing import whole_params
-from tests.support.ranks.bodies import on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.refusals import NOTHING, one_line
 from tests.support.sharding import sharded
 
@@ -164,3 +165,58 @@ def test_a_rank_that_is_killed_in_the_step_is_named():
     survivor, killed = ends(2, dies_in_the_step)
     assert killed.said == "killed"
     assert "the exchange of matrices among ranks [0, 1] failed on rank 0 with rank 1" in survivor.said
+
+
+@on_processes(2)
+def test_a_guarded_step_is_skipped_by_all_where_the_owner_alone_raises():
+    model = sharded(stack(), "owned", comm_policy=CommPolicy(divergence="join"))
+    ends = []
+
+    def function(matrices):
+        if matrices.shape[1:] == SHAPE and not ends:
+            ends.append(True)
+            return raising(matrices)
+        return matrices
+
+    optimizer, before, skipped = MatrixOptimizer(matrices_of(model), function, lr=0.1), whole_params(model), []
+    for _ in range(2):
+        with step(model, optimizer, undo_optimizer=True) as attempt:
+            backward(model)
+            optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(attempt.skipped)
+        if attempt.skipped:
+            for name, now in whole_params(model).items():
+                assert torch.equal(before[name], now), name
+    assert skipped == [True, False]
+
+
+def test_numbers_whose_sum_is_too_large_are_finite():
+    for dtype, size in ((torch.float32, 2e38), (torch.float16, 6e4)):
+        weight = nn.Parameter(torch.zeros(4, 4, dtype=dtype))
+        weight.grad = torch.full((4, 4), size, dtype=dtype)
+        MatrixOptimizer([weight], lambda matrices: matrices.clone(), lr=1.0).step()
+        assert (weight == -weight.grad).all()
+
+
+@on_threads(4)
+def test_a_fault_among_the_ranks_of_some_experts_raises_on_all_ranks():
+    """A rank of the small ring tells those that share only the large one."""
+    full = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"))
+    flat = init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    model = nn.Linear(6, 8, bias=False)
+    model.experts = nn.Parameter(torch.randn(3, 4, 4))
+    experts = model.experts
+    fully_shard(
+        model, mesh=flat, shard_placement_fn=lambda each: OnMesh(full["edp"], Shard(1)) if each is experts else Shard(0)
+    )
+
+    def function(matrices):
+        return matrices / 0 if matrices.shape[1:] == (4, 4) and dist.get_rank() < 2 else matrices
+
+    optimizer = MatrixOptimizer([model.weight, model.experts], function)
+    for parameter in (model.weight, model.experts):
+        parameter.grad = torch.ones_like(parameter)
+    said = all_said(one_line(OptimizerError, optimizer.step))
+    assert all("the update of experts, computed on rank " in each for each in said), said

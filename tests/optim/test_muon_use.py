@@ -12,7 +12,8 @@ from torch.distributed.tensor import Shard
 import sherd
 from sherd import CommPolicy, MatrixOptimizer, Muon, ShardingStrategy
 from sherd._torch import imagined_ranks
-from sherd.errors import GradientError
+from sherd.errors import GradientError, OptimizerError
+from sherd.optim.muon import not_hidden
 from tests.optim.test_muon import EXACT, assert_as_plain, batches, stack, trained
 from tests.support.checkpoints import load, save
 from tests.support.comparing import whole_params
@@ -204,3 +205,24 @@ def test_what_travels_has_the_dtype_of_the_wire(wire):
     for (name, found), expected in zip(whole_params(model).items(), plain.parameters(), strict=True):
         atol = 2e-3 if wire is torch.bfloat16 else 1e-6
         torch.testing.assert_close(found, expected, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@on_threads(2)
+def test_a_flat_parameter_is_left_to_adamw_if_all_in_it_are_and_else_refused_by_name():
+    """What is in it goes by the rule under its own name, in its own module."""
+    flat = {"front": "flat wrapper"}
+    asked: list[tuple[str, str, int]] = []
+
+    def rule(name, module, parameter):
+        asked.append((name, type(module).__name__, parameter.ndim))
+        return not_hidden(name, module, parameter)
+
+    vectors = sharded(nn.Sequential(nn.LayerNorm(4)), **flat)
+    assert "_flat_param  AdamW, since it has 1 dim" in repr(Muon(vectors, rule=rule))
+    assert [(name.split(".")[-1], kind, num_dims) for name, kind, num_dims in asked] == [
+        ("weight", "LayerNorm", 1),
+        ("bias", "LayerNorm", 1),
+    ]
+    mixed = sharded(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), units=[], **flat)
+    said = refusal(OptimizerError, Muon, mixed)
+    assert said.startswith("0.weight, 0.bias, 1.weight, 1.bias are one flat parameter, a vector: wrap with"), said

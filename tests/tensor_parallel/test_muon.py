@@ -11,9 +11,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 import sherd
 from sherd import Muon
 from sherd.errors import OptimizerError, PolicyError
+from tests.support import checkpoints
 from tests.support.comparing import assert_same
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.refusals import one_line
+from tests.tensor_parallel.test_checkpoints import made
 from tests.tensor_parallel.training import EVEN, ODD, Springs, built, mesh_of, sharded, step, tensor_parallel, wholes
 
 EXACT = {"lr": 0.02, "ns_dtype": torch.float32}
@@ -83,7 +85,67 @@ def part_of(name: str, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return tensor.chunk(2, 0 if name == "rows" else 1)[mesh.get_local_rank("tp")]
 
 
+@on_processes(
+    4, placements=["hfsdp", "hsdp_zero2", "zero1"]
+)  # full tensors of uneven parts, of which threads know less
+def test_replicas_that_own_pieces_of_parts_put_them_together(placements):
+    mesh = mesh_of((2, 1, 2), "replicate", "shard", "tp")
+    data = mesh["replicate", "shard"] if placements.startswith("h") else mesh["replicate"]
+    plain = Springs(SHAPES)
+    pulled(plain, [0, 1], Muon(plain, **EXACT), 3)
+    model = sharded(Springs(SHAPES).on(mesh["tp"]), mesh=data, placements=placements)
+    pulled(model, [dist.get_rank() // 2], Muon(model, **EXACT), 3)
+    close(model, plain)
+
+
+@on_processes(4)
+def test_axes_by_name_and_the_wrapper_put_parts_together_too():
+    mesh = mesh_of((2, 2), "dp", "tp")
+    plain = Springs(SHAPES)
+    pulled(plain, [0, 1], Muon(plain, **EXACT), 3)
+    on_both = sharded(Springs(SHAPES).on(mesh), mesh=mesh, dp_mesh_dims=sherd.DataParallelMeshDims(shard="dp"))
+    wrapped = sharded(Springs(SHAPES).on(mesh["tp"]), "wrapper", device_mesh=mesh["dp"])
+    for model in (on_both, wrapped):
+        pulled(model, [dist.get_rank() // 2], Muon(model, **EXACT), 3)
+        close(model, plain)
+
+
 @on_threads(4)
+def test_a_gradient_that_is_not_finite_raises_on_all_ranks_of_both_axes():
+    mesh = mesh_of((2, 2), "dp", "tp")
+    model = sharded(Springs({"rows": (7, 5)}).on(mesh["tp"]), mesh=mesh["dp"])
+    optimizer = Muon(model, **EXACT)
+    model(dist.get_rank() // 2).backward()
+    if dist.get_rank() == 3:
+        model.rows.grad.to_local().fill_(float("inf"))
+    before = wholes(model)
+    assert one_line(OptimizerError, optimizer.step).startswith("the update of rows, computed on rank ")
+    assert_same(wholes(model), before)
+
+
+def continued(shape, folder, number):
+    """Load what is in `folder`, take a step, save; the parameters after it."""
+    net, ranks = made(shape)
+    optimizer = Muon(net, **EXACT)
+    if number == 0:
+        net.load_state_dict(built(ODD).state_dict())
+    else:
+        checkpoints.load(net, optimizer, f"{folder}/{number}")
+    step(net, optimizer, ODD, *((number, rank) for rank in ranks))
+    checkpoints.save(net, optimizer, f"{folder}/{number + 1}")
+    return wholes(net)
+
+
+def test_training_goes_on_from_mesh_to_mesh_to_one_process_and_back(world, tmp_path):
+    plain, shapes = built(ODD), [(2, 2), (1, 4), None, (2, 2)]
+    optimizer = Muon(plain, **EXACT)
+    for number, shape in enumerate(shapes):
+        step(plain, optimizer, ODD, (number, 0), (number, 1))
+        for after in world(4 if shape else 1).run(continued, shape, str(tmp_path), number):
+            assert_same(after, wholes(plain), f" after a step on {shape}", rtol=1e-3, atol=1e-4)
+
+
+@on_processes(4)
 def test_blockwise_takes_each_part_for_a_matrix():
     mesh = mesh_of((2, 2), "dp", "tp")
     shapes = {name: SHAPES[name] for name in ("rows", "columns")}

@@ -65,6 +65,24 @@ def test_losses_norms_evaluation_and_sample_are_the_same_under_every_mesh(world,
             assert sample == alone[3], mesh
 
 
+def train_with_muon(configs):
+    _clear_sharding_prop_cache()
+    trainers = [trainer_of(config) for config in configs]
+    return [[each.step().loss for _ in range(each.config.run.steps)] for each in trainers]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_muon_has_the_same_losses_under_every_mesh(world, text, model):
+    """Its products are in float32 or bfloat16, as the CPU has units for them: then sums in another order show."""
+    meshes = ["", *MESHES[model]]
+    chosen = [config(text, mesh, model, steps=3) for mesh in meshes]
+    chosen = [replace(each, optimizer=replace(each.optimizer, name="muon")) for each in chosen]
+    (expected,) = world(1).run(train_with_muon, chosen[:1])[0]
+    for of_rank in world(4).run(train_with_muon, chosen[1:]):
+        for mesh, losses in zip(meshes[1:], of_rank, strict=True):
+            assert losses == pytest.approx(expected, rel=1e-3), mesh
+
+
 @pytest.mark.parametrize(
     ("model", "meshes"),
     [

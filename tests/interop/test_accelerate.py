@@ -1,0 +1,313 @@
+"""A program of Hugging Face's accelerate trains with sherd in place of FSDP2 as it does without a plugin."""
+
+import functools
+import importlib.metadata
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import sherd
+from sherd.errors import PolicyError, PolicyTypeError, StateError, UnsupportedError
+from sherd.interop.accelerate import in_place_of_fsdp2
+from tests.interop.clients import ROOT, Block, Net, Program, begun, inputs, random_numbers, recipe, run_recipe
+from tests.support.comparing import assert_same
+from tests.support.ranks.bodies import on_processes
+from tests.support.refusals import one_line
+
+accelerate = pytest.importorskip("accelerate")
+gather_object = pytest.importorskip("accelerate.utils").gather_object
+
+BLOCKS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+PLACEMENTS = [None, sherd.Flat(), sherd.Owned()]
+assert_close = functools.partial(assert_same, rtol=None, atol=None)
+
+
+def whole_run(plugin, **options):
+    """A training with all that accelerate offers beside it: figures, weights, outputs."""
+    with begun(plugin is not None, **options):
+        program = Program(plugin)
+        return program.train(stopped=5), program.weights(), program.evaluate()
+
+
+def sharded_run(folder, placement):
+    figures, weights, outputs = whole_run(BLOCKS, placement=placement)
+    with begun(placement=placement):
+        program = Program(BLOCKS)
+        accelerator, model = program.accelerator, program.model
+        program.train(stopped=5)
+        assert [type(module).__name__ for module in model.modules() if isinstance(module, sherd.FSDPModule)] == [
+            "FSDPNet",
+            *["FSDPBlock"] * 3,
+        ]
+        assert accelerator.unwrap_model(model) is model
+        number = torch.tensor([accelerator.process_index + 1.0])
+        assert accelerator.reduce(number).item() == sum(range(1, accelerator.num_processes + 1))
+        assert gather_object([accelerator.process_index]) == list(range(accelerator.num_processes))
+        state = accelerator.get_state_dict(model)
+        assert_close(state, weights if accelerator.is_main_process else {})
+        accelerator.save_model(model, folder)
+        accelerator.wait_for_everyone()
+        plain = Net()
+        accelerate.load_checkpoint_in_model(plain, folder)
+        with torch.no_grad():
+            torch.testing.assert_close(plain(inputs()), outputs)
+    return figures, weights, outputs
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_program_trains_evaluates_stops_and_saves_its_model_as_in_one_process(placement, num_ranks, world, tmp_path):
+    (expected,) = world(1).run(whole_run, None)
+    for found in world(num_ranks).run(sharded_run, str(tmp_path), placement):
+        assert_close(found, expected)
+
+
+def saved_run(folder, plugin, placement):
+    """Save between two steps; the figures that come then, and the random numbers."""
+    with begun(placement=placement):
+        program = Program(plugin)
+        program.train(stopped=2)
+        program.accelerator.save_state(folder)
+        numbers = random_numbers()
+        return program.train(2), program.weights(), numbers
+
+
+def resumed_run(folder, plugin, placement):
+    with begun(placement=placement):
+        program = Program(plugin)
+        program.accelerator.load_state(folder)
+        numbers = random_numbers()
+        return program.train(2), program.weights(), numbers
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize("num_ranks", [2, 1, 4])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_state_continues_on_as_many_ranks_and_on_others(kind, num_ranks, placement, world, tmp_path):
+    plugin = {**BLOCKS, "state_dict_type": kind}
+    expected = world(2).run(saved_run, str(tmp_path), plugin, placement)
+    found = world(num_ranks).run(resumed_run, str(tmp_path), plugin, placement)
+    for figures, weights, _ in found:
+        assert_close((figures, weights), expected[0][:2])
+    if num_ranks == 2:  # a rank's generators go on where they were
+        assert [numbers for *_, numbers in found] == [numbers for *_, numbers in expected]
+
+
+def half_precision(is_oracle):
+    import accelerate.accelerator as names
+
+    theirs = names.fsdp2_prepare_model
+    with begun():
+        if is_oracle:
+            names.fsdp2_prepare_model = theirs
+        program = Program(BLOCKS, "bf16")
+        assert {parameter.dtype for parameter in program.model.parameters()} == {torch.float32}
+        figures = program.train()
+        assert program.model(inputs()[:1]).dtype == torch.bfloat16
+        assert isinstance(program.model, sherd.FSDPModule) is not is_oracle
+        return figures
+
+
+def test_bf16_trains_as_under_fsdp2(world):
+    (found, *_), (expected, *_) = (world(2).run(half_precision, is_oracle) for is_oracle in (False, True))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-2, atol=2e-2)
+
+
+def differing():
+    """rank 0's weights on rank 0 alone, as transformers loads them."""
+    model = Net()
+    if torch.distributed.get_rank():
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, float("nan"))
+    return model
+
+
+def settings():
+    expected = whole_run(BLOCKS)
+    for more in (
+        {"activation_checkpointing": True},
+        {"reshard_after_forward": False},
+        {"cpu_offload": True},
+        {"min_num_params": 50, "auto_wrap_policy": "size_based_wrap", "transformer_cls_names_to_wrap": None},
+        {"auto_wrap_policy": None},
+    ):
+        assert_close(whole_run({**BLOCKS, **more}), expected)
+    for policy in ("auto", "pairs", sherd.wrap.ModuleWrapPolicy({nn.Linear})):
+        assert_close(whole_run({"reshard_after_forward": True}, policy=policy), expected)
+    with mock.patch("tests.interop.clients.Net", differing):
+        assert_close(whole_run({**BLOCKS, "cpu_ram_efficient_loading": True}), expected)
+    with begun():
+        program = Program({**BLOCKS, "ignored_modules": r"blocks\.1\..*"})
+        assert sorted(name for name, each in program.model.named_parameters() if type(each) is nn.Parameter) == [
+            "blocks.1.linear.bias",
+            "blocks.1.linear.weight",
+        ]
+
+
+def test_settings_of_the_plugin_and_arguments_are_kept_and_change_no_number(world):
+    world(2).run(settings)
+
+
+def compiled():
+    expected = whole_run(BLOCKS)
+    with begun():
+        program = Program(BLOCKS, more={"dynamo_backend": "eager"})
+        assert type(program.model).__name__ == "OptimizedModule"
+        assert isinstance(program.accelerator.unwrap_model(program.model, keep_torch_compile=False), sherd.FSDPModule)
+        assert_close((program.train(stopped=5), program.weights(), program.evaluate()), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo asks
+def test_a_model_that_accelerate_compiles_trains_as_otherwise(world):
+    world(2).run(compiled)
+
+
+def over_a_mesh():
+    config = accelerate.ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    with begun():
+        program = Program(BLOCKS, more={"parallelism_config": config})
+        assert program.model.head.weight.device_mesh.shape == (2, 2)
+        return program.train(stopped=5), program.weights()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Slicing a flattened dim:UserWarning")  # accelerate's way to its mesh
+def test_replicas_of_shards_train_as_in_one_process(world):
+    ((figures, weights, _),) = world(1).run(whole_run, None)
+    for found in world(4).run(over_a_mesh):
+        assert_close(found, (figures, weights))
+
+
+@on_processes(2)
+def test_a_model_that_is_sharded_already_is_left_as_it_is():
+    model = sherd.fully_shard(Net())
+    with begun():
+        program = Program(BLOCKS)
+        found = program.accelerator.prepare(model, torch.optim.SGD(model.parameters()))[0]
+    assert found is model
+    assert not any(isinstance(block, sherd.FSDPModule) for block in model.blocks)
+
+
+def test_one_process_without_a_launcher_is_not_sharded():
+    with begun():
+        assert type(Program(BLOCKS).model) is Net
+
+
+@on_processes(2)
+def test_a_model_may_come_without_an_optimizer():
+    with begun():
+        accelerator = Program(BLOCKS).accelerator
+        accelerator.free_memory()
+        model, data = accelerator.prepare(Net(), DataLoader(inputs(), batch_size=4))
+        assert isinstance(accelerator.prepare(Net()).blocks[0], sherd.FSDPModule)
+        assert len(accelerator._optimizers) == 0
+        with torch.no_grad():
+            assert_close(torch.cat([accelerator.gather_for_metrics(model(x)) for x in data]), Net()(inputs()))
+
+
+def refusals():
+    with begun():
+        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=1)
+        assert "write fsdp_version=2 in the plugin" in one_line(
+            PolicyError, accelerate.Accelerator, cpu=True, fsdp_plugin=plugin
+        )
+    with begun(False):
+        Program(BLOCKS)
+        assert "write in_place_of_fsdp2() above the first Accelerator" in one_line(StateError, in_place_of_fsdp2)
+
+
+def test_what_cannot_be_is_refused_in_one_line(world):
+    world(2).run(refusals)
+    assert "in_place_of_fsdp2 gives fully_shard cut, which it does not take" in one_line(
+        PolicyTypeError, in_place_of_fsdp2, cut=1
+    )
+    for policy in (False, "blocks", 3):
+        said = one_line(PolicyTypeError, in_place_of_fsdp2, policy)
+        assert f"in_place_of_fsdp2(policy={policy!r}): expected a policy of sherd.wrap" in said, policy
+    for version, words in (("1.14.2", "accelerate is 1.14.2, and 1.15 was tried"), (None, "accelerate is missing")):
+        gone = importlib.metadata.PackageNotFoundError("accelerate")
+        with mock.patch("importlib.metadata.version", side_effect=gone if version is None else [version]):
+            said = one_line(UnsupportedError, in_place_of_fsdp2)
+        assert words in said, said
+        assert "pip install 'accelerate==1.15.*'" in said
+
+
+def test_accelerate_has_its_own_names_back_at_the_end():
+    import accelerate.accelerator as names
+
+    before = {**vars(names), **vars(names.Accelerator)}
+    with in_place_of_fsdp2():
+        now = {**vars(names), **vars(names.Accelerator)}
+        changed = {name for name in before if before[name] is not now[name]}
+        assert changed == {"fsdp2_prepare_model", "AcceleratorState", "prepare", "_prepare_fsdp2"}
+    assert before == {**vars(names), **vars(names.Accelerator)}
+
+
+def recipe_of_accelerate(folder):
+    os.chdir(folder)
+    expected = Net()
+    with begun():
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        names = run_recipe(
+            "Accelerate",
+            model=model,
+            optimizer=optimizer,
+            scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1),
+            data=DataLoader(inputs(), batch_size=4),
+            loss_of=lambda model, batch: model(batch).square().mean(),
+        )
+        assert isinstance(names["model"], sherd.FSDPModule)
+        assert isinstance(names["model"].blocks[0], sherd.FSDPModule)
+        state = names["accelerator"].get_state_dict(model)
+        names["accelerator"].wait_for_everyone()
+        accelerate.load_checkpoint_in_model(expected, "out")
+        assert not state or state.keys() == expected.state_dict().keys()
+        assert_same({name: expected.get_parameter(name).data for name in state}, state)
+
+
+def test_the_program_of_the_docs_runs(world, tmp_path):
+    world(2).run(recipe_of_accelerate, str(tmp_path))
+
+
+LAUNCHED = """
+from sherd.interop.accelerate import in_place_of_fsdp2
+
+in_place_of_fsdp2()
+
+import accelerate
+import sherd
+import torch
+from tests.interop.clients import Net
+
+accelerator = accelerate.Accelerator()
+model = Net()
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+units = sum(isinstance(module, sherd.FSDPModule) for module in model.modules())
+accelerator.backward(model(torch.ones(2, 8, device=accelerator.device)).float().sum())
+optimizer.step()
+accelerator.print("units", units, accelerator.num_processes, accelerator.mixed_precision)
+accelerator.end_training()
+"""
+
+
+@pytest.mark.slow
+def test_accelerate_launch_takes_the_config_of_the_docs(tmp_path):
+    config = recipe("Accelerate", "yaml")
+    (tmp_path / "fsdp.yaml").write_text(config.replace("LlamaDecoderLayer", Block.__name__))
+    (tmp_path / "program.py").write_text(LAUNCHED)
+    words = ["-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file", "fsdp.yaml", "program.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "units 4 2 bf16\n", done.stderr
