@@ -734,7 +734,7 @@ class _Plan:
         """
         headers = [(ring.ranks, each) for ring, each in told]
         if not told:
-            headers = [([own_rank()], each.expand(2, 1, HEADER)) for each in self.faults.of_devices()]
+            headers = [([own_rank()], each.expand(2, 1, HEADER).contiguous()) for each in self.faults.of_devices()]
         now: list[tuple[list[int], Told]] = []
         later: list[tuple[list[int], Told]] = []
         for ranks, each in headers:
