@@ -42,7 +42,7 @@ def planned(config: Config, num_ranks: int) -> Plan:
     cluster = read_cluster("laptop" if device_to_plan(config) == "cpu" else "h100")
     title = f"{num_parameters:,} parameters, {axes}"
     compute_dtype = torch.bfloat16 if config.run.precision == "bf16" else None
-    training = model.training(config.data.context, OPTIMIZERS[TRAINED], compute_dtype)
+    training = model.training(config.data.context, OPTIMIZERS[TRAINED[config.optimizer.name]], compute_dtype)
     settings = as_configured(config, axes)
     try:
         return planned_on(training, cluster, mesh_of(vars(axes)), config.optimizer.batch, None, settings, title)

@@ -36,7 +36,8 @@ CODES = (
     "cannot be written"
 )
 YES_OR_NO = {"yes": True, "no": False}
-TRAINED = "adamw-fused"  # the optimizer of sherd train
+TRAINED = {"adamw": "adamw-fused", "muon": "muon"}
+"""The optimizers of sherd train, by the names in its configs."""
 
 
 def add_plan(commands: Any) -> None:
@@ -59,7 +60,7 @@ def add_plan(commands: Any) -> None:
     p.add_argument("--samples", type=int, metavar="N", help="of a step, over all ranks; unless told, one per rank")
     p.add_argument("--context", type=int, metavar="N", help="tokens of a sample; unless told, the model's own")
     p.add_argument("--precision", choices=("bf16", "fp32"), help="of forward and backward; bf16 unless a config tells")
-    p.add_argument("--optimizer", choices=OPTIMIZERS, default=TRAINED, help=f"{TRAINED} unless told")
+    p.add_argument("--optimizer", choices=OPTIMIZERS, help="adamw-fused unless told, or the config's")
     p.add_argument(
         "--limit", metavar="SIZE", help='memory of a device, as "60 GiB"; unless told, 95 %% of an accelerator'
     )
@@ -157,8 +158,10 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
         mesh, given = mesh_of(vars(axes)), as_configured(config, axes) | given
     if args.write is not None and config is None:
         raise InputError("--write needs a MODEL that is a config of sherd train")
-    if args.write is not None and args.optimizer != TRAINED:
-        raise InputError(f"--optimizer {args.optimizer}: --write is for sherd train, which steps {TRAINED}")
+    stepped = args.optimizer or TRAINED[config.optimizer.name if config else "adamw"]
+    if args.write is not None and stepped not in TRAINED.values():
+        said = f"--write is for sherd train, which steps {' or '.join(TRAINED.values())}"
+        raise InputError(f"--optimizer {stepped}: {said}")
     if args.context is not None:
         _require_context(args.model, model, args.context)
         if config is not None:
@@ -167,7 +170,7 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
     precision = args.precision or (config.run.precision if config else "bf16")
     dtype = torch.bfloat16 if precision == "bf16" else None
     num_data = mesh if isinstance(mesh, int) else mesh.num_data
-    training = model.training(context, OPTIMIZERS[args.optimizer], dtype)
+    training = model.training(context, OPTIMIZERS[stepped], dtype)
     samples = args.samples or (config.optimizer.batch if config else training.samples * num_data)
     try:
         return planned(training, cluster, mesh, samples, limit, given, Path(args.model).name), model
@@ -234,8 +237,6 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 def as_configured(config: Config, axes: Axes) -> dict[str, Any]:
     """Returns the settings of a run of sherd train. Raises InputError if a plan has none like them."""
     shard, run = config.shard, config.run
-    if config.optimizer.name != "adamw":
-        raise InputError(f"optimizer.name = {config.optimizer.name} is not planned; known is adamw")
     for name, known in (("strategy", STRATEGIES), ("placement", VALUES["placement"]), ("reshard", ("auto", "never"))):
         if getattr(shard, name) not in known:
             raise InputError(f"shard.{name} = {getattr(shard, name)} is not planned; known are {', '.join(known)}")
@@ -331,6 +332,7 @@ def configured(config: Config, made: Plan, context: int) -> Config:
         "precision": "fp32" if made.compute_dtype is None else "bf16",
     }
     tree["optimizer"] |= {
+        "name": "muon" if made.optimizer.is_muon else "adamw",
         "micro_batch": settings.micro_batch,
         "batch": settings.num_samples,
     }

@@ -12,6 +12,7 @@ tensor parallelism cuts a matrix first, its part on each rank is put together so
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,6 +33,13 @@ from sherd.optim.owners import MatrixWork, in_order, owners_of
 
 Batch = tuple[int, int, int]
 """How many matrices, and the rows and columns of each."""
+
+
+def work_of(batch: Batch) -> float:
+    """Returns the work of a function of whole matrices, up to a factor: that of an iteration of Newton-Schulz."""
+    number, *sides = batch
+    less, more = sorted(sides)
+    return number * less * less * (2 * more + less)
 
 
 @dataclass(frozen=True)
@@ -79,12 +87,12 @@ class Ring:
         self.ranks = [rank for part in zip(*lines, strict=True) for rank in part]
         own = 0 if across is None else across.own
         self.rank = own * len(ranks) + mesh.shard_rank * mesh.num_replicas + mesh.replica
-        self.holders: list[Holder] = [
+        self.holders: tuple[Holder, ...] = tuple(
             (part, mesh.pieces_of(shard)[replica if mesh.shards_replicas else 0])
             for part in range(len(lines[0]))
             for shard in range(mesh.num_shards)
             for replica in range(mesh.num_replicas)
-        ]
+        )
 
     def axes_of(self, mesh: DeviceMesh) -> list[int]:
         """Returns the axes of a mesh whose ranks these are, the slowest first as they are numbered here."""
@@ -180,9 +188,8 @@ class MatrixItem:
 
     @property
     def flops(self) -> float:
-        """The work of a function of whole matrices, up to a factor."""
-        _, rows, columns = self.batch
-        return self.numel * min(rows, columns)
+        """`work_of` the matrices."""
+        return work_of(self.batch)
 
     def held(self, holder: Holder) -> Extent:
         """Returns the elements of a holder's flattened gradient that belong to the matrices."""
@@ -231,6 +238,21 @@ class PieceRows:
         return whole.view(self.view).narrow(1, self.start, self.length)
 
 
+# Ranks may be thousands, and equal blocks are cut alike.
+@functools.lru_cache(256)
+def numels_of(parts: tuple[Part, ...], holders: tuple[Holder, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns how many elements of the gradients of some matrices each of the holders has, and of the matrices."""
+    by_holder = [(parts[at], piece) for at, piece in holders]
+    gradients = tuple(part.held(part.cut, piece).numel for part, piece in by_holder)
+    return gradients, tuple(part.held(part.update_cut, piece).numel for part, piece in by_holder)
+
+
+@functools.lru_cache(256)
+def _borders(cut: Cut) -> frozenset[int]:
+    runs = [run_of(cut, piece) for piece in range(cut.num_ranks)]
+    return frozenset(end for run in runs for end in (run.start, run.stop))
+
+
 def run_of(cut: Cut, piece: int) -> Extent:
     """Returns the elements of a flattened tensor that are in a piece, of a cut whose pieces are consecutive."""
     rows, inner = cut.piece(piece), cut.view[2]
@@ -251,10 +273,8 @@ def items_of(index: int, batch: Batch, cut: Cut, update_cut: Cut) -> list[Matrix
     if not size:
         return []
     borders = {0, number}
-    for piece in range(cut.num_ranks if max(cut.view[0], update_cut.view[0]) == 1 else 0):
-        run = run_of(cut, piece)
-        # The first and the last matrix of a run may be shared with its neighbours.
-        borders |= {run.start // size, -(-run.start // size), run.stop // size, -(-run.stop // size)}
+    for end in _borders(cut) if max(cut.view[0], update_cut.view[0]) == 1 else ():
+        borders |= {end // size, -(-end // size)}  # the last matrix of a run may be shared with its neighbour
     items = []
     for first, last in pairwise(sorted(borders)):
         some, elements = (last - first, rows, columns), Extent(first * size, (last - first) * size)
@@ -298,7 +318,8 @@ def with_owners(items: Sequence[MatrixItem], ring: Ring) -> list[MatrixItem]:
     """
     works, ranks = [], range(len(ring.ranks))
     for item in items:
-        holders = [rank for rank in ranks if item.has_all(ring.holders[rank])]
+        numels, _ = numels_of(item.parts, ring.holders)
+        holders = [rank for rank in ranks if numels[rank] == item.numel]
         works.append(MatrixWork(item.flops, item.numel, holders or ranks))
     owners = owners_of(works, len(ranks))
     for _, of_parameter in groupby(range(len(items)), key=lambda number: items[number].index):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import groupby
 from math import prod
@@ -41,7 +41,9 @@ from sherd.optim.exchange import (
     TensorAxis,
     items_of,
     joined_items_of,
+    numels_of,
     with_owners,
+    work_of,
 )
 from sherd.optim.faults import FUNCTION, GRADIENT, HEADER, NOT_FINITE, StepFaults, Told, header_of
 from sherd.optim.matrix_state import Home, MatrixState
@@ -60,7 +62,7 @@ MOST_PLANS = 512
 """A plan holds its parameters, which a user may have taken out of the optimizer since."""
 
 BUCKET_BYTES = 32 << 20
-"""The most that a rank sends in one exchange, unless one matrix is larger."""
+"""The most that a rank sends in one exchange, unless that gives some ranks nothing to compute."""
 
 
 class MatrixOptimizer(Optimizer):
@@ -278,6 +280,11 @@ class MatrixOptimizer(Optimizer):
                 self._plans.popitem(last=False)
         return plan
 
+    @property
+    def flops_of_ranks(self) -> Mapping[int, float]:
+        """What each rank computes of matrices that have one owner, by `MatrixItem.flops`."""
+        return self._plan_of(self.matrix_groups()).flops
+
     # What a subclass may do otherwise
 
     def directions(
@@ -346,15 +353,7 @@ class MatrixOptimizer(Optimizer):
             self._move_states(plan, groups)
         directions = self._directions_here(plan, groups)
         updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
-        whole = {
-            item: directions[item.index][held.start : held.stop].view(item.batch).to(plan.computes_on(item.index))
-            for item, held in plan.here
-            if item.index in directions
-        }
-        of_item = self._computed(plan, groups, whole)
-        for item, held in plan.here:
-            if item in of_item:
-                updates[item.index].append((held, of_item[item].reshape(-1)))
+        self._compute(plan, groups, plan.here, directions, updates, {})
         now = plan.keep_told(self._exchange(plan, groups, directions, updates))
         if now is not None:
             self._raise_told(plan, now)
@@ -396,6 +395,28 @@ class MatrixOptimizer(Optimizer):
             return {}
         return directions
 
+    def _compute(
+        self,
+        plan: _Plan,
+        groups: Sequence[Group],
+        here: Sequence[tuple[MatrixItem, Extent]],
+        directions: Mapping[int, torch.Tensor],
+        updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
+        whole: Mapping[MatrixItem, torch.Tensor],
+        is_void: torch.Tensor | None = None,
+    ) -> dict[MatrixItem, torch.Tensor]:
+        """Returns the updates of `whole`, and of items that are `here`, and notes the latter in `updates`."""
+        at_home = {
+            item: directions[item.index][held.start : held.stop].view(item.batch).to(plan.computes_on(item.index))
+            for item, held in here
+            if item.index in directions
+        }
+        computed = self._computed(plan, groups, {**whole, **at_home}, is_void)
+        for item, held in here:
+            if item in computed:
+                updates[item.index].append((held, computed[item].reshape(-1)))
+        return computed
+
     def _exchange(
         self,
         plan: _Plan,
@@ -408,19 +429,19 @@ class MatrixOptimizer(Optimizer):
         Returns:
             The headers that came there, unless gradients were there, and back, [2 or 1, ranks, HEADER], of each bucket.
         """
-        there = [self._there(bucket, directions, plan.faults) for bucket in plan.buckets[:1]]
+        there = deque(self._there(bucket, directions, plan.faults) for bucket in plan.buckets[:1])
         headers, back = [], []
         for number, bucket in enumerate(plan.buckets):
             if number + 1 < len(plan.buckets):
                 there.append(self._there(plan.buckets[number + 1], directions, plan.faults))
-            whole, header = bucket.whole(there[number])
+            whole, header = bucket.whole(there.popleft())
             headers.append(header)
             # Where the host does not read the headers in time.
             is_void = None if len(header) == 0 or header.device.type == "cpu" else (header != header[0]).any()
             # Of matrices without a gradient nothing is computed or kept.
             idle = {item: torch.zeros_like(each) for item, each in whole.items() if item.index not in directions}
             stepped = {item: each for item, each in whole.items() if item not in idle}
-            computed = idle | self._computed(plan, groups, stepped, is_void)
+            computed = idle | self._compute(plan, groups, bucket.here, directions, updates, stepped, is_void)
             back.append(bucket.exchange.back(computed, plan.faults.header(bucket.header)))
         told = []
         for bucket, header, moving in zip(plan.buckets, headers, back, strict=True):
@@ -723,7 +744,7 @@ def own_gradients(parameters: Sequence[tuple[torch.Tensor, int]]) -> None:
             whole_on_ranks = number % record.mesh.num_shards == 0 and height * number == record.shape[0]
             if number == 1 or not whole_on_ranks:
                 copies = tuple(map(tuple, record.mesh.copies_of_shards()))
-                by_ranks[copies].append((record, number * height * width * min(height, width)))
+                by_ranks[copies].append((record, work_of((number, height, width))))
     for copies, records in by_ranks.items():
         ranks = range(len(copies))
         owners = owners_of([MatrixWork(flops, record.shape.numel(), ranks) for record, flops in records], len(ranks))
@@ -875,8 +896,10 @@ class _Plan:
         self._has_begun = False
         self.homes: dict[int, Home] = {}
         """Where the states of parameters lie, by their numbers. A parameter without elements has none."""
+        self.flops: dict[int, float] = defaultdict(float)
+        """What each rank computes, by `MatrixItem.flops`, of matrices that have one owner."""
         self.here: list[tuple[MatrixItem, Extent]] = []
-        """Items that this rank computes by itself, with their elements in the local tensor."""
+        """Items that this rank computes by itself, with their elements in the local tensor, before others travel."""
         self.buckets: list[_Bucket] = []
         self.faults = StepFaults()
         self._told: list[tuple[list[int], Told]] = []
@@ -909,7 +932,7 @@ class _Plan:
         """
         headers = [(ring.ranks, each) for ring, each in told]
         if not told:
-            headers = [([own_rank()], each.expand(2, 1, HEADER)) for each in self.faults.of_devices()]
+            headers = [([own_rank()], each.expand(2, 1, HEADER).contiguous()) for each in self.faults.of_devices()]
         now: list[tuple[list[int], Told]] = []
         later: list[tuple[list[int], Told]] = []
         for ranks, each in headers:
@@ -994,23 +1017,37 @@ class _Plan:
 
     def _divide(self, ring: Ring, items: Sequence[MatrixItem]) -> None:
         """Put the items that travel into buckets, each of one dtype, whose gradients travel, or do not."""
-        open_buckets: dict[tuple[bool, torch.dtype], tuple[list[MatrixItem], int]] = {}
+        travelers: dict[tuple[bool, torch.dtype], list[tuple[float, MatrixItem]]] = defaultdict(list)
+        here, begins = list[tuple[float, MatrixItem]](), list[tuple[float, _Bucket]]()
         for item in items:
-            self._owners[item.index].add(ring.ranks[item.owner])
-            if [rank for rank, holder in enumerate(ring.holders) if item.updated(holder).numel] == [item.owner]:
-                if item.owner == ring.rank:
-                    self.here.append((item, item.held(ring.holders[ring.rank])))
-                continue
-            at_owner = item.has_all(ring.holders[item.owner])
-            (self._owned if at_owner else self._traveling).add(item.index)
-            local = local_part(self.parameters[item.index])
-            key, nbytes = (at_owner, local.dtype), item.numel * local.element_size()
-            bucket, filled = open_buckets.get(key, ([], 0))
-            if bucket and filled + nbytes > BUCKET_BYTES * len(ring.ranks):
-                self.buckets.append(_Bucket(bucket, ring, key[1]))
-                bucket, filled = [], 0
-            open_buckets[key] = [*bucket, item], filled + nbytes
-        self.buckets += [_Bucket(bucket, ring, key[1]) for key, (bucket, _) in open_buckets.items()]
+            owner = ring.ranks[item.owner]
+            self._owners[item.index].add(owner)
+            numels = numels_of(item.parts, ring.holders)
+            if [rank for rank, numel in enumerate(numels[1]) if numel] != [item.owner]:
+                at_owner = numels[0][item.owner] == item.numel
+                (self._owned if at_owner else self._traveling).add(item.index)
+                dtype = local_part(self.parameters[item.index]).dtype
+                travelers[at_owner, dtype].append((self.flops[owner], item))
+            elif item.owner == ring.rank:
+                here.append((self.flops[owner], item))
+            self.flops[owner] += item.flops
+        longest = max((item.flops for item in items), default=0.0)
+        for (_, dtype), waiting in travelers.items():
+            bucket, filled, begun = list[MatrixItem](), 0, 0.0  # when owners come to it
+            # In the order in which owners come to them, and as many as keep each owner busy: a rank that computes
+            # nothing in a bucket waits for those that do (test_every_rank_computes_in_every_bucket_but_the_last).
+            for start, item in sorted(waiting, key=lambda each: each[0]):
+                nbytes = item.numel * dtype.itemsize
+                if filled + nbytes > BUCKET_BYTES * len(ring.ranks) and start >= begun + longest:
+                    begins.append((begun, _Bucket(bucket, ring, dtype)))
+                    bucket, filled, begun = [], 0, start
+                bucket.append(item)
+                filled += nbytes
+            begins.append((begun, _Bucket(bucket, ring, dtype)))
+        self.buckets += [bucket for _, bucket in begins]
+        for start, item in here:  # in its turn, as no other rank is to wait until all of these are computed
+            in_turn = [bucket.here for begun, bucket in begins if begun <= start]
+            (in_turn[-1] if in_turn else self.here).append((item, item.held(ring.holders[ring.rank])))
 
 
 _Local = dict[int, torch.Tensor]
@@ -1047,6 +1084,8 @@ class _Bucket:
         self.exchange = Exchange(items, ring)
         part, piece = ring.holders[ring.rank]
         self._numels = {item.index: item.parts[part].cut.local_numel(piece) for item in items}
+        self.here: list[tuple[MatrixItem, Extent]] = []
+        """Items that this rank computes by itself, together with those of the bucket."""
         self.header = torch.empty(0)
         self._missing: list[int] | None = None
 

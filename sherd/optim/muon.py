@@ -323,8 +323,11 @@ class Muon(MatrixOptimizer):
         """Returns the matrices, orthogonalised, and for NorMuon with rows that are divided."""
         dtype = self._ns_dtype or computes_in(matrices.device)
         coefficients = coefficients_of(group["ns_coefficients"], group["ns_steps"])
-        update = orthogonalized(matrices, coefficients, group["eps"], dtype)
+        update = orthogonalized(matrices, coefficients, group["eps"], dtype, self._is_host(matrices.device))
         return update if state is None else with_even_rows(update, state["second_momentum_buffer"], group["beta2"])
+
+    def _is_host(self, device: torch.device) -> bool:
+        return device.type == "cpu"
 
     def travels_in(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         """Returns `wire_dtype`, else the dtype of the products where that is smaller and all ranks have the same.

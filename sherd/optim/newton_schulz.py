@@ -79,7 +79,7 @@ def _numbers(given: object) -> list[Coefficients]:
 
 
 def orthogonalized(
-    matrices: torch.Tensor, coefficients: Sequence[Coefficients], eps: float, dtype: torch.dtype
+    matrices: torch.Tensor, coefficients: Sequence[Coefficients], eps: float, dtype: torch.dtype, in_cache: bool = True
 ) -> torch.Tensor:
     """Returns nearly orthogonal matrices: of each matrix, the singular vectors with singular values near 1.
 
@@ -88,11 +88,12 @@ def orthogonalized(
         coefficients: a, b and c of each iteration.
         eps: the least norm that a matrix is divided by.
         dtype: the dtype that the iteration computes in.
+        in_cache: iterate as few matrices together as a CPU's cache holds, for which the sizes are chosen.
 
     Returns:
         A tensor of the same shape, of `dtype`.
     """
-    if matrices.device.type != "cpu" or not matrices.numel():
+    if not in_cache or not matrices.numel():
         return _iterated(matrices.to(dtype), coefficients, eps)
     together = CACHED_BYTES // (matrices[0].numel() * dtype.itemsize)
     # One by one as torch does, to the bit: baddbmm rounds some tiny matrices otherwise, also in a batch of one.

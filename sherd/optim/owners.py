@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +30,18 @@ def owners_of(works: Sequence[MatrixWork], num_ranks: int) -> list[int]:
     """Returns the number of the rank that computes each of `works`.
 
     The longest first, each to the candidate that is loaded least (Graham 1969, "Bounds on multiprocessing timing
-    anomalies"): the most loaded rank has at most 4/3 of the least possible. Works with one candidate are given first.
+    anomalies"): the most loaded rank has at most 4/3 of the least possible. Works that few ranks may compute are given
+    first. If others go to any rank, they do too where their own would have more than the mean.
     """
     flops, nbytes = [0.0] * num_ranks, [0] * num_ranks
-    owners = [0] * len(works)
-    order = sorted(range(len(works)), key=lambda i: (len(works[i].candidates) > 1, -works[i].flops, -works[i].nbytes))
-    for index in order:
+    owners, ranks = [0] * len(works), range(num_ranks)
+    is_free = [len(work.candidates) == num_ranks for work in works]
+    most = sum(work.flops for work in works) / num_ranks if any(is_free) else inf
+    for index in sorted(range(len(works)), key=lambda i: (is_free[i], -works[i].flops, -works[i].nbytes)):
         work = works[index]
         owner = min(work.candidates, key=lambda rank: (flops[rank], nbytes[rank], rank))
+        if flops[owner] + work.flops > most:
+            owner = min(ranks, key=lambda rank: (flops[rank], nbytes[rank], rank))
         flops[owner] += work.flops
         nbytes[owner] += work.nbytes
         owners[index] = owner

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard
 
 import sherd
 from sherd import CommPolicy, MatrixOptimizer, Muon, ShardingStrategy
+from sherd._torch import imagined_ranks
 from sherd.errors import GradientError, OptimizerError
 from sherd.optim.muon import not_hidden
 from tests.optim.test_muon import EXACT, assert_as_plain, batches, stack, trained
@@ -20,6 +21,11 @@ from tests.support.meshes import mesh_of
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.refusals import refusal
 from tests.support.sharding import sharded
+
+
+def deep() -> nn.Sequential:
+    """More matrices of one shape than there are ranks."""
+    return nn.Sequential(*stack()[:2], *(nn.Linear(7, 7) for _ in range(7)))
 
 
 def narrow() -> nn.Sequential:
@@ -152,11 +158,29 @@ def test_models_on_different_meshes_share_an_optimizer():
         assert_as_plain(model, plain)
 
 
+def test_every_rank_computes_in_every_bucket_but_the_last(monkeypatch):
+    monkeypatch.setattr("sherd.optim.matrix.BUCKET_BYTES", 16)
+    for front in ("shard", "flat"):
+        computed = []
+        for rank in range(4):
+            with imagined_ranks(4, rank):
+                model = sharded(nn.Sequential(*(block for _ in range(4) for block in deep())), front)
+                optimizer = Muon(model, lr=0.02)
+                plan = optimizer._plan_of(optimizer.matrix_groups())
+                assert not plan.here
+                of_bucket = [[*each.exchange.own, *(item for item, _ in each.here)] for each in plan.buckets]
+                computed.append([sum(item.flops for item in items) for items in of_bucket])
+        by_bucket = list(zip(*computed, strict=True))
+        assert len(by_bucket) > 5
+        for flops in by_bucket[:-1]:
+            assert 2 * min(flops) > max(flops) > 0, front
+
+
 @on_threads(2, 3, front=["shard", "flat"])
 def test_matrices_travel_in_several_buckets(front, monkeypatch):
     monkeypatch.setattr("sherd.optim.matrix.BUCKET_BYTES", 16)
-    assert_trains_as_plain(stack, front)
-    model = sharded(stack(), front)
+    assert_trains_as_plain(deep, front)
+    model = sharded(deep(), front)
     optimizer = Muon(model, lr=0.02, **EXACT)
     assert len(optimizer._plan_of(optimizer.matrix_groups()).buckets) > 1
     model(torch.ones(2, 5)).square().mean().backward()

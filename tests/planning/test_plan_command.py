@@ -250,6 +250,22 @@ def test_a_run_is_planned_as_it_was_configured_and_so_compares_with_its_record(f
     assert "shard.placement = whole is not planned" in refusal(capsys, "plan", run, "--ranks", 2)
 
 
+def test_muon_is_planned_by_its_name_or_a_config_with_half_of_the_state_and_may_be_written(files, capsys):
+    words = files / "train.toml", "--cluster", "laptop", "--ranks", 2, "--micro-batch", 4
+    written = files / "muon.toml"
+    out = said(capsys, *words, "--optimizer", "muon", "--write", written)
+    assert "of what travels in it is hidden" in out
+    assert Config.of(read_tree(str(written))).optimizer.name == "muon"
+    by_config, adamw, muon = (
+        json.loads(said(capsys, *of, *words[1:], "--placement", "shard", "--strategy", "auto", "--json"))
+        for of in ([written], [words[0]], [words[0], "--optimizer", "muon"])
+    )
+    assert by_config["peak"] == muon["peak"]
+    assert muon["peak"]["by_kind"]["optimizer state"] < 0.6 * adamw["peak"]["by_kind"]["optimizer state"]
+    assert "sent_bytes" in muon
+    assert sum(muon["sent_bytes"].values()) > sum(adamw["sent_bytes"].values())
+
+
 def test_a_strategy_that_shards_is_given_a_mesh_that_shards_and_replicas_alone_are_not_called_sharded(files, capsys):
     words = files / "train.toml", "--cluster", "laptop", "--ranks", 2
     assert json.loads(said(capsys, *words, "--strategy", "zero3", "--json"))["settings"]["mesh"]["shard"] == 2

@@ -176,7 +176,8 @@ def _resting(runtime: Runtime, optimizer: torch.optim.Optimizer, limit: int) -> 
     """Yields lines if the memory between forward and backward is above the limit already, under any other settings."""
     mesh, groups = runtime.root.mesh, [weights.group for unit in runtime.units for weights in unit.weights]
     parameters = sum(group.shard_buffer.nbytes for group in groups if not group.is_offloaded)
-    gradients = 0 if any(group.is_offloaded for group in groups) else sum(sum(stepped(unit)) for unit in runtime.units)
+    sizes = [nbytes for unit in runtime.units for _, nbytes in stepped(unit)]
+    gradients = 0 if any(group.is_offloaded for group in groups) else sum(sizes)
     states = gradients * optimizer_of(optimizer).states
     total = parameters + gradients + states
     if total <= limit:

@@ -15,7 +15,7 @@ from sherd.tools.simulate.goodput import Faults, goodput
 from sherd.tools.simulate.predict import Prediction
 from sherd.tools.simulate.search import Outcome, SearchResult
 from sherd.tools.simulate.settings import AXES, Settings
-from sherd.tools.simulate.timeline import Advice
+from sherd.tools.simulate.timeline import Advice, Lane, Timeline
 from sherd.units import in_bytes, in_seconds, three_digits
 
 WIDTH = 100
@@ -102,6 +102,7 @@ def lines_of(
     lanes = {lane.replace("all-gather", gathered): seconds for lane, seconds in timeline.exposed.items()}
     waits = [f"{in_seconds(seconds)} for {lane}" for lane, seconds in lanes.items()]
     yield f"waits       {', '.join(waits) or 'none'}"
+    yield from _of_optimizer(timeline)
     sent = [f"{in_bytes(nbytes)} {link}" for link, nbytes in prediction.sent.items()]
     yield f"sends       {', '.join(sent) or 'nothing'}, each rank in a step"
     cost, per = cost_of(prediction)
@@ -133,6 +134,16 @@ def lines_of(
     if found is not None and found.fits:
         yield "\nwhy, and what the next best would be"
         yield from _reasons(found)
+
+
+def _of_optimizer(timeline: Timeline) -> Iterator[str]:
+    """Yields the line on the step of an optimizer whose matrices travel."""
+    travel = [span for span in timeline.spans if span.lane is Lane.MATRICES]
+    if travel:
+        seconds = timeline.seconds - min(span.start for span in timeline.spans if span.name == "optimizer")
+        hidden = 1 - timeline.exposed.get(Lane.MATRICES.value, 0.0) / sum(span.end - span.start for span in travel)
+        share = f"{seconds / timeline.seconds:.1%} of the step"
+        yield f"optimizer   {in_seconds(seconds)}, {share}; {hidden:.0%} of what travels in it is hidden"
 
 
 def lines_of_advice(advice: Sequence[Advice]) -> Iterator[str]:

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from math import floor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -46,14 +46,19 @@ from sherd.tools.simulate.costs import op_seconds
 from sherd.tools.simulate.play import Stage
 from sherd.tools.simulate.predict import Prediction, RankWork, predict, predict_pipeline
 from sherd.tools.simulate.search import IMPOSSIBLE, Outcome
-from sherd.tools.simulate.segments import Part, parts_of, read_outside
+from sherd.tools.simulate.segments import OptimizerPart, Part, parts_of, parts_of_step, read_outside
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import Optimizer, Sharded
 from sherd.tools.simulate.transform import checkpointed, scaled
-from sherd.tools.simulate.work import RankGroup, Work
+from sherd.tools.simulate.work import Event, RankGroup, Work
+
+if TYPE_CHECKING:
+    from sherd.tools.plan.matrices import StepOfMatrices
 
 NOT_OF_SHARDING = ("checkpointing", "recompute", "offload", "micro_batch", "micro_batches")
 """Settings that decide nothing about sharding."""
+NOT_OF_CUTS = (*NOT_OF_SHARDING, "reshard", "prefetch")
+"""Settings that decide nothing about how parameters are cut."""
 ACCUMULATING = ("zero1", "ddp")
 """Strategies that keep whole gradients from one micro-batch to the next, with `sherd.accumulate`."""
 MOST_PLAYED = 512
@@ -97,14 +102,22 @@ class Planner:
 
     A rough planner, for a search, reads the model with one batch only and scales its work for other sizes. It shards
     the model once for all prefetch depths and numbers of replicas, and takes every pipeline for one of two stages. A
-    planner `like` this one, whose model has more or fewer of the same blocks, lends its sharded models.
+    planner `like` this one, whose model has more or fewer of the same blocks, lends its sharded models. Of the step of
+    matrices of the `whole` model this one, with fewer blocks, counts as large a share as it has of the blocks.
     """
 
     def __init__(
-        self, training: Training, cluster: Cluster, is_rough: bool = False, like: Planner | None = None
+        self,
+        training: Training,
+        cluster: Cluster,
+        is_rough: bool = False,
+        like: Planner | None = None,
+        whole: Planner | None = None,
     ) -> None:
+        self._whole = whole or self
         self.training, self.cluster, self._is_rough = training, cluster, is_rough
-        self._lender = like or self
+        # Muon gives the matrices of each block to other ranks, so that no block stands for all.
+        self._lender = self if like is None or training.optimizer.is_muon else like
         # Caches of one planner: a cache on the class would keep all planners and their models alive.
         self._read = cache(self._read_once)
         self._any_read: dict[Mesh, Work] = {}
@@ -113,6 +126,8 @@ class Planner:
         self._sharded = cache(self._shard_once)
         self._thin = cache(self._shard_thin)
         self._thinned = cache(self._thin_out)
+        self._step = cache(self._read_step)
+        self._matrices = cache(self._cut_step)
         self._parts: dict[Hashable, tuple[Part, ...]] = {}
         self._of_stage = cache(self._stage_planner)
 
@@ -173,10 +188,8 @@ class Planner:
 
     def _rank_work(self, settings: Settings) -> RankWork:
         work_key = settings.micro_batch, _without_data(settings.mesh), settings.checkpointing, settings.recompute
-        usual = Settings(settings.mesh)
-        of_sharding = replace(settings, **{name: getattr(usual, name) for name in NOT_OF_SHARDING})
         work = self._work(*work_key)
-        sharded = self._sharded(of_sharding)
+        sharded = self._sharded(_usual(settings, NOT_OF_SHARDING))
         parts_key = work_key, sharded.cuts, settings.wrapping
         if parts_key not in self._parts:
             device = self.cluster.device
@@ -186,8 +199,12 @@ class Planner:
                 raise ArgumentError("wrapping", repr(settings.wrapping), said)
             self._parts[parts_key] = parts_of(work, sharded, lambda op: op_seconds(op, device))
         if settings.offload and self.cluster.device.overlaps:  # else the host's memory is the device's
+            if self.training.optimizer.is_muon:
+                raise ArgumentError(
+                    "offload", True, "shards of muon in host memory are not planned; leave one of them out"
+                )
             sharded = sharded.offloaded()
-        return RankWork(work, sharded, self._parts[parts_key])
+        return RankWork(work, sharded, self._parts[parts_key], self._matrices(_usual(settings, NOT_OF_CUTS)))
 
     # Reading the model
 
@@ -240,7 +257,7 @@ class Planner:
         whole = with_blocks(renumbered(thin, thin_work, work), self._thinned(together(settings))[1], work)
         if whole is None:
             with self._machines(usual.mesh):
-                whole = self._shard(copy.deepcopy(self.training.model), usual, work)
+                whole = self._shard(self.training.model, usual, work)
         if usual != settings:
             whole = replace(whole, limits=replace(whole.limits, forward_depth=prefetch, backward_depth=prefetch))
             whole = with_replicas(whole, mesh.replicate) if mesh.replicate != usual.mesh.replicate else whole
@@ -251,27 +268,61 @@ class Planner:
         work = self._any_read[_without_data(settings.mesh)]
         with self._machines(settings.mesh):
             model, _ = self._thinned(together(settings))
-            return self._shard(copy.deepcopy(model), settings, work), work
+            return self._shard(model, settings, work), work
 
     def _shard(self, model: nn.Module, settings: Settings, work: Work) -> Sharded:
+        model, step = self._sharded_model(model, settings)
+        return sharded_of(model, work, self.training.optimizer, step.names if step else ())
+
+    def _sharded_model(self, model: nn.Module, settings: Settings) -> tuple[nn.Module, StepOfMatrices | None]:
+        """Returns a copy of `model`, sharded over the imagined ranks, and the optimizer's step of its matrices."""
+        model = copy.deepcopy(model)
         laid = self.training.layout.lay(model, settings.mesh)
         model = laid.shard(model, **fully_shard_args(settings, self.training.compute_dtype))
-        return sharded_of(model, work, self.training.optimizer)
+        if not self.training.optimizer.is_muon:
+            return model, None
+        from sherd.tools.plan.matrices import StepOfMatrices  # loaded for Muon alone
+
+        return model, StepOfMatrices.of(model, on_host=not self.cluster.device.overlaps)
+
+    def _cut_step(self, settings: Settings) -> tuple[OptimizerPart, ...]:
+        """Returns the optimizer's step of matrices: of the whole model's a share, as of its blocks."""
+        if not self.training.optimizer.is_muon:
+            return ()
+        number, of_all = (len(spread(block_lists(each.training.model), 1.0)) for each in (self, self._whole))
+        device, share = self.cluster.device, number / of_all if of_all else 1.0
+        return tuple(parts_of_step(self._whole._step(settings), lambda op: op_seconds(op, device), share))
+
+    def _read_step(self, settings: Settings, rank: int | None = None) -> Sequence[Event]:
+        """Returns what the rank that computes the most does with matrices in a step; `rank` may be that rank."""
+        with self._machines(settings.mesh, rank):
+            _, step = self._sharded_model(self.training.model, settings)
+            if step is None or step.most_loaded == dist.get_rank():
+                return step.events() if step else ()
+            most = step.most_loaded
+        return self._read_step(settings, most)
 
     def _thin_out(self, together: int) -> tuple[nn.Module, dict[Run, Run]]:
         model = copy.deepcopy(self.training.model)
-        return model, thin_out(model, together)
+        return model, {} if self.training.optimizer.is_muon else thin_out(model, together)
 
     @contextmanager
-    def _machines(self, mesh: Mesh) -> Iterator[None]:
-        """A context with the imagined ranks of `mesh` on machines of the cluster."""
+    def _machines(self, mesh: Mesh, rank: int | None = None) -> Iterator[None]:
+        """A context with the imagined ranks of `mesh`, this process as `rank`, on machines of the cluster."""
         if self.cluster.device.overlaps:
             machine: AbstractContextManager[None] = use_streams(RecordingStreams())
         else:
             is_one_host = mesh.num_ranks // mesh.replicate <= self.cluster.devices_per_node
             machine = use_transports(_on_one_host if is_one_host else _between_hosts)
-        with _ranks_of(mesh, self.training.stage), machine:
+        ranks = _ranks_of(mesh, self.training.stage) if rank is None else imagined_ranks(mesh.num_ranks, rank)
+        with ranks, machine:
             yield
+
+
+def _usual(settings: Settings, names: Iterable[str]) -> Settings:
+    """Returns `settings` with the usual values of those with these names."""
+    usual = Settings(settings.mesh)
+    return replace(settings, **{name: getattr(usual, name) for name in names})
 
 
 def together(settings: Settings) -> int:
@@ -394,8 +445,9 @@ class RoughPlanner:
         few, more = (with_fewer_blocks(model, number * times) for number in (FEW, MORE))
         if few is None or more is None:
             return [], None
-        first = Planner(replace(training, model=few[0]), cluster, is_rough=True)
-        return [first, Planner(replace(training, model=more[0]), cluster, is_rough=True, like=first)], few[1]
+        whole = self._whole(True)
+        first = Planner(replace(training, model=few[0]), cluster, is_rough=True, whole=whole)
+        return [first, Planner(replace(training, model=more[0]), cluster, True, first, whole)], few[1]
 
     def runs_with(self, samples: int) -> bool:
         """Returns whether the model runs with a batch of so many `samples`."""

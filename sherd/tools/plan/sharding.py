@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
 
 from sherd.api.blocks import evenly_spread, in_groups, registrations, repeated_blocks
-from sherd.engine import Unit, sizes_of
+from sherd.engine import ShardedParameter, Unit, sizes_of
 from sherd.memory.report import batch_bytes_of, state_for
 from sherd.schedule.moments import Arrival
 from sherd.schedule.state import UnitSpec
@@ -23,13 +23,14 @@ from sherd.wrap.names import plain_name
 # Reading a sharded model
 
 
-def sharded_of(model: nn.Module, work: Work, optimizer: Optimizer) -> Sharded:
+def sharded_of(model: nn.Module, work: Work, optimizer: Optimizer, matrices: Collection[str] = ()) -> Sharded:
     """Returns what the simulator knows of `model`, the root that `fully_shard` was called on last.
 
     Args:
         model: sharded over ranks that need not exist, on any device.
         work: a micro-batch of the same model before it was sharded.
         optimizer: steps all trainable parameters.
+        matrices: the names of parameters that it steps as wholes.
     """
     units = Unit.below(model)
     state = state_for(model, units)
@@ -40,12 +41,9 @@ def sharded_of(model: nn.Module, work: Work, optimizer: Optimizer) -> Sharded:
     for number, unit in enumerate(units):
         for group, weights in enumerate(unit.weights):
             for index, parameter in enumerate(weights.group.trained):
-                place = parameter.places[0]
-                module = names[place.module_id]
-                name = f"{module}.{place.attribute}" if module else place.attribute
-                places[parameters[name]] = Arrival(number, group, index)
+                places[parameters[_name_in(names, parameter)]] = Arrival(number, group, index)
     return Sharded(
-        tuple(_played(unit, names, modules) for unit in units),
+        tuple(_played(unit, names, modules, matrices) for unit in units),
         state.specs,
         state.limits,
         batch_bytes_of(units),
@@ -55,7 +53,8 @@ def sharded_of(model: nn.Module, work: Work, optimizer: Optimizer) -> Sharded:
     )
 
 
-def _played(unit: Unit, names: dict[int, str], modules: dict[str, int]) -> PlayedUnit:
+def _played(unit: Unit, names: dict[int, str], modules: dict[str, int], matrices: Collection[str]) -> PlayedUnit:
+    by_name = [(_name_in(names, record), record, nbytes) for record, nbytes in stepped(unit)]
     return PlayedUnit(
         name_of(unit, names),
         unit.class_name,
@@ -63,8 +62,20 @@ def _played(unit: Unit, names: dict[int, str], modules: dict[str, int]) -> Playe
         tuple(modules[names[id(module)]] for module in unit.modules),
         tuple(sizes_of(unit)),
         tuple(traffic_of(unit)),
-        stepped(unit),
+        tuple(nbytes for name, _, nbytes in by_name if name not in matrices),
+        tuple(
+            record.gradient_cut.local_numel(record.mesh.piece) * record.dtype.itemsize
+            for name, record, _ in by_name
+            if name in matrices
+        ),
     )
+
+
+def _name_in(names: Mapping[int, str], parameter: ShardedParameter) -> str:
+    """Returns the name of a parameter in the model whose modules have `names` by their ids."""
+    place = parameter.places[0]
+    module = names[place.module_id]
+    return f"{module}.{place.attribute}" if module else place.attribute
 
 
 def name_of(unit: Unit, names: dict[int, str]) -> str:
@@ -72,10 +83,11 @@ def name_of(unit: Unit, names: dict[int, str]) -> str:
     return ", ".join(names[id(module)] for module in unit.modules if id(module) in names) or unit.class_name
 
 
-def stepped(unit: Unit) -> tuple[int, ...]:
-    """Returns the bytes of each shard of `unit` that an optimizer steps."""
-    groups = [weights.group for weights in unit.weights if weights.group.trained]
-    return tuple(local_part(each.parameter).nbytes for group in groups for each in group.optimizer_params)
+def stepped(unit: Unit) -> Iterator[tuple[ShardedParameter, int]]:
+    """Yields the shards of `unit` that an optimizer steps, a flat parameter as its first one, with their bytes."""
+    for weights in unit.weights:
+        if weights.group.trained:
+            yield from ((each.record, local_part(each.parameter).nbytes) for each in weights.group.optimizer_params)
 
 
 def traffic_of(unit: Unit) -> Iterator[Traffic]:

@@ -26,7 +26,7 @@ from sherd.tools.plan.operations import collective_of
 from sherd.tools.plan.recording import logits_among, reads_tokens
 from sherd.tools.plan.sharding import name_of, traffic_of
 from sherd.tools.plan.storages import Storages
-from sherd.tools.simulate.play import OPTIMIZER_TEMPORARY
+from sherd.tools.simulate.segments import OPTIMIZER_TEMPORARY
 from sherd.tools.simulate.timeline import Lane, LaneSpan, Meter, Timeline, TimelineUnit
 from sherd.tools.simulate.work import TensorKind
 from sherd.wrap.names import plain_name
@@ -174,7 +174,7 @@ class StepRecorder:
     def before_step(self, *_: object) -> None:
         """The optimizer is about to step."""
         if not self._is_over:
-            self._moment = "when the optimizer steps"
+            self._moment, self._phase = "when the optimizer steps", "optimizer"
             self._do(_Label("optimizer"))
             self.storages.expect(OPTIMIZER_TEMPORARY, -1, self._moment)
 
@@ -210,13 +210,18 @@ class StepRecorder:
             self._compute()
 
     def _call(self, func: Any, args: tuple[Any, ...], call: Callable[[], Any]) -> Any:
-        """Note a collective of the model's own, or the wait for one. Calls from inside an action are the engine's."""
+        """Note a collective of the model or the optimizer, or the wait for one.
+
+        Calls from inside an action are the engine's.
+        """
         if self._is_over or not self._phase or self._label.name != self._phase:
             return call()
-        before = self._do(_Label(self._called, self._label.unit, Lane.MODEL))
+        lane = Lane.MATRICES if self._phase == "optimizer" else Lane.MODEL
+        before = self._do(_Label(self._called, self._label.unit, lane))
         result = call()
         collective = collective_of(func, args, result)
-        if collective is not None and group_among(args) in self._data_groups:  # a transport's second step
+        if collective is not None and lane is Lane.MODEL and group_among(args) in self._data_groups:
+            # a transport's second step
             self._label = _Label("all-reduce", self._label.unit, Lane.ALL_REDUCE)
         elif collective is not None:
             self._called = collective.kind
@@ -366,7 +371,7 @@ class StepRecorder:
                 yield LaneSpan(label.lane, label.name, label.unit, seconds[start], seconds[end])
                 continue
             yield LaneSpan(Lane.COMPUTE, "wait", label.unit, seconds[start], seconds[end])
-            if self._device.type != "cpu" and label.lane is not Lane.MODEL:
+            if self._device.type != "cpu" and label.lane not in (Lane.MODEL, Lane.MATRICES):
                 key = "gather" if label.lane is Lane.GATHER else "reduce", label.unit
                 if label.nbytes and label.name != "all-reduce":
                     queued.setdefault(key, (label, start))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from sherd.tools.simulate.costs import ClusterCosts
 from sherd.tools.simulate.timeline import Lane, LaneSpan
 
-SHARING = (Lane.GATHER, Lane.REDUCE, Lane.ALL_REDUCE)
+SHARING = (Lane.GATHER, Lane.REDUCE, Lane.ALL_REDUCE, Lane.MATRICES)
 """The lanes whose work takes processors of the device. Copies to the host have engines of their own."""
 
 

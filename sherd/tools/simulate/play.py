@@ -28,12 +28,11 @@ from sherd.schedule.state import Keep
 from sherd.tools.simulate.clock import Clock
 from sherd.tools.simulate.costs import ClusterCosts
 from sherd.tools.simulate.reserved import Reserved
-from sherd.tools.simulate.segments import ModelCollective, Part, StepSegment
+from sherd.tools.simulate.segments import OPTIMIZER_TEMPORARY, ModelCollective, OptimizerPart, Part, StepSegment
 from sherd.tools.simulate.sharded import Sharded
 from sherd.tools.simulate.timeline import Lane, Meter, Timeline, TimelineUnit
-from sherd.tools.simulate.work import ALONE, RankGroup, TensorKind
+from sherd.tools.simulate.work import ALONE, Collective, RankGroup, TensorKind, Wait
 
-OPTIMIZER_TEMPORARY = "optimizer temporaries"
 FOLLOWED = 3
 """The number of micro-batches whose tensors get blocks of the allocator."""
 
@@ -66,6 +65,7 @@ def play(
     sharded: Sharded,
     costs: ClusterCosts,
     *,
+    matrices: Sequence[OptimizerPart] = (),
     micro_batches: int = 1,
     reduces_each: bool = True,
     stage: Stage | None = None,
@@ -78,13 +78,14 @@ def play(
         parts: one micro-batch of the model, by `parts_of`.
         sharded: the model on its mesh.
         costs: the seconds of operations and collectives.
+        matrices: the optimizer's step of matrices that are stepped as wholes, by `parts_of_step`.
         micro_batches: forwards and backwards of the step.
         reduces_each: each backward reduces its gradients; otherwise only the last backward of the step does.
         stage: the stage of a pipeline. It keeps unsharded parameters and gradients until its last backward.
         reserved: gets all changes of memory, from the first step on.
         title: the title of the timeline.
     """
-    player = _Player(parts, sharded, costs, reserved)
+    player = _Player(parts, sharded, costs, reserved, matrices)
     learns_apart = stage is None and reserved is None
     if learns_apart:
         player.learn()
@@ -115,9 +116,15 @@ class _Player:
     """Plays steps, one after the other. `clock` and `meter` are those of the last step."""
 
     def __init__(
-        self, parts: Sequence[Part], sharded: Sharded, costs: ClusterCosts, reserved: Reserved | None = None
+        self,
+        parts: Sequence[Part],
+        sharded: Sharded,
+        costs: ClusterCosts,
+        reserved: Reserved | None = None,
+        matrices: Sequence[OptimizerPart] = (),
     ) -> None:
         self._reserved, self._is_followed = reserved, True
+        self._matrices = matrices
         self._has_stepped = False
         self._sharded = sharded
         self._costs = costs
@@ -210,12 +217,32 @@ class _Player:
             for number, unit in enumerate(units):
                 for nbytes in optimizer.state_sizes(unit):
                     self._come(MemoryKind.OPTIMIZER.value, number, nbytes)
-        self._has_stepped = True
+        self._has_stepped = self._is_followed = True
+        self._step_matrices()
         temporary = 0 if sharded.is_offloaded else optimizer.temporary_bytes(units)
         self._come(OPTIMIZER_TEMPORARY, -1, temporary)
         touched, num_touched = optimizer.touched(units), optimizer.accesses * sum(len(each.stepped) for each in units)
         self.clock.compute("optimizer", -1, self._costs.optimizer(touched, num_touched, sharded.is_offloaded))
         self._come(OPTIMIZER_TEMPORARY, -1, -temporary)
+
+    def _step_matrices(self) -> None:
+        """Compute updates of matrices, while others are on their way."""
+        ends: list[float] = []
+        for part in self._matrices:
+            match part:
+                case StepSegment():
+                    self._compute(part)
+                case Collective(kind, nbytes, group):
+                    seconds = self._seconds(kind, nbytes, group)
+                    if self._costs.overlaps:
+                        end = self.clock.start(Lane.MATRICES, kind, -1, seconds, nbytes, after=self.clock.now)
+                        ends.append(end)
+                    else:
+                        self.clock.do_beside(Lane.MATRICES, kind, -1, seconds, nbytes)
+                case Wait(collective) if ends:
+                    self.clock.wait(Lane.MATRICES, -1, ends[collective])
+                case Wait():
+                    pass
 
     def _compute(self, stretch: StepSegment) -> None:
         self.clock.compute(stretch.phase, stretch.unit, stretch.seconds, stretch.num_ops)

@@ -11,11 +11,11 @@ from sherd.tools.simulate.cluster import Cluster
 from sherd.tools.simulate.costs import ClusterCosts, flops_in
 from sherd.tools.simulate.play import Stage, begins, pass_seconds, play
 from sherd.tools.simulate.reserved import Reserved, reserved_roughly
-from sherd.tools.simulate.segments import ModelCollective, Part
+from sherd.tools.simulate.segments import ModelCollective, OptimizerPart, Part
 from sherd.tools.simulate.settings import Mesh
 from sherd.tools.simulate.sharded import Sharded
 from sherd.tools.simulate.timeline import Lane, Timeline
-from sherd.tools.simulate.work import RankGroup, Work
+from sherd.tools.simulate.work import Collective, RankGroup, Work
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class RankWork:
-    """The work of a rank: its micro-batch, also in parts, the sharded model, and in a pipeline its stage."""
+    """The work of a rank: its micro-batch, also in parts, the sharded model, its step of matrices, its stage if any."""
 
     work: Work
     sharded: Sharded
     parts: Sequence[Part]
+    matrices: Sequence[OptimizerPart] = ()
     stage: Stage | None = None
 
 
@@ -155,6 +156,7 @@ def predict(
         rank.parts,
         rank.sharded,
         costs,
+        matrices=rank.matrices,
         micro_batches=micro_batches,
         reduces_each=reduces_each,
         stage=rank.stage,
@@ -195,6 +197,7 @@ def _sent(timeline: Timeline, rank: RankWork, costs: ClusterCosts) -> dict[str, 
     for part in rank.parts:
         if isinstance(part, ModelCollective) and part.collective.group.size > 1:
             groups.setdefault((Lane.MODEL, part.unit), []).append(part.collective.group)
+    groups[Lane.MATRICES, -1] = [part.group for part in rank.matrices if isinstance(part, Collective)]
     in_turn = {key: cycle(each) for key, each in groups.items()}  # the order in which collectives are queued
     sent: Counter[str] = Counter()
     for span in timeline.spans:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sherd.schedule import actions as on
@@ -22,8 +22,11 @@ from sherd.tools.simulate.work import (
     Reached,
     Release,
     Use,
+    Wait,
     Work,
 )
+
+OPTIMIZER_TEMPORARY = "optimizer temporaries"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class StepSegment:
     """Operations that follow one another, of one unit in one phase.
 
     Attributes:
-        phase: "forward", "backward" or "recompute".
+        phase: "forward", "backward", "recompute" or "optimizer".
         unit: the index of the unit, -1 for none.
         seconds: the seconds of the operations on the device.
         num_ops: the number of operations that the host queues.
@@ -65,6 +68,37 @@ def parts_of(work: Work, sharded: Sharded, seconds_of: Callable[[Op], float]) ->
     return tuple(_Cutting(work, sharded, seconds_of).parts())
 
 
+OptimizerPart = StepSegment | Collective | Wait
+"""A stretch of an optimizer's step, a collective that begins, or the wait for one."""
+
+
+def parts_of_step(
+    events: Iterable[Event], seconds_of: Callable[[Op], float], share: float = 1.0
+) -> Iterator[OptimizerPart]:
+    """Yields the parts of an optimizer's step in order, with a `share` of its time and memory."""
+    cut, sizes = _Cut(), dict[int, int]()
+    for event in events:
+        match event:
+            case Op():
+                cut.do(share * seconds_of(event))
+            case Allocate(tensor, nbytes):
+                sizes[tensor] = round(share * nbytes)
+                cut.change(tensor, OPTIMIZER_TEMPORARY, -1, sizes[tensor])
+            case Release(tensor):
+                cut.change(tensor, OPTIMIZER_TEMPORARY, -1, -sizes.pop(tensor))
+            case Collective(kind, nbytes, group):
+                yield from cut.stretches("optimizer", -1)
+                yield Collective(kind, round(share * nbytes), group)
+                cut = _Cut()
+            case Wait():
+                yield from cut.stretches("optimizer", -1)
+                yield event
+                cut = _Cut()
+            case _:
+                pass
+    yield from cut.stretches("optimizer", -1)
+
+
 def read_outside(work: Work, sharded: Sharded) -> str | None:
     """Returns the name of a parameter that forward reads while no module of its unit runs, if there is one."""
     unit_of = units_around(work, sharded)
@@ -96,6 +130,10 @@ class _Cut:
     tensors: list[tuple[int, int]] = field(default_factory=list)
     rising: Counter[tuple[str, int]] = field(default_factory=Counter)
     since: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    def do(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.num_ops += 1
 
     def change(self, tensor: int, kind: str, unit: int, nbytes: int) -> None:
         self.nbytes += nbytes
@@ -155,8 +193,7 @@ class _Cutting:
                 seconds = self._seconds.get(event)
                 if seconds is None:
                     seconds = self._seconds[event] = self._seconds_of(event)
-                self._cut.seconds += seconds
-                self._cut.num_ops += 1
+                self._cut.do(seconds)
             case Allocate(tensor, nbytes, kind):
                 self._alive[tensor] = kind.value, self._running[-1], nbytes
                 self._cut.change(tensor, kind.value, self._running[-1], nbytes)

@@ -34,7 +34,8 @@ class SimulatedUnit:
         modules: the indices of the unit's modules in `Work.modules`, in the order of their calls.
         groups: the buffers of the unit's groups.
         traffic: the collectives of the unit's groups.
-        stepped: the bytes of each shard that the optimizer steps.
+        stepped: the bytes of each shard that the optimizer steps element by element.
+        matrices: the bytes of each shard of a matrix that it steps as a whole.
     """
 
     name: str
@@ -44,11 +45,12 @@ class SimulatedUnit:
     groups: tuple[GroupSizes, ...]
     traffic: tuple[Traffic, ...]
     stepped: tuple[int, ...]
+    matrices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An optimizer that steps each element by itself.
+    """An optimizer that steps each element by itself, or all but hidden matrices.
 
     Attributes:
         states: the number of state tensors with the shape and dtype of a parameter, for each parameter.
@@ -56,6 +58,7 @@ class Optimizer:
         scalars: bytes of further state for each parameter, such as a count of steps.
         temporaries: the number of temporary tensors of a parameter's shape in a step.
         is_foreach: all parameters are stepped together, so that the temporaries of all exist at once.
+        is_muon: hidden matrices are stepped as `sherd.Muon` does; the other fields are those of all other parameters.
     """
 
     states: int
@@ -63,11 +66,13 @@ class Optimizer:
     scalars: int = 0
     temporaries: int = 0
     is_foreach: bool = False
+    is_muon: bool = False
 
     def state_sizes(self, unit: SimulatedUnit) -> Iterator[int]:
         """Yields the bytes of each state tensor for the shards of `unit`."""
         for nbytes in unit.stepped:
             yield from (self.scalars, *[nbytes] * self.states)
+        yield from unit.matrices  # the momentum
 
     def touched(self, units: Sequence[SimulatedUnit]) -> int:
         """Returns the bytes that a step reads and writes."""
@@ -127,5 +132,6 @@ OPTIMIZERS = {
     "adamw-fused": Optimizer(states=2, accesses=7, scalars=4),
     "sgd": Optimizer(states=0, accesses=3),
     "sgd-momentum": Optimizer(states=1, accesses=5),
+    "muon": Optimizer(states=2, accesses=20, scalars=4, temporaries=1, is_foreach=True, is_muon=True),
 }
-"""torch's optimizers with their defaults on an accelerator, by name."""
+"""torch's optimizers and `sherd.Muon`, with their defaults on an accelerator, by name."""

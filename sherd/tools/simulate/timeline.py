@@ -19,6 +19,8 @@ class Lane(str, Enum):
     ALL_REDUCE = "all-reduce"
     MODEL = "model parallel"
     """Collectives that forward and backward themselves call, and what pipeline stages send. Compute waits for them."""
+    MATRICES = "matrices"
+    """Shards of matrices on the way to the ranks that compute their updates, and of updates on the way back."""
     COPY = "host copies"
 
 

@@ -116,6 +116,13 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
+class Wait:
+    """Compute goes on once the collective of this number is over: one that an optimizer's step has begun."""
+
+    collective: int
+
+
+@dataclass(frozen=True, slots=True)
 class Allocate:
     """A tensor gets memory. Views get none; a gradient is a temporary until `Gradient`."""
 
@@ -160,7 +167,7 @@ class Passed:
     module: int
 
 
-Event = Enter | Leave | Use | Op | Collective | Allocate | Release | BackwardBegins | Reached | Gradient | Passed
+Event = Enter | Leave | Use | Op | Collective | Wait | Allocate | Release | BackwardBegins | Reached | Gradient | Passed
 
 
 @dataclass(frozen=True, slots=True)
