@@ -295,8 +295,8 @@ class Muon(MatrixOptimizer):
     def travels_in(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         """Returns `wire_dtype`, else the dtype of the products where that is smaller and all ranks have the same.
 
-        Owners round directions to it anyway, and updates are of it, so that no value is another. Those of NorMuon, whose
-        rows are divided after the products, travel in `dtype`.
+        Owners round directions to it anyway, and updates are of it, so that no value is another. Those of NorMuon,
+        whose rows are divided after the products, travel in `dtype`.
         """
         products = self._ns_dtype or (computes_in(device) if device.type != "cpu" else dtype)
         if any(group.get("beta2") is not None for group in self.matrix_groups()):
