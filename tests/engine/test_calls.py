@@ -22,11 +22,11 @@ PACKAGE = Path(sherd.__file__).parent
 
 # A ceiling only ever falls: to what a change has made of it, in the same commit.
 CEILINGS = {
-    "default": 413,
-    "Flat": 405,
-    "wrapper": 406,
-    "HSDP": 432,
-    "two backwards in accumulate": 971,
+    "default": 412,
+    "Flat": 404,
+    "wrapper": 405,
+    "HSDP": 431,
+    "two backwards in accumulate": 969,
     "engine over real groups": 354,
 }
 

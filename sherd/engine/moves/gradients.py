@@ -327,7 +327,7 @@ class Gradients:
         if scale.after != 1.0:
             reduced = reduced.to(dtype) if dtype.itemsize > reduced.itemsize else reduced
             reduced.mul_(scale.after)
-        return reduced.to(dtype)
+        return reduced if reduced.dtype == dtype else reduced.to(dtype)
 
     def _anywhere(self, reduced: torch.Tensor, here: frozenset[int]) -> frozenset[int]:
         """Returns the trainable parameters that have a gradient `here` or on another rank."""
