@@ -236,10 +236,11 @@ class _CopyStrips(CopyOut):
         return self._unsharded[slot.unsharded.start : slot.unsharded.stop]
 
     def __call__(self, rows: torch.Tensor) -> None:
-        by_rank = rows.view(self._num_ranks, self._shard_numel)
         if self._outs:
-            torch.split_with_sizes_copy(by_rank[:, : self._end], self._sizes, dim=1, out=self._outs)
+            in_order = rows.as_strided((self._num_ranks, self._end), (self._shard_numel, 1))
+            torch.split_with_sizes_copy(in_order, self._sizes, dim=1, out=self._outs)
         if self._targets:  # they may all be empty tensors
+            by_rank = rows.view(self._num_ranks, self._shard_numel)
             sources = [view for slot in self._scattered for view in row_views(by_rank, slot)]
             torch._foreach_copy_(self._targets, sources)
 
