@@ -807,6 +807,13 @@ def test_gradients_of__are_those_of_the_tensors_themselves():
     assert second is None
 
 
+def test_chunk_cat__has_each_tensors_chunks_side_by_side():
+    rows = torch.zeros(2, 5)
+    _torch.chunk_cat([torch.arange(4.0).view(2, 2), torch.tensor([4.0, 5]), torch.arange(6.0, 10)], 0, 2, out=rows)
+    assert rows.tolist() == [[0, 1, 4, 6, 7], [2, 3, 5, 8, 9]]
+    assert _torch.chunk_cat([ROWS, ROWS[0]], 0, 1).tolist() == [[*range(10), 0, 1]]
+
+
 @on_threads(1)
 def test_local_gradients__are_the_objects_inside_the_gradients():
     parameters = [nn.Parameter(ones()) for _ in range(2)]

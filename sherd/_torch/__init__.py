@@ -98,6 +98,7 @@ from sherd._torch.saved_tensors import share_saving_hooks as share_saving_hooks
 from sherd._torch.saved_tensors import storage_address as storage_address
 from sherd._torch.tensors import TorchDispatchMode as TorchDispatchMode
 from sherd._torch.tensors import attributes_of as attributes_of
+from sherd._torch.tensors import chunk_cat as chunk_cat
 from sherd._torch.tensors import give_attributes as give_attributes
 from sherd._torch.tensors import gradients_of as gradients_of
 from sherd._torch.tensors import steps_in_backward as steps_in_backward

@@ -25,6 +25,10 @@ def gradients_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         return [tensor.grad for tensor in tensors]
 
 
+chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
+"""Row i of `chunk_cat(tensors, dim, num_chunks)` has chunk i of each tensor; no public name is one call (to 2.13)."""
+
+
 def attributes_of(parameter: torch.Tensor) -> dict[str, object]:
     """Returns the attributes that a user has written on a Parameter (`weight.no_decay = True`).
 

@@ -201,7 +201,7 @@ class _Named:
 
     __slots__ = ("_group", "_is_on_host", "_pending", "_what")
 
-    def __init__(self, pending: Pending, what: str, group: dist.ProcessGroup, is_on_host: bool) -> None:
+    def __init__(self, pending: Pending, what: tuple[str, int], group: dist.ProcessGroup, is_on_host: bool) -> None:
         self._pending, self._what, self._group, self._is_on_host = pending, what, group, is_on_host
 
     def wait(self) -> None:
@@ -214,7 +214,8 @@ class _Named:
         except CommError:
             raise
         except RuntimeError as error:
-            raise unfinished(self._what, dist.get_process_group_ranks(self._group), error) from error
+            what, size = self._what
+            raise unfinished(what.format(size), dist.get_process_group_ranks(self._group), error) from error
 
 
 class SingleCalls(Transport):
@@ -234,7 +235,7 @@ class SingleCalls(Transport):
         self, rows: torch.Tensor, shard_buffer: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Gather by one call into one buffer, or into its parts."""
-        what = f"all-gather of {rows.nbytes:,} bytes"
+        what = "all-gather of {:,} bytes", rows.nbytes
         if are_even(sizes):
             if rows.dtype.is_complex:  # the bound method of the group, unlike torch's function, takes real tensors only
                 rows, shard_buffer = torch.view_as_real(rows), torch.view_as_real(shard_buffer)
@@ -247,7 +248,7 @@ class SingleCalls(Transport):
         self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool
     ) -> Pending | None:
         """Reduce by one call from one buffer, or from its parts."""
-        what = f"reduce-scatter of {rows.nbytes:,} bytes"
+        what = "reduce-scatter of {:,} bytes", rows.nbytes
         if are_even(sizes):
             return self._called(self._reduce_evenly[async_op], shard_buffer, rows, what=what, async_op=async_op)
         if self._for_uneven is not None:
@@ -257,11 +258,11 @@ class SingleCalls(Transport):
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Pending | None:
         """Reduce by one call, in place."""
-        what = f"all-reduce of {tensor.nbytes:,} bytes"
+        what = "all-reduce of {:,} bytes", tensor.nbytes
         return self._called(dist.all_reduce, tensor, dist.ReduceOp.SUM, self._group, async_op, what=what)
 
     def _called(
-        self, call: Callable[..., Pending | None], *args: object, what: str, async_op: bool = True
+        self, call: Callable[..., Pending | None], *args: object, what: tuple[str, int], async_op: bool = True
     ) -> Pending | None:
         """Returns the result of `call(*args)`, whose errors name the ranks. Without `async_op` the wait is here."""
         try:
@@ -272,7 +273,7 @@ class SingleCalls(Transport):
         except CommError:
             raise
         except RuntimeError as error:
-            raise unfinished(what, dist.get_process_group_ranks(self._group), error) from error
+            raise unfinished(what[0].format(what[1]), dist.get_process_group_ranks(self._group), error) from error
         return None if pending is None else _Named(pending, what, self._group, self._for_uneven is not None)
 
 
@@ -285,7 +286,7 @@ class CoalescedCalls(SingleCalls):
         self, targets: Sequence[torch.Tensor], shard_buffers: Sequence[torch.Tensor], async_op: bool
     ) -> Pending | None:
         """Gather by one coalesced call."""
-        what = f"all-gather of {len(targets)} tensors at once"
+        what = "all-gather of {:,} tensors at once", len(targets)
         return self._called(all_gather_coalesced, targets, shard_buffers, self._group, async_op, what=what)
 
 
@@ -311,7 +312,7 @@ class PartByPart(SingleCalls):
                     # As bytes: gloo does not know the 8-bit floats.
                     dist.broadcast(part.view(torch.uint8), group_src=root, group=self._group)
 
-        return self._called(broadcast_all, what=f"all-gather of {rows.nbytes:,} bytes")
+        return self._called(broadcast_all, what=("all-gather of {:,} bytes", rows.nbytes))
 
     def reduce_scatter(
         self, shard_buffer: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], async_op: bool

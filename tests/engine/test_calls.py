@@ -22,12 +22,12 @@ PACKAGE = Path(sherd.__file__).parent
 
 # A ceiling only ever falls: to what a change has made of it, in the same commit.
 CEILINGS = {
-    "default": 416,
-    "Flat": 408,
-    "wrapper": 409,
-    "HSDP": 436,
-    "two backwards in accumulate": 977,
-    "engine over real groups": 419,
+    "default": 412,
+    "Flat": 404,
+    "wrapper": 405,
+    "HSDP": 431,
+    "two backwards in accumulate": 969,
+    "engine over real groups": 354,
 }
 
 

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis.strategies import integers
 
-from sherd.engine.moves.buffer_views import RowViews, copy_out, row_views, sources_for, tensor_views
+from sherd.engine.moves.buffer_views import JoinedTensors, RowViews, copy_out, row_views, sources_for, tensor_views
 from sherd.layout.packing import Packing, pack
-from sherd.layout.placement import Cut
+from sherd.layout.placement import Cut, Shard
 from sherd.layout.plan import Wanted, plan
 from sherd.layout.runs import Runs
 from sherd.tensor.gather import shard_of
@@ -77,6 +77,31 @@ def test_whole_gradients_copied_into_rows_lie_where_each_ranks_shard_will_be_con
         assert torch.equal(rows, sharded(tensors, packing))
 
 
+def joined(tensors: list[torch.Tensor], packing: Packing) -> torch.Tensor | None:
+    return JoinedTensors(packing, torch.empty(1, dtype=torch.int64), 1 << 20).of(dict(enumerate(tensors)))
+
+
+@given(groups())
+def test_tensors_joined_by_one_call_are_the_rows_unless_the_part_of_a_rank_is_padded(group):
+    ranks, cuts = group
+    packing, tensors = pack(cuts, ranks), tensors_of(cuts)
+    found, expected = joined(tensors, packing), sharded(tensors, packing)
+    if found is not None:
+        assert torch.equal(found[expected > 0], expected[expected > 0])
+
+
+def test_tensors_that_all_ranks_share_evenly_are_joined_but_not_without_the_others_or_unlike_the_rows():
+    packing = pack([Shard(0).cut(shape, 4, "weight") for shape in ((8, 3), (4,), (12, 5))], 4)
+    tensors = tensors_of([slot.cut for slot in packing.slots])
+    found, expected = joined(tensors, packing), sharded(tensors, packing)
+    assert found is not None
+    assert torch.equal(found[expected > 0], expected[expected > 0])
+    assert joined(tensors[:2], packing) is None
+    assert joined([transposed_in_memory(tensors[0]), *tensors[1:]], packing) is None
+    assert joined([*tensors[:2], tensors[2].int()], packing) is None
+    assert joined(tensors_of([packing.slots[0].cut]), pack([Shard(0).cut((9, 3), 4, "weight")], 4)) is None
+
+
 # Cut into runs: nothing is copied, so this needs no code but the numbers
 
 
@@ -124,6 +149,15 @@ def test_whole_gradients_copied_into_the_ranks_parts_leave_room_for_flags(group,
         flags.fill_(-3)
     expected = [torch.cat([rest, torch.full((num_flags,), -3)]) for rest in rest_buffers(tensors, packing)]
     assert torch.equal(rows, torch.cat(expected))
+
+
+@given(run_groups())
+def test_tensors_cut_into_equally_long_runs_are_joined_by_one_call(group):
+    packing, tensors = packed(group)
+    found = joined(tensors, packing)
+    if found is not None:
+        expected = torch.stack(rest_buffers(tensors, packing))
+        assert torch.equal(found[expected > 0], expected[expected > 0])
 
 
 @given(run_groups())

@@ -8,10 +8,10 @@ autograd ──noted──▶ waiting, as they came ──1 MiB, or all──▶
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, MutableMapping, Sequence, Set
 from contextlib import contextmanager
-from functools import cached_property
-from operator import attrgetter
+from functools import cached_property, partial
+from operator import methodcaller
 from typing import Protocol
 
 import torch
@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import dynamo_disabled, exchangeable_hook, local_tensor
 from sherd.comm.buffers import Buffer
 from sherd.comm.streams import CommStream
-from sherd.engine.moves.buffer_plan import BufferPlan, Scale
-from sherd.engine.moves.buffer_views import RowViews
+from sherd.engine.moves.buffer_plan import BATCH_BYTES, BufferPlan, Scale
+from sherd.engine.moves.buffer_views import JoinedTensors, RowViews
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import ShardedParameter, num_trainable
 from sherd.errors import GradientError
@@ -69,6 +69,14 @@ class ReduceBuffer:
         """The places of gradients and flags. Made on first use: a borrowed gradient needs none."""
         return RowViews(self._packing, self.buffer.tensor, self._num_flags)
 
+    @cached_property
+    def _elements(self) -> torch.Tensor:  # of rows of equal length: `[num_ranks, shard_numel]`
+        return self.buffer.tensor.view(self._packing.num_ranks, -1)[:, : self._packing.shard_numels[0]]
+
+    @cached_property
+    def _joined(self) -> JoinedTensors:
+        return JoinedTensors(self._packing, self.buffer.tensor, BATCH_BYTES)
+
     @classmethod
     def freed(cls, group: Group, plan: BufferPlan, dtype: torch.dtype, lane: CommStream | None) -> ReduceBuffer:
         """Returns rows without memory. The first fill allocates it, from compute's pool, or from that of `lane`."""
@@ -89,20 +97,26 @@ class ReduceBuffer:
         else:
             self._lane.lend(self.buffer.allocate)
 
-    def fill(self, gradients: Mapping[int, torch.Tensor], scale: float) -> None:
-        """Copy in `gradients`, keyed by parameter index, times `scale`. Add the gradient of a `filled` parameter."""
+    def fill(self, gradients: MutableMapping[int, torch.Tensor], scale: float) -> None:
+        """Move in `gradients`, keyed by parameter index, times `scale`. Add the gradient of a `filled` parameter."""
         if torch.is_grad_enabled():  # in a backward that is differentiated, or after one
             with torch.no_grad():
                 self.fill(gradients, scale)
             return
         if not self.filled:
+            joined = self._joined.of(gradients) if self._lane is None else None
+            if joined is not None:
+                self.filled.update(gradients)
+                gradients.clear()  # before the rows are there: never three times as many bytes
+                self.buffer.allocate()
+                self._elements.copy_(joined if scale == 1.0 else joined.mul_(scale))
+                return
             self._allocate()
-        again = self.filled.intersection(gradients) if self.filled else ()
-        fresh = {at: each for at, each in gradients.items() if at not in again} if again else gradients
-        targets, sources = self._places.pairs({at: gradients[at] for at in again}) if again else ([], [])
+        again = {at: gradients.pop(at) for at in self.filled.intersection(gradients)}
+        targets, sources = self._places.pairs(again)
         if targets:  # tensors may have no elements
             torch._foreach_add_(targets, sources, alpha=scale)
-        targets, sources = self._places.pairs(fresh)
+        targets, sources = self._places.pairs(gradients)
         if scale == 1.0 and targets:
             torch._foreach_copy_(targets, sources)
         for target, source in zip(targets, sources, strict=True) if scale != 1.0 else ():
@@ -155,8 +169,6 @@ def as_dense(gradient: torch.Tensor, record: ShardedParameter) -> torch.Tensor:
 # What autograd tells
 
 
-NBYTES = attrgetter("nbytes")
-
 OnGradient = Callable[[torch.Tensor], None]
 
 
@@ -168,42 +180,44 @@ class GradientHooks:
     that have come by then. The others are noted in C.
     """
 
-    def __init__(self, plan: BufferPlan, may_note: bool) -> None:
+    def __init__(self, plan: BufferPlan, may_note: bool, on_gradient: OnGradient) -> None:
         self.noted: list[torch.Tensor] = []  # parameters whose gradients came, and wait in `.grad`
-        self._plan, self._may_note = plan, may_note
-        self._hooks: dict[int, tuple[Callable[[OnGradient], None], OnGradient]] = {}
-        self._indices: dict[int, int] = {}
+        self._plan, self._may_note, self._on_gradient = plan, may_note, on_gradient
+        self._exchange: dict[int, Callable[[OnGradient], None]] = {}
+        self.indices: dict[int, int] = {}  # by the ids of parameters
         self._nbytes: dict[int, int] = {}
         self.order: tuple[int, ...] = ()
         self.ends: dict[int, Set[int]] = {}
+        # One hook for all parameters that are not in `ends`, so that one call turns all of them. A `partial` is called
+        # in C, and takes another function as it does when it is unpickled.
+        self._shared = partial(on_gradient)
+        turns = (methodcaller("__setstate__", (to, (), {}, None)) for to in (self.noted.append, on_gradient))
+        self._note, self._tell = (partial(turn, self._shared) for turn in turns)
 
-    def watch(self, index: int, parameter: torch.Tensor, on_gradient: OnGradient) -> None:
+    def watch(self, index: int, parameter: torch.Tensor) -> None:
         """Call `on_gradient(parameter)` whenever `parameter`, the group's parameter `index`, has a gradient."""
-        exchange = exchangeable_hook(parameter, on_gradient)
         # In two dtypes there are two forms of each parameter, and the order learnt of one says nothing of the other.
-        self._may_note &= index not in self._hooks
+        self._may_note &= index not in self._exchange
         self.forget()
-        self._hooks[index] = exchange, on_gradient
-        self._indices[id(parameter)], self._nbytes[index] = index, parameter.nbytes
+        self._exchange[index] = exchangeable_hook(parameter, self._on_gradient)
+        self.indices[id(parameter)], self._nbytes[index] = index, parameter.nbytes
 
     def expect(self) -> None:
         """Note gradients from now on, if their order is learnt."""
-        note = self.noted.append
-        for index, (exchange, _) in self._hooks.items() if self.ends else ():
-            if index not in self.ends:
-                exchange(note)
+        if self.ends:
+            self._note()
 
     def take(self) -> list[tuple[int, torch.Tensor]]:
         """Returns the `noted` parameters with their indices, in the order of their gradients, and forgets them."""
         # Emptied in place, because the hooks hold the `append` of this very list:
         # test_no_more_gradients_wait_than_are_copied_together.
         noted, self.noted[:] = self.noted[:], ()
-        return list(zip(map(self._indices.__getitem__, map(id, noted)), noted, strict=True))
+        return list(zip(map(self.indices.__getitem__, map(id, noted)), noted, strict=True))
 
     def rest(self) -> None:
         """Call Python for each gradient from now on. Between backwards one may come though nobody expects it."""
-        for exchange, on_gradient in self._hooks.values() if self.ends else ():
-            exchange(on_gradient)
+        if self.ends:
+            self._tell()
 
     def learn(self, order: tuple[int, ...]) -> None:
         """Learn from a backward that brought each gradient once, in this `order`; of any other it is empty."""
@@ -211,6 +225,8 @@ class GradientHooks:
             self.forget()
         elif not self.ends and self._may_note:
             self.ends = self._plan.ends_of(order, self._nbytes)
+            for index, exchange in self._exchange.items():
+                exchange(self._on_gradient if index in self.ends else self._shared)
         self.order = order
 
     def forget(self) -> None:
@@ -236,9 +252,8 @@ class Arrivals:
         self._complete = complete
         self._observer: GradientObserver | None = None
         self._waiting: dict[int, torch.Tensor] = {}
-        self._waiting_bytes = 0
         self._rows: ReduceBuffer | None = None
-        self._spare: list[ReduceBuffer] = []
+        self._spare: dict[torch.dtype, list[ReduceBuffer]] = {}
         self._arrived: set[int] = set()
         self._came: dict[int, None] = {}  # in the order in which they came
         self.came_twice = False  # one parameter got two gradients in the present backward
@@ -252,23 +267,23 @@ class Arrivals:
         self._scales: dict[tuple[bool, float], Scale] = {}
         # A tensor subclass may need a collective to be made dense, which all ranks must start in the same order.
         is_plain = all(each.unsharded_spec is None and each.restored is None for each in group.parameters)
-        self._hooks = GradientHooks(plan, may_note=is_plain and not group.gathers_itself)
-
-    def watch(self, index: int, parameter: nn.Parameter) -> None:
-        """Take each gradient of `parameter`, the unsharded form of the group's parameter `index`."""
-        if not parameter.dtype.is_floating_point and not parameter.dtype.is_complex:
-            return
-        this = weakref.ref(self)  # the parameter holds its hook, and its group's buffers hold the parameter
+        this = weakref.ref(self)  # parameters hold their hooks, and their group's buffers hold the parameters
 
         @dynamo_disabled
         def arrived(unsharded: torch.Tensor) -> None:
             arrivals = this()
             if arrivals is not None:
-                arrivals._told_of(index, unsharded)
+                arrivals._told_of(arrivals._hooks.indices[id(unsharded)], unsharded)
 
+        self._hooks = GradientHooks(plan, is_plain and not group.gathers_itself, arrived)
+
+    def watch(self, index: int, parameter: nn.Parameter) -> None:
+        """Take each gradient of `parameter`, the unsharded form of the group's parameter `index`."""
+        if not parameter.dtype.is_floating_point and not parameter.dtype.is_complex:
+            return
         # torch registers such a hook only on a tensor that requires a gradient. A frozen parameter gets the hook, too,
         # because it may be trained later.
-        self._hooks.watch(index, parameter.requires_grad_(True), arrived)
+        self._hooks.watch(index, parameter.requires_grad_(True))
         parameter.requires_grad_(self._group.parameters[index].requires_grad)
 
     # A backward
@@ -296,10 +311,9 @@ class Arrivals:
         self._waits_for_reduction = self._plan.collects_late and reduces
         self._dtype = self.summed_in if is_one_of_many and not reduces else self._group.reduce_dtype
         self._borrows = may_borrow and self._plan.may_borrow
-        scale = self._scales.get((self._borrows, divide_by))
-        if scale is None:
-            scale = self._scales[self._borrows, divide_by] = self._plan.scale_for(divide_by, self._borrows)
-        self.scale = scale
+        if (self._borrows, divide_by) not in self._scales:
+            self._scales[self._borrows, divide_by] = self._plan.scale_for(divide_by, self._borrows)
+        self.scale = self._scales[self._borrows, divide_by]
         return self.num_expected > 0
 
     @property
@@ -322,7 +336,7 @@ class Arrivals:
             self._hooks.rest()
         # What is added to earlier backwards' gradients does not wait for the reduction, even if it collects late.
         waits = self._waits_for_reduction and self._rows is None
-        if not waits and (is_complete or self._waiting_bytes >= self._plan.batch_bytes):
+        if not waits and (is_complete or sum(each.nbytes for each in self._waiting.values()) >= self._plan.batch_bytes):
             self.collect()
         if is_complete:
             self._arrived.clear()
@@ -352,7 +366,6 @@ class Arrivals:
                 self._observer.borrowed()
         elif self._contributes:
             self._waiting.update(gradients)
-            self._waiting_bytes += sum(map(NBYTES, gradients.values()))
 
     def _can_be_rows(self, gradient: torch.Tensor) -> bool:  # the group's only one
         return self._plan.borrows(gradient.dtype) and gradient.is_contiguous() and not gradient.requires_grad
@@ -370,18 +383,13 @@ class Arrivals:
 
     def _copy(self) -> None:
         rows = self._rows_to_fill()
-        waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
+        waiting, self._waiting = self._waiting, {}
         rows.fill(waiting, self.scale.before)
 
     def _rows_to_fill(self) -> ReduceBuffer:
-        """Returns the present rows. If there are none, takes spare ones of the dtype, or makes new ones."""
         if self._rows is None:
-            for number, spare in enumerate(self._spare):
-                if spare.buffer.tensor.dtype == self._dtype:
-                    self._rows = spare
-                    del self._spare[number]
-                    return spare
-            self._rows = ReduceBuffer.freed(self._group, self._plan, self._dtype, self._lane)
+            spare = self._spare.get(self._dtype)
+            self._rows = spare.pop() if spare else ReduceBuffer.freed(self._group, self._plan, self._dtype, self._lane)
         return self._rows
 
     def end_backward(self) -> None:
@@ -420,7 +428,7 @@ class Arrivals:
         if rows.buffer.is_ours:
             rows.filled.clear()
             rows.buffer.free()
-            self._spare.append(rows)
+            self._spare.setdefault(rows.buffer.tensor.dtype, []).append(rows)
 
     # What is here
 
@@ -463,7 +471,6 @@ class Arrivals:
         if self._hooks.noted:
             self._take()
         self._waiting.clear()
-        self._waiting_bytes = 0
         if self._rows is not None:
             rows, self._rows = self._rows, None
             self.give_back(rows)

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 
 import torch
 
+from sherd._torch import chunk_cat
 from sherd.layout.extent import Extent
 from sherd.layout.packing import Packing, Slot
 from sherd.layout.placement import Cut
 from sherd.tensor.gather import shard_of
-
-_Strided = tuple[tuple[int, ...], tuple[int, ...], int]
-"""A view of a contiguous tensor: shape, strides, and the element at which it begins."""
 
 
 class RowViews:
@@ -42,36 +40,19 @@ class RowViews:
             else:
                 assert by_rank is not None, "tensors cut by themselves take the same room on every rank"
                 self.tensors.append(row_views(by_rank, slot))
-        self.flags: list[torch.Tensor] = []
-        if num_flags and by_rank is not None:
+        if by_rank is not None:
             self.flags = [by_rank[:, shard_numel:]]
-        elif num_flags:
-            for rank, (start, numel) in enumerate(zip(packing.starts, packing.shard_numels, strict=True)):
-                end = start + numel + rank * num_flags
-                self.flags.append(rows[end : end + num_flags].view(1, -1))
+        else:
+            parts = enumerate(zip(packing.starts, packing.shard_numels, strict=True))
+            ends = (start + numel + rank * num_flags for rank, (start, numel) in parts)
+            self.flags = [rows[end : end + num_flags].view(1, -1) for end in ends]
 
     def pairs(self, tensors: Mapping[int, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns the places of `tensors`, keyed by slot, and the matching parts of the tensors, uncopied if possible.
-
-        Where the parts of a contiguous tensor lie is worked out once.
-        """
+        """Returns the places of `tensors`, keyed by slot, and the matching parts of the tensors: views if possible."""
         targets = [target for index in tensors for target in self.tensors[index]]
-        given = tensors.values()
-        # `as_strided` counts from the beginning of the storage, so a tensor that begins elsewhere takes the slower way.
-        if all(map(torch.Tensor.is_contiguous, given)) and not any(map(torch.Tensor.storage_offset, given)):
-            wholes = [each for index, each in tensors.items() for _ in self._parts[index]]
-            parts = [part for index in tensors for part in self._parts[index]]
-            return targets, list(map(torch.Tensor.as_strided, wholes, *zip(*parts, strict=True)))
-        return targets, [part for index, each in tensors.items() for part in self._sources(index, each)]
-
-    def _sources(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return sources_for(self.tensors[index], tensor, self._packing.slots[index].cut)
-
-    @cached_property
-    def _parts(self) -> list[list[_Strided]]:  # of each slot's tensor, if the tensor is contiguous
-        wholes = (torch.empty(slot.cut.shape, device="meta") for slot in self._packing.slots)
-        parts = (self._sources(index, whole) for index, whole in enumerate(wholes))
-        return [[(each.shape, each.stride(), int(each.storage_offset())) for each in of_one] for of_one in parts]
+        slots = self._packing.slots
+        sources = (sources_for(self.tensors[at], each, slots[at].cut) for at, each in tensors.items())
+        return targets, [source for of_one in sources for source in of_one]
 
     def _of_runs(self, slot: Slot, by_rank: torch.Tensor | None) -> list[torch.Tensor]:
         """Returns one view for each rank with elements of the tensor, and one for all ranks that hold nothing else."""
@@ -91,6 +72,37 @@ class RowViews:
             ]
         begins = [(packing.starts[rank] + rank * self._num_flags + extent.start, extent) for rank, extent in extents]
         return [self._rows[start : start + extent.numel] for start, extent in begins]
+
+
+class JoinedTensors:
+    """All tensors of a group, joined by one native call: a view and a copy of each take three times as long.
+
+    For rows in host memory, of `most_bytes`, in which all parts are equally long and nothing but their ends is padding.
+    """
+
+    def __init__(self, packing: Packing, rows: torch.Tensor, most_bytes: int) -> None:
+        in_line, cuts, numel = packing.is_cut_into_runs, [slot.cut for slot in packing.slots], packing.shard_numels[0]
+        self._shape, self._dtype = (packing.num_ranks, numel), rows.dtype
+        self._num_chunks = 1 if in_line else packing.num_ranks
+        extents = [slot.unsharded if in_line else slot.shard for slot in packing.slots]
+        self._order = sorted(range(len(extents)), key=lambda index: extents[index].start)
+        used = sum(extent.numel for extent in extents)
+        are_whole = (cut.in_order and cut.dim is not None and cut.shape[0] % packing.num_ranks == 0 for cut in cuts)
+        is_tight = packing.is_even and used == max(extent.stop for extent in extents)
+        self._suits = is_tight and all(cut.shape and cut.numel for cut in cuts) and (in_line or all(are_whole))
+        self._suits = self._suits and rows.nbytes <= most_bytes and rows.device.type == "cpu"
+        padding = packing.num_ranks * numel - used * self._num_chunks if self._suits else 0
+        self._padding = [rows.new_zeros(padding)] if padding else []
+
+    def of(self, tensors: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+        """Returns `tensors`, keyed by slot, as `[num_ranks, shard_numel]`; None unless all are there, and like rows."""
+        given = tensors.values()
+        if not self._suits or len(given) < len(self._order) or set(map(attrgetter("dtype"), given)) != {self._dtype}:
+            return None
+        if not all(map(torch.Tensor.is_contiguous, given)):
+            return None
+        parts = [*map(tensors.__getitem__, self._order), *self._padding]
+        return chunk_cat(parts, 0, self._num_chunks).view(self._shape)
 
 
 def sources_for(targets: list[torch.Tensor], tensor: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
@@ -224,10 +236,11 @@ class _CopyStrips(CopyOut):
         return self._unsharded[slot.unsharded.start : slot.unsharded.stop]
 
     def __call__(self, rows: torch.Tensor) -> None:
-        by_rank = rows.view(self._num_ranks, self._shard_numel)
         if self._outs:
-            torch.split_with_sizes_copy(by_rank[:, : self._end], self._sizes, dim=1, out=self._outs)
+            in_order = rows.as_strided((self._num_ranks, self._end), (self._shard_numel, 1))
+            torch.split_with_sizes_copy(in_order, self._sizes, dim=1, out=self._outs)
         if self._targets:  # they may all be empty tensors
+            by_rank = rows.view(self._num_ranks, self._shard_numel)
             sources = [view for slot in self._scattered for view in row_views(by_rank, slot)]
             torch._foreach_copy_(self._targets, sources)
 

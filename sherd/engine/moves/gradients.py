@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, starmap
 from typing import Any
 
 import torch
@@ -109,12 +109,12 @@ class Gradients:
         self.partial: torch.Tensor | None = None  # a sum over the shard axis, which waits for that over the replicas
         self._partly_reduced: frozenset[int] = frozenset()
         self._host_copies: list[_HostCopy] = []
-        # For `_give`, which every backward calls: a record, a class and spec, a part of the buffer, a shape each.
+        # For `_give`, which every backward calls: a record, a class and spec, and a view of the buffer each.
         params = group.gradients
         self._records = [each.record for each in params]
         self._forms = [_form_of(each.record, group.grad_dtype) for each in params]
-        self._places = [slice(each.extent.start, each.extent.stop) for each in params]
-        self._shapes = [each.shape for each in params]
+        strides = [torch.empty(each.shape, device="meta").stride() for each in params]
+        self._views = [(each.shape, of_it, each.extent.start) for each, of_it in zip(params, strides, strict=True)]
         self._numel = group.gradient_packing.shard_numels[group.mesh.piece]  # without flags
 
     def may_lack(self, policy: UnitPolicy) -> bool:
@@ -156,7 +156,8 @@ class Gradients:
         rows.complete()
         sizes = self._plan.reduced_by_rank
         result: list[torch.Tensor] = []
-        sent = rows.buffer.tensor.to(group.reduce_dtype)  # the rows themselves, unless micro-batches were added wider
+        sent = rows.buffer.tensor
+        sent = sent if sent.dtype == group.reduce_dtype else sent.to(group.reduce_dtype)  # else added wider
 
         def scatter(async_op: bool) -> Pending | None:
             dtype = transport.sum_dtype(group.reduce_dtype)
@@ -291,7 +292,10 @@ class Gradients:
         parameters = [each.shard if each.flat is None else each.flat.parameter for each in self._records]
         have_hooks = any(chain.from_iterable(map(hooks_on_gradient, parameters)))
         lacks_some = len(with_gradient) < len(self.group.parameters)
-        views = map(torch.Tensor.view, map(reduced.__getitem__, self._places), self._shapes)
+        begin = reduced.storage_offset()
+        views = starmap(
+            reduced.as_strided, [(*view, at + begin) for *view, at in self._views] if begin else self._views
+        )
         each_of = zip(self.group.gradients, parameters, self._forms, views, strict=True)
         for optimizer_param, parameter, (tensor_class, spec), term in each_of:
             if (lacks_some and optimizer_param.members.isdisjoint(with_gradient)) or not parameter.requires_grad:
@@ -330,7 +334,7 @@ class Gradients:
         if scale.after != 1.0:
             reduced = reduced.to(dtype) if dtype.itemsize > reduced.itemsize else reduced
             reduced.mul_(scale.after)
-        return reduced.to(dtype)
+        return reduced if reduced.dtype == dtype else reduced.to(dtype)
 
     def _anywhere(self, reduced: torch.Tensor, here: frozenset[int]) -> frozenset[int]:
         """Returns the trainable parameters that have a gradient `here` or on another rank."""

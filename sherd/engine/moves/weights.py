@@ -87,7 +87,7 @@ class Unsharded:
         self._records = records
         self.gathered = self.buffers = gathered
         self.parameters: list[nn.Parameter] = []
-        self._versions_are_ahead = False
+        self._versions: tuple[int, ...] = ()  # of the parameters when the memory went, if it is gone
         self._as_of: list[tuple[int, bool]] = []
         self.trained: list[bool] = []  # whether each parameter required a gradient when it was shown
 
@@ -103,10 +103,10 @@ class Unsharded:
         written since the last gather, autograd must see its unsharded form as modified in place: a backward raises
         that reads it for an earlier forward.
         """
-        if self._versions_are_ahead:
+        if self._versions:
             # Back to the number that autograd saw: the same values are here again, so a backward may read them.
-            set_versions(tuple(self.parameters), tuple(map((-1).__add__, map(VERSION, self.parameters))))
-            self._versions_are_ahead = False
+            set_versions(tuple(self.parameters), self._versions)
+            self._versions = ()
         if as_of != self._as_of:
             # `cycle`: all parameters may be members of one flat parameter.
             stands = zip(self.parameters, cycle(as_of), cycle(self._as_of), strict=False)
@@ -124,9 +124,9 @@ class Unsharded:
         """Free the memory. If it is `lane`'s, its pool gets it once compute has read it."""
         if lane is not None:
             lane.follow_compute()
-        if self.parameters and not self._versions_are_ahead:
+        if not self._versions:
+            self._versions = tuple(map(VERSION, self.parameters))
             increment_versions(self.parameters)
-            self._versions_are_ahead = True
         for buffer in self.buffers:
             buffer.free()
 

@@ -166,7 +166,6 @@ def after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> Any
 
 
 def _inputs_in(args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor]:
-    """Returns the tensors among a forward's arguments."""
     if not kwargs:
         for value in args:
             if not isinstance(value, torch.Tensor):

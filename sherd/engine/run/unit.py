@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -461,9 +461,8 @@ class Unit:
         for weights in self.weights:
             if weights.live is not Live.UNSHARDED:
                 weights.wait()
-        for hooks, key, _ in self.touch_hooks:
-            if key in hooks:
-                del hooks[key]
+        # In C: the key, and the hook as the default of `pop`.
+        deque(itertools.starmap(OrderedDict.pop, self.touch_hooks), 0)
 
     def free(self) -> None:
         """Free the unsharded parameters, and show shards."""
