@@ -4,8 +4,6 @@ import contextlib
 import copy
 import functools
 import gc
-import os
-import signal
 from collections import Counter
 
 import pytest
@@ -28,7 +26,6 @@ from sherd.optim.muon import left_to_adamw, not_hidden
 from sherd.tensor.ragged import local_part
 from tests.optim.test_muon import EXACT, assert_as_plain, batches, stack, trained
 from tests.support.comparing import assert_same, whole_params
-from tests.support.ranks import RanksFailed
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.refusals import one_line
 from tests.support.sharding import sharded
@@ -441,23 +438,6 @@ def test_steps_keep_nothing_but_state_however_many_models_they_step():
         return ours, sum(each.untyped_storage().nbytes() for each in tensors.values())
 
     kept(3)
-    assert kept(5) == kept(20)
-
-
-def _killed_in_a_step():
-    model = sharded(stack())
-    optimizer = Muon(model, lr=0.02)
-    trained(model, optimizer, batches(1))
-    model(batches(1)[0]).square().mean().backward()
-    dist.barrier()  # backward has ended on both
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    optimizer.step()
-
-
-def test_a_rank_that_dies_before_its_step_is_named(world):
-    with pytest.raises(RanksFailed) as failed:
-        world(2).run(_killed_in_a_step)
-    kind, said = failed.value.errors[0]
-    assert kind == "CommError"
-    assert "the exchange of matrices among ranks [0, 1] failed on rank 0 with rank 1" in said
+    (few, few_bytes), (many, many_bytes) = kept(5), kept(20)
+    assert many == few
+    assert many_bytes <= few_bytes  # what other tests left in this process may go meanwhile
