@@ -20,7 +20,7 @@ from torch.optim import AdamW
 
 import sherd
 from sherd._torch import imagined_ranks
-from sherd.optim.matrix import zeros_as_gradient
+from sherd.optim.gradients import zeros_as_gradient
 from sherd.optim.muon import left_to_adamw
 from sherd.optim.newton_schulz import QUINTIC, coefficients_of, orthogonalized
 

@@ -22,16 +22,9 @@ from sherd.engine import FlatParameter, ShardedParameter, Unit
 from sherd.errors import OptimizerError, PolicyError, PolicyTypeError
 from sherd.layout.placement import Shape
 from sherd.optim.flat import flatten_optimizer
-from sherd.optim.matrix import (
-    Group,
-    MatrixOptimizer,
-    batch_of,
-    name_of,
-    number_from_0,
-    real_dtype,
-    rows_of,
-    zeros_as_gradient,
-)
+from sherd.optim.gradients import zeros_as_gradient
+from sherd.optim.matrix import MatrixOptimizer, number_from_0, real_dtype, rows_of
+from sherd.optim.matrix_plan import Group, batch_of, name_of
 from sherd.optim.matrix_state import MatrixState
 from sherd.optim.newton_schulz import QUINTIC, coefficients_of, computes_in, orthogonalized, with_even_rows
 from sherd.tensor.ragged import local_part

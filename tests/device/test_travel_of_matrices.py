@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import sherd
-from sherd.optim import matrix
+from sherd.optim import matrix_plan
 from tests.device import sim
 from tests.device.small import loss_of
 from tests.support.models import chain
@@ -38,7 +38,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> 
 
 
 def on_device(how: str, shape: str) -> tuple[list[float], list[str], int]:
-    usual, matrix.BUCKET_BYTES = matrix.BUCKET_BYTES, 64
+    usual, matrix_plan.BUCKET_BYTES = matrix_plan.BUCKET_BYTES, 64
     try:
         sizes, names = MESHES[shape]
         mesh = init_device_mesh("sim", sizes, mesh_dim_names=names)
@@ -49,7 +49,7 @@ def on_device(how: str, shape: str) -> tuple[list[float], list[str], int]:
         optimizer = sherd.Muon(model, lr=0.02, ns_dtype=torch.float32)
         return *trained(model, optimizer, "sim"), len(optimizer._current_plan().buckets)
     finally:
-        matrix.BUCKET_BYTES = usual
+        matrix_plan.BUCKET_BYTES = usual
 
 
 @pytest.mark.parametrize("shape", MESHES)

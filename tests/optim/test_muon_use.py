@@ -159,7 +159,7 @@ def test_models_on_different_meshes_share_an_optimizer():
 
 
 def test_every_rank_computes_in_every_bucket_but_the_last(monkeypatch):
-    monkeypatch.setattr("sherd.optim.matrix.BUCKET_BYTES", 16)
+    monkeypatch.setattr("sherd.optim.matrix_plan.BUCKET_BYTES", 16)
     for front in ("shard", "flat"):
         computed = []
         for rank in range(4):
@@ -178,7 +178,7 @@ def test_every_rank_computes_in_every_bucket_but_the_last(monkeypatch):
 
 @on_threads(2, 3, front=["shard", "flat"])
 def test_matrices_travel_in_several_buckets(front, monkeypatch):
-    monkeypatch.setattr("sherd.optim.matrix.BUCKET_BYTES", 16)
+    monkeypatch.setattr("sherd.optim.matrix_plan.BUCKET_BYTES", 16)
     assert_trains_as_plain(deep, front)
     model = sharded(deep(), front)
     optimizer = Muon(model, lr=0.02, **EXACT)

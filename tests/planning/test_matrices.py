@@ -148,7 +148,7 @@ def test_updates_travel_and_gradients_that_backward_has_not_brought_and_nothing_
 
 @pytest.mark.parametrize("options", [{}, {"placement": Shard(0)}, {"placement": Flat()}], ids=str)
 def test_all_that_travels_but_the_first_and_the_last_bucket_lies_beside_products(options, monkeypatch):
-    monkeypatch.setattr("sherd.optim.matrix.BUCKET_BYTES", 64)
+    monkeypatch.setattr("sherd.optim.matrix_plan.BUCKET_BYTES", 64)
     with imagined_ranks(4):
         model, _ = sharded(replace(DECODER, layers=8), options)
         events = StepOfMatrices.of(model).events()

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from sherd.optim.faults import StepFaults
-from sherd.optim.matrix import MatrixOptimizer, zeros_as_gradient
+from sherd.optim.gradients import zeros_as_gradient
+from sherd.optim.matrix import MatrixOptimizer
 from sherd.optim.muon import Muon, left_to_adamw
 from sherd.optim.newton_schulz import computes_in
 from sherd.tools.plan.operations import collective_of, is_communication, tensors_among
