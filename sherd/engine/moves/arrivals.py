@@ -70,10 +70,6 @@ class ReduceBuffer:
         return RowViews(self._packing, self.buffer.tensor, self._num_flags)
 
     @cached_property
-    def _elements(self) -> torch.Tensor:  # of rows of equal length: `[num_ranks, shard_numel]`
-        return self.buffer.tensor.view(self._packing.num_ranks, -1)[:, : self._packing.shard_numels[0]]
-
-    @cached_property
     def _joined(self) -> JoinedTensors:
         return JoinedTensors(self._packing, self.buffer.tensor, BATCH_BYTES)
 
@@ -104,16 +100,14 @@ class ReduceBuffer:
                 self.fill(gradients, scale)
             return
         if not self.filled:
-            joined = self._joined.of(gradients) if self._lane is None else None
-            if joined is not None:
-                self.filled.update(gradients)
-                gradients.clear()  # before the rows are there: never three times as many bytes
-                self.buffer.allocate()
-                self._elements.copy_(joined if scale == 1.0 else joined.mul_(scale))
-                return
             self._allocate()
-        again = {at: gradients.pop(at) for at in self.filled.intersection(gradients)}
-        targets, sources = self._places.pairs(again)
+            if self._joined.take(gradients):
+                self.filled.update(gradients)
+                if scale != 1.0:
+                    self.buffer.tensor.mul_(scale)
+                return
+        again = {at: gradients.pop(at) for at in self.filled.intersection(gradients)} if self.filled else {}
+        targets, sources = self._places.pairs(again) if again else ([], [])
         if targets:  # tensors may have no elements
             torch._foreach_add_(targets, sources, alpha=scale)
         targets, sources = self._places.pairs(gradients)
