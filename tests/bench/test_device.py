@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench import __main__ as command
-from bench.__main__ import FIGURES, parse
+from bench.__main__ import ASKED_FOR, FIGURES, parse
 from bench.device import page
 from bench.device.cases import CASES, LARGE, PLAIN, SMALLER, TINY, systems_for
 from bench.device.clock import Measured
@@ -106,7 +106,7 @@ def test_the_large_stack_is_llama_3_8_b_but_for_grouped_keys_and_layers():
 
 def test_the_figure_is_the_only_one_of_an_accelerator_and_asked_for_by_name_on_the_cpu(monkeypatch, capsys):
     assert FIGURES["device"] is measure
-    assert parse(["--device", "cpu"]).only == [name for name in FIGURES if name not in ("device", "mesh")]
+    assert parse(["--device", "cpu"]).only == [name for name in FIGURES if name not in ("device", *ASKED_FOR)]
     assert parse(["--device", "cpu", "--only", "device"]).only == ["device"]
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))

@@ -101,6 +101,17 @@ def test_a_state_continues_on_as_many_ranks_and_on_others(kind, num_ranks, place
         assert [numbers for *_, numbers in found] == [numbers for *_, numbers in expected]
 
 
+def saved_after_a_wrapper(folder):
+    """The wrapper has the state dicts of all optimizers go by names, those around another optimizer too."""
+    sherd.FullyShardedDataParallel(torch.nn.Linear(2, 2))
+    return saved_run(folder, BLOCKS, None), resumed_run(folder, BLOCKS, None)
+
+
+def test_a_state_is_loaded_where_the_wrapper_was_used_before(world, tmp_path):
+    for saved, resumed in world(2).run(saved_after_a_wrapper, str(tmp_path)):
+        assert_close(resumed[:2], saved[:2])
+
+
 def half_precision(is_oracle):
     import accelerate.accelerator as names
 

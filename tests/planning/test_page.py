@@ -151,7 +151,7 @@ def test_two_timelines_share_their_scales_and_colours_and_each_lane_has_its_name
     assert [lane["name"] for lane in first["lanes"]] == [lane["name"] for lane in second["lanes"]]
     assert len(first["levels"]) == len(second["levels"]) == len(made.data["kinds"])
     lanes = Reader(page([timeline()])).data["steps"][0]["lanes"]
-    assert {lane["name"] for lane in lanes} == {lane.value for lane in Lane}
+    assert {lane["name"] for lane in lanes} == {lane.value for lane in Lane if lane is not Lane.MATRICES}
     assert html.escape("a<b") in page([timeline(title="a<b")])
     assert Path(sherd.__file__).is_relative_to(ROOT)
 

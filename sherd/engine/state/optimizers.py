@@ -11,6 +11,7 @@ operation that DTensor does not support; here the first step is refused with the
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -110,7 +111,9 @@ class _Watcher:
             self._warn(optimizer, owners)
             # `_known` does not tell, for it is cleared after each change. A second hook would do the check twice.
             if optimizer not in self._load_hooked:
-                optimizer.register_load_state_dict_pre_hook(require_shapes)
+                # An optimizer around another one, as accelerate's, may have no hooks; the one inside has.
+                with contextlib.suppress(AttributeError):
+                    optimizer.register_load_state_dict_pre_hook(require_shapes)
                 self._load_hooked.add(optimizer)
             self._known[optimizer] = known = (_sizes(optimizer), owners)
         return known[1]
