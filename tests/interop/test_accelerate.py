@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.data import DataLoader
 
 import sherd
@@ -102,8 +103,8 @@ def test_a_state_continues_on_as_many_ranks_and_on_others(kind, num_ranks, place
 
 
 def saved_after_a_wrapper(folder):
-    """The wrapper has the state dicts of all optimizers go by names, those around another optimizer too."""
-    sherd.FullyShardedDataParallel(torch.nn.Linear(2, 2))
+    """Once a wrapper's state dict was asked for, torch's functions ask sherd about all optimizers."""
+    get_model_state_dict(sherd.FullyShardedDataParallel(torch.nn.Linear(2, 2)))
     return saved_run(folder, BLOCKS, None), resumed_run(folder, BLOCKS, None)
 
 
