@@ -285,12 +285,12 @@ def test_every_field_of_sherd_train_that_the_table_of_other_tools_names_exists()
 def test_every_name_and_argument_in_the_questions_exists():
     page = read("docs/do/how_do_i.md")
     assert page.count("? |") > 50
-    for dotted in set(re.findall(r"\bsherd((?:\.[A-Za-z_]+)+)", page)):
+    for dotted in set(re.findall(r"\bsherd((?:\.[A-Za-z_]\w*)+)", page)):
         found = sherd
         for name in dotted.split(".")[1:]:
             found = getattr(found, name, None) or importlib.import_module(f"{found.__name__}.{name}")
     arguments = set(inspect.signature(sherd.fully_shard).parameters)
-    named = set(re.findall(r"`(\w+)=", page)) - {"context_fn"}
+    named = set(re.findall(r"`(\w+)=", page)) - {"context_fn", "changed_since"}
     assert {"mp_policy", "placement"} <= named <= arguments
     fields = {f"{section}.{field.name}" for section, kind in SECTIONS.items() for field in dataclasses.fields(kind)}
     assert set(re.findall(rf"`(?:sherd train )?(?:--\S+ \S+ )?((?:{'|'.join(SECTIONS)})\.\w+)=", page)) <= fields
