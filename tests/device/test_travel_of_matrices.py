@@ -47,7 +47,7 @@ def on_device(how: str, shape: str) -> tuple[list[float], list[str], int]:
         for unit in (*model, model):
             sherd.fully_shard(unit, mesh=mesh, **options)
         optimizer = sherd.Muon(model, lr=0.02, ns_dtype=torch.float32)
-        return *trained(model, optimizer, "sim"), len(optimizer._current_plan().buckets)
+        return *trained(model, optimizer, "sim"), len(optimizer._plan_of(optimizer.matrix_groups()).buckets)
     finally:
         matrix_plan.BUCKET_BYTES = usual
 
