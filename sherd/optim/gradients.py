@@ -11,9 +11,7 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import spec_of
 from sherd.engine import ShardedParameter
 from sherd.errors import GradientError
-from sherd.optim.exchange import (
-    work_of,
-)
+from sherd.optim.exchange import work_of
 from sherd.optim.matrix_plan import batch_of, name_of
 from sherd.optim.owners import MatrixWork, owners_of
 from sherd.tensor.gather import shard_of

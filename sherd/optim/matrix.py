@@ -26,11 +26,7 @@ from sherd.engine import ShardedParameter
 from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError, SherdError
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Shape
-from sherd.optim.exchange import (
-    MatrixItem,
-    Moving,
-    Ring,
-)
+from sherd.optim.exchange import MatrixItem, Moving, Ring
 from sherd.optim.faults import FUNCTION, GRADIENT, NOT_FINITE, StepFaults, Told
 from sherd.optim.gradients import laid_as_gradient, local_gradient, own_gradients
 from sherd.optim.matrix_plan import (
@@ -198,10 +194,10 @@ class MatrixOptimizer(Optimizer):
             state_dict = {**state_dict, "param_groups": filled}
         super().load_state_dict(state_dict)
         own, keys = ([each for group in of for each in group["params"]] for of in (self.param_groups, groups))
-        key_of = dict(zip(map(id, own), keys, strict=True))
+        key_of_id = dict(zip(map(id, own), keys, strict=True))
         for group in self.matrix_groups():
             for parameter in group["params"]:
-                loaded = given.get(key_of[id(parameter)], {})
+                loaded = given.get(key_of_id[id(parameter)], {})
                 for name, dtype in self._dtypes(group, parameter).items():
                     if name in loaded:
                         self.state[parameter][name] = loaded[name].to(local_part(parameter).device, dtype, copy=True)

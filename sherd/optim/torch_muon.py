@@ -52,7 +52,9 @@ def _step_whole_matrices(
         return None
     from sherd.optim.muon import TorchMuonStep  # loaded with the first step: few programs make one
 
-    step = _steps.setdefault(optimizer, TorchMuonStep(optimizer))
+    if optimizer not in _steps:
+        _steps[optimizer] = TorchMuonStep(optimizer)
+    step = _steps[optimizer]
     return ((_Shadow(step), *args[1:]), kwargs) if step.is_possible else None
 
 

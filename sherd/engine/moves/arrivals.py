@@ -94,7 +94,7 @@ class ReduceBuffer:
             self._lane.lend(self.buffer.allocate)
 
     def fill(self, gradients: MutableMapping[int, torch.Tensor], scale: float) -> None:
-        """Move in `gradients`, keyed by parameter index, times `scale`. Add the gradient of a `filled` parameter."""
+        """Copy in `gradients`, keyed by parameter index, times `scale`. Add and drop those of `filled` parameters."""
         if torch.is_grad_enabled():  # in a backward that is differentiated, or after one
             with torch.no_grad():
                 self.fill(gradients, scale)
