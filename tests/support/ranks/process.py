@@ -2,7 +2,6 @@
 
 import ctypes
 import faulthandler
-import functools
 import gc
 import io
 import os
@@ -19,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor
 
 from sherd.comm import groups as beside
 from sherd.comm import transports
 from sherd.comm.groups import forget_destroyed
+from tests.support.ranks.caches import forget_redistributions
 from tests.support.ranks.failures import failure_of
 
 
@@ -156,19 +155,12 @@ def _forget_groups() -> None:
 
 
 def forget_meshes() -> None:
-    """Empty what DTensor remembers by mesh: it would be given to equal meshes, though the groups are gone.
+    """Empty what DTensor remembers by mesh, and let go of the meshes.
 
     A mesh that is remembered keeps its groups, and each of gloo's has a thread that wakes a hundred times a second: a
     few hundred of them take a core.
     """
-    _clear_sharding_prop_cache()
-    for module in (_redistribute, _collective_utils):
-        places = [module, *(each for each in vars(module).values() if isinstance(each, type))]
-        for cached in (each for place in places for each in vars(place).values()):
-            inner = getattr(cached, "__func__", cached)  # of a static method
-            if isinstance(inner, functools._lru_cache_wrapper):
-                inner.cache_clear()
-    getattr(_redistribute, "_planner_cache", {}).clear()
+    forget_redistributions()
     gc.collect()
 
 

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import _set_thread_isolation_mode
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed import multi_threaded_pg
 
+from tests.support.ranks.caches import forget_redistributions
 from tests.support.ranks.failures import Failure, RanksFailed, failure_of, name_of
 from tests.support.ranks.generators import generators_by_thread, own_generator
 
@@ -149,6 +150,7 @@ class Threads:
         # one replaces the device guard; two threads at once kill the process (2.11).
         with FakeTensorMode():
             pass
+        forget_redistributions()
         store = dist.HashStore()
         self._ranks = [_Rank(rank, self.num_ranks, store) for rank in range(self.num_ranks)]
 
