@@ -15,6 +15,7 @@ from sherd.optim.exchange import work_of
 from sherd.optim.matrix_plan import batch_of, name_of
 from sherd.optim.owners import MatrixWork, owners_of
 from sherd.tensor.gather import shard_of
+from sherd.tensor.placement import in_dtype
 from sherd.tensor.ragged import as_dtensor, local_part
 
 
@@ -54,7 +55,7 @@ def laid_as_gradient(value: torch.Tensor, record: ShardedParameter) -> torch.Ten
 
     State from a file, and gradients that a user made like the parameter, lie otherwise.
     """
-    spec = record.gradient_spec(value.dtype)
+    spec = in_dtype(record.shard_spec, value.dtype) if record.flat else record.gradient_spec(value.dtype)
     if isinstance(value, DTensor) and spec_of(value).placements == spec.placements:
         return value
     whole = value.full_tensor() if isinstance(value, DTensor) else value

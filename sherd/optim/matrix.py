@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec, in_backward
 from sherd.comm.failures import own_rank
-from sherd.engine import ShardedParameter
+from sherd.engine import FlatParameter, ShardedParameter, Unit
 from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError, SherdError
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Shape
@@ -42,6 +42,7 @@ from sherd.optim.matrix_plan import (
 )
 from sherd.optim.matrix_state import MatrixState
 from sherd.tensor.ragged import local_part
+from sherd.wrap.names import plain_name
 
 Shapes = Callable[[int, int], Mapping[str, Shape]]
 """Returns the shapes of what is kept of a matrix, by name, for its numbers of rows and columns."""
@@ -132,9 +133,9 @@ class MatrixOptimizer(Optimizer):
             raise PolicyError(
                 f"{type(self).__name__}: a group has no 'params', only {', '.join(param_group)}; name them"
             )
-        if isinstance(param_group, dict) and not isinstance(param_group["params"], (torch.Tensor, set)):
+        if isinstance(param_group, dict) and not isinstance(param_group["params"], set):
             known = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-            param_group = {**param_group, "params": list(param_group["params"])}
+            param_group = {**param_group, "params": members_in(param_group["params"])}
             for entry in param_group["params"]:
                 name, parameter = entry if isinstance(entry, tuple) else ("", entry)
                 if id(parameter) in known:
@@ -605,6 +606,21 @@ class MatrixOptimizer(Optimizer):
                 added.append(update.to(parameter).view(into[-1].shape))
         for scale, (into, added) in by_scale.items():
             torch._foreach_add_(into, added, alpha=-lr * scale)
+
+
+def members_in(params: Any) -> list[Any]:
+    """Returns a group's parameters, or `(name, parameter)` pairs, with the members of flat parameters for these."""
+    members: list[Any] = []
+    for entry in [params] if isinstance(params, torch.Tensor) else params:
+        name, flat = entry if isinstance(entry, tuple) else ("", entry)
+        record = ShardedParameter.of(flat) if isinstance(flat, FlatParameter) else None
+        if record is None or not isinstance(record.owner, Unit):
+            members.append(entry)
+            continue
+        shards = [each.shard for each in record.owner.parameters]  # a unit has one flat parameter
+        names = [plain_name(f"{name.rpartition('.')[0]}.{own}").lstrip(".") for own in flat.names]
+        members += zip(names, shards, strict=True) if isinstance(entry, tuple) else shards
+    return members
 
 
 def _wrong(update: object, matrices: torch.Tensor, version: int | None) -> str | None:

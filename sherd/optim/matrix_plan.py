@@ -72,12 +72,6 @@ def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "", tensor_para
         raise OptimizerError(
             f"{name} is a {type(parameter).__name__} that no unit of sherd holds; shard its module with fully_shard"
         )
-    if record is not None and record.flat is not None:
-        inside = record.flat.names
-        raise OptimizerError(
-            f"{', '.join(inside[:4])}{' and others' if len(inside) > 4 else ''} are one flat parameter, a vector: wrap "
-            "with use_orig_params=True, so that the optimizer sees each of them"
-        )
     if len(parameter.shape) < 2:
         raise OptimizerError(
             f"{name} has shape {tuple(parameter.shape)}, and is no matrix; leave it to another optimizer"
@@ -174,8 +168,8 @@ class MatrixPlan:
         record = self._records[index]
         assert record is not None, "plain parameters have no ring"
         number, rows, _ = self.batches[index]
-        if tuple(record.shape) != tuple(record.optimizer_param.shape) and self._axes[index] is None:
-            number = record.optimizer_param.shape[0] // (1 if len(record.shape) == 3 else rows)
+        if tuple(record.shape) != tuple(record.shard.shape) and self._axes[index] is None:
+            number = record.shard.shape[0] // (1 if len(record.shape) == 3 else rows)
         return Home(number, items, ring, record.shard_spec)
 
     def begins(self) -> bool:
@@ -205,7 +199,7 @@ class MatrixPlan:
     def is_of(self, groups: Sequence[Group]) -> bool:
         """Returns whether the plan still is that of `groups`."""
         return all(
-            record is None or (cuts == (record.cut, record.gradient_owner) and record.optimizer_param is parameter)
+            record is None or (cuts == (record.cut, record.gradient_owner) and record.shard is parameter)
             for record, cuts, parameter in zip(self._records, self._cuts, self.parameters, strict=True)
         )
 
@@ -314,7 +308,8 @@ Local = dict[int, torch.Tensor]
 
 def is_stepped(parameter: torch.Tensor) -> bool:
     """Returns whether a parameter may have a gradient: whether it is not frozen."""
-    return parameter.requires_grad or parameter.grad is not None
+    record = ShardedParameter.of(parameter)  # a flat parameter is frozen or trained as a whole
+    return (parameter if record is None else record).requires_grad or parameter.grad is not None
 
 
 PlanKey = tuple[tuple[object, ...], ...]
