@@ -42,26 +42,20 @@ BUCKET_BYTES = 32 << 20
 """The most that a rank sends in one exchange, unless that gives some ranks nothing to compute."""
 
 
-def name_of(parameter: torch.Tensor) -> str:
-    """Returns the name of a parameter if it is a unit's, else its shape, in words."""
-    record = ShardedParameter.of(parameter)
-    return f"a parameter of shape {tuple(parameter.shape)}" if record is None else record.name
-
-
 def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "", tensor_parallel: str = "whole") -> Batch:
     """Returns the matrices that a parameter is made of: how many, and the rows and columns of each.
 
     Args:
         parameter: of 2 dims or more, sharded or not.
         rows: how many rows make a matrix; 0: all of them.
-        name: the parameter's name in errors; "": as `name_of` says.
+        name: the parameter's name in errors; "": as `ShardedParameter.name_of` says.
         tensor_parallel: as that of `MatrixOptimizer`.
 
     Raises:
         OptimizerError: it is no matrix, or has another number of rows.
     """
     record = ShardedParameter.of(parameter)
-    name = name or name_of(parameter)
+    name = name or ShardedParameter.name_of(parameter)
     if not parameter.is_floating_point() or parameter.dtype.itemsize == 1:
         raise OptimizerError(
             f"{name} is of {parameter.dtype}; a function of whole matrices takes real numbers of 16 bits or more"
@@ -139,7 +133,6 @@ class MatrixPlan:
             None if record is None else tensor_axis_of(record, *chosen)
             for record, chosen in zip(self._records, options, strict=True)
         ]
-        self._cuts = [None if record is None else (record.cut, record.gradient_owner) for record in self._records]
         self.is_stepped = [is_stepped(parameter) for parameter in self.parameters]
         """Of each parameter. Nothing of the others travels."""
         self._owners: dict[int, set[int]] = defaultdict(set)
@@ -196,13 +189,6 @@ class MatrixPlan:
         told, self._told = self._told, []
         return told
 
-    def is_of(self, groups: Sequence[Group]) -> bool:
-        """Returns whether the plan still is that of `groups`."""
-        return all(
-            record is None or (cuts == (record.cut, record.gradient_owner) and record.shard is parameter)
-            for record, cuts, parameter in zip(self._records, self._cuts, self.parameters, strict=True)
-        )
-
     def computes_on(self, index: int) -> torch.device:
         """Returns the device on which a parameter's matrices are computed: its unit's, wherever its shards rest."""
         record = self._records[index]
@@ -249,7 +235,7 @@ class MatrixPlan:
             if record is None:
                 everything = Extent(0, self.parameters[index].numel())
                 plain = Copies(tuple(self.parameters[index].shape), 1, 0, (1,))
-                self.here.append((MatrixItem(index, batch, (Part(plain, plain, everything, batch),)), everything))
+                self.here.append((MatrixItem(index, batch, (Part((plain, plain), everything, batch),)), everything))
                 self.homes[index] = Home(batch[0], [self.here[-1][0]])
             elif axis is None or index in joined:
                 # Units have meshes of their own, also over the same ranks. A mesh has many parameters.
@@ -259,7 +245,7 @@ class MatrixPlan:
                 ring = ring_of[key]
                 _, items = rings.setdefault((tuple(ring.ranks), tuple(ring.holders)), (ring, []))
                 if axis is None:
-                    items += items_of(index, batch, record.gradient_cut, record.cut)
+                    items += items_of(index, batch, (record.gradient_cut, record.cut))
                     if not batch[0]:
                         # Tensor parallelism leaves no matrix to this rank, but some to others.
                         self.homes[index] = self._home(index, [], ring)
@@ -318,9 +304,11 @@ PlanKey = tuple[tuple[object, ...], ...]
 def key_of(groups: Sequence[Group]) -> PlanKey:
     """Returns what a plan depends on, of each parameter."""
     return tuple(
-        (at, *options_of(group), id(each), each.dtype, local_part(each).device, is_stepped(each))
+        (at, *options_of(group), id(each), each.dtype, local_part(each).device, is_stepped(each), id(record), *cuts)
         for at, group in enumerate(groups)
         for each in group["params"]
+        for record in [ShardedParameter.of(each)]
+        for cuts in [() if record is None else (id(record.cut), record.gradient_owner)]
     )
 
 
@@ -336,7 +324,7 @@ class Bucket:
         self.dtype, self.device = dtype, ring.mesh.device
         self.exchange = Exchange(items, ring)
         part, piece = ring.holders[ring.rank]
-        self._numels = {item.index: item.parts[part].cut.local_numel(piece) for item in items}
+        self._numels = {item.index: item.parts[part].cuts[0].local_numel(piece) for item in items}
         self.here: list[tuple[MatrixItem, Extent]] = []
         """Items that this rank computes by itself, together with those of the bucket."""
         self.header = torch.empty(0)

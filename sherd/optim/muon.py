@@ -24,7 +24,7 @@ from sherd.layout.placement import Shape
 from sherd.optim.flat import flatten_optimizer
 from sherd.optim.gradients import zeros_as_gradient
 from sherd.optim.matrix import MatrixOptimizer, members_in, number_from_0, real_dtype, rows_of
-from sherd.optim.matrix_plan import Group, batch_of, name_of
+from sherd.optim.matrix_plan import Group, batch_of
 from sherd.optim.matrix_state import MatrixState
 from sherd.optim.newton_schulz import QUINTIC, coefficients_of, computes_in, orthogonalized, with_even_rows
 from sherd.tensor.ragged import local_part
@@ -70,7 +70,10 @@ def left_to_adamw(model: nn.Module, rule: Rule = not_hidden) -> dict[str, str]:
         left = dict.fromkeys(name_of_id.values(), "")
         for path, module in model.named_modules():
             for own, parameter in module.named_parameters(plain_name(path), recurse=False):
-                left[name_of_id[id(parameter)]] = left[name_of_id[id(parameter)]] or _why(rule, own, module, parameter)
+                why = rule(own, module, parameter) if parameter.is_floating_point() else f"it is of {parameter.dtype}"
+                if not isinstance(why, str):
+                    raise PolicyTypeError(f'Muon(rule=...) returned {why!r} for {own}: expected a reason, or ""')
+                left[name_of_id[id(parameter)]] = left[name_of_id[id(parameter)]] or why
     return left
 
 
@@ -258,12 +261,9 @@ class Muon(MatrixOptimizer):
     def __repr__(self) -> str:
         """Returns what is done with each parameter, and why some are left to AdamW."""
         others: dict[tuple[str, ...], int] = {}
-        names = self._names()
-        for group in self.param_groups:
-            for parameter in group["params"] if group["algorithm"] == "adamw" else ():
-                name = names.get(id(parameter), name_of(parameter))
-                key = (re.sub(r"\d+", "*", name), f"AdamW, since {self._why.get(name, 'its group says so')}")
-                others[key] = others.get(key, 0) + 1
+        for name in self._names(group for group in self.param_groups if group["algorithm"] == "adamw").values():
+            key = (re.sub(r"\d+", "*", name), f"AdamW, since {self._why.get(name, 'its group says so')}")
+            others[key] = others.get(key, 0) + 1
         return "\n".join([super().__repr__(), *rows_of(others)])
 
     def _dtypes(self, group: Group, parameter: torch.Tensor) -> dict[str, torch.dtype]:
@@ -342,6 +342,11 @@ class TorchMuonStep(Muon):
 
     @property
     def param_groups(self) -> list[Group]:  # type: ignore[override]  # an attribute of Optimizer
+        """None that are left to torch's step, which asks for them when its closure has run: all are stepped here."""
+        MatrixOptimizer._step_all(self)
+        return []
+
+    def matrix_groups(self) -> list[Group]:
         """Those of the optimizer."""
         optimizer = self._optimizer()
         return [] if optimizer is None else optimizer.param_groups
@@ -360,17 +365,6 @@ class TorchMuonStep(Muon):
         except OptimizerError:
             return False
         return True
-
-    def step_shards(self) -> None:
-        """Step every parameter that has a gradient, without the hooks of optimizers, which run around torch's step."""
-        MatrixOptimizer._step_all(self)
-
-
-def _why(rule: Rule, name: str, module: nn.Module, parameter: nn.Parameter) -> str:
-    why = rule(name, module, parameter) if parameter.is_floating_point() else f"it is of {parameter.dtype}"
-    if not isinstance(why, str):
-        raise PolicyTypeError(f'Muon(rule=...) returned {why!r} for {name}: expected a reason, or ""')
-    return why
 
 
 def _is_matrix(parameter: nn.Parameter, tensor_parallel: str) -> bool:

@@ -8,11 +8,20 @@ import torch.distributed as dist
 from torch import nn
 
 import sherd
-from sherd import CommPolicy, CPUOffload, FlatParameter, FullyShardedDataParallel, MatrixOptimizer, Muon
+from sherd import (
+    CommPolicy,
+    CPUOffload,
+    FlatParameter,
+    FullyShardedDataParallel,
+    MatrixOptimizer,
+    Muon,
+    ShardingStrategy,
+)
 from sherd.engine import Unit
 from sherd.errors import GradientError, OptimizerError
 from tests.optim.test_muon import EXACT, assert_as_plain, batches, stack, torchs_steps, trained
 from tests.support.comparing import whole, whole_params
+from tests.support.meshes import mesh_of
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.refusals import one_line
 from tests.support.sharding import sharded
@@ -46,6 +55,15 @@ class Odd(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.third(torch.tanh(self.frozen(self.second(self.first(x)))))
+
+
+@on_threads(2, 4, strategy=list(ShardingStrategy))
+def test_20_steps_under_every_strategy_are_those_of_one_process(strategy):
+    mesh = {"device_mesh": mesh_of((dist.get_world_size() // 2, 2))} if "HYBRID" in strategy.name else {}
+    plain, model = stack(), sharded(stack(), sharding_strategy=strategy, **mesh, **FLAT)
+    torchs_steps(plain, batches(20))
+    trained(model, Muon(model, lr=0.02, **EXACT), batches(20))
+    assert_as_plain(model, plain)
 
 
 @on_threads(2, 3, 4)

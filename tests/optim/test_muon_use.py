@@ -60,10 +60,10 @@ def assert_trains_as_plain(make, front="shard", **options) -> None:
     assert_as_plain(model, plain)
 
 
-@on_threads(4, front=["wrapper", "flat wrapper"], strategy=list(ShardingStrategy))
-def test_every_strategy_of_the_wrapper(front, strategy):
+@on_threads(4, strategy=list(ShardingStrategy))
+def test_every_strategy_of_the_wrapper(strategy):
     mesh = {"device_mesh": mesh_of((2, 2))} if "HYBRID" in strategy.name else {}
-    assert_trains_as_plain(stack, front, sharding_strategy=strategy, **mesh)
+    assert_trains_as_plain(stack, "wrapper", sharding_strategy=strategy, **mesh)
 
 
 @on_threads(2, 4, make=[narrow, Experts, TwoDtypes], front=["shard", "flat", "owned", "wrapper", "flat wrapper"])
