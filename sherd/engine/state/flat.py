@@ -57,11 +57,6 @@ class FlatParameter(RaggedDTensor):
     def _lack(self, members: frozenset[int]) -> None:
         self._lacking = members
 
-    def take_note(self, with_gradient: frozenset[int], is_first: bool) -> None:
-        """Note the parameters whose gradients were added to the gradient, or are the first in it."""
-        gradient = _as_flat(cast(torch.Tensor, self.grad))
-        gradient._lack((frozenset(range(len(self.names))) if is_first else gradient._lacking) - with_gradient)
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as torch declares it is not as it calls it
         cls, func: Aten, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
@@ -209,6 +204,12 @@ class FlatShard:
             tuple(shape.numel() for _, shape, _ in on_rank),
             tuple((piece.start, piece.stop - 1) for _, _, piece in on_rank),
         )
+
+
+def note_gradients(flat: FlatParameter, arrived: frozenset[int], is_first: bool) -> None:
+    """Note the members whose gradients have been added to that of `flat`, or are the first in it."""
+    gradient = _as_flat(cast(torch.Tensor, flat.grad))
+    gradient._lack((frozenset(range(len(flat.names))) if is_first else gradient._lacking) - arrived)
 
 
 def _flat_of(record: ShardedParameter) -> FlatShard:
