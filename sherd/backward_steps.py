@@ -12,15 +12,18 @@ with the next units. Fused steps within backward are known from LOMO (Lv et al. 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from sherd._torch import at_end_of_backward, in_backward
 from sherd.engine import Runtime, Unit
 from sherd.errors import ModuleError, OptimizerError, PolicyTypeError, StateError
 from sherd.optim import FlatStep, params_replaced
+from sherd.optim.under_way import StepsUnderWay
 
 
 class StepsInBackward:
@@ -29,6 +32,8 @@ class StepsInBackward:
     def __init__(self, units: Sequence[Unit], optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._stepped: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()
+        # Backward holds them by its callback, so that they go with a backward that raises.
+        self._under_way: Callable[[], StepsUnderWay | None] = lambda: None
         self._units = [weakref.ref(unit) for unit in units]
         for unit in units:
             unit.change(when_reduced=partial(self._step, weakref.ref(unit)))
@@ -56,12 +61,17 @@ class StepsInBackward:
                 "it already; use non-reentrant activation checkpointing, or leave the steps to optimizer.step()"
             )
         self._stepped[unit] = runtime.num_backwards
-        groups = self._optimizer.param_groups
-        with params_replaced(
-            self._optimizer, [[each for each in group["params"] if id(each) in with_gradient] for group in groups]
-        ):
+        # Ranks that are joined take turns: each answers the others' calls, and a step that waits would not be one.
+        may_wait = in_backward() and unit.mesh.comm.divergence != "join"
+        steps = self._under_way() or StepsUnderWay()
+        is_first, groups = not steps, self._optimizer.param_groups
+        own = [[each for each in group["params"] if id(each) in with_gradient] for group in groups]
+        with params_replaced(self._optimizer, own), steps.beginning() if may_wait else nullcontext():
             self._optimizer.step()
             self._optimizer.zero_grad()
+        if is_first and steps:
+            at_end_of_backward(steps.finish)
+            self._under_way = weakref.ref(steps)
 
 
 def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepsInBackward:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from sherd.optim.matrix_plan import (
     options_of,
 )
 from sherd.optim.matrix_state import MatrixState
+from sherd.optim.under_way import Parts, carry_out
 from sherd.tensor.ragged import local_part
 
 Shapes = Callable[[int, int], Mapping[str, Shape]]
@@ -262,7 +263,7 @@ class MatrixOptimizer(Optimizer):
         of_plan = key_of(groups)
         plan = self._plans.get(of_plan)
         if plan is None or not plan.is_of(groups):
-            plan = self._plans[of_plan] = MatrixPlan(groups)
+            plan = self._plans[of_plan] = MatrixPlan(groups, others=list(self._plans.values()))
             if len(self._plans) > MOST_PLANS:
                 self._plans.popitem(last=False)
         return plan
@@ -331,6 +332,11 @@ class MatrixOptimizer(Optimizer):
 
     def _step_all(self) -> None:
         """Step every parameter that has a gradient, without a closure and the hooks of optimizers."""
+        carry_out(self._parts_of_step())
+
+    @torch.no_grad()
+    def _parts_of_step(self) -> Parts:
+        """Steps every parameter that has a gradient. Yields where it would wait for what travels."""
         groups = self._left_to_step()
         # Not in `_plan_of`: `torch.optim.Muon` asks for a plan to see whether there can be one.
         if (last := self._plans.get(key_of(groups))) is not None:
@@ -341,11 +347,12 @@ class MatrixOptimizer(Optimizer):
         directions = self._directions_here(plan, groups)
         updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
         self._compute(plan, groups, plan.here, directions, updates, {})
-        now = plan.keep_told(self._exchange(plan, groups, directions, updates))
+        now = plan.keep_told((yield from self._exchange(plan, groups, directions, updates)))
         if now is not None:
             self._raise_told(plan, now)
         for group, indices in zip(groups, plan.by_group, strict=True):
             self._apply(plan, group, [index for index in indices if index in updates], updates)
+        plan.note_written()
 
     def _left_to_step(self) -> list[Group]:
         """Returns the groups of matrices, outside of backward without those that were stepped within it."""
@@ -408,36 +415,62 @@ class MatrixOptimizer(Optimizer):
         self,
         plan: MatrixPlan,
         groups: Sequence[Group],
-        directions: Mapping[int, torch.Tensor],
+        directions: dict[int, torch.Tensor],
         updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
-    ) -> list[tuple[Ring, torch.Tensor]]:
+    ) -> Generator[None, None, list[tuple[Ring, torch.Tensor]]]:
         """Compute all other updates: meanwhile, the next bucket is on its way there, the one before on its way back.
+
+        Yields before the first bucket that travels is waited for there, and when all are on their way back.
 
         Returns:
             The headers that came there, unless gradients were there, and back, [2 or 1, ranks, HEADER], of each bucket.
         """
         there = deque(self._there(bucket, directions, plan.faults) for bucket in plan.buckets[:1])
         headers, back = [], []
+        first = next((bucket for bucket in plan.buckets if not bucket.exchange.at_owners), None)
         for number, bucket in enumerate(plan.buckets):
             if number + 1 < len(plan.buckets):
                 there.append(self._there(plan.buckets[number + 1], directions, plan.faults))
-            whole, header = bucket.whole(there.popleft())
+            if bucket is first:
+                yield
+            header, moving = self._turn(plan, groups, bucket, there.popleft(), directions, updates)
             headers.append(header)
-            # Where the host does not read the headers in time.
-            is_void = None if len(header) == 0 or header.device.type == "cpu" else (header != header[0]).any()
-            # Of matrices without a gradient nothing is computed or kept.
-            idle = {item: torch.zeros_like(each) for item, each in whole.items() if item.index not in directions}
-            stepped = {item: each for item, each in whole.items() if item not in idle}
-            computed = idle | self._compute(plan, groups, bucket.here, directions, updates, stepped, is_void)
-            back.append(bucket.exchange.back(computed, plan.faults.header(bucket.header)))
+            back.append(moving)
+        with_gradient = set(directions)
+        directions.clear()
+        if back:
+            yield
         told = []
         for bucket, header, moving in zip(plan.buckets, headers, back, strict=True):
             arrived, header_back = bucket.exchange.arrived(moving)
             told.append((bucket.exchange.ring, torch.stack([header, header_back] if len(header) else [header_back])))
             for index, held, update in arrived:
-                if index in directions:
+                if index in with_gradient:
                     updates[index].append((held, update))
         return told
+
+    def _turn(
+        self,
+        plan: MatrixPlan,
+        groups: Sequence[Group],
+        bucket: Bucket,
+        there: Moving | Local,
+        directions: Mapping[int, torch.Tensor],
+        updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
+    ) -> tuple[torch.Tensor, Moving]:
+        """Compute the updates of a bucket that has come there, and start to send them back.
+
+        Returns:
+            The headers that came with it, if any, and what is on its way.
+        """
+        whole, header = bucket.whole(there)
+        # Where the host does not read the headers in time.
+        is_void = None if len(header) == 0 or header.device.type == "cpu" else (header != header[0]).any()
+        # Of matrices without a gradient nothing is computed or kept.
+        idle = {item: torch.zeros_like(each) for item, each in whole.items() if item.index not in directions}
+        stepped = {item: each for item, each in whole.items() if item not in idle}
+        computed = idle | self._compute(plan, groups, bucket.here, directions, updates, stepped, is_void)
+        return header, bucket.exchange.back(computed, plan.faults.header(bucket.header))
 
     def _there(self, bucket: Bucket, directions: Mapping[int, torch.Tensor], faults: StepFaults) -> Moving | Local:
         return bucket.there(directions, self.travels_in(bucket.dtype, bucket.device), faults)
