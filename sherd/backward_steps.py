@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from sherd._torch import at_end_of_backward, in_backward
+from sherd._torch import at_end_of_backward
 from sherd.engine import Runtime, Unit
 from sherd.errors import ModuleError, OptimizerError, PolicyTypeError, StateError
 from sherd.optim import FlatStep, params_replaced
@@ -30,6 +29,8 @@ class StepsInBackward:
     """The steps of `step_in_backward`. `remove()` ends them."""
 
     def __init__(self, units: Sequence[Unit], optimizer: Optimizer) -> None:
+        # Of ranks that differ, each may bring its gradients of a unit in a reduction of its own.
+        units = [unit for unit in units if unit.mesh.comm.divergence != "join"]
         self._optimizer = optimizer
         self._stepped: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()
         # Backward holds them by its callback, so that they go with a backward that raises.
@@ -61,12 +62,10 @@ class StepsInBackward:
                 "it already; use non-reentrant activation checkpointing, or leave the steps to optimizer.step()"
             )
         self._stepped[unit] = runtime.num_backwards
-        # Ranks that are joined take turns: each answers the others' calls, and a step that waits would not be one.
-        may_wait = in_backward() and unit.mesh.comm.divergence != "join"
         steps = self._under_way() or StepsUnderWay()
         is_first, groups = not steps, self._optimizer.param_groups
         own = [[each for each in group["params"] if id(each) in with_gradient] for group in groups]
-        with params_replaced(self._optimizer, own), steps.beginning() if may_wait else nullcontext():
+        with params_replaced(self._optimizer, own), steps.beginning():
             self._optimizer.step()
             self._optimizer.zero_grad()
         if is_first and steps:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec, in_backward
 from sherd.comm.failures import own_rank
-from sherd.engine import ShardedParameter
+from sherd.engine import ShardedParameter, watcher
 from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError, SherdError
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Shape
@@ -48,6 +48,9 @@ Shapes = Callable[[int, int], Mapping[str, Shape]]
 """Returns the shapes of what is kept of a matrix, by name, for its numbers of rows and columns."""
 
 KEEPS = 'lambda rows, columns: {"left": (rows, rows)}'
+
+ADAMS = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+"""What Adam keeps of a parameter."""
 
 MOST_PLANS = 512
 """A plan holds its parameters, which a user may have taken out of the optimizer since."""
@@ -187,8 +190,10 @@ class MatrixOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Group) -> None:
         """Load a state. Options that its groups do not have, as those of torch's optimizers, stay as they are.
 
-        State of whole matrices keeps its dtype, where torch would give it the parameter's.
+        State of whole matrices keeps its dtype, where torch would give it the parameter's. AdamW's moments of matrices
+        are left out, with the options of their group: no momentum can be made of them. A warning names them.
         """
+        state_dict = watcher.fitting(self, state_dict, self._foreign)
         groups, given = state_dict["param_groups"], state_dict["state"]
         if len(groups) == len(self.param_groups):
             filled = [{**own, **loaded} for own, loaded in zip(self.param_groups, groups, strict=True)]
@@ -202,6 +207,11 @@ class MatrixOptimizer(Optimizer):
                 for name, dtype in self._dtypes(group, parameter).items():
                     if name in loaded:
                         self.state[parameter][name] = loaded[name].to(local_part(parameter).device, dtype, copy=True)
+
+    def _foreign(self, group: Group, parameter: torch.Tensor, state: Mapping[str, object]) -> set[str]:
+        """Returns the keys of a parameter's state that its group cannot use."""
+        is_adams = "exp_avg" in state and "exp_avg" not in self._dtypes(group, parameter)
+        return ADAMS & set(state) if is_adams else set()
 
     def spec_of_state(self, parameter: torch.Tensor, key: str, shape: torch.Size) -> DTensorSpec | None:
         """Returns where a loaded state belongs: as the gradient lies, or with the matrices' owners; None: elsewhere."""
@@ -340,7 +350,9 @@ class MatrixOptimizer(Optimizer):
         groups = self._left_to_step()
         # Not in `_plan_of`: `torch.optim.Muon` asks for a plan to see whether there can be one.
         if (last := self._plans.get(key_of(groups))) is not None:
-            self._raise_told(last, last.take_told())
+            if told := last.take_told():
+                self._raise_told(last, told)
+            last.faults.take()  # of a step that was given up with the backward around it
         plan = self._plan_of(groups)
         if plan.begins():
             self._move_states(plan, groups)

@@ -34,12 +34,12 @@ class StepsUnderWay:
         token = _taking.set(self)
         try:
             yield
+            self._go_on(earlier)
         except BaseException:
             self._steps.clear()
             raise
         finally:
             _taking.reset(token)
-        self._go_on(earlier)
 
     def begin(self, step: Parts) -> None:
         """Make a step up to its first wait."""

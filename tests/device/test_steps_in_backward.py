@@ -12,6 +12,7 @@ import sherd
 from sherd.optim.exchange import Exchange, Moving
 from tests.device import sim
 from tests.device.small import WIDTH
+from tests.device.test_peaks import held_before, requested
 from tests.device.test_travel_of_matrices import MESHES, PLACEMENTS
 from tests.support.models import chain, noise
 
@@ -94,3 +95,35 @@ def test_what_a_unit_sends_lies_beside_the_backward_of_those_before_it(how, shap
         # Behind the last backward, ranks compute in turns: some have nothing to compute beside what others send.
         exposed = [number for number, each in enumerate(zip(*by_rank, strict=True)) if not any(each)]
         assert all(number >= len(by_rank[0]) - 2 for number in exposed), found.values
+
+
+UNIT_BYTES = 4 * 128 * 128
+
+
+def scratch(num_units: int, how: str) -> int:
+    """How much more a settled backward holds when Muon steps units within it, beside SGD with momentum."""
+    options = {} if PLACEMENTS[how] is None else {"placement": PLACEMENTS[how]}
+    peaks = []
+    for make in (sherd.Muon, torch.optim.SGD):
+        model = torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=False) for _ in range(num_units))).to("sim")
+        for unit in (*model, model):
+            sherd.fully_shard(unit, mesh=init_device_mesh("sim", (2,)), **options)
+        before = held_before()
+        kwargs = {"ns_dtype": torch.float32} if make is sherd.Muon else {"momentum": 0.9}
+        sherd.step_in_backward(model, make(model if make is sherd.Muon else model.parameters(), lr=0.02, **kwargs))
+        for _ in range(3):
+            loss = model(torch.ones(2, 128, device="sim")).square().mean()
+            requested()
+            loss.backward()
+            peak = requested() - before
+        peaks.append(peak)
+        del model, loss
+    return peaks[0] - peaks[1]
+
+
+@pytest.mark.parametrize("how", PLACEMENTS)
+def test_backward_holds_the_scratch_of_the_units_under_way_however_many_there_are(how, sim_world):
+    few, many = (max(sim_world(2).run(scratch, number, how).values) for number in (5, 9))
+    print(how, few / UNIT_BYTES, many / UNIT_BYTES)
+    assert many <= few + 1024
+    assert many <= 8 * UNIT_BYTES
