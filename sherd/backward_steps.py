@@ -83,13 +83,17 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepsInBackward:
             optimizer.step()                   # steps the rest: parameters outside of units
             optimizer.zero_grad()
 
+    `sherd.Muon` and `MatrixOptimizer` wait late: what the matrices of a unit send travels beside the backward of the
+    units before it, and updates are there when backward is over. Their hooks on steps are called before that.
+
     The training loop, its schedulers, checkpoints and results stay the same. Of several backwards before a step, the
     last one steps, if `sherd.accumulate`, `no_sync` or `set_is_last_backward(False)` announces the others. A unit that
     backward may read again, through `weight.detach()` or a tensor subclass with its own all-gather, is left to
-    `optimizer.step()`.
+    `optimizer.step()`; so are units with `CommPolicy(divergence="join")`, of which ranks may bring gradients twice.
 
     Between backward and step there are no gradients, so leave out whatever needs all of them: clipping by the norm of
-    all gradients, a gradient scaler, and optimizers that join all parameters (LBFGS, D-Adaptation).
+    all gradients and a gradient scaler, of which `clip_grad_norm_` and `ShardedGradScaler` raise; optimizers that join
+    all parameters (LBFGS, D-Adaptation); and pipeline schedules, which divide gradients.
 
     Args:
         model: a module on which `fully_shard` was called, or that holds such modules, or a wrapper.

@@ -124,6 +124,5 @@ def scratch(num_units: int, how: str) -> int:
 @pytest.mark.parametrize("how", PLACEMENTS)
 def test_backward_holds_the_scratch_of_the_units_under_way_however_many_there_are(how, sim_world):
     few, many = (max(sim_world(2).run(scratch, number, how).values) for number in (5, 9))
-    print(how, few / UNIT_BYTES, many / UNIT_BYTES)
     assert many <= few + 1024
     assert many <= 8 * UNIT_BYTES

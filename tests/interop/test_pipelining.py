@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 
-from sherd import Muon, accumulate, fully_shard
+from sherd import Muon, accumulate, fully_shard, step_in_backward
 from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError, OwnershipError, StateError
 from sherd.interop import torch_fsdp_identity
@@ -28,6 +28,7 @@ from tests.interop.stages import (
     counted,
     loss_of,
     make_schedule,
+    optimizer_of,
     parts,
     run_step,
     shard,
@@ -117,6 +118,14 @@ def test_muon_steps_the_stages_of_a_rank_together_and_keeps_no_scratch(world, ho
 @pytest.mark.parametrize(("schedule", "how"), [zbv("only_blocks"), ("Schedule1F1B", "none")])
 def test_a_stage_may_be_sharded_in_parts_or_not_at_all(world, schedule, how):
     assert_same(world(2).run(train, schedule, how))
+
+
+@on_threads(1)
+def test_units_that_are_stepped_within_backward_are_refused():
+    schedule, (stage,) = alone("ScheduleGPipe")
+    step_in_backward(stage.submod, optimizer_of([stage.submod]))
+    with pytest.raises(StateError, match=r"stage 0: step_in_backward steps unit .* divides gradients"):
+        run_step(schedule, [stage], 0, 0)
 
 
 # In one process: stages after each other on one rank

@@ -1,6 +1,7 @@
 """Matrices that are stepped within backward train as in one process, whatever else a program does."""
 
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor import Shard
 import sherd
 from sherd import CommPolicy, MatrixOptimizer, Muon
 from sherd.errors import OptimizerError, StateError
+from sherd.optim.exchange import Exchange, Moving
 from tests.optim.test_matrix_programs import _Routed
 from tests.optim.test_muon import EXACT, FRONTS, assert_as_plain, batches, sharded_by, stack, trained
 from tests.support.comparing import whole_params
@@ -33,6 +35,34 @@ def test_muon_trains_as_in_one_process_and_all_updates_are_there_when_backward_i
         trained(plain, optimizer, [batch])
         model(batch).square().mean().backward()
         assert_as_plain(model, plain)
+
+
+def test_what_units_send_is_under_way_while_backward_goes_on(threads, monkeypatch):
+    start, wait, under_way = Exchange._start, Moving.wait, Counter()
+
+    def started(self, *given):
+        under_way[dist.get_rank()] += 1
+        return start(self, *given)
+
+    def waited(self):
+        under_way[dist.get_rank()] -= 1
+        return wait(self)
+
+    def seen(placement) -> list[int]:
+        model, numbers = chain(4, 6), []
+        for block in model:
+            sherd.fully_shard(block, **({} if placement is None else {"placement": placement}))
+            block.register_full_backward_pre_hook(lambda *_: numbers.append(under_way[dist.get_rank()]))
+        sherd.step_in_backward(model, muon(model))
+        for _ in range(2):
+            numbers.clear()
+            model(noise(0, 0, 3, 6).requires_grad_()).sum().backward()
+        return [*numbers, under_way[dist.get_rank()]]
+
+    monkeypatch.setattr(Exchange, "_start", started)
+    monkeypatch.setattr(Moving, "wait", waited)
+    assert threads(2).run(seen, Shard(0)) == [[0, 1, 2, 2, 0]] * 2
+    assert threads(2).run(seen, None) == [[0, 1, 1, 1, 0]] * 2
 
 
 def test_the_work_of_units_that_are_stepped_one_by_one_is_divided_between_all_ranks(threads):
