@@ -13,7 +13,7 @@ import sherd
 from sherd import CommPolicy, MatrixOptimizer, Muon
 from sherd.errors import OptimizerError, StateError
 from sherd.optim.exchange import Exchange, Moving
-from tests.optim.test_matrix_programs import _Routed
+from tests.optim.test_matrix_programs import _deeper, _LanguageModel, _Routed
 from tests.optim.test_muon import EXACT, FRONTS, assert_as_plain, batches, sharded_by, stack, trained
 from tests.support.comparing import whole_params
 from tests.support.models import chain, noise
@@ -202,6 +202,41 @@ def test_parameters_that_come_late_are_stepped(front):
             each[2].weight.requires_grad_(late)
             trained(each, optimizer, batches(2))
     assert_as_plain(model, plain)
+
+
+@on_threads(2)
+def test_parameters_that_refresh_finds_are_stepped():
+    plain, model = _LanguageModel(), sherd.fully_shard(_LanguageModel())
+    for each in (plain, model):
+        optimizer = muon(each, adamw={"lr": 0.1})
+        if each is model:
+            sherd.step_in_backward(model, optimizer)
+        _deeper(each)
+        if each is model:
+            sherd.refresh(model, optimizer)
+        else:
+            optimizer.add_param_group({"params": [*plain.more.named_parameters(), *plain.deeper.named_parameters()]})
+        for step in range(2):
+            each(torch.arange(step, step + 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_as_plain(model, plain)
+
+
+@on_threads(2, front=["shard", "flat"])
+def test_the_last_of_several_backwards_steps(front):
+    plain, model = stack(), sharded(stack(), front)
+    optimizers = [muon(plain), muon(model)]
+    sherd.step_in_backward(model, optimizers[1])
+    for first in (0, 2):
+        for batch in batches(4)[first : first + 2]:
+            plain(batch).square().mean().backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        with sherd.accumulate(model, 2):
+            for batch in batches(4)[first : first + 2]:
+                model(batch).square().mean().backward()
+        assert_as_plain(model, plain)
 
 
 @on_threads(2, front=["shard", "flat"])
