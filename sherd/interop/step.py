@@ -58,7 +58,8 @@ class StageUnits:
         Raises:
             ModuleError: a unit has modules outside of the stage.
             OwnershipError: a unit uses a parameter that a unit of another stage owns.
-            StateError: the units belong to a larger model that has run as one, or `accumulate` counts their backwards.
+            StateError: the units belong to a larger model that has run as one, or `accumulate` counts their backwards,
+                or `step_in_backward` steps them.
         """
         inside = {id(module) for module in self.module.modules()}
         units = {unit.id: unit for unit in self.units}
@@ -74,6 +75,11 @@ class StageUnits:
                 raise OwnershipError(
                     f"{self.name}: unit {unit.name} uses a parameter that unit {owner.name} owns, which is not in this "
                     "stage, and each stage gathers and reduces by itself; give each stage a parameter of its own"
+                )
+            if unit.steps_in_backward:
+                raise StateError(
+                    f"{self.name}: step_in_backward steps unit {unit.name}, and a schedule divides gradients "
+                    "later, by the number of micro-batches; call remove() on what it returned, and step after that"
                 )
             if unit.policy.accumulation is not None:
                 raise StateError(

@@ -302,18 +302,19 @@ def joined_items_of(index: int, batch: Batch, cuts: Sequence[Cut], dim: int, num
     return items
 
 
-def with_owners(items: Sequence[MatrixItem], ring: Ring) -> list[MatrixItem]:
+def with_owners(items: Sequence[MatrixItem], ring: Ring, flops: Mapping[int, float]) -> list[MatrixItem]:
     """Returns the items with their owners, all ranks of the ring the same.
 
-    An item of whose gradient ranks hold all is computed by one of these ranks, any other item by any rank. The owners
-    of one parameter's items are in order, so that what they keep for these is in runs.
+    An item of whose gradient ranks hold all is computed by one of these ranks, any other item by any rank. A rank that
+    has much in `flops`, computed besides, gets less. The owners of one parameter's items are in order, so that what
+    they keep for these is in runs.
     """
     works, ranks = [], range(len(ring.ranks))
     for item in items:
         numels, _ = numels_of(item.parts, ring.holders)
         holders = [rank for rank in ranks if numels[rank] == item.numel]
         works.append(MatrixWork(item.flops, item.numel, holders or ranks))
-    owners = owners_of(works, len(ranks))
+    owners = owners_of(works, len(ranks), [flops.get(rank, 0.0) for rank in ring.ranks])
     for _, of_parameter in groupby(range(len(items)), key=lambda number: items[number].index):
         first, *others = of_parameter
         own = slice(first, first + 1 + len(others))

@@ -121,8 +121,11 @@ def tensor_axis_of(
 class MatrixPlan:
     """The matrices of some groups, as they are sharded now: which rank computes each, and which travel together."""
 
-    def __init__(self, groups: Sequence[Group], joins: bool = True) -> None:
-        """Plan. Without `joins`, matrices that are to be put together of tensor-parallel parts are left out."""
+    def __init__(self, groups: Sequence[Group], joins: bool = True, others: Iterable[MatrixPlan] = ()) -> None:
+        """Plan, so that ranks have equal work in this plan and those of `others` that share no parameter with it.
+
+        Without `joins`, matrices that are to be put together of tensor-parallel parts are left out.
+        """
         self.parameters = [parameter for group in groups for parameter in group["params"]]
         self.group_of = [at for at, group in enumerate(groups) for _ in group["params"]]
         self.by_group = [[i for i, of in enumerate(self.group_of) if of == at] for at in range(len(groups))]
@@ -149,8 +152,13 @@ class MatrixPlan:
         self.faults = StepFaults()
         self._told: list[tuple[list[int], Told]] = []
         self._has_stepped = False
+        ids, besides = set(map(id, self.parameters)), defaultdict[int, float](float)
+        # All ranks have begun the same plans.
+        for other in (each for each in others if each._has_begun and ids.isdisjoint(map(id, each.parameters))):
+            for rank, flops in other.flops.items():
+                besides[rank] += flops
         for ring, items in self._by_ring(self._joined_cuts() if joins else {}):
-            owned = with_owners(items, ring)
+            owned = with_owners(items, ring, besides)
             self._divide(ring, owned)
             for index, own in groupby(owned, lambda item: item.index):
                 self.homes[index] = self._home(index, list(own), ring)
@@ -188,6 +196,13 @@ class MatrixPlan:
     def take_told(self) -> list[tuple[list[int], Told]]:
         told, self._told = self._told, []
         return told
+
+    def note_written(self) -> None:
+        """Note that parameters were written. The hooks of optimizers do so too, but before updates arrive late."""
+        stepped = [record for record in self._records if record is not None]
+        torch.autograd.graph.increment_version([record.optimizer_param for record in stepped])
+        for owner in {owner.id: owner for record in stepped if (owner := record.owner) is not None}.values():
+            owner.shards_written()
 
     def computes_on(self, index: int) -> torch.device:
         """Returns the device on which a parameter's matrices are computed: its unit's, wherever its shards rest."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sherd.engine import ShardedParameter, Unit
+from sherd.engine import ShardedParameter, Unit, watcher
 from sherd.errors import OptimizerError, PolicyError, PolicyTypeError
 from sherd.layout.placement import Shape
 from sherd.optim.flat import flatten_optimizer
@@ -269,6 +269,11 @@ class Muon(MatrixOptimizer):
     def _dtypes(self, group: Group, parameter: torch.Tensor) -> dict[str, torch.dtype]:
         momentum = {"momentum_buffer": self._momentum_dtype} if self._momentum_dtype else {}
         return {**super()._dtypes(group, parameter), **momentum}
+
+    def _foreign(self, group: Group, parameter: torch.Tensor, state: Mapping[str, object]) -> set[str]:
+        if group["algorithm"] == "adamw":
+            return watcher.not_adams(state)
+        return super()._foreign(group, parameter, state)
 
     def matrix_groups(self) -> list[Group]:
         """The parameter groups that Muon steps."""

@@ -310,6 +310,11 @@ class Unit:
         return bool(self.policy.all_gather or self.policy.reduce_scatter or self.policy.all_reduce_hook)
 
     @property
+    def steps_in_backward(self) -> bool:
+        """Whether an optimizer steps the unit within backward."""
+        return self.policy.when_reduced is not None
+
+    @property
     def meshes(self) -> list[DataMesh]:
         """The unit's mesh, and the meshes of parameters that are sharded over another one."""
         return list(dict.fromkeys((self.mesh, *(each.mesh for each in self.parameters))))

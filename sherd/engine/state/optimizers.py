@@ -14,14 +14,14 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim import LBFGS, Adafactor, Optimizer
+from torch.optim import LBFGS, Adafactor, Adam, Optimizer
 
 from sherd._torch import dynamo_disabled, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from sherd.comm.agreement import in_short
@@ -65,6 +65,13 @@ class News:
         alive = [(local, ref, name) for ref, name in self.dropped if (local := ref()) is not None]
         self.dropped = [(ref, name) for local, ref, name in alive if id(local) not in local_ids]
         return [name for local, _, name in alive if id(local) in local_ids]
+
+
+StateDict = dict[str, Any]
+"""That of an optimizer."""
+
+Foreign = Callable[[dict[str, Any], torch.Tensor, Mapping[str, object]], set[str]]
+"""Returns the keys of a parameter's state that its group cannot use."""
 
 
 class StepListener(Protocol):
@@ -114,6 +121,8 @@ class _Watcher:
                 # An optimizer around another one, as accelerate's, may have no hooks; the one inside has.
                 with contextlib.suppress(AttributeError):
                     optimizer.register_load_state_dict_pre_hook(require_shapes)
+                    if isinstance(optimizer, Adam):
+                        optimizer.register_load_state_dict_pre_hook(_without_muons)
                 self._load_hooked.add(optimizer)
             self._known[optimizer] = known = (_sizes(optimizer), owners)
         return known[1]
@@ -143,6 +152,36 @@ class _Watcher:
     def listen(self, listener: StepListener) -> None:
         """Call `listener` before each step, as long as it exists."""
         self._listeners.add(listener)
+
+    @staticmethod
+    def not_adams(state: Mapping[str, object]) -> set[str]:
+        """Returns the keys of a parameter's state that has the momentum of Muon, and no moments of Adam."""
+        return set(state) if "momentum_buffer" in state and "exp_avg" not in state else set()
+
+    @staticmethod
+    def fitting(optimizer: Optimizer, state_dict: StateDict, foreign: Foreign) -> StateDict:
+        """Returns a state that `optimizer` is about to load without what another algorithm left, and warns of that.
+
+        A group keeps its own options if such state is all that a parameter in it has.
+        """
+        state, groups, dropped = dict(state_dict["state"]), list(state_dict["param_groups"]), dict[str, set[str]]()
+        for at, (own, given) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
+            of_group = own.get("param_names") or list(map(name_of, own["params"]))
+            for name, parameter, key in zip(of_group, own["params"], given["params"], strict=False):
+                if not (others := foreign(own, parameter, state.get(key, {}))):
+                    continue
+                dropped[name] = others
+                state[key] = {each: value for each, value in state[key].items() if each not in others}
+                if not state[key]:
+                    groups[at] = {**own, "params": given["params"]}
+        if dropped:
+            keys = ", ".join(sorted(set.union(*dropped.values())))
+            warnings.warn(
+                f"{type(optimizer).__name__} drops {keys} of {in_short(list(dropped))}: another algorithm left them; "
+                "what this one keeps begins anew where that is all there was",
+                stacklevel=3,
+            )
+        return {**state_dict, "state": {key: each for key, each in state.items() if each}, "param_groups": groups}
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         owners = [owner for ref in self.adopt(optimizer) if (owner := ref()) is not None]
@@ -351,6 +390,10 @@ def require_steppable(optimizer: Optimizer, record: ShardedParameter) -> None:
             f"{optimizer_class.__name__} cannot step {record.name}, of shape {tuple(parameter.shape)}, as it is "
             f"sharded; {remedy}"
         )
+
+
+def _without_muons(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+    return watcher.fitting(optimizer, state_dict, lambda group, parameter, state: watcher.not_adams(state))
 
 
 def require_shapes(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,8 +88,8 @@ class _WithoutHeaders(Muon):
     def travels_in(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         return dtype if self._on_host else super().travels_in(dtype, torch.device("meta"))
 
-    def _exchange(self, *args: Any) -> list[Any]:
-        super()._exchange(*args)
+    def _exchange(self, *args: Any) -> Generator[None, None, list[Any]]:
+        yield from super()._exchange(*args)
         return []
 
 
