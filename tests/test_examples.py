@@ -22,6 +22,7 @@ def run_as_torchrun_would(path, words, rank, num_ranks, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
     sys.argv[1:] = words
+    sys.path.insert(0, str(path.parent))  # as Python does for a program
     runpy.run_path(str(path), run_name="__main__")
 
 
