@@ -27,9 +27,12 @@ def run_as_torchrun_would(path, words, rank, num_ranks, port):
 
 
 def run(name, folder, *words, num_ranks=2):
-    """What each rank printed. Forked from where torch is imported: torchrun would import it three times."""
+    """What each rank printed in this run. Forked from where torch is imported: torchrun would import it three times."""
+    folder.mkdir(exist_ok=True)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     outputs = [folder / f"{rank}" for rank in range(num_ranks)]
+    for output in outputs:
+        output.unlink(missing_ok=True)
     processes = []
     try:
         for rank, output in enumerate(outputs):
