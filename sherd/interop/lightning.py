@@ -168,7 +168,7 @@ class _Sharding:
         if without:
             warnings.warn(
                 f"{', '.join(sorted(without))} started on the meta device and has no reset_parameters() method, so its "
-                "values are whatever the memory held; write the method, or load a checkpoint",
+                "values are whatever the memory held; write the method, or load a checkpoint that has all of them",
                 stacklevel=2,
             )
         resets: dict[nn.Module, Any] = {

@@ -20,16 +20,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import sherd
-from sherd.errors import NoCheckpointError, PolicyError, PolicyTypeError, StateError, UnsupportedError
+from sherd.errors import ModuleError, NoCheckpointError, PolicyError, PolicyTypeError, StateError, UnsupportedError
 from tests.interop import clients
 from tests.support.comparing import assert_same, plain_name, whole_params
 from tests.support.refusals import one_line
 
 lightning = pytest.importorskip("lightning")
+torchmetrics = pytest.importorskip("torchmetrics")
 pytorch = lightning.pytorch
 
 from lightning.fabric.strategies import DDPStrategy as FabricDDP  # noqa: E402
@@ -219,6 +221,30 @@ def test_a_run_is_resumed_from_either_form_of_checkpoint_on_any_number_of_ranks(
         assert_close(weights(module), after[0][1])
 
 
+class OfTorch(Module):
+    """Sharded with torch's FSDP2 by its own hook, as Lightning's ModelParallelStrategy wants it."""
+
+    def configure_model(self) -> None:
+        for module in (*self.net.blocks, self):
+            torch_fsdp.fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+
+def from_torchs_shards(folder: str) -> None:
+    with begun():
+        strategy = pytorch.strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        keeps, module = ModelCheckpoint(folder, "{epoch}", save_top_k=-1), OfTorch()
+        given = {"precision": "32-true", "callbacks": [keeps], "enable_checkpointing": True}
+        trainer_of(folder, strategy, **given).fit(module, data())
+        resumed = Module(Unlike)
+        trainer_of(folder, SherdStrategy()).fit(resumed, data(), ckpt_path=f"{folder}/epoch=0.ckpt")
+        assert_close((resumed.seen, weights(resumed)), (module.seen[4:], weights(module)))
+
+
+@pytest.mark.slow
+def test_a_folder_of_lightnings_own_sharded_strategy_is_read(world, tmp_path):
+    world(2).run(from_torchs_shards, str(tmp_path))
+
+
 # What is sharded, and how
 
 
@@ -335,6 +361,12 @@ def in_low_precision(folder: str) -> None:
             }
             # Not the evaluations: DDP sends rank 0's buffers to the other ranks.
             assert_same([found[0], found[-1]], [expected[0], expected[-1]], rtol=2e-2, atol=2e-2)
+        module = Image()
+        with pytest.raises(
+            ValueError, match="SyncBatchNorm expected input tensor to be on"
+        ):  # on a CPU it has no kernel
+            run(folder, SherdStrategy(), module, sync_batchnorm=True, precision="32-true")
+        assert isinstance(module.norm, nn.SyncBatchNorm)
 
 
 @pytest.mark.slow
@@ -487,6 +519,11 @@ def refusals(folder: str) -> None:
             assert "use sherd.interop.lightning.EmaCallback" in one_line(
                 UnsupportedError, trainer.fit, Module(), data()
             )
+        trainer = trainer_of(folder, SherdStrategy())
+        with trainer.init_module(empty_init=True):
+            module = Module()
+            module.metric = torchmetrics.MeanMetric()
+        assert "metric, a MeanMetric, started on the meta device" in one_line(ModuleError, trainer.fit, module, data())
         trainer = trainer_of(folder, SherdStrategy("auto"))
         assert "leave the policy out" in one_line(PolicyError, trainer.fit, ByHand(), data())
         trainer = trainer_of(folder, SherdStrategy(state_dict_type="sharded"))
