@@ -14,7 +14,6 @@ Everything else is accelerate's own: it works on DTensors, which sherd's shards 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -29,7 +28,8 @@ from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import FSDPModule, register_fsdp_forward_method
 from sherd.comm.agreement import broadcast_from_rank0
 from sherd.comm.mesh import data_mesh
-from sherd.errors import PolicyError, PolicyTypeError, StateError, UnsupportedError
+from sherd.errors import PolicyError, PolicyTypeError, StateError
+from sherd.interop.versions import require_tried
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from sherd.wrap import WrapPolicy
 
@@ -71,7 +71,7 @@ class in_place_of_fsdp2:
                 f"in_place_of_fsdp2(policy={policy!r}): expected a policy of sherd.wrap or torch, a function or one of "
                 f"{', '.join(WRAPPINGS)}"
             )
-        _require_tried()
+        require_tried("accelerate", TRIED, "in_place_of_fsdp2")
         import accelerate.accelerator as names
 
         made = names.AcceleratorState._shared_state
@@ -106,17 +106,6 @@ def _replace(owner: object, name: str, value: object) -> Callable[[], None]:
     undo = functools.partial(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
     return undo
-
-
-def _require_tried() -> None:
-    try:
-        found = importlib.metadata.version("accelerate")
-    except importlib.metadata.PackageNotFoundError:
-        found = "missing"
-    if not found.startswith(f"{TRIED}."):
-        raise UnsupportedError(
-            f"in_place_of_fsdp2: accelerate is {found}, and {TRIED} was tried; pip install 'accelerate=={TRIED}.*'"
-        )
 
 
 def _state_class() -> type:
