@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from torch import nn
 import sherd
 from sherd.errors import PolicyError, UnsupportedError
 from sherd.interop.torchtitan import parallelize
+from tests.interop.clients import recipe
 from tests.support.comparing import assert_same, plain_name, whole_params
 from tests.support.refusals import one_line
 
@@ -91,12 +93,22 @@ def titans() -> Any:
     )
 
 
+def of_the_docs(folder: str) -> Any:
+    """The config of the program in docs/do/recipes.md, read as torchtitan's command line does."""
+    from torchtitan.config import ConfigManager
+
+    Path(folder, "my_titan.py").write_text(recipe("torchtitan"))
+    with mock.patch.object(sys, "path", [folder, *sys.path]):
+        return ConfigManager().parse_args(["--module", "my_titan", "--config", "debugmodel"])
+
+
 def config_of(folder: str, fn: Any, settings: dict[str, Any]) -> Any:
     """torchtitan's debug model with two blocks, on the CPU. `settings` are its own, as on its command line."""
-    config = titans().registry.llama3_debugmodel()
+    config = of_the_docs(folder) if fn is None else titans().registry.llama3_debugmodel()
     model = dataclasses.replace(config.model_spec.model, layers=config.model_spec.model.layers[:2])
     for layer in model.layers:
         layer.attention.inner_attention = titans().attention()
+    fn = fn or config.model_spec.parallelize_fn
     config.model_spec = dataclasses.replace(config.model_spec, model=model, parallelize_fn=fn)
     config.dump_folder = folder
     config.tokenizer, config.dataloader = titans().NoTokenizer.Config(), titans().Samples.Config()
@@ -165,7 +177,7 @@ def with_fsdp2(model: nn.Module, **settings: Any) -> nn.Module:
 
 
 def trained(folder: str, fn: Any, settings: dict[str, Any]) -> Any:
-    """The figures of each step, and the weights afterwards."""
+    """The figures of each step, and the weights afterwards. Without `fn` it is the config of the docs."""
     titans()
     os.environ["LOCAL_RANK"] = "0"
     with (
@@ -206,7 +218,7 @@ def gone_on(folder: Path, name: str, world: Any, ranks: int, fn: Any, **settings
 @needs_torchtitan
 def test_it_goes_on_after_one_processs_checkpoint_as_that_process_does(world, tmp_path):
     (expected,) = world(1).run(trained, str(tmp_path / "one"), whole_process, {})
-    found = gone_on(tmp_path / "one", "sherd", world, 2, parallelize)
+    found = gone_on(tmp_path / "one", "sherd", world, 2, None)
     for each in found:
         close(of_all_ranks(each), of_all_ranks(expected))
     close(gone_on(tmp_path / "one", "fsdp2", world, 2, with_fsdp2), found)
@@ -214,12 +226,13 @@ def test_it_goes_on_after_one_processs_checkpoint_as_that_process_does(world, tm
 
 @needs_torchtitan
 @pytest.mark.slow
-def test_it_saves_and_resumes_as_fsdp2_does(world, tmp_path):
+def test_either_goes_on_after_the_others_checkpoint_and_its_own(world, tmp_path):
     for fn in (parallelize, with_fsdp2):
         expected = world(2).run(trained, str(tmp_path / fn.__name__), fn, {})
-        found = gone_on(tmp_path / fn.__name__, f"{fn.__name__} again", world, 2, fn)
-        for mine, value in zip(found, expected, strict=True):
-            close(of_all_ranks(mine), of_all_ranks(value))
+        for other in (parallelize, with_fsdp2):
+            found = gone_on(tmp_path / fn.__name__, f"{fn.__name__}-{other.__name__}", world, 2, other)
+            for mine, value in zip(found, expected, strict=True):
+                close(of_all_ranks(mine), of_all_ranks(value))
 
 
 @needs_torchtitan
