@@ -255,6 +255,16 @@ def test_what_it_is_asked_for_changes_no_number(world, tmp_path):
             close(of_all_ranks(found), of_all_ranks(expected))
 
 
+@needs_torchtitan
+@pytest.mark.slow
+def test_bfloat16_has_the_losses_and_norms_of_fsdp2(world, tmp_path):
+    half = {"training.mixed_precision_param": "bfloat16"}
+    expected = world(2).run(trained, str(tmp_path / "fsdp2"), with_fsdp2, half)
+    found = world(2).run(trained, str(tmp_path / "sherd"), parallelize, half)
+    # Not the weights: Adam makes steps of one length of gradients that differ in bfloat16's last place, near zero.
+    close([figures for figures, _ in found], [figures for figures, _ in expected])
+
+
 def refused(kind: type[Exception], version: str | None = "0.3.0", placement: Any = None, **settings: Any) -> str:
     """What is said of a config of torchtitan, before anything of torchtitan is used."""
     choices = {"spmd_backend": "partial_dtensor", "pp_enabled": False, "ep_enabled": False, **settings}
