@@ -3,24 +3,34 @@
 import re
 from pathlib import Path
 
-from setuptools import setup
-
 ROOT = Path(__file__).parent
 
 
-def long_description() -> str:
-    """README.md with links that lead from anywhere: into the repository, at the tag of this version."""
-    (source,) = re.findall(r'^Source = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
-    (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "sherd/__init__.py").read_text("utf-8"), re.MULTILINE)
+def found(pattern: str, file: str) -> str:
+    """What the group of `pattern` is in the one line of `file` that it matches."""
+    (only,) = re.findall(pattern, (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+    return str(only)
 
-    def absolute(link: re.Match[str]) -> str:
-        picture, text, target = link.groups()
-        page = f"README.md{target}" if target.startswith("#") else target
-        return f"{picture}[{text}]({source}/{'raw' if picture else 'blob'}/v{version}/{page})"
 
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.sub(r"(!?)\[([^\]]*)\]\((?!\w+:)([^)\s]+)\)", absolute, readme)
+def version() -> str:
+    """The version that the package says it has, read without importing it."""
+    return found(r'^__version__ = "(.+)"$', "sherd/__init__.py")
+
+
+def with_absolute_links(text: str, page: str) -> str:
+    """`text` of `page`, whose links lead from anywhere: into the repository, at the tag of this version."""
+    source = found(r'^Source = "(.+)"$', "pyproject.toml")
+
+    def absolute(link: "re.Match[str]") -> str:
+        picture, words, target = link.groups()
+        path = f"{page}{target}" if target.startswith("#") else target
+        return f"{picture}[{words}]({source}/{'raw' if picture else 'blob'}/v{version()}/{path})"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\((?!\w+:)([^)\s]+)\)", absolute, text)
 
 
 if __name__ == "__main__":
-    setup(long_description=long_description(), long_description_content_type="text/markdown")
+    from setuptools import setup
+
+    readme = with_absolute_links((ROOT / "README.md").read_text(encoding="utf-8"), "README.md")
+    setup(long_description=readme, long_description_content_type="text/markdown")

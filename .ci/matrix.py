@@ -2,9 +2,9 @@
 
     python .ci/matrix.py --torch 2.12.0 2.13.0 --python 3.10 3.13
 
-Each pair gets an environment with torch and the wheel alone, in which `.ci/bare.py` does what a newcomer does. Then come
-pytest, hypothesis and numpy, and the quick cases of TESTS, or of FEW with `--few`, run against the wheel: the tests are
-those of the source distribution, whose package is taken away. pip decides which build of a torch it takes.
+Each pair gets an environment with torch and the wheel alone, in which `.ci/bare.py` does what a newcomer does. Then
+pytest, hypothesis and numpy are added, and the quick cases of TESTS, or of FEW with `--few`, run against the wheel. pip
+decides which build of torch it takes.
 """
 
 import argparse
