@@ -334,6 +334,6 @@ def imagined_ranks(number: int, rank: int = 0) -> Iterator[None]:
         # DTensor caches results of its dispatch by mesh, and takes meshes of equal ranks for the same one, also when
         # their process groups are gone and other groups have their names (2.11 to 2.13). The two calls are those of
         # `_clear_sharding_prop_cache` in torch.distributed.tensor.debug, which needs numpy.
-        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
-        torch._C._clear_DTensor_sharding_propagator_cache()  # type: ignore[attr-defined]
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
         sys.excepthook = hook
