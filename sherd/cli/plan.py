@@ -69,7 +69,7 @@ def add_plan(commands: Any) -> None:
     chosen.add_argument(
         "--strategy", type=_strategy, metavar="NAME", help=f"what is sharded: {', '.join(STRATEGIES)}; auto: all"
     )
-    chosen.add_argument("--placement", choices=("shard", "flat"), help="how parameters are cut")
+    chosen.add_argument("--placement", choices=("shard", "flat", "whole"), help="how parameters are cut")
     chosen.add_argument("--wrapping", choices=VALUES["wrapping"], help="what is a unit; auto: each block")
     chosen.add_argument("--reshard", choices=YES_OR_NO, help="free unsharded parameters after forward")
     chosen.add_argument(

@@ -195,6 +195,28 @@ def below_what_rests():
     return found, shards
 
 
+def with_muon(limit):
+    """The note of a step with Muon, what rests, and the bytes of its state."""
+    model = composed()
+    optimizer = sherd.Muon(model)
+    step(model, optimizer)
+    state = sum(
+        (each.to_local() if hasattr(each, "to_local") else each).nbytes
+        for of_one in optimizer.state.values()
+        for each in of_one.values()
+        if each.ndim
+    )
+    error = error_of(model, optimizer, step, kind=MemoryLimitError, limit=limit)
+    return notes_of(error), state
+
+
+def test_the_state_of_muon_is_a_momentum_of_matrices():
+    """AdamW's would be twice as large."""
+    note, state = on_second(with_muon, 1000)
+    assert f"{in_bytes(state)} of optimizer state" in note
+    assert "no more can be said" not in note
+
+
 def test_a_limit_below_what_rests_is_said_with_the_cheapest_change():
     notes, shards = on_second(below_what_rests)
     for note in notes:

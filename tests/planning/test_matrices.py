@@ -164,3 +164,29 @@ def test_all_that_travels_but_the_first_and_the_last_bucket_lies_beside_products
     alone = [number for number in range(len(begun)) if number not in beside]
     assert len(begun) > 4
     assert alone == ([len(begun) - 1] if not options else [0, len(begun) - 1])
+
+
+def shards_of(rank, number):
+    """The bytes of what a rank owns of whole parameters."""
+    with imagined_ranks(number, rank):
+        with torch.device("meta"):
+            model = Decoder(DECODER)
+        sherd.auto_shard(model, placement=Owned())
+        return sum(each.to_local().nbytes for each in model.parameters())
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_whole_parameters_are_tried_for_muon_alone_and_the_rank_with_the_most_counts(optimizer):
+    with torch.device("meta"):
+        model = Decoder(DECODER)
+    made = partial(
+        sherd.plan, model, batch=tokens(4), loss=usual_loss, cluster="laptop", optimizer=optimizer, compute_dtype=None
+    )
+    tried = {each.placement for each in made(mesh=4).found.outcomes}
+    assert tried == {"shard", "flat"} | ({"whole"} if optimizer == "muon" else set())
+    resting = [
+        change.nbytes
+        for change in made(placement="whole", mesh=(1, 4), strategy="auto").timeline.changes
+        if change.time == 0 and change.kind == MemoryKind.SHARDS.value
+    ]
+    assert sum(resting) == max(shards_of(rank, 4) for rank in range(4)) > shards_of(0, 4)

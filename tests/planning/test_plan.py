@@ -275,7 +275,7 @@ REFUSED = [
     ({"recompute": "full"}, r"^plan\(recompute='full'\): without checkpointing nothing is computed"),
     ({"samples": 9}, "8 ranks do not divide it"),
     ({"micro_batch": 3}, "does not divide the 2 samples"),
-    ({"placement": "rows"}, "expected one of shard, flat"),
+    ({"placement": "rows"}, "expected one of shard, flat, whole"),
     ({"wrapping": "triples"}, "expected one of auto, pairs, parts, ends"),
     ({"model": nn.Embedding(4, 4), "wrapping": "pairs"}, "is for repeated blocks"),
     ({"wrapping": "pairs", "shard": sherd.fully_shard}, "the units are made by `shard`"),

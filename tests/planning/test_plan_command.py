@@ -246,14 +246,14 @@ def test_a_run_is_planned_as_it_was_configured_and_so_compares_with_its_record(f
         words = ["--wrapping", "pairs"] if name == "other" else []
         said(capsys, run, "--cluster", cluster, "--ranks", 2, *words, "--timeline", files / name)
     assert "sherd plan RUN --timeline FILE" in refusal(capsys, "compare", files / "one", files / "other")
-    (run / "config.toml").write_text(CONFIG + '[shard]\nplacement = "whole"\n')
-    assert "shard.placement = whole is not planned" in refusal(capsys, "plan", run, "--ranks", 2)
+    (run / "config.toml").write_text(CONFIG + '[shard]\nplacement = "blocks"\n')
+    assert "shard.placement = blocks is not planned" in refusal(capsys, "plan", run, "--ranks", 2)
 
 
 def test_muon_is_planned_by_its_name_or_a_config_with_half_of_the_state_and_may_be_written(files, capsys):
     words = files / "train.toml", "--cluster", "laptop", "--ranks", 2, "--micro-batch", 4
     written = files / "muon.toml"
-    out = said(capsys, *words, "--optimizer", "muon", "--write", written)
+    out = said(capsys, *words, "--optimizer", "muon", "--placement", "shard", "--write", written)
     assert "of what travels in it is hidden" in out
     assert Config.of(read_tree(str(written))).optimizer.name == "muon"
     by_config, adamw, muon = (

@@ -19,10 +19,10 @@ from sherd.memory.report import root_unit
 from sherd.requirements import require_int
 from sherd.schedule.actions import Event
 from sherd.schedule.moments import begins_step, in_words
+from sherd.tensor.ragged import local_part
 from sherd.tools.plan.in_words import advice_of, lines_of_advice
 from sherd.tools.plan.planner import or_impossible
-from sherd.tools.plan.running import Forwards, LossOfOutput, Running, most_within, optimizer_of
-from sherd.tools.plan.sharding import stepped
+from sherd.tools.plan.running import Forwards, LossOfOutput, Running, matrices_of, most_within, optimizer_of
 from sherd.tools.plan.tracing import StepRecorder, recording
 from sherd.tools.simulate.cluster import Cluster, bytes_in, read_cluster, shipped_clusters
 from sherd.tools.simulate.predict import Prediction
@@ -176,9 +176,11 @@ def _resting(runtime: Runtime, optimizer: torch.optim.Optimizer, limit: int) -> 
     """Yields lines if the memory between forward and backward is above the limit already, under any other settings."""
     mesh, groups = runtime.root.mesh, [weights.group for unit in runtime.units for weights in unit.weights]
     parameters = sum(group.shard_buffer.nbytes for group in groups if not group.is_offloaded)
-    sizes = [nbytes for unit in runtime.units for _, nbytes in stepped(unit)]
-    gradients = 0 if any(group.is_offloaded for group in groups) else sum(sizes)
-    states = gradients * optimizer_of(optimizer).states
+    params = [each.parameter for group in groups if group.trained for each in group.optimizer_params]
+    sizes = {id(each): local_part(each).nbytes for each in params}
+    gradients = 0 if any(group.is_offloaded for group in groups) else sum(sizes.values())
+    of_matrices = sum(sizes.get(each, 0) for each in matrices_of(optimizer)) if gradients else 0
+    states = (gradients - of_matrices) * optimizer_of(optimizer).states + of_matrices
     total = parameters + gradients + states
     if total <= limit:
         return

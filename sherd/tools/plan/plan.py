@@ -170,10 +170,10 @@ def plan(
             It lays the model over the axis in place, as `parallelize_module` does. Only these axes are tried. With
             `cp`, the model takes its rank's part of each sample.
         settings: given instead of chosen: `strategy` ("auto", "zero2", "zero1" or "ddp", or another name of one, such
-            as "zero3" or "full_shard"), `placement` ("shard" or "flat"), `wrapping` (the units, as a `policy` of
-            `auto_shard`), `reshard`, `checkpointing` (True, False, or the share of blocks), `recompute` ("full", the
-            default with a given `checkpointing`, or "selective", as with `selective_contexts`), `offload`, `prefetch`,
-            `micro_batch` (samples in one forward of a rank).
+            as "zero3" or "full_shard"), `placement` ("shard", "flat", or "whole", which is chosen for muon alone),
+            `wrapping` (the units, as a `policy` of `auto_shard`), `reshard`, `checkpointing` (True, False, or the share
+            of blocks), `recompute` ("full", the default with a given `checkpointing`, or "selective", as with
+            `selective_contexts`), `offload`, `prefetch`, `micro_batch` (samples in one forward of a rank).
 
     Returns:
         The settings and the prediction. It may not fit: `fits` says so, and `advice` what would.
@@ -277,6 +277,8 @@ def _space_of(training: Training, cluster: Cluster, mesh: int | Mesh, samples: i
         cluster.devices_per_node,
         frozenset(fixed),
         axes=layout.axes,
+        # Whole parameters balance worse, and save nothing but messages of an optimizer that needs whole matrices.
+        placements=VALUES["placement"] if training.optimizer.is_muon else ("shard", "flat"),
         shares=shares_of_blocks(training.model, SHARES),
         fits=lambda mesh: not layout.misfit(mesh),
     )

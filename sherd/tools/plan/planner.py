@@ -25,7 +25,7 @@ from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.comm.transport import SingleCalls, Transport
 from sherd.comm.transports import use_transports
 from sherd.errors import InputError, PolicyError, SherdError
-from sherd.layout.runs import Flat
+from sherd.layout.runs import Flat, Owned
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, PrefetchPolicy
 from sherd.tensor.structures import map_tensors
 from sherd.tools.plan.axes import ModelLayout
@@ -33,6 +33,7 @@ from sherd.tools.plan.reading import read_work
 from sherd.tools.plan.sharding import (
     Run,
     block_lists,
+    most_loaded,
     renumbered,
     sharded_of,
     spread,
@@ -256,8 +257,7 @@ class Planner:
         thin, thin_work = self._lender._thin(usual)
         whole = with_blocks(renumbered(thin, thin_work, work), self._thinned(together(settings))[1], work)
         if whole is None:
-            with self._machines(usual.mesh):
-                whole = self._shard(self.training.model, usual, work)
+            whole = self._shard(self.training.model, usual, work)
         if usual != settings:
             whole = replace(whole, limits=replace(whole.limits, forward_depth=prefetch, backward_depth=prefetch))
             whole = with_replicas(whole, mesh.replicate) if mesh.replicate != usual.mesh.replicate else whole
@@ -266,13 +266,17 @@ class Planner:
     def _shard_thin(self, settings: Settings) -> tuple[Sharded, Work]:
         """Returns the sharded model with one block of each kind, and the work that numbers its modules."""
         work = self._any_read[_without_data(settings.mesh)]
-        with self._machines(settings.mesh):
-            model, _ = self._thinned(together(settings))
-            return self._shard(model, settings, work), work
+        model, _ = self._thinned(together(settings))
+        return self._shard(model, settings, work), work
 
-    def _shard(self, model: nn.Module, settings: Settings, work: Work) -> Sharded:
-        model, step = self._sharded_model(model, settings)
-        return sharded_of(model, work, self.training.optimizer, step.names if step else ())
+    def _shard(self, model: nn.Module, settings: Settings, work: Work, rank: int | None = None) -> Sharded:
+        """Returns what `rank` has of `model`; without a rank, what the first has, or the one with the most elements."""
+        with self._machines(settings.mesh, rank):
+            sharded, step = self._sharded_model(model, settings)
+            most = dist.get_rank() if settings.placement != "whole" or rank is not None else most_loaded(sharded)
+            if most == dist.get_rank():
+                return sharded_of(sharded, work, self.training.optimizer, step.names if step else ())
+        return self._shard(model, settings, work, most)
 
     def _sharded_model(self, model: nn.Module, settings: Settings) -> tuple[nn.Module, StepOfMatrices | None]:
         """Returns a copy of `model`, sharded over the imagined ranks, and the optimizer's step of its matrices."""
@@ -347,6 +351,10 @@ def _ranks_of(mesh: Mesh, stage: str) -> AbstractContextManager[None]:
     return imagined_ranks(mesh.num_ranks, before + (mesh.cp - 1) * mesh.tp)
 
 
+CUTS = {"flat": Flat(), "whole": Owned()}
+"""The `placement` of `fully_shard` by its name in `Settings`."""
+
+
 def fully_shard_args(settings: Settings, compute_dtype: torch.dtype | None) -> dict[str, Any]:
     """Returns the arguments of `auto_shard`, besides `mesh`, that `settings` stand for.
 
@@ -359,8 +367,8 @@ def fully_shard_args(settings: Settings, compute_dtype: torch.dtype | None) -> d
         arguments |= {"placements": settings.strategy, "reshard_after_forward": None}
     elif not settings.reshard:
         arguments["reshard_after_forward"] = False
-    if settings.placement == "flat":
-        arguments["placement"] = Flat()
+    if settings.placement != "shard":
+        arguments["placement"] = CUTS[settings.placement]
     if settings.offload:
         arguments["offload_policy"] = CPUOffloadPolicy()
     if compute_dtype is not None:

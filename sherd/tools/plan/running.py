@@ -17,6 +17,7 @@ from sherd.api.module import FSDPModule
 from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.engine import BoundForward, Unit
 from sherd.errors import StateError, UnsupportedError
+from sherd.optim.matrix import MatrixOptimizer
 from sherd.schedule.state import Keep
 from sherd.tensor.structures import tensors_in
 from sherd.tools.plan.axes import ModelLayout
@@ -25,6 +26,7 @@ from sherd.tools.plan.planner import Planner, Training
 from sherd.tools.plan.reading import own_or_usual_loss
 from sherd.tools.plan.sharding import sharded_of, shares_of_blocks
 from sherd.tools.simulate.cluster import Cluster
+from sherd.tools.simulate.segments import OptimizerPart
 from sherd.tools.simulate.settings import SHARES, Mesh, Settings, Space
 from sherd.tools.simulate.sharded import OPTIMIZERS, Optimizer, Sharded
 from sherd.tools.simulate.timeline import Lane, Timeline
@@ -88,7 +90,9 @@ class Running(Planner):
         )
         super().__init__(training, on)
         work = self.read(first)
-        sharded = self._as_it_is = sharded_of(model, work, training.optimizer)
+        by_matrix = matrices_of(stepper)
+        matrices = {plain_name(name) for name, each in model.named_parameters() if id(each) in by_matrix}
+        sharded = self._as_it_is = sharded_of(model, work, training.optimizer, matrices)
         self._is_checkpointed = any(isinstance(event, Enter) and event.again for event in work.events)
         self.settings = Settings(
             Mesh(own.num_shards, own.num_replicas),
@@ -119,6 +123,9 @@ class Running(Planner):
     def _work_of(self, micro_batch: int, mesh: Mesh, checkpointing: float, recompute: str) -> Work:
         return super()._work_of(micro_batch, mesh, 0.0 if self._is_checkpointed else checkpointing, recompute)
 
+    def _cut_step(self, _: Settings) -> tuple[OptimizerPart, ...]:
+        return ()  # Buckets of matrices: their bytes are few, and to plan them ranks would have to be imagined.
+
     def _shard_once(self, settings: Settings) -> Sharded:
         sharded, specs, prefetch = self._as_it_is, self._as_it_is.specs, settings.prefetch
         if settings.reshard != self.settings.reshard:
@@ -136,12 +143,23 @@ def _loss_of(model: nn.Module, batch: Any, given: LossOfOutput | None) -> Tensor
 
 
 def optimizer_of(optimizer: torch.optim.Optimizer) -> Optimizer:
-    """Returns `optimizer` as the simulator knows it. Any optimizer but SGD and Adam is taken for AdamW."""
+    """Returns `optimizer` as the simulator knows it. One of no known kind is taken for AdamW.
+
+    The state of a `MatrixOptimizer` is taken for a momentum.
+    """
     group = optimizer.param_groups[0]
+    if isinstance(optimizer, MatrixOptimizer):
+        return OPTIMIZERS["muon"]
     if isinstance(optimizer, torch.optim.SGD):
         return OPTIMIZERS["sgd-momentum" if group["momentum"] else "sgd"]
     known = OPTIMIZERS["adamw-fused" if group.get("fused") else "adamw"]
     return replace(known, states=2 + bool(group.get("amsgrad")), is_foreach=bool(group.get("foreach")))
+
+
+def matrices_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Returns the ids of the parameters that `optimizer` steps matrix by matrix."""
+    groups = optimizer.matrix_groups() if isinstance(optimizer, MatrixOptimizer) else []
+    return {id(parameter) for group in groups for parameter in group["params"]}
 
 
 def most_within(timeline: Timeline, phase: str, unit: int) -> Counter[tuple[str, int]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import torch.distributed as dist
 from torch import nn
 
 from sherd.api.blocks import evenly_spread, in_groups, registrations, repeated_blocks
@@ -51,6 +53,16 @@ def sharded_of(model: nn.Module, work: Work, optimizer: Optimizer, matrices: Col
         optimizer,
         any(weights.group.is_offloaded for unit in units for weights in unit.weights),
     )
+
+
+def most_loaded(model: nn.Module) -> int:
+    """Returns the rank that has the most elements of the shards of `model`; the first of several."""
+    numel: Counter[int] = Counter({dist.get_rank(): 0})
+    for weights in (weights for unit in Unit.below(model) for weights in unit.weights):
+        mesh, numels = weights.group.mesh, weights.group.packing.shard_numels
+        for shard, rank in enumerate(mesh.shard_ranks if mesh.shard_group is not None else ()):
+            numel[rank] += sum(numels[piece] for piece in mesh.pieces_of(shard))
+    return max(sorted(numel), key=numel.__getitem__)
 
 
 def _played(unit: Unit, names: dict[int, str], modules: dict[str, int], matrices: Collection[str]) -> PlayedUnit:

@@ -61,7 +61,7 @@ class Settings:
 
     Attributes:
         strategy: the name of what is sharded over the data-parallel axes; "auto": zero3, over two axes hsdp.
-        placement: "shard" or "flat": how parameters are cut.
+        placement: "shard", "flat" or "whole": how parameters are cut; "whole": each has one owner.
         wrapping: the units, by a word of `auto_shard`: "auto", "pairs", "parts" or "ends".
         reshard: unsharded parameters are freed after forward, except those of the root.
         checkpointing: the share of blocks, 0 to 1, that keep only their inputs for backward, and compute the rest
@@ -167,6 +167,7 @@ class Space:
         most_samples: the most samples in one forward of a rank.
         axes: the axes of a mesh, besides `replicate` and `shard`, that may have several ranks.
         wrappings: the ways to make units that the model allows.
+        placements: the ways to cut parameters that are worth a try.
         shares: the shares of blocks that may be computed again.
         fits: returns True if the model can be laid over a mesh.
     """
@@ -178,6 +179,7 @@ class Space:
     most_samples: int = 64
     axes: tuple[str, ...] = ()
     wrappings: tuple[str, ...] = ("auto",)
+    placements: tuple[str, ...] = ("shard", "flat")
     shares: tuple[float, ...] = SHARES
     fits: Callable[[Mesh], bool] = lambda mesh: True
 
@@ -242,6 +244,8 @@ class Space:
         values: Iterable[Any] = VALUES.get(name, ())
         if name == "wrapping":
             values = self.wrappings
+        elif name == "placement":
+            values = self.placements
         elif name == "checkpointing":
             values = self.shares
         elif name == "micro_batch":
@@ -259,7 +263,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "checkpointing": SHARES,
     "recompute": ("full", "selective"),
     "strategy": ("auto", "zero2", "zero1", "ddp"),
-    "placement": ("shard", "flat"),
+    "placement": ("shard", "flat", "whole"),
     "wrapping": tuple(UNITS),
     "reshard": (True, False),
     "prefetch": (0, 1, 2),
