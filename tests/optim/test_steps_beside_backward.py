@@ -103,6 +103,17 @@ def test_an_error_in_the_products_raises_on_all_ranks_and_the_next_backward_begi
     assert all(bool(each.isfinite().all()) for each in whole.values())
 
 
+@on_threads(2, front=["shard", "cut"])
+def test_an_error_names_the_parameter_of_the_unit_that_is_stepped(front):
+    model = sharded_by(front, stack())
+    optimizer = muon(model)
+    updates = optimizer.updates
+    optimizer.updates = lambda group, given: given / 0 if given.shape[1:] == (4, 7) else updates(group, given)
+    sherd.step_in_backward(model, optimizer)
+    said = one_line(OptimizerError, model(batches(1)[0]).sum().backward)
+    assert said.startswith("the update of 4.weight, computed on rank"), said
+
+
 @on_threads(2)
 def test_what_is_under_way_goes_with_a_backward_that_raises():
     model, plain = chain(3, 6), chain(3, 6)
