@@ -53,7 +53,8 @@ class StepsInBackward:
         # Backward would gather values that it has not read yet anew, from the stepped shards.
         if not all(weights.is_unread for weights in unit.weights):
             return
-        with_gradient = {id(parameter) for parameter in unit.shards.optimizer_params if parameter.grad is not None}
+        parameters = (each for record in unit.parameters for each in (record.shard, record.optimizer_param))
+        with_gradient = {id(each) for each in parameters if each.grad is not None}
         if not with_gradient:
             return
         if self._stepped.get(unit) == runtime.num_backwards:

@@ -177,18 +177,12 @@ class StageUnits:
         gradients from autograd.
         """
         self.gather()
-        units = self.units
-        for unit in units:
-            unit.shards.register(True)
-        try:
+        with Unit.members_shown(self.units):
             yield
-            shown = (record.places[0].shown for unit in units for record in unit.parameters)
+            shown = (record.places[0].shown for unit in self.units for record in unit.parameters)
             written = [tensor for tensor in shown if tensor is not None and tensor.is_leaf and tensor.grad is not None]
             gradients = [tensor.grad for tensor in written]
             for tensor in written:
                 tensor.grad = None
             if written:
                 torch.autograd.backward(written, gradients)  # whose hooks take all gradients
-        finally:
-            for unit in units:
-                unit.shards.register(False)

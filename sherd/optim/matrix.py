@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec, in_backward
 from sherd.comm.failures import own_rank
-from sherd.engine import ShardedParameter, watcher
+from sherd.engine import FlatParameter, ShardedParameter, Unit, watcher
 from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError, SherdError
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Shape
@@ -37,12 +37,12 @@ from sherd.optim.matrix_plan import (
     PlanKey,
     batch_of,
     key_of,
-    name_of,
     options_of,
 )
 from sherd.optim.matrix_state import MatrixState
 from sherd.optim.under_way import Parts, carry_out
 from sherd.tensor.ragged import local_part
+from sherd.wrap.names import plain_name
 
 Shapes = Callable[[int, int], Mapping[str, Shape]]
 """Returns the shapes of what is kept of a matrix, by name, for its numbers of rows and columns."""
@@ -136,9 +136,9 @@ class MatrixOptimizer(Optimizer):
             raise PolicyError(
                 f"{type(self).__name__}: a group has no 'params', only {', '.join(param_group)}; name them"
             )
-        if isinstance(param_group, dict) and not isinstance(param_group["params"], (torch.Tensor, set)):
+        if isinstance(param_group, dict) and not isinstance(param_group["params"], set):
             known = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-            param_group = {**param_group, "params": list(param_group["params"])}
+            param_group = {**param_group, "params": members_in(param_group["params"])}
             for entry in param_group["params"]:
                 name, parameter = entry if isinstance(entry, tuple) else ("", entry)
                 if id(parameter) in known:
@@ -170,9 +170,9 @@ class MatrixOptimizer(Optimizer):
                 _require_shapes(shapes)
                 if shapes and across == "blockwise" and _takes_parts(parameter):
                     raise OptimizerError(
-                        f"{name or name_of(parameter)}: tensor_parallel='blockwise' takes parts of different ranks for "
-                        f"matrices, of which {type(self).__name__} keeps nothing; take 'whole', or a function without "
-                        "state (Muon without beta2)"
+                        f"{name or self._name_of(parameter)}: tensor_parallel='blockwise' takes parts of different "
+                        f"ranks for matrices, of which {type(self).__name__} keeps nothing; take 'whole', or a "
+                        "function without state (Muon without beta2)"
                     )
 
     _PICKLED: tuple[str, ...] = ("_function", "_shapes", "_wire_dtype")
@@ -241,13 +241,13 @@ class MatrixOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         """Returns what is done with each parameter, a line for all that differ in numbers alone."""
-        groups, names = self.matrix_groups(), self._names()
+        groups = self.matrix_groups()
+        names = self._names(groups)
         # Not the plan of a step, which all ranks make together.
-        known = self._plans.get(key_of(groups))
-        plan = known if known is not None and known.is_of(groups) else MatrixPlan(groups, joins=False)
+        plan = self._plans.get(key_of(groups)) or MatrixPlan(groups, joins=False)
         alike: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
         for index, parameter in enumerate(plan.parameters):
-            name = re.sub(r"\d+", "*", names.get(id(parameter), name_of(parameter)))
+            name = re.sub(r"\d+", "*", names[id(parameter)])
             number, rows, columns = plan.batches[index]
             size = f"{number} x {rows} x {columns}" if number > 1 else f"{rows} x {columns}"
             alike[name, size, plan.is_stepped[index]].append(index)
@@ -257,22 +257,21 @@ class MatrixOptimizer(Optimizer):
         }
         return "\n".join([f"{type(self).__name__} of whole matrices", *rows_of(lines)])
 
-    def _names(self) -> dict[int, str]:
-        """Returns the names of parameters that were given with names, by id."""
-        return {
-            id(parameter): name
-            for group in self.param_groups
-            for name, parameter in zip(group.get("param_names", ()), group["params"], strict=False)
-        }
+    def _names(self, groups: Iterable[Group]) -> dict[int, str]:
+        names: dict[int, str] = {}
+        for group in groups:
+            given = group.get("param_names") or map(ShardedParameter.name_of, group["params"])
+            names |= zip(map(id, group["params"]), given, strict=False)
+        return names
 
     def _name_of(self, parameter: torch.Tensor) -> str:
-        return self._names().get(id(parameter), name_of(parameter))
+        return self._names(self.matrix_groups()).get(id(parameter)) or ShardedParameter.name_of(parameter)
 
     def _plan_of(self, groups: Sequence[Group]) -> MatrixPlan:
         # More than one where a unit at a time is stepped (`step_in_backward`).
         of_plan = key_of(groups)
         plan = self._plans.get(of_plan)
-        if plan is None or not plan.is_of(groups):
+        if plan is None:
             plan = self._plans[of_plan] = MatrixPlan(groups, others=list(self._plans.values()))
             if len(self._plans) > MOST_PLANS:
                 self._plans.popitem(last=False)
@@ -488,7 +487,6 @@ class MatrixOptimizer(Optimizer):
         return bucket.there(directions, self.travels_in(bucket.dtype, bucket.device), faults)
 
     def _raise_told(self, plan: MatrixPlan, told: Sequence[tuple[list[int], Told]]) -> None:
-        """Raise if something is wrong on this rank, or if another rank told so."""
         wrong, index, error = plan.faults.take()
         if wrong:
             raise error or self._failure(plan, wrong, index, own_rank())
@@ -500,7 +498,6 @@ class MatrixOptimizer(Optimizer):
             self._check_missing(plan, ranks, headers)
 
     def _failure(self, plan: MatrixPlan, wrong: int, index: int, rank: int) -> SherdError:
-        """Returns the error of what is wrong on a rank with a parameter."""
         name, where = self._name_of(plan.parameters[index]), f"on rank {rank}"
         if wrong == NOT_FINITE:
             return OptimizerError(
@@ -652,6 +649,21 @@ class MatrixOptimizer(Optimizer):
             torch._foreach_add_(into, added, alpha=-lr * scale)
 
 
+def members_in(params: Any) -> list[Any]:
+    """Returns a group's parameters, or `(name, parameter)` pairs, with the members of flat parameters for these."""
+    members: list[Any] = []
+    for entry in [params] if isinstance(params, torch.Tensor) else params:
+        name, flat = entry if isinstance(entry, tuple) else ("", entry)
+        record = ShardedParameter.of(flat) if isinstance(flat, FlatParameter) else None
+        if record is None or not isinstance(record.owner, Unit):
+            members.append(entry)
+            continue
+        shards = [each.shard for each in record.owner.parameters]  # a unit has one flat parameter
+        names = [plain_name(f"{name.rpartition('.')[0]}.{own}").lstrip(".") for own in flat.names]
+        members += zip(names, shards, strict=True) if isinstance(entry, tuple) else shards
+    return members
+
+
 def _wrong(update: object, matrices: torch.Tensor, version: int | None) -> str | None:
     """Returns what is wrong with an update, with {} for the names of the parameters, and what to do; else None."""
     of = f"matrices of shape {tuple(matrices.shape)}, of {{}}"
@@ -686,7 +698,6 @@ def _takes_parts(parameter: torch.Tensor) -> bool:
 
 
 def _require_shapes(shapes: Mapping[str, Shape]) -> None:
-    """Raise a PolicyTypeError if what `state` returned is no dict of shapes."""
     try:
         for name, shape in shapes.items():
             torch.empty((len(name), *shape), device="meta")

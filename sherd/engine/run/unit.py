@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -175,6 +176,25 @@ class Unit:
                 if UNIT in module.__dict__ and (unit := Unit.of(module)) is not None:
                     units[unit.id] = unit
         return list(units.values())
+
+    @staticmethod
+    @contextmanager
+    def members_shown(units: Iterable[Unit]) -> Iterator[None]:
+        """Within the context, the members of the units' flat parameters are registered under their own names."""
+        switched = [unit for unit in units if unit.shards.shows_flat_parameter]
+        for unit in switched:
+            unit.shards.register(True)
+        try:
+            yield
+        finally:
+            for unit in switched:
+                unit.shards.register(False)
+
+    @staticmethod
+    def named_members(root: nn.Module) -> dict[str, nn.Parameter]:
+        """Returns the parameters of `root` by name, with the members of flat parameters in the place of these."""
+        with Unit.members_shown(Unit.below(root)):
+            return dict(root.named_parameters())
 
     @staticmethod
     def attached_to(module: nn.Module) -> list[object]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sherd.engine import Unit
 from sherd.optim.faults import StepFaults
 from sherd.optim.gradients import zeros_as_gradient
 from sherd.optim.matrix import MatrixOptimizer
@@ -49,7 +50,7 @@ class StepOfMatrices:
         The products are in the dtype of an accelerator, or of this CPU. Raises OptimizerError as Muon does.
         """
         left = left_to_adamw(model)
-        matrices = {name: each for name, each in model.named_parameters() if not left[name]}
+        matrices = {name: each for name, each in Unit.named_members(model).items() if not left[name]}
         if not matrices:
             return None
         optimizer = _WithoutHeaders(list(matrices.values()), on_host)
