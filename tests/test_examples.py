@@ -3,33 +3,41 @@
 import os
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
 from torch import distributed as dist
 
+from tests.interop.clients import loss_after_six_steps
 from tests.support.ranks import forked
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 TIMEOUT_S = 120
 
 
-def run_as_torchrun_would(path, rank, num_ranks, port):
-    """In a process of its own: the environment that torchrun makes, then the program."""
+def run_as_torchrun_would(path, words, rank, num_ranks, port):
+    """In a process of its own: the environment that torchrun makes, then the program with its arguments `words`."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
+    sys.argv[1:] = words
+    sys.path.insert(0, str(path.parent))  # as Python does for a program
     runpy.run_path(str(path), run_name="__main__")
 
 
-def run(name, folder, num_ranks=2):
-    """What each rank printed. Forked from where torch is imported: torchrun would import it three times."""
+def run(name, folder, *words, num_ranks=2):
+    """What each rank printed in this run. Forked from where torch is imported: torchrun would import it three times."""
+    folder.mkdir(exist_ok=True)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     outputs = [folder / f"{rank}" for rank in range(num_ranks)]
+    for output in outputs:
+        output.unlink(missing_ok=True)
     processes = []
     try:
         for rank, output in enumerate(outputs):
-            given = EXAMPLES / name, rank, num_ranks, store.port
+            given = EXAMPLES / name, words, rank, num_ranks, store.port
             processes.append(forked.start(run_as_torchrun_would, *given, folder=folder, output=output))
         for process in processes:
             process.join(TIMEOUT_S)
@@ -110,23 +118,46 @@ def test_muon_goes_on_with_whole_matrices_on_one_rank(tmp_path):
     assert second == ""
 
 
+@pytest.mark.slow
+def test_a_trainer_of_lightning_goes_on_from_a_folder_of_shards(tmp_path):
+    pytest.importorskip("lightning")
+    first, second = run("lightning_trainer.py", tmp_path)
+    trained, went_on = losses(first)
+    assert went_on == pytest.approx(trained, rel=1e-4)
+    held = [int(re.search(r"holds (\d+) of", text)[1]) for text in (first, second)]
+    assert sum(held) == int(re.search(r"of (\d+) parameters", first)[1])
+
+
 def test_the_command_in_an_examples_first_lines_works(tmp_path):
     """One of them as its user starts it, on torchrun."""
-    name, root = "gradient_accumulation.py", EXAMPLES.parent
+    name = "gradient_accumulation.py"
     (command,) = re.findall(r"^    (torchrun .*)$", (EXAMPLES / name).read_text(), re.MULTILINE)
     program, *arguments = command.split()
     assert program == "torchrun"
     assert arguments == ["--nproc-per-node", "2", f"examples/{name}"]
     # A port of its own, because the default one may be taken.
-    process = forked.start(forked.torchrun, ["--standalone", *arguments], {}, folder=root, output=tmp_path / "said")
+    process = forked.start(forked.torchrun, ["--standalone", *arguments], {}, folder=ROOT, output=tmp_path / "said")
     process.join(TIMEOUT_S)
     process.kill()
     assert process.exitcode == 0, (tmp_path / "said.err").read_text()
     assert "largest difference" in (tmp_path / "said").read_text()
 
 
+@pytest.mark.slow
+def test_torchrun_brings_a_training_back_after_a_rank_has_failed(tmp_path):
+    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "examples/elastic_restart.py"]
+    given = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    process = forked.start(forked.torchrun, words, given, folder=EXAMPLES.parent, output=tmp_path / "said")
+    process.join(TIMEOUT_S)
+    process.kill()
+    assert process.exitcode == 0, (tmp_path / "said.err").read_text()
+    found = re.search(r"^began again at step 5, loss (\S+) at step 6$", (tmp_path / "said").read_text(), re.MULTILINE)
+    assert float(found[1]) == pytest.approx(loss_after_six_steps(), rel=1e-4)
+
+
 def test_an_example_is_short_and_says_how_to_run_it():
     for path in EXAMPLES.glob("*.py"):
         text = path.read_text()
         assert len(text.splitlines()) < 80, path
-        assert f"torchrun --nproc-per-node 2 examples/{path.name}" in text
+        starts = {"ray_train.py": "python", "elastic_restart.py": "torchrun --nproc-per-node 2 --max-restarts 1"}
+        assert f"{starts.get(path.name, 'torchrun --nproc-per-node 2')} examples/{path.name}\n" in text, path

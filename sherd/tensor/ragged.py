@@ -233,10 +233,7 @@ class _Read(torch.autograd.Function):
 
 
 _AS_RUN: tuple[Reading, Reading] = lambda local, layout: local.view_as(local), lambda grad, layout: grad
-_AS_PART: tuple[Reading, Reading] = (
-    gather_part,
-    lambda grad, layout: shard_of(grad, layout.cut, layout.rank).clone(),
-)
+_AS_PART: tuple[Reading, Reading] = (gather_part, lambda grad, layout: shard_of(grad, layout.cut, layout.rank).clone())
 _AS_FULL: tuple[Reading, Reading] = gather, lambda grad, layout: piece_of(grad, layout).clone()
 
 
@@ -381,4 +378,15 @@ def _distributed(theirs: Callable[..., None], state: dict[str, object], keys: li
     theirs(state, keys, *more)
 
 
-answer_checkpointing({"_distribute_tensors": _distributed})
+def _broadcast(
+    theirs: Callable[..., None], full: dict[str, object], local: object, keys: list[str], *more: object
+) -> None:
+    """Send tensors of a full state without gaps.
+
+    Under torch 2.11 `full_tensor()` of unequal chunks is a view of padded memory, and a broadcast sends the padding.
+    """
+    sent = {key: value.contiguous() if isinstance(value := full[key], torch.Tensor) else value for key in keys}
+    theirs(sent, local, keys, *more)
+
+
+answer_checkpointing({"_distribute_tensors": _distributed, "_broadcast_tensors": _broadcast})
