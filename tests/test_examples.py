@@ -22,6 +22,7 @@ def run_as_torchrun_would(path, words, rank, num_ranks, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
     sys.argv[1:] = words
+    sys.path.insert(0, str(path.parent))  # as Python does for a program
     runpy.run_path(str(path), run_name="__main__")
 
 
@@ -136,3 +137,4 @@ def test_an_example_is_short_and_says_how_to_run_it():
         text = path.read_text()
         assert len(text.splitlines()) < 80, path
         assert f"torchrun --nproc-per-node 2 examples/{path.name}" in text
+    assert [path.name for path in EXAMPLES.glob("recipes/*.py") if len(path.read_text().splitlines()) >= 120] == []

@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import local_tensor, move_hooks, spec_of, swap_devices
+from sherd.comm.buffers import storages_of
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.comm.transport import Sizes, parts
@@ -450,6 +451,12 @@ class Group:
             yield Memory.SHARDS, self.shard_buffer
         for shard in self.fetched.held() if self.fetched is not None else ():
             yield Memory.SHARDS, shard
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's shards: of the tensors that one consists of, if it gathers itself."""
+        shard = self.shard_buffer
+        return sum(each.nbytes() for each in storages_of(shard)) if self.gathers_itself else shard.nbytes
 
     @property
     def unsharded_bytes(self) -> int:
