@@ -14,9 +14,8 @@ Everything else is accelerate's own: it works on DTensors, which sherd's shards 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +26,8 @@ from sherd.api.auto_shard import auto_shard, check_arguments
 from sherd.api.blocks import WRAPPINGS, Wrapping
 from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import FSDPModule, register_fsdp_forward_method
-from sherd.comm.agreement import broadcast_from_rank0
-from sherd.comm.mesh import data_mesh
-from sherd.errors import PolicyError, PolicyTypeError, StateError, UnsupportedError
+from sherd.errors import PolicyError, PolicyTypeError, StateError
+from sherd.interop.packages import require_tried, take_rank0s_values
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from sherd.wrap import WrapPolicy
 
@@ -71,7 +69,7 @@ class in_place_of_fsdp2:
                 f"in_place_of_fsdp2(policy={policy!r}): expected a policy of sherd.wrap or torch, a function or one of "
                 f"{', '.join(WRAPPINGS)}"
             )
-        _require_tried()
+        require_tried("accelerate", TRIED, "in_place_of_fsdp2")
         import accelerate.accelerator as names
 
         made = names.AcceleratorState._shared_state
@@ -108,17 +106,6 @@ def _replace(owner: object, name: str, value: object) -> Callable[[], None]:
     return undo
 
 
-def _require_tried() -> None:
-    try:
-        found = importlib.metadata.version("accelerate")
-    except importlib.metadata.PackageNotFoundError:
-        found = "missing"
-    if not found.startswith(f"{TRIED}."):
-        raise UnsupportedError(
-            f"in_place_of_fsdp2: accelerate is {found}, and {TRIED} was tried; pip install 'accelerate=={TRIED}.*'"
-        )
-
-
 def _state_class() -> type:
     """Returns accelerate's class of the state that all accelerators share, with FSDP on CPUs too."""
     from accelerate.state import AcceleratorState, PartialState
@@ -129,7 +116,7 @@ def _state_class() -> type:
             if fsdp_plugin is not None and fsdp_plugin.fsdp_version != 2:
                 raise PolicyError(
                     f"fsdp_version={fsdp_plugin.fsdp_version}: sherd takes the place of FSDP2; write fsdp_version=2 in "
-                    "the plugin, fsdp_version: 2 in a config of accelerate launch, version: 2 in an fsdp_config"
+                    "the plugin, version: 2 in an fsdp_config; accelerate to-fsdp2 converts the config of a launch"
                 )
             cpu = cpu or (fsdp_plugin is not None and not torch.accelerator.is_available())
             super().__init__(*args, fsdp_plugin=fsdp_plugin, cpu=cpu, **kwargs)
@@ -196,7 +183,8 @@ def _prepared(accelerator: Any, model: nn.Module, policy: WrapPolicy | Wrapping 
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.float()
     if plugin.cpu_ram_efficient_loading:
-        _take_rank0s_values((*inner.parameters(), *inner.buffers()), options)
+        # transformers loads them on rank 0 alone.
+        take_rank0s_values((*inner.parameters(), *inner.buffers()), options, "cpu_ram_efficient_loading")
     chosen = plugin.auto_wrap_policy if policy is None else policy
     if chosen is None:
         fully_shard(inner, **options)
@@ -222,14 +210,3 @@ def _of_plugin(accelerator: Any, plugin: Any, model: nn.Module) -> Options:
         "offload_policy": OffloadPolicy() if pins is None else CPUOffloadPolicy(pin_memory=pins),
         "ignored_params": get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device),
     }
-
-
-@torch.no_grad()
-def _take_rank0s_values(tensors: Iterable[torch.Tensor], options: Options) -> None:
-    """Give all ranks the values of rank 0, the only one that transformers loads them on."""
-    mesh = data_mesh(options.get("mesh"), options.get("dp_mesh_dims"))
-    for tensor in tensors:
-        sent = tensor.to(mesh.device)
-        broadcast_from_rank0([sent], mesh, "rank 0's broadcast of weights (cpu_ram_efficient_loading)")
-        if sent is not tensor:
-            tensor.copy_(sent)

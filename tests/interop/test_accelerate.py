@@ -1,10 +1,12 @@
 """A program of Hugging Face's accelerate trains with sherd in place of FSDP2 as it does without a plugin."""
 
 import functools
+import importlib
 import importlib.metadata
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -113,23 +115,53 @@ def test_a_state_is_loaded_where_the_wrapper_was_used_before(world, tmp_path):
         assert_close(resumed[:2], saved[:2])
 
 
-def half_precision(is_oracle):
+@contextmanager
+def begun_with(library):
+    """accelerate with sherd, or with torch's FSDP2, which accelerate has on accelerators alone."""
     import accelerate.accelerator as names
 
     theirs = names.fsdp2_prepare_model
     with begun():
-        if is_oracle:
+        if library == "torch":
             names.fsdp2_prepare_model = theirs
+        yield
+
+
+def in_turns(libraries, folder, plugin):
+    """Train two micro-batches with each of `libraries`, which loads what the one before has saved."""
+    figures = []
+    for turn, library in enumerate(libraries):
+        with begun_with(library):
+            program = Program(plugin)
+            assert isinstance(program.model, sherd.FSDPModule) is (library == "sherd")
+            if turn:
+                program.accelerator.load_state(f"{folder}/{turn}")
+            figures += program.train(2 * turn, 2 * turn + 2)
+            program.accelerator.save_state(f"{folder}/{turn + 1}")
+    return figures, program.weights()
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_a_state_goes_from_fsdp2_to_sherd_and_back(kind, world, tmp_path):
+    plugin = {**BLOCKS, "state_dict_type": kind}
+    expected = world(2).run(in_turns, ["torch"] * 3, str(tmp_path / "torch"), plugin)
+    found = world(2).run(in_turns, ["torch", "sherd", "torch"], str(tmp_path / "turns"), plugin)
+    assert_close(found, expected)
+
+
+def half_precision(library):
+    with begun_with(library):
         program = Program(BLOCKS, "bf16")
         assert {parameter.dtype for parameter in program.model.parameters()} == {torch.float32}
         figures = program.train()
         assert program.model(inputs()[:1]).dtype == torch.bfloat16
-        assert isinstance(program.model, sherd.FSDPModule) is not is_oracle
+        assert isinstance(program.model, sherd.FSDPModule) is (library == "sherd")
         return figures
 
 
 def test_bf16_trains_as_under_fsdp2(world):
-    (found, *_), (expected, *_) = (world(2).run(half_precision, is_oracle) for is_oracle in (False, True))
+    (found, *_), (expected, *_) = (world(2).run(half_precision, library) for library in ("sherd", "torch"))
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-2, atol=2e-2)
 
 
@@ -310,6 +342,19 @@ optimizer.step()
 accelerator.print("units", units, accelerator.num_processes, accelerator.mixed_precision)
 accelerator.end_training()
 """
+
+
+def test_accelerates_command_makes_the_config_of_the_docs_of_one_for_fsdp1(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    expected = yaml.safe_load(recipe("Accelerate", "yaml"))
+    config = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_use_orig_params": True}
+    config |= {name: value for name, value in expected["fsdp_config"].items() if "reshard" not in name}
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(yaml.safe_dump({**expected, "fsdp_config": {**config, "fsdp_version": 1}}))
+    command = importlib.import_module("accelerate.commands.to_fsdp2")
+    words = command.to_fsdp2_command_parser().parse_args(["--config_file", str(path), "--overwrite"])
+    command.to_fsdp2_command(words)
+    assert yaml.safe_load(path.read_text()) == expected
 
 
 @pytest.mark.slow

@@ -1,0 +1,590 @@
+"""sherd as a strategy of Lightning 2.6: `SherdStrategy` for the Trainer, `SherdFabricStrategy` for Fabric.
+
+Both subclass Lightning's `DDPStrategy`, which starts processes and sends what is no parameter. A checkpoint is a file,
+as of an unsharded module ("full"), or a folder of shards ("sharded"). A folder has the form of those of Lightning's own
+sharded strategies: torch's distributed checkpoint, and `meta.pt`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from sherd.api.auto_shard import auto_shard, check_arguments
+from sherd.api.blocks import Wrapping, repeated_blocks
+from sherd.api.ema import Ema
+from sherd.api.fully_shard import Options, fully_shard
+from sherd.api.module import register_fsdp_forward_method
+from sherd.api.unsharded import unsharded
+from sherd.clip import clip_grad_norm_
+from sherd.engine import Unit, watcher
+from sherd.errors import ModuleError, NoCheckpointError, OptimStateError, PolicyError, StateError, UnsupportedError
+from sherd.grad_scaler import ShardedGradScaler
+from sherd.interop.packages import require_tried, take_rank0s_values
+from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from sherd.requirements import require_number
+from sherd.wrap import ModuleWrapPolicy, WrapPolicy
+
+require_tried("lightning", "2.6", "sherd.interop.lightning")
+
+import torchmetrics  # noqa: E402  below the check, which says what to install
+from lightning import Callback, fabric, pytorch  # noqa: E402
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties  # noqa: E402
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["EmaCallback", "SherdFabricStrategy", "SherdStrategy"]
+
+HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+META = "meta.pt"
+"""The file of a folder that has all but the tensors, written last: Lightning's name for it."""
+MODEL = "model"
+"""The name of the model's shards in the Trainer's folders, as `FSDPStrategy`'s."""
+
+CURRENT = "current_model_state"
+"""The model's own parameters, where `state_dict` has averages: as in checkpoints of Lightning's averages."""
+
+State = dict[str, Any]
+
+
+class _Sharding:
+    """What both strategies do. Lightning's own base class comes after this class, and gets the other arguments."""
+
+    broadcast: Callable[[Any], Any]
+    is_global_zero: bool
+    root_device: torch.device
+    world_size: int
+    checkpoint_io: Any
+    model: Any
+
+    def __init__(
+        self,
+        policy: WrapPolicy | Wrapping | set[type[nn.Module]] | None = None,
+        *,
+        state_dict_type: Literal["full", "sharded"] = "full",
+        device_mesh: tuple[int, int] | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        who = type(self).__name__
+        check_arguments(options, who)
+        if state_dict_type not in ("full", "sharded"):
+            raise PolicyError(f'{who}(state_dict_type={state_dict_type!r}): expected "full" or "sharded"')
+        if device_mesh is not None and not (isinstance(device_mesh, tuple) and len(device_mesh) == 2):
+            raise PolicyError(f"{who}(device_mesh={device_mesh!r}): expected (replicas, shards), two numbers of ranks")
+        self._policy = ModuleWrapPolicy(policy) if isinstance(policy, set) else policy
+        self._given, self._shape = options, device_mesh
+        self.state_dict_type = state_dict_type
+        waits = {} if timeout is None else {"timeout": timeout}
+        super().__init__(process_group_backend=process_group_backend, **waits)  # type: ignore[call-arg]
+
+    # A module
+
+    def _shard(self, module: nn.Module, precision: str) -> None:
+        """Shard `module` in place, unless it is a unit. What is sharded inside stays as it is."""
+        if Unit.of(module) is not None:
+            return
+        inside, options = Unit.below(module), self._options(precision)
+        if inside and self._policy is not None:
+            raise PolicyError(
+                f"{type(self).__name__}(policy=...): modules of {type(module).__name__} are sharded already, "
+                f"{inside[0].name} among them; leave the policy out, or shard no module before"
+            )
+        metrics = {name: each for name, each in module.named_modules() if isinstance(each, torchmetrics.Metric)}
+        for name, metric in metrics.items():
+            if metric.device.type == "meta":
+                raise ModuleError(
+                    f"{name}, a {type(metric).__name__}, started on the meta device, where a metric's first state has "
+                    "no value; make it outside of init_module, or in the module's setup hook"
+                )
+        tensors = chain(module.parameters(), module.buffers())
+        filled = [each for each in tensors if not each.is_meta and not isinstance(each, DTensor)]
+        take_rank0s_values(filled, options, "the strategy's setup")
+        if precision in HALVES and "mp_policy" not in self._given:
+            own: Options = {**options, "mp_policy": MixedPrecisionPolicy()}
+            norms = [each for each in module.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
+            for norm in norms:  # which computes with weights of its statistics' dtype
+                if norm.affine and Unit.of(norm) is None:
+                    fully_shard(norm, **own)
+        if inside or (self._policy is None and not _has_blocks(module)):
+            fully_shard(module, **options)
+        else:
+            auto_shard(module, self._policy, **options)
+        offloads = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
+        self._give_values(module, torch.device("cpu") if offloads else self.root_device)
+        for metric in metrics.values():
+            metric.to(self.root_device)
+        _update_properties(module, device=self.root_device)
+        # In manual optimization, backwards and steps of optimizers run inside of training_step.
+        is_manual = not getattr(module, "automatic_optimization", True)
+        for name in STEPS[1:] if is_manual else STEPS:
+            if callable(getattr(module, name, None)):
+                register_fsdp_forward_method(module, name)
+
+    def _options(self, precision: str) -> Options:
+        """Returns the arguments of `fully_shard`, with a mesh of all ranks, and dtypes for mixed precision."""
+        shape = self._shape or (self.world_size,)
+        mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        options: Options = {"mesh": mesh, "on_touch": "unshard"}
+        if precision in HALVES:  # autocast casts the inputs, operation by operation
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=HALVES[precision], reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+        return {**options, **self._given}
+
+    def _give_values(self, module: nn.Module, device: torch.device) -> None:
+        """Give what is on the meta device memory, and the values of `reset_parameters`, the same on all ranks."""
+        empty = [each for each in module.modules() if any(tensor.is_meta for tensor in _own_tensors(each))]
+        if not empty:
+            return
+        for each in empty:
+            each.to_empty(device=device, recurse=False)
+        without = {type(each).__name__ for each in empty if not hasattr(each, "reset_parameters")}
+        if without:
+            warnings.warn(
+                f"{', '.join(sorted(without))} started on the meta device and has no reset_parameters() method, so its "
+                "values are whatever the memory held; write the method, or load a checkpoint that has all of them",
+                stacklevel=2,
+            )
+        resets: dict[nn.Module, Any] = {
+            each: each.reset_parameters for each in empty if hasattr(each, "reset_parameters")
+        }
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(self.broadcast(torch.initial_seed()))
+            for owner in [each for each in module.modules() if Unit.of(each) is not None]:
+                with unsharded(owner, recurse=False):
+                    for each in filter(resets.__contains__, _modules_of_unit(owner)):
+                        resets[each]()
+
+    # States
+
+    @property
+    def _state_options(self) -> StateDictOptions:
+        """Shards; or unsharded values, in host memory of rank 0 alone."""
+        is_full = self.state_dict_type == "full"
+        return StateDictOptions(full_state_dict=is_full, cpu_offload=is_full)
+
+    def _module_of(self, optimizer: Optimizer) -> nn.Module:
+        """Returns the module whose parameters `optimizer` steps."""
+        raise NotImplementedError
+
+    def _shards(self, target: nn.Module | Optimizer) -> State:
+        if isinstance(target, Optimizer):
+            return get_optimizer_state_dict(self._module_of(target), target)
+        return get_model_state_dict(target)
+
+    def _optimizer_state(self, optimizer: Optimizer) -> State:
+        """Returns the state of `optimizer`: sharded, by names; or unsharded, by numbers, as a plain optimizer's."""
+        state: State = get_optimizer_state_dict(self._module_of(optimizer), optimizer, options=self._state_options)
+        if self.state_dict_type == "sharded" or not state:
+            return state
+        return _renamed(state, {name: number for number, name in enumerate(_names(state))})
+
+    def _load_optimizer(self, optimizer: Optimizer, state: State) -> None:
+        """Load sharded or unsharded state, by names or by numbers, which all ranks have."""
+        names, saved = _names(self._shards(optimizer)), _names(state)
+        if len(names) != len(saved):
+            raise OptimStateError(
+                f"the checkpoint has the state of {len(saved)} parameters and the optimizer has {len(names)}; build "
+                "the optimizer as it was when the checkpoint was saved"
+            )
+        if not all(isinstance(name, str) for name in saved):
+            state = _renamed(state, dict(zip(saved, names, strict=True)))
+        tensors = (each for of_one in state["state"].values() for each in of_one.values())
+        options = StateDictOptions(full_state_dict=not any(isinstance(each, DTensor) for each in tensors))
+        set_optimizer_state_dict(self._module_of(optimizer), optimizer, state, options=options)
+
+    def _save_folder(self, path: str | Path, sharded: State, rest: State) -> None:
+        """Save a folder in place of what is at `path`, a file or another such folder."""
+        path = Path(self.broadcast(path))
+        if self.is_global_zero and path.is_file():
+            path.unlink()
+        elif self.is_global_zero and (path / META).exists():
+            shutil.rmtree(path)
+        self.broadcast(None)  # until rank 0 has made room
+        state_dict_saver.save(sharded, checkpoint_id=path)
+        if self.is_global_zero:
+            torch.save(rest, path / META)
+
+    def _load(
+        self, path: str | Path, targets: Mapping[str, nn.Module | Optimizer], strict: bool, weights_only: bool | None
+    ) -> State:
+        """Returns a checkpoint of either kind; of a folder, shards laid out as those of the `targets` that it has."""
+        path = self.broadcast(path)
+        if Path(path).is_dir():
+            if not (Path(path) / META).exists():
+                raise NoCheckpointError(f"{path} has no {META}, so it is no whole checkpoint; choose another one")
+            names = FileSystemReader(path).read_metadata().state_dict_metadata
+            has = {target: any(f"{name}.".startswith(f"{target}.") for name in names) for target in targets}
+            sharded = {name: self._shards(target) for name, target in targets.items() if has[name]}
+            if CURRENT in sharded:  # beside the same model's averages
+                sharded[CURRENT] = {name: value.clone() for name, value in sharded[CURRENT].items()}
+            planner = DefaultLoadPlanner(allow_partial_load=not strict)
+            state_dict_loader.load(sharded, checkpoint_id=path, planner=planner)
+            return {**torch.load(Path(path) / META, map_location="cpu", weights_only=weights_only), **sharded}
+        if type(self.checkpoint_io) is fabric.plugins.TorchCheckpointIO and Path(path).is_file():
+            # Mapped, so that the ranks of a host share one copy.
+            mapped: State = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+            return mapped
+        loaded: State = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        return loaded
+
+
+class SherdStrategy(_Sharding, pytorch.strategies.DDPStrategy):  # type: ignore[misc]
+    """The strategy that has Lightning's Trainer shard with sherd.
+
+        trainer = Trainer(strategy=SherdStrategy(state_dict_type="sharded"), devices=8, precision="bf16-mixed")
+
+    The LightningModule is sharded in place, after `configure_model` and before `configure_optimizers`. Rank 0's initial
+    values count. What `configure_model` has sharded by itself stays as it is. Modules that start on the meta device
+    (`with trainer.init_module(empty_init=True)`) get memory for their shards, then values by `reset_parameters()`.
+
+    With precision "bf16-mixed" and "16-mixed" parameters are gathered in half precision and gradients are reduced in
+    float32, unless `mp_policy` says otherwise; batch norms stay in full precision.
+
+    Args:
+        policy: which modules are units, as in `auto_shard`; or a set of classes. None: as the model describes itself,
+            or the blocks that it repeats; a model without blocks is one unit.
+        state_dict_type: the form of checkpoints. "full": one file with the unsharded state, as of any other strategy,
+            which rank 0 gathers and writes. "sharded": a folder, to which each rank writes its shards. Either is loaded
+            under either setting, and on any number of ranks.
+        device_mesh: `(replicas, shards)`, two numbers of ranks: HSDP. None: shards over all ranks.
+        process_group_backend: as `DDPStrategy`'s.
+        timeout: as `DDPStrategy`'s.
+        options: further arguments of `fully_shard` (`placement`, `mp_policy`, `offload_policy` and others).
+
+    Raises:
+        PolicyError, PolicyTypeError: an argument that is out of range, of another type, or unknown to `fully_shard`.
+        UnsupportedError: of the Trainer, if a callback averages weights in a copy of the unsharded model.
+    """
+
+    restore_checkpoint_after_setup = True  # into shards
+
+    @pytorch.strategies.DDPStrategy.precision_plugin.setter  # type: ignore[untyped-decorator]
+    def precision_plugin(self, plugin: Any) -> None:
+        pytorch.strategies.DDPStrategy.precision_plugin.fset(self, _with_ranks_that_agree(plugin))
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    def setup(self, trainer: Any) -> None:
+        self.accelerator.setup(trainer)
+        for each in trainer.callbacks:
+            if isinstance(each, pytorch.callbacks.WeightAveraging | pytorch.callbacks.StochasticWeightAveraging):
+                raise UnsupportedError(
+                    f"{type(each).__name__} averages a copy of the model that was made before it is sharded; use "
+                    "sherd.interop.lightning.EmaCallback(decay=...)"
+                )
+        is_fitting = trainer.state.fn == pytorch.trainer.states.TrainerFn.FITTING
+        model = self.model
+        if Unit.of(model) is None:
+            model = self._layer_sync.apply(model) if is_fitting and self._layer_sync else model
+            self.model = self.precision_plugin.convert_module(model)
+            self._shard(self.model, self.precision_plugin.precision)
+        if is_fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with _without_reduction(self.model):
+            yield
+
+    def lightning_module_state_dict(self) -> State:
+        return get_model_state_dict(self.model, options=self._state_options)
+
+    def optimizer_state(self, optimizer: Any) -> State:
+        return self._optimizer_state(getattr(optimizer, "optimizer", optimizer))
+
+    def save_checkpoint(self, checkpoint: State, filepath: str | Path, storage_options: object = None) -> None:
+        if self.state_dict_type == "full":
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        sharded = {MODEL: checkpoint.pop("state_dict")}
+        sharded.update((f"optimizer_{at}", each) for at, each in enumerate(checkpoint.pop("optimizer_states", [])))
+        if CURRENT in checkpoint:
+            sharded[CURRENT] = checkpoint.pop(CURRENT)
+        self._save_folder(filepath, sharded, checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> State:
+        numbered = {f"optimizer_{at}": optimizer for at, optimizer in enumerate(self.optimizers)}
+        # "state_dict" is ModelParallelStrategy's name for the model.
+        targets = {**dict.fromkeys((MODEL, "state_dict", CURRENT), self.model), **numbered}
+        checkpoint = self._load(checkpoint_path, targets, self.lightning_module.strict_loading, weights_only)
+        if "state_dict" not in checkpoint:
+            checkpoint["state_dict"] = checkpoint.pop(MODEL)
+        states = [checkpoint.pop(name) for name in numbered if name in checkpoint]
+        return {**checkpoint, "optimizer_states": states} if states else checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            self._load_optimizer(optimizer, state)
+
+    def _module_of(self, optimizer: Optimizer) -> nn.Module:
+        module: nn.Module = self.model
+        return module
+
+    def teardown(self) -> None:
+        # Shards stay on their device: the next `fit` or `test` goes on with them.
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+class SherdFabricStrategy(_Sharding, fabric.strategies.DDPStrategy):  # type: ignore[misc]
+    """The strategy that has Lightning's Fabric shard with sherd.
+
+        fabric = Fabric(strategy=SherdFabricStrategy(), devices=8)
+        fabric.launch()
+        model, optimizer = fabric.setup(model, optimizer)
+
+    `fabric.setup` shards a module in place, and may be called for several modules. `fabric.save` and `fabric.load` take
+    any number of them, and optimizers each of which steps parameters of one module.
+
+    The arguments are those of `SherdStrategy`.
+
+    Raises:
+        PolicyError, PolicyTypeError: an argument that is out of range, of another type, or unknown to `fully_shard`.
+        StateError: of `fabric.save` and `fabric.load`, for an optimizer of no module that was set up; or a folder of
+            shards without the modules to load it into.
+    """
+
+    @fabric.strategies.DDPStrategy.precision.setter  # type: ignore[untyped-decorator]
+    def precision(self, plugin: Any) -> None:
+        fabric.strategies.DDPStrategy.precision.fset(self, _with_ranks_that_agree(plugin))
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._set_up: list[nn.Module] = []
+        self._backward_sync_control = SimpleNamespace(
+            no_backward_sync=lambda module, enabled: _without_reduction(module) if enabled else nullcontext()
+        )
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[object]:
+        stack = ExitStack()
+        stack.enter_context(torch.device("meta") if empty_init else nullcontext())
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Do nothing: `setup_module` moves the shards."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        self._shard(module, self.precision.precision)
+        self._set_up.append(module)
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        watcher.adopt(optimizer)  # built before the sharding; clipping asks it for the parameters before its first step
+        return optimizer
+
+    def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, **limits: Any) -> torch.Tensor:
+        self.precision.unscale_gradients(optimizer)
+        return clip_grad_norm_(self.precision.main_params(optimizer), **limits)
+
+    def get_module_state_dict(self, module: nn.Module) -> State:
+        return get_model_state_dict(module, options=self._state_options)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> State:
+        return self._optimizer_state(optimizer)
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: State,
+        storage_options: object = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        if self.state_dict_type == "full":
+            super().save_checkpoint(path, state, storage_options, filter)
+            return
+        rest = self._convert_stateful_objects_in_state(state, filter or {})
+        names = [name for name, each in state.items() if isinstance(each, nn.Module | Optimizer)]
+        self._save_folder(path, {name: rest.pop(name) for name in names}, rest)
+
+    def load_checkpoint(
+        self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> State:
+        wanted = state if isinstance(state, dict) else {}
+        targets = {name: each for name, each in wanted.items() if isinstance(each, nn.Module | Optimizer)}
+        if Path(path).is_dir() and not targets:
+            raise StateError(
+                f'{path} is a folder; write fabric.load(path, {{"model": model}}), with names of its shards'
+            )
+        checkpoint = self._load(path, targets, strict, weights_only)
+        if not isinstance(state, dict | None):  # of `fabric.load_raw`: the file has this state alone
+            self._restored(state, checkpoint, strict)
+            return {}
+        missing = [name for name in wanted if name not in checkpoint]
+        if missing and strict:
+            raise KeyError(f"{path} has no {missing[0]!r}; leave it out of the state, or pass strict=False")
+        for name in wanted.keys() - set(missing):
+            wanted[name] = self._restored(wanted[name], checkpoint.pop(name), strict)
+        return checkpoint
+
+    def _restored(self, target: Any, saved: Any, strict: bool) -> Any:
+        """Load `saved` into `target`. Returns `target`, or `saved` if `target` is a plain value."""
+        if isinstance(target, Optimizer):
+            self._load_optimizer(target, saved)
+        elif hasattr(target, "load_state_dict"):
+            target.load_state_dict(saved, **({"strict": strict} if isinstance(target, nn.Module) else {}))
+        else:
+            return saved
+        return target
+
+    def _module_of(self, optimizer: Optimizer) -> nn.Module:
+        stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        for module in self._set_up:
+            if stepped <= {id(each) for each in module.parameters()}:
+                return module
+        raise StateError(
+            "an optimizer to be saved or loaded steps parameters of no one module that fabric.setup got; use one "
+            "optimizer for each module, and give both to fabric.setup"
+        )
+
+
+class EmaCallback(Callback):  # type: ignore[misc]
+    """Average a model's parameters while the Trainer trains it, with `sherd.Ema`: each rank averages its own shards.
+
+    In place of Lightning's `EMAWeightAveraging`, which cannot average shards. The first optimizer step begins the
+    averages, and each later step is averaged. Validation and checkpoints (`state_dict`) have the averages, and so has
+    the model when training ends. A run that resumes goes on with the model's own parameters, which a checkpoint has as
+    `current_model_state`.
+
+    Args:
+        decay: a number from 0 to 1, or a function of the number of earlier updates, as `sherd.Ema`'s.
+        options: further arguments of `sherd.Ema` (`dtype`, `device`, `buffers`, `trainable_only`).
+    """
+
+    def __init__(self, decay: float | Callable[[int], float] = 0.999, **options: Any) -> None:
+        if not callable(decay):
+            require_number("EmaCallback(decay={})", decay, 0, 1)
+        self.ema: Ema | None = None
+        self._decay = decay if callable(decay) else lambda num_updates: decay if num_updates else 0.0
+        self._options = options
+        self._applied = ExitStack()
+        self._step = 0
+
+    def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        self.ema = Ema(pl_module, self._decay, **self._options)
+
+    def on_train_batch_end(self, trainer: Any, *args: object) -> None:
+        if self.ema is not None and trainer.global_step > self._step:
+            self.ema.update()
+            self._step = trainer.global_step
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        if self.ema is not None and (trainer.state.fn == pytorch.trainer.states.TrainerFn.FITTING):
+            self._applied.enter_context(self.ema.applied())
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        self._applied.close()
+
+    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        if self.ema is not None:
+            self.ema.copy_to(pl_module)
+
+    def state_dict(self) -> State:
+        return {"step": self._step, "num_updates": self.ema.num_updates if self.ema else 0}
+
+    def load_state_dict(self, state_dict: State) -> None:
+        self._step = state_dict["step"]
+        if self.ema is not None:
+            self.ema.num_updates = state_dict["num_updates"]
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: nn.Module, checkpoint: State) -> None:
+        if self.ema is None:
+            return
+        is_folder = getattr(trainer.strategy, "state_dict_type", "full") == "sharded"
+        averages: State = {}
+        for name, average in self.ema.state_dict()["averages"].items():
+            is_gathered = isinstance(average, DTensor) and not is_folder
+            whole = average.full_tensor() if is_gathered else average
+            if is_folder or trainer.is_global_zero:
+                averages[name] = whole if is_folder else whole.cpu()
+        checkpoint[CURRENT] = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {**checkpoint["state_dict"], **averages}
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: nn.Module, checkpoint: State) -> None:
+        if self.ema is None:
+            return
+        self.ema = Ema(pl_module, self._decay, **self._options)  # of what the strategy has loaded: the averages
+        if CURRENT in checkpoint:
+            pl_module.load_state_dict(checkpoint[CURRENT], strict=trainer.lightning_module.strict_loading)
+
+
+@contextmanager
+def _without_reduction(module: nn.Module) -> Iterator[None]:
+    units = [unit for unit in Unit.below(module) if unit.policy.reduce_gradients]
+    for unit in units:
+        unit.change(reduce_gradients=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.change(reduce_gradients=True)
+
+
+def _with_ranks_that_agree(plugin: Any) -> Any:
+    """Returns the precision `plugin`, in which torch's own loss scaler, if there is one, is replaced by sherd's."""
+    scaler = getattr(plugin, "scaler", None)
+    if type(scaler) is torch.amp.GradScaler:
+        plugin.scaler = ShardedGradScaler(plugin.device, enabled=scaler.is_enabled())
+        plugin.scaler.load_state_dict(scaler.state_dict())
+    return plugin
+
+
+def _has_blocks(module: nn.Module) -> bool:
+    """Returns whether `auto_shard` finds units in `module` without a policy."""
+    says = ("_no_split_modules", "_fsdp_plan")
+    return any(getattr(each, name, None) for each in module.modules() for name in says) or bool(repeated_blocks(module))
+
+
+def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    return chain(module.parameters(recurse=False), module.buffers(recurse=False))
+
+
+def _modules_of_unit(owner: nn.Module) -> Iterator[nn.Module]:
+    """Yields the modules at and below `owner`, without those of units below."""
+    yield owner
+    for child in owner.children():
+        if Unit.of(child) is None:
+            yield from _modules_of_unit(child)
+
+
+def _names(state: State) -> list[Any]:
+    """Returns the parameters of an optimizer's state in order, by names or numbers."""
+    return [name for group in state["param_groups"] for name in group["params"]]
+
+
+def _renamed(state: State, name_of: Mapping[Any, Any]) -> State:
+    groups = [{**group, "params": [name_of[each] for each in group["params"]]} for group in state["param_groups"]]
+    return {**state, "state": {name_of[key]: each for key, each in state["state"].items()}, "param_groups": groups}
