@@ -16,7 +16,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("*.md", "docs/**/*.md")
-OTHER_FILES = ("LICENSE", "docs/**/*.svg", "docs/**/*.csv", "docs/*.css", "examples/*", "configs/*")
+OTHER_FILES = ("LICENSE", "docs/**/*.svg", "docs/**/*.csv", "docs/*.css", "examples/*", "examples/*/*.py", "configs/*")
 """Files that documents show or link to; the site gets copies of them."""
 ENTRY = re.compile(r"^## (.+)$|^- \[([^\]]+)\]\(([^)#]+)\)", re.MULTILINE)
 MODULE = re.compile(r"^::: ([\w.]+)((?: \w+)*)$", re.MULTILINE)

@@ -12,23 +12,29 @@ with the next units. Fused steps within backward are known from LOMO (Lv et al. 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from sherd._torch import at_end_of_backward
 from sherd.engine import Runtime, Unit
 from sherd.errors import ModuleError, OptimizerError, PolicyTypeError, StateError
 from sherd.optim import FlatStep, params_replaced
+from sherd.optim.under_way import StepsUnderWay
 
 
 class StepsInBackward:
     """The steps of `step_in_backward`. `remove()` ends them."""
 
     def __init__(self, units: Sequence[Unit], optimizer: Optimizer) -> None:
+        # Of ranks that differ, each may bring its gradients of a unit in a reduction of its own.
+        units = [unit for unit in units if unit.mesh.comm.divergence != "join"]
         self._optimizer = optimizer
         self._stepped: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()
+        # Backward holds them by its callback, so that they go with a backward that raises.
+        self._under_way: Callable[[], StepsUnderWay | None] = lambda: None
         self._units = [weakref.ref(unit) for unit in units]
         for unit in units:
             unit.change(when_reduced=partial(self._step, weakref.ref(unit)))
@@ -47,7 +53,8 @@ class StepsInBackward:
         # Backward would gather values that it has not read yet anew, from the stepped shards.
         if not all(weights.is_unread for weights in unit.weights):
             return
-        with_gradient = {id(parameter) for parameter in unit.shards.optimizer_params if parameter.grad is not None}
+        parameters = (each for record in unit.parameters for each in (record.shard, record.optimizer_param))
+        with_gradient = {id(each) for each in parameters if each.grad is not None}
         if not with_gradient:
             return
         if self._stepped.get(unit) == runtime.num_backwards:
@@ -56,12 +63,15 @@ class StepsInBackward:
                 "it already; use non-reentrant activation checkpointing, or leave the steps to optimizer.step()"
             )
         self._stepped[unit] = runtime.num_backwards
-        groups = self._optimizer.param_groups
-        with params_replaced(
-            self._optimizer, [[each for each in group["params"] if id(each) in with_gradient] for group in groups]
-        ):
+        steps = self._under_way() or StepsUnderWay()
+        is_first, groups = not steps, self._optimizer.param_groups
+        own = [[each for each in group["params"] if id(each) in with_gradient] for group in groups]
+        with params_replaced(self._optimizer, own), steps.beginning():
             self._optimizer.step()
             self._optimizer.zero_grad()
+        if is_first and steps:
+            at_end_of_backward(steps.finish)
+            self._under_way = weakref.ref(steps)
 
 
 def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepsInBackward:
@@ -74,13 +84,17 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> StepsInBackward:
             optimizer.step()                   # steps the rest: parameters outside of units
             optimizer.zero_grad()
 
+    `sherd.Muon` and `MatrixOptimizer` wait late: what the matrices of a unit send travels beside the backward of the
+    units before it, and updates are there when backward is over. Their hooks on steps are called before that.
+
     The training loop, its schedulers, checkpoints and results stay the same. Of several backwards before a step, the
     last one steps, if `sherd.accumulate`, `no_sync` or `set_is_last_backward(False)` announces the others. A unit that
     backward may read again, through `weight.detach()` or a tensor subclass with its own all-gather, is left to
-    `optimizer.step()`.
+    `optimizer.step()`; so are units with `CommPolicy(divergence="join")`, of which ranks may bring gradients twice.
 
     Between backward and step there are no gradients, so leave out whatever needs all of them: clipping by the norm of
-    all gradients, a gradient scaler, and optimizers that join all parameters (LBFGS, D-Adaptation).
+    all gradients and a gradient scaler, of which `clip_grad_norm_` and `ShardedGradScaler` raise; optimizers that join
+    all parameters (LBFGS, D-Adaptation); and pipeline schedules, which divide gradients.
 
     Args:
         model: a module on which `fully_shard` was called, or that holds such modules, or a wrapper.

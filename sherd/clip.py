@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import DTensorSpec, device_of, gradients_of, spec_of
 from sherd.comm.groups import group_of
 from sherd.engine import ShardedParameter
-from sherd.errors import GradientError, MeshError, PolicyError
+from sherd.errors import GradientError, MeshError, PolicyError, StateError
 from sherd.tensor.gather import counted_here
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.reduction_table import Reduction, by_dtype, local_gradient_of, local_norms, norm_of_order, sum_dtype
@@ -74,6 +74,7 @@ def clip_grad_norm_(
         CommError: a rank has died, or did not come before the group's timeout.
         MeshError: a parameter lies on a mesh that this rank is not in, or whose process group was destroyed.
         PolicyError: `norm_type` is negative or nan.
+        StateError: `step_in_backward` steps a unit of the parameters before there is a norm.
     """
     if isinstance(parameters, Tensor):
         parameters = [parameters]
@@ -87,6 +88,7 @@ def clip_grad_norm_(
     power, fused = float(norm_type), foreach is not False
     if not power >= 0:
         raise PolicyError(f"clip_grad_norm_(norm_type={norm_type}): expected a number of 0 or more, or inf")
+    require_gradients("clip_grad_norm_", each_once)
     gradients = _Gradients(each_once)
     norm = _total_norm(gradients, power, fused, extra_groups)
     norm = norm.to(device=gradients.device, dtype=torch.float64 if gradients.is_wide else torch.float32)
@@ -100,6 +102,17 @@ def clip_grad_norm_(
 
 
 # The gradients
+
+
+def require_gradients(call: str, parameters: Iterable[Tensor]) -> None:
+    """Raise a StateError if `call`, which needs all gradients, comes when `step_in_backward` has stepped some."""
+    owned = ((record, record.owner) for each in parameters if (record := ShardedParameter.of(each)) is not None)
+    record = next((record for record, owner in owned if owner is not None and owner.steps_in_backward), None)
+    if record is not None:
+        raise StateError(
+            f"{call} needs the gradients of all parameters, and step_in_backward steps {record.name} within backward, "
+            "before they are there; call remove() on what step_in_backward returned, and the step waits for this call"
+        )
 
 
 class _Gradients:

@@ -43,8 +43,10 @@ TRAIN = [each for each in COMMANDS if each[2][:1] == ["train"]]
 
 @pytest.fixture
 def there(tmp_path, monkeypatch):
-    """A folder with what the commands name: a config, texts, and a run that was stopped."""
+    """A folder with what the commands name: configs, texts, and a run that was stopped."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
     (tmp_path / "my_texts").mkdir()
     (tmp_path / "my_texts" / "one.txt").write_text("some words, and some more of them. " * 1000)
     put(tmp_path / "runs" / "1", 3, config=Config().tree())

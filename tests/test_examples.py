@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,26 +11,32 @@ from torch import distributed as dist
 
 from tests.support.ranks import forked
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 TIMEOUT_S = 120
 
 
-def run_as_torchrun_would(path, rank, num_ranks, port):
-    """In a process of its own: the environment that torchrun makes, then the program."""
+def run_as_torchrun_would(path, words, rank, num_ranks, port):
+    """In a process of its own: the environment that torchrun makes, then the program with its arguments `words`."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
+    sys.argv[1:] = words
+    sys.path.insert(0, str(path.parent))  # as Python does for a program
     runpy.run_path(str(path), run_name="__main__")
 
 
-def run(name, folder, num_ranks=2):
-    """What each rank printed. Forked from where torch is imported: torchrun would import it three times."""
+def run(name, folder, *words, num_ranks=2):
+    """What each rank printed in this run. Forked from where torch is imported: torchrun would import it three times."""
+    folder.mkdir(exist_ok=True)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     outputs = [folder / f"{rank}" for rank in range(num_ranks)]
+    for output in outputs:
+        output.unlink(missing_ok=True)
     processes = []
     try:
         for rank, output in enumerate(outputs):
-            given = EXAMPLES / name, rank, num_ranks, store.port
+            given = EXAMPLES / name, words, rank, num_ranks, store.port
             processes.append(forked.start(run_as_torchrun_would, *given, folder=folder, output=output))
         for process in processes:
             process.join(TIMEOUT_S)
@@ -122,13 +129,13 @@ def test_a_trainer_of_lightning_goes_on_from_a_folder_of_shards(tmp_path):
 
 def test_the_command_in_an_examples_first_lines_works(tmp_path):
     """One of them as its user starts it, on torchrun."""
-    name, root = "gradient_accumulation.py", EXAMPLES.parent
+    name = "gradient_accumulation.py"
     (command,) = re.findall(r"^    (torchrun .*)$", (EXAMPLES / name).read_text(), re.MULTILINE)
     program, *arguments = command.split()
     assert program == "torchrun"
     assert arguments == ["--nproc-per-node", "2", f"examples/{name}"]
     # A port of its own, because the default one may be taken.
-    process = forked.start(forked.torchrun, ["--standalone", *arguments], {}, folder=root, output=tmp_path / "said")
+    process = forked.start(forked.torchrun, ["--standalone", *arguments], {}, folder=ROOT, output=tmp_path / "said")
     process.join(TIMEOUT_S)
     process.kill()
     assert process.exitcode == 0, (tmp_path / "said.err").read_text()

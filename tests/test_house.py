@@ -40,8 +40,8 @@ STOREYS = {
 MOST_CODE_LINES = 60  # of a function
 
 # A ceiling falls towards the goal, with the code. It rises only with a new capability that a decision describes: the
-# optimizers' and the tools' with matrices (041), the library's with weights that have changed (043), the
-# trainer's with loggers in one word.
+# optimizers' and the tools' with matrices and their steps beside backward (041), the library's with these, with
+# weights that have changed (043) and with matrices in flat parameters (041), the trainer's with loggers in one word.
 FIGURES = {
     #                                       ceiling    goal
     "foreign writes per 1,000 code lines": (2.7, 3.0),
@@ -49,8 +49,8 @@ FIGURES = {
     "Any per 1,000 code lines": (7.8, 12.0),
     "isinstance per 1,000 code lines": (19.2, 20.0),
     "import cycles": (0, 0),
-    "lines of the library": (35390, 32000),
-    "lines of the optimizers": (3080, 1500),
+    "lines of the library": (35580, 32000),
+    "lines of the optimizers": (3215, 1500),
     "lines of the adapters": (1500, 1500),
     "lines of the tools": (13540, 12000),
     "lines of the trainer": (7330, 6000),

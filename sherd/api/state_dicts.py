@@ -21,13 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import (
-    asked_by_checkpointing,
-    full_of_sharded_tensor,
-    is_sharded_tensor,
-    local_tensor,
-    spec_of,
-)
+from sherd._torch import asked_by_checkpointing, full_of_sharded_tensor, is_sharded_tensor, local_tensor, spec_of
 from sherd.api.extensions import has_own
 from sherd.api.fsdp1 import ShardingStrategy, devices_here
 from sherd.api.state_dict_type import ShardedForm, StateDict, StateDictType

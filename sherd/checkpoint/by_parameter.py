@@ -10,8 +10,7 @@ parameter. State that is loaded into it goes to the optimizer itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 from torch import nn
@@ -96,14 +95,14 @@ def _init_state(theirs: Callable[[Optimizer], None], optimizer: Optimizer) -> No
 
 
 def _with_names(theirs: Callable[..., object], model: nn.Module, *more: object) -> object:
-    with _names_shown(model):
+    with Unit.members_shown(Unit.below(model)):
         return theirs(model, *more)
 
 
 def _with_members(
     theirs: Callable[..., object], model: nn.Module, optimizers: Sequence[Optimizer], *more: object
 ) -> object:
-    with _names_shown(model):
+    with Unit.members_shown(Unit.below(model)):
         return theirs(model, tuple(_by_parameter(model, optimizer) for optimizer in optimizers), *more)
 
 
@@ -113,16 +112,3 @@ def _by_parameter(model: nn.Module, optimizer: Optimizer) -> Optimizer:
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     is_flat = any(isinstance(parameter, FlatParameter) for parameter in parameters)
     return ByParameter(model, optimizer) if is_flat else optimizer
-
-
-@contextmanager
-def _names_shown(model: nn.Module) -> Iterator[None]:
-    """Within the context, the members of flat parameters are registered under their own names."""
-    switched = [unit for unit in Unit.below(model) if unit.shards.shows_flat_parameter]
-    for unit in switched:
-        unit.shards.register(True)
-    try:
-        yield
-    finally:
-        for unit in switched:
-            unit.shards.register(False)

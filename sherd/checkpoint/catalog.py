@@ -106,7 +106,15 @@ class Catalog:
             if key not in self._by_optimizer_param:
                 self._by_optimizer_param[key] = _entry(paths.get(key, path), record, parameter, names)
         self.entries = list(self._by_optimizer_param.values())
-        self._by_path = {plain_name(entry.path): entry for entry in self.entries}
+        for path, record, parameter in places:  # optimizers of whole matrices have members of flat parameters
+            if record is not None and parameter is not record.optimizer_param:
+                self._by_optimizer_param.setdefault(id(record.shard), _shard_entry(path, record, names))
+        self._by_path = {plain_name(entry.path): entry for entry in self.all_entries}
+
+    @property
+    def all_entries(self) -> list[OptimizerEntry]:
+        """The `entries`, and those of the members of flat parameters, each by itself, in an order that ranks share."""
+        return list(self._by_optimizer_param.values())
 
     @property
     def names(self) -> list[str]:
@@ -164,7 +172,8 @@ class Catalog:
         for at, group in enumerate(groups):
             entries.append([])
             for index, parameter in enumerate(group):
-                entry = self._by_optimizer_param.get(id(_optimizer_param_of(parameter)))
+                known = self._by_optimizer_param
+                entry = known.get(id(parameter)) or known.get(id(_optimizer_param_of(parameter)))
                 if entry is None:
                     raise OptimStateError(
                         f"parameter {index} in group {at} of {source} is a tensor of shape {tuple(parameter.shape)} "
@@ -198,13 +207,17 @@ def _optimizer_param_of(parameter: torch.Tensor) -> torch.Tensor:
     return parameter if record is None else record.optimizer_param
 
 
+def _shard_entry(path: str, record: ShardedParameter, names: dict[int, str]) -> OptimizerEntry:
+    return OptimizerEntry(path, record.shard, (Member(names[id(record)], record.shard, record.shard.shape),))
+
+
 def _entry(
     path: str, record: ShardedParameter | None, parameter: nn.Parameter, names: dict[int, str]
 ) -> OptimizerEntry:
     if record is None:
         return OptimizerEntry(path, parameter, (Member(plain_name(path), parameter, parameter.shape),))
     if record.flat is None:
-        return OptimizerEntry(path, record.shard, (Member(names[id(record)], record.shard, record.shard.shape),))
+        return _shard_entry(path, record, names)
     unit = record.owner
     assert isinstance(unit, Unit), "a shard's unit lives as long as the modules that show it"
     (weights,) = unit.weights

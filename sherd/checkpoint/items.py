@@ -121,10 +121,7 @@ class ModuleItem(Item):
         """Add parameters and buffers by their names in the model."""
         self._add_own(tensors, "sherd.save")
         extra = {path: module.get_extra_state() for path, module in self._with_extra_state()}
-        return {
-            "kind": "module",
-            **({EXTRA: encoded(extra, f"{self.name}/{EXTRA}", tensors.keep)} if extra else {}),
-        }
+        return {"kind": "module", **({EXTRA: encoded(extra, f"{self.name}/{EXTRA}", tensors.keep)} if extra else {})}
 
     def _with_extra_state(self) -> Iterable[tuple[str, nn.Module]]:
         for module in self._modules:

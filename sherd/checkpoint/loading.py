@@ -89,7 +89,7 @@ def to_load(
     keys: dict[int, object] = {id(entry): entry.path if is_named else at for at, entry in enumerate(entries)}
     states: dict[object, State] = {}
     # In the model's order, which all ranks share. The order of the optimizer's parameters may differ between them.
-    for entry in catalog.entries:
+    for entry in catalog.all_entries:
         loaded = _state_of(entry, saved, strict, optim) if id(entry) in keys else None
         if loaded is not None:
             kept = None if optim is None else optim.state.get(entry.parameter)

@@ -102,9 +102,9 @@ def state_by_name(
         else:
             states[id(entry)] = {name: _recognised(name, value, entry) for name, value in state.items()}
     if compare:
-        agree(catalog.entries, states)
+        agree(catalog.all_entries, states)
     # In the model's order, which all ranks share. The order of the optimizer's parameters may differ between them.
-    for entry in catalog.entries:
+    for entry in catalog.all_entries:
         if id(entry) in states:
             for name, state in _by_name(entry, states[id(entry)], form):
                 if form.is_kept:

@@ -17,16 +17,7 @@ import torch
 from torch import nn
 
 from sherd.checkpoint.items import Item
-from sherd.checkpoint.pieces import (
-    Choice,
-    Described,
-    Layouts,
-    Party,
-    choose,
-    is_written_here,
-    pieces_here,
-    sampled,
-)
+from sherd.checkpoint.pieces import Choice, Described, Layouts, Party, choose, is_written_here, pieces_here, sampled
 from sherd.checkpoint.ranks import Ranks
 from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, chunks_of, dtype_name, memory_of
 from sherd.checkpoint.tree import Json, Tensors, encoded

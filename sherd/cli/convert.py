@@ -68,6 +68,8 @@ def _convert(args: argparse.Namespace) -> int:
     beside: list[str] = []
     if source.format == to == of_hf.FORMAT and source_path.is_dir() and target.is_dir():
         beside = of_hf.copy_beside(source_path, target)
+    if to == of_hf.FORMAT and target.is_dir() and not (target / "config.json").exists():
+        left_out.append(f"config.json is left out: the source has none; from_pretrained needs the model's in {target}")
     if args.json:
         print(json.dumps(told | {"left_out": left_out, "copied": beside}))
         return 0

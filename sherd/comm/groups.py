@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import hashlib
 import os
 import resource
@@ -217,26 +216,21 @@ def one_rank_group() -> dist.ProcessGroup:
 
 # The end of a process
 #
-# A thread of gloo drops a collective's tensors a moment after it reports the collective as done. Dropping the last
-# reference to a tensor takes the GIL. A Python that is being finalized ends any thread that asks for the GIL, and the
-# C++ around that thread then says "terminate called without an active exception" and raises SIGABRT (with torch 2.13,
-# under its own FSDP2 too, in 2 of 50 processes on a busy machine; with this wait in none of 80).
+# A Python that is being finalized ends any thread that asks for the GIL. In C++ code, such as a call of a store, this
+# says "terminate called without an active exception" and raises SIGABRT. A thread of gloo asks for the GIL too, a
+# moment after it reports a collective as done: it drops the last references to tensors (with torch 2.13, under its own
+# FSDP2 too, in 2 of 50 processes on a busy machine).
 
-_MOST_WAIT_S = 1.0
-_GLOOS_THREAD = "pt_gloo_runloop"  # torch's name
-
-
-@functools.cache
-def wait_for_gloo_at_exit() -> None:
-    """Have the process wait for gloo's threads at its end, before Python is finalized."""
-    atexit.register(_wait)
+MOST_WAIT_S = 10.0
+"""How long a process that ends waits for such threads. On a crowded machine they may be ready for seconds."""
 
 
-def _wait() -> None:
-    latest = time.monotonic() + _MOST_WAIT_S
+@atexit.register
+def _wait_for_gloo() -> None:
+    latest = time.monotonic() + MOST_WAIT_S
     while time.monotonic() < latest:
         time.sleep(0.002)  # releases the GIL, for which such a thread may be waiting
-        if not is_at_work(_GLOOS_THREAD):
+        if not is_at_work("pt_gloo_runloop"):  # torch's name
             return
 
 

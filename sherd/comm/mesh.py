@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sherd._torch import concatenate_meshes, device_of, flatten_mesh, keeps_root_order
-from sherd.comm.groups import default_group, group_beside, group_of, meshes_of, require_alive, wait_for_gloo_at_exit
+from sherd.comm.groups import default_group, group_beside, group_of, meshes_of, require_alive
 from sherd.comm.objects import all_gather_objects
 from sherd.comm.transport import NoTransport, Transport
 from sherd.comm.transports import check_transport, transport_of
@@ -81,7 +81,6 @@ class DataMesh:
         # Without communication, so that a policy that cannot be kept raises here and not at the first gather.
         for group in (self.shard_group, self.replicate_group):
             check_transport(group, self.device, comm)
-        wait_for_gloo_at_exit()
 
     def with_axes(
         self, shard: int | None, replicate: int | None, shards_replicas: bool, keeps_unsharded: bool

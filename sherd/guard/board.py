@@ -8,6 +8,7 @@ threads read that, and the blocked ranks raise it too. The same thread serves th
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import Store, store_beside, timeout_of
-from sherd.comm.groups import is_destroyed
+from sherd.comm.groups import MOST_WAIT_S, is_destroyed
 from sherd.guard.bounded_store import BoundedStore
 from sherd.guard.flight import OFTEN_UP_TO, Recorder
 from sherd.guard.order_check import PlannedCollective
@@ -140,7 +141,9 @@ class Board:
         self._num_read = 0
         turn_s = 0.0 if self._is_few else self.pause_s * self._rank / num_ranks
         self.patience_s = ASK_AFTER_S if self._is_few else self.pause_s + turn_s
-        threading.Thread(target=_watch, args=(weakref.ref(self), turn_s), name="sherd board", daemon=True).start()
+        thread = threading.Thread(target=_watch, args=(weakref.ref(self), turn_s), name="sherd board", daemon=True)
+        thread.start()
+        atexit.register(_end, thread)
 
     @property
     def is_over(self) -> bool:
@@ -213,15 +216,23 @@ def _answer_in(written: bytes) -> Answer:
     return Answer(fields["issued"], collective)
 
 
-def _watch(board: weakref.ref[Board], turn_s: float) -> None:
-    time.sleep(turn_s)  # so that ranks look one after the other
-    while (living := board()) is not None and not living.is_over:
+_process_ends = threading.Event()
+
+
+def _watch(board: weakref.ref[Board], pause: float) -> None:
+    """Look at `board` until it is over, at first after `pause`, so that ranks look one after the other."""
+    while not _process_ends.wait(pause) and (living := board()) is not None:
+        if living.is_over:
+            living.watchdog.close()
+            return
         living.look()
         pause = living.pause_s
         del living  # or the thread would keep the board, and with it the group, alive
-        time.sleep(pause)
-    if living is not None:
-        living.watchdog.close()
+
+
+def _end(thread: threading.Thread) -> None:
+    _process_ends.set()
+    thread.join(MOST_WAIT_S)  # a thread may be in a call of the store
 
 
 _boards: weakref.WeakKeyDictionary[dist.ProcessGroup, Board | None] = weakref.WeakKeyDictionary()

@@ -58,7 +58,8 @@ class StageUnits:
         Raises:
             ModuleError: a unit has modules outside of the stage.
             OwnershipError: a unit uses a parameter that a unit of another stage owns.
-            StateError: the units belong to a larger model that has run as one, or `accumulate` counts their backwards.
+            StateError: the units belong to a larger model that has run as one, or `accumulate` counts their backwards,
+                or `step_in_backward` steps them.
         """
         inside = {id(module) for module in self.module.modules()}
         units = {unit.id: unit for unit in self.units}
@@ -74,6 +75,11 @@ class StageUnits:
                 raise OwnershipError(
                     f"{self.name}: unit {unit.name} uses a parameter that unit {owner.name} owns, which is not in this "
                     "stage, and each stage gathers and reduces by itself; give each stage a parameter of its own"
+                )
+            if unit.steps_in_backward:
+                raise StateError(
+                    f"{self.name}: step_in_backward steps unit {unit.name}, and a schedule divides gradients "
+                    "later, by the number of micro-batches; call remove() on what it returned, and step after that"
                 )
             if unit.policy.accumulation is not None:
                 raise StateError(
@@ -171,18 +177,12 @@ class StageUnits:
         gradients from autograd.
         """
         self.gather()
-        units = self.units
-        for unit in units:
-            unit.shards.register(True)
-        try:
+        with Unit.members_shown(self.units):
             yield
-            shown = (record.places[0].shown for unit in units for record in unit.parameters)
+            shown = (record.places[0].shown for unit in self.units for record in unit.parameters)
             written = [tensor for tensor in shown if tensor is not None and tensor.is_leaf and tensor.grad is not None]
             gradients = [tensor.grad for tensor in written]
             for tensor in written:
                 tensor.grad = None
             if written:
                 torch.autograd.backward(written, gradients)  # whose hooks take all gradients
-        finally:
-            for unit in units:
-                unit.shards.register(False)

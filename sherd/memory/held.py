@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from sherd._torch import local_tensor
+from sherd.comm.buffers import storages_of
 from sherd.engine import ShardedParameter, Unit
 from sherd.schedule.moments import MemoryKind
 
@@ -43,24 +42,10 @@ def alive(tensors: Iterable[tuple[MemoryKind, torch.Tensor]], device: torch.devi
     """Returns the storages of `tensors` that are allocated on `device`, without those that rest elsewhere (offload)."""
     storages: Held = {}
     for kind, tensor in tensors:
-        for storage in _storages(tensor):
+        for storage in storages_of(tensor):
             if storage.nbytes() and storage.device.type == device.type:
                 storages.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
     return storages
-
-
-def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yields the storages with the elements of `tensor`: those of the inner tensors for a subclass made of others."""
-    if tensor.is_meta:
-        return
-    if isinstance(tensor, DTensor):
-        yield from _storages(local_tensor(tensor))
-    elif hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from _storages(getattr(tensor, name))
-    else:
-        yield tensor.untyped_storage()
 
 
 def bytes_of(held: Held) -> dict[MemoryKind, int]:

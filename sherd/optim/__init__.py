@@ -9,6 +9,7 @@ gradients.py       whole gradients, reduced to the ranks that compute; state tha
 matrix_state.py    what a function keeps of whole matrices: where it lies
 exchange.py        the way of matrices to their owners and back
 owners.py          who owns what
+under_way.py       steps that wait for what travels, beside a backward
 faults.py          what goes wrong on one rank, told to all
 torch_muon.py      steps of `torch.optim.Muon` over shards
 """

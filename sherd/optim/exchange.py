@@ -16,7 +16,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, pairwise, permutations
+from itertools import chain, groupby, pairwise, permutations
 from math import prod
 
 import torch
@@ -135,32 +135,30 @@ class Part:
     """The part of some matrices that tensor parallelism leaves to a rank; all of them without.
 
     Attributes:
-        cut: how data parallelism cuts the gradient of the rank's tensor.
-        update_cut: how it cuts the tensor.
+        cuts: how data parallelism cuts the gradient of the rank's tensor, and the tensor, to which updates go `back`.
         elements: the elements of this tensor, flattened, that belong to the matrices.
         shape: their shape, as a batch.
     """
 
-    cut: Cut
-    update_cut: Cut
+    cuts: tuple[Cut, Cut]
     elements: Extent
     shape: Batch
 
-    def held(self, cut: Cut, piece: int) -> Extent:
-        """Returns the elements of a piece's flattened tensor, of one of the cuts, that belong to the matrices."""
+    def held(self, piece: int, back: bool = False) -> Extent:
+        """Returns the elements of a piece's flattened gradient, or tensor, that belong to the matrices."""
+        cut = self.cuts[back]
         if cut.view[0] > 1:
             return Extent(0, cut.local_numel(piece))
         run = run_of(cut, piece)
         return run.intersect(self.elements).shifted(-run.start)
 
-    def place(self, cut: Cut, piece: int) -> PieceRows:
+    def place(self, piece: int, back: bool) -> PieceRows:
         """Returns where a piece's elements are in this part."""
-        outer, size, inner = cut.view
-        if outer > 1:
-            rows = cut.piece(piece)
-            return PieceRows((outer, size, inner), rows.start, rows.numel, outer * rows.numel * inner)
-        part = run_of(cut, piece).intersect(self.elements).shifted(-self.elements.start)
-        return PieceRows(None, part.start, part.numel, part.numel)
+        cut = self.cuts[back]
+        if cut.view[0] > 1:
+            return PieceRows(cut.view, cut.piece(piece))
+        part = run_of(cut, piece).intersect(self.elements)
+        return PieceRows((1, self.elements.numel, 1), part.shifted(-self.elements.start))
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,15 +189,9 @@ class MatrixItem:
         """`work_of` the matrices."""
         return work_of(self.batch)
 
-    def held(self, holder: Holder) -> Extent:
-        """Returns the elements of a holder's flattened gradient that belong to the matrices."""
-        part, piece = self.parts[holder[0]], holder[1]
-        return part.held(part.cut, piece)
-
-    def updated(self, holder: Holder) -> Extent:
-        """Returns the elements of a holder's flattened tensor that belong to the matrices."""
-        part, piece = self.parts[holder[0]], holder[1]
-        return part.held(part.update_cut, piece)
+    def held(self, holder: Holder, back: bool = False) -> Extent:
+        """Returns the elements of a holder's flattened gradient, or tensor, that belong to the matrices."""
+        return self.parts[holder[0]].held(holder[1], back)
 
     def has_all(self, holder: Holder) -> bool:
         """Returns whether a holder has the whole gradient of the matrices."""
@@ -224,27 +216,26 @@ class MatrixItem:
 
 @dataclass(frozen=True, slots=True)
 class PieceRows:
-    """Some elements of flattened matrices: `length` rows from `start` on of `view`, or elements where that is None."""
+    """Some elements of flattened matrices: `rows` of `view`."""
 
-    view: tuple[int, int, int] | None
-    start: int
-    length: int
-    numel: int
+    view: tuple[int, int, int]
+    rows: Extent
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.view[0] * self.rows.numel * self.view[2]
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns the view of `whole`, 1-D, that this place is."""
-        if self.view is None:
-            return whole.narrow(0, self.start, self.length)
-        return whole.view(self.view).narrow(1, self.start, self.length)
+        return whole.view(self.view).narrow(1, self.rows.start, self.rows.numel)
 
 
 # Ranks may be thousands, and equal blocks are cut alike.
 @functools.lru_cache(256)
-def numels_of(parts: tuple[Part, ...], holders: tuple[Holder, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def numels_of(parts: tuple[Part, ...], holders: tuple[Holder, ...]) -> list[list[int]]:
     """Returns how many elements of the gradients of some matrices each of the holders has, and of the matrices."""
-    by_holder = [(parts[at], piece) for at, piece in holders]
-    gradients = tuple(part.held(part.cut, piece).numel for part, piece in by_holder)
-    return gradients, tuple(part.held(part.update_cut, piece).numel for part, piece in by_holder)
+    return [[parts[at].held(piece, back).numel for at, piece in holders] for back in (False, True)]
 
 
 @functools.lru_cache(256)
@@ -259,26 +250,25 @@ def run_of(cut: Cut, piece: int) -> Extent:
     return Extent(rows.start * inner, rows.numel * inner)
 
 
-def items_of(index: int, batch: Batch, cut: Cut, update_cut: Cut) -> list[MatrixItem]:
+def items_of(index: int, batch: Batch, cuts: tuple[Cut, Cut]) -> list[MatrixItem]:
     """Returns the items of a parameter: matrices that are whole on one rank apart from those that are cut.
 
     Args:
         index: the number of the parameter.
         batch: how it is made of matrices, one behind the other.
-        cut: how its gradient is cut.
-        update_cut: how it is cut itself.
+        cuts: how its gradient is cut, and how it is cut itself.
     """
     number, rows, columns = batch
     size = rows * columns
     if not size:
         return []
     borders = {0, number}
-    for end in _borders(cut) if max(cut.view[0], update_cut.view[0]) == 1 else ():
+    for end in _borders(cuts[0]) if all(cut.view[0] == 1 for cut in cuts) else ():
         borders |= {end // size, -(-end // size)}  # the last matrix of a run may be shared with its neighbour
     items = []
     for first, last in pairwise(sorted(borders)):
         some, elements = (last - first, rows, columns), Extent(first * size, (last - first) * size)
-        items.append(MatrixItem(index, some, (Part(cut, update_cut, elements, some),)))
+        items.append(MatrixItem(index, some, (Part(cuts, elements, some),)))
     return items
 
 
@@ -300,7 +290,9 @@ def joined_items_of(index: int, batch: Batch, cuts: Sequence[Cut], dim: int, num
     for some in chunks(number, num_ranks if all(each.view[0] == 1 for each in cuts) else 1):
         parts = [
             Part(
-                cut, cut, Extent(some.start * rows * columns, some.numel * rows * columns), (some.numel, rows, columns)
+                (cut, cut),
+                Extent(some.start * rows * columns, some.numel * rows * columns),
+                (some.numel, rows, columns),
             )
             for cut, (_, rows, columns) in zip(cuts, shapes, strict=True)
         ]
@@ -310,18 +302,19 @@ def joined_items_of(index: int, batch: Batch, cuts: Sequence[Cut], dim: int, num
     return items
 
 
-def with_owners(items: Sequence[MatrixItem], ring: Ring) -> list[MatrixItem]:
+def with_owners(items: Sequence[MatrixItem], ring: Ring, flops: Mapping[int, float]) -> list[MatrixItem]:
     """Returns the items with their owners, all ranks of the ring the same.
 
-    An item of whose gradient ranks hold all is computed by one of these ranks, any other item by any rank. The owners
-    of one parameter's items are in order, so that what they keep for these is in runs.
+    An item of whose gradient ranks hold all is computed by one of these ranks, any other item by any rank. A rank that
+    has much in `flops`, computed besides, gets less. The owners of one parameter's items are in order, so that what
+    they keep for these is in runs.
     """
     works, ranks = [], range(len(ring.ranks))
     for item in items:
         numels, _ = numels_of(item.parts, ring.holders)
         holders = [rank for rank in ranks if numels[rank] == item.numel]
         works.append(MatrixWork(item.flops, item.numel, holders or ranks))
-    owners = owners_of(works, len(ranks))
+    owners = owners_of(works, len(ranks), [flops.get(rank, 0.0) for rank in ring.ranks])
     for _, of_parameter in groupby(range(len(items)), key=lambda number: items[number].index):
         first, *others = of_parameter
         own = slice(first, first + 1 + len(others))
@@ -331,6 +324,13 @@ def with_owners(items: Sequence[MatrixItem], ring: Ring) -> list[MatrixItem]:
 
 Sizes = tuple[list[int], list[list[int]]]
 """How many elements each rank of the ring is sent, and how many are received from it, part by part."""
+
+Lines = Sequence[Sequence[tuple[int, Extent] | tuple[int, int, PieceRows]]]
+
+
+def _sizes(sent: Lines, received: Lines) -> Sizes:
+    numels = [[[HEADER, *(part[-1].numel for part in line)] for line in lines] for lines in (sent, received)]
+    return [sum(line) for line in numels[0]], numels[1]
 
 
 class Exchange:
@@ -345,40 +345,33 @@ class Exchange:
         self.at_owners = all(item.has_all(ring.holders[item.owner]) for item in items)
         holder = ring.holders[ring.rank]
         of_rank = [[item for item in items if item.owner == rank] for rank in range(len(ring.ranks))]
-        held = [
-            [(item.index, part) for item in line if self._sends(ring.rank, item) and (part := item.held(holder)).numel]
-            for line in of_rank
-        ]
-        self._sent = [[(index, part.start, part.stop) for index, part in line] for line in held]
-        received = [
-            [
-                (number, at, item.parts[at].place(item.parts[at].cut, piece))
-                for number, item in enumerate(self.own)
-                if self._sends(rank, item) and item.held((at, piece)).numel
+
+        def held(back: bool) -> list[list[tuple[int, Extent]]]:
+            """Returns the elements of local tensors that belong to the items of each rank."""
+            return [
+                [
+                    (item.index, part)
+                    for item in line
+                    if (back or self._sends(ring.rank, item)) and (part := item.held(holder, back)).numel
+                ]
+                for line in of_rank
             ]
-            for rank, (at, piece) in enumerate(ring.holders)
-        ]
-        """The own items of which each rank sends a piece, by number, and where the piece is, in which part."""
-        self._received = [part for line in received for part in line]
-        self._there: Sizes = (
-            [HEADER + sum(part.numel for _, part in line) for line in held],
-            [[HEADER, *(place.numel for *_, place in line)] for line in received],
-        )
-        updated = [[(item.index, part) for item in line if (part := item.updated(holder)).numel] for line in of_rank]
-        self._updated = [part for line in updated for part in line]
-        """The elements of local tensors that updates come back of."""
-        self._sent_back = [
-            [
-                (number, at, item.parts[at].place(item.parts[at].update_cut, piece))
-                for number, item in enumerate(self.own)
-                if item.updated((at, piece)).numel
+
+        def places(back: bool) -> list[list[tuple[int, int, PieceRows]]]:
+            """Returns the own items of which each rank has a piece, by number, and where it is, in which part."""
+            return [
+                [
+                    (number, at, item.parts[at].place(piece, back))
+                    for number, item in enumerate(self.own)
+                    if (back or self._sends(rank, item)) and item.held((at, piece), back).numel
+                ]
+                for rank, (at, piece) in enumerate(ring.holders)
             ]
-            for at, piece in ring.holders
-        ]
-        self._back: Sizes = (
-            [HEADER + sum(place.numel for *_, place in line) for line in self._sent_back],
-            [[HEADER, *(part.numel for _, part in line)] for line in updated],
-        )
+
+        self._sent, received = held(False), places(False)
+        updated, self._sent_back = held(True), places(True)
+        self._received, self._updated = list(chain.from_iterable(received)), list(chain.from_iterable(updated))
+        self._there, self._back = _sizes(self._sent, received), _sizes(self._sent_back, updated)
 
     def _sends(self, rank: int, item: MatrixItem) -> bool:
         """Returns whether a rank, if it holds a piece of the gradient of `item`, sends that piece to the owner."""
@@ -396,7 +389,7 @@ class Exchange:
         parts: list[torch.Tensor] = []
         for line in self._sent:
             parts.append(header)
-            parts += [local[index][start:stop] for index, start, stop in line]
+            parts += [local[index][part.start : part.stop] for index, part in line]
         return self._start(parts, self._there, header)
 
     def whole(self, moving: Moving) -> tuple[dict[MatrixItem, torch.Tensor], torch.Tensor]:

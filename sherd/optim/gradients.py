@@ -12,9 +12,10 @@ from sherd._torch import spec_of
 from sherd.engine import ShardedParameter
 from sherd.errors import GradientError
 from sherd.optim.exchange import work_of
-from sherd.optim.matrix_plan import batch_of, name_of
+from sherd.optim.matrix_plan import batch_of
 from sherd.optim.owners import MatrixWork, owners_of
 from sherd.tensor.gather import shard_of
+from sherd.tensor.placement import in_dtype
 from sherd.tensor.ragged import as_dtensor, local_part
 
 
@@ -23,18 +24,16 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     gradient = parameter.grad
     if gradient is None:
         return None
-    local, own = local_part(gradient), tuple(local_part(parameter).shape)
+    local, own, name = local_part(gradient), tuple(local_part(parameter).shape), ShardedParameter.name_of(parameter)
     record = ShardedParameter.of(parameter)
     if record is not None and record.gradient_owner is not None:
         local = local_part(laid_as_gradient(gradient, record))
         own = record.gradient_cut.local_shape(record.mesh.piece)
     if local.is_sparse:
-        raise GradientError(
-            f"{name_of(parameter)} has a sparse gradient; a function of whole matrices takes dense ones"
-        )
+        raise GradientError(f"{name} has a sparse gradient; a function of whole matrices takes dense ones")
     if tuple(local.shape) != own:
         raise GradientError(
-            f"{name_of(parameter)} has a gradient of {tuple(local.shape)} on this rank, and {own} are expected; "
+            f"{name} has a gradient of {tuple(local.shape)} on this rank, and {own} are expected; "
             "leave gradients as backward places them"
         )
     return local.contiguous()
@@ -54,7 +53,7 @@ def laid_as_gradient(value: torch.Tensor, record: ShardedParameter) -> torch.Ten
 
     State from a file, and gradients that a user made like the parameter, lie otherwise.
     """
-    spec = record.gradient_spec(value.dtype)
+    spec = in_dtype(record.shard_spec, value.dtype) if record.flat else record.gradient_spec(value.dtype)
     if isinstance(value, DTensor) and spec_of(value).placements == spec.placements:
         return value
     whole = value.full_tensor() if isinstance(value, DTensor) else value

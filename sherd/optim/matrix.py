@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec, in_backward
 from sherd.comm.failures import own_rank
-from sherd.engine import ShardedParameter
+from sherd.engine import FlatParameter, ShardedParameter, Unit, watcher
 from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError, SherdError
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Shape
@@ -37,16 +37,20 @@ from sherd.optim.matrix_plan import (
     PlanKey,
     batch_of,
     key_of,
-    name_of,
     options_of,
 )
 from sherd.optim.matrix_state import MatrixState
+from sherd.optim.under_way import Parts, carry_out
 from sherd.tensor.ragged import local_part
+from sherd.wrap.names import plain_name
 
 Shapes = Callable[[int, int], Mapping[str, Shape]]
 """Returns the shapes of what is kept of a matrix, by name, for its numbers of rows and columns."""
 
 KEEPS = 'lambda rows, columns: {"left": (rows, rows)}'
+
+ADAMS = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+"""What Adam keeps of a parameter."""
 
 MOST_PLANS = 512
 """A plan holds its parameters, which a user may have taken out of the optimizer since."""
@@ -132,9 +136,9 @@ class MatrixOptimizer(Optimizer):
             raise PolicyError(
                 f"{type(self).__name__}: a group has no 'params', only {', '.join(param_group)}; name them"
             )
-        if isinstance(param_group, dict) and not isinstance(param_group["params"], (torch.Tensor, set)):
+        if isinstance(param_group, dict) and not isinstance(param_group["params"], set):
             known = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-            param_group = {**param_group, "params": list(param_group["params"])}
+            param_group = {**param_group, "params": members_in(param_group["params"])}
             for entry in param_group["params"]:
                 name, parameter = entry if isinstance(entry, tuple) else ("", entry)
                 if id(parameter) in known:
@@ -166,9 +170,9 @@ class MatrixOptimizer(Optimizer):
                 _require_shapes(shapes)
                 if shapes and across == "blockwise" and _takes_parts(parameter):
                     raise OptimizerError(
-                        f"{name or name_of(parameter)}: tensor_parallel='blockwise' takes parts of different ranks for "
-                        f"matrices, of which {type(self).__name__} keeps nothing; take 'whole', or a function without "
-                        "state (Muon without beta2)"
+                        f"{name or self._name_of(parameter)}: tensor_parallel='blockwise' takes parts of different "
+                        f"ranks for matrices, of which {type(self).__name__} keeps nothing; take 'whole', or a "
+                        "function without state (Muon without beta2)"
                     )
 
     _PICKLED: tuple[str, ...] = ("_function", "_shapes", "_wire_dtype")
@@ -186,8 +190,10 @@ class MatrixOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Group) -> None:
         """Load a state. Options that its groups do not have, as those of torch's optimizers, stay as they are.
 
-        State of whole matrices keeps its dtype, where torch would give it the parameter's.
+        State of whole matrices keeps its dtype, where torch would give it the parameter's. AdamW's moments of matrices
+        are left out, with the options of their group: no momentum can be made of them. A warning names them.
         """
+        state_dict = watcher.fitting(self, state_dict, self._foreign)
         groups, given = state_dict["param_groups"], state_dict["state"]
         if len(groups) == len(self.param_groups):
             filled = [{**own, **loaded} for own, loaded in zip(self.param_groups, groups, strict=True)]
@@ -201,6 +207,11 @@ class MatrixOptimizer(Optimizer):
                 for name, dtype in self._dtypes(group, parameter).items():
                     if name in loaded:
                         self.state[parameter][name] = loaded[name].to(local_part(parameter).device, dtype, copy=True)
+
+    def _foreign(self, group: Group, parameter: torch.Tensor, state: Mapping[str, object]) -> set[str]:
+        """Returns the keys of a parameter's state that its group cannot use."""
+        is_adams = "exp_avg" in state and "exp_avg" not in self._dtypes(group, parameter)
+        return ADAMS & set(state) if is_adams else set()
 
     def spec_of_state(self, parameter: torch.Tensor, key: str, shape: torch.Size) -> DTensorSpec | None:
         """Returns where a loaded state belongs: as the gradient lies, or with the matrices' owners; None: elsewhere."""
@@ -230,13 +241,13 @@ class MatrixOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         """Returns what is done with each parameter, a line for all that differ in numbers alone."""
-        groups, names = self.matrix_groups(), self._names()
+        groups = self.matrix_groups()
+        names = self._names(groups)
         # Not the plan of a step, which all ranks make together.
-        known = self._plans.get(key_of(groups))
-        plan = known if known is not None and known.is_of(groups) else MatrixPlan(groups, joins=False)
+        plan = self._plans.get(key_of(groups)) or MatrixPlan(groups, joins=False)
         alike: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
         for index, parameter in enumerate(plan.parameters):
-            name = re.sub(r"\d+", "*", names.get(id(parameter), name_of(parameter)))
+            name = re.sub(r"\d+", "*", names[id(parameter)])
             number, rows, columns = plan.batches[index]
             size = f"{number} x {rows} x {columns}" if number > 1 else f"{rows} x {columns}"
             alike[name, size, plan.is_stepped[index]].append(index)
@@ -246,23 +257,22 @@ class MatrixOptimizer(Optimizer):
         }
         return "\n".join([f"{type(self).__name__} of whole matrices", *rows_of(lines)])
 
-    def _names(self) -> dict[int, str]:
-        """Returns the names of parameters that were given with names, by id."""
-        return {
-            id(parameter): name
-            for group in self.param_groups
-            for name, parameter in zip(group.get("param_names", ()), group["params"], strict=False)
-        }
+    def _names(self, groups: Iterable[Group]) -> dict[int, str]:
+        names: dict[int, str] = {}
+        for group in groups:
+            given = group.get("param_names") or map(ShardedParameter.name_of, group["params"])
+            names |= zip(map(id, group["params"]), given, strict=False)
+        return names
 
     def _name_of(self, parameter: torch.Tensor) -> str:
-        return self._names().get(id(parameter), name_of(parameter))
+        return self._names(self.matrix_groups()).get(id(parameter)) or ShardedParameter.name_of(parameter)
 
     def _plan_of(self, groups: Sequence[Group]) -> MatrixPlan:
         # More than one where a unit at a time is stepped (`step_in_backward`).
         of_plan = key_of(groups)
         plan = self._plans.get(of_plan)
-        if plan is None or not plan.is_of(groups):
-            plan = self._plans[of_plan] = MatrixPlan(groups)
+        if plan is None:
+            plan = self._plans[of_plan] = MatrixPlan(groups, others=list(self._plans.values()))
             if len(self._plans) > MOST_PLANS:
                 self._plans.popitem(last=False)
         return plan
@@ -331,21 +341,29 @@ class MatrixOptimizer(Optimizer):
 
     def _step_all(self) -> None:
         """Step every parameter that has a gradient, without a closure and the hooks of optimizers."""
+        carry_out(self._parts_of_step())
+
+    @torch.no_grad()
+    def _parts_of_step(self) -> Parts:
+        """Steps every parameter that has a gradient. Yields where it would wait for what travels."""
         groups = self._left_to_step()
         # Not in `_plan_of`: `torch.optim.Muon` asks for a plan to see whether there can be one.
         if (last := self._plans.get(key_of(groups))) is not None:
-            self._raise_told(last, last.take_told())
+            if told := last.take_told():
+                self._raise_told(last, told)
+            last.faults.take()  # of a step that was given up with the backward around it
         plan = self._plan_of(groups)
         if plan.begins():
             self._move_states(plan, groups)
         directions = self._directions_here(plan, groups)
         updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
         self._compute(plan, groups, plan.here, directions, updates, {})
-        now = plan.keep_told(self._exchange(plan, groups, directions, updates))
+        now = plan.keep_told((yield from self._exchange(plan, groups, directions, updates)))
         if now is not None:
             self._raise_told(plan, now)
         for group, indices in zip(groups, plan.by_group, strict=True):
             self._apply(plan, group, [index for index in indices if index in updates], updates)
+        plan.note_written()
 
     def _left_to_step(self) -> list[Group]:
         """Returns the groups of matrices, outside of backward without those that were stepped within it."""
@@ -408,42 +426,67 @@ class MatrixOptimizer(Optimizer):
         self,
         plan: MatrixPlan,
         groups: Sequence[Group],
-        directions: Mapping[int, torch.Tensor],
+        directions: dict[int, torch.Tensor],
         updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
-    ) -> list[tuple[Ring, torch.Tensor]]:
+    ) -> Generator[None, None, list[tuple[Ring, torch.Tensor]]]:
         """Compute all other updates: meanwhile, the next bucket is on its way there, the one before on its way back.
+
+        Yields before the first bucket that travels is waited for there, and when all are on their way back.
 
         Returns:
             The headers that came there, unless gradients were there, and back, [2 or 1, ranks, HEADER], of each bucket.
         """
         there = deque(self._there(bucket, directions, plan.faults) for bucket in plan.buckets[:1])
         headers, back = [], []
+        first = next((bucket for bucket in plan.buckets if not bucket.exchange.at_owners), None)
         for number, bucket in enumerate(plan.buckets):
             if number + 1 < len(plan.buckets):
                 there.append(self._there(plan.buckets[number + 1], directions, plan.faults))
-            whole, header = bucket.whole(there.popleft())
+            if bucket is first:
+                yield
+            header, moving = self._turn(plan, groups, bucket, there.popleft(), directions, updates)
             headers.append(header)
-            # Where the host does not read the headers in time.
-            is_void = None if len(header) == 0 or header.device.type == "cpu" else (header != header[0]).any()
-            # Of matrices without a gradient nothing is computed or kept.
-            idle = {item: torch.zeros_like(each) for item, each in whole.items() if item.index not in directions}
-            stepped = {item: each for item, each in whole.items() if item not in idle}
-            computed = idle | self._compute(plan, groups, bucket.here, directions, updates, stepped, is_void)
-            back.append(bucket.exchange.back(computed, plan.faults.header(bucket.header)))
+            back.append(moving)
+        with_gradient = set(directions)
+        directions.clear()
+        if back:
+            yield
         told = []
         for bucket, header, moving in zip(plan.buckets, headers, back, strict=True):
             arrived, header_back = bucket.exchange.arrived(moving)
             told.append((bucket.exchange.ring, torch.stack([header, header_back] if len(header) else [header_back])))
             for index, held, update in arrived:
-                if index in directions:
+                if index in with_gradient:
                     updates[index].append((held, update))
         return told
+
+    def _turn(
+        self,
+        plan: MatrixPlan,
+        groups: Sequence[Group],
+        bucket: Bucket,
+        there: Moving | Local,
+        directions: Mapping[int, torch.Tensor],
+        updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
+    ) -> tuple[torch.Tensor, Moving]:
+        """Compute the updates of a bucket that has come there, and start to send them back.
+
+        Returns:
+            The headers that came with it, if any, and what is on its way.
+        """
+        whole, header = bucket.whole(there)
+        # Where the host does not read the headers in time.
+        is_void = None if len(header) == 0 or header.device.type == "cpu" else (header != header[0]).any()
+        # Of matrices without a gradient nothing is computed or kept.
+        idle = {item: torch.zeros_like(each) for item, each in whole.items() if item.index not in directions}
+        stepped = {item: each for item, each in whole.items() if item not in idle}
+        computed = idle | self._compute(plan, groups, bucket.here, directions, updates, stepped, is_void)
+        return header, bucket.exchange.back(computed, plan.faults.header(bucket.header))
 
     def _there(self, bucket: Bucket, directions: Mapping[int, torch.Tensor], faults: StepFaults) -> Moving | Local:
         return bucket.there(directions, self.travels_in(bucket.dtype, bucket.device), faults)
 
     def _raise_told(self, plan: MatrixPlan, told: Sequence[tuple[list[int], Told]]) -> None:
-        """Raise if something is wrong on this rank, or if another rank told so."""
         wrong, index, error = plan.faults.take()
         if wrong:
             raise error or self._failure(plan, wrong, index, own_rank())
@@ -455,7 +498,6 @@ class MatrixOptimizer(Optimizer):
             self._check_missing(plan, ranks, headers)
 
     def _failure(self, plan: MatrixPlan, wrong: int, index: int, rank: int) -> SherdError:
-        """Returns the error of what is wrong on a rank with a parameter."""
         name, where = self._name_of(plan.parameters[index]), f"on rank {rank}"
         if wrong == NOT_FINITE:
             return OptimizerError(
@@ -607,6 +649,21 @@ class MatrixOptimizer(Optimizer):
             torch._foreach_add_(into, added, alpha=-lr * scale)
 
 
+def members_in(params: Any) -> list[Any]:
+    """Returns a group's parameters, or `(name, parameter)` pairs, with the members of flat parameters for these."""
+    members: list[Any] = []
+    for entry in [params] if isinstance(params, torch.Tensor) else params:
+        name, flat = entry if isinstance(entry, tuple) else ("", entry)
+        record = ShardedParameter.of(flat) if isinstance(flat, FlatParameter) else None
+        if record is None or not isinstance(record.owner, Unit):
+            members.append(entry)
+            continue
+        shards = [each.shard for each in record.owner.parameters]  # a unit has one flat parameter
+        names = [plain_name(f"{name.rpartition('.')[0]}.{own}").lstrip(".") for own in flat.names]
+        members += zip(names, shards, strict=True) if isinstance(entry, tuple) else shards
+    return members
+
+
 def _wrong(update: object, matrices: torch.Tensor, version: int | None) -> str | None:
     """Returns what is wrong with an update, with {} for the names of the parameters, and what to do; else None."""
     of = f"matrices of shape {tuple(matrices.shape)}, of {{}}"
@@ -641,7 +698,6 @@ def _takes_parts(parameter: torch.Tensor) -> bool:
 
 
 def _require_shapes(shapes: Mapping[str, Shape]) -> None:
-    """Raise a PolicyTypeError if what `state` returned is no dict of shapes."""
     try:
         for name, shape in shapes.items():
             torch.empty((len(name), *shape), device="meta")

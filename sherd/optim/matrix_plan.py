@@ -42,26 +42,20 @@ BUCKET_BYTES = 32 << 20
 """The most that a rank sends in one exchange, unless that gives some ranks nothing to compute."""
 
 
-def name_of(parameter: torch.Tensor) -> str:
-    """Returns the name of a parameter if it is a unit's, else its shape, in words."""
-    record = ShardedParameter.of(parameter)
-    return f"a parameter of shape {tuple(parameter.shape)}" if record is None else record.name
-
-
 def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "", tensor_parallel: str = "whole") -> Batch:
     """Returns the matrices that a parameter is made of: how many, and the rows and columns of each.
 
     Args:
         parameter: of 2 dims or more, sharded or not.
         rows: how many rows make a matrix; 0: all of them.
-        name: the parameter's name in errors; "": as `name_of` says.
+        name: the parameter's name in errors; "": as `ShardedParameter.name_of` says.
         tensor_parallel: as that of `MatrixOptimizer`.
 
     Raises:
         OptimizerError: it is no matrix, or has another number of rows.
     """
     record = ShardedParameter.of(parameter)
-    name = name or name_of(parameter)
+    name = name or ShardedParameter.name_of(parameter)
     if not parameter.is_floating_point() or parameter.dtype.itemsize == 1:
         raise OptimizerError(
             f"{name} is of {parameter.dtype}; a function of whole matrices takes real numbers of 16 bits or more"
@@ -71,12 +65,6 @@ def batch_of(parameter: torch.Tensor, rows: int = 0, name: str = "", tensor_para
     if record is None and isinstance(parameter, DTensor):
         raise OptimizerError(
             f"{name} is a {type(parameter).__name__} that no unit of sherd holds; shard its module with fully_shard"
-        )
-    if record is not None and record.flat is not None:
-        inside = record.flat.names
-        raise OptimizerError(
-            f"{', '.join(inside[:4])}{' and others' if len(inside) > 4 else ''} are one flat parameter, a vector: wrap "
-            "with use_orig_params=True, so that the optimizer sees each of them"
         )
     if len(parameter.shape) < 2:
         raise OptimizerError(
@@ -133,8 +121,11 @@ def tensor_axis_of(
 class MatrixPlan:
     """The matrices of some groups, as they are sharded now: which rank computes each, and which travel together."""
 
-    def __init__(self, groups: Sequence[Group], joins: bool = True) -> None:
-        """Plan. Without `joins`, matrices that are to be put together of tensor-parallel parts are left out."""
+    def __init__(self, groups: Sequence[Group], joins: bool = True, others: Iterable[MatrixPlan] = ()) -> None:
+        """Plan, so that ranks have equal work in this plan and those of `others` that share no parameter with it.
+
+        Without `joins`, matrices that are to be put together of tensor-parallel parts are left out.
+        """
         self.parameters = [parameter for group in groups for parameter in group["params"]]
         self.group_of = [at for at, group in enumerate(groups) for _ in group["params"]]
         self.by_group = [[i for i, of in enumerate(self.group_of) if of == at] for at in range(len(groups))]
@@ -145,7 +136,6 @@ class MatrixPlan:
             None if record is None else tensor_axis_of(record, *chosen)
             for record, chosen in zip(self._records, options, strict=True)
         ]
-        self._cuts = [None if record is None else (record.cut, record.gradient_owner) for record in self._records]
         self.is_stepped = [is_stepped(parameter) for parameter in self.parameters]
         """Of each parameter. Nothing of the others travels."""
         self._owners: dict[int, set[int]] = defaultdict(set)
@@ -162,8 +152,13 @@ class MatrixPlan:
         self.faults = StepFaults()
         self._told: list[tuple[list[int], Told]] = []
         self._has_stepped = False
+        ids, besides = set(map(id, self.parameters)), defaultdict[int, float](float)
+        # All ranks have begun the same plans.
+        for other in (each for each in others if each._has_begun and ids.isdisjoint(map(id, each.parameters))):
+            for rank, flops in other.flops.items():
+                besides[rank] += flops
         for ring, items in self._by_ring(self._joined_cuts() if joins else {}):
-            owned = with_owners(items, ring)
+            owned = with_owners(items, ring, besides)
             self._divide(ring, owned)
             for index, own in groupby(owned, lambda item: item.index):
                 self.homes[index] = self._home(index, list(own), ring)
@@ -174,8 +169,8 @@ class MatrixPlan:
         record = self._records[index]
         assert record is not None, "plain parameters have no ring"
         number, rows, _ = self.batches[index]
-        if tuple(record.shape) != tuple(record.optimizer_param.shape) and self._axes[index] is None:
-            number = record.optimizer_param.shape[0] // (1 if len(record.shape) == 3 else rows)
+        if tuple(record.shape) != tuple(record.shard.shape) and self._axes[index] is None:
+            number = record.shard.shape[0] // (1 if len(record.shape) == 3 else rows)
         return Home(number, items, ring, record.shard_spec)
 
     def begins(self) -> bool:
@@ -202,12 +197,12 @@ class MatrixPlan:
         told, self._told = self._told, []
         return told
 
-    def is_of(self, groups: Sequence[Group]) -> bool:
-        """Returns whether the plan still is that of `groups`."""
-        return all(
-            record is None or (cuts == (record.cut, record.gradient_owner) and record.optimizer_param is parameter)
-            for record, cuts, parameter in zip(self._records, self._cuts, self.parameters, strict=True)
-        )
+    def note_written(self) -> None:
+        """Note that parameters were written. The hooks of optimizers do so too, but before updates arrive late."""
+        stepped = [record for record in self._records if record is not None]
+        torch.autograd.graph.increment_version([record.optimizer_param for record in stepped])
+        for owner in {owner.id: owner for record in stepped if (owner := record.owner) is not None}.values():
+            owner.shards_written()
 
     def computes_on(self, index: int) -> torch.device:
         """Returns the device on which a parameter's matrices are computed: its unit's, wherever its shards rest."""
@@ -255,7 +250,7 @@ class MatrixPlan:
             if record is None:
                 everything = Extent(0, self.parameters[index].numel())
                 plain = Copies(tuple(self.parameters[index].shape), 1, 0, (1,))
-                self.here.append((MatrixItem(index, batch, (Part(plain, plain, everything, batch),)), everything))
+                self.here.append((MatrixItem(index, batch, (Part((plain, plain), everything, batch),)), everything))
                 self.homes[index] = Home(batch[0], [self.here[-1][0]])
             elif axis is None or index in joined:
                 # Units have meshes of their own, also over the same ranks. A mesh has many parameters.
@@ -265,7 +260,7 @@ class MatrixPlan:
                 ring = ring_of[key]
                 _, items = rings.setdefault((tuple(ring.ranks), tuple(ring.holders)), (ring, []))
                 if axis is None:
-                    items += items_of(index, batch, record.gradient_cut, record.cut)
+                    items += items_of(index, batch, (record.gradient_cut, record.cut))
                     if not batch[0]:
                         # Tensor parallelism leaves no matrix to this rank, but some to others.
                         self.homes[index] = self._home(index, [], ring)
@@ -314,7 +309,8 @@ Local = dict[int, torch.Tensor]
 
 def is_stepped(parameter: torch.Tensor) -> bool:
     """Returns whether a parameter may have a gradient: whether it is not frozen."""
-    return parameter.requires_grad or parameter.grad is not None
+    record = ShardedParameter.of(parameter)  # a flat parameter is frozen or trained as a whole
+    return (parameter if record is None else record).requires_grad or parameter.grad is not None
 
 
 PlanKey = tuple[tuple[object, ...], ...]
@@ -323,9 +319,11 @@ PlanKey = tuple[tuple[object, ...], ...]
 def key_of(groups: Sequence[Group]) -> PlanKey:
     """Returns what a plan depends on, of each parameter."""
     return tuple(
-        (at, *options_of(group), id(each), each.dtype, local_part(each).device, is_stepped(each))
+        (at, *options_of(group), id(each), each.dtype, local_part(each).device, is_stepped(each), id(record), *cuts)
         for at, group in enumerate(groups)
         for each in group["params"]
+        for record in [ShardedParameter.of(each)]
+        for cuts in [() if record is None else (id(record.cut), record.gradient_owner)]
     )
 
 
@@ -341,7 +339,7 @@ class Bucket:
         self.dtype, self.device = dtype, ring.mesh.device
         self.exchange = Exchange(items, ring)
         part, piece = ring.holders[ring.rank]
-        self._numels = {item.index: item.parts[part].cut.local_numel(piece) for item in items}
+        self._numels = {item.index: item.parts[part].cuts[0].local_numel(piece) for item in items}
         self.here: list[tuple[MatrixItem, Extent]] = []
         """Items that this rank computes by itself, together with those of the bucket."""
         self.header = torch.empty(0)

@@ -11,20 +11,20 @@ import inspect
 import math
 import re
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from sherd.engine import FlatParameter, ShardedParameter, Unit
+from sherd.engine import ShardedParameter, Unit, watcher
 from sherd.errors import OptimizerError, PolicyError, PolicyTypeError
 from sherd.layout.placement import Shape
 from sherd.optim.flat import flatten_optimizer
 from sherd.optim.gradients import zeros_as_gradient
-from sherd.optim.matrix import MatrixOptimizer, number_from_0, real_dtype, rows_of
-from sherd.optim.matrix_plan import Group, batch_of, name_of
+from sherd.optim.matrix import MatrixOptimizer, members_in, number_from_0, real_dtype, rows_of
+from sherd.optim.matrix_plan import Group, batch_of
 from sherd.optim.matrix_state import MatrixState
 from sherd.optim.newton_schulz import QUINTIC, coefficients_of, computes_in, orthogonalized, with_even_rows
 from sherd.tensor.ragged import local_part
@@ -62,22 +62,18 @@ def not_hidden(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
 def left_to_adamw(model: nn.Module, rule: Rule = not_hidden) -> dict[str, str]:
     """Returns why each parameter of a model is left to AdamW, by its name: "" for those that Muon steps.
 
-    A flat parameter is left to AdamW if all parameters in it are.
-
     Raises:
         PolicyTypeError: the rule returns no text.
     """
-    name_of_id = {id(parameter): name for name, parameter in model.named_parameters()}
-    left = dict.fromkeys(name_of_id.values(), "")
-    for path, module in model.named_modules():
-        for own, parameter in module.named_parameters(plain_name(path), recurse=False):
-            if type(parameter) is not FlatParameter:
-                left[name_of_id[id(parameter)]] = left[name_of_id[id(parameter)]] or _why(rule, own, module, parameter)
-    flat: dict[int, list[str]] = defaultdict(list)
-    for record in (record for unit in Unit.below(model) for record in unit.parameters if record.flat is not None):
-        if (holder := record.holder()) is not None:
-            flat[id(record.optimizer_param)].append(_why(rule, record.name, holder, record.shard))
-    left |= {name_of_id[key]: reasons[0] if all(reasons) else "" for key, reasons in flat.items()}
+    with Unit.members_shown(Unit.below(model)):
+        name_of_id = {id(parameter): name for name, parameter in model.named_parameters()}
+        left = dict.fromkeys(name_of_id.values(), "")
+        for path, module in model.named_modules():
+            for own, parameter in module.named_parameters(plain_name(path), recurse=False):
+                why = rule(own, module, parameter) if parameter.is_floating_point() else f"it is of {parameter.dtype}"
+                if not isinstance(why, str):
+                    raise PolicyTypeError(f'Muon(rule=...) returned {why!r} for {own}: expected a reason, or ""')
+                left[name_of_id[id(parameter)]] = left[name_of_id[id(parameter)]] or why
     return left
 
 
@@ -196,11 +192,10 @@ class Muon(MatrixOptimizer):
         model = None if self._model is None else self._model()
         if model is None or not isinstance(group, dict) or "algorithm" in group or "params" not in group:
             return [group]
-        given = [group["params"]] if torch.is_tensor(group["params"]) else list(group["params"])
         left = left_to_adamw(model, self._rule)
-        why_of = {id(parameter): left[name] for name, parameter in model.named_parameters()}
+        why_of = {id(parameter): left[name] for name, parameter in Unit.named_members(model).items()}
         parts: dict[bool, list[Any]] = {False: [], True: []}
-        for each in given:
+        for each in members_in(group["params"]):
             name, parameter = each if isinstance(each, tuple) else ("", each)
             why = why_of.get(id(parameter), "")
             parts[bool(why)].append(each)
@@ -235,7 +230,7 @@ class Muon(MatrixOptimizer):
         """Returns the parameter groups of a model: matrices by their heads, then what is left to AdamW."""
         by_rows: dict[int, list[tuple[str, nn.Parameter]]] = {}
         others: list[tuple[str, nn.Parameter]] = []
-        named, left = dict(model.named_parameters()), left_to_adamw(model, rule)
+        named, left = Unit.named_members(model), left_to_adamw(model, rule)
         for name, parameter in named.items():
             if not (left[name] or parameter.requires_grad or _is_matrix(parameter, across)):
                 left[name] = "it is frozen"
@@ -266,17 +261,19 @@ class Muon(MatrixOptimizer):
     def __repr__(self) -> str:
         """Returns what is done with each parameter, and why some are left to AdamW."""
         others: dict[tuple[str, ...], int] = {}
-        names = self._names()
-        for group in self.param_groups:
-            for parameter in group["params"] if group["algorithm"] == "adamw" else ():
-                name = names.get(id(parameter), name_of(parameter))
-                key = (re.sub(r"\d+", "*", name), f"AdamW, since {self._why.get(name, 'its group says so')}")
-                others[key] = others.get(key, 0) + 1
+        for name in self._names(group for group in self.param_groups if group["algorithm"] == "adamw").values():
+            key = (re.sub(r"\d+", "*", name), f"AdamW, since {self._why.get(name, 'its group says so')}")
+            others[key] = others.get(key, 0) + 1
         return "\n".join([super().__repr__(), *rows_of(others)])
 
     def _dtypes(self, group: Group, parameter: torch.Tensor) -> dict[str, torch.dtype]:
         momentum = {"momentum_buffer": self._momentum_dtype} if self._momentum_dtype else {}
         return {**super()._dtypes(group, parameter), **momentum}
+
+    def _foreign(self, group: Group, parameter: torch.Tensor, state: Mapping[str, object]) -> set[str]:
+        if group["algorithm"] == "adamw":
+            return watcher.not_adams(state)
+        return super()._foreign(group, parameter, state)
 
     def matrix_groups(self) -> list[Group]:
         """The parameter groups that Muon steps."""
@@ -350,6 +347,11 @@ class TorchMuonStep(Muon):
 
     @property
     def param_groups(self) -> list[Group]:  # type: ignore[override]  # an attribute of Optimizer
+        """None that are left to torch's step, which asks for them when its closure has run: all are stepped here."""
+        MatrixOptimizer._step_all(self)
+        return []
+
+    def matrix_groups(self) -> list[Group]:
         """Those of the optimizer."""
         optimizer = self._optimizer()
         return [] if optimizer is None else optimizer.param_groups
@@ -368,17 +370,6 @@ class TorchMuonStep(Muon):
         except OptimizerError:
             return False
         return True
-
-    def step_shards(self) -> None:
-        """Step every parameter that has a gradient, without the hooks of optimizers, which run around torch's step."""
-        MatrixOptimizer._step_all(self)
-
-
-def _why(rule: Rule, name: str, module: nn.Module, parameter: nn.Parameter) -> str:
-    why = rule(name, module, parameter) if parameter.is_floating_point() else f"it is of {parameter.dtype}"
-    if not isinstance(why, str):
-        raise PolicyTypeError(f'Muon(rule=...) returned {why!r} for {name}: expected a reason, or ""')
-    return why
 
 
 def _is_matrix(parameter: nn.Parameter, tensor_parallel: str) -> bool:

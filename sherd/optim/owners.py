@@ -26,17 +26,17 @@ class MatrixWork:
     candidates: Sequence[int]
 
 
-def owners_of(works: Sequence[MatrixWork], num_ranks: int) -> list[int]:
-    """Returns the number of the rank that computes each of `works`.
+def owners_of(works: Sequence[MatrixWork], num_ranks: int, loads: Sequence[float] = ()) -> list[int]:
+    """Returns the number of the rank that computes each of `works`, beside `loads`, what each rank computes already.
 
     The longest first, each to the candidate that is loaded least (Graham 1969, "Bounds on multiprocessing timing
     anomalies"): the most loaded rank has at most 4/3 of the least possible. Works that few ranks may compute are given
     first. If others go to any rank, they do too where their own would have more than the mean.
     """
-    flops, nbytes = [0.0] * num_ranks, [0] * num_ranks
+    flops, nbytes = list(loads) or [0.0] * num_ranks, [0] * num_ranks
     owners, ranks = [0] * len(works), range(num_ranks)
     is_free = [len(work.candidates) == num_ranks for work in works]
-    most = sum(work.flops for work in works) / num_ranks if any(is_free) else inf
+    most = sum([*flops, *(work.flops for work in works)]) / num_ranks if any(is_free) else inf
     for index in sorted(range(len(works)), key=lambda i: (is_free[i], -works[i].flops, -works[i].nbytes)):
         work = works[index]
         owner = min(work.candidates, key=lambda rank: (flops[rank], nbytes[rank], rank))

@@ -26,19 +26,6 @@ _steps: weakref.WeakKeyDictionary[Optimizer, TorchMuonStep] = weakref.WeakKeyDic
 """The steps of optimizers that have stepped sharded matrices."""
 
 
-class _Shadow:
-    """Stands for an optimizer in torch's step: it steps all matrices, and leaves none to torch."""
-
-    def __init__(self, step: TorchMuonStep) -> None:
-        self._step = step
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        # torch's step asks for the groups when its closure has run.
-        self._step.step_shards()
-        return []
-
-
 def _step_whole_matrices(
     optimizer: Optimizer, args: Sequence[object], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -55,7 +42,7 @@ def _step_whole_matrices(
     if optimizer not in _steps:
         _steps[optimizer] = TorchMuonStep(optimizer)
     step = _steps[optimizer]
-    return ((_Shadow(step), *args[1:]), kwargs) if step.is_possible else None
+    return ((step, *args[1:]), kwargs) if step.is_possible else None  # torch's step asks it for groups to step
 
 
 @functools.cache

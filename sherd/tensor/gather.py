@@ -144,6 +144,11 @@ def shard_of(tensor: torch.Tensor, cut: Cut | Runs, rank: int) -> torch.Tensor:
     if cut.dim is None:
         return tensor
     rows = cut.rows[rank]
+    if rows.numel and hasattr(tensor, "fsdp_pre_all_gather"):
+        # As FSDP2 cuts: of all ways, torchao's NF4 knows this one alone.
+        piece = tensor.split(cut.rows[0].numel, cut.dim)[rank]
+        if type(piece) is type(tensor):
+            return piece
     return tensor.narrow(cut.dim, rows.start, rows.numel)
 
 

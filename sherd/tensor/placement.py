@@ -242,11 +242,7 @@ class Layout(Places):
     __slots__ = ("axes", "cut", "local_shape", "offsets", "owner", "ragged", "rank", "splits")
 
     def __init__(
-        self,
-        mesh: DeviceMesh,
-        placements: tuple[Placement, ...],
-        shape: Shape,
-        strides: tuple[int, ...] | None = None,
+        self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Shape, strides: tuple[int, ...] | None = None
     ) -> None:
         super().__init__(mesh, placements, shape, strides)
         self.ragged, sharded = _by_axis(placements)

@@ -233,10 +233,7 @@ class _Read(torch.autograd.Function):
 
 
 _AS_RUN: tuple[Reading, Reading] = lambda local, layout: local.view_as(local), lambda grad, layout: grad
-_AS_PART: tuple[Reading, Reading] = (
-    gather_part,
-    lambda grad, layout: shard_of(grad, layout.cut, layout.rank).clone(),
-)
+_AS_PART: tuple[Reading, Reading] = (gather_part, lambda grad, layout: shard_of(grad, layout.cut, layout.rank).clone())
 _AS_FULL: tuple[Reading, Reading] = gather, lambda grad, layout: piece_of(grad, layout).clone()
 
 

@@ -35,7 +35,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class PlacesState(Protocol):
-    """An optimizer with state that lies otherwise than its parameter."""
+    """An optimizer of whole matrices: it steps the members of flat parameters, and places some of its state itself."""
 
     def spec_of_state(self, parameter: torch.Tensor, key: str, shape: torch.Size) -> DTensorSpec | None:
         """Returns where the state under `key`, of unsharded `shape`, belongs; None: where every optimizer's does."""

@@ -1,13 +1,16 @@
-"""A process that ends waits for threads that are still at work by their name."""
+"""A process that ends waits for threads that are still at work, whose end would abort it."""
 
 import ctypes
 import sys
 import threading
 import time
+import weakref
+from unittest import mock
 
 import pytest
 
 from sherd.comm.groups import is_at_work
+from sherd.guard import board
 
 NAME = "a thread (odd)"
 
@@ -46,3 +49,34 @@ def _becomes(expected):
             return True
         time.sleep(0.001)
     return False
+
+
+class BusyBoard:
+    """A board whose first look ends when `may_end` is set, as one at a store that answers late."""
+
+    is_over = False
+    pause_s = 0.0
+
+    def __init__(self):
+        self.num_begun, self.begun, self.may_end = 0, threading.Event(), threading.Event()
+
+    def look(self):
+        self.num_begun += 1
+        self.begun.set()
+        self.may_end.wait()
+
+
+def test_a_process_that_ends_waits_for_a_look_at_the_board_and_begins_no_other():
+    busy = BusyBoard()
+    with mock.patch.object(board, "_process_ends", threading.Event()):
+        looking = threading.Thread(target=board._watch, args=(weakref.ref(busy), 0.0))
+        looking.start()
+        busy.begun.wait()
+        ending = threading.Thread(target=board._end, args=(looking,))
+        ending.start()
+        board._process_ends.wait()
+        assert ending.is_alive()
+        busy.may_end.set()
+        ending.join()
+        assert not looking.is_alive()
+    assert busy.num_begun == 1

@@ -38,7 +38,11 @@ def assert_as_on_the_host(runs: list[list[float]]) -> None:
 @pytest.mark.pairs
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(
-    "how", ["shard", "owned", "flat", "shard, offloaded", "owned, offloaded", "wrapper, offloaded"]
+    "how",
+    [
+        *("shard", "owned", "flat", "shard, offloaded", "owned, offloaded", "wrapper, offloaded"),
+        *("flat wrapper", "flat wrapper, offloaded"),
+    ],
 )
 def test_muon_on_a_device_trains_as_on_the_host(how, in_backward, sim_world):
     assert_as_on_the_host(sim_world(2).run(trained, how, in_backward).values)

@@ -55,12 +55,14 @@ def test_convert_goes_by_the_end_of_the_name_and_back(tmp_path, run):
 
 def test_convert_copies_what_lies_beside_the_weights_of_hf_and_gives_a_step_to_what_has_none(tmp_path, run):
     everything(tmp_path / "a")
-    run("convert", tmp_path / "a", tmp_path / "hf", "--to", "hf")
+    _, _, said = run("convert", tmp_path / "a", tmp_path / "hf", "--to", "hf")
+    assert f"config.json is left out: the source has none; from_pretrained needs the model's in {tmp_path}" in said
     (tmp_path / "hf" / "config.json").write_text('{"num_attention_heads": 4}')
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
     (tmp_path / "hf" / "pytorch_model.bin").write_text("no")
     code, out, _ = run("convert", tmp_path / "hf", tmp_path / "other", "--to", "hf", "--json", "--shard-bytes", "24")
-    assert (code, json.loads(out)["copied"]) == (0, ["config.json", "tokenizer.json"])
+    told = json.loads(out)
+    assert (code, told["copied"], told["left_out"]) == (0, ["config.json", "tokenizer.json"], [])
     weights = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     expected = ["config.json", *weights, "model.safetensors.index.json", "tokenizer.json"]
     assert sorted(each.name for each in (tmp_path / "other").iterdir()) == expected

@@ -89,11 +89,14 @@ class Run:
     counts: list[dict[str, int]] = field(default_factory=list)
 
 
+OptimizerOf = Callable[[list[nn.Module]], torch.optim.Optimizer]
+
+
 def optimizer_of(modules: list[nn.Module]) -> torch.optim.Optimizer:
     return torch.optim.SGD([each for module in modules for each in module.parameters()], lr=0.1)
 
 
-def plain(num_stages: int, num_ranks: int, steps: int) -> Run:
+def plain(num_stages: int, num_ranks: int, steps: int, optimizer_of: OptimizerOf = optimizer_of) -> Run:
     """One process, no pipeline, all data-parallel ranks' batches at once."""
     model = nn.Sequential(*parts(num_stages))
     optimizer, run = optimizer_of([model]), Run()
@@ -173,7 +176,14 @@ def run_step(schedule: Any, stages: list[Any], step: int, rank: int) -> float:
     return sum(each.item() for each in losses) / MICRO_BATCHES
 
 
-def train(name: str, how: str = "shard", num_dp: int = 1, steps: int = 2, kind: Any = PipelineStage) -> Run:
+def train(
+    name: str,
+    how: str = "shard",
+    num_dp: int = 1,
+    steps: int = 2,
+    kind: Any = PipelineStage,
+    optimizer_of: OptimizerOf = optimizer_of,
+) -> Run:
     """On a rank: what its stages have computed, their parameters named as in the whole model."""
     # DTensor remembers earlier, equal meshes, whose groups ended with the test that made them.
     _clear_sharding_prop_cache()
@@ -210,10 +220,10 @@ def named(stages: list[Any], what: Any) -> Named:
     return found
 
 
-def assert_same(runs: list[Run], num_dp: int = 1) -> None:
+def assert_same(runs: list[Run], num_dp: int = 1, optimizer_of: OptimizerOf = optimizer_of) -> None:
     """Every rank's run is its part of plain training, and together they are all of it."""
     num_stages = 1 + max(int(name.split(".")[0]) for run in runs for name in run.params)
-    expected = plain(num_stages, num_dp, len(runs[0].losses))
+    expected = plain(num_stages, num_dp, len(runs[0].losses), optimizer_of)
     assert set().union(*(run.params for run in runs)) == set(expected.params)
     for run in runs:
         here = (run.losses, run.grads, run.params)

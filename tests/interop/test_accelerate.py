@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -113,23 +114,53 @@ def test_a_state_is_loaded_where_the_wrapper_was_used_before(world, tmp_path):
         assert_close(resumed[:2], saved[:2])
 
 
-def half_precision(is_oracle):
+@contextmanager
+def begun_with(library):
+    """accelerate with sherd, or with torch's FSDP2, which accelerate has on accelerators alone."""
     import accelerate.accelerator as names
 
     theirs = names.fsdp2_prepare_model
     with begun():
-        if is_oracle:
+        if library == "torch":
             names.fsdp2_prepare_model = theirs
+        yield
+
+
+def in_turns(libraries, folder, plugin):
+    """Train two micro-batches with each of `libraries`, which loads what the one before has saved."""
+    figures = []
+    for turn, library in enumerate(libraries):
+        with begun_with(library):
+            program = Program(plugin)
+            assert isinstance(program.model, sherd.FSDPModule) is (library == "sherd")
+            if turn:
+                program.accelerator.load_state(f"{folder}/{turn}")
+            figures += program.train(2 * turn, 2 * turn + 2)
+            program.accelerator.save_state(f"{folder}/{turn + 1}")
+    return figures, program.weights()
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_a_state_goes_from_fsdp2_to_sherd_and_back(kind, world, tmp_path):
+    plugin = {**BLOCKS, "state_dict_type": kind}
+    expected = world(2).run(in_turns, ["torch"] * 3, str(tmp_path / "torch"), plugin)
+    found = world(2).run(in_turns, ["torch", "sherd", "torch"], str(tmp_path / "turns"), plugin)
+    assert_close(found, expected)
+
+
+def half_precision(library):
+    with begun_with(library):
         program = Program(BLOCKS, "bf16")
         assert {parameter.dtype for parameter in program.model.parameters()} == {torch.float32}
         figures = program.train()
         assert program.model(inputs()[:1]).dtype == torch.bfloat16
-        assert isinstance(program.model, sherd.FSDPModule) is not is_oracle
+        assert isinstance(program.model, sherd.FSDPModule) is (library == "sherd")
         return figures
 
 
 def test_bf16_trains_as_under_fsdp2(world):
-    (found, *_), (expected, *_) = (world(2).run(half_precision, is_oracle) for is_oracle in (False, True))
+    (found, *_), (expected, *_) = (world(2).run(half_precision, library) for library in ("sherd", "torch"))
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-2, atol=2e-2)
 
 

@@ -1,7 +1,9 @@
 """Torch's pipeline schedules train sharded stages as one process trains the whole model."""
 
 import gc
+import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,12 +11,13 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 
-from sherd import accumulate, fully_shard
+from sherd import Muon, accumulate, fully_shard, step_in_backward
 from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError, OwnershipError, StateError
 from sherd.interop import torch_fsdp_identity
 from sherd.interop.pipelining import PipelineStage
 from sherd.interop.step import StageUnits
+from sherd.optim.exchange import Exchange
 from sherd.schedule.state import Live
 from tests.interop.stages import (
     MICRO_BATCHES,
@@ -25,6 +28,7 @@ from tests.interop.stages import (
     counted,
     loss_of,
     make_schedule,
+    optimizer_of,
     parts,
     run_step,
     shard,
@@ -84,9 +88,44 @@ def test_a_pipeline_beside_data_parallel_trains_as_one_process_does(world, sched
     assert all(run.counts[-1] == once for run in runs)
 
 
+def muon_of(modules: list[nn.Module]) -> torch.optim.Optimizer:
+    return Muon(nn.ModuleList(modules), lr=0.02, beta2=0.9, ns_dtype=torch.float32)
+
+
+def exchanges_of_a_step(how: str) -> tuple[Any, int, int]:
+    """A run with Muon, how often matrices travel in its last step, and how many travels are kept after it."""
+    begun: list[Any] = []
+    start = Exchange._start
+
+    def noting(self: Exchange, *given: Any) -> Any:
+        moving = start(self, *given)
+        begun.append(weakref.ref(moving))
+        return moving
+
+    with mock.patch.object(Exchange, "_start", noting):
+        run = train("ScheduleInterleaved1F1B", how, num_dp=2, optimizer_of=muon_of)
+    gc.collect()
+    return run, len(begun) // len(run.losses), sum(each() is not None for each in begun)
+
+
+@pytest.mark.parametrize(("how", "ways"), [("shard", 1), ("flat", 2)])
+def test_muon_steps_the_stages_of_a_rank_together_and_keeps_no_scratch(world, how, ways):
+    runs, exchanges, kept = zip(*world(4).run(exchanges_of_a_step, how), strict=True)
+    assert_same(list(runs), num_dp=2, optimizer_of=muon_of)
+    assert (set(exchanges), set(kept)) == ({ways}, {0})
+
+
 @pytest.mark.parametrize(("schedule", "how"), [zbv("only_blocks"), ("Schedule1F1B", "none")])
 def test_a_stage_may_be_sharded_in_parts_or_not_at_all(world, schedule, how):
     assert_same(world(2).run(train, schedule, how))
+
+
+@on_threads(1)
+def test_units_that_are_stepped_within_backward_are_refused():
+    schedule, (stage,) = alone("ScheduleGPipe")
+    step_in_backward(stage.submod, optimizer_of([stage.submod]))
+    with pytest.raises(StateError, match=r"stage 0: step_in_backward steps unit .* divides gradients"):
+        run_step(schedule, [stage], 0, 0)
 
 
 # In one process: stages after each other on one rank

@@ -25,6 +25,8 @@ MOVES: list[tuple[Layout, Layout]] = [
     (("flat", (4,)), ("wrapper", (2,))),
     (("shard", (2, 2)), ("flat", (3,))),
     (("blocks", (2,)), ("shard", (2, 2))),
+    (("flat wrapper", (4,)), ("shard", (3,))),
+    (("owned", (2,)), ("flat wrapper", (3,))),
 ]
 
 Train = Callable[[nn.Module, torch.optim.Optimizer, list[torch.Tensor]], None]

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import sherd
 from sherd import CommPolicy, MatrixOptimizer, ShardingStrategy
+from sherd.engine import Unit
 from sherd.errors import OptimizerError, PolicyTypeError
 from sherd.optim.owners import MatrixWork, in_order
 from tests.optim.moves import MOVES, assert_goes_on
@@ -58,7 +59,7 @@ class Layers(nn.Module):
 
 def groups(model):
     """The heads of `qkv` are matrices of their own."""
-    named = dict(model.named_parameters())
+    named = Unit.named_members(model)
     (heads,) = (name for name in named if "qkv" in name)
     return [{"params": [(heads, named.pop(heads))], "rows": 4}, {"params": list(named.items())}]
 
@@ -130,7 +131,7 @@ def test_a_state_goes_on_under_another_layout_on_other_ranks(threads, tmp_path, 
     assert_goes_on(threads, folder, form, move, Layers, optimizer_of, batches(4), by_hand, trained, steps_before)
 
 
-@on_processes(2, front=["shard", "owned", "wrapper"], from_rank0=[False, True])
+@on_processes(2, front=["shard", "owned", "wrapper", "flat wrapper"], from_rank0=[False, True])
 def test_a_full_state_dict_has_the_state_of_one_process_and_loads(front, from_rank0):
     plain, models = Layers(), [sharded(Layers(), front) for _ in range(2)]
     by_optimizer, first, second = (optimizer_of(each) for each in (plain, *models))
@@ -264,12 +265,12 @@ def test_owners_of_neighbours_are_in_order():
     assert ordered(0, 2, 0, 3, fixed=(1, 3)) == [0, 2, 2, 3]
 
 
-@on_threads(4, strategy=list(ShardingStrategy))
-def test_every_strategy_of_the_wrapper_and_its_own_state_dicts(strategy):
+@on_threads(4, front=["wrapper", "flat wrapper"], strategy=list(ShardingStrategy))
+def test_every_strategy_of_the_wrapper_and_its_own_state_dicts(front, strategy):
     plain = Layers()
     by_hand(plain, batches(4))
     options = {"device_mesh": mesh_of((2, 2))} if "HYBRID" in strategy.name else {}
-    models = [sharded(Layers(), "wrapper", sharding_strategy=strategy, **options) for _ in range(2)]
+    models = [sharded(Layers(), front, sharding_strategy=strategy, **options) for _ in range(2)]
     first, second = (optimizer_of(model) for model in models)
     trained(models[0], first, batches(2))
     state = sherd.FullyShardedDataParallel.optim_state_dict(models[0], first)
@@ -279,7 +280,7 @@ def test_every_strategy_of_the_wrapper_and_its_own_state_dicts(strategy):
     assert_as_plain(models[1], plain)
 
 
-@on_threads(2, front=["shard", "owned"])
+@on_threads(2, front=["shard", "owned", "flat wrapper"])
 def test_it_is_kept_in_steps_in_backward(front):
     plain, model = Layers(), sharded(Layers(), front)
     by_hand(plain, batches(3))

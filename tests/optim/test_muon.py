@@ -22,7 +22,7 @@ from tests.support.refusals import refusal
 from tests.support.sharding import sharded
 
 EXACT = {"ns_dtype": torch.float32}
-FRONTS = ["shard", "cut", "flat", "blocks", "owned", "wrapper", "columns"]
+FRONTS = ["shard", "cut", "flat", "blocks", "owned", "wrapper", "flat wrapper", "columns"]
 
 
 def sharded_by(front: str, model: nn.Module) -> nn.Module:

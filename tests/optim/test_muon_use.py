@@ -12,8 +12,7 @@ from torch.distributed.tensor import Shard
 import sherd
 from sherd import CommPolicy, MatrixOptimizer, Muon, ShardingStrategy
 from sherd._torch import imagined_ranks
-from sherd.errors import GradientError, OptimizerError
-from sherd.optim.muon import not_hidden
+from sherd.errors import GradientError
 from tests.optim.test_muon import EXACT, assert_as_plain, batches, stack, trained
 from tests.support.checkpoints import load, save
 from tests.support.comparing import whole_params
@@ -67,7 +66,7 @@ def test_every_strategy_of_the_wrapper(strategy):
     assert_trains_as_plain(stack, "wrapper", sharding_strategy=strategy, **mesh)
 
 
-@on_threads(2, 4, make=[narrow, Experts, TwoDtypes], front=["shard", "flat", "owned", "wrapper"])
+@on_threads(2, 4, make=[narrow, Experts, TwoDtypes], front=["shard", "flat", "owned", "wrapper", "flat wrapper"])
 def test_uneven_and_empty_shards_and_two_dtypes(make, front):
     assert_trains_as_plain(make, front)
 
@@ -98,7 +97,7 @@ def test_it_goes_on_after_a_change_of_dtype_and_of_what_is_frozen(front):
 
 
 @pytest.mark.parametrize("form", ["sherd", "dcp"])
-@on_threads(2, front=["shard", "owned"])
+@on_threads(2, front=["shard", "owned", "flat wrapper"])
 def test_an_optimizer_that_has_not_stepped_loads_the_whole_state(form, front, tmp_path):
     folder = tmp_path / front
     models = [sharded(stack(), front) for _ in range(2)]
@@ -115,7 +114,7 @@ def test_an_optimizer_that_has_not_stepped_loads_the_whole_state(form, front, tm
     torch.testing.assert_close(whole_params(models[1]), whole_params(models[0]))
 
 
-@on_threads(2, front=["shard", "owned"])
+@on_threads(2, front=["shard", "owned", "flat wrapper"])
 def test_it_steps_in_backward(front):
     plain, model = stack(), sharded(stack(), front)
     trained(plain, Muon(plain, lr=0.02, **EXACT), batches(3))
@@ -208,28 +207,7 @@ def test_what_travels_has_the_dtype_of_the_wire(wire):
         torch.testing.assert_close(found, expected, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@on_threads(2)
-def test_a_flat_parameter_is_left_to_adamw_if_all_in_it_are_and_else_refused_by_name():
-    """What is in it goes by the rule under its own name, in its own module."""
-    flat = {"front": "flat wrapper"}
-    asked: list[tuple[str, str, int]] = []
-
-    def rule(name, module, parameter):
-        asked.append((name, type(module).__name__, parameter.ndim))
-        return not_hidden(name, module, parameter)
-
-    vectors = sharded(nn.Sequential(nn.LayerNorm(4)), **flat)
-    assert "_flat_param  AdamW, since it has 1 dim" in repr(Muon(vectors, rule=rule))
-    assert [(name.split(".")[-1], kind, num_dims) for name, kind, num_dims in asked] == [
-        ("weight", "LayerNorm", 1),
-        ("bias", "LayerNorm", 1),
-    ]
-    mixed = sharded(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), units=[], **flat)
-    said = refusal(OptimizerError, Muon, mixed)
-    assert said.startswith("0.weight, 0.bias, 1.weight, 1.bias are one flat parameter, a vector: wrap with"), said
-
-
-@on_threads(2, front=["shard", "owned", "flat"])
+@on_threads(2, front=["shard", "owned", "flat", "flat wrapper"])
 def test_one_rank_alone_prints_an_optimizer_that_has_loaded_another_layout(front, tmp_path):
     """Nothing of its state moves until it steps."""
     models = [sharded(stack(), each) for each in ("blocks", front)]

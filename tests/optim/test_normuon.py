@@ -67,7 +67,7 @@ def test_its_averages_go_on_under_another_layout_on_other_ranks(threads, tmp_pat
     assert_goes_on(threads, folder, form, move, *made, batches(4), normuons_steps, trained, steps_before)
 
 
-@on_threads(2, front=["shard", "owned", "wrapper"])
+@on_threads(2, front=["shard", "owned", "wrapper", "flat wrapper"])
 def test_a_full_state_dict_has_the_averages_of_one_process(front):
     plain, model = stack(), sharded(stack(), front)
     optimizers = [Muon(each, **NOR) for each in (plain, model)]

@@ -288,3 +288,14 @@ def test_what_a_function_keeps_of_matrices_is_divided_over_both_parallelisms(sha
     for model, optimizer in zip(models, (first, second), strict=True):
         pulled(model, [dist.get_rank() // shape[-1]], optimizer, 2)
     close(models[1], models[0])
+
+
+@on_threads(4)
+def test_matrices_in_flat_parameters_over_tensor_parallel_ranks_are_stepped_as_in_one_process():
+    mesh, plain = mesh_of((2, 2), "dp", "tp"), Springs(SHAPES)
+    pulled(plain, [0, 1], Muon(plain, **EXACT), 5)
+    model = Springs(SHAPES).on(mesh["tp"])
+    model = sharded(model, "flat wrapper", [model], device_mesh=mesh["dp"])
+    pulled(model, [dist.get_rank() // 2], Muon(model, **EXACT), 5)
+    with sherd.unsharded(model, writeback=False):
+        close(model, plain)

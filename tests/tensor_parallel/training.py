@@ -123,6 +123,7 @@ class Springs(nn.Module):
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
+        self.names = list(shapes)
         generator = torch.Generator().manual_seed(3)  # threads share the default one
         for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator)))
@@ -137,7 +138,8 @@ class Springs(nn.Module):
         return sum((part * part - sample * part).sum() for part in self.parts())
 
     def parts(self) -> list[Tensor]:
-        return [_part_of(each) if isinstance(each, DTensor) else each for each in self.parameters()]
+        own = [getattr(self, name) for name in self.names]  # a flat parameter hides them from `parameters()`
+        return [_part_of(each) if isinstance(each, DTensor) else each for each in own]
 
 
 def _part_of(parameter: DTensor) -> Tensor:

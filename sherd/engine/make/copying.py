@@ -146,16 +146,7 @@ def _remake(unit: Unit, memo: Memo) -> None:
         records.append(copied)
     ignored = [place for each in unit.ignored if (place := each.on_copy(memo)) is not None]
     new = Unit(
-        modules,
-        records,
-        (),
-        unit.mesh,
-        unit.streams,
-        unit.precision,
-        unit.place,
-        unit.policy,
-        unit.surrounds,
-        ignored,
+        modules, records, (), unit.mesh, unit.streams, unit.precision, unit.place, unit.policy, unit.surrounds, ignored
     )
     memo[id(unit)] = new
     constructions[new] = Construction(constructions[unit].request_of)

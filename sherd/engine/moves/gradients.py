@@ -36,6 +36,7 @@ from sherd.comm.streams import CommStream, Handoff, Streams
 from sherd.comm.transport import Pending, Transport, parts
 from sherd.engine.moves.arrivals import Arrivals, ReduceBuffer
 from sherd.engine.moves.buffer_plan import BufferPlan, Scale
+from sherd.engine.state.flat import FlatParameter
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import ShardedParameter, as_sharded
 from sherd.errors import GradientError
@@ -113,6 +114,7 @@ class Gradients:
         params = group.gradients
         self._records = [each.record for each in params]
         self._forms = [_form_of(each.record, group.grad_dtype) for each in params]
+        self._flat = flat if isinstance(flat := params[0].parameter, FlatParameter) else None
         strides = [torch.empty(each.shape, device="meta").stride() for each in params]
         self._views = [(each.shape, of_it, each.extent.start) for each, of_it in zip(params, strides, strict=True)]
         self._numel = group.gradient_packing.shard_numels[group.mesh.piece]  # without flags
@@ -320,6 +322,8 @@ class Gradients:
                     f"{optimizer_param.name}: its .grad is a {type(gradient).__name__}, not a DTensor, so the reduced "
                     "gradient cannot be added to it; set it to None, or to a DTensor placed as the parameter"
                 )
+            if self._flat is not None:
+                self._flat.take_note(with_gradient, gradient is None)
             if have_hooks:
                 hooked.append(parameter)
         if sums:

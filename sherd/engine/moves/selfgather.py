@@ -35,6 +35,7 @@ from sherd.engine.state.group import Group
 from sherd.errors import PlacementError
 from sherd.layout.placement import Cut
 from sherd.policy import MixedPrecisionPolicy
+from sherd.tensor.gather import shard_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +96,10 @@ class SelfGatheredWeights(Weights):
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of all tensors that the subclass named; before the first gather, of the parameter."""
-        known = sum(buffer.tensor.nbytes for buffer in self.made.buffers) if self.made is not None else 0
-        return max(super().unsharded_bytes, known)
+        """Bytes of all tensors that the subclass named; before the first gather, of all ranks' shards."""
+        if self.made is None:
+            return self.group.shard_bytes * self.group.packing.num_ranks
+        return sum(buffer.nbytes for buffer in {buffer.address: buffer for buffer in self.made.buffers}.values())
 
     def part_bytes(self, size: int) -> int:
         """Returns the bytes of the part to keep for a mesh of `size` ranks; 0 before the first gather."""
@@ -205,4 +207,13 @@ def require_can_gather_itself(name: str, tensor: torch.Tensor, cut: Cut, mesh: D
         raise PlacementError(
             f"{name}: a {type(tensor).__name__} gathers itself and is cut on dim 0 only, not {how}; let "
             "shard_placement_fn return Shard(0) for it"
+        )
+    try:  # at the first forward `tensor` is the shard, which is cut already
+        is_cut = tensor.shape != cut.shape or shard_of(tensor, cut, cut.num_ranks - 1).shape[0] == cut.rows[-1].numel
+    except (AssertionError, IndexError, NotImplementedError):  # what a subclass says of rows that it cannot cut
+        is_cut = False
+    if not is_cut:
+        raise PlacementError(
+            f"{name}: a {type(tensor).__name__} of shape {tuple(tensor.shape)} cannot be cut over {cut.num_ranks} "
+            "ranks; give each rank equally many rows, with whole blocks of scales, or leave it whole by ignored_params"
         )

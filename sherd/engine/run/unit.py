@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -177,6 +178,25 @@ class Unit:
         return list(units.values())
 
     @staticmethod
+    @contextmanager
+    def members_shown(units: Iterable[Unit]) -> Iterator[None]:
+        """Within the context, the members of the units' flat parameters are registered under their own names."""
+        switched = [unit for unit in units if unit.shards.shows_flat_parameter]
+        for unit in switched:
+            unit.shards.register(True)
+        try:
+            yield
+        finally:
+            for unit in switched:
+                unit.shards.register(False)
+
+    @staticmethod
+    def named_members(root: nn.Module) -> dict[str, nn.Parameter]:
+        """Returns the parameters of `root` by name, with the members of flat parameters in the place of these."""
+        with Unit.members_shown(Unit.below(root)):
+            return dict(root.named_parameters())
+
+    @staticmethod
     def attached_to(module: nn.Module) -> list[object]:
         """Returns what sherd has written on `module`."""
         return [module.__dict__[key] for key in Unit.ATTRIBUTES if key in module.__dict__]
@@ -288,6 +308,11 @@ class Unit:
     def gathers_as_one(self) -> bool:
         """Whether the user has a custom collective or a hook, which gets all parameters of the unit at once."""
         return bool(self.policy.all_gather or self.policy.reduce_scatter or self.policy.all_reduce_hook)
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether an optimizer steps the unit within backward."""
+        return self.policy.when_reduced is not None
 
     @property
     def meshes(self) -> list[DataMesh]:

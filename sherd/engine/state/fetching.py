@@ -52,6 +52,12 @@ class RestingPlace:
 
     def copy_of(self, shard: torch.Tensor) -> torch.Tensor:
         """Returns a contiguous copy of `shard` here. The copy of a meta tensor is meta."""
+        if hasattr(shard, "fsdp_pre_all_gather") and shard.device == self.device:
+            # As FSDP2 copies: a clone of torchao's NF4 is quantized anew.
+            copied = shard.new_zeros(shard.shape)
+            if type(copied) is type(shard):
+                copied.copy_(shard)
+                return copied
         if shard.is_meta or shard.device == self.device:
             return shard.clone(memory_format=torch.contiguous_format)
         return shard.to(self.device, memory_format=torch.contiguous_format)

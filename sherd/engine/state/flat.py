@@ -19,11 +19,12 @@ from typing import Any, NamedTuple, SupportsIndex, cast
 import torch
 from torch import nn
 
-from sherd._torch import attributes_of, dispatches_itself, register_foreach_type
+from sherd._torch import attributes_of, dispatches_itself, register_foreach_type, replace_class
 from sherd.engine.state.group import Group
-from sherd.engine.state.parameter import record_of
-from sherd.errors import StateError
-from sherd.tensor.ragged import RaggedDTensor, own_view, ragged_dtensor, unpickled
+from sherd.engine.state.parameter import ShardedParameter, as_sharded, record_of
+from sherd.errors import GradientError, StateError
+from sherd.tensor.placement import in_dtype
+from sherd.tensor.ragged import RaggedDTensor, as_dtensor, local_part, own_view, ragged_dtensor, unpickled
 from sherd.tensor.table import Args, Aten, Kwargs
 from sherd.tensor.tensor_parallel import merged_spec
 
@@ -49,6 +50,17 @@ class FlatParameter(RaggedDTensor):
     The `shape` is `(numel,)`: the parameters one behind the other, with the padding between them. `to_local()` is this
     rank's run. A copy, or a flat parameter loaded from a file, is a vector that no unit uses.
     """
+
+    _lacking: frozenset[int] = frozenset()
+    """Of a gradient: the numbers of the parameters that have none."""
+
+    def _lack(self, members: frozenset[int]) -> None:
+        self._lacking = members
+
+    def take_note(self, with_gradient: frozenset[int], is_first: bool) -> None:
+        """Note the parameters whose gradients were added to the gradient, or are the first in it."""
+        gradient = _as_flat(cast(torch.Tensor, self.grad))
+        gradient._lack((frozenset(range(len(self.names))) if is_first else gradient._lacking) - with_gradient)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as torch declares it is not as it calls it
@@ -90,16 +102,32 @@ class FlatParameter(RaggedDTensor):
     @property
     def _shard(self) -> FlatShard:
         record = record_of(self)
-        if record is None or not isinstance(record.flat, FlatShard):
+        if record is None:
             raise StateError(
                 "this FlatParameter is a copy, or its model is gone: it knows nothing of the parameters it was made "
                 "of; ask the one among the wrapped model's parameters()"
             )
-        return record.flat
+        return _flat_of(record)
 
 
-dispatches_itself(FlatParameter)
-register_foreach_type(FlatParameter)
+class FlatMember(RaggedDTensor):
+    """The shard of a parameter that is in a flat one. Its gradient is a part of the flat one's."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """This rank's part of the gradient, a view; None if no rank has used the parameter."""
+        record = record_of(self)
+        return None if record is None else _flat_of(record).gradient_of(record)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if (record := record_of(self)) is not None:
+            _flat_of(record).give_gradient(record, value)
+
+
+for _class in (FlatParameter, FlatMember):
+    dispatches_itself(_class)
+    register_foreach_type(_class)
 
 _KEEP_CLASS = {torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default, torch.ops.aten.detach.default}
 
@@ -124,6 +152,9 @@ class FlatShard:
         self.names = tuple(record.name for record in group.parameters)
         self.shapes = tuple(record.shape for record in group.parameters)
         self._pieces = tuple(slot.cut.piece(group.mesh.piece) for slot in group.packing.slots)
+        held = (slot.held(group.mesh.piece) for slot in group.packing.slots)
+        # The number of each member, by the id of its record, and its extent in this rank's run.
+        self._places = {id(each): place for each, place in zip(group.parameters, enumerate(held), strict=True)}
         mesh, together = group.mesh, group.packing.runs_together
         extents = (slot.unsharded for slot in group.packing.slots)
         members = [(record.unsharded_spec, extent) for record, extent in zip(group.parameters, extents, strict=True)]
@@ -135,6 +166,36 @@ class FlatShard:
         flat = _as_flat(nn.Parameter(ragged_dtensor(local, spec), requires_grad=group.parameters[0].requires_grad))
         flat._take_attributes(_common_attributes([record.shard for record in group.parameters], self.names))
         self.parameter = cast(nn.Parameter, flat)
+        for record in group.parameters:
+            replace_class(as_sharded(record.shard), FlatMember, record.shard_spec)
+
+    def gradient_of(self, record: ShardedParameter) -> torch.Tensor | None:
+        """Returns a member's part of the flat parameter's gradient, a view; None if the member has none."""
+        whole, (number, extent) = self.parameter.grad, self._places[id(record)]
+        if whole is None or number in _as_flat(whole)._lacking:
+            return None
+        part = local_part(whole)[extent.start : extent.stop].view(record.local.shape)
+        return as_dtensor(part, in_dtype(record.shard_spec, part.dtype))
+
+    @torch.no_grad()
+    def give_gradient(self, record: ShardedParameter, value: torch.Tensor | None) -> None:
+        """Copy a member's gradient into the flat parameter's, which ends with the last member's."""
+        (number, extent), whole = self._places[id(record)], self.parameter.grad
+        if whole is None and value is None:
+            return
+        given = torch.zeros_like(record.local) if value is None else local_part(value)
+        if given.shape != record.local.shape:
+            raise GradientError(
+                f"{record.name}: .grad was set to {tuple(given.shape)} on this rank; set it to this rank's part, of "
+                f"shape {tuple(record.local.shape)}, or to None"
+            )
+        everyone = frozenset(range(len(self.names)))
+        lacking = everyone if whole is None else _as_flat(whole)._lacking
+        whole = torch.zeros_like(self.parameter, dtype=given.dtype) if whole is None else whole
+        local_part(whole)[extent.start : extent.stop].copy_(given.reshape(-1))
+        lacking = lacking | {number} if value is None else lacking - {number}
+        _as_flat(whole)._lack(lacking)
+        self.parameter.grad = None if lacking == everyone else whole
 
     def metadata(self) -> FlatParamShardMetadata:
         """Returns the members that this rank holds elements of."""
@@ -148,6 +209,11 @@ class FlatShard:
             tuple(shape.numel() for _, shape, _ in on_rank),
             tuple((piece.start, piece.stop - 1) for _, _, piece in on_rank),
         )
+
+
+def _flat_of(record: ShardedParameter) -> FlatShard:
+    assert isinstance(record.flat, FlatShard), "its shard is in a flat parameter"
+    return record.flat
 
 
 def _common_attributes(shards: Sequence[nn.Parameter], names: Sequence[str]) -> dict[str, object]:

@@ -25,7 +25,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import local_tensor, move_hooks, spec_of, swap_devices
+from sherd._torch import local_tensor, move_hooks, replace_class, spec_of, swap_devices
+from sherd.comm.buffers import storages_of
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.comm.transport import Sizes, parts
@@ -266,6 +267,16 @@ def give_memory(record: ShardedParameter, parameter: nn.Parameter, local: torch.
     record.claim(parameter)
 
 
+def _hold(record: ShardedParameter, part: torch.Tensor) -> None:
+    """Make `part`, of a flat parameter's memory, that of a member's shard, which stays the same object."""
+    shard, spec = as_sharded(record.shard), in_dtype(record.shard_spec, part.dtype)
+    if (shard.dtype, shard.device) != (part.dtype, part.device):
+        swap_devices(shard, as_dtensor(part, spec))
+    replace_class(shard, type(shard), spec)
+    rest_on(shard, part)
+    shard.requires_grad_(record.requires_grad)
+
+
 # A group
 
 
@@ -452,6 +463,12 @@ class Group:
             yield Memory.SHARDS, shard
 
     @property
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's shards: of the tensors that one consists of, if it gathers itself."""
+        shard = self.shard_buffer
+        return sum(each.nbytes() for each in storages_of(shard)) if self.gathers_itself else shard.nbytes
+
+    @property
     def unsharded_bytes(self) -> int:
         """Bytes of the gathered parameters."""
         return 0 if self.unsharded_memory is not None else self.packing.unsharded_numel * self.compute_dtype.itemsize
@@ -494,12 +511,11 @@ class Group:
             if not shard_buffer.is_meta:
                 view.copy_(optimizer_param.record.resting)
             give_memory(optimizer_param.record, optimizer_param.parameter, view)
-        if self.is_flat:  # the shards are views of the flat parameter's memory
-            for record, slot in zip(self.parameters, self.packing.slots, strict=True):
+        for record, slot in zip(self.parameters, self.packing.slots, strict=True):
+            if record.flat is not None:
                 extent = slot.held(rank)
                 view = own_view(shard_buffer[extent.start : extent.stop]).view(slot.cut.local_shape(rank))
-                shard = as_dtensor(view, in_dtype(record.shard_spec, self.dtype))
-                record.exchange(nn.Parameter(shard, requires_grad=record.requires_grad))
+                _hold(record, view)
         return shard_buffer
 
     def _empty_shard_buffer(self, device: torch.device) -> torch.Tensor:

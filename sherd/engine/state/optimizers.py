@@ -14,21 +14,21 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim import LBFGS, Adafactor, Optimizer
+from torch.optim import LBFGS, Adafactor, Adam, Optimizer
 
 from sherd._torch import dynamo_disabled, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from sherd.comm.agreement import in_short
 from sherd.engine.state.parameter import Owner, ShardedParameter, as_sharded, name_of, record_of
 from sherd.errors import OptimizerError, OptimStateError
 from sherd.tensor.ragged import RaggedDTensor, local_part
-from sherd.tensor.state_kind import StateKind, state_kind
+from sherd.tensor.state_kind import PlacesState, StateKind, state_kind
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class News:
     adopted: list[weakref.ref[ShardedParameter]]
     dropped: list[tuple[weakref.ref[torch.Tensor], str]]
 
-    def missing_from(self, present: Mapping[int, nn.Parameter], stepped: Collection[int]) -> list[str]:
+    def missing_from(self, present: Mapping[int, torch.Tensor], stepped: Collection[int]) -> list[str]:
         """Returns the names of new parameters that are not `present` in an optimizer of the units `stepped`.
 
         Parameters that were reported once, or that an optimizer holds, are left out from then on.
@@ -58,13 +58,20 @@ class News:
         self.adopted = [] if is_reported else [weakref.ref(each) for each in absent]
         return [each.name for each in absent if is_reported and each.requires_grad]
 
-    def left_in(self, present: Mapping[int, nn.Parameter]) -> list[str]:
+    def left_in(self, present: Mapping[int, torch.Tensor]) -> list[str]:
         """Returns the names of dropped parameters that are `present` in an optimizer."""
         plain = [each for each in present.values() if isinstance(each, DTensor) and record_of(each) is None]
         local_ids = {id(local_part(each)) for each in plain}
         alive = [(local, ref, name) for ref, name in self.dropped if (local := ref()) is not None]
         self.dropped = [(ref, name) for local, ref, name in alive if id(local) not in local_ids]
         return [name for local, _, name in alive if id(local) in local_ids]
+
+
+StateDict = dict[str, Any]
+"""That of an optimizer."""
+
+Foreign = Callable[[dict[str, Any], torch.Tensor, Mapping[str, object]], set[str]]
+"""Returns the keys of a parameter's state that its group cannot use."""
 
 
 class StepListener(Protocol):
@@ -114,13 +121,15 @@ class _Watcher:
                 # An optimizer around another one, as accelerate's, may have no hooks; the one inside has.
                 with contextlib.suppress(AttributeError):
                     optimizer.register_load_state_dict_pre_hook(require_shapes)
+                    if isinstance(optimizer, Adam):
+                        optimizer.register_load_state_dict_pre_hook(_without_muons)
                 self._load_hooked.add(optimizer)
             self._known[optimizer] = known = (_sizes(optimizer), owners)
         return known[1]
 
     def _warn(self, optimizer: Optimizer, owners: list[weakref.ref[Owner]]) -> None:
         """Warn of parameters that a model gained or lost, and that `optimizer` lacks or still holds."""
-        present = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+        present = _present(optimizer)
         stepped = {owner.id for ref in owners if (owner := ref()) is not None}
         missing = [name for each in self._news for name in each.missing_from(present, stepped)]
         dropped = [name for each in self._news for name in each.left_in(present)]
@@ -144,6 +153,36 @@ class _Watcher:
         """Call `listener` before each step, as long as it exists."""
         self._listeners.add(listener)
 
+    @staticmethod
+    def not_adams(state: Mapping[str, object]) -> set[str]:
+        """Returns the keys of a parameter's state that has the momentum of Muon, and no moments of Adam."""
+        return set(state) if "momentum_buffer" in state and "exp_avg" not in state else set()
+
+    @staticmethod
+    def fitting(optimizer: Optimizer, state_dict: StateDict, foreign: Foreign) -> StateDict:
+        """Returns a state that `optimizer` is about to load without what another algorithm left, and warns of that.
+
+        A group keeps its own options if such state is all that a parameter in it has.
+        """
+        state, groups, dropped = dict(state_dict["state"]), list(state_dict["param_groups"]), dict[str, set[str]]()
+        for at, (own, given) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
+            of_group = own.get("param_names") or list(map(name_of, own["params"]))
+            for name, parameter, key in zip(of_group, own["params"], given["params"], strict=False):
+                if not (others := foreign(own, parameter, state.get(key, {}))):
+                    continue
+                dropped[name] = others
+                state[key] = {each: value for each, value in state[key].items() if each not in others}
+                if not state[key]:
+                    groups[at] = {**own, "params": given["params"]}
+        if dropped:
+            keys = ", ".join(sorted(set.union(*dropped.values())))
+            warnings.warn(
+                f"{type(optimizer).__name__} drops {keys} of {in_short(list(dropped))}: another algorithm left them; "
+                "what this one keeps begins anew where that is all there was",
+                stacklevel=3,
+            )
+        return {**state_dict, "state": {key: each for key, each in state.items() if each}, "param_groups": groups}
+
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         owners = [owner for ref in self.adopt(optimizer) if (owner := ref()) is not None]
         for owner in owners:
@@ -157,7 +196,7 @@ class _Watcher:
             return
         # Foreach and fused forms leave the version of a DTensor as it was.
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        stepped = [each for each in parameters if each.grad is not None and isinstance(each, DTensor)]
+        stepped = [_owned(each) for each in parameters if each.grad is not None and isinstance(each, DTensor)]
         torch.autograd.graph.increment_version(stepped)
         for ref in known[1]:
             owner = ref()
@@ -179,13 +218,24 @@ def bring_up_to_date(
                 group[key][:] = [group[key][at] for at in kept]
     for parameter in dropped:
         optimizer.state.pop(parameter, None)
-    present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    present = _present(optimizer)
     new = [each for each in adopted if each.requires_grad and id(each.optimizer_param) not in present]
     if new:
         named = any("param_names" in group for group in optimizer.param_groups)
         optimizer.add_param_group(
             {"params": [(each.name, each.optimizer_param) if named else each.optimizer_param for each in new]}
         )
+
+
+def _present(optimizer: Optimizer) -> dict[int, torch.Tensor]:
+    """Returns the parameters of `optimizer`, and the flat parameters that some of them are in, by id."""
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {id(each): each for parameter in given for each in (parameter, _owned(parameter))}
+
+
+def _owned(parameter: torch.Tensor) -> torch.Tensor:
+    record = record_of(parameter)
+    return parameter if record is None else record.optimizer_param
 
 
 def _sizes(optimizer: Optimizer) -> tuple[int, ...]:
@@ -196,10 +246,11 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
     """Exchange replaced parameters for their shards or for flat parameters. Returns the units of the shards.
 
     Raises:
-        OptimizerError: the optimizer has state for a replaced parameter, or has the shard as well, or has only some
-            members of a flat parameter, or has them in several groups, or cannot step shards.
+        OptimizerError: the optimizer has state for a replaced parameter, or has the shard or the flat parameter as
+            well, or cannot step shards.
     """
-    _merge(optimizer)
+    if not isinstance(optimizer, (PlacesState, *STEP_MATRICES)):
+        _merge(optimizer)
     present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     owners: dict[int, weakref.ref[Owner]] = {}
     for group in optimizer.param_groups:
@@ -207,20 +258,17 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
             record = record_of(parameter)
             if record is None:
                 continue
-            if parameter is not record.optimizer_param:
-                if record.has_taken(parameter) and id(record.optimizer_param) in present:
+            if parameter is not record.optimizer_param and parameter is not record.shard:
+                is_there = not present.isdisjoint((id(record.shard), id(record.optimizer_param)))
+                if record.has_taken(parameter) and is_there:
                     continue  # it gets no gradients, and the shard in its place is there, too
                 if optimizer.state.get(parameter):
                     # A shard that another took the place of (`load_state_dict(assign=True)`) hands on its state.
                     if not _is_shard_of(record, parameter):
                         raise _has_state(optimizer)
                     optimizer.state[record.shard] = optimizer.state.pop(parameter)
-                if id(record.shard) in present:
-                    raise OptimizerError(
-                        f"{type(optimizer).__name__} holds {record.name} twice: as it was before fully_shard replaced "
-                        "it, and as the shard. A module outside every unit still shows the old one (tied weights?); "
-                        "call fully_shard on a module that contains both"
-                    )
+                if is_there:
+                    raise _holds_twice(optimizer, [record])
                 group["params"][position] = record.shard
                 present.add(id(record.shard))
             require_steppable(optimizer, record)
@@ -231,62 +279,49 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
 
 
 def _merge(optimizer: Optimizer) -> None:
-    """Put flat parameters in the place of their members.
+    """Put a flat parameter in the place of its members if all of them are in one group. Others are stepped themselves.
 
     Raises:
-        OptimizerError: the optimizer has only some members, or has them in several groups, or has state for a member,
-            or has the flat parameter as well.
+        OptimizerError: the optimizer has state for a member, or has the flat parameter as well.
     """
     present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    merged: dict[int, dict[int, tuple[int, ShardedParameter]]] = {}
+    members_of: dict[int, dict[nn.Parameter, tuple[int, ShardedParameter]]] = {}
     for at, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             record = record_of(parameter)
-            if record is None or record.flat is None or parameter is record.optimizer_param:
+            if record is None or parameter is record.optimizer_param or parameter is record.shard:
                 continue
             if not (record.has_taken(parameter) and id(record.optimizer_param) in present):
-                merged.setdefault(id(record.optimizer_param), {})[id(parameter)] = (at, record)
-    for members in merged.values():
-        _require_mergeable(optimizer, list(members.values()), present)
-        at, first = next(iter(members.values()))
+                members_of.setdefault(id(record.optimizer_param), {})[parameter] = (at, record)
+    for members in members_of.values():
+        groups, records = zip(*members.values(), strict=True)
+        flat = records[0].flat
+        if flat is None:
+            continue
+        if id(flat.parameter) in present:
+            raise _holds_twice(optimizer, records)
+        if len(set(groups)) > 1 or len(set(map(id, records))) < len(flat.names):
+            continue
+        if any(optimizer.state.get(parameter) for parameter in members):
+            raise _has_state(optimizer)
         # The flat parameter takes the place of the first member; the others are dropped.
-        group = optimizer.param_groups[at]
-        is_member = [id(parameter) in members for parameter in group["params"]]
-        first_member = is_member.index(True)
-        kept = [index for index, drops in enumerate(is_member) if not drops or index == first_member]
-        group["params"][first_member] = first.optimizer_param
-        group["params"][:] = [group["params"][index] for index in kept]
-        if "param_names" in group:
-            group["param_names"] = [group["param_names"][index] for index in kept]
+        group = optimizer.param_groups[groups[0]]
+        is_member = [parameter in members for parameter in group["params"]]
+        first = is_member.index(True)
+        kept = [index for index, drops in enumerate(is_member) if not drops or index == first]
+        group["params"][first] = flat.parameter
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key][:] = [group[key][index] for index in kept]
 
 
-def _require_mergeable(
-    optimizer: Optimizer, members: list[tuple[int, ShardedParameter]], present: Collection[int]
-) -> None:
-    class_name, (_, first) = type(optimizer).__name__, members[0]
-    flat = first.flat
-    assert flat is not None, "it was merged"
-    names = list(dict.fromkeys(record.name for _, record in members))
-    shown = f"{', '.join(names[:4])}{' and others' if len(names) > 4 else ''}"
-    away = "build the optimizer from the wrapped model's parameters(), or wrap with use_orig_params=True"
-    if id(first.optimizer_param) in present:
-        raise OptimizerError(
-            f"{class_name} holds {shown} twice: as before, and in the flat parameter they are part of; {away}"
-        )
-    if len(names) < len(flat.names):
-        raise OptimizerError(
-            f"{class_name} was built from {shown}: {len(names)} of the {len(flat.names)} parameters that are one flat "
-            f"parameter now, {', '.join(flat.names[:8])}, which is stepped as a whole; give it all of them, or {away}"
-        )
-    groups = {record.name: at for at, record in members}
-    if len(set(groups.values())) > 1:
-        raise OptimizerError(
-            f"{class_name} has parameters of one flat parameter in several of its groups: "
-            f"{', '.join(f'{name} in {at}' for name, at in groups.items())}; put them in one, or {away}"
-        )
-    records = {id(record) for _, record in members}
-    if any(state and id(record_of(parameter)) in records for parameter, state in optimizer.state.items()):
-        raise _has_state(optimizer)
+def _holds_twice(optimizer: Optimizer, records: Sequence[ShardedParameter]) -> OptimizerError:
+    names = list(dict.fromkeys(record.name for record in records))
+    return OptimizerError(
+        f"{type(optimizer).__name__} holds {', '.join(names[:4])}{' and others' if len(names) > 4 else ''} twice: as "
+        "before sharding, and as the shard or in a flat parameter. Build it from the sharded model's parameters(); "
+        "where a module outside every unit still shows the old one (tied weights?), shard a module that contains both"
+    )
 
 
 def _is_shard_of(record: ShardedParameter, parameter: torch.Tensor) -> bool:
@@ -313,6 +348,9 @@ def _has_state(optimizer: Optimizer) -> OptimizerError:
 
 
 watcher = _Watcher()
+
+STEP_MATRICES = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
+"""Optimizers of torch that step whole matrices."""
 
 
 # What an optimizer cannot step or load
@@ -352,6 +390,10 @@ def require_steppable(optimizer: Optimizer, record: ShardedParameter) -> None:
             f"{optimizer_class.__name__} cannot step {record.name}, of shape {tuple(parameter.shape)}, as it is "
             f"sharded; {remedy}"
         )
+
+
+def _without_muons(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+    return watcher.fitting(optimizer, state_dict, lambda group, parameter, state: watcher.not_adams(state))
 
 
 def require_shapes(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:

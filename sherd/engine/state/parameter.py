@@ -182,6 +182,10 @@ class Owner(Protocol):
     def gathers_as_one(self) -> bool:
         """Whether the user has a custom collective or a hook, which gets all parameters of the unit at once."""
 
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether an optimizer steps the unit within backward."""
+
     def own_gradients(self, owners: Mapping[ShardedParameter, int]) -> None:
         """Let the whole gradients of these parameters go to these ranks of their cuts from now on."""
 

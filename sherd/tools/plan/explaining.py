@@ -176,10 +176,11 @@ def _resting(runtime: Runtime, optimizer: torch.optim.Optimizer, limit: int) -> 
     """Yields lines if the memory between forward and backward is above the limit already, under any other settings."""
     mesh, groups = runtime.root.mesh, [weights.group for unit in runtime.units for weights in unit.weights]
     parameters = sum(group.shard_buffer.nbytes for group in groups if not group.is_offloaded)
-    params = [each.parameter for group in groups if group.trained for each in group.optimizer_params]
-    sizes = {id(each): local_part(each).nbytes for each in params}
-    gradients = 0 if any(group.is_offloaded for group in groups) else sum(sizes.values())
-    of_matrices = sum(sizes.get(each, 0) for each in matrices_of(optimizer)) if gradients else 0
+    trained, matrices = [group for group in groups if group.trained], matrices_of(optimizer)
+    sizes = [local_part(each.parameter).nbytes for group in trained for each in group.optimizer_params]
+    gradients = 0 if any(group.is_offloaded for group in groups) else sum(sizes)
+    own = [record.local.nbytes for group in trained for record in group.parameters if id(record.shard) in matrices]
+    of_matrices = sum(own) if gradients else 0
     states = (gradients - of_matrices) * optimizer_of(optimizer).states + of_matrices
     total = parameters + gradients + states
     if total <= limit:

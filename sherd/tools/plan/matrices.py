@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sherd.engine import Unit
 from sherd.optim.faults import StepFaults
 from sherd.optim.gradients import zeros_as_gradient
 from sherd.optim.matrix import MatrixOptimizer
@@ -49,7 +50,7 @@ class StepOfMatrices:
         The products are in the dtype of an accelerator, or of this CPU. Raises OptimizerError as Muon does.
         """
         left = left_to_adamw(model)
-        matrices = {name: each for name, each in model.named_parameters() if not left[name]}
+        matrices = {name: each for name, each in Unit.named_members(model).items() if not left[name]}
         if not matrices:
             return None
         optimizer = _WithoutHeaders(list(matrices.values()), on_host)
@@ -87,8 +88,8 @@ class _WithoutHeaders(Muon):
     def travels_in(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         return dtype if self._on_host else super().travels_in(dtype, torch.device("meta"))
 
-    def _exchange(self, *args: Any) -> list[Any]:
-        super()._exchange(*args)
+    def _exchange(self, *args: Any) -> Generator[None, None, list[Any]]:
+        yield from super()._exchange(*args)
         return []
 
 

@@ -91,7 +91,7 @@ class Running(Planner):
         super().__init__(training, on)
         work = self.read(first)
         by_matrix = matrices_of(stepper)
-        matrices = {plain_name(name) for name, each in model.named_parameters() if id(each) in by_matrix}
+        matrices = {plain_name(name) for name, each in Unit.named_members(model).items() if id(each) in by_matrix}
         sharded = self._as_it_is = sharded_of(model, work, training.optimizer, matrices)
         self._is_checkpointed = any(isinstance(event, Enter) and event.again for event in work.events)
         self.settings = Settings(

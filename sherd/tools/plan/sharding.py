@@ -66,7 +66,13 @@ def most_loaded(model: nn.Module) -> int:
 
 
 def _played(unit: Unit, names: dict[int, str], modules: dict[str, int], matrices: Collection[str]) -> PlayedUnit:
-    by_name = [(_name_in(names, record), record, nbytes) for record, nbytes in stepped(unit)]
+    groups = [weights.group for weights in unit.weights if weights.group.trained]
+    own = [each for group in groups for each in group.parameters if _name_in(names, each) in matrices]
+    by_param = [
+        (each, [group.parameters[member] for member in each.members if group.parameters[member] in own])
+        for group in groups
+        for each in group.optimizer_params
+    ]
     return PlayedUnit(
         name_of(unit, names),
         unit.class_name,
@@ -74,12 +80,12 @@ def _played(unit: Unit, names: dict[int, str], modules: dict[str, int], matrices
         tuple(modules[names[id(module)]] for module in unit.modules),
         tuple(sizes_of(unit)),
         tuple(traffic_of(unit)),
-        tuple(nbytes for name, _, nbytes in by_name if name not in matrices),
         tuple(
-            record.gradient_cut.local_numel(record.mesh.piece) * record.dtype.itemsize
-            for name, record, _ in by_name
-            if name in matrices
+            local_part(each.parameter).nbytes - sum(record.local.nbytes for record in inside)
+            for each, inside in by_param
+            if len(inside) < len(each.members)
         ),
+        tuple(record.gradient_cut.local_numel(record.mesh.piece) * record.dtype.itemsize for record in own),
     )
 
 
@@ -93,13 +99,6 @@ def _name_in(names: Mapping[int, str], parameter: ShardedParameter) -> str:
 def name_of(unit: Unit, names: dict[int, str]) -> str:
     """Returns the name of `unit`, where modules have `names` by their ids."""
     return ", ".join(names[id(module)] for module in unit.modules if id(module) in names) or unit.class_name
-
-
-def stepped(unit: Unit) -> Iterator[tuple[ShardedParameter, int]]:
-    """Yields the shards of `unit` that an optimizer steps, a flat parameter as its first one, with their bytes."""
-    for weights in unit.weights:
-        if weights.group.trained:
-            yield from ((each.record, local_part(each.parameter).nbytes) for each in weights.group.optimizer_params)
 
 
 def traffic_of(unit: Unit) -> Iterator[Traffic]:
