@@ -6,9 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 BARE := .venv-bare
 DOCS := .venv-docs
+RELEASE := .venv-release
 BROWSER := .browser/chromium
 
-.PHONY: help test test-front test-all test-thorough test-device train lint bare docs pages bench clean
+.PHONY: help test test-front test-all test-thorough test-device train lint bare docs pages bench release clean
 .NOTPARALLEL:
 
 help:
@@ -24,6 +25,7 @@ help:
 	@echo "make docs           build the documentation site into site/; ARGS='...' go to mkdocs build"
 	@echo "make pages          compute docs/data and the summaries of pages anew, where that takes seconds"
 	@echo "make bench          sherd beside DDP, FSDP1 and FSDP2; ARGS='...' go to python -m bench"
+	@echo "make release        build and check the wheel, the source distribution and the notes, into dist/"
 	@echo "make clean          remove .venv, caches and builds"
 
 # One thread per process: the ranks of a test share the machine's cores. Two files at a time: while the ranks of one
@@ -75,8 +77,11 @@ pages: $(VENV)/.test
 bench: $(VENV)/.train
 	$(BIN)/python -m bench $(ARGS)
 
+release: $(RELEASE)/.release $(DOCS)/.docs
+	$(RELEASE)/bin/python .ci/release.py
+
 clean:
-	rm -rf $(VENV) $(BARE) $(DOCS) .browser .device-build site build dist *.egg-info .hypothesis .coverage* .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(BARE) $(DOCS) $(RELEASE) .browser .device-build site build dist *.egg-info .hypothesis .coverage* .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each purpose: the second call finds it and installs nothing.
@@ -87,11 +92,12 @@ $(VENV)/.test $(VENV)/.train $(VENV)/.lint: pyproject.toml constraints.txt | $(B
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
-# The site is built from the sources as they are read: the packages of the extra `docs`, without sherd and so without torch.
-$(DOCS)/.docs: pyproject.toml constraints.txt
-	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		$$(sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
+# The site is built from the sources as they are read, and so is a release: the packages of the extra, without sherd and
+# so without torch.
+$(DOCS)/.docs $(RELEASE)/.release: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		$$(sed -n 's/^$(patsubst .%,%,$(@F)) = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 	@touch $@
 
 # A headless Chromium from a package of npm, for the tests that open a page. It is for Linux on x86_64; elsewhere, and

@@ -91,7 +91,7 @@ if TYPE_CHECKING:
     from sherd.tools.verify.equivalence import verify_equivalence as verify_equivalence
     from sherd.tools.verify.report import EquivalenceReport as EquivalenceReport
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "AllGather": "sherd.policy",

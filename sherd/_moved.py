@@ -26,7 +26,6 @@ MOVED = {
     "sherd.doctor.words": "sherd.cli.doctor_words",
     "sherd.doctor.own_model": "sherd.cli.own_model",
     "sherd.train.cli": "sherd.cli.main",
-    "sherd.train.extras": "sherd.extras",
     "sherd.train.compare_command": "sherd.cli.compare",
     "sherd.train.plan": "sherd.cli.dry_run",
     "sherd.train.plan_command": "sherd.cli.plan",

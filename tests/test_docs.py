@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import inspect
 import io
+import os
 import re
 import tokenize
 import traceback
@@ -67,13 +68,18 @@ def run_blocks(name):
     return namespace
 
 
-def run_document(name):
-    run_blocks(name)
+def run_document(name, folder):
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        run_blocks(name)
+    finally:
+        os.chdir(before)
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_CODE if name != "README.md"])
-def test_a_documents_code_runs_on_two_ranks(world, name):
-    world(2).run(run_document, name)
+def test_a_documents_code_runs_on_two_ranks(world, name, tmp_path):
+    world(2).run(run_document, name, tmp_path)
 
 
 @pytest.mark.slow
@@ -303,7 +309,7 @@ def test_every_make_target_that_a_document_names_exists():
 
 
 def test_a_source_distribution_holds_every_file_of_the_root():
-    taken_anyway = {"README.md", "LICENSE", "pyproject.toml", "MANIFEST.in"}
+    taken_anyway = {"README.md", "LICENSE", "pyproject.toml", "setup.py", "MANIFEST.in"}
     there = {path.name for path in ROOT.glob("[A-Za-z]*") if path.is_file()}
     assert {"mkdocs.yml", "Makefile"} <= there
     assert there - taken_anyway - set(read("MANIFEST.in").split()) == set()

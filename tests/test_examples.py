@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch import distributed as dist
 
+from tests.interop.clients import loss_after_six_steps
 from tests.support.ranks import forked
 
 ROOT = Path(__file__).parent.parent
@@ -142,8 +143,21 @@ def test_the_command_in_an_examples_first_lines_works(tmp_path):
     assert "largest difference" in (tmp_path / "said").read_text()
 
 
+@pytest.mark.slow
+def test_torchrun_brings_a_training_back_after_a_rank_has_failed(tmp_path):
+    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "examples/elastic_restart.py"]
+    given = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    process = forked.start(forked.torchrun, words, given, folder=EXAMPLES.parent, output=tmp_path / "said")
+    process.join(TIMEOUT_S)
+    process.kill()
+    assert process.exitcode == 0, (tmp_path / "said.err").read_text()
+    found = re.search(r"^began again at step 5, loss (\S+) at step 6$", (tmp_path / "said").read_text(), re.MULTILINE)
+    assert float(found[1]) == pytest.approx(loss_after_six_steps(), rel=1e-4)
+
+
 def test_an_example_is_short_and_says_how_to_run_it():
     for path in EXAMPLES.glob("*.py"):
         text = path.read_text()
         assert len(text.splitlines()) < 80, path
-        assert f"torchrun --nproc-per-node 2 examples/{path.name}" in text
+        starts = {"ray_train.py": "python", "elastic_restart.py": "torchrun --nproc-per-node 2 --max-restarts 1"}
+        assert f"{starts.get(path.name, 'torchrun --nproc-per-node 2')} examples/{path.name}\n" in text, path

@@ -14,14 +14,14 @@ PACKAGE = Path(__file__).parent.parent / "sherd"
 # Up to interop it is the library; then come the tools, the trainer and the command line, a storey each. `sherd` is the
 # package's own __init__, which says where public names are.
 RULE = """
-errors, extras, policy, requirements, units, _torch < layout | schedule | comm | comm_hooks | wrap < tensor | storage
+errors, policy, requirements, units, _torch < layout | schedule | comm | comm_hooks | wrap < tensor | storage
 < engine < guard < checkpoint, optim, backward_steps, clip, grad_scaler, memory < api < interop
 < tools < tools/simulate < tools/report | tools/verify | tools/convert | tools/migrate < tools/plan < tools/doctor
 < _moved, sherd < train < cli < __main__
 """
 # The rooms of sherd/engine/, likewise.
 ROOMS = ("state", "moves", "run", "between", "make")
-SIMULATE_KNOWS = {"layout", "schedule", "policy", "errors", "extras"}
+SIMULATE_KNOWS = {"layout", "schedule", "policy", "errors"}
 TRAIN_KNOWS = {"train/loop.py": "sherd.tools.plan", "train/rank.py": "sherd.explain_memory"}
 """What the trainer takes from the tools: the recording of a step, and the note at an out of memory error."""
 MOST_ENGINE_NAMES = 20

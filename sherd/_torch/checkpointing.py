@@ -26,7 +26,8 @@ def answer_checkpointing(answers: dict[str, Callable[..., object]]) -> None:
 
     They are those of `torch.distributed.checkpoint.state_dict`, which is imported by now, and of the file that sends
     and cuts full states for it. The first learns the names of an optimizer's parameters from `named_parameters()` and
-    from instances of torch's FSDP only; no public function tells it. The second compares no shapes (2.2 to 2.13).
+    from instances of torch's FSDP only; no public function tells it. The second compares no shapes (2.2 to 2.13), and
+    sends the padding of tensors that are views (2.11).
     """
     modules = _utilities, sys.modules.get("torch.distributed.checkpoint.state_dict")
     for name, answer in answers.items():

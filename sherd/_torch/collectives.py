@@ -322,7 +322,7 @@ def imagined_ranks(number: int, rank: int = 0) -> Iterator[None]:
 
     Collectives return at once. torch has the backend for its own tests only (2.1 to 2.13).
     """
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.distributed.tensor import DTensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook  # torch replaces it by one that begins each line with the rank
@@ -332,6 +332,8 @@ def imagined_ranks(number: int, rank: int = 0) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         # DTensor caches results of its dispatch by mesh, and takes meshes of equal ranks for the same one, also when
-        # their process groups are gone and other groups have their names (2.11 to 2.13).
-        _clear_sharding_prop_cache()
+        # their process groups are gone and other groups have their names (2.11 to 2.13). The two calls are those of
+        # `_clear_sharding_prop_cache` in torch.distributed.tensor.debug, which needs numpy.
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
         sys.excepthook = hook

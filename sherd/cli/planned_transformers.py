@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from sherd.errors import InputError
-from sherd.extras import install
 from sherd.train.models import in_one_line, require_sizes
 
 __all__ = ["batch_of", "context_of", "has_positions", "read_model"]
@@ -35,7 +34,7 @@ def read_model(path: str) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise InputError(f"{path} needs transformers: {install('hf')}") from error
+        raise InputError(f"{path} needs transformers: pip install transformers") from error
     try:
         config = transformers.AutoConfig.from_pretrained(path)
         config.use_cache = False

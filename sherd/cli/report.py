@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from sherd.errors import InputError
-from sherd.extras import install
 from sherd.tools.plan.files import TIMELINE, from_json
 from sherd.tools.report.exports import perfetto, picture
 from sherd.tools.report.page import page
@@ -65,7 +64,7 @@ def report(args: argparse.Namespace) -> int:
         if out:
             out.write_text(page([timeline]), encoding="utf-8")
     except ImportError:
-        raise InputError(f"a picture needs matplotlib: {install('tools')}") from None
+        raise InputError("a picture needs matplotlib: pip install matplotlib") from None
     except OSError as error:
         print(f"sherd report: {error.filename}: {error.strerror}", file=sys.stderr)
         return NO_ROOM

@@ -13,7 +13,6 @@ from typing import Any
 
 from sherd.cli.terminal import say
 from sherd.errors import InputError
-from sherd.extras import install
 from sherd.train.axes import axes_of, usual_ranks
 from sherd.train.config import Config
 from sherd.train.folder import pick
@@ -195,5 +194,5 @@ def require_target(target: Path, form: str | None, config: Config) -> str:
             "load it with sherd.train.plain.load_model"
         )
     if form == "hf" and importlib.util.find_spec("transformers") is None:
-        raise InputError(f"{target} is written by the package transformers: {install('hf')}")
+        raise InputError(f"{target} is written by the package transformers: pip install transformers safetensors")
     return form

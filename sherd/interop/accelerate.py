@@ -116,7 +116,7 @@ def _state_class() -> type:
             if fsdp_plugin is not None and fsdp_plugin.fsdp_version != 2:
                 raise PolicyError(
                     f"fsdp_version={fsdp_plugin.fsdp_version}: sherd takes the place of FSDP2; write fsdp_version=2 in "
-                    "the plugin, fsdp_version: 2 in a config of accelerate launch, version: 2 in an fsdp_config"
+                    "the plugin, version: 2 in an fsdp_config; accelerate to-fsdp2 converts the config of a launch"
                 )
             cpu = cpu or (fsdp_plugin is not None and not torch.accelerator.is_available())
             super().__init__(*args, fsdp_plugin=fsdp_plugin, cpu=cpu, **kwargs)

@@ -378,4 +378,15 @@ def _distributed(theirs: Callable[..., None], state: dict[str, object], keys: li
     theirs(state, keys, *more)
 
 
-answer_checkpointing({"_distribute_tensors": _distributed})
+def _broadcast(
+    theirs: Callable[..., None], full: dict[str, object], local: object, keys: list[str], *more: object
+) -> None:
+    """Send tensors of a full state without gaps.
+
+    Under torch 2.11 `full_tensor()` of unequal chunks is a view of padded memory, and a broadcast sends the padding.
+    """
+    sent = {key: value.contiguous() if isinstance(value := full[key], torch.Tensor) else value for key in keys}
+    theirs(sent, local, keys, *more)
+
+
+answer_checkpointing({"_distribute_tensors": _distributed, "_broadcast_tensors": _broadcast})

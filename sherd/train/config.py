@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from sherd.errors import InputError
-from sherd.extras import install
 
 __all__ = [
     "BatchSplit",
@@ -402,7 +401,7 @@ def _toml(text: str) -> Any:
     try:
         toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     except ImportError as error:
-        raise InputError(f"Python 3.10 reads TOML with tomli: {install('train')}, or write JSON") from error
+        raise InputError("Python 3.10 reads TOML with tomli: pip install tomli, or write JSON") from error
     return toml.loads(text)
 
 

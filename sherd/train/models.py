@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sherd.errors import reason_of
-from sherd.extras import install
 from sherd.train.config import NO_HF_CONFIG, InputError, ModelConfig
 from sherd.train.data import seeded
 from sherd.train.experts import MixtureOfExperts
@@ -234,7 +233,7 @@ def _hf_config(path: str, context: int) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise InputError(f"model.hf needs transformers: {install('hf')}") from error
+        raise InputError("model.hf needs transformers: pip install transformers safetensors") from error
     if not Path(path).is_file():
         raise InputError(NO_HF_CONFIG.format(path))
     try:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from sherd.extras import install
 from sherd.train.loggers import Loggers
 
 __all__ = ["Display", "PlainDisplay", "RichDisplay", "RunReport", "Silent", "curve", "peak_memory", "records"]
@@ -72,7 +71,7 @@ class RunReport(Silent):
             try:
                 self._display = RichDisplay()
             except ImportError:
-                self.say(f"for a progress bar: {install('train')}")
+                self.say("for a progress bar: pip install rich")
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -102,7 +101,7 @@ class RunReport(Silent):
         try:
             self._note(curve(self.out / METRICS, self.out / "curve.png", lzma_bits))
         except ImportError:
-            self.say(f"for a picture of the loss curve: {install('train')}")
+            self.say("for a picture of the loss curve: pip install matplotlib")
         there = [name for name in ("curve.png", "sample.txt", METRICS) if (self.out / name).exists()]
         self.say(f"written   {', '.join(there)} in {self.out}")
 

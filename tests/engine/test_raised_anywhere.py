@@ -44,7 +44,7 @@ class RaiseAt:
         if event == "call" and is_heard and any(each in frame.f_code.co_filename for each in WITHIN):
             self.num_calls += 1
             if self.num_calls == self.number:
-                self.where = f"{frame.f_code.co_filename.rpartition('/')[2]}: {frame.f_code.co_qualname}"
+                self.where = f"{frame.f_code.co_filename.rpartition('/')[2]}: {frame.f_code.co_name}"
                 sys.setprofile(None)
                 raise self.error
 

@@ -1,6 +1,7 @@
 """A program of Hugging Face's accelerate trains with sherd in place of FSDP2 as it does without a plugin."""
 
 import functools
+import importlib
 import importlib.metadata
 import os
 import subprocess
@@ -341,6 +342,19 @@ optimizer.step()
 accelerator.print("units", units, accelerator.num_processes, accelerator.mixed_precision)
 accelerator.end_training()
 """
+
+
+def test_accelerates_command_makes_the_config_of_the_docs_of_one_for_fsdp1(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    expected = yaml.safe_load(recipe("Accelerate", "yaml"))
+    config = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_use_orig_params": True}
+    config |= {name: value for name, value in expected["fsdp_config"].items() if "reshard" not in name}
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(yaml.safe_dump({**expected, "fsdp_config": {**config, "fsdp_version": 1}}))
+    command = importlib.import_module("accelerate.commands.to_fsdp2")
+    words = command.to_fsdp2_command_parser().parse_args(["--config_file", str(path), "--overwrite"])
+    command.to_fsdp2_command(words)
+    assert yaml.safe_load(path.read_text()) == expected
 
 
 @pytest.mark.slow

@@ -169,6 +169,24 @@ def test_evaluations_generate_and_adapters_are_saved_as_under_ddp(adapted, world
         close(adapters(str(tmp_path / "sharded/final")), adapters(str(tmp_path / "plain/final")))
 
 
+def adapted(folder: str, resumed: str | None) -> Any:
+    """Figures of a training of a Llama's adapters."""
+    import peft
+
+    with begun():
+        lora = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+        model = peft.get_peft_model(llama(), lora, autocast_adapter_dtype=False)
+        args = arguments(transformers.TrainingArguments, folder, fsdp=True, fsdp_config={})
+        trainer = transformers.Trainer(model, args, train_dataset=Tokens(), eval_dataset=Tokens())
+        trainer.train(resume_from_checkpoint=resumed)
+        return figures(trainer)
+
+
+def test_adapters_resume_with_the_state_of_their_optimizer(world, tmp_path):
+    expected = world(2).run(adapted, str(tmp_path / "out"), None)
+    close(world(2).run(adapted, str(tmp_path / "again"), str(tmp_path / "out/checkpoint-2")), expected)
+
+
 def loaded(folder: str, is_efficient: bool) -> Any:
     """Figures of a training of a model that is loaded, on rank 0 alone or on all ranks."""
     with begun():

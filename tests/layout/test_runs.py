@@ -1,5 +1,7 @@
 """A tensor cut into runs gives each rank its elements, and a placement says where it may be cut."""
 
+import inspect
+
 import torch
 from hypothesis import given
 
@@ -18,7 +20,7 @@ def test_the_drawing_shows_what_each_rank_holds_and_those_before_the_first_and_b
     for rank in range(4):
         piece = DRAWN.piece(rank)
         rows = [" ".join(map(str, range(row, row + 5))) for row in range(piece.start, piece.stop, 5)]
-        assert "".join([f"        rank {rank} |", *(f" {row} |" for row in rows), "\n"]) in Runs.__doc__
+        assert "".join([f"    rank {rank} |", *(f" {row} |" for row in rows), "\n"]) in inspect.getdoc(Runs)
     assert [DRAWN.piece(rank) for rank in range(4)] == [Extent(0, 0), Extent(0, 5), Extent(5, 10), Extent(15, 0)]
     assert [DRAWN.local_shape(rank) for rank in range(4)] == [(0, 5), (1, 5), (2, 5), (0, 5)]
     assert list(DRAWN.holders) == [1, 2]

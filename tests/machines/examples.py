@@ -12,6 +12,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SLURM, KUBERNETES = EXAMPLES / "slurm.sbatch", EXAMPLES / "kubernetes.yaml"
+PYTORCHJOB = EXAMPLES / "pytorchjob.yaml"
 
 # A program that writes down what it was called with.
 RECORDER = """#!{python}
@@ -81,10 +82,10 @@ def slurm(
     return stubs.run(["bash", str(SLURM)], {**environment, **chosen}), stubs.calls()
 
 
-def kubernetes_documents() -> list[dict[str, Any]]:
-    """What the manifest holds."""
+def kubernetes_documents(path: Path = KUBERNETES) -> list[dict[str, Any]]:
+    """What a manifest holds."""
     yaml = pytest.importorskip("yaml")
-    return list(yaml.safe_load_all(KUBERNETES.read_text()))
+    return list(yaml.safe_load_all(path.read_text()))
 
 
 def kubernetes(folder: Path, **chosen: str) -> list[list[str]]:

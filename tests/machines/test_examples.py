@@ -2,8 +2,10 @@
 
 import re
 
+from torch.distributed.run import config_from_args, parse_args
+
 from sherd.cli.words import MANY_MACHINES
-from tests.machines.examples import KUBERNETES, SLURM, kubernetes, kubernetes_documents, slurm
+from tests.machines.examples import KUBERNETES, PYTORCHJOB, SLURM, kubernetes, kubernetes_documents, slurm
 
 TRAIN = ["-m", "sherd", "train", "--config", "configs/small.toml"]
 
@@ -48,6 +50,34 @@ def test_the_pods_find_one_another_by_the_names_that_the_service_gives():
     assert {each["name"] for each in container["volumeMounts"]} == volumes
 
 
+def test_the_operators_environment_has_torchrun_start_the_same_in_each_pod(monkeypatch):
+    (job,) = kubernetes_documents(PYTORCHJOB)
+    pods = job["spec"]["pytorchReplicaSpecs"]
+    assert pods["Master"]["template"] == pods["Worker"]["template"]
+    (container,) = pods["Master"]["template"]["spec"]["containers"]
+    assert container["name"] == "pytorch"  # the operator gives its environment to the one of this name
+    num_pods = pods["Master"]["replicas"] + pods["Worker"]["replicas"]
+    assert container["command"][0] == "torchrun"
+    for number in range(num_pods):
+        # What version 1.9 of the operator sets, in pkg/controller.v1/pytorch/envvar.go and master.go.
+        for name, value in {
+            "NNODES": num_pods,
+            "NODE_RANK": number,
+            "NPROC_PER_NODE": job["spec"]["nprocPerNode"],
+            "MASTER_ADDR": f"{job['metadata']['name']}-master-0",
+            "MASTER_PORT": 23456,
+        }.items():
+            monkeypatch.setenv(f"PET_{name}", str(value))
+        found = torchruns([*container["command"][1:], *container["args"]])
+        assert found == torchruns(torchrun(number, "sherd-master-0", "23456", "/runs/1")[1:]), number
+
+
+def torchruns(words):
+    """What torchrun understands: its options, the program, and the program's words."""
+    options, program, rest = config_from_args(parse_args(words))
+    return {**vars(options), "run_id": None, "log_line_prefix_template": None, "logs_specs": None}, program, rest
+
+
 def test_the_help_shows_the_same_command():
     words = MANY_MACHINES.split()
     options = [word for word in torchrun(0, "", "", "") if word.startswith("-") and word not in ("--config",)]
@@ -56,7 +86,7 @@ def test_the_help_shows_the_same_command():
 
 
 def test_an_example_says_how_it_is_started_and_is_short():
-    for path in (SLURM, KUBERNETES):
+    for path in (SLURM, KUBERNETES, PYTORCHJOB):
         text = path.read_text()
         assert re.search(rf"^#     (sbatch|kubectl apply -f) examples/{path.name}$", text, re.MULTILINE), path.name
         assert len(text.splitlines()) < 90, path.name

@@ -98,10 +98,10 @@ def test_without_rich_or_matplotlib_a_terminal_gets_plain_lines_and_a_hint_for_e
         report.step(**RECORD)
         report.finish("text", None)
     hint, step, *others = capsys.readouterr().out.splitlines()
-    assert hint == "for a progress bar: pip install '.[train]' in the folder of sherd's sources"
+    assert hint == "for a progress bar: pip install rich"
     assert step.startswith("step      3/10")
     assert others == [
-        "for a picture of the loss curve: pip install '.[train]' in the folder of sherd's sources",
+        "for a picture of the loss curve: pip install matplotlib",
         f"written   sample.txt, metrics.jsonl in {tmp_path}",
     ]
 

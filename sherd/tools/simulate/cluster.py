@@ -18,7 +18,6 @@ from reprlib import repr as shortened
 from typing import Any
 
 from sherd.errors import ClusterError
-from sherd.extras import install
 from sherd.tools.simulate.work import OpKind
 
 
@@ -222,7 +221,7 @@ def _tree(path: Path) -> dict[str, object]:
         toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
         tree: dict[str, object] = toml.loads(path.read_text(encoding="utf-8"))
     except ImportError as error:
-        raise ClusterError(f"{path}: Python 3.10 reads TOML with tomli: {install('tools')}") from error
+        raise ClusterError(f"{path}: Python 3.10 reads TOML with tomli: pip install tomli") from error
     except OSError as error:
         near = difflib.get_close_matches(path.name, shipped_clusters(), n=1)
         hint = f"did you mean {near[0]}?" if near else f"expected a file, or one of {', '.join(shipped_clusters())}"
