@@ -219,14 +219,18 @@ class _Sharding:
         options = StateDictOptions(full_state_dict=not any(isinstance(each, DTensor) for each in tensors))
         set_optimizer_state_dict(self._module_of(optimizer), optimizer, state, options=options)
 
-    def _save_folder(self, path: str | Path, sharded: State, rest: State) -> None:
-        """Save a folder in place of what is at `path`, a file or another such folder."""
+    def _make_room(self, path: str | Path) -> Path:
+        """Remove a checkpoint at `path` that the next one could not replace. Returns rank 0's path."""
         path = Path(self.broadcast(path))
-        if self.is_global_zero and path.is_file():
-            path.unlink()
-        elif self.is_global_zero and (path / META).exists():
+        if self.is_global_zero and (path / META).exists():
             shutil.rmtree(path)
-        self.broadcast(None)  # until rank 0 has made room
+        elif self.is_global_zero and self.state_dict_type == "sharded" and path.is_file():
+            path.unlink()
+        self.broadcast(None)  # other ranks wait for rank 0
+        return path
+
+    def _save_folder(self, path: str | Path, sharded: State, rest: State) -> None:
+        path = self._make_room(path)
         state_dict_saver.save(sharded, checkpoint_id=path)
         if self.is_global_zero:
             torch.save(rest, path / META)
@@ -325,6 +329,7 @@ class SherdStrategy(_Sharding, pytorch.strategies.DDPStrategy):  # type: ignore[
 
     def save_checkpoint(self, checkpoint: State, filepath: str | Path, storage_options: object = None) -> None:
         if self.state_dict_type == "full":
+            self._make_room(filepath)
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
         sharded = {MODEL: checkpoint.pop("state_dict")}
@@ -424,6 +429,7 @@ class SherdFabricStrategy(_Sharding, fabric.strategies.DDPStrategy):  # type: ig
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         if self.state_dict_type == "full":
+            self._make_room(path)
             super().save_checkpoint(path, state, storage_options, filter)
             return
         rest = self._convert_stateful_objects_in_state(state, filter or {})
@@ -506,6 +512,9 @@ class EmaCallback(Callback):  # type: ignore[misc]
             self._applied.enter_context(self.ema.applied())
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        self._applied.close()
+
+    def on_exception(self, *args: object) -> None:
         self._applied.close()
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:

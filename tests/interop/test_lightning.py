@@ -181,6 +181,9 @@ def resumed(folder: str, kind: str, layout: dict[str, Any]) -> tuple[Any, ...]:
         strategy = DDPStrategy() if kind == "plain" else SherdStrategy(state_dict_type=kind, **layout)
         trainer = trainer_of(folder, strategy, max_epochs=3)
         trainer.fit(module, data(), ckpt_path=f"{folder}/epoch=0.ckpt")
+        if kind != "plain":
+            trainer.save_checkpoint(f"{folder}/epoch=0.ckpt")  # in the place of either form
+            assert Path(f"{folder}/epoch=0.ckpt").is_dir() is (kind == "sharded")
         return module.seen, weights(module)
 
 
@@ -293,6 +296,9 @@ def step_by_hand(module: InParts, epochs: int) -> None:
 class Accumulating(Module):
     def on_after_backward(self) -> None:
         self.seen.append(float(self.net.head.weight.grad is None))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert 0.1 < sherd.clip_grad_norm_(self.parameters(), float("inf")).item() < 10
 
 
 def other_modules(folder: str) -> None:
