@@ -66,7 +66,7 @@ class StepsInBackward:
         steps = self._under_way() or StepsUnderWay()
         is_first, groups = not steps, self._optimizer.param_groups
         own = [[each for each in group["params"] if id(each) in with_gradient] for group in groups]
-        with params_replaced(self._optimizer, own), steps.beginning():
+        with steps.beginning(), params_replaced(self._optimizer, own):
             self._optimizer.step()
             self._optimizer.zero_grad()
         if is_first and steps:

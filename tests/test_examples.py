@@ -161,3 +161,4 @@ def test_an_example_is_short_and_says_how_to_run_it():
         assert len(text.splitlines()) < 80, path
         starts = {"ray_train.py": "python", "elastic_restart.py": "torchrun --nproc-per-node 2 --max-restarts 1"}
         assert f"{starts.get(path.name, 'torchrun --nproc-per-node 2')} examples/{path.name}\n" in text, path
+    assert [path.name for path in EXAMPLES.glob("recipes/*.py") if len(path.read_text().splitlines()) >= 120] == []

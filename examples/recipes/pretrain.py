@@ -28,9 +28,8 @@ class Windows(Dataset[torch.Tensor]):
 
     def __init__(self, files: list[Path], length: int) -> None:
         self.length = length
-        sizes = [file.stat().st_size // 2 for file in files]
-        mapped = partial(torch.from_file, dtype=torch.uint16)
-        self.tokens = [mapped(str(file), size=size) for file, size in zip(files, sizes, strict=True)]
+        self.tokens = [torch.from_file(str(file), size=file.stat().st_size // 2, dtype=torch.uint16) for file in files]
+        sizes = map(len, self.tokens)
         self.starts = [(number, at) for number, size in enumerate(sizes) for at in range(0, size - length + 1, length)]
         self.order = cache(self.drawn)
 
@@ -82,7 +81,8 @@ def main() -> None:
         (args.out / "manual.bin").write_bytes(array("H", list("".join(topics.values()).encode())).tobytes())
     dist.barrier()
     data = Windows(sorted((args.data or args.out).glob("*.bin")), args.context + 1)
-
+    if not data.starts:
+        parser.error(f"--data {args.data}: no *.bin there has {args.context + 1} tokens; write them from your texts")
     items = {"model": model, "optimizer": optimizer, "warmup": warmup, "samples": 0}
     first = 1
     with suppress(sherd.errors.NoCheckpointError):

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 import sherd
 
-SIZE, SHAPES = 16, 4
+SIZE, CHANNELS, SHAPES = 16, 1, 4
 
 
 def own_images(num: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,7 +38,7 @@ class ViT(nn.Module):
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        self.patch = nn.Conv2d(1, width, kernel_size=4, stride=4)
+        self.patch = nn.Conv2d(CHANNELS, width, kernel_size=4, stride=4)
         self.place = nn.Parameter(torch.randn((SIZE // 4) ** 2, width) * 0.02)
         layer = partial(nn.TransformerEncoderLayer, width, 4, 4 * width, 0.0, norm_first=True, batch_first=True)
         self.blocks = nn.ModuleList(layer() for _ in range(layers))

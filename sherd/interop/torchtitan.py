@@ -1,8 +1,7 @@
 """sherd in place of torch's FSDP2 in torchtitan's trainings of Llama.
 
-torchtitan calls the function `parallelize_fn` of a `ModelSpec` to make a model parallel. `parallelize` is such a
-function. It calls torchtitan's own for context and tensor parallelism, activation checkpointing and compilation, and
-shards with sherd. Checkpoints, metrics and the loop are torchtitan's.
+`parallelize` is a `parallelize_fn` for torchtitan's `ModelSpec`. It calls torchtitan's own functions for context and
+tensor parallelism, activation checkpointing and compilation. Checkpoints, metrics and the loop are torchtitan's.
 """
 
 from __future__ import annotations
@@ -54,21 +53,26 @@ def parallelize(
         compile_config: whether each block is compiled.
         ac_config: what is computed again in backward. None: nothing.
         dump_folder: where activation checkpointing may write.
-        options: arguments of `fully_shard` (`mp_policy`, `prefetch_policy` and others), which override torchtitan's.
-            Give them by `functools.partial(parallelize, mp_policy=...)`.
+        options: arguments of `fully_shard` over torchtitan's, as in `functools.partial(parallelize, mp_policy=...)`.
 
     Returns:
         `model`, sharded in place.
 
     Raises:
-        UnsupportedError: torchtitan is missing, or of a version that was not tried; pipelines or expert parallelism.
+        UnsupportedError: torchtitan, or what a config asks for, was not tried: pipelines, experts, symmetric memory.
         PolicyError: `parallelism.spmd_backend` is not `partial_dtensor`, or `placement` cuts tensors into runs.
         PolicyTypeError: an argument that `fully_shard` does not take.
     """
     require_tried("torchtitan", TRIED, "sherd.interop.torchtitan.parallelize")
     check_arguments(options, "parallelize")
     _require_served(parallel_dims, parallelism, options)
-    _transform(model, parallel_dims, parallelism)
+    if parallel_dims.cp_enabled:
+        from torchtitan.distributed.context_parallel import apply_cp_to_forward
+
+        attentions = [block.attention.inner_attention for block in model.layers.values()]
+        apply_cp_to_forward(attentions, parallel_dims.get_mesh("cp"))
+    if parallel_dims.tp_enabled:
+        model.parallelize(parallel_dims)
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     if compile_config.enable and "model" in compile_config.components:
@@ -85,27 +89,18 @@ def _require_served(parallel_dims: ParallelDims, parallelism: ParallelismConfig,
             f"parallelism.spmd_backend={parallelism.spmd_backend!r}: sherd shards plain parameters and those that are "
             "DTensors over tp; write --parallelism.spmd_backend partial_dtensor"
         )
-    if parallel_dims.pp_enabled or parallel_dims.ep_enabled:
-        raise UnsupportedError(
-            "parallelism.pipeline_parallel_degree and parallelism.expert_parallel_degree: sherd was not tried with "
-            "them in torchtitan; write 1 for both"
-        )
+    for name, is_asked in (
+        ("pipeline_parallel_degree", parallel_dims.pp_enabled),
+        ("expert_parallel_degree", parallel_dims.ep_enabled),
+        ("enable_fsdp_symm_mem", parallelism.enable_fsdp_symm_mem),
+    ):
+        if is_asked:
+            raise UnsupportedError(f"parallelism.{name}: sherd was not tried with it in torchtitan; leave it out")
     if isinstance(options.get("placement"), RunPlacement):
         raise PolicyError(
             f"placement={options['placement']}: torchtitan draws weights by operations that runs do not have; "
             "leave placement out, or write Shard(dim)"
         )
-
-
-def _transform(model: Decoder, parallel_dims: ParallelDims, parallelism: ParallelismConfig) -> None:
-    """Apply torchtitan's context and tensor parallelism, in the order in which torchtitan does."""
-    if parallel_dims.cp_enabled:
-        from torchtitan.distributed.context_parallel import apply_cp_to_forward
-
-        attentions = [block.attention.inner_attention for block in model.layers.values()]
-        apply_cp_to_forward(attentions, parallel_dims.get_mesh("cp"))
-    if parallel_dims.tp_enabled:
-        model.parallelize(parallel_dims)
 
 
 def _of_configs(parallel_dims: ParallelDims, training: TrainingConfig) -> Options:
@@ -133,14 +128,13 @@ def _shard(model: Decoder, reshards: str, options: Options) -> None:
     keeps: Options = {"reshard_after_forward": reshards == "always", **options}
     tail = [model.norm, model.lm_head]
     if model.enable_weight_tying:
-        tail.insert(0, model.tok_embeddings)
+        tail = [model.tok_embeddings, *tail]
     else:
         fully_shard(model.tok_embeddings, **frees)
     fully_shard(tail, **keeps)
     for block in model.layers.values():
         fully_shard(block, **frees)
     fully_shard(model, **options)
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for unit in units:
+    for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
         unit.set_gradient_divide_factor(1.0)
     lend_identity(model, {type(model.lm_head)})  # torchtitan's loss in chunks asks whether it is torch's FSDPModule

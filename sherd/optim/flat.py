@@ -256,15 +256,20 @@ class _Stepper:
 
 @contextmanager
 def params_replaced(optimizer: Optimizer, parameters: Iterable[list[nn.Parameter]]) -> Iterator[None]:
-    """Replace the parameters of each parameter group within this context."""
-    before = [(group, group["params"]) for group in optimizer.param_groups]
+    """Replace the parameters of each parameter group within this context, and their names where groups have any."""
+    before = [(group, group["params"], group.get("param_names")) for group in optimizer.param_groups]
     try:
-        for (group, _), others in zip(before, parameters, strict=True):
+        for (group, own, names), others in zip(before, parameters, strict=True):
             group["params"] = others
+            if names is not None:
+                name_of_id = dict(zip(map(id, own), names, strict=False))
+                group["param_names"] = [name_of_id.get(id(each), "") for each in others]
         yield
     finally:
-        for group, own in before:
+        for group, own, names in before:
             group["params"] = own
+            if names is not None:
+                group["param_names"] = names
 
 
 def _groups_of(unit: Unit | None) -> list[Group]:

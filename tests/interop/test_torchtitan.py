@@ -267,7 +267,8 @@ def test_bfloat16_has_the_losses_and_norms_of_fsdp2(world, tmp_path):
 
 def refused(kind: type[Exception], version: str | None = "0.3.0", placement: Any = None, **settings: Any) -> str:
     """What is said of a config of torchtitan, before anything of torchtitan is used."""
-    choices = {"spmd_backend": "partial_dtensor", "pp_enabled": False, "ep_enabled": False, **settings}
+    choices = {"spmd_backend": "partial_dtensor", "pp_enabled": False, "ep_enabled": False}
+    choices |= {"enable_fsdp_symm_mem": False, **settings}
     config = dict.fromkeys(("parallel_dims", "parallelism"), SimpleNamespace(**choices))
     others = dict.fromkeys(("training", "compile_config", "ac_config", "dump_folder"))
     found = {"side_effect": importlib.metadata.PackageNotFoundError()} if version is None else {"return_value": version}
@@ -280,9 +281,12 @@ def test_what_was_not_tried_is_refused_in_one_line():
         said = refused(PolicyError, spmd_backend=backend)
         assert "write --parallelism.spmd_backend partial_dtensor" in said, backend
     assert "leave placement out, or write Shard(dim)" in refused(PolicyError, placement=sherd.Flat())
-    for name in ("pp_enabled", "ep_enabled"):
-        said = refused(UnsupportedError, **{name: True})
-        assert "pipeline_parallel_degree and parallelism.expert_parallel_degree" in said, name
+    for name, said in (
+        ("pp_enabled", "pipeline_parallel_degree"),
+        ("ep_enabled", "expert_parallel_degree"),
+        ("enable_fsdp_symm_mem", "enable_fsdp_symm_mem"),
+    ):
+        assert f"parallelism.{said}: sherd was not tried" in refused(UnsupportedError, **{name: True}), name
     for version, found in (("0.2.2", "0.2.2"), ("0.4.0", "0.4.0"), (None, "missing")):
         said = refused(UnsupportedError, version)
         assert f"torchtitan is {found}, and 0.3 was tried; pip install 'torchtitan==0.3.*'" in said, version

@@ -203,6 +203,24 @@ def test_it_trains_alike_with_what_loops_do_around_a_step(train):
     assert_as_plain(model, plain)
 
 
+@on_threads(2, 3)
+def test_a_step_within_backward_has_the_gradients_that_it_waits_with():
+    """Without a momentum, which would keep them; `zero_grad` comes before the step is over."""
+
+    def deep():
+        torch.manual_seed(1)
+        return nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(6)))
+
+    plain, model = deep(), deep()
+    model = sharded(model, units=[model[1], model], **FLAT)
+    optimizers = [MatrixOptimizer(list(each.parameters()), lambda given: given * 2, lr=0.02) for each in (plain, model)]
+    trained(plain, optimizers[0], batches(3))
+    sherd.step_in_backward(model, optimizers[1])
+    for batch in batches(3):
+        model(batch).square().mean().backward()
+    assert_as_plain(model, plain)
+
+
 @on_processes(2)
 def test_a_step_that_is_undone_leaves_nothing_behind():
     plain, model = stack(), sharded(stack(), comm_policy=CommPolicy(divergence="join"), **FLAT)

@@ -26,7 +26,7 @@ def muon(model: nn.Module, **options) -> Muon:
     return Muon(model, lr=0.02, **EXACT, **options)
 
 
-@on_threads(1, 2, 3, front=FRONTS)
+@on_threads(1, 2, 3, front=[*FRONTS, "flat wrapper"])
 def test_muon_trains_as_in_one_process_and_all_updates_are_there_when_backward_is_over(front):
     plain, model = stack(), sharded_by(front, stack())
     sherd.step_in_backward(model, muon(model, beta2=0.9))
@@ -101,6 +101,17 @@ def test_an_error_in_the_products_raises_on_all_ranks_and_the_next_backward_begi
         assert ("raised ValueError" in said or "rank 1" in said) is fails[0], said
     whole = whole_params(model)
     assert all(bool(each.isfinite().all()) for each in whole.values())
+
+
+@on_threads(2, front=["shard", "cut"])
+def test_an_error_names_the_parameter_of_the_unit_that_is_stepped(front):
+    model = sharded_by(front, stack())
+    optimizer = muon(model)
+    updates = optimizer.updates
+    optimizer.updates = lambda group, given: given / 0 if given.shape[1:] == (4, 7) else updates(group, given)
+    sherd.step_in_backward(model, optimizer)
+    said = one_line(OptimizerError, model(batches(1)[0]).sum().backward)
+    assert said.startswith("the update of 4.weight, computed on rank"), said
 
 
 @on_threads(2)

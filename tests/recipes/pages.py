@@ -7,8 +7,9 @@ import os
 import re
 import runpy
 import sys
+import threading
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +25,10 @@ NUMBER = re.compile(r"\d+\.\d+(?:e-?\d+)?")
 def on_a_rank(program: str, folder: str, words: Sequence[str]) -> str:
     """Runs a program of examples/ on a rank of a kept pool, where its packages are imported once; what it prints."""
     path, before = EXAMPLES / program, os.getcwd()
+    with suppress(ImportError):
+        from tqdm import tqdm
+
+        tqdm.set_lock(threading.RLock())  # not a semaphore, which a rank that is killed leaves behind
     os.chdir(folder)
     try:
         with (
@@ -31,6 +36,7 @@ def on_a_rank(program: str, folder: str, words: Sequence[str]) -> str:
             mock.patch.object(sys, "argv", [str(path), *words]),
             mock.patch.object(sys, "path", [str(path.parent), *sys.path]),
             redirect_stdout(io.StringIO()) as printed,
+            redirect_stderr(io.StringIO()),  # bars of progress
         ):
             runpy.run_path(str(path), run_name="__main__")
     finally:

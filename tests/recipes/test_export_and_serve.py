@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 RECIPE, PROMPT = "recipes/export_and_serve.py", "The following"
 
 
+@pytest.mark.slow
 def test_it_prints_what_its_page_shows(tmp_path):
     found = losses(printed_as_shown("export_and_serve", tmp_path))
     assert found[-1] < found[0] - 1

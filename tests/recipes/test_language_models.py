@@ -41,11 +41,14 @@ def falling(name, folder, run):
     return found[-1]
 
 
-def test_a_fine_tuned_model_loads_into_transformers_with_its_loss(small, run, tmp_path):
+def test_a_fine_tuned_model_loads_into_transformers_with_its_loss_and_into_other_recipes(small, run, tmp_path):
     last = falling("finetune", tmp_path, run)
     tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     assert loss_of(tuned, small) == pytest.approx(last, abs=0.5)
     assert loss_of(small.made(), small) > last + 1
+    words = "--model", "tuned", "--steps", "10"
+    for name, most in (("finetune", last), ("dpo", 0.8)):
+        assert losses(run(f"recipes/{name}.py", tmp_path, *words)[0])[-1] < most
 
 
 def test_saved_adapters_make_the_base_model_the_tuned_one(small, run, tmp_path):

@@ -1,8 +1,11 @@
 """A pretraining goes on where it stopped, sample by sample, also on another number of ranks."""
 
+import io
+from contextlib import redirect_stderr
+
 import pytest
 
-from tests.recipes.pages import assert_shows_memory_of_one_rank, losses, printed_as_shown
+from tests.recipes.pages import assert_shows_memory_of_one_rank, losses, on_a_rank, printed_as_shown
 
 RECIPE, SMALL = "recipes/pretrain.py", ("--width", "16", "--heads", "2", "--context", "16", "--batch", "4")
 
@@ -32,3 +35,15 @@ def test_it_goes_on_as_if_it_had_not_stopped_in_another_epoch_and_on_one_rank(ru
     assert trained(run, tmp_path / "parts", "--steps", "30", *words) == unbroken[2:3]
     ended = trained(run, tmp_path / "parts", "--steps", "40", *words, num_ranks=1)
     assert ended == pytest.approx(unbroken[3:], abs=2e-3)
+
+
+def refusal(folder):
+    with pytest.raises(SystemExit), redirect_stderr(io.StringIO()) as said:
+        on_a_rank(RECIPE, folder, ("--data", folder))
+    return said.getvalue()
+
+
+def test_a_folder_without_tokens_is_refused_in_one_line(world, tmp_path):
+    (tmp_path / "short.bin").write_bytes(bytes(2 * 64))
+    (said,) = world(1).run(refusal, str(tmp_path))
+    assert said.endswith(f"--data {tmp_path}: no *.bin there has 65 tokens; write them from your texts\n")

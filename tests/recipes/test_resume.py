@@ -4,8 +4,7 @@ import pytest
 
 from sherd.cli.main import main
 from tests.recipes.pages import losses, printed_as_shown
-from tests.support.ranks import forked
-from tests.test_examples import EXAMPLES, TIMEOUT_S, run
+from tests.test_examples import run
 
 RECIPE = "recipes/resume.py"
 
@@ -19,36 +18,6 @@ def test_three_ranks_go_on_where_two_stopped_as_one_that_never_stops(tmp_path):
     assert begun[-1] < begun[0] - 2
     (nothing_left,) = run(RECIPE, tmp_path / "again", "--out", str(tmp_path / "run"), num_ranks=1)
     assert nothing_left == "1 ranks go on after step 60, which 3 ranks saved\n"
-
-
-DYING = f"""
-import os, runpy, sherd
-
-save = sherd.async_save
-
-def dying(*args, step, **more):
-    if step == 30 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os._exit(1)
-    return save(*args, step=step, **more)
-
-sherd.async_save = dying
-runpy.run_path("{EXAMPLES / RECIPE}", run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-def test_torchrun_starts_it_again_when_a_rank_dies_and_no_loss_changes(tmp_path):
-    (tmp_path / "dying.py").write_text(DYING)
-    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "dying.py"]
-    # Else torchrun's new ranks may find the addresses of the old ones in the store that both share.
-    anew = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    process = forked.start(forked.torchrun, words, anew, folder=tmp_path, output=tmp_path / "said")
-    process.join(TIMEOUT_S)
-    process.kill()
-    assert process.exitcode == 0, (tmp_path / "said.err").read_text()
-    before, _, after = (tmp_path / "said").read_text().partition("2 ranks go on after step 20, which 2 ranks saved\n")
-    (unbroken,) = run(RECIPE, tmp_path / "unbroken", num_ranks=1)
-    assert losses(before)[:3] + losses(after) == pytest.approx(losses(unbroken), abs=2e-4)
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from sherd.comm.streams import CommStream, Handoff, Streams
 from sherd.comm.transport import Pending, Transport, parts
 from sherd.engine.moves.arrivals import Arrivals, ReduceBuffer
 from sherd.engine.moves.buffer_plan import BufferPlan, Scale
-from sherd.engine.state.flat import FlatParameter
+from sherd.engine.state.flat import FlatParameter, note_gradients
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import ShardedParameter, as_sharded
 from sherd.errors import GradientError
@@ -323,7 +323,7 @@ class Gradients:
                     "gradient cannot be added to it; set it to None, or to a DTensor placed as the parameter"
                 )
             if self._flat is not None:
-                self._flat.take_note(with_gradient, gradient is None)
+                note_gradients(self._flat, with_gradient, gradient is None)
             if have_hooks:
                 hooked.append(parameter)
         if sums:

@@ -57,11 +57,6 @@ class FlatParameter(RaggedDTensor):
     def _lack(self, members: frozenset[int]) -> None:
         self._lacking = members
 
-    def take_note(self, with_gradient: frozenset[int], is_first: bool) -> None:
-        """Note the parameters whose gradients were added to the gradient, or are the first in it."""
-        gradient = _as_flat(cast(torch.Tensor, self.grad))
-        gradient._lack((frozenset(range(len(self.names))) if is_first else gradient._lacking) - with_gradient)
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as torch declares it is not as it calls it
         cls, func: Aten, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
@@ -153,8 +148,9 @@ class FlatShard:
         self.shapes = tuple(record.shape for record in group.parameters)
         self._pieces = tuple(slot.cut.piece(group.mesh.piece) for slot in group.packing.slots)
         held = (slot.held(group.mesh.piece) for slot in group.packing.slots)
+        self.everyone = frozenset(range(len(self.names)))
         # The number of each member, by the id of its record, and its extent in this rank's run.
-        self._places = {id(each): place for each, place in zip(group.parameters, enumerate(held), strict=True)}
+        self.places = {id(each): place for each, place in zip(group.parameters, enumerate(held), strict=True)}
         mesh, together = group.mesh, group.packing.runs_together
         extents = (slot.unsharded for slot in group.packing.slots)
         members = [(record.unsharded_spec, extent) for record, extent in zip(group.parameters, extents, strict=True)]
@@ -171,7 +167,7 @@ class FlatShard:
 
     def gradient_of(self, record: ShardedParameter) -> torch.Tensor | None:
         """Returns a member's part of the flat parameter's gradient, a view; None if the member has none."""
-        whole, (number, extent) = self.parameter.grad, self._places[id(record)]
+        whole, (number, extent) = self.parameter.grad, self.places[id(record)]
         if whole is None or number in _as_flat(whole)._lacking:
             return None
         part = local_part(whole)[extent.start : extent.stop].view(record.local.shape)
@@ -180,22 +176,22 @@ class FlatShard:
     @torch.no_grad()
     def give_gradient(self, record: ShardedParameter, value: torch.Tensor | None) -> None:
         """Copy a member's gradient into the flat parameter's, which ends with the last member's."""
-        (number, extent), whole = self._places[id(record)], self.parameter.grad
+        (number, extent), whole = self.places[id(record)], self.parameter.grad
         if whole is None and value is None:
             return
-        given = torch.zeros_like(record.local) if value is None else local_part(value)
+        given = record.local if value is None else local_part(value)
         if given.shape != record.local.shape:
             raise GradientError(
                 f"{record.name}: .grad was set to {tuple(given.shape)} on this rank; set it to this rank's part, of "
                 f"shape {tuple(record.local.shape)}, or to None"
             )
-        everyone = frozenset(range(len(self.names)))
-        lacking = everyone if whole is None else _as_flat(whole)._lacking
+        lacking = self.everyone if whole is None else _as_flat(whole)._lacking
         whole = torch.zeros_like(self.parameter, dtype=given.dtype) if whole is None else whole
-        local_part(whole)[extent.start : extent.stop].copy_(given.reshape(-1))
+        if value is not None:
+            local_part(whole)[extent.start : extent.stop].copy_(given.reshape(-1))
         lacking = lacking | {number} if value is None else lacking - {number}
         _as_flat(whole)._lack(lacking)
-        self.parameter.grad = None if lacking == everyone else whole
+        self.parameter.grad = None if lacking == self.everyone else whole
 
     def metadata(self) -> FlatParamShardMetadata:
         """Returns the members that this rank holds elements of."""
@@ -209,6 +205,19 @@ class FlatShard:
             tuple(shape.numel() for _, shape, _ in on_rank),
             tuple((piece.start, piece.stop - 1) for _, _, piece in on_rank),
         )
+
+
+def note_gradients(flat: FlatParameter, arrived: frozenset[int], is_first: bool) -> None:
+    """Note the members whose gradients have been added to that of `flat`, or are the first in it."""
+    gradient, shard = _as_flat(cast(torch.Tensor, flat.grad)), flat._shard
+    if is_first:
+        gradient._lack(shard.everyone - arrived)
+        return
+    for number, extent in shard.places.values():
+        if number in gradient._lacking:
+            # Not when it was dropped: a step that waits for other ranks reads it until backward is over.
+            local_part(gradient)[extent.start : extent.stop].zero_()
+    gradient._lack(gradient._lacking - arrived)
 
 
 def _flat_of(record: ShardedParameter) -> FlatShard:
