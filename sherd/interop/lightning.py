@@ -60,13 +60,9 @@ __all__ = ["EmaCallback", "SherdFabricStrategy", "SherdStrategy"]
 
 HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-META = "meta.pt"
-"""The file of a folder that has all but the tensors, written last: Lightning's name for it."""
-MODEL = "model"
-"""The name of the model's shards in the Trainer's folders, as `FSDPStrategy`'s."""
-
-CURRENT = "current_model_state"
-"""The model's own parameters, where `state_dict` has averages: as in checkpoints of Lightning's averages."""
+# Lightning's names in checkpoints: a folder's file of all but tensors, written last; the model's shards in a folder of
+# `FSDPStrategy`; the model's own parameters, where `state_dict` has averages.
+META, MODEL, CURRENT = "meta.pt", "model", "current_model_state"
 
 State = dict[str, Any]
 
@@ -79,7 +75,7 @@ class _Sharding:
     root_device: torch.device
     world_size: int
     checkpoint_io: Any
-    model: Any
+    model: nn.Module
 
     def __init__(
         self,
@@ -159,7 +155,11 @@ class _Sharding:
 
     def _give_values(self, module: nn.Module, device: torch.device) -> None:
         """Give what is on the meta device memory, and the values of `reset_parameters`, the same on all ranks."""
-        empty = [each for each in module.modules() if any(tensor.is_meta for tensor in _own_tensors(each))]
+        empty = [
+            each
+            for each in module.modules()
+            if any(tensor.is_meta for tensor in chain(each.parameters(False), each.buffers(False)))
+        ]
         if not empty:
             return
         for each in empty:
@@ -190,8 +190,8 @@ class _Sharding:
         return StateDictOptions(full_state_dict=is_full, cpu_offload=is_full)
 
     def _module_of(self, optimizer: Optimizer) -> nn.Module:
-        """Returns the module whose parameters `optimizer` steps."""
-        raise NotImplementedError
+        """Returns the module whose parameters `optimizer` steps: of the Trainer, its only one."""
+        return self.model
 
     def _shards(self, target: nn.Module | Optimizer) -> State:
         if isinstance(target, Optimizer):
@@ -253,10 +253,8 @@ class _Sharding:
             return {**torch.load(Path(path) / META, map_location="cpu", weights_only=weights_only), **sharded}
         if type(self.checkpoint_io) is fabric.plugins.TorchCheckpointIO and Path(path).is_file():
             # Mapped, so that the ranks of a host share one copy.
-            mapped: State = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-            return mapped
-        loaded: State = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        return loaded
+            return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
+        return dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
 
 
 class SherdStrategy(_Sharding, pytorch.strategies.DDPStrategy):  # type: ignore[misc]
@@ -352,10 +350,6 @@ class SherdStrategy(_Sharding, pytorch.strategies.DDPStrategy):  # type: ignore[
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self._load_optimizer(optimizer, state)
 
-    def _module_of(self, optimizer: Optimizer) -> nn.Module:
-        module: nn.Module = self.model
-        return module
-
     def teardown(self) -> None:
         # Shards stay on their device: the next `fit` or `test` goes on with them.
         self.cluster_environment.teardown()
@@ -374,10 +368,9 @@ class SherdFabricStrategy(_Sharding, fabric.strategies.DDPStrategy):  # type: ig
     `fabric.setup` shards a module in place, and may be called for several modules. `fabric.save` and `fabric.load` take
     any number of them, and optimizers each of which steps parameters of one module.
 
-    The arguments are those of `SherdStrategy`.
+    The arguments, and what they raise, are those of `SherdStrategy`.
 
     Raises:
-        PolicyError, PolicyTypeError: an argument that is out of range, of another type, or unknown to `fully_shard`.
         StateError: of `fabric.save` and `fabric.load`, for an optimizer of no module that was set up; or a folder of
             shards without the modules to load it into.
     """
@@ -422,11 +415,7 @@ class SherdFabricStrategy(_Sharding, fabric.strategies.DDPStrategy):  # type: ig
         return self._optimizer_state(optimizer)
 
     def save_checkpoint(
-        self,
-        path: str | Path,
-        state: State,
-        storage_options: object = None,
-        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+        self, path: str | Path, state: State, storage_options: object = None, filter: Any = None
     ) -> None:
         if self.state_dict_type == "full":
             self._make_room(path)
@@ -575,10 +564,6 @@ def _has_blocks(module: nn.Module) -> bool:
     """Returns whether `auto_shard` finds units in `module` without a policy."""
     says = ("_no_split_modules", "_fsdp_plan")
     return any(getattr(each, name, None) for each in module.modules() for name in says) or bool(repeated_blocks(module))
-
-
-def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    return chain(module.parameters(recurse=False), module.buffers(recurse=False))
 
 
 def _modules_of_unit(owner: nn.Module) -> Iterator[nn.Module]:
