@@ -29,16 +29,7 @@ from sherd.layout.placement import Shape
 from sherd.optim.exchange import MatrixItem, Moving, Ring
 from sherd.optim.faults import FUNCTION, GRADIENT, NOT_FINITE, StepFaults, Told
 from sherd.optim.gradients import laid_as_gradient, local_gradient, own_gradients
-from sherd.optim.matrix_plan import (
-    Bucket,
-    Group,
-    Local,
-    MatrixPlan,
-    PlanKey,
-    batch_of,
-    key_of,
-    options_of,
-)
+from sherd.optim.matrix_plan import Bucket, Group, Local, MatrixPlan, PlanKey, batch_of, key_of, options_of
 from sherd.optim.matrix_state import MatrixState
 from sherd.optim.under_way import Parts, carry_out
 from sherd.tensor.ragged import local_part
