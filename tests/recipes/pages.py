@@ -36,9 +36,11 @@ def on_a_rank(program: str, folder: str, words: Sequence[str]) -> str:
             mock.patch.object(sys, "argv", [str(path), *words]),
             mock.patch.object(sys, "path", [str(path.parent), *sys.path]),
             redirect_stdout(io.StringIO()) as printed,
-            redirect_stderr(io.StringIO()),  # bars of progress
+            redirect_stderr(io.StringIO()) as said,  # bars of progress, and why arguments are refused
         ):
             runpy.run_path(str(path), run_name="__main__")
+    except SystemExit:
+        raise SystemExit(said.getvalue()) from None
     finally:
         os.chdir(before)
     return printed.getvalue()

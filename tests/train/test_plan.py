@@ -58,7 +58,7 @@ def test_a_model_that_fits_nowhere_is_planned_without_memory(capsys):
 def test_a_run_that_does_not_fit_its_ranks_and_a_setting_that_is_not_planned_are_refused(capsys):
     refusals = {
         ("--nproc", "5"): "optimizer.batch=15",
-        ("--nproc", "2", "shard.placement=whole"): "shard.placement = whole is not planned",
+        ("--nproc", "2", "shard.placement=blocks"): "shard.placement = blocks is not planned",
     }
     for words, says in refusals.items():
         assert main(["train", "--dry-run", *words]) == 2

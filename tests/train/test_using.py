@@ -369,7 +369,8 @@ def test_the_built_in_decoder_is_exported_as_the_llama_that_computes_the_same(wo
     model = {**TREE["model"], "heads": 4, "kv_heads": 2, "tied": tied, "rope_base": 50.0}
     world(2).run(write_report, Config.of(TREE, {"model": model, "data": {"path": text}, "run": RUN}), run)
     ((code, _, err),) = answer_of(commands, tmp_path, ["export", run / "checkpoints", "--to", "hf", "llama"])
-    assert (code, err) == (0, f"{run}/checkpoints/step-00000004 is exported to llama\n")
+    said = err.splitlines()[-1]  # behind what transformers and torchao say when they are imported
+    assert (code, said) == (0, f"{run}/checkpoints/step-00000004 is exported to llama")
     names = {path.name for path in (tmp_path / "llama").iterdir()}
     assert names >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
