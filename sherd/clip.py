@@ -56,7 +56,8 @@ def clip_grad_norm_(
     an axis on which its parameter is replicated must exist on all ranks.
 
     Args:
-        parameters: one tensor or many. A tensor that is given twice counts once.
+        parameters: one tensor or many. A tensor that is given twice counts once. For one from before sharding, as an
+            optimizer that was built then has it until its first step, its shard counts.
         max_norm: the largest norm that stays as it is.
         norm_type: the order p of the norm: any p > 0, inf for the largest magnitude, or 0 for the number of nonzero
             elements (torch gives the number of nonzero *tensors*).
@@ -78,7 +79,7 @@ def clip_grad_norm_(
     """
     if isinstance(parameters, Tensor):
         parameters = [parameters]
-    each_once = list({id(parameter): parameter for parameter in parameters}.values())
+    each_once = list({id(each): each for each in with_gradients("clip_grad_norm_", parameters)}.values())
     if not each_once and isinstance(parameters, types.GeneratorType):
         warnings.warn(
             "clip_grad_norm_ was given a generator without parameters (used up before?), so nothing is clipped; pass "
@@ -88,7 +89,6 @@ def clip_grad_norm_(
     power, fused = float(norm_type), foreach is not False
     if not power >= 0:
         raise PolicyError(f"clip_grad_norm_(norm_type={norm_type}): expected a number of 0 or more, or inf")
-    require_gradients("clip_grad_norm_", each_once)
     gradients = _Gradients(each_once)
     norm = _total_norm(gradients, power, fused, extra_groups)
     norm = norm.to(device=gradients.device, dtype=torch.float64 if gradients.is_wide else torch.float32)
@@ -104,15 +104,22 @@ def clip_grad_norm_(
 # The gradients
 
 
-def require_gradients(call: str, parameters: Iterable[Tensor]) -> None:
-    """Raise a StateError if `call`, which needs all gradients, comes when `step_in_backward` has stepped some."""
-    owned = ((record, record.owner) for each in parameters if (record := ShardedParameter.of(each)) is not None)
-    record = next((record for record, owner in owned if owner is not None and owner.steps_in_backward), None)
-    if record is not None:
-        raise StateError(
-            f"{call} needs the gradients of all parameters, and step_in_backward steps {record.name} within backward, "
-            "before they are there; call remove() on what step_in_backward returned, and the step waits for this call"
-        )
+def with_gradients(call: str, parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Returns `parameters`, with shards for those from before sharding. StateError: backward has stepped some."""
+    found = []
+    for parameter in parameters:
+        record = ShardedParameter.of(parameter)
+        if record is not None:
+            if (owner := record.owner) is not None and owner.steps_in_backward:
+                raise StateError(
+                    f"{call} needs all gradients, and step_in_backward steps {record.name} before they are there; call "
+                    "remove() on what step_in_backward returned, and the step waits for this call"
+                )
+            is_shard = parameter is record.shard or parameter is record.optimizer_param
+            if not is_shard and parameter is not record.places[0].shown:  # which would be unsharded
+                parameter = record.shard
+        found.append(parameter)
+    return found
 
 
 class _Gradients:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import device_of, gradients_of, spec_of
-from sherd.clip import require_gradients
+from sherd.clip import with_gradients
 from sherd.errors import PolicyTypeError
 from sherd.tensor.reduction_table import ANY, by_dtype, local_gradient_of
 
@@ -88,8 +88,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         themselves. GradScaler (2.11 to 2.13) has no public method for the flags, and torch's own sharded scaler
         overrides this method too: test_torch_asks_for_the_flags_in_one_place.
         """
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        require_gradients("ShardedGradScaler", parameters)
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = with_gradients("ShardedGradScaler", held)
         pieces_of_all = [
             local_gradient_of(grad, parameter)
             for grad, parameter in zip(gradients_of(parameters), parameters, strict=True)

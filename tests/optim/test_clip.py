@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from sherd import Flat, fully_shard
 from sherd.clip import clip_grad_norm_
 from sherd.errors import GradientError, MeshError, PolicyError
+from sherd.grad_scaler import ShardedGradScaler
 from tests.optim.twins import NAMES, Pair, backward
 from tests.support.comparing import assert_same, whole, whole_grads
 from tests.support.meshes import mesh_of
@@ -365,3 +366,25 @@ def test_a_rank_outside_a_parameters_mesh_is_told_so():
     else:
         parameter.grad = torch.ones_like(parameter)
         assert clip_grad_norm_(parameter, 1.0) == 2
+
+
+@on_threads(2, front=["composed", "wrapper", "flat"])
+def test_an_optimizer_from_before_sharding_clips_and_unscales_what_it_will_step(front):
+    """Until its first step it holds the parameters from before, which get no gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    inputs = torch.full((2, 8), 1.0)
+    model(inputs).sum().mul(4).backward()
+    expected = torch.nn.utils.get_total_norm([each.grad for each in model.parameters()])
+    model.zero_grad()
+    net = fully_shard(model) if front == "composed" else sharded(model, "wrapper", use_orig_params=front == "wrapper")
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    scaler.scale(net(inputs).sum()).backward()
+    if dist.get_rank() == 0:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        assert all(each.grad is None for each in held)
+    norms = [clip_grad_norm_(optimizer.param_groups[0]["params"], 1e9)]
+    scaler.unscale_(optimizer)
+    norms.append(clip_grad_norm_(optimizer.param_groups[0]["params"], 1e9))
+    torch.testing.assert_close(torch.stack(norms), torch.stack([expected, expected / 4]))

@@ -322,7 +322,7 @@ class Gradients:
                     f"{optimizer_param.name}: its .grad is a {type(gradient).__name__}, not a DTensor, so the reduced "
                     "gradient cannot be added to it; set it to None, or to a DTensor placed as the parameter"
                 )
-            if self._flat is not None:
+            if self._flat is not None and (lacks_some or gradient is not None):
                 note_gradients(self._flat, with_gradient, gradient is None)
             if have_hooks:
                 hooked.append(parameter)
