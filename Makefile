@@ -39,7 +39,7 @@ test: $(VENV)/.test
 test-front: $(VENV)/.test
 	$(PYTEST) -m front $$(grep -rl --include='test_*.py' 'mark\.front' tests) $(ARGS)
 
-test-all: $(VENV)/.test $(BROWSER)
+test-all: $(VENV)/.all $(BROWSER)
 	$(PYTEST) $(SPLIT) --suite=all --durations=10 $(ARGS)
 
 test-thorough: $(VENV)/.test $(BROWSER)
@@ -86,9 +86,10 @@ clean:
 
 # A stamp for each purpose: the second call finds it and installs nothing.
 $(VENV)/.test: EXTRAS := train,tools,hf,tensorboard,test
+$(VENV)/.all: EXTRAS := train,tools,hf,tensorboard,test,ray
 $(VENV)/.train: EXTRAS := train
 $(VENV)/.lint: EXTRAS := train,tools,hf,test,dev
-$(VENV)/.test $(VENV)/.train $(VENV)/.lint: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.test $(VENV)/.all $(VENV)/.train $(VENV)/.lint: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 

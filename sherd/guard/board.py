@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import Store, store_beside, timeout_of
-from sherd.comm.groups import MOST_WAIT_S, is_destroyed
-from sherd.guard.bounded_store import BoundedStore
+from sherd.comm.groups import is_destroyed
+from sherd.guard.bounded_store import ANSWERS_WITHIN_S, BoundedStore
 from sherd.guard.flight import OFTEN_UP_TO, Recorder
 from sherd.guard.order_check import PlannedCollective
 from sherd.guard.watchdog import Watchdog
@@ -232,7 +232,7 @@ def _watch(board: weakref.ref[Board], pause: float) -> None:
 
 def _end(thread: threading.Thread) -> None:
     _process_ends.set()
-    thread.join(MOST_WAIT_S)  # a thread may be in a call of the store
+    thread.join(ANSWERS_WITHIN_S)  # it may be in a call of the store, which never ends over a link that is cut
 
 
 _boards: weakref.WeakKeyDictionary[dist.ProcessGroup, Board | None] = weakref.WeakKeyDictionary()

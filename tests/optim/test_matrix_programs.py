@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import sherd
 from sherd import CommPolicy, MatrixOptimizer, Muon
+from sherd.comm import groups
 from sherd.errors import PolicyError
 from sherd.optim.muon import left_to_adamw, not_hidden
 from sherd.tensor.ragged import local_part
@@ -431,6 +432,7 @@ def test_steps_keep_nothing_but_state_however_many_models_they_step():
             for model in models:
                 model.zero_grad()
             schedule.step()
+        groups._wait_for_gloo()  # whose threads drop what was sent a moment later
         gc.collect()
         everything = gc.get_objects()
         tensors = {each.untyped_storage().data_ptr(): each for each in everything if type(each) is torch.Tensor}
