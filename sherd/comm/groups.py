@@ -221,13 +221,12 @@ def one_rank_group() -> dist.ProcessGroup:
 # moment after it reports a collective as done: it drops the last references to tensors (with torch 2.13, under its own
 # FSDP2 too, in 2 of 50 processes on a busy machine).
 
-MOST_WAIT_S = 10.0
-"""How long a process that ends waits for such threads. On a crowded machine they may be ready for seconds."""
+_MOST_WAIT_S = 10.0  # on a crowded machine threads may be ready to run for seconds
 
 
 @atexit.register
 def _wait_for_gloo() -> None:
-    latest = time.monotonic() + MOST_WAIT_S
+    latest = time.monotonic() + _MOST_WAIT_S
     while time.monotonic() < latest:
         time.sleep(0.002)  # releases the GIL, for which such a thread may be waiting
         if not is_at_work("pt_gloo_runloop"):  # torch's name

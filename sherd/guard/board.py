@@ -9,6 +9,7 @@ threads read that, and the blocked ranks raise it too. The same thread serves th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import threading
 import time
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from sherd._torch import Store, store_beside, timeout_of
 from sherd.comm.groups import is_destroyed
+from sherd.errors import CommError
 from sherd.guard.bounded_store import ANSWERS_WITHIN_S, BoundedStore
 from sherd.guard.flight import OFTEN_UP_TO, Recorder
 from sherd.guard.order_check import PlannedCollective
@@ -232,7 +234,8 @@ def _watch(board: weakref.ref[Board], pause: float) -> None:
 
 def _end(thread: threading.Thread) -> None:
     _process_ends.set()
-    thread.join(ANSWERS_WITHIN_S)  # it may be in a call of the store, which never ends over a link that is cut
+    with contextlib.suppress(CommError):  # the watchdog's, which it raises in the main thread, and has printed
+        thread.join(ANSWERS_WITHIN_S)  # it may be in a call of the store, which never ends over a link that is cut
 
 
 _boards: weakref.WeakKeyDictionary[dist.ProcessGroup, Board | None] = weakref.WeakKeyDictionary()

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from sherd.comm.groups import is_at_work
+from sherd.errors import CommError
 from sherd.guard import board
 
 NAME = "a thread (odd)"
@@ -80,3 +81,11 @@ def test_a_process_that_ends_waits_for_a_look_at_the_board_and_begins_no_other()
         ending.join()
         assert not looking.is_alive()
     assert busy.num_begun == 1
+
+
+def test_the_watchdogs_error_in_a_process_that_ends_is_told_once():
+    """It comes in the main thread, wherever that is: here it waits for the board's thread."""
+    with mock.patch.object(board, "_process_ends", threading.Event()):
+        looking = mock.Mock(**{"join.side_effect": CommError("rank 1 has died")})
+        board._end(looking)
+        assert looking.join.called
