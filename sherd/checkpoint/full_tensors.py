@@ -30,12 +30,12 @@ from torch.distributed.tensor import DTensor
 from sherd.checkpoint.catalog import ModelTensors
 from sherd.checkpoint.gathering import Gathering, Line, Memory, gathers_itself, goes_by_itself, line_of, way_of
 from sherd.checkpoint.ranks import Ranks
-from sherd.checkpoint.relayout import full_of
 from sherd.checkpoint.tensor_bytes import chunks_of, dtype_name
 from sherd.engine import Runtime, ShardedParameter, Unit
 from sherd.errors import StateError
 from sherd.storage.files import Content, write_file
 from sherd.storage.places import Place
+from sherd.tensor.relayout import full_of
 
 T = TypeVar("T")
 
