@@ -167,7 +167,7 @@ def test_every_rank_computes_in_every_bucket_but_the_last(monkeypatch):
                 optimizer = Muon(model, lr=0.02)
                 plan = optimizer._plan_of(optimizer.matrix_groups())
                 assert not plan.here
-                of_bucket = [[*each.exchange.own, *(item for item, _ in each.here)] for each in plan.buckets]
+                of_bucket = [[*each.own, *(item for item, _ in each.here)] for each in plan.buckets]
                 computed.append([sum(item.flops for item in items) for items in of_bucket])
         by_bucket = list(zip(*computed, strict=True))
         assert len(by_bucket) > 5

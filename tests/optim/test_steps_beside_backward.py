@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 import sherd
 from sherd import CommPolicy, MatrixOptimizer, Muon
 from sherd.errors import OptimizerError, StateError
-from sherd.optim.exchange import Exchange, Moving
+from sherd.optim.exchange import Bucket, Moving
 from tests.optim.test_matrix_programs import _deeper, _LanguageModel, _Routed
 from tests.optim.test_muon import EXACT, FRONTS, assert_as_plain, batches, sharded_by, stack, trained
 from tests.support.comparing import whole_params
@@ -38,7 +38,7 @@ def test_muon_trains_as_in_one_process_and_all_updates_are_there_when_backward_i
 
 
 def test_what_units_send_is_under_way_while_backward_goes_on(threads, monkeypatch):
-    start, wait, under_way = Exchange._start, Moving.wait, Counter()
+    start, wait, under_way = Bucket._start, Moving.wait, Counter()
 
     def started(self, *given):
         under_way[dist.get_rank()] += 1
@@ -59,7 +59,7 @@ def test_what_units_send_is_under_way_while_backward_goes_on(threads, monkeypatc
             model(noise(0, 0, 3, 6).requires_grad_()).sum().backward()
         return [*numbers, under_way[dist.get_rank()]]
 
-    monkeypatch.setattr(Exchange, "_start", started)
+    monkeypatch.setattr(Bucket, "_start", started)
     monkeypatch.setattr(Moving, "wait", waited)
     assert threads(2).run(seen, Shard(0)) == [[0, 1, 2, 2, 0]] * 2
     assert threads(2).run(seen, None) == [[0, 1, 1, 1, 0]] * 2
