@@ -13,7 +13,7 @@ import sherd
 from sherd import CommPolicy, MatrixOptimizer, Muon
 from sherd.errors import OptimizerError, StateError
 from sherd.optim.exchange import Bucket, Moving
-from tests.optim.test_matrix_programs import _deeper, _LanguageModel, _Routed
+from tests.optim.test_matrix_programs import _LanguageModel, assert_experts_are_stepped, grown
 from tests.optim.test_muon import EXACT, FRONTS, assert_as_plain, batches, sharded_by, stack, trained
 from tests.support.comparing import whole_params
 from tests.support.models import chain, noise
@@ -160,18 +160,7 @@ def test_clipping_and_scaling_say_that_the_step_has_not_waited_and_what_makes_it
 
 @on_processes(2)
 def test_experts_without_tokens_on_a_rank_are_stepped_alike():
-    plain, model = _Routed(), _Routed()
-    sharded(model, "shard", [*model.experts, model], comm_policy=CommPolicy(divergence="join"))
-    optimizers = [muon(plain), muon(model)]
-    sherd.step_in_backward(model, optimizers[1])
-    for step, routes in enumerate([([0, 1], [0]), ([0], [1]), ([2], [2]), ([], [0, 1, 2]), ([], [])]):
-        losses = [plain(batches(2)[rank] + step, routes[rank]).square().mean() for rank in range(2)]
-        (sum(losses) / 2).backward()
-        model(batches(2)[dist.get_rank()] + step, routes[dist.get_rank()]).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_as_plain(model, plain)
+    assert_experts_are_stepped(in_backward=True)
 
 
 @on_processes(2)
@@ -222,15 +211,7 @@ def test_parameters_that_refresh_finds_are_stepped():
         optimizer = muon(each, adamw={"lr": 0.1})
         if each is model:
             sherd.step_in_backward(model, optimizer)
-        _deeper(each)
-        if each is model:
-            sherd.refresh(model, optimizer)
-        else:
-            optimizer.add_param_group({"params": [*plain.more.named_parameters(), *plain.deeper.named_parameters()]})
-        for step in range(2):
-            each(torch.arange(step, step + 4)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        grown(each, optimizer)
     assert_as_plain(model, plain)
 
 
