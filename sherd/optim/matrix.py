@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from sherd._torch import DTensorSpec, in_backward
 from sherd.comm.failures import own_rank
 from sherd.engine import FlatParameter, ShardedParameter, Unit, watcher
-from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError, SherdError
+from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError, SherdError, in_short
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Shape
 from sherd.optim.exchange import Bucket, Local, MatrixItem, Moving
@@ -629,8 +629,7 @@ class _Step:
         )
 
     def _names_of(self, parameters: Sequence[torch.Tensor]) -> str:
-        names = [self.optimizer._name_of(each) for each in parameters]
-        return ", ".join(names if len(names) <= 3 else [*names[:3], f"{len(names) - 3} more"])
+        return in_short([self.optimizer._name_of(each) for each in parameters], 3)
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

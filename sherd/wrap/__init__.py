@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import nn
 
-from sherd.errors import ModuleError, PolicyError, PolicyTypeError
+from sherd.errors import ModuleError, PolicyError, PolicyTypeError, in_short
 
 __all__ = [
     "CustomPolicy",
@@ -392,7 +392,7 @@ def check_none_wrapped(root: nn.Module, is_wrapped: Callable[[nn.Module], bool])
     if names:
         raise ModuleError(
             "FSDP auto wrapping requires modules to not already have FSDP applied but found "
-            f"{_some(names)} in {type(root).__name__}; wrap by hand or by a policy, not both"
+            f"{in_short(names)} in {type(root).__name__}; wrap by hand or by a policy, not both"
         )
 
 
@@ -424,16 +424,11 @@ def check_frozen(root: nn.Module, units: Collection[nn.Module], ignored_params: 
             raise PolicyError(
                 f"{label(unit_name)} has both parameters with requires_grad=True and False. FSDP does not support "
                 "wrapping such modules when use_orig_params=False: pass use_orig_params=True, or wrap the frozen "
-                f"parameters separately. The following parameters have requires_grad=True: {_some(trained)}. The "
-                f"following parameters have requires_grad=False: {_some(frozen)}"
+                f"parameters separately. The following parameters have requires_grad=True: {in_short(trained)}. The "
+                f"following parameters have requires_grad=False: {in_short(frozen)}"
             )
 
 
 def label(name: str) -> str:
     """Returns the module's name for error texts."""
     return name or "the root"
-
-
-def _some(names: list[str], limit: int = 8) -> str:
-    more = [f"and {len(names) - limit} more"] if len(names) > limit else []
-    return ", ".join(names[:limit] + more)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from math import prod
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, DTYPES, memory_of
-from sherd.errors import CheckpointError
+from sherd.errors import CheckpointError, in_short
 from sherd.storage.places import Disk, Readable
 from sherd.tools.convert.contents import Contents, Read, Source, Spec
 from sherd.tools.convert.of_deepspeed import (
@@ -170,9 +170,9 @@ class _Training:
     def notes(self) -> Iterator[str]:
         """Yields what a user of DeepSpeed should know."""
         if self.without:
-            yield f"{_few(self.without)}: without state, so DeepSpeed cannot train them from here"
+            yield f"{in_short(sorted(self.without), 4)}: without state, so DeepSpeed cannot train them from here"
         if self.keys != _KEYS_OF_ZERO3:
-            kept = _few(self.keys - {"step"})
+            kept = in_short(sorted(self.keys - {"step"}), 4)
             yield f"it is for ZeRO-1 and 2 alone: under ZeRO-3 DeepSpeed loads Adam's states, not {kept}"
         if len(self.groups) > 1:
             yield "under ZeRO-3 DeepSpeed takes the settings of the first group for all: docs/do/convert.md"
@@ -253,7 +253,9 @@ def _training(contents: Contents, model: str, optimizer: str) -> _Training:
             step = {"step": group["step"]} if "step" in group and "step" not in own else {}
             states[name] = {"fp32": tensors[name], **own, **step}
     if kept:
-        raise CheckpointError(f"{optimizer} has state of parameters that are in none of its groups: {_few(kept)}")
+        raise CheckpointError(
+            f"{optimizer} has state of parameters that are in none of its groups: {in_short(sorted(kept), 4)}"
+        )
     if not states:
         raise CheckpointError(
             f"{optimizer} has no state of any parameter, and DeepSpeed needs it; write the model alone as hf or torch"
@@ -273,7 +275,7 @@ def _require(states: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Pend
             if not part or part in (".", "..") or any(letter in part for letter in "/\\\0"):
                 raise CheckpointError(f"{part[:100]!r} is the name of a folder or file here, which cannot be one")
         if state.keys() != states[first].keys():
-            of_name, of_first = (_few(keys - {"fp32"}) for keys in (state.keys(), states[first].keys()))
+            of_name, of_first = (in_short(sorted(keys - {"fp32"}), 4) for keys in (state.keys(), states[first].keys()))
             raise CheckpointError(
                 f"{optimizer} keeps {of_name} of {name}, and {of_first} of {first}; the format "
                 f"{FORMAT} cannot hold parameters whose states differ; {other}"
@@ -338,9 +340,3 @@ def _write(path: Path, tree: object, read: Read) -> None:
         save(file, tree, read)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _few(names: Iterable[str]) -> str:
-    """Returns the first of `names`, for a message."""
-    in_order = sorted(names)
-    return ", ".join(in_order[:4]) + (", ..." if len(in_order) > 4 else "")
