@@ -13,7 +13,6 @@ under ZeRO-3. It knows groups by their numbers.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -26,18 +25,9 @@ import torch
 from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, DTYPES, memory_of
 from sherd.errors import CheckpointError, in_short
 from sherd.storage.places import Disk, Readable
-from sherd.tools.convert.contents import Contents, Read, Source, Spec
-from sherd.tools.convert.of_deepspeed import (
-    MODEL_FILE,
-    MODEL_FILES,
-    OfRuns,
-    VectorRun,
-    Wrong,
-    add_model,
-    folder_of,
-    reading,
-)
-from sherd.tools.convert.of_torch import Strided, TorchFile, save
+from sherd.tools.convert.contents import Contents, Read, Reshaped, Source, Spec
+from sherd.tools.convert.of_deepspeed import MODEL_FILE, MODEL_FILES, Wrong, add_model, folder_of, reading
+from sherd.tools.convert.of_torch import Strided, TorchFile, save_file
 from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, Collected, PendingTensor, tree_of
 
 FORMAT = "universal"
@@ -113,11 +103,11 @@ def read(path: Path) -> Source:
         return contents.source(FORMAT, files.close)
 
 
-def _shaped(vector: Strided, shape: Any, name: str) -> OfRuns:
+def _shaped(vector: Strided, shape: Any, name: str) -> Reshaped:
     """Returns a parameter that is flattened in its file, as in checkpoints that were made from ZeRO-3."""
     if prod(vector.spec.shape) != prod(shape):
         raise Wrong(f"{name} has {prod(vector.spec.shape)} elements, and the shape {str(shape)[:50]}")
-    return OfRuns(Spec(vector.spec.dtype, tuple(shape)), (VectorRun(vector, 0, prod(shape)),))
+    return Reshaped(vector, tuple(shape))
 
 
 def _with_settings(
@@ -198,10 +188,10 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
         (folder / "zero" / name).mkdir(parents=True)
         for key, value in tensors.items():
             tree = value if key == "step" else {"cat_dim": 0, "param": _widened(value)}
-            _write(folder / "zero" / name / f"{key}.pt", tree, _as_fp32(read, contents.tensors))
+            save_file(folder / "zero" / name / f"{key}.pt", tree, _as_fp32(read, contents.tensors))
     numbers = [{**group, PARAMS: [number]} for number, group in enumerate(training.settings)]
     of_zero3 = {STATE: {0: {"step": first[0]} if first else {}}, GROUPS: numbers}
-    _write(folder / _SETTINGS, {GROUPS: numbers, "ds_version": _VERSION, "optimizer_state_dict": of_zero3}, read)
+    save_file(folder / _SETTINGS, {GROUPS: numbers, "ds_version": _VERSION, "optimizer_state_dict": of_zero3}, read)
     states: dict[str, Any] = {
         "module": training.rest,
         "buffer_names": list(training.rest),
@@ -214,9 +204,9 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
         "mp_world_size": 1,
         "ds_version": _VERSION,
     }
-    _write(folder / MODEL_FILE, states, read)
+    save_file(folder / MODEL_FILE, states, read)
     if training.keys == _KEYS_OF_ZERO3:
-        _write(folder / _ZERO3_FILE, states | {"module": {}}, read)
+        save_file(folder / _ZERO3_FILE, states | {"module": {}}, read)
     (path / _LATEST).write_text(folder.name)
     others = [name for name in contents.values if name not in (models[0], optimizers[0])]
     left_out = [f"{name} is left out: the format {FORMAT} holds a model and its optimizer" for name in others]
@@ -333,10 +323,3 @@ def _as_fp32(read: Read, specs: Mapping[str, Spec]) -> Read:
                 yield memory_of(part.float())
 
     return chunks
-
-
-def _write(path: Path, tree: object, read: Read) -> None:
-    with open(path, "xb") as file:
-        save(file, tree, read)
-        file.flush()
-        os.fsync(file.fileno())
