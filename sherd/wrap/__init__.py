@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch import nn
 
@@ -31,6 +31,7 @@ __all__ = [
     "wrap",
 ]
 
+T = TypeVar("T")
 Kwargs: TypeAlias = dict[str, Any]
 Chosen: TypeAlias = dict[nn.Module, Kwargs]
 """The modules that become units, children before their parents, each with the arguments of the unit."""
@@ -354,6 +355,16 @@ def _post_order(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[
             seen.add(child)
             yield from _post_order(child, f"{name}.{child_name}" if name else child_name, seen)
     yield name, module
+
+
+def outermost(root: nn.Module, of: Callable[[nn.Module], T | None]) -> Iterator[tuple[nn.Module, T]]:
+    """Yields the modules at and below `root` of which `of` returns something, with that; none below another one."""
+    found = of(root)
+    if found is not None:
+        yield root, found
+        return
+    for child in root.children():
+        yield from outermost(child, of)
 
 
 def is_container(module: nn.Module) -> bool:
