@@ -187,7 +187,7 @@ class Pieced:
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorPart:
     """The part `box` of a tensor."""
 
     of: Lazy

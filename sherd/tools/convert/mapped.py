@@ -13,7 +13,7 @@ from sherd.checkpoint.tensor_bytes import DTYPES
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, whole
 from sherd.layout.extent import Extent
-from sherd.tools.convert.contents import Contents, Cut, Lazy, NamedTensor, Pieced, Source, Spec
+from sherd.tools.convert.contents import Contents, Lazy, NamedTensor, Pieced, Source, Spec, TensorPart
 from sherd.tools.convert.mapping import Rule, each_match, filled, matcher
 from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, references
 
@@ -239,7 +239,7 @@ def _reshaped_tensors(rule: Rule, tensors: Sequence[Lazy], name: str, _: int) ->
         if rule.dim >= len(shape):
             raise CheckpointError(f"{name} of shape {shape} has no dim {rule.dim}")
         sizes = _sizes(shape[rule.dim], rule.ratio or [1] * len(rule.to), name)
-        return [Cut(first, box) for box in _boxes(shape, rule.dim, sizes)]
+        return [TensorPart(first, box) for box in _boxes(shape, rule.dim, sizes)]
     if rule.kind == "stack":
         if len({tensor.spec for tensor in tensors}) > 1:
             raise CheckpointError(f"{name}: tensors of other shapes or dtypes cannot be stacked")

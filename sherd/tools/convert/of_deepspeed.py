@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from typing import Any
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box
 from sherd.storage.places import read_file
-from sherd.tools.convert.contents import MODEL, Cut, Lazy, Pieced, Reshaped, Source, Spec
-from sherd.tools.convert.of_torch import Strided, TorchFile, opened
+from sherd.tools.convert.contents import MODEL, Lazy, Pieced, Reshaped, Source, Spec, TensorPart
+from sherd.tools.convert.of_torch import Strided, opened
 from sherd.tools.convert.pickles import Inert
 from sherd.tools.convert.state_trees import Collected, is_lazy
 
@@ -35,24 +35,16 @@ MODEL_FILES = f"*{MODEL_FILE}"
 _RANK = re.compile(r"zero_pp_rank_(\d{1,6})_mp_rank")
 
 
-class Files:
+class Files(ExitStack):
     """The open files of a checkpoint."""
-
-    def __init__(self) -> None:
-        self._open: list[TorchFile] = []
 
     def tree(self, path: Path) -> Mapping[str, Any]:
         """Returns the dict in the file at `path`. Raises CheckpointError if there is none."""
-        self._open.append(opened(path, stubs=("deepspeed",)))
-        tree = self._open[-1].tree
-        if not isinstance(tree, Mapping):
-            raise CheckpointError(f"{path} holds a {type(tree).__name__} where a dict is expected")
-        return tree
-
-    def close(self) -> None:
-        """Close all files."""
-        while self._open:
-            self._open.pop().close()
+        file = opened(path, stubs=("deepspeed",))
+        self.callback(file.close)
+        if not isinstance(file.tree, Mapping):
+            raise CheckpointError(f"{path} holds a {type(file.tree).__name__} where a dict is expected")
+        return file.tree
 
 
 class Wrong(Exception):
@@ -176,7 +168,7 @@ class _Zero(ABC):
             if not isinstance(vector, Strided) or start + numel > prod(vector.spec.shape):
                 raise Wrong(f"{name} lies outside of its vector")
             dtype = vector.spec.dtype
-            runs.append((Box((total,), (numel,)), Cut(vector, Box((start,), (numel,)))))
+            runs.append((Box((total,), (numel,)), TensorPart(vector, Box((start,), (numel,)))))
             total += numel
         if total != prod(shape) or not all(type(size) is int and size >= 0 for size in shape):
             raise Wrong(f"{name} of shape {str(shape)[:50]} has {total} elements")
