@@ -350,10 +350,10 @@ class Bucket:
         self.here: list[tuple[MatrixItem, Extent]] = []
         """Items that this rank computes by itself, together with those of the bucket."""
         self.at_owners = all(item.has_all(ring.holders[item.owner]) for item in items)
-        self._header, self._missing = torch.empty(0), [-1]
-        part, piece = ring.holders[ring.rank]
-        self._numels = {item.index: item.parts[part].cuts[0].local_numel(piece) for item in items}
-        holder = ring.holders[ring.rank]
+        self._header = torch.empty(0)
+        self._missing: list[int] | None = None
+        at, piece = holder = ring.holders[ring.rank]
+        self._numels = {item.index: item.parts[at].cuts[0].local_numel(piece) for item in items}
         of_rank = [[item for item in items if item.owner == rank] for rank in range(len(ring.ranks))]
 
         def held(back: bool) -> list[list[tuple[int, Extent]]]:
