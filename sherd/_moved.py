@@ -43,6 +43,7 @@ MOVED = {
     "sherd.checkpoint.export": "sherd.checkpoint.full_tensors",
     "sherd.checkpoint.model_tensors": "sherd.checkpoint.catalog",
     "sherd.checkpoint.random_state": "sherd.checkpoint.items",
+    "sherd.checkpoint.relayout": "sherd.tensor.relayout",
     "sherd.checkpoint.rekeying": "sherd.api.state_methods",
     "sherd.checkpoint.staging": "sherd.checkpoint.writing",
     "sherd.storage.blocks": "sherd.storage.files",

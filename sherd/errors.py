@@ -31,6 +31,7 @@ as ValueError, TypeError or RuntimeError have the same base here, so that `excep
 """
 
 import os
+from collections.abc import Sequence
 from typing import ClassVar
 
 __all__ = [
@@ -193,3 +194,8 @@ def reason_of(error: BaseException) -> str:
         if reason and not reason.endswith(":"):
             break
     return reason or type(error).__name__
+
+
+def in_short(names: Sequence[str], most: int = 8) -> str:
+    """Returns the first `most` of `names` for a message, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

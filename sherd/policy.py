@@ -227,7 +227,11 @@ class AllGather(Comm):
 
     @abstractmethod
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Fill `output_tensor` (`[W * n]`) with every rank's `input_tensor` (`[n]`), in rank order."""
 

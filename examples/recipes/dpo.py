@@ -9,7 +9,7 @@ import copy
 import torch
 import torch.distributed as dist
 import transformers
-from small import PAIRS, made, own_part, padded
+from small import PAIRS, kept, made, own_part, padded
 from torch import nn
 from torch.nn.functional import logsigmoid
 
@@ -63,10 +63,9 @@ def main() -> None:
                 print(f"step {step:4d}  loss {shown[0]:.3f}  preferred {shown[1]:.3f}", flush=True)
 
     sherd.save_pretrained(policy, args.out)
-    memory = *sherd.memory_report(policy, optimizer).rows, *sherd.memory_report(reference).rows
-    kept = sum(row.now for row in memory if row.kind in ("shards", "optimizer state")) / 2**20
+    memory = kept(sherd.memory_report(policy, optimizer), sherd.memory_report(reference))
     if rank == 0:
-        print(f"rank 0 keeps {kept:.2f} MiB of shards and optimizer state, those of the reference among them")
+        print(f"{memory}, those of the reference among them")
     dist.destroy_process_group()
 
 

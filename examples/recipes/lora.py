@@ -9,7 +9,7 @@ from collections.abc import Callable
 import peft
 import torch
 import torch.distributed as dist
-from small import PAIRS, made, own_part, padded
+from small import PAIRS, kept, made, own_part, padded
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -56,10 +56,9 @@ def main(load: Callable[[str | None, torch.dtype], nn.Module] = made) -> None:
                 print(f"step {step:4d}  loss {total:.3f}", flush=True)
 
     sherd.save_pretrained(model, args.out)  # the adapters alone, for PeftModel.from_pretrained
-    memory = sherd.memory_report(model, optimizer)
-    kept = sum(row.now for row in memory.rows if row.kind in ("shards", "optimizer state")) / 2**20
+    memory = kept(sherd.memory_report(model, optimizer))
     if rank == 0:
-        print(f"rank 0 keeps {kept:.2f} MiB of shards and optimizer state")
+        print(memory)
     dist.destroy_process_group()
 
 

@@ -10,6 +10,8 @@ import torch.distributed as dist
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
+from sherd.memory.report import MemoryReport
+
 KINDS = (str, bytes, int, float, list, tuple, dict, set, frozenset, complex, range, type)
 PAIRS = [
     (f"{kind.__name__}.{name}: ", member.__doc__.strip().splitlines()[0][:80])
@@ -49,3 +51,9 @@ def padded(pairs: Sequence[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor
         tokens.append(torch.tensor([*asked, *said]))
         targets.append(torch.tensor([*[-100] * (len(asked) - 1), *said, -100]))
     return pad_sequence(tokens, True, END), pad_sequence(targets, True, -100)
+
+
+def kept(*reports: MemoryReport) -> str:
+    """What this rank keeps from step to step, by reports of `sherd.memory_report`."""
+    nbytes = sum(row.now for each in reports for row in each.rows if row.kind in ("shards", "optimizer state"))
+    return f"rank {dist.get_rank()} keeps {nbytes / 2**20:.2f} MiB of shards and optimizer state"

@@ -6,7 +6,7 @@ import inspect
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
@@ -16,7 +16,7 @@ from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import FSDPModule, require_module
 from sherd.engine import ParameterOwnership, Unit
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError
-from sherd.wrap import Kwargs, WrapPolicy, choose, is_container, post_order
+from sherd.wrap import Kwargs, WrapPolicy, choose, is_container, outermost, post_order
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -113,7 +113,8 @@ Rule: TypeAlias = str | tuple[str, ...]
 def _described(model: nn.Module, arguments: Kwargs) -> list[UnitCall]:
     """Returns the units that the model's `_fsdp_plan` and `_no_split_modules` describe, or else its repeated blocks."""
     unit_of_module: dict[nn.Module, UnitCall] = {}
-    for owner, plan in _outermost_plans(model):
+    # A plan includes the plans of models inside of its own.
+    for owner, plan in outermost(model, lambda module: getattr(module, "_fsdp_plan", None)):
         for planned in _planned(owner, plan, arguments):
             for module in planned.modules:
                 unit_of_module.setdefault(module, planned)
@@ -170,16 +171,6 @@ def _no_split_classes(model: nn.Module) -> set[str]:
             )
         classes.update(names)
     return classes
-
-
-def _outermost_plans(module: nn.Module) -> Iterator[tuple[nn.Module, object]]:
-    """Yields the outermost plans at and below `module`, each with its module."""
-    plan = getattr(module, "_fsdp_plan", None)
-    if plan is not None:
-        yield module, plan  # which includes the plans of models inside `module`
-        return
-    for child in module.children():
-        yield from _outermost_plans(child)
 
 
 def _planned(owner: nn.Module, plan: object, arguments: Kwargs) -> list[UnitCall]:

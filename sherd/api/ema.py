@@ -13,12 +13,11 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import spec_of
 from sherd.api.module import require_module
 from sherd.checkpoint.catalog import ModelTensors
-from sherd.checkpoint.relayout import Named, around, laid_out, put
-from sherd.comm.agreement import in_short
 from sherd.engine import ShardedParameter
-from sherd.errors import ModuleError, StateError
+from sherd.errors import ModuleError, StateError, in_short
 from sherd.requirements import require_bool, require_floating_dtype, require_number, require_type
 from sherd.tensor.ragged import local_part
+from sherd.tensor.relayout import Named, around, laid_out, put
 
 _BATCH = 32
 """The number of tensors that are converted at once, where averages are of another dtype or on another device."""

@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from sherd._torch import DTensorSpec, local_tensor, sharded_tensor_of_rows, spec_of
-from sherd.checkpoint.relayout import around, lies_as
 from sherd.comm.mesh import DataMesh
 from sherd.errors import PlacementError, UnsupportedError
 from sherd.layout import placement
@@ -31,6 +30,7 @@ from sherd.requirements import require_type
 from sherd.tensor.gather import gather_part, shard_of
 from sherd.tensor.placement import is_ragged, layout_of
 from sherd.tensor.ragged import local_part
+from sherd.tensor.relayout import around, lies_as
 from sherd.tensor.tensor_parallel import beside, own_spec
 
 

@@ -13,6 +13,7 @@ from sherd.api.module import optimizers_in, require_module, sharded_units
 from sherd.engine import Runtime, Unit
 from sherd.errors import PolicyError
 from sherd.guard import Coordinator
+from sherd.wrap import outermost
 
 Batch = TypeVar("Batch")
 
@@ -114,15 +115,5 @@ def coordinated(caller: str, model: nn.Module) -> tuple[list[Unit], list[Coordin
                 f"{caller}: unit {unit.name} has CommPolicy(divergence={unit.mesh.comm.divergence!r}); give all units "
                 'of the model comm_policy=CommPolicy(divergence="join")'
             )
-    monitors = {each for root, at in _roots(model) for each in Runtime.of(root, at).monitors}
+    monitors = {each for at, root in outermost(model, Unit.of) for each in Runtime.of(root, at).monitors}
     return units, [each for each in monitors if isinstance(each, Coordinator)]
-
-
-def _roots(module: nn.Module) -> Iterator[tuple[Unit, nn.Module]]:
-    """Yields the outermost units at and below `module`, each with its module."""
-    unit = Unit.of(module)
-    if unit is not None:
-        yield unit, module
-    else:
-        for child in module.children():
-            yield from _roots(child)

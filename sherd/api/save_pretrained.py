@@ -26,8 +26,9 @@ from torch import nn
 
 from sherd.api.module import FSDPModule, require_module
 from sherd.checkpoint.catalog import without_wrappers
-from sherd.checkpoint.full_tensors import Full, FullTensors, TensorSource, file_names, split, write_files
+from sherd.checkpoint.full_tensors import Full, FullTensors, TensorSource, file_names, write_files
 from sherd.checkpoint.ranks import Ranks
+from sherd.checkpoint.tensor_bytes import in_buckets
 from sherd.errors import CheckpointError, ModuleError, UnsupportedError
 from sherd.requirements import require_floating_dtype, require_int, require_type
 from sherd.storage.places import Disk, flush
@@ -103,7 +104,7 @@ def save_pretrained(
         )
     tensors = FullTensors(model, dtype, "save_pretrained()")
     named = _Named(inner, tensors)
-    parts = split(named.sources, max_shard_bytes)
+    parts = in_buckets(named.sources, lambda source: source.nbytes, max_shard_bytes)
     files = dict(zip(file_names(len(parts)), parts, strict=True))
     with _staging_folder(Path(path)) as (part, ranks, purpose):
         sizes = write_files(tensors, files, named.converted, ranks, Disk(part), purpose)

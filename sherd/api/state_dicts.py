@@ -27,11 +27,11 @@ from sherd.api.fsdp1 import ShardingStrategy, devices_here
 from sherd.api.state_dict_type import ShardedForm, StateDict, StateDictType
 from sherd.api.wrapper_state import WrapperState, find_state, state_of
 from sherd.checkpoint.by_parameter import show_parameters_to_checkpointing
-from sherd.checkpoint.relayout import around, full_of, lies_as, on_mesh_device
 from sherd.comm.mesh import permuted
 from sherd.engine import FlatParameter, ShardedParameter, Unit, UnshardedCopies
 from sherd.errors import PlacementError
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, local_part
+from sherd.tensor.relayout import around, full_of, lies_as, on_mesh_device
 from sherd.wrap.names import WRAPPED, plain_name
 
 FLAT_PARAM = "_flat_param"

@@ -18,11 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec, spec_of
-from sherd.checkpoint.relayout import Named, put
-from sherd.comm.agreement import in_short
 from sherd.engine import FlatParameter, ShardedParameter, Unit
-from sherd.errors import OptimStateError, PolicyTypeError, StateError
+from sherd.errors import OptimStateError, PolicyTypeError, StateError, in_short
 from sherd.tensor.ragged import local_part
+from sherd.tensor.relayout import Named, put
 from sherd.tensor.span import Span
 from sherd.wrap.names import plain_name
 

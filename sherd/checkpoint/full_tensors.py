@@ -18,10 +18,9 @@ gather     1a 2a 1b 2b ...    by turns, so that both ranks have something to wri
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -30,14 +29,12 @@ from torch.distributed.tensor import DTensor
 from sherd.checkpoint.catalog import ModelTensors
 from sherd.checkpoint.gathering import Gathering, Line, Memory, gathers_itself, goes_by_itself, line_of, way_of
 from sherd.checkpoint.ranks import Ranks
-from sherd.checkpoint.relayout import full_of
-from sherd.checkpoint.tensor_bytes import chunks_of, dtype_name
+from sherd.checkpoint.tensor_bytes import chunks_of, dtype_name, in_buckets
 from sherd.engine import Runtime, ShardedParameter, Unit
 from sherd.errors import StateError
 from sherd.storage.files import Content, write_file
 from sherd.storage.places import Place
-
-T = TypeVar("T")
+from sherd.tensor.relayout import full_of
 
 _EXPORT_BUCKET_BYTES = 64 << 20
 
@@ -53,20 +50,6 @@ class Full:
     def nbytes(self) -> int:
         """The bytes of the tensor."""
         return self.shape.numel() * self.dtype.itemsize
-
-
-def in_buckets(elements: Iterable[T], nbytes_of: Callable[[T], int], most_bytes: int) -> list[list[T]]:
-    """Returns `elements`, in order, in lists of at most `most_bytes`, or of one element."""
-    buckets: list[list[T]] = []
-    room = 0
-    for element in elements:
-        nbytes = nbytes_of(element)
-        if not buckets or nbytes > room:
-            buckets.append([])
-            room = most_bytes
-        buckets[-1].append(element)
-        room -= nbytes
-    return buckets
 
 
 class FullTensors:
@@ -282,11 +265,6 @@ class TensorSource:
     def nbytes(self) -> int:
         """The bytes of the results."""
         return sum(result.nbytes for result in self.results.values())
-
-
-def split(sources: Sequence[TensorSource], most_bytes: int) -> list[list[TensorSource]]:
-    """Returns `sources` by file, in order: at most `most_bytes` in each, or one tensor."""
-    return in_buckets(sources, lambda source: source.nbytes, most_bytes)
 
 
 def file_names(number: int) -> list[str]:

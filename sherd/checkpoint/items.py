@@ -19,12 +19,12 @@ from sherd._torch import DTensorSpec
 from sherd.checkpoint.catalog import Catalog, ModelTensors, without_wrappers
 from sherd.checkpoint.loading import Awaited, to_load
 from sherd.checkpoint.pieces import local_shape_of, pieces_here
-from sherd.checkpoint.relayout import around
 from sherd.checkpoint.saving import Form, needs_comparison, state_by_name
 from sherd.checkpoint.tensor_bytes import DTYPES, read_into, read_tensor
 from sherd.checkpoint.tree import NOT_WRITTEN, Json, Tensors, decoded, encoded
 from sherd.errors import CheckpointError, OptimStateError, SherdError
 from sherd.storage.files import Opened
+from sherd.tensor.relayout import around
 from sherd.tensor.state_kind import Stateful, StateKind, state_kind
 
 EXTRA = "extra_state"

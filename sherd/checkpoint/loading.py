@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec, full_of_sharded_tensor, local_tensor
 from sherd.checkpoint.catalog import Catalog, Member, OptimizerEntry, ParamGroup, StateDict, plain_key
-from sherd.checkpoint.relayout import around, full_of, laid_out
 from sherd.comm.failures import named
 from sherd.comm.mesh import default_device_type
 from sherd.comm.objects import broadcast_object
@@ -27,6 +26,7 @@ from sherd.engine import watcher
 from sherd.errors import OptimStateError
 from sherd.tensor.optimizers import ELEMENTWISE
 from sherd.tensor.ragged import local_part
+from sherd.tensor.relayout import around, full_of, laid_out
 from sherd.tensor.span import Span
 from sherd.tensor.state_kind import PlacesState, State, StateKind, state_kind
 

@@ -13,8 +13,7 @@ from sherd.checkpoint.ranks import OtherRankFailed, Ranks
 from sherd.checkpoint.tensor_bytes import read_tensor
 from sherd.checkpoint.tree import decoded
 from sherd.checkpoint.writing import GIVEN, PER_RANK, RANDOM
-from sherd.comm.agreement import in_short
-from sherd.errors import CheckpointError, NoCheckpointError, StorageError
+from sherd.errors import CheckpointError, NoCheckpointError, StorageError, in_short
 from sherd.storage.files import Opened, read_manifest
 from sherd.storage.folder import Folder, faults
 from sherd.storage.manifest import MANIFEST

@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 from sherd._torch import local_tensor, spec_of
 from sherd.checkpoint.catalog import Catalog, OptimizerEntry, StateDict
-from sherd.checkpoint.relayout import around, as_rows, full_of, gathered_vector, laid_out, lies_as
 from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import all_gather_objects
 from sherd.engine import ShardedParameter, watcher
 from sherd.errors import OptimStateError
 from sherd.tensor.ragged import own_view
+from sherd.tensor.relayout import around, as_rows, full_of, gathered_vector, laid_out, lies_as
 from sherd.tensor.state_kind import State, StateKind, copy_of, state_kind
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -36,6 +37,8 @@ DTYPES = {
     "C128": torch.complex128,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+T = TypeVar("T")
 
 CHUNK_BYTES = 4 << 20
 """A tensor that is on a device, or not contiguous, is copied to the host in chunks of this size."""
@@ -121,3 +124,17 @@ def read_tensor(opened: Opened, name: str) -> torch.Tensor:
     target = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
     read_into(opened, name, whole(entry.shape), target)
     return target
+
+
+def in_buckets(elements: Iterable[T], nbytes_of: Callable[[T], int], most_bytes: int) -> list[list[T]]:
+    """Returns `elements`, in order, in lists of at most `most_bytes`, or of one element."""
+    buckets: list[list[T]] = []
+    room = 0
+    for element in elements:
+        nbytes = nbytes_of(element)
+        if not buckets or nbytes > room:
+            buckets.append([])
+            room = most_bytes
+        buckets[-1].append(element)
+        room -= nbytes
+    return buckets

@@ -21,8 +21,7 @@ from sherd.checkpoint.pieces import Choice, Described, Layouts, Party, choose, i
 from sherd.checkpoint.ranks import Ranks
 from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, chunks_of, dtype_name, memory_of
 from sherd.checkpoint.tree import Json, Tensors, encoded
-from sherd.comm.agreement import in_short
-from sherd.errors import CheckpointError, CommError
+from sherd.errors import CheckpointError, CommError, in_short
 from sherd.layout.boxes import Box, Grid, Piece
 from sherd.layout.placement import Shape
 from sherd.storage.files import Content, write_file
@@ -114,9 +113,11 @@ def plan(items: Sequence[Item], ranks: Ranks, step: int, user: Json, own: Mappin
         _require_same_copies(tensors, parties, ranks)
     choices = choose(parties)
     parts: list[Parts] = []
-    ranks.each(
-        lambda: parts.append(_parts(tensors, described, choices, ranks.rank, own)), "the look at what this rank saves"
-    )
+
+    def take_apart() -> None:
+        parts.append(_parts(tensors, described, choices, ranks.rank, own))
+
+    ranks.each(take_apart, "the look at what this rank saves")
     everything = {name: tensor for party in reversed(parties) for name, tensor in party.tensors.items()}
     ordered = {name: everything[name] for name in choices}
     return SavePlan(step, save_id, ordered, choices, aliases, values, user, parts[0])
@@ -134,9 +135,11 @@ def _require_same_copies(tensors: Tensors, parties: Sequence[Party], ranks: Rank
             variants.setdefault(name, set()).update([tensor.variant] if tensor.copies else [])
     several = [name for name, of_name in variants.items() if len(of_name) > 1]
     parameters = {name: held for name in several if isinstance(held := tensors.get(name), nn.Parameter)}
-    samples = ranks.each(
-        lambda: {name: sampled(name, parameter) for name, parameter in parameters.items()}, "the comparison of copies"
-    )
+
+    def sample() -> dict[str, dict[int, complex]]:
+        return {name: sampled(name, parameter) for name, parameter in parameters.items()}
+
+    samples = ranks.each(sample, "the comparison of copies")
     for name in several:
         of_ranks = [of_rank[name] for of_rank in samples if name in of_rank]
         reference = ChainMap(*of_ranks)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from sherd.cli.terminal import say
+from sherd.cli.uses import at_least
 from sherd.tools.doctor.findings import as_json, as_table, exit_code
 from sherd.train.codes import BAD_INPUT
 
@@ -35,7 +36,7 @@ def add_doctor(commands: Commands) -> None:
         metavar="FILE",
         help="flight records, or folders of them: read these, and start no ranks",
     )
-    p.add_argument("--ranks", type=_at_least_one, metavar="N", help="processes to start: 2, or one per device")
+    p.add_argument("--ranks", type=at_least(1), metavar="N", help="processes to start: 2, or one per device")
     p.add_argument("--bandwidth", nargs="?", const="cluster.toml", default="", metavar="FILE", help=MEASURE)
     p.add_argument("--model", default="", metavar="MODEL", help=OWN)
     p.add_argument(
@@ -46,19 +47,11 @@ def add_doctor(commands: Commands) -> None:
     p.add_argument("--into", default="", help=argparse.SUPPRESS)  # the folder in which the started ranks leave findings
 
 
-def _at_least_one(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is too few")
-    return number
-
-
 def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(_at_least_one(each) for each in text.split(","))
+    return tuple(map(at_least(1), text.split(",")))
 
 
-_sizes.__name__ = "list of numbers"
-_at_least_one.__name__ = "int"  # argparse names it where `text` is no number at all
+_sizes.__name__ = "list of numbers"  # argparse names it where `text` is none
 
 
 def tell(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sherd.cli.terminal import say
 from sherd.errors import InputError
@@ -20,7 +20,9 @@ from sherd.train.saved import Checkpoint
 from sherd.train.stop import is_rank
 from sherd.train.text import read_corpus, read_whole
 
-__all__ = ["Asked", "add_uses", "asked", "require_target", "use"]
+__all__ = ["Asked", "add_uses", "asked", "at_least", "require_target", "use"]
+
+Number = TypeVar("Number", int, float)
 
 OF_USE = ("seed", "precision", "prompt", "sample", "temperature", "timeout")  # fields of [run]
 SAMPLES = 8  # windows in one forward of one rank
@@ -34,11 +36,11 @@ def add_uses(commands: Any) -> None:
     _ranks(p)
     p.add_argument("--prompt", metavar="TEXT", help="how the text begins; unless told, the run's run.prompt")
     length = "tokens, which are bytes, after the prompt; run.sample"
-    p.add_argument("--tokens", "--length", dest="length", type=_at_least(0), metavar="N", help=length)
-    p.add_argument("--temperature", type=_at_least(0.0), metavar="T", help="0: the likeliest byte; run.temperature")
-    p.add_argument("--top-k", type=_at_least(1), metavar="K", help="draw from the K likeliest bytes only")
-    p.add_argument("--seed", type=_at_least(0), metavar="N", help="decides what is drawn; run.seed")
-    p.add_argument("--num", type=_at_least(1), default=1, metavar="N", help="samples, with a line of dashes between")
+    p.add_argument("--tokens", "--length", dest="length", type=at_least(0), metavar="N", help=length)
+    p.add_argument("--temperature", type=at_least(0.0), metavar="T", help="0: the likeliest byte; run.temperature")
+    p.add_argument("--top-k", type=at_least(1), metavar="K", help="draw from the K likeliest bytes only")
+    p.add_argument("--seed", type=at_least(0), metavar="N", help="decides what is drawn; run.seed")
+    p.add_argument("--num", type=at_least(1), default=1, metavar="N", help="samples, with a line of dashes between")
 
     p = _command(commands, "eval", "tell how well a trained model predicts a text, by default the run's held-out one")
     _ranks(p)
@@ -68,15 +70,15 @@ def _command(commands: Any, name: str, about: str) -> argparse.ArgumentParser:
 
 
 def _ranks(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--nproc", type=_at_least(1), metavar="N", help="processes to shard the model over; 1 unless told")
+    p.add_argument("--nproc", type=at_least(1), metavar="N", help="processes to shard the model over; 1 unless told")
     p.add_argument("--mesh", default="", metavar="AXES", help="how they share it, as in dp=2,tp=2")
     p.add_argument("--device", default="auto", metavar="TYPE", help="auto, cpu, cuda, ...: as run.device of training")
 
 
-def _at_least(low: float) -> Callable[[str], float]:
+def at_least(low: Number) -> Callable[[str], Number]:
     """Returns a function that reads a number of the type of `low` that is not below it."""
 
-    def read(text: str) -> float:
+    def read(text: str) -> Number:
         value = type(low)(text)
         if not low <= value < math.inf:
             raise argparse.ArgumentTypeError(f"{text} is out of its limits; it must be at least {low}")

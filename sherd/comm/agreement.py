@@ -10,15 +10,7 @@ import torch.distributed as dist
 from sherd.comm.failures import named
 from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import all_gather_objects
-from sherd.errors import RanksDifferError
-
-MOST_SHOWN = 8
-"""The most parameters that a message names."""
-
-
-def in_short(names: Sequence[str], most: int = MOST_SHOWN) -> str:
-    """Returns the first `most` of `names` for a message, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+from sherd.errors import RanksDifferError, in_short
 
 
 def groups_of(mesh: DataMesh) -> list[dist.ProcessGroup]:

@@ -10,12 +10,9 @@ import ctypes
 import functools
 import mmap
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
-from torch.distributed.tensor import DTensor
-
-from sherd._torch import local_tensor
 
 
 class Buffer:
@@ -78,18 +75,6 @@ class Buffer:
 
 MOST_KEPT = 32 << 20  # glibc maps each larger block anew, whatever was freed before
 LARGE = 1 << 20  # below this, page faults are few
-
-
-def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yields the storages with the elements of `tensor`: those of the inner tensors for a subclass made of others."""
-    if isinstance(tensor, DTensor):
-        yield from storages_of(local_tensor(tensor))
-    elif hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from storages_of(getattr(tensor, name))
-    else:
-        yield tensor.untyped_storage()
 
 
 def prepare_pages(nbytes: int) -> None:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from sherd.comm.agreement import in_short
 from sherd.engine import ShardedParameter, Unit
+from sherd.errors import in_short
 from sherd.guard.snapshot import Snapshot
 from sherd.tensor.ragged import local_part
 

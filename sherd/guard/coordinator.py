@@ -25,12 +25,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sherd._torch import in_backward, wait_on_host
-from sherd.comm.agreement import in_short
 from sherd.comm.failures import named
 from sherd.comm.groups import host_group_beside
 from sherd.comm.objects import all_gather_objects, start_all_gather
 from sherd.engine import ShardedParameter, Unit, watcher
-from sherd.errors import CommError, StateError
+from sherd.errors import CommError, StateError, in_short
 from sherd.guard.attempt import Attempt, Failure, StepAborted
 from sherd.guard.flight import CollectiveLog
 from sherd.guard.order_check import PlannedCollective, differently_made, model_number

@@ -21,12 +21,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 from sherd._torch import backend_of, timeout_of
-from sherd.comm.agreement import in_short
 from sherd.comm.failures import ranks_in_short, unfinished
 from sherd.comm.groups import host_group_beside
 from sherd.comm.objects import all_gather_objects
 from sherd.engine import Group, ShardedParameter, Unit
-from sherd.errors import CommError
+from sherd.errors import CommError, in_short
 from sherd.policy import MixedPrecisionPolicy
 from sherd.schedule.actions import Action, Gather
 

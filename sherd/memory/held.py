@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from sherd.comm.buffers import storages_of
 from sherd.engine import ShardedParameter, Unit
 from sherd.schedule.moments import MemoryKind
+from sherd.tensor.ragged import storages_of
 
 Held = dict[int, tuple[MemoryKind, int]]
 """Storages that are allocated, by address: the kind of memory, and its bytes."""

@@ -28,7 +28,7 @@ from sherd.comm.groups import default_group, group_beside
 from sherd.comm.mesh import DataMesh
 from sherd.layout.extent import Extent, chunks
 from sherd.layout.placement import Cut
-from sherd.optim.faults import HEADER
+from sherd.optim.faults import HEADER, StepFaults, header_of
 from sherd.optim.owners import MatrixWork, in_order, owners_of
 
 Batch = tuple[int, int, int]
@@ -333,17 +333,27 @@ def _sizes(sent: Lines, received: Lines) -> Sizes:
     return [sum(line) for line in numels[0]], numels[1]
 
 
-class Exchange:
-    """The way of some items to their owners and back, worked out once: the same, in one order, on all ranks.
+Local = dict[int, torch.Tensor]
+"""The directions on this rank, 1-D, by the numbers of their parameters."""
 
-    Gradients of items that are `at_owners` do not travel.
+
+class Bucket:
+    """Items that travel together: their way to their owners and back, the same, in one order, on all ranks.
+
+    Their parameters have one dtype, and shards that may rest in host memory. Gradients of items that are `at_owners` do
+    not travel.
     """
 
-    def __init__(self, items: Sequence[MatrixItem], ring: Ring) -> None:
-        self.ring = ring
+    def __init__(self, items: Sequence[MatrixItem], ring: Ring, dtype: torch.dtype) -> None:
+        self.ring, self.dtype, self.device = ring, dtype, ring.mesh.device
         self.own = [item for item in items if item.owner == ring.rank]
+        self.here: list[tuple[MatrixItem, Extent]] = []
+        """Items that this rank computes by itself, together with those of the bucket."""
         self.at_owners = all(item.has_all(ring.holders[item.owner]) for item in items)
-        holder = ring.holders[ring.rank]
+        self._header = torch.empty(0)
+        self._missing: list[int] | None = None
+        at, piece = holder = ring.holders[ring.rank]
+        self._numels = {item.index: item.parts[at].cuts[0].local_numel(piece) for item in items}
         of_rank = [[item for item in items if item.owner == rank] for rank in range(len(ring.ranks))]
 
         def held(back: bool) -> list[list[tuple[int, Extent]]]:
@@ -379,32 +389,47 @@ class Exchange:
             return rank == item.owner
         return rank in self.ring.senders(item.owner)
 
-    def there(self, local: Mapping[int, torch.Tensor], header: torch.Tensor) -> Moving:
-        """Start to send this rank's pieces, 1-D, by the numbers of their parameters, to the owners.
+    def there(self, directions: Mapping[int, torch.Tensor], wire: torch.dtype, faults: StepFaults) -> Moving | Local:
+        """Start to send the directions in the dtype `wire`, unless they are at their owners.
 
-        Args:
-            local: the pieces.
-            header: goes to every rank of the ring. All travels in its dtype.
+        Those without a gradient are zeros, so that sizes are the same in each step.
         """
-        parts: list[torch.Tensor] = []
+        missing = [index for index in self._numels if index not in directions]
+        if missing != self._missing or self._header.dtype != wire:
+            self._missing = missing
+            self._header = torch.tensor(header_of(missing), dtype=wire, device=self.device)
+        local = {
+            index: directions[index].to(self.device)
+            if index in directions
+            else torch.zeros(numel, dtype=wire, device=self.device)
+            for index, numel in self._numels.items()
+        }
+        if self.at_owners:
+            return local
+        header, parts = faults.header(self._header), list[torch.Tensor]()
         for line in self._sent:
             parts.append(header)
             parts += [local[index][part.start : part.stop] for index, part in line]
         return self._start(parts, self._there, header)
 
-    def whole(self, moving: Moving) -> tuple[dict[MatrixItem, torch.Tensor], torch.Tensor]:
-        """Returns the own items, each [number, rows, columns], when their pieces are here, and all ranks' headers."""
-        headers, pieces = moving.wait()
-        parts = [[moving.buffer.new_empty(part.elements.numel) for part in item.parts] for item in self.own]
+    def whole(self, there: Moving | Local) -> tuple[dict[MatrixItem, torch.Tensor], torch.Tensor]:
+        """Returns the own items, each [number, rows, columns], and the headers that came with gradients, if any."""
+        if not isinstance(there, Moving):
+            holder = self.ring.holders[self.ring.rank]
+            held = [(item, item.held(holder)) for item in self.own]
+            whole = {item: there[item.index][part.start : part.stop].view(item.batch) for item, part in held}
+            return whole, torch.empty(0)
+        headers, pieces = there.wait()
+        parts = [[there.buffer.new_empty(part.elements.numel) for part in item.parts] for item in self.own]
         if pieces:
             places = [place.of(parts[number][part]) for number, part, place in self._received]
             torch._foreach_copy_(places, [p.view(place.shape) for p, place in zip(pieces, places, strict=True)])
         return {item: item.joined(each) for item, each in zip(self.own, parts, strict=True)}, headers
 
-    def back(self, updates: Mapping[MatrixItem, torch.Tensor], header: torch.Tensor) -> Moving:
-        """Start to send the pieces of `updates`, of all own items, to their holders; for `header` see `there`."""
+    def back(self, updates: Mapping[MatrixItem, torch.Tensor], faults: StepFaults) -> Moving:
+        """Start to send the pieces of `updates`, of all own items, to their holders."""
         flat = [item.split(updates[item]) for item in self.own]
-        parts: list[torch.Tensor] = []
+        header, parts = faults.header(self._header), list[torch.Tensor]()
         for line in self._sent_back:
             parts.append(header)
             parts += [place.of(flat[number][part]).reshape(-1) for number, part, place in line]

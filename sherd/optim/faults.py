@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from sherd.comm.failures import own_rank
 from sherd.comm.streams import Handoff, streams_for
 
 HEADER = 4
@@ -36,13 +37,15 @@ def header_of(missing: Sequence[int], wrong: int = 0) -> list[int]:
 
 
 class StepFaults:
-    """What has gone wrong on this rank in the step that runs: the first thing that did."""
+    """The first thing that has gone wrong on this rank in the step that runs, and headers that were not read yet."""
 
     def __init__(self) -> None:
         self.wrong, self._index = 0, 0
         self._error: Exception | None = None
         self._on_device: dict[torch.device, torch.Tensor] = {}
         self._tables: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
+        self._told: list[tuple[list[int], Told]] = []
+        self._has_stepped = False
 
     def note(self, wrong: int, index: int, error: Exception | None = None) -> None:
         """Keep what is wrong with the parameter of a number, and the error to raise here, if it is the first thing."""
@@ -91,9 +94,26 @@ class StepFaults:
         line = self._on_device.get(missing.device)
         return missing if line is None else torch.where(line[0] > 0, line.to(missing.dtype), missing)
 
-    def of_devices(self) -> list[torch.Tensor]:
-        """Returns the headers of what accelerators alone know."""
-        return list(self._on_device.values())
+    def keep_told(self, told: Sequence[tuple[list[int], torch.Tensor]]) -> list[tuple[list[int], Told]] | None:
+        """Keep headers, [2, ranks, HEADER], and their ranks. Returns those to be read now; None for nothing.
+
+        On an accelerator the host reads those of the first step alone now: only then all ranks wait for one another.
+        The next step takes all others.
+        """
+        headers = list(told)
+        if not headers:
+            headers = [([own_rank()], each.expand(2, 1, HEADER).contiguous()) for each in self._on_device.values()]
+        now: list[tuple[list[int], Told]] = []
+        later: list[tuple[list[int], Told]] = []
+        for ranks, each in headers:
+            (later if self._has_stepped and each.device.type != "cpu" else now).append((ranks, Told(each)))
+        self._told, self._has_stepped = later, True
+        return None if later and not now else now
+
+    def take_told(self) -> list[tuple[list[int], Told]]:
+        """Returns the headers that the step before has kept, and forgets them."""
+        told, self._told = self._told, []
+        return told
 
 
 class Told:

@@ -8,15 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import spec_of
 from sherd.engine import ShardedParameter
 from sherd.errors import GradientError
 from sherd.optim.exchange import work_of
 from sherd.optim.matrix_plan import batch_of
 from sherd.optim.owners import MatrixWork, owners_of
-from sherd.tensor.gather import shard_of
 from sherd.tensor.placement import in_dtype
 from sherd.tensor.ragged import as_dtensor, local_part
+from sherd.tensor.relayout import laid_out, lies_as
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -54,11 +53,9 @@ def laid_as_gradient(value: torch.Tensor, record: ShardedParameter) -> torch.Ten
     State from a file, and gradients that a user made like the parameter, lie otherwise.
     """
     spec = in_dtype(record.shard_spec, value.dtype) if record.flat else record.gradient_spec(value.dtype)
-    if isinstance(value, DTensor) and spec_of(value).placements == spec.placements:
+    if isinstance(value, DTensor) and lies_as(value, spec):
         return value
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    own = shard_of(whole, record.gradient_cut, record.mesh.piece)
-    return as_dtensor(own.to(record.resting.device, copy=True).contiguous(), spec)
+    return laid_out(value, spec, record.resting.device)
 
 
 def own_gradients(parameters: Sequence[tuple[torch.Tensor, int]]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,13 @@ from torch.optim import Optimizer
 from sherd._torch import DTensorSpec, in_backward
 from sherd.comm.failures import own_rank
 from sherd.engine import FlatParameter, ShardedParameter, Unit, watcher
-from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError, SherdError
+from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError, SherdError, in_short
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Shape
-from sherd.optim.exchange import MatrixItem, Moving, Ring
-from sherd.optim.faults import FUNCTION, GRADIENT, NOT_FINITE, StepFaults, Told
+from sherd.optim.exchange import Bucket, Local, MatrixItem, Moving
+from sherd.optim.faults import FUNCTION, GRADIENT, NOT_FINITE, Told
 from sherd.optim.gradients import laid_as_gradient, local_gradient, own_gradients
-from sherd.optim.matrix_plan import Bucket, Group, Local, MatrixPlan, PlanKey, batch_of, key_of, options_of
+from sherd.optim.matrix_plan import Group, MatrixPlan, PlanKey, batch_of, key_of, options_of
 from sherd.optim.matrix_state import MatrixState
 from sherd.optim.under_way import Parts, carry_out
 from sherd.tensor.ragged import local_part
@@ -41,7 +41,7 @@ Shapes = Callable[[int, int], Mapping[str, Shape]]
 KEEPS = 'lambda rows, columns: {"left": (rows, rows)}'
 
 ADAMS = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
-"""What Adam keeps of a parameter."""
+"""The keys of Adam's state of a parameter."""
 
 MOST_PLANS = 512
 """A plan holds its parameters, which a user may have taken out of the optimizer since."""
@@ -270,7 +270,7 @@ class MatrixOptimizer(Optimizer):
 
     @property
     def flops_of_ranks(self) -> Mapping[int, float]:
-        """What each rank computes of matrices that have one owner, by `MatrixItem.flops`."""
+        """The work of each rank, in units of `MatrixItem.flops`, on matrices that have one owner."""
         return self._plan_of(self.matrix_groups()).flops
 
     # What a subclass may do otherwise
@@ -337,24 +337,11 @@ class MatrixOptimizer(Optimizer):
     @torch.no_grad()
     def _parts_of_step(self) -> Parts:
         """Steps every parameter that has a gradient. Yields where it would wait for what travels."""
-        groups = self._left_to_step()
-        # Not in `_plan_of`: `torch.optim.Muon` asks for a plan to see whether there can be one.
-        if (last := self._plans.get(key_of(groups))) is not None:
-            if told := last.take_told():
-                self._raise_told(last, told)
-            last.faults.take()  # of a step that was given up with the backward around it
+        is_beside_backward, groups = in_backward(), self._left_to_step()
         plan = self._plan_of(groups)
-        if plan.begins():
-            self._move_states(plan, groups)
-        directions = self._directions_here(plan, groups)
-        updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
-        self._compute(plan, groups, plan.here, directions, updates, {})
-        now = plan.keep_told((yield from self._exchange(plan, groups, directions, updates)))
-        if now is not None:
-            self._raise_told(plan, now)
-        for group, indices in zip(groups, plan.by_group, strict=True):
-            self._apply(plan, group, [index for index in indices if index in updates], updates)
-        plan.note_written()
+        yield from _Step(self, plan, groups).parts()
+        if is_beside_backward:  # the hooks of optimizers have noted writes before these updates were there
+            plan.note_written()
 
     def _left_to_step(self) -> list[Group]:
         """Returns the groups of matrices, outside of backward without those that were stepped within it."""
@@ -371,95 +358,124 @@ class MatrixOptimizer(Optimizer):
         ]
         return [{**group, "params": each} for group, each in zip(groups, left, strict=True)]
 
-    def _directions_here(self, plan: MatrixPlan, groups: Sequence[Group]) -> dict[int, torch.Tensor]:
-        """Returns the directions of all parameters that have a gradient, 1-D; none where something is wrong."""
+
+class _Step:
+    """One step of an optimizer by a plan.
+
+    Attributes:
+        directions: what the function is given of each parameter that has a gradient, 1-D, by the parameter's number in
+            the plan. Empty where something is wrong on this rank.
+        updates: elements of each parameter's local tensor, and what is added to them.
+    """
+
+    def __init__(self, optimizer: MatrixOptimizer, plan: MatrixPlan, groups: Sequence[Group]) -> None:
+        self.optimizer, self.plan, self.faults = optimizer, plan, plan.faults
+        self.groups = list(zip(groups, plan.by_group, strict=True))
+        self.directions: dict[int, torch.Tensor] = {}
+        self.updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
+
+    def parts(self) -> Parts:
+        """Makes the step. Yields where it would wait for what travels."""
+        if told := self.faults.take_told():
+            self._raise_told(told)
+        self.faults.take()  # of a step that was given up with the backward around it
+        if self.plan.begins():
+            self._move_states()
+        self._take_directions()
+        self._compute(self.plan.here, {})
+        now = self.faults.keep_told((yield from self._exchange()))
+        if now is not None:
+            self._raise_told(now)
+        for group, indices in self.groups:
+            self._apply(group, [index for index in indices if index in self.updates])
+
+    def _move_states(self) -> None:
+        """Move what is kept of parameters to where this plan steps them. All ranks do so in its first step."""
+        state_of = self.optimizer.state
+        for parameter in self.plan.parameters:
+            record = ShardedParameter.of(parameter)
+            for key, value in state_of.get(parameter, {}).items():
+                if record is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    state_of[parameter][key] = laid_as_gradient(value, record)
+        for group, indices in self.groups:
+            self._place_states(group, indices, makes_them=False)
+
+    def _place_states(self, group: Group, indices: Sequence[int], makes_them: bool) -> None:
+        """Move the states of whole matrices that lie elsewhere than their owners. With `makes_them`, make new ones."""
+        state_of = self.optimizer.state
+        for index in indices:
+            parameter, (_, *sizes) = self.plan.parameters[index], self.plan.batches[index]
+            if (home := self.plan.homes.get(index)) is None:
+                continue
+            for name, shape in self.optimizer.state_shapes(group, *sizes).items():
+                value = state_of[parameter].get(name) if parameter in state_of else None
+                if value is not None and tuple(value.shape) != (home.number, *shape):
+                    raise OptimizerError(
+                        f"{self.optimizer._name_of(parameter)}: its state {name!r} has shape {tuple(value.shape)}, and "
+                        f"{type(self.optimizer).__name__} keeps {(home.number, *shape)}; load what was saved with the "
+                        "same function"
+                    )
+                if value is not None or makes_them:
+                    state_of[parameter][name] = home.placed(value, shape, local_part(parameter))
+
+    def _take_directions(self) -> None:
+        """Note the directions of all parameters that have a gradient, 1-D; none where something is wrong."""
         at = 0
         directions: dict[int, torch.Tensor] = {}
         try:
             gradients: list[torch.Tensor | None] = []
-            for parameter in plan.parameters:
+            for parameter in self.plan.parameters:
                 at = len(gradients)
                 gradients.append(local_gradient(parameter))
-            for group, indices in zip(groups, plan.by_group, strict=True):
+            for group, indices in self.groups:
                 there = [index for index in indices if gradients[index] is not None]
                 at, given = indices[0] if indices else 0, [gradients[index] for index in there]
-                computed = self.directions(group, [plan.parameters[index] for index in there], given)  # type: ignore[arg-type]
+                parameters = [self.plan.parameters[index] for index in there]
+                computed = self.optimizer.directions(group, parameters, given)  # type: ignore[arg-type]
                 directions |= {index: each.reshape(-1) for index, each in zip(there, computed, strict=True)}
-                self._place_states(plan, group, there, there)
+                self._place_states(group, there, makes_them=True)
         except Exception as error:
-            plan.faults.note(GRADIENT, at, error)
-            return {}
-        return directions
+            self.faults.note(GRADIENT, at, error)
+        else:
+            self.directions = directions
 
-    def _compute(
-        self,
-        plan: MatrixPlan,
-        groups: Sequence[Group],
-        here: Sequence[tuple[MatrixItem, Extent]],
-        directions: Mapping[int, torch.Tensor],
-        updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
-        whole: Mapping[MatrixItem, torch.Tensor],
-        is_void: torch.Tensor | None = None,
-    ) -> dict[MatrixItem, torch.Tensor]:
-        """Returns the updates of `whole`, and of items that are `here`, and notes the latter in `updates`."""
-        at_home = {
-            item: directions[item.index][held.start : held.stop].view(item.batch).to(plan.computes_on(item.index))
-            for item, held in here
-            if item.index in directions
-        }
-        computed = self._computed(plan, groups, {**whole, **at_home}, is_void)
-        for item, held in here:
-            if item in computed:
-                updates[item.index].append((held, computed[item].reshape(-1)))
-        return computed
-
-    def _exchange(
-        self,
-        plan: MatrixPlan,
-        groups: Sequence[Group],
-        directions: dict[int, torch.Tensor],
-        updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
-    ) -> Generator[None, None, list[tuple[Ring, torch.Tensor]]]:
+    def _exchange(self) -> Generator[None, None, list[tuple[list[int], torch.Tensor]]]:
         """Compute all other updates: meanwhile, the next bucket is on its way there, the one before on its way back.
 
         Yields before the first bucket that travels is waited for there, and when all are on their way back.
 
         Returns:
-            The headers that came there, unless gradients were there, and back, [2 or 1, ranks, HEADER], of each bucket.
+            The headers that came there, unless gradients were there, and back, [2 or 1, ranks, HEADER], of each bucket,
+            and the ranks.
         """
-        there = deque(self._there(bucket, directions, plan.faults) for bucket in plan.buckets[:1])
-        headers, back = [], []
-        first = next((bucket for bucket in plan.buckets if not bucket.exchange.at_owners), None)
-        for number, bucket in enumerate(plan.buckets):
-            if number + 1 < len(plan.buckets):
-                there.append(self._there(plan.buckets[number + 1], directions, plan.faults))
+        buckets = self.plan.buckets
+        there, headers, back = deque(map(self._there, buckets[:1])), [], []
+        first = next((bucket for bucket in buckets if not bucket.at_owners), None)
+        for number, bucket in enumerate(buckets):
+            there += map(self._there, buckets[number + 1 : number + 2])
             if bucket is first:
                 yield
-            header, moving = self._turn(plan, groups, bucket, there.popleft(), directions, updates)
+            header, moving = self._turn(bucket, there.popleft())
             headers.append(header)
             back.append(moving)
-        with_gradient = set(directions)
-        directions.clear()
+        with_gradient = set(self.directions)
+        self.directions.clear()
         if back:
             yield
         told = []
-        for bucket, header, moving in zip(plan.buckets, headers, back, strict=True):
-            arrived, header_back = bucket.exchange.arrived(moving)
-            told.append((bucket.exchange.ring, torch.stack([header, header_back] if len(header) else [header_back])))
+        for bucket, header, moving in zip(buckets, headers, back, strict=True):
+            arrived, header_back = bucket.arrived(moving)
+            told.append((bucket.ring.ranks, torch.stack([header, header_back] if len(header) else [header_back])))
             for index, held, update in arrived:
                 if index in with_gradient:
-                    updates[index].append((held, update))
+                    self.updates[index].append((held, update))
         return told
 
-    def _turn(
-        self,
-        plan: MatrixPlan,
-        groups: Sequence[Group],
-        bucket: Bucket,
-        there: Moving | Local,
-        directions: Mapping[int, torch.Tensor],
-        updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
-    ) -> tuple[torch.Tensor, Moving]:
+    def _there(self, bucket: Bucket) -> Moving | Local:
+        wire = self.optimizer.travels_in(bucket.dtype, bucket.device)
+        return bucket.there(self.directions, wire, self.faults)
+
+    def _turn(self, bucket: Bucket, there: Moving | Local) -> tuple[torch.Tensor, Moving]:
         """Compute the updates of a bucket that has come there, and start to send them back.
 
         Returns:
@@ -469,27 +485,126 @@ class MatrixOptimizer(Optimizer):
         # Where the host does not read the headers in time.
         is_void = None if len(header) == 0 or header.device.type == "cpu" else (header != header[0]).any()
         # Of matrices without a gradient nothing is computed or kept.
-        idle = {item: torch.zeros_like(each) for item, each in whole.items() if item.index not in directions}
+        idle = {item: torch.zeros_like(each) for item, each in whole.items() if item.index not in self.directions}
         stepped = {item: each for item, each in whole.items() if item not in idle}
-        computed = idle | self._compute(plan, groups, bucket.here, directions, updates, stepped, is_void)
-        return header, bucket.exchange.back(computed, plan.faults.header(bucket.header))
+        computed = idle | self._compute(bucket.here, stepped, is_void)
+        return header, bucket.back(computed, self.faults)
 
-    def _there(self, bucket: Bucket, directions: Mapping[int, torch.Tensor], faults: StepFaults) -> Moving | Local:
-        return bucket.there(directions, self.travels_in(bucket.dtype, bucket.device), faults)
+    def _compute(
+        self,
+        here: Sequence[tuple[MatrixItem, Extent]],
+        whole: Mapping[MatrixItem, torch.Tensor],
+        is_void: torch.Tensor | None = None,
+    ) -> dict[MatrixItem, torch.Tensor]:
+        """Returns the updates of `whole` matrices, and notes those of items that are `here`."""
+        matrices = dict(whole)
+        for item, held in here:
+            if item.index in self.directions:
+                own = self.directions[item.index][held.start : held.stop].view(item.batch)
+                matrices[item] = own.to(self.plan.computes_on(item.index))
+        computed = self._computed(matrices, is_void)
+        for item, held in here:
+            if item in computed:
+                self.updates[item.index].append((held, computed[item].reshape(-1)))
+        return computed
 
-    def _raise_told(self, plan: MatrixPlan, told: Sequence[tuple[list[int], Told]]) -> None:
-        wrong, index, error = plan.faults.take()
+    def _computed(
+        self, whole: Mapping[MatrixItem, torch.Tensor], is_void: torch.Tensor | None
+    ) -> dict[MatrixItem, torch.Tensor]:
+        """Returns the updates of whole matrices: one call of the function for all of one shape and parameter group.
+
+        Where something is wrong on this rank, updates are zeros.
+        """
+        alike: dict[tuple[int, tuple[int, ...], torch.dtype, torch.device], list[MatrixItem]] = defaultdict(list)
+        for item, matrices in whole.items():
+            alike[self.plan.group_of[item.index], item.batch[1:], matrices.dtype, matrices.device].append(item)
+        computed: dict[MatrixItem, torch.Tensor] = {}
+        for (at, *_), items in alike.items():
+            group = self.groups[at][0]
+            matrices = _joined([whole[item] for item in items])
+            update = torch.zeros_like(matrices)
+            try:
+                if not self.faults.wrong:
+                    update = self._update_of(group, items, matrices)
+                    numbers = [item.index for item in items for _ in range(item.batch[0])]
+                    if not float(group["lr"]):
+                        # Such a step makes state, for torch's checkpointing, of gradients that are zeros.
+                        update = torch.zeros_like(matrices)
+                    update = self.faults.finite(update, numbers, is_void)
+            except Exception as error:
+                self.faults.note(FUNCTION, items[0].index, error)
+            computed |= zip(items, update.split([item.batch[0] for item in items]), strict=True)
+        return computed
+
+    def _update_of(self, group: Group, items: Sequence[MatrixItem], matrices: torch.Tensor) -> torch.Tensor:
+        """Returns the updates of the matrices of some items, and keeps their states.
+
+        Raises:
+            OptimizerError: the function failed, or returned or left what it may not.
+        """
+        optimizer, of = self.optimizer, [self.plan.parameters[item.index] for item in items]
+        function = f"the function of {type(optimizer).__name__}"
+        version = None if matrices.is_inference() else matrices._version
+        number, rows, columns = matrices.shape
+        shapes = {name: (number, *shape) for name, shape in optimizer.state_shapes(group, rows, columns).items()}
+        kept = {
+            name: [
+                self.plan.homes[item.index].part_of(item, optimizer.state[parameter][name])
+                for item, parameter in zip(items, of, strict=True)
+            ]
+            for name in shapes
+        }
+        # On the device, where what is kept may rest in host memory.
+        state = {name: _joined(parts).to(matrices.device) for name, parts in kept.items()}
+        try:
+            update = optimizer.updates(group, matrices, state) if kept else optimizer.updates(group, matrices)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            sizes = tuple(matrices.shape)
+            raised = f"{function} raised {type(error).__name__} for matrices of shape {sizes}, of {self._names_of(of)}"
+            raise OptimizerError(f"{raised}: {error}") from error
+        if wrong := _wrong(update, matrices, version) or _wrong_state(state, shapes):
+            raise OptimizerError(f"{function} {wrong.format(self._names_of(of))}")
+        for name, parts in kept.items():
+            if state[name] is not parts[0]:  # else the function has changed it in place
+                torch._foreach_copy_(parts, state[name].split([item.batch[0] for item in items]))
+        return update
+
+    def _apply(self, group: Group, indices: Sequence[int]) -> None:
+        """Decay the parameters `indices` of a group, and add their updates."""
+        if not (lr := float(group["lr"])):
+            return
+        local = {index: local_part(self.plan.parameters[index]) for index in indices}
+        held_here = [each for each in local.values() if each.numel()]
+        if held_here and (decay := lr * group["weight_decay"]):
+            torch._foreach_mul_(held_here, 1 - decay)
+        by_scale: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
+        for index, parameter in local.items():
+            _, rows, columns = self.plan.batches[index]
+            into, added = by_scale[self.optimizer.scale_of(group, rows, columns)]
+            for held, update in self.updates[index]:
+                is_all = held.numel == parameter.numel()  # of a plain parameter, which may have any strides
+                into.append(parameter if is_all else parameter.view(-1)[held.start : held.stop])
+                added.append(update.to(parameter).view(into[-1].shape))
+        for scale, (into, added) in by_scale.items():
+            torch._foreach_add_(into, added, alpha=-lr * scale)
+
+    # What went wrong
+
+    def _raise_told(self, told: Sequence[tuple[list[int], Told]]) -> None:
+        wrong, index, error = self.faults.take()
         if wrong:
-            raise error or self._failure(plan, wrong, index, own_rank())
+            raise error or self._failure(wrong, index, own_rank())
         read = [(ranks, each.read()) for ranks, each in told]
         for ranks, headers in [(ranks, ways[way]) for way in range(2) for ranks, ways in read if way < len(ways)]:
             for rank, (wrong, high, low, _) in zip(ranks, headers, strict=True):
                 if wrong:
-                    raise self._failure(plan, wrong, high * 256 + low - 1, rank)
-            self._check_missing(plan, ranks, headers)
+                    raise self._failure(wrong, high * 256 + low - 1, rank)
+            self._check_missing(ranks, headers)
 
-    def _failure(self, plan: MatrixPlan, wrong: int, index: int, rank: int) -> SherdError:
-        name, where = self._name_of(plan.parameters[index]), f"on rank {rank}"
+    def _failure(self, wrong: int, index: int, rank: int) -> SherdError:
+        name, where = self.optimizer._name_of(self.plan.parameters[index]), f"on rank {rank}"
         if wrong == NOT_FINITE:
             return OptimizerError(
                 f"the update of {name}, computed {where}, has elements that are inf or nan; look for gradients that "
@@ -497,147 +612,29 @@ class MatrixOptimizer(Optimizer):
             )
         log = "its error is in the log of that rank"
         if wrong == FUNCTION:
-            return OptimizerError(f"the function of {type(self).__name__} failed for {name} {where}; {log}")
+            return OptimizerError(f"the function of {type(self.optimizer).__name__} failed for {name} {where}; {log}")
         return GradientError(f"the gradient of {name} cannot be stepped {where}; {log}")
 
-    def _check_missing(self, plan: MatrixPlan, ranks: Sequence[int], headers: Sequence[list[int]]) -> None:
+    def _check_missing(self, ranks: Sequence[int], headers: Sequence[list[int]]) -> None:
         """Raise where one rank has no gradient of a parameter and another rank has one."""
         if all(header == headers[0] for header in headers):
             return
         lacking, rank = min((header, rank) for header, rank in zip(headers, ranks, strict=True) if any(header))
         other = next(each for header, each in zip(headers, ranks, strict=True) if header != lacking)
         _, high, low, _ = lacking
-        name = self._name_of(plan.parameters[high * 256 + low - 1])
+        name = self.optimizer._name_of(self.plan.parameters[high * 256 + low - 1])
         raise GradientError(
             f"rank {rank} has no gradient of {name}, and rank {other} has gradients of other parameters; give all "
             "ranks gradients of the same ones"
         )
 
-    def _computed(
-        self,
-        plan: MatrixPlan,
-        groups: Sequence[Group],
-        whole: Mapping[MatrixItem, torch.Tensor],
-        is_void: torch.Tensor | None = None,
-    ) -> dict[MatrixItem, torch.Tensor]:
-        """Returns the updates of whole matrices: one call of `updates` for all of one shape and parameter group.
+    def _names_of(self, parameters: Sequence[torch.Tensor]) -> str:
+        return in_short([self.optimizer._name_of(each) for each in parameters], 3)
 
-        Where something is wrong on this rank, updates are zeros.
-        """
-        alike: dict[tuple[int, tuple[int, ...], torch.dtype, torch.device], list[MatrixItem]] = defaultdict(list)
-        for item, matrices in whole.items():
-            alike[plan.group_of[item.index], item.batch[1:], matrices.dtype, matrices.device].append(item)
-        computed: dict[MatrixItem, torch.Tensor] = {}
-        for (group, *_), items in alike.items():
-            given = [whole[item] for item in items]
-            matrices = given[0] if len(given) == 1 else torch.cat(given)
-            update = torch.zeros_like(matrices)
-            try:
-                if not plan.faults.wrong:
-                    update = self._update_of(plan, groups[group], items, matrices)
-                    numbers = [item.index for item in items for _ in range(item.batch[0])]
-                    if not float(groups[group]["lr"]):
-                        # Such a step makes state, for torch's checkpointing, of gradients that are zeros.
-                        update = torch.zeros_like(matrices)
-                    update = plan.faults.finite(update, numbers, is_void)
-            except Exception as error:
-                plan.faults.note(FUNCTION, items[0].index, error)
-            computed |= zip(items, update.split([item.batch[0] for item in items]), strict=True)
-        return computed
 
-    def _update_of(
-        self, plan: MatrixPlan, group: Group, items: Sequence[MatrixItem], matrices: torch.Tensor
-    ) -> torch.Tensor:
-        """Returns the updates of the matrices of some items, and keeps their states.
-
-        Raises:
-            OptimizerError: the function failed, or returned or left what it may not.
-        """
-        function, of = f"the function of {type(self).__name__}", [plan.parameters[item.index] for item in items]
-        version = None if matrices.is_inference() else matrices._version
-        number, rows, columns = matrices.shape
-        shapes = {name: (number, *shape) for name, shape in self.state_shapes(group, rows, columns).items()}
-        kept = {
-            name: [
-                plan.homes[item.index].part_of(item, self.state[parameter][name])
-                for item, parameter in zip(items, of, strict=True)
-            ]
-            for name in shapes
-        }
-        state = {  # on the device, where what is kept may rest in host memory
-            name: (parts[0] if len(parts) == 1 else torch.cat(parts)).to(matrices.device)
-            for name, parts in kept.items()
-        }
-        try:
-            update = self.updates(group, matrices, state) if kept else self.updates(group, matrices)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            sizes = tuple(matrices.shape)
-            raised = f"{function} raised {type(error).__name__} for matrices of shape {sizes}, of {self._all_names(of)}"
-            raise OptimizerError(f"{raised}: {error}") from error
-        if wrong := _wrong(update, matrices, version) or _wrong_state(state, shapes):
-            raise OptimizerError(f"{function} {wrong.format(self._all_names(of))}")
-        for name, parts in kept.items():
-            if state[name] is not parts[0]:  # else the function has changed it in place
-                torch._foreach_copy_(parts, state[name].split([item.batch[0] for item in items]))
-        return update
-
-    def _move_states(self, plan: MatrixPlan, groups: Sequence[Group]) -> None:
-        """Move what is kept of parameters to where this plan steps them. All ranks do so in its first step."""
-        for parameter in plan.parameters:
-            record = ShardedParameter.of(parameter)
-            for key, value in self.state.get(parameter, {}).items():
-                if record is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    self.state[parameter][key] = laid_as_gradient(value, record)
-        for group, indices in zip(groups, plan.by_group, strict=True):
-            self._place_states(plan, group, indices, ())
-
-    def _place_states(self, plan: MatrixPlan, group: Group, indices: Sequence[int], stepped: Container[int]) -> None:
-        """Make the states of whole matrices that are stepped, and move those that lie elsewhere than their owners."""
-        for index in indices:
-            parameter, (_, *sizes) = plan.parameters[index], plan.batches[index]
-            shapes = self.state_shapes(group, *sizes) if index in plan.homes else {}
-            for name, shape in shapes.items():
-                value = self.state[parameter].get(name) if parameter in self.state else None
-                number = plan.homes[index].number
-                if value is not None and tuple(value.shape) != (number, *shape):
-                    raise OptimizerError(
-                        f"{self._name_of(parameter)}: its state {name!r} has shape {tuple(value.shape)}, and "
-                        f"{type(self).__name__} keeps {(number, *shape)}; load what was saved with the same function"
-                    )
-                if value is not None or index in stepped:
-                    placed = plan.homes[index].placed(value, shape, local_part(parameter))
-                    self.state[parameter][name] = placed
-
-    def _all_names(self, parameters: Sequence[torch.Tensor]) -> str:
-        names = [self._name_of(each) for each in parameters]
-        return ", ".join(names if len(names) <= 3 else [*names[:3], f"{len(names) - 3} more"])
-
-    def _apply(
-        self,
-        plan: MatrixPlan,
-        group: Group,
-        indices: Sequence[int],
-        updates: Mapping[int, list[tuple[Extent, torch.Tensor]]],
-    ) -> None:
-        """Decay the parameters `indices` of a group, and add their updates."""
-        if not (lr := float(group["lr"])):
-            return
-        local = {index: local_part(plan.parameters[index]) for index in indices}
-        held_here = [each for each in local.values() if each.numel()]
-        if held_here and (decay := lr * group["weight_decay"]):
-            torch._foreach_mul_(held_here, 1 - decay)
-        by_scale: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
-        for index, parameter in local.items():
-            _, rows, columns = plan.batches[index]
-            into, added = by_scale[self.scale_of(group, rows, columns)]
-            for held, update in updates[index]:
-                is_all = held.numel == parameter.numel()  # of a plain parameter, which may have any strides
-                into.append(parameter if is_all else parameter.view(-1)[held.start : held.stop])
-                added.append(update.to(parameter).view(into[-1].shape))
-        for scale, (into, added) in by_scale.items():
-            torch._foreach_add_(into, added, alpha=-lr * scale)
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns tensors behind one another; a single one uncopied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def members_in(params: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from sherd.comm.failures import own_rank, ranks_in_short
+from sherd.comm.failures import ranks_in_short
 from sherd.comm.objects import all_gather_objects
 from sherd.engine import ShardedParameter
 from sherd.errors import OptimizerError
@@ -20,9 +20,8 @@ from sherd.layout.extent import Extent, chunks
 from sherd.layout.placement import Copies, Cut
 from sherd.optim.exchange import (
     Batch,
-    Exchange,
+    Bucket,
     MatrixItem,
-    Moving,
     Part,
     Ring,
     TensorAxis,
@@ -31,7 +30,7 @@ from sherd.optim.exchange import (
     numels_of,
     with_owners,
 )
-from sherd.optim.faults import HEADER, StepFaults, Told, header_of
+from sherd.optim.faults import StepFaults
 from sherd.optim.matrix_state import Home
 from sherd.tensor.ragged import local_part
 
@@ -145,13 +144,11 @@ class MatrixPlan:
         self.homes: dict[int, Home] = {}
         """Where the states of parameters lie, by their numbers. A parameter without elements has none."""
         self.flops: dict[int, float] = defaultdict(float)
-        """What each rank computes, by `MatrixItem.flops`, of matrices that have one owner."""
+        """The work of each rank, in units of `MatrixItem.flops`, on matrices that have one owner."""
         self.here: list[tuple[MatrixItem, Extent]] = []
         """Items that this rank computes by itself, with their elements in the local tensor, before others travel."""
         self.buckets: list[Bucket] = []
         self.faults = StepFaults()
-        self._told: list[tuple[list[int], Told]] = []
-        self._has_stepped = False
         ids, besides = set(map(id, self.parameters)), defaultdict[int, float](float)
         # All ranks have begun the same plans.
         for other in (each for each in others if each._has_begun and ids.isdisjoint(map(id, each.parameters))):
@@ -163,7 +160,7 @@ class MatrixPlan:
             for index, own in groupby(owned, lambda item: item.index):
                 self.homes[index] = self._home(index, list(own), ring)
         # A fault among few ranks is told to more of them by what comes later.
-        self.buckets.sort(key=lambda bucket: len(bucket.exchange.ring.ranks))
+        self.buckets.sort(key=lambda bucket: len(bucket.ring.ranks))
 
     def _home(self, index: int, items: Sequence[MatrixItem], ring: Ring) -> Home:
         record = self._records[index]
@@ -178,27 +175,8 @@ class MatrixPlan:
         self._has_begun, had = True, self._has_begun
         return not had
 
-    def keep_told(self, told: Sequence[tuple[Ring, torch.Tensor]]) -> list[tuple[list[int], Told]] | None:
-        """Keep headers, [2, ranks, HEADER], that the next step reads. Returns those to be read now; None for nothing.
-
-        On an accelerator the host reads those of the first step alone now: only then all ranks wait for one another.
-        """
-        headers = [(ring.ranks, each) for ring, each in told]
-        if not told:
-            headers = [([own_rank()], each.expand(2, 1, HEADER).contiguous()) for each in self.faults.of_devices()]
-        now: list[tuple[list[int], Told]] = []
-        later: list[tuple[list[int], Told]] = []
-        for ranks, each in headers:
-            (later if self._has_stepped and each.device.type != "cpu" else now).append((ranks, Told(each)))
-        self._told, self._has_stepped = later, True
-        return None if later and not now else now
-
-    def take_told(self) -> list[tuple[list[int], Told]]:
-        told, self._told = self._told, []
-        return told
-
     def note_written(self) -> None:
-        """Note that parameters were written. The hooks of optimizers do so too, but before updates arrive late."""
+        """Note that parameters were written after the hooks of optimizers have noted it."""
         stepped = [record for record in self._records if record is not None]
         torch.autograd.graph.increment_version([record.optimizer_param for record in stepped])
         for owner in {owner.id: owner for record in stepped if (owner := record.owner) is not None}.values():
@@ -303,10 +281,6 @@ class MatrixPlan:
             (in_turn[-1] if in_turn else self.here).append((item, item.held(ring.holders[ring.rank])))
 
 
-Local = dict[int, torch.Tensor]
-"""The directions on this rank, 1-D, by the numbers of their parameters."""
-
-
 def is_stepped(parameter: torch.Tensor) -> bool:
     """Returns whether a parameter may have a gradient: whether it is not frozen."""
     record = ShardedParameter.of(parameter)  # a flat parameter is frozen or trained as a whole
@@ -330,43 +304,3 @@ def key_of(groups: Sequence[Group]) -> PlanKey:
 def options_of(group: Group) -> tuple[int, str, str]:
     """Returns what `batch_of` is given of a group besides its parameters."""
     return group.get("rows", 0), "", group.get("tensor_parallel", "whole")
-
-
-class Bucket:
-    """Items that travel together between devices, of parameters of one dtype, whose shards may rest in host memory."""
-
-    def __init__(self, items: Sequence[MatrixItem], ring: Ring, dtype: torch.dtype) -> None:
-        self.dtype, self.device = dtype, ring.mesh.device
-        self.exchange = Exchange(items, ring)
-        part, piece = ring.holders[ring.rank]
-        self._numels = {item.index: item.parts[part].cuts[0].local_numel(piece) for item in items}
-        self.here: list[tuple[MatrixItem, Extent]] = []
-        """Items that this rank computes by itself, together with those of the bucket."""
-        self.header = torch.empty(0)
-        self._missing: list[int] | None = None
-
-    def there(self, directions: Mapping[int, torch.Tensor], wire: torch.dtype, faults: StepFaults) -> Moving | Local:
-        """Start to send the directions in the dtype `wire`, unless they are at their owners.
-
-        Those without a gradient are zeros, so that sizes are the same in each step.
-        """
-        missing = [index for index in self._numels if index not in directions]
-        if missing != self._missing or self.header.dtype != wire:
-            self._missing = missing
-            self.header = torch.tensor(header_of(missing), dtype=wire, device=self.device)
-        local = {
-            index: directions[index].to(self.device)
-            if index in directions
-            else torch.zeros(numel, dtype=wire, device=self.device)
-            for index, numel in self._numels.items()
-        }
-        return local if self.exchange.at_owners else self.exchange.there(local, faults.header(self.header))
-
-    def whole(self, there: Moving | Local) -> tuple[dict[MatrixItem, torch.Tensor], torch.Tensor]:
-        """Returns the own items, each [number, rows, columns], and the headers that came with gradients, if any."""
-        if isinstance(there, Moving):
-            return self.exchange.whole(there)
-        holder = self.exchange.ring.holders[self.exchange.ring.rank]
-        held = [(item, item.held(holder)) for item in self.exchange.own]
-        whole = {item: there[item.index][part.start : part.stop].view(item.batch) for item, part in held}
-        return whole, torch.empty(0)

@@ -22,9 +22,9 @@ from sherd._torch import DTensorSpec, local_tensor, spec_of
 from sherd.layout.placement import Shape
 from sherd.layout.runs import Runs
 from sherd.optim.exchange import MatrixItem, Ring
-from sherd.tensor.gather import piece_of
 from sherd.tensor.placement import Layout, is_ragged, layout_of, ragged_spec
-from sherd.tensor.ragged import as_dtensor, local_part, ragged_dtensor
+from sherd.tensor.ragged import local_part, ragged_dtensor
+from sherd.tensor.relayout import around, full_of, laid_out
 
 MatrixState = dict[str, torch.Tensor]
 """What is kept of matrices of one shape: under each name a tensor [number, *shape]."""
@@ -72,14 +72,11 @@ class Home:
             dtype = torch.promote_types(like.dtype, torch.float32)
             local = torch.zeros(layout.local_shape if layout else whole, dtype=dtype, device=like.device)
             return ragged_dtensor(local, layout.spec(dtype)) if layout else local
-        if isinstance(value, DTensor):
-            spec, part = spec_of(value), local_tensor(value)
-            if layout and is_ragged(spec) and layout_of(spec).same_as(layout):
-                return value if layout_of(spec) is layout else ragged_dtensor(part, layout.spec(part.dtype))
-            value = as_dtensor(part.to(value.device_mesh.device_type), spec).full_tensor()
         if layout is None:
-            return value
-        return ragged_dtensor(piece_of(value, layout).to(like.device, copy=True), layout.spec(value.dtype))
+            return full_of(value) if isinstance(value, DTensor) else value
+        if isinstance(value, DTensor) and is_ragged(spec := spec_of(value)) and layout_of(spec).same_as(layout):
+            return value if layout_of(spec) is layout else around(local_tensor(value), layout.spec(value.dtype))
+        return laid_out(value, layout.spec(value.dtype), like.device)
 
     def layout(self, whole: Shape) -> Layout | None:
         """Returns where the state of all matrices lies, which has the shape `whole`; None: every rank has all of it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NoReturn, Protocol, SupportsIndex
 
@@ -293,6 +293,17 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part, uncopied: the local tensor of a DTensor, any other tensor itself."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """Yields the storages with this rank's part: those of the inner tensors for a subclass made of others."""
+    local = local_part(tensor)
+    if hasattr(local, "__tensor_flatten__"):
+        names, _ = local.__tensor_flatten__()
+        for name in names:
+            yield from storages_of(getattr(local, name))
+    else:
+        yield local.untyped_storage()
 
 
 def own_view(part: torch.Tensor) -> torch.Tensor:

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch import nn
 
-from sherd.errors import ModuleError, PolicyError, PolicyTypeError
+from sherd.errors import ModuleError, PolicyError, PolicyTypeError, in_short
 
 __all__ = [
     "CustomPolicy",
@@ -31,6 +31,7 @@ __all__ = [
     "wrap",
 ]
 
+T = TypeVar("T")
 Kwargs: TypeAlias = dict[str, Any]
 Chosen: TypeAlias = dict[nn.Module, Kwargs]
 """The modules that become units, children before their parents, each with the arguments of the unit."""
@@ -356,6 +357,16 @@ def _post_order(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[
     yield name, module
 
 
+def outermost(root: nn.Module, of: Callable[[nn.Module], T | None]) -> Iterator[tuple[nn.Module, T]]:
+    """Yields the modules at and below `root` of which `of` returns something, with that; none below another one."""
+    found = of(root)
+    if found is not None:
+        yield root, found
+        return
+    for child in root.children():
+        yield from outermost(child, of)
+
+
 def is_container(module: nn.Module) -> bool:
     """Returns True for a list or dict without a forward, which as a unit of its own would never be gathered."""
     containers = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
@@ -392,7 +403,7 @@ def check_none_wrapped(root: nn.Module, is_wrapped: Callable[[nn.Module], bool])
     if names:
         raise ModuleError(
             "FSDP auto wrapping requires modules to not already have FSDP applied but found "
-            f"{_some(names)} in {type(root).__name__}; wrap by hand or by a policy, not both"
+            f"{in_short(names)} in {type(root).__name__}; wrap by hand or by a policy, not both"
         )
 
 
@@ -424,16 +435,11 @@ def check_frozen(root: nn.Module, units: Collection[nn.Module], ignored_params: 
             raise PolicyError(
                 f"{label(unit_name)} has both parameters with requires_grad=True and False. FSDP does not support "
                 "wrapping such modules when use_orig_params=False: pass use_orig_params=True, or wrap the frozen "
-                f"parameters separately. The following parameters have requires_grad=True: {_some(trained)}. The "
-                f"following parameters have requires_grad=False: {_some(frozen)}"
+                f"parameters separately. The following parameters have requires_grad=True: {in_short(trained)}. The "
+                f"following parameters have requires_grad=False: {in_short(frozen)}"
             )
 
 
 def label(name: str) -> str:
     """Returns the module's name for error texts."""
     return name or "the root"
-
-
-def _some(names: list[str], limit: int = 8) -> str:
-    more = [f"and {len(names) - limit} more"] if len(names) > limit else []
-    return ", ".join(names[:limit] + more)

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import sherd
-from sherd.optim.exchange import Exchange, Moving
+from sherd.optim.exchange import Bucket, Moving
 from tests.device import sim
 from tests.device.small import WIDTH
 from tests.device.test_peaks import held_before, requested
@@ -28,10 +28,10 @@ def trained(model: torch.nn.Module, device: str) -> tuple[list[float], list[str]
     losses, waits, queued = [], [], list[str]()
     for block in model:
         block.register_full_backward_pre_hook(lambda *_: queued.append("backward"))
-    start, wait, updates = Exchange._start, Moving.wait, optimizer.updates
+    start, wait, updates = Bucket._start, Moving.wait, optimizer.updates
     numbers: dict[int, int] = {}
 
-    def started(self: Exchange, *args: object) -> Moving:
+    def started(self: Bucket, *args: object) -> Moving:
         moving = start(self, *args)
         numbers[id(moving)] = len(numbers)
         queued.append(f"send {numbers[id(moving)]}")
@@ -42,7 +42,7 @@ def trained(model: torch.nn.Module, device: str) -> tuple[list[float], list[str]
         return wait(self)
 
     optimizer.updates = lambda *given: queued.append("products") or updates(*given)
-    with mock.patch.object(Exchange, "_start", started), mock.patch.object(Moving, "wait", waited):
+    with mock.patch.object(Bucket, "_start", started), mock.patch.object(Moving, "wait", waited):
         for number in range(STEPS):
             loss = model(noise(number, 0, 3, WIDTH).to(device).requires_grad_()).square().mean()
             for each in (waits, queued, numbers):

@@ -17,7 +17,7 @@ from sherd.errors import ModuleError, OwnershipError, StateError
 from sherd.interop import torch_fsdp_identity
 from sherd.interop.pipelining import PipelineStage
 from sherd.interop.step import StageUnits
-from sherd.optim.exchange import Exchange
+from sherd.optim.exchange import Bucket
 from sherd.schedule.state import Live
 from tests.interop.stages import (
     MICRO_BATCHES,
@@ -95,14 +95,14 @@ def muon_of(modules: list[nn.Module]) -> torch.optim.Optimizer:
 def exchanges_of_a_step(how: str) -> tuple[Any, int, int]:
     """A run with Muon, how often matrices travel in its last step, and how many travels are kept after it."""
     begun: list[Any] = []
-    start = Exchange._start
+    start = Bucket._start
 
-    def noting(self: Exchange, *given: Any) -> Any:
+    def noting(self: Bucket, *given: Any) -> Any:
         moving = start(self, *given)
         begun.append(weakref.ref(moving))
         return moving
 
-    with mock.patch.object(Exchange, "_start", noting):
+    with mock.patch.object(Bucket, "_start", noting):
         run = train("ScheduleInterleaved1F1B", how, num_dp=2, optimizer_of=muon_of)
     gc.collect()
     return run, len(begun) // len(run.losses), sum(each() is not None for each in begun)

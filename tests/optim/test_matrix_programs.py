@@ -216,11 +216,19 @@ def test_a_matrix_that_is_frozen_when_muon_is_built_is_muons():
     assert any(each is model[2].weight for each in Muon(model).param_groups[0]["params"])
 
 
-def _deeper(model):
-    """Adds an embedding and a matrix with a bias to a language model."""
+def grown(model, optimizer):
+    """Adds an embedding and a matrix with a bias to a language model, gives them to its optimizer, takes two steps."""
     torch.manual_seed(3)
     model.more, model.deeper = nn.Embedding(8, 5), nn.Linear(5, 5)
     model.embed.register_forward_hook(lambda module, given, found: model.deeper(found + model.more(*given)))
+    if isinstance(model, sherd.FSDPModule):
+        sherd.refresh(model, optimizer)
+    else:
+        optimizer.add_param_group({"params": [*model.more.named_parameters(), *model.deeper.named_parameters()]})
+    for step in range(2):
+        model(torch.arange(step, step + 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @on_threads(2)
@@ -228,15 +236,7 @@ def test_what_refresh_finds_new_in_a_model_is_divided_by_the_rule():
     plain, model = _LanguageModel(), sherd.fully_shard(_LanguageModel())
     for each in (plain, model):
         optimizer = Muon(each, lr=0.02, adamw={"lr": 0.1}, **EXACT)
-        _deeper(each)
-        if each is model:
-            sherd.refresh(model, optimizer)
-        else:
-            optimizer.add_param_group({"params": [*plain.more.named_parameters(), *plain.deeper.named_parameters()]})
-        for step in range(2):
-            each(torch.arange(step, step + 4)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        grown(each, optimizer)
         assert [group["algorithm"] for group in optimizer.param_groups] == ["muon", "adamw"] * 2
         assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 1, 2]
         assert "AdamW, since it is an embedding" in repr(optimizer)
@@ -372,11 +372,13 @@ class _Routed(nn.Module):
         return sum((self.experts[number](x) for number in chosen), x)
 
 
-@on_processes(2)
-def test_experts_without_tokens_on_a_rank_are_stepped_alike():
+def assert_experts_are_stepped(in_backward):
+    """Trains experts, of which some have no tokens on a rank, and compares each step with one process."""
     plain, model = _Routed(), _Routed()
     sharded(model, "shard", [*model.experts, model], comm_policy=CommPolicy(divergence="join"))
     optimizers = [Muon(each, lr=0.02, **EXACT) for each in (plain, model)]
+    if in_backward:
+        sherd.step_in_backward(model, optimizers[1])
     for step, routes in enumerate([([0, 1], [0]), ([0], [1]), ([2], [2]), ([], [0, 1, 2]), ([], [])]):
         losses = [plain(batches(2)[rank] + step, routes[rank]).square().mean() for rank in range(2)]
         (sum(losses) / 2).backward()
@@ -384,7 +386,12 @@ def test_experts_without_tokens_on_a_rank_are_stepped_alike():
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert_as_plain(model, plain)
+        assert_as_plain(model, plain)
+
+
+@on_processes(2)
+def test_experts_without_tokens_on_a_rank_are_stepped_alike():
+    assert_experts_are_stepped(in_backward=False)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

@@ -90,6 +90,19 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, given: list[torc
         optimizer.zero_grad()
 
 
+def trained_at_second_try(model: nn.Module, optimizer: torch.optim.Optimizer, given: list[torch.Tensor]) -> None:
+    """Takes each step twice: the first one fails, and is undone."""
+    for batch in given:
+        for fails in (True, False):
+            with sherd.step(model, optimizer, undo_optimizer=True) as attempt:
+                model(batch).square().mean().backward()
+                optimizer.step()
+                if fails:
+                    raise ValueError("too late")
+            assert attempt.skipped is fails
+            optimizer.zero_grad()
+
+
 def assert_as_plain(model: nn.Module, plain: nn.Module) -> None:
     for (name, found), expected in zip(whole_params(model).items(), plain.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Shard
 import sherd
 from sherd import CommPolicy, MatrixOptimizer, Muon
 from sherd.errors import OptimizerError, StateError
-from sherd.optim.exchange import Exchange, Moving
-from tests.optim.test_matrix_programs import _deeper, _LanguageModel, _Routed
+from sherd.optim.exchange import Bucket, Moving
+from tests.optim.test_matrix_programs import _LanguageModel, assert_experts_are_stepped, grown
 from tests.optim.test_muon import EXACT, FRONTS, assert_as_plain, batches, sharded_by, stack, trained
 from tests.support.comparing import whole_params
 from tests.support.models import chain, noise
@@ -38,7 +38,7 @@ def test_muon_trains_as_in_one_process_and_all_updates_are_there_when_backward_i
 
 
 def test_what_units_send_is_under_way_while_backward_goes_on(threads, monkeypatch):
-    start, wait, under_way = Exchange._start, Moving.wait, Counter()
+    start, wait, under_way = Bucket._start, Moving.wait, Counter()
 
     def started(self, *given):
         under_way[dist.get_rank()] += 1
@@ -59,7 +59,7 @@ def test_what_units_send_is_under_way_while_backward_goes_on(threads, monkeypatc
             model(noise(0, 0, 3, 6).requires_grad_()).sum().backward()
         return [*numbers, under_way[dist.get_rank()]]
 
-    monkeypatch.setattr(Exchange, "_start", started)
+    monkeypatch.setattr(Bucket, "_start", started)
     monkeypatch.setattr(Moving, "wait", waited)
     assert threads(2).run(seen, Shard(0)) == [[0, 1, 2, 2, 0]] * 2
     assert threads(2).run(seen, None) == [[0, 1, 1, 1, 0]] * 2
@@ -160,18 +160,7 @@ def test_clipping_and_scaling_say_that_the_step_has_not_waited_and_what_makes_it
 
 @on_processes(2)
 def test_experts_without_tokens_on_a_rank_are_stepped_alike():
-    plain, model = _Routed(), _Routed()
-    sharded(model, "shard", [*model.experts, model], comm_policy=CommPolicy(divergence="join"))
-    optimizers = [muon(plain), muon(model)]
-    sherd.step_in_backward(model, optimizers[1])
-    for step, routes in enumerate([([0, 1], [0]), ([0], [1]), ([2], [2]), ([], [0, 1, 2]), ([], [])]):
-        losses = [plain(batches(2)[rank] + step, routes[rank]).square().mean() for rank in range(2)]
-        (sum(losses) / 2).backward()
-        model(batches(2)[dist.get_rank()] + step, routes[dist.get_rank()]).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_as_plain(model, plain)
+    assert_experts_are_stepped(in_backward=True)
 
 
 @on_processes(2)
@@ -222,15 +211,7 @@ def test_parameters_that_refresh_finds_are_stepped():
         optimizer = muon(each, adamw={"lr": 0.1})
         if each is model:
             sherd.step_in_backward(model, optimizer)
-        _deeper(each)
-        if each is model:
-            sherd.refresh(model, optimizer)
-        else:
-            optimizer.add_param_group({"params": [*plain.more.named_parameters(), *plain.deeper.named_parameters()]})
-        for step in range(2):
-            each(torch.arange(step, step + 4)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        grown(each, optimizer)
     assert_as_plain(model, plain)
 
 

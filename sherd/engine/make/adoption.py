@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from sherd.comm.agreement import broadcast_from_rank0, in_short, require_alike
+from sherd.comm.agreement import broadcast_from_rank0, require_alike
 from sherd.comm.mesh import DataMesh
 from sherd.engine.make.build import borrow, constructions, owners_of, shard
 from sherd.engine.make.sharding import ShardingPlan, sharding_plans
@@ -27,7 +27,7 @@ from sherd.engine.state.flat import FlatParameter
 from sherd.engine.state.optimizers import News, bring_up_to_date, watcher
 from sherd.engine.state.ownership import BorrowedParameter, DiscoveredParameter, ParameterOwnership
 from sherd.engine.state.parameter import ParameterPlace, ShardedParameter
-from sherd.errors import ModuleError, SherdError, StateError, UnsupportedError
+from sherd.errors import ModuleError, SherdError, StateError, UnsupportedError, in_short
 from sherd.tensor.ragged import local_part
 from sherd.wrap.names import plain_name
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from sherd._torch import attributes_of, manage, move_hooks, trace_nothing_in
-from sherd.comm.agreement import in_short
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import streams_for
 from sherd.engine.between import load
@@ -25,7 +24,7 @@ from sherd.engine.state.loads import forget_loads, loads_balance
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.ownership import BorrowedParameter, DiscoveredParameter, ParameterOwnership
 from sherd.engine.state.parameter import ShardedParameter
-from sherd.errors import ModuleError, OwnershipError
+from sherd.errors import ModuleError, OwnershipError, in_short
 from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
 from sherd.tensor.gather import shard_of
 from sherd.tensor.ragged import as_dtensor

@@ -146,7 +146,16 @@ def _remake(unit: Unit, memo: Memo) -> None:
         records.append(copied)
     ignored = [place for each in unit.ignored if (place := each.on_copy(memo)) is not None]
     new = Unit(
-        modules, records, (), unit.mesh, unit.streams, unit.precision, unit.place, unit.policy, unit.surrounds, ignored
+        modules,
+        records,
+        tied_owners=(),
+        mesh=unit.mesh,
+        streams=unit.streams,
+        precision=unit.precision,
+        place=unit.place,
+        policy=unit.policy,
+        surrounds=unit.surrounds,
+        ignored=ignored,
     )
     memo[id(unit)] = new
     constructions[new] = Construction(constructions[unit].request_of)

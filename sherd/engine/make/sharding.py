@@ -13,14 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from sherd._torch import DTensorSpec, local_tensor, spec_of
-from sherd.comm.agreement import in_short
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.engine.moves.selfgather import require_can_gather_itself
 from sherd.engine.state.group import travels_alone
 from sherd.engine.state.loads import loads_of
 from sherd.engine.state.ownership import DiscoveredParameter
-from sherd.errors import ModuleError, PlacementError
+from sherd.errors import ModuleError, PlacementError, in_short
 from sherd.layout.placement import Cut, Replicate, Shard
 from sherd.layout.plan import Wanted, plan
 from sherd.layout.runs import AnyPlacement, Owned, RunPlacement, Runs

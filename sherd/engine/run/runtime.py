@@ -29,7 +29,6 @@ from sherd._torch import (
     splitting_stage,
     write_into,
 )
-from sherd.comm.agreement import in_short
 from sherd.engine.moves.arrivals import GradientObserver
 from sherd.engine.moves.saved import begin_watching, end_watching
 from sherd.engine.moves.selfgather import require_can_gather_itself
@@ -41,7 +40,7 @@ from sherd.engine.run.unmanaged import Unmanaged, registrations
 from sherd.engine.state.loads import forget_loads
 from sherd.engine.state.ownership import require_not_torchs
 from sherd.engine.state.parameter import ShardedParameter
-from sherd.errors import OwnershipError, StateError, WrapperStateError
+from sherd.errors import OwnershipError, StateError, WrapperStateError, in_short
 from sherd.policy import UnitPolicy
 from sherd.schedule import actions as do
 from sherd.schedule.schedule import Schedule

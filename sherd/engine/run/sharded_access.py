@@ -18,12 +18,11 @@ from torch import nn
 
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.parameter import ShardedParameter, record_of
-from sherd.errors import PlacementError
+from sherd.errors import PlacementError, in_short
 
 MIXED = "got mixed torch.Tensor and DTensor"
 """A part of torch's message about an operation on a DTensor and a plain tensor."""
 
-SHOWN = 8
 _REMEDY = (
     "which is gathered only while it runs. Call the module, not its forward: module(x); for a method, "
     "register_fsdp_forward_method(module, 'name'); to read a weight from outside, module.unshard() before and "
@@ -82,13 +81,8 @@ def _shards_of(value: Any) -> Iterator[ShardedParameter]:
 def _in_words(records: Sequence[ShardedParameter], units: Sequence[Unit]) -> str:
     if records:
         owners = {owner.id: owner.name for record in records if isinstance(owner := record.owner, Unit)}
-        names = _some([record.name for record in records])
-        which = f": {names}, of unit {_some(list(owners.values()))}"
+        names = in_short([record.name for record in records])
+        which = f": {names}, of unit {in_short(list(owners.values()))}"
     else:
-        which = f"; units are {_some([unit.name for unit in units])}"
+        which = f"; units are {in_short([unit.name for unit in units])}"
     return f"A shard was met where an unsharded parameter was needed{which}, {_REMEDY}"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = [f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
-    return ", ".join([*names[:SHOWN], *more])

@@ -19,12 +19,12 @@ from torch.nn.modules.module import (
 )
 
 from sherd._torch import is_replicated
-from sherd.comm.agreement import broadcast_from_rank0, groups_of, in_short, require_alike
+from sherd.comm.agreement import broadcast_from_rank0, groups_of, require_alike
 from sherd.comm.failures import named
 from sherd.comm.mesh import DataMesh
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.parameter import record_of
-from sherd.errors import UnmanagedParameterError
+from sherd.errors import UnmanagedParameterError, in_short
 from sherd.tensor.ragged import local_part
 from sherd.wrap.names import plain_name
 

@@ -26,7 +26,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import local_tensor, move_hooks, replace_class, spec_of, swap_devices
-from sherd.comm.buffers import storages_of
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.comm.transport import Sizes, parts
@@ -39,7 +38,7 @@ from sherd.layout.placement import Shape
 from sherd.policy import MixedPrecisionPolicy
 from sherd.schedule.moments import MemoryKind as Memory
 from sherd.tensor.placement import in_dtype
-from sherd.tensor.ragged import as_dtensor, own_view
+from sherd.tensor.ragged import as_dtensor, own_view, storages_of
 from sherd.tensor.sharded import rest_on
 
 PADDING_VALUE = 42

@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import LBFGS, Adafactor, Adam, Optimizer
 
 from sherd._torch import dynamo_disabled, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from sherd.comm.agreement import in_short
 from sherd.engine.state.parameter import Owner, ShardedParameter, as_sharded, name_of, record_of
-from sherd.errors import OptimizerError, OptimStateError
+from sherd.errors import OptimizerError, OptimStateError, in_short
 from sherd.tensor.ragged import RaggedDTensor, local_part
 from sherd.tensor.state_kind import PlacesState, StateKind, state_kind
 
@@ -68,7 +67,7 @@ class News:
 
 
 StateDict = dict[str, Any]
-"""That of an optimizer."""
+"""The state dict of an optimizer."""
 
 Foreign = Callable[[dict[str, Any], torch.Tensor, Mapping[str, object]], set[str]]
 """Returns the keys of a parameter's state that its group cannot use."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -94,7 +94,7 @@ class Source:
         rest: the other contents of the checkpoint, whose own `tensors` are not used.
         close: closes all files.
         notes: what a user should know of this checkpoint, in sentences.
-        pieces: by name, the number of pieces of each tensor that lies in several.
+        pieces: by name, the number of pieces of tensors; None: each is one.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ class Source:
         self.format, self.close, self._tensors = format, close, tensors
         specs = {name: lazy.spec for name, lazy in tensors.items()}
         self.contents = Contents(specs, rest.aliases, rest.values, rest.step, rest.user)
-        self._notes, self._pieces = list(notes), dict(pieces or {})
+        self._notes = list(notes)
+        self._pieces = {name: number for name, number in (pieces or {}).items() if number > 1}
 
     def read_into(self, name: str, part: Box, target: torch.Tensor, most_bytes: int) -> None:
         """Fill `target` with `part` of the tensor `name`, as `Lazy.read_into` does.
@@ -185,18 +186,43 @@ class Pieced:
                 piece.read_into(Box(offsets, shared.sizes), target[shared.within(part)], most_bytes)
 
 
-def in_files(tensors: Mapping[str, Spec], most_bytes: int) -> Iterator[list[str]]:
-    """Yields the names of the tensors of each file: at most `most_bytes` of tensors, or one tensor."""
-    names: list[str] = []
-    nbytes = 0
-    for name, spec in tensors.items():
-        if names and nbytes + spec.nbytes > most_bytes:
-            yield names
-            names, nbytes = [], 0
-        names.append(name)
-        nbytes += spec.nbytes
-    if names:
-        yield names
+@dataclass(frozen=True)
+class TensorPart:
+    """The part `box` of a tensor."""
+
+    of: Lazy
+    box: Box
+
+    @property
+    def spec(self) -> Spec:
+        """The tensor's dtype and shape."""
+        return replace(self.of.spec, shape=self.box.sizes)
+
+    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        """Fill `target` with `part`."""
+        offsets = tuple(first + at for first, at in zip(self.box.offsets, part.offsets, strict=True))
+        self.of.read_into(Box(offsets, part.sizes), target, most_bytes)
+
+
+@dataclass(frozen=True)
+class Reshaped:
+    """A tensor of `shape` whose elements, row by row, are those of a vector."""
+
+    vector: Lazy
+    shape: Shape
+
+    @property
+    def spec(self) -> Spec:
+        """The tensor's dtype and shape."""
+        return replace(self.vector.spec, shape=self.shape)
+
+    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
+        """Fill `target` with `part`."""
+        dtype = DTYPES[self.spec.dtype]
+        for span in spans(whole(self.shape), part, max(most_bytes // dtype.itemsize, 1)) if part.numel else ():
+            read = torch.empty(span.box.numel, dtype=dtype)
+            self.vector.read_into(Box((span.start,), (span.box.numel,)), read, most_bytes)
+            target[span.wanted.within(part)] = read.view(span.box.sizes)[span.wanted.within(span.box)]
 
 
 def path_inside(folder: Path, name: object, where: str) -> Path:

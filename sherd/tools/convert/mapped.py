@@ -13,7 +13,7 @@ from sherd.checkpoint.tensor_bytes import DTYPES
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, whole
 from sherd.layout.extent import Extent
-from sherd.tools.convert.contents import Contents, Lazy, NamedTensor, Pieced, Source, Spec
+from sherd.tools.convert.contents import Contents, Lazy, NamedTensor, Pieced, Source, Spec, TensorPart
 from sherd.tools.convert.mapping import Rule, each_match, filled, matcher
 from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, references
 
@@ -239,7 +239,7 @@ def _reshaped_tensors(rule: Rule, tensors: Sequence[Lazy], name: str, _: int) ->
         if rule.dim >= len(shape):
             raise CheckpointError(f"{name} of shape {shape} has no dim {rule.dim}")
         sizes = _sizes(shape[rule.dim], rule.ratio or [1] * len(rule.to), name)
-        return [_Cut(first, box) for box in _boxes(shape, rule.dim, sizes)]
+        return [TensorPart(first, box) for box in _boxes(shape, rule.dim, sizes)]
     if rule.kind == "stack":
         if len({tensor.spec for tensor in tensors}) > 1:
             raise CheckpointError(f"{name}: tensors of other shapes or dtypes cannot be stacked")
@@ -324,22 +324,6 @@ class _Permuted:
                 halves = (width // 2, 2) if self.apart else (2, width // 2)
                 read = _read(self.of, rows, most_bytes).view(*halves, *part.sizes[1:]).transpose(0, 1)
                 target[shared.within(part)] = read.reshape(rows.sizes)[shared.within(rows)]
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """The part `box` of a tensor."""
-
-    of: Lazy
-    box: Box
-
-    @property
-    def spec(self) -> Spec:
-        return replace(self.of.spec, shape=self.box.sizes)
-
-    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        offsets = tuple(first + at for first, at in zip(self.box.offsets, part.offsets, strict=True))
-        self.of.read_into(Box(offsets, part.sizes), target, most_bytes)
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,7 @@ def read(path: Path) -> Source:
         contents = collected(_nested(leaves), str(path))
         contents.notes += notes
         counts = {name: len(lazy.pieces) for name, lazy in contents.tensors.items() if isinstance(lazy, _Chunked)}
-        return contents.source(FORMAT, files.close, {name: number for name, number in counts.items() if number > 1})
+        return contents.source(FORMAT, files.close, counts)
     except BaseException:
         files.close()
         raise

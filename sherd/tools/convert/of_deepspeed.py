@@ -14,20 +14,16 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from sherd.checkpoint.tensor_bytes import DTYPES
 from sherd.errors import CheckpointError
-from sherd.layout.boxes import Box, spans, whole
+from sherd.layout.boxes import Box
 from sherd.storage.places import read_file
-from sherd.tools.convert.contents import MODEL, Lazy, Source, Spec
-from sherd.tools.convert.of_torch import Strided, TorchFile, opened
+from sherd.tools.convert.contents import MODEL, Lazy, Pieced, Reshaped, Source, Spec, TensorPart
+from sherd.tools.convert.of_torch import Strided, opened
 from sherd.tools.convert.pickles import Inert
 from sherd.tools.convert.state_trees import Collected, is_lazy
 
@@ -39,58 +35,16 @@ MODEL_FILES = f"*{MODEL_FILE}"
 _RANK = re.compile(r"zero_pp_rank_(\d{1,6})_mp_rank")
 
 
-@dataclass(frozen=True)
-class VectorRun:
-    """`numel` elements of `vector`, from element `start` on."""
-
-    vector: Strided
-    start: int
-    numel: int
-
-
-@dataclass(frozen=True)
-class OfRuns:
-    """A tensor whose elements, row by row, are `runs`."""
-
-    spec: Spec
-    runs: tuple[VectorRun, ...]
-
-    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        """Fill `target` with `part`."""
-        dtype = DTYPES[self.spec.dtype]
-        if not part.numel:
-            return
-        for span in spans(whole(self.spec.shape), part, max(most_bytes // dtype.itemsize, 1)):
-            read = torch.empty(span.box.numel, dtype=dtype)
-            at, first, stop = 0, span.start, span.start + read.numel()
-            for run in self.runs:
-                begin, end = max(first, at), min(stop, at + run.numel)
-                if begin < end:
-                    box = Box((run.start + begin - at,), (end - begin,))
-                    run.vector.read_into(box, read[begin - first : end - first], most_bytes)
-                at += run.numel
-            wanted = read.view(span.box.sizes)[span.wanted.within(span.box)]
-            target[span.wanted.within(part)] = wanted
-
-
-class Files:
+class Files(ExitStack):
     """The open files of a checkpoint."""
-
-    def __init__(self) -> None:
-        self._open: list[TorchFile] = []
 
     def tree(self, path: Path) -> Mapping[str, Any]:
         """Returns the dict in the file at `path`. Raises CheckpointError if there is none."""
-        self._open.append(opened(path, stubs=("deepspeed",)))
-        tree = self._open[-1].tree
-        if not isinstance(tree, Mapping):
-            raise CheckpointError(f"{path} holds a {type(tree).__name__} where a dict is expected")
-        return tree
-
-    def close(self) -> None:
-        """Close all files."""
-        while self._open:
-            self._open.pop().close()
+        file = opened(path, stubs=("deepspeed",))
+        self.callback(file.close)
+        if not isinstance(file.tree, Mapping):
+            raise CheckpointError(f"{path} holds a {type(file.tree).__name__} where a dict is expected")
+        return file.tree
 
 
 class Wrong(Exception):
@@ -207,26 +161,26 @@ class _Zero(ABC):
     def frozen(self, name: str) -> Lazy:
         """Returns an untrained parameter."""
 
-    def tensor(self, name: str, shape: Any, places: list[tuple[int, int, int]], vectors: list[Any]) -> OfRuns:
+    def tensor(self, name: str, shape: Any, places: list[tuple[int, int, int]], vectors: list[Any]) -> Reshaped:
         """Returns the parameter `name`, or a state of it, from the vectors of all ranks."""
-        runs = tuple(VectorRun(vectors[rank], start, numel) for rank, start, numel in places if numel)
-        total = sum(run.numel for run in runs)
-        for run in runs:
-            if not isinstance(run.vector, Strided) or run.start + run.numel > prod(run.vector.spec.shape):
+        dtype, total, runs = "F32", 0, list[tuple[Box, Lazy]]()
+        for vector, start, numel in ((vectors[rank], start, numel) for rank, start, numel in places if numel):
+            if not isinstance(vector, Strided) or start + numel > prod(vector.spec.shape):
                 raise Wrong(f"{name} lies outside of its vector")
+            dtype = vector.spec.dtype
+            runs.append((Box((total,), (numel,)), TensorPart(vector, Box((start,), (numel,)))))
+            total += numel
         if total != prod(shape) or not all(type(size) is int and size >= 0 for size in shape):
             raise Wrong(f"{name} of shape {str(shape)[:50]} has {total} elements")
-        dtype = next((run.vector.spec.dtype for run in runs), "F32")
-        return OfRuns(Spec(dtype, tuple(shape)), runs)
+        return Reshaped(Pieced(Spec(dtype, (total,)), tuple(runs)), tuple(shape))
 
     def pieces(self) -> dict[str, int]:
-        """Returns by name the number of runs of each parameter that lies in several."""
-        counted = {
+        """Returns by name the number of runs of each parameter."""
+        return {
             f"{MODEL}/{name}": sum(1 for _, _, numel in places if numel)
             for number in range(len(self.shapes))
             for name, places in self.places(number).items()
         }
-        return {name: number for name, number in counted.items() if number > 1}
 
 
 class _Zero2(_Zero):

@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from sherd.checkpoint.tensor_bytes import DTYPES, memory_of
+from sherd.checkpoint.tensor_bytes import DTYPES, in_buckets
 from sherd.errors import CheckpointError
-from sherd.layout.boxes import Box, overlapping, spans, whole
-from sherd.storage.places import Disk, Readable, read_exactly, read_file
-from sherd.storage.safetensors import Stored, header_length, header_of, nbytes_of, parsed, read_json
+from sherd.layout.boxes import Box, overlapping
+from sherd.storage.files import Content, write_file
+from sherd.storage.places import Disk, Readable, read_file
+from sherd.storage.safetensors import Stored, header_length, nbytes_of, parsed, read_json
 from sherd.tools.convert.contents import (
     MODEL,
     Contents,
@@ -27,10 +25,10 @@ from sherd.tools.convert.contents import (
     Read,
     Source,
     Spec,
-    in_files,
     open_file,
     path_inside,
 )
+from sherd.tools.convert.of_torch import Storage, Strided
 from sherd.tools.convert.state_trees import Collected
 
 FORMAT = "hf"
@@ -44,28 +42,11 @@ _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|h5|msgpack|gguf|onnx)(\.inde
 _MOST_BESIDE = 256 << 20
 
 
-@dataclass(frozen=True)
-class _InFile:
-    """A tensor in a safetensors file."""
-
-    file: Readable
-    at: Stored
-
-    @property
-    def spec(self) -> Spec:
-        return Spec(self.at.dtype, self.at.shape)
-
-    def read_into(self, part: Box, target: torch.Tensor, most_bytes: int) -> None:
-        if not part.numel:
-            return
-        dtype = DTYPES[self.at.dtype]
-        for span in spans(whole(self.at.shape), part, max(most_bytes // dtype.itemsize, 1)):
-            place, start = target[span.wanted.within(part)], self.at.start + span.start * dtype.itemsize
-            in_place = span.box == span.wanted and place.is_contiguous()
-            read = place if in_place else torch.empty(span.box.sizes, dtype=dtype)
-            read_exactly(self.file, start, memory_of(read))
-            if not in_place:
-                place.copy_(read[span.wanted.within(span.box)])
+def _stored(file: Readable, at: Stored) -> Strided:
+    """Returns a tensor of a safetensors file, where it lies row by row."""
+    strides = tuple(prod(at.shape[dim + 1 :]) for dim in range(len(at.shape)))
+    storage = Storage(file, at.start, nbytes_of(at.dtype, at.shape), DTYPES[at.dtype])
+    return Strided(storage, Spec(at.dtype, at.shape), 0, strides)
 
 
 def _header(file: Readable) -> tuple[dict[str, Stored], dict[str, str]]:
@@ -83,7 +64,7 @@ def _header(file: Readable) -> tuple[dict[str, Stored], dict[str, str]]:
 def read(path: Path) -> Source:
     """Returns the file, or the folder of files, at `path`, open for reading. Raises CheckpointError."""
     contents, num_files = Collected(), 0
-    pieces: dict[str, list[tuple[Box, _InFile]]] = {}
+    pieces: dict[str, list[tuple[Box, Strided]]] = {}
     contents.values[MODEL] = {"kind": "module"}
     with ExitStack() as files:
         for file_path, names in _files(path).items():
@@ -95,17 +76,17 @@ def read(path: Path) -> Source:
             if SHARDED in metadata:
                 for name, offsets in _offsets(metadata[SHARDED], tensors, str(file_path)).items():
                     box = Box(offsets, tensors[name].shape)
-                    pieces.setdefault(name, []).append((box, _InFile(file, tensors[name])))
+                    pieces.setdefault(name, []).append((box, _stored(file, tensors[name])))
                 continue
             if num_files > 1 and names is None:
                 raise CheckpointError(f"{path} has several files, and neither {INDEX} nor places of pieces in them")
             for name in tensors if names is None else [name for name in tensors if name in names]:
-                contents.tensors[f"{MODEL}/{name}"] = _InFile(file, tensors[name])
+                contents.tensors[f"{MODEL}/{name}"] = _stored(file, tensors[name])
             for alias, name in metadata.items():
                 if name in tensors and alias not in tensors:
                     contents.aliases[f"{MODEL}/{alias}"] = f"{MODEL}/{name}"
         contents.tensors |= {f"{MODEL}/{name}": _joined(name, boxes, path) for name, boxes in pieces.items()}
-        counts = {f"{MODEL}/{name}": len(boxes) for name, boxes in pieces.items() if len(boxes) > 1}
+        counts = {f"{MODEL}/{name}": len(boxes) for name, boxes in pieces.items()}
         return contents.source(FORMAT, files.pop_all().close, counts)
 
 
@@ -123,15 +104,15 @@ def _offsets(text: str, tensors: Mapping[str, Stored], file: str) -> dict[str, t
     return first
 
 
-def _joined(name: str, boxes: Sequence[tuple[Box, _InFile]], path: Path) -> Pieced:
+def _joined(name: str, boxes: Sequence[tuple[Box, Strided]], path: Path) -> Pieced:
     dims = len(boxes[0][0].sizes)
-    if any(len(box.sizes) != dims or piece.at.dtype != boxes[0][1].at.dtype for box, piece in boxes):
+    if any(len(box.sizes) != dims or piece.spec.dtype != boxes[0][1].spec.dtype for box, piece in boxes):
         raise CheckpointError(f"{path}: the pieces of {name} have several dtypes or numbers of dims")
     shape = tuple(max(box.offsets[dim] + box.sizes[dim] for box, _ in boxes) for dim in range(dims))
     numel = sum(box.numel for box, _ in boxes)
     if numel != prod(shape) or overlapping(box for box, _ in boxes) is not None:
         raise CheckpointError(f"{path}: the pieces of {name} have {numel} elements of {prod(shape)}, or share some")
-    return Pieced(Spec(boxes[0][1].at.dtype, shape), tuple(boxes))
+    return Pieced(Spec(boxes[0][1].spec.dtype, shape), tuple(boxes))
 
 
 def _files(path: Path) -> dict[Path, set[str] | None]:
@@ -173,7 +154,7 @@ def write(path: Path, contents: Contents, read: Read, shard_bytes: int = SHARD_B
     tensors, begin = contents.of_item(item), f"{item}/"
     aliases = {alias[len(begin) :]: name[len(begin) :] for alias, name in contents.aliases.items()}
     one = path.suffix == ".safetensors"
-    files = [list(tensors)] if one else [*in_files(tensors, shard_bytes)] or [[]]
+    files = [list(tensors)] if one else in_buckets(tensors, lambda name: tensors[name].nbytes, shard_bytes) or [[]]
     folder = path.parent if one else path
     folder.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
@@ -182,8 +163,11 @@ def write(path: Path, contents: Contents, read: Read, shard_bytes: int = SHARD_B
         name = whole_name if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         metadata = {"format": "pt"} | {alias: of for alias, of in aliases.items() if of in names}
         names = sorted(names, key=lambda tensor: (-nbytes_of(tensors[tensor].dtype, ()), tensor))
-        fields, _ = header_of({tensor: (tensors[tensor].dtype, tensors[tensor].shape) for tensor in names}, metadata)
-        Disk(folder).write(name, partial(_chunks, fields, [begin + tensor for tensor in names], read))
+        content_of = {
+            tensor: Content(tensors[tensor].dtype, tensors[tensor].shape, partial(read, begin + tensor))
+            for tensor in names
+        }
+        write_file(Disk(folder), name, content_of, metadata)
         weight_map |= dict.fromkeys(names, name)
     if len(files) > 1:
         total = sum(spec.nbytes for spec in tensors.values())
@@ -192,12 +176,6 @@ def write(path: Path, contents: Contents, read: Read, shard_bytes: int = SHARD_B
         )
         (folder / INDEX).write_text(index + "\n")
     return [f"{name} is left out: the format hf holds a model alone" for name in contents.values if name != item]
-
-
-def _chunks(fields: bytes, names: Sequence[str], read: Read) -> Iterator[memoryview]:
-    yield memoryview(fields)
-    for name in names:
-        yield from read(name)
 
 
 def copy_beside(source: Path, target: Path) -> list[str]:

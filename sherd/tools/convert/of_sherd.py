@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from sherd.checkpoint.tensor_bytes import read_into
+from sherd.checkpoint.tensor_bytes import in_buckets, read_into
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, Grid
 from sherd.storage.files import Content, Opened, write_file
 from sherd.storage.folder import Folder, file_name
 from sherd.storage.manifest import MANIFEST, Entry, File, Manifest
 from sherd.storage.places import place_of
-from sherd.tools.convert.contents import Contents, Read, Source, Spec, in_files
+from sherd.tools.convert.contents import Contents, Read, Source, Spec
 
 FORMAT = "sherd"
 FILE_BYTES = 4 << 30
@@ -89,7 +89,7 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
     place = folder.folder_of(step)
     files: list[File] = []
     entries: dict[str, Entry] = {}
-    for names in in_files(contents.tensors, FILE_BYTES):
+    for names in in_buckets(contents.tensors, lambda name: contents.tensors[name].nbytes, FILE_BYTES):
         tensors: dict[str, Content] = {}
         for name in names:
             spec = contents.tensors[name]

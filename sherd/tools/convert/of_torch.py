@@ -61,7 +61,9 @@ _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 
 
 @dataclass(frozen=True, slots=True)
-class _Storage:
+class Storage:
+    """`nbytes` bytes of a file from byte `start` on, with elements of `dtype`."""
+
     file: Readable
     start: int
     nbytes: int
@@ -72,7 +74,7 @@ class _Storage:
 class Strided:
     """A tensor of a file, with elements of a storage from element `offset` on, `strides` apart."""
 
-    storage: _Storage
+    storage: Storage
     spec: Spec
     offset: int
     strides: tuple[int, ...]
@@ -189,7 +191,7 @@ class TorchFile:
         self._folder = pickled[0].removesuffix("data.pkl")
         if f"{self._folder}byteorder" in names and self._bytes("byteorder") != b"little":
             raise CheckpointError(f"{file.name} was saved on a machine with another order of bytes; save it again")
-        self._storages: dict[str, _Storage] = {}
+        self._storages: dict[str, Storage] = {}
         unpickler = _Unpickler(self, io.BytesIO(self._bytes("data.pkl")), file.name, stubs)
         self.tree: Any = unpickler.read()
 
@@ -219,10 +221,10 @@ class TorchFile:
             raise CheckpointError(f"{self._file.name}: the record {name[:100]} is not where the archive says")
         return start, info.file_size
 
-    def storage(self, dtype: torch.dtype, key: str) -> _Storage:
+    def storage(self, dtype: torch.dtype, key: str) -> Storage:
         """Returns the storage `key`."""
         if key not in self._storages:
-            self._storages[key] = _Storage(self._file, *self._record(f"data/{key}"), dtype)
+            self._storages[key] = Storage(self._file, *self._record(f"data/{key}"), dtype)
         return self._storages[key]
 
     def close(self) -> None:
@@ -258,20 +260,20 @@ class _Unpickler(Unpickler):
         super().__init__(file, names, where, stubs)
         self._of = of
 
-    def persistent_load(self, pid: Any) -> _Storage:
+    def persistent_load(self, pid: Any) -> Storage:
         """Returns the storage that the pickle refers to as `pid`."""
         kind, dtype, key, _, _ = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
             raise CheckpointError(f"{self._where} refers to {str(pid)[:100]}, which is no storage")
         return self._of.storage(dtype, key)
 
-    def _tensor(self, storage: _Storage, offset: int, size: Any, stride: Any, *_: object) -> Strided:
+    def _tensor(self, storage: Storage, offset: int, size: Any, stride: Any, *_: object) -> Strided:
         return self._strided(storage, storage.dtype, offset, size, stride)
 
-    def _tensor_of_bytes(self, storage: _Storage, offset: int, size: Any, stride: Any, *others: Any) -> Strided:
+    def _tensor_of_bytes(self, storage: Storage, offset: int, size: Any, stride: Any, *others: Any) -> Strided:
         return self._strided(storage, others[2], offset, size, stride)
 
-    def _strided(self, storage: _Storage, dtype: torch.dtype, offset: int, size: Any, stride: Any) -> Strided:
+    def _strided(self, storage: Storage, dtype: torch.dtype, offset: int, size: Any, stride: Any) -> Strided:
         shape, strides = tuple(size), tuple(stride)
         are_numbers = all(type(number) is int and number >= 0 for number in (offset, *shape, *strides))
         if not are_numbers or len(shape) != len(strides):
@@ -325,11 +327,16 @@ def read(path: Path) -> Source:
 
 def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
     """Write a file that `torch.load` reads, with `weights_only`, too."""
+    save_file(path, tree_of(contents, numbered=True), read)
+    return left_out_of_tree(contents)
+
+
+def save_file(path: Path, tree: object, read: Read) -> None:
+    """Write `tree` to a new file, as `save` does, and flush it to the disk."""
     with open(path, "xb") as file:
-        save(file, tree_of(contents, numbered=True), read)
+        save(file, tree, read)
         file.flush()
         os.fsync(file.fileno())
-    return left_out_of_tree(contents)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ under ZeRO-3. It knows groups by their numbers.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from math import prod
@@ -24,20 +23,11 @@ from typing import Any
 import torch
 
 from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, DTYPES, memory_of
-from sherd.errors import CheckpointError
+from sherd.errors import CheckpointError, in_short
 from sherd.storage.places import Disk, Readable
-from sherd.tools.convert.contents import Contents, Read, Source, Spec
-from sherd.tools.convert.of_deepspeed import (
-    MODEL_FILE,
-    MODEL_FILES,
-    OfRuns,
-    VectorRun,
-    Wrong,
-    add_model,
-    folder_of,
-    reading,
-)
-from sherd.tools.convert.of_torch import Strided, TorchFile, save
+from sherd.tools.convert.contents import Contents, Read, Reshaped, Source, Spec
+from sherd.tools.convert.of_deepspeed import MODEL_FILE, MODEL_FILES, Wrong, add_model, folder_of, reading
+from sherd.tools.convert.of_torch import Strided, TorchFile, save_file
 from sherd.tools.convert.state_trees import GROUPS, PARAMS, STATE, Collected, PendingTensor, tree_of
 
 FORMAT = "universal"
@@ -113,11 +103,11 @@ def read(path: Path) -> Source:
         return contents.source(FORMAT, files.close)
 
 
-def _shaped(vector: Strided, shape: Any, name: str) -> OfRuns:
+def _shaped(vector: Strided, shape: Any, name: str) -> Reshaped:
     """Returns a parameter that is flattened in its file, as in checkpoints that were made from ZeRO-3."""
     if prod(vector.spec.shape) != prod(shape):
         raise Wrong(f"{name} has {prod(vector.spec.shape)} elements, and the shape {str(shape)[:50]}")
-    return OfRuns(Spec(vector.spec.dtype, tuple(shape)), (VectorRun(vector, 0, prod(shape)),))
+    return Reshaped(vector, tuple(shape))
 
 
 def _with_settings(
@@ -170,9 +160,9 @@ class _Training:
     def notes(self) -> Iterator[str]:
         """Yields what a user of DeepSpeed should know."""
         if self.without:
-            yield f"{_few(self.without)}: without state, so DeepSpeed cannot train them from here"
+            yield f"{in_short(sorted(self.without), 4)}: without state, so DeepSpeed cannot train them from here"
         if self.keys != _KEYS_OF_ZERO3:
-            kept = _few(self.keys - {"step"})
+            kept = in_short(sorted(self.keys - {"step"}), 4)
             yield f"it is for ZeRO-1 and 2 alone: under ZeRO-3 DeepSpeed loads Adam's states, not {kept}"
         if len(self.groups) > 1:
             yield "under ZeRO-3 DeepSpeed takes the settings of the first group for all: docs/do/convert.md"
@@ -198,10 +188,10 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
         (folder / "zero" / name).mkdir(parents=True)
         for key, value in tensors.items():
             tree = value if key == "step" else {"cat_dim": 0, "param": _widened(value)}
-            _write(folder / "zero" / name / f"{key}.pt", tree, _as_fp32(read, contents.tensors))
+            save_file(folder / "zero" / name / f"{key}.pt", tree, _as_fp32(read, contents.tensors))
     numbers = [{**group, PARAMS: [number]} for number, group in enumerate(training.settings)]
     of_zero3 = {STATE: {0: {"step": first[0]} if first else {}}, GROUPS: numbers}
-    _write(folder / _SETTINGS, {GROUPS: numbers, "ds_version": _VERSION, "optimizer_state_dict": of_zero3}, read)
+    save_file(folder / _SETTINGS, {GROUPS: numbers, "ds_version": _VERSION, "optimizer_state_dict": of_zero3}, read)
     states: dict[str, Any] = {
         "module": training.rest,
         "buffer_names": list(training.rest),
@@ -214,9 +204,9 @@ def write(path: Path, contents: Contents, read: Read) -> Sequence[str]:
         "mp_world_size": 1,
         "ds_version": _VERSION,
     }
-    _write(folder / MODEL_FILE, states, read)
+    save_file(folder / MODEL_FILE, states, read)
     if training.keys == _KEYS_OF_ZERO3:
-        _write(folder / _ZERO3_FILE, states | {"module": {}}, read)
+        save_file(folder / _ZERO3_FILE, states | {"module": {}}, read)
     (path / _LATEST).write_text(folder.name)
     others = [name for name in contents.values if name not in (models[0], optimizers[0])]
     left_out = [f"{name} is left out: the format {FORMAT} holds a model and its optimizer" for name in others]
@@ -253,7 +243,9 @@ def _training(contents: Contents, model: str, optimizer: str) -> _Training:
             step = {"step": group["step"]} if "step" in group and "step" not in own else {}
             states[name] = {"fp32": tensors[name], **own, **step}
     if kept:
-        raise CheckpointError(f"{optimizer} has state of parameters that are in none of its groups: {_few(kept)}")
+        raise CheckpointError(
+            f"{optimizer} has state of parameters that are in none of its groups: {in_short(sorted(kept), 4)}"
+        )
     if not states:
         raise CheckpointError(
             f"{optimizer} has no state of any parameter, and DeepSpeed needs it; write the model alone as hf or torch"
@@ -273,7 +265,7 @@ def _require(states: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Pend
             if not part or part in (".", "..") or any(letter in part for letter in "/\\\0"):
                 raise CheckpointError(f"{part[:100]!r} is the name of a folder or file here, which cannot be one")
         if state.keys() != states[first].keys():
-            of_name, of_first = (_few(keys - {"fp32"}) for keys in (state.keys(), states[first].keys()))
+            of_name, of_first = (in_short(sorted(keys - {"fp32"}), 4) for keys in (state.keys(), states[first].keys()))
             raise CheckpointError(
                 f"{optimizer} keeps {of_name} of {name}, and {of_first} of {first}; the format "
                 f"{FORMAT} cannot hold parameters whose states differ; {other}"
@@ -331,16 +323,3 @@ def _as_fp32(read: Read, specs: Mapping[str, Spec]) -> Read:
                 yield memory_of(part.float())
 
     return chunks
-
-
-def _write(path: Path, tree: object, read: Read) -> None:
-    with open(path, "xb") as file:
-        save(file, tree, read)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _few(names: Iterable[str]) -> str:
-    """Returns the first of `names`, for a message."""
-    in_order = sorted(names)
-    return ", ".join(in_order[:4]) + (", ..." if len(in_order) > 4 else "")

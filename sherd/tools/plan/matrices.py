@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class StepOfMatrices:
         matrices = {name: each for name, each in Unit.named_members(model).items() if not left[name]}
         if not matrices:
             return None
-        optimizer = _WithoutHeaders(list(matrices.values()), on_host)
+        optimizer = _MuonAsPlanned(list(matrices.values()), on_host)
         optimizer._plan_of(optimizer.matrix_groups()).faults = _NoFaults(on_host)
         for each in matrices.values():
             each.grad = zeros_as_gradient(each, each.dtype)
@@ -75,8 +75,8 @@ class StepOfMatrices:
         return tuple(recording.finished())
 
 
-class _WithoutHeaders(Muon):
-    """Muon that reads no headers: they have no values, and nothing is wrong on any rank."""
+class _MuonAsPlanned(Muon):
+    """Muon with the dtypes of an accelerator, or of this CPU."""
 
     def __init__(self, matrices: Sequence[nn.Parameter], on_host: bool) -> None:
         super().__init__(matrices, ns_dtype=computes_in(HOST) if on_host else None)
@@ -88,13 +88,9 @@ class _WithoutHeaders(Muon):
     def travels_in(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         return dtype if self._on_host else super().travels_in(dtype, torch.device("meta"))
 
-    def _exchange(self, *args: Any) -> Generator[None, None, list[Any]]:
-        yield from super()._exchange(*args)
-        return []
-
 
 class _NoFaults(StepFaults):
-    """Looks at updates as a device does, or as the host, but finds nothing."""
+    """Looks at updates as a device or the host does, finds nothing, and reads no headers: they have no values."""
 
     def __init__(self, on_host: bool) -> None:
         super().__init__()
@@ -103,6 +99,9 @@ class _NoFaults(StepFaults):
     def finite(self, update: torch.Tensor, *_: object) -> torch.Tensor:
         bad = update.sum((1, 2), dtype=torch.float32).isfinite().logical_not()
         return update if self._on_host else torch.where(bad[:, None, None], 0, update)
+
+    def keep_told(self, told: Sequence[object]) -> None:
+        pass
 
 
 class _StepRecording(Recording):

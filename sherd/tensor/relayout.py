@@ -10,9 +10,9 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from sherd._torch import DTensorSpec, dtensor_spec, local_tensor, spec_of
+from sherd._torch import DTensorSpec, local_tensor, spec_of
 from sherd.tensor.gather import gather_part
-from sherd.tensor.placement import is_ragged, layout_of
+from sherd.tensor.placement import in_dtype, is_ragged, layout_of
 from sherd.tensor.ragged import as_dtensor, distribute_ragged, local_part
 
 Named = Mapping[str, torch.Tensor]
@@ -20,14 +20,7 @@ Named = Mapping[str, torch.Tensor]
 
 def around(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Returns a DTensor around `local`, uncopied, in the layout of `spec` and the dtype of `local`."""
-    return as_dtensor(local, _of_dtype(spec, local.dtype))
-
-
-def _of_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    assert spec.tensor_meta is not None, "a DTensor's spec has it"
-    if spec.tensor_meta.dtype == dtype:
-        return spec
-    return dtensor_spec(spec.mesh, spec.placements, spec.shape, dtype)
+    return as_dtensor(local, in_dtype(spec, local.dtype))
 
 
 def lies_as(value: DTensor, spec: DTensorSpec) -> bool:
@@ -57,7 +50,7 @@ def laid_out(value: torch.Tensor, spec: DTensorSpec, device: torch.device) -> DT
         local = local_tensor(dtensor).detach()
     else:
         full = value.detach() if dtensor is None else full_of(dtensor)
-        own = _of_dtype(spec, full.dtype)
+        own = in_dtype(spec, full.dtype)
         if is_ragged(own):
             local = local_tensor(distribute_ragged(full, own))
         else:
