@@ -14,6 +14,7 @@ import math
 import re
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeE
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Shape
 from sherd.optim.exchange import MatrixItem, Moving, Ring
-from sherd.optim.faults import FUNCTION, GRADIENT, NOT_FINITE, StepFaults, Told
+from sherd.optim.faults import FUNCTION, GRADIENT, NOT_FINITE, Told
 from sherd.optim.gradients import laid_as_gradient, local_gradient, own_gradients
 from sherd.optim.matrix_plan import Bucket, Group, Local, MatrixPlan, PlanKey, batch_of, key_of, options_of
 from sherd.optim.matrix_state import MatrixState
@@ -427,12 +428,12 @@ class MatrixOptimizer(Optimizer):
         Returns:
             The headers that came there, unless gradients were there, and back, [2 or 1, ranks, HEADER], of each bucket.
         """
-        there = deque(self._there(bucket, directions, plan.faults) for bucket in plan.buckets[:1])
+        starts = (one.there(directions, self.travels_in(one.dtype, one.device), plan.faults) for one in plan.buckets)
+        there = deque(islice(starts, 1))
         headers, back = [], []
         first = next((bucket for bucket in plan.buckets if not bucket.exchange.at_owners), None)
-        for number, bucket in enumerate(plan.buckets):
-            if number + 1 < len(plan.buckets):
-                there.append(self._there(plan.buckets[number + 1], directions, plan.faults))
+        for bucket in plan.buckets:
+            there.extend(islice(starts, 1))
             if bucket is first:
                 yield
             header, moving = self._turn(plan, groups, bucket, there.popleft(), directions, updates)
@@ -473,9 +474,6 @@ class MatrixOptimizer(Optimizer):
         stepped = {item: each for item, each in whole.items() if item not in idle}
         computed = idle | self._compute(plan, groups, bucket.here, directions, updates, stepped, is_void)
         return header, bucket.exchange.back(computed, plan.faults.header(bucket.header))
-
-    def _there(self, bucket: Bucket, directions: Mapping[int, torch.Tensor], faults: StepFaults) -> Moving | Local:
-        return bucket.there(directions, self.travels_in(bucket.dtype, bucket.device), faults)
 
     def _raise_told(self, plan: MatrixPlan, told: Sequence[tuple[list[int], Told]]) -> None:
         wrong, index, error = plan.faults.take()
