@@ -200,8 +200,7 @@ class _Sharding:
 
     def _load_optimizer(self, optimizer: Optimizer, state: State) -> None:
         """Load sharded or unsharded state, by names or by numbers, which all ranks have."""
-        catalog, groups = Catalog(self._module_of(optimizer)), state["param_groups"]
-        # In a folder they have numbers.
+        catalog, groups = Catalog(self._module_of(optimizer)), state["param_groups"]  # a dict by numbers in a folder
         state = {**state, "param_groups": list(groups.values()) if isinstance(groups, dict) else groups}
         names = [name for group in catalog.groups_of(optimizer) for entry in group for name in entry.names]
         saved = _names(state)

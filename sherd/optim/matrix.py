@@ -429,8 +429,7 @@ class MatrixOptimizer(Optimizer):
             The headers that came there, unless gradients were there, and back, [2 or 1, ranks, HEADER], of each bucket.
         """
         starts = (one.there(directions, self.travels_in(one.dtype, one.device), plan.faults) for one in plan.buckets)
-        there = deque(islice(starts, 1))
-        headers, back = [], []
+        there, headers, back = deque(islice(starts, 1)), [], []
         first = next((bucket for bucket in plan.buckets if not bucket.exchange.at_owners), None)
         for bucket in plan.buckets:
             there.extend(islice(starts, 1))
