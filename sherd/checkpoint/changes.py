@@ -55,11 +55,14 @@ class WeightMark:
 
     A fresh mark has nothing, so the first loop sends everything. Each rank keeps a copy of its own shards in the dtype
     that is sent, in host memory (page-locked if the shards are on an accelerator). If a loop does not reach its end on
-    a rank, the next one sends everything.
+    a rank, the next one sends everything. A copy of a mark, pickled or not, is a fresh one.
     """
 
     def __init__(self) -> None:
         self.reset()
+
+    def __reduce__(self) -> tuple[type[WeightMark], tuple[()]]:  # two marks of one chain would confuse receivers
+        return type(self), ()
 
     def reset(self) -> None:
         """Forget what was sent: the next loop sends everything, and begins a new chain of deltas."""
@@ -184,18 +187,16 @@ def own_changes(tensors: FullTensors, names: Sequence[str], mark: WeightMark, ra
                 "its own; leave own_part out"
             )
         tensor, full = tensors.by_name[name], tensors.described[name]
+        is_sent = is_first_of_model
         if isinstance(tensor, DTensor) and tensor.numel():
             places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=False)
             is_sent = not any(at for placement, at in places if placement.is_replicate())
-        else:
-            is_sent = is_first_of_model
         pieces, changes = mark._changes(tensors, name) if is_sent else ([], None)
         for number, (box, part) in enumerate(pieces):
             where, values = (box.offsets, part) if changes is None else changes[number]
             if changes is None or _takes_more(values.numel(), box.numel, full):
-                values = part.to(full.dtype, copy=True, memory_format=torch.contiguous_format)
-                yield mark._delta(stream, name, full.shape, box.offsets, values)
-            elif values.numel():
+                where, values = box.offsets, part.to(full.dtype, copy=True, memory_format=torch.contiguous_format)
+            if changes is None or values.numel():
                 yield mark._delta(stream, name, full.shape, where, values)
     mark._end(stream)
 

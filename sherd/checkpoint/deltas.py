@@ -123,10 +123,8 @@ class WeightReceiver:
                 bits_of(target.view(-1)).index_copy_(0, positions, bits_of(values))
             else:
                 target[torch.unravel_index(positions, target.shape)] = values
-        if is_start and delta.part is None:
-            self._reached.clear()
-        elif is_start:
-            self._reached.pop(None, None)
+        if is_start:
+            self._reached = {} if delta.part is None else {p: at for p, at in self._reached.items() if p is not None}
         self._reached[delta.part] = delta.until
 
     def _require_next(self, delta: WeightDelta) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -22,12 +22,8 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -38,6 +34,9 @@ from sherd.api.ema import Ema
 from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import register_fsdp_forward_method
 from sherd.api.unsharded import unsharded
+from sherd.checkpoint.catalog import Catalog
+from sherd.checkpoint.loading import to_load
+from sherd.checkpoint.saving import Form, state_by_name
 from sherd.clip import clip_grad_norm_
 from sherd.engine import Unit, watcher
 from sherd.errors import ModuleError, NoCheckpointError, OptimStateError, PolicyError, StateError, UnsupportedError
@@ -46,6 +45,7 @@ from sherd.interop.packages import require_tried, take_rank0s_values
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from sherd.requirements import require_number
 from sherd.wrap import ModuleWrapPolicy, WrapPolicy
+from sherd.wrap.names import plain_name
 
 require_tried("lightning", "2.6", "sherd.interop.lightning")
 
@@ -123,10 +123,9 @@ class _Sharding:
         take_rank0s_values(filled, options, "the strategy's setup")
         if precision in HALVES and "mp_policy" not in self._given:
             own: Options = {**options, "mp_policy": MixedPrecisionPolicy()}
-            norms = [each for each in module.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
-            for norm in norms:  # which computes with weights of its statistics' dtype
-                if norm.affine and Unit.of(norm) is None:
-                    fully_shard(norm, **own)
+            for each in module.modules():  # a batch norm computes with weights of its statistics' dtype
+                if isinstance(each, nn.modules.batchnorm._BatchNorm) and each.affine and Unit.of(each) is None:
+                    fully_shard(each, **own)
         if inside or (self._policy is None and not _has_blocks(module)):
             fully_shard(module, **options)
         else:
@@ -183,31 +182,28 @@ class _Sharding:
 
     # States
 
-    @property
-    def _state_options(self) -> StateDictOptions:
-        """Shards; or unsharded values, in host memory of rank 0 alone."""
+    def get_module_state_dict(self, module: nn.Module) -> State:
+        """Returns the shards of `module`; or unsharded values, in host memory of rank 0 alone."""
         is_full = self.state_dict_type == "full"
-        return StateDictOptions(full_state_dict=is_full, cpu_offload=is_full)
+        return get_model_state_dict(module, options=StateDictOptions(full_state_dict=is_full, cpu_offload=is_full))
 
     def _module_of(self, optimizer: Optimizer) -> nn.Module:
         """Returns the module whose parameters `optimizer` steps: of the Trainer, its only one."""
         return self.model
 
-    def _shards(self, target: nn.Module | Optimizer) -> State:
-        if isinstance(target, Optimizer):
-            return get_optimizer_state_dict(self._module_of(target), target)
-        return get_model_state_dict(target)
-
-    def _optimizer_state(self, optimizer: Optimizer) -> State:
+    def get_optimizer_state(self, optimizer: Optimizer) -> State:
         """Returns the state of `optimizer`: sharded, by names; or unsharded, by numbers, as a plain optimizer's."""
-        state: State = get_optimizer_state_dict(self._module_of(optimizer), optimizer, options=self._state_options)
-        if self.state_dict_type == "sharded" or not state:
-            return state
-        return _renamed(state, {name: number for number, name in enumerate(_names(state))})
+        is_full = self.state_dict_type == "full"
+        form = Form(full=is_full, on_host=is_full, is_kept=self.is_global_zero or not is_full)
+        state = state_by_name(Catalog(self._module_of(optimizer)), optimizer, None, form)
+        return _renamed(state, {name: at for at, name in enumerate(_names(state))}) if is_full and state else state
 
     def _load_optimizer(self, optimizer: Optimizer, state: State) -> None:
         """Load sharded or unsharded state, by names or by numbers, which all ranks have."""
-        names, saved = _names(self._shards(optimizer)), _names(state)
+        catalog, groups = Catalog(self._module_of(optimizer)), state["param_groups"]  # a dict by numbers in a folder
+        state = {**state, "param_groups": list(groups.values()) if isinstance(groups, dict) else groups}
+        names = [name for group in catalog.groups_of(optimizer) for entry in group for name in entry.names]
+        saved = _names(state)
         if len(names) != len(saved):
             raise OptimStateError(
                 f"the checkpoint has the state of {len(saved)} parameters and the optimizer has {len(names)}; build "
@@ -215,9 +211,25 @@ class _Sharding:
             )
         if not all(isinstance(name, str) for name in saved):
             state = _renamed(state, dict(zip(saved, names, strict=True)))
-        tensors = (each for of_one in state["state"].values() for each in of_one.values())
-        options = StateDictOptions(full_state_dict=not any(isinstance(each, DTensor) for each in tensors))
-        set_optimizer_state_dict(self._module_of(optimizer), optimizer, state, options=options)
+        to_load(catalog, optimizer, state, load_directly=True)
+
+    def _room_for(self, target: nn.Module | Optimizer, name: str, folder: Metadata) -> State:
+        """Returns the shards of a module; or memory for what a folder has of an optimizer, by names of parameters."""
+        if isinstance(target, nn.Module):
+            return get_model_state_dict(target)
+        shards = {plain_name(path): each for path, each in Unit.named_members(self._module_of(target)).items()}
+        room: State = {"state": {}, "param_groups": {}}
+        for key, (of, *path) in folder.planner_data.items():
+            if of == name:
+                found, at = folder.state_dict_metadata[key], room
+                for each in path[:-1]:
+                    at = at.setdefault(str(each), {})
+                at[str(path[-1])] = None
+                if isinstance(found, TensorStorageMetadata):
+                    shard = shards.get(str(path[1])) if found.size else None  # a count of steps is on all ranks
+                    like = torch.empty(found.size) if shard is None or shard.shape != found.size else shard
+                    at[str(path[-1])] = torch.empty_like(like, dtype=found.properties.dtype)
+        return room
 
     def _make_room(self, path: str | Path) -> Path:
         """Remove a checkpoint at `path` that the next one could not replace. Returns rank 0's path."""
@@ -243,9 +255,9 @@ class _Sharding:
         if Path(path).is_dir():
             if not (Path(path) / META).exists():
                 raise NoCheckpointError(f"{path} has no {META}, so it is no whole checkpoint; choose another one")
-            names = FileSystemReader(path).read_metadata().state_dict_metadata
-            has = {target: any(f"{name}.".startswith(f"{target}.") for name in names) for target in targets}
-            sharded = {name: self._shards(target) for name, target in targets.items() if has[name]}
+            folder = FileSystemReader(path).read_metadata()
+            has = {name for name, *_ in folder.planner_data.values()}
+            sharded = {name: self._room_for(each, name, folder) for name, each in targets.items() if name in has}
             if CURRENT in sharded:  # beside the same model's averages
                 sharded[CURRENT] = {name: value.clone() for name, value in sharded[CURRENT].items()}
             planner = DefaultLoadPlanner(allow_partial_load=not strict)
@@ -305,9 +317,8 @@ class SherdStrategy(_Sharding, pytorch.strategies.DDPStrategy):  # type: ignore[
                     "sherd.interop.lightning.EmaCallback(decay=...)"
                 )
         is_fitting = trainer.state.fn == pytorch.trainer.states.TrainerFn.FITTING
-        model = self.model
-        if Unit.of(model) is None:
-            model = self._layer_sync.apply(model) if is_fitting and self._layer_sync else model
+        if Unit.of(self.model) is None:
+            model = self._layer_sync.apply(self.model) if is_fitting and self._layer_sync else self.model
             self.model = self.precision_plugin.convert_module(model)
             self._shard(self.model, self.precision_plugin.precision)
         if is_fitting:
@@ -320,10 +331,10 @@ class SherdStrategy(_Sharding, pytorch.strategies.DDPStrategy):  # type: ignore[
             yield
 
     def lightning_module_state_dict(self) -> State:
-        return get_model_state_dict(self.model, options=self._state_options)
+        return self.get_module_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Any) -> State:
-        return self._optimizer_state(getattr(optimizer, "optimizer", optimizer))
+        return self.get_optimizer_state(getattr(optimizer, "optimizer", optimizer))
 
     def save_checkpoint(self, checkpoint: State, filepath: str | Path, storage_options: object = None) -> None:
         if self.state_dict_type == "full":
@@ -386,11 +397,10 @@ class SherdFabricStrategy(_Sharding, fabric.strategies.DDPStrategy):  # type: ig
             no_backward_sync=lambda module, enabled: _without_reduction(module) if enabled else nullcontext()
         )
 
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[object]:
-        stack = ExitStack()
-        stack.enter_context(torch.device("meta") if empty_init else nullcontext())
-        stack.enter_context(self.precision.module_init_context())
-        return stack
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        with torch.device("meta") if empty_init else nullcontext(), self.precision.module_init_context():
+            yield
 
     def module_to_device(self, module: nn.Module) -> None:
         """Do nothing: `setup_module` moves the shards."""
@@ -407,12 +417,6 @@ class SherdFabricStrategy(_Sharding, fabric.strategies.DDPStrategy):  # type: ig
     def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, **limits: Any) -> torch.Tensor:
         self.precision.unscale_gradients(optimizer)
         return clip_grad_norm_(self.precision.main_params(optimizer), **limits)
-
-    def get_module_state_dict(self, module: nn.Module) -> State:
-        return get_model_state_dict(module, options=self._state_options)
-
-    def get_optimizer_state(self, optimizer: Optimizer) -> State:
-        return self._optimizer_state(optimizer)
 
     def save_checkpoint(
         self, path: str | Path, state: State, storage_options: object = None, filter: Any = None
@@ -524,10 +528,10 @@ class EmaCallback(Callback):  # type: ignore[misc]
         is_folder = getattr(trainer.strategy, "state_dict_type", "full") == "sharded"
         averages: State = {}
         for name, average in self.ema.state_dict()["averages"].items():
-            is_gathered = isinstance(average, DTensor) and not is_folder
-            whole = average.full_tensor() if is_gathered else average
+            if not is_folder:
+                average = (average.full_tensor() if isinstance(average, DTensor) else average).cpu()
             if is_folder or trainer.is_global_zero:
-                averages[name] = whole if is_folder else whole.cpu()
+                averages[name] = average
         checkpoint[CURRENT] = checkpoint["state_dict"]
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **averages}
 

@@ -3,6 +3,7 @@ export, whatever the layout."""
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
@@ -367,6 +368,17 @@ def test_an_error_on_one_rank_ends_the_others(world):
     with pytest.raises(RanksFailed) as caught:
         world(2).run(leave_alone)
     assert caught.value.errors[1][0] == "KeyError"
+
+
+def test_a_copy_of_a_mark_is_a_fresh_one():
+    for copied in (copy.copy, copy.deepcopy, lambda mark: pickle.loads(pickle.dumps(mark))):
+        sender = Sender()
+        other = copied(sender.mark)
+        sender.changed()  # what was sent by the mark is not sent by its copy
+        for delta in deltas_of(sender.model, other):
+            sender.receiver.apply(delta)
+        assert_same_bits(sender.engine, exported(sender.model))
+        assert sender.receiver.at == other.at != sender.mark.at
 
 
 def test_a_mark_is_used_by_one_loop_at_a_time():

@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.metadata
 import io
+import itertools
 import logging
 import os
 import sys
@@ -222,6 +223,56 @@ def test_a_run_is_resumed_from_either_form_of_checkpoint_on_any_number_of_ranks(
     if saved == "full":
         module = Module.load_from_checkpoint(str(tmp_path / "last.ckpt"))
         assert_close(weights(module), after[0][1])
+
+
+class SavesFirst(pytorch.callbacks.Checkpoint):
+    """Saves before the first step."""
+
+    def on_train_start(self, trainer: Any, _: Any) -> None:
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/first.ckpt")
+
+
+class Stateless(Module):
+    """Its optimizer keeps nothing, and got its scheduler after the checkpoint; a parameter has no gradient."""
+
+    def __init__(self, net: Any = clients.Net) -> None:
+        super().__init__(net)
+        self.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        if self.net.__class__ is not Unlike:
+            return optimizer
+        return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)]
+
+
+class Unused(Stateless):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def from_before(folder: str) -> None:
+    with begun():
+        for kind, make in itertools.product(KINDS, (Module, Stateless, Unused)):
+            module, callbacks = make(), [SavesFirst()]
+            path, given = f"{folder}/{kind}/{make.__name__}", {"enable_checkpointing": True, "max_epochs": 1}
+            trainer = trainer_of(path, SherdStrategy(state_dict_type=kind), callbacks=callbacks, **given)
+            trainer.fit(module, data())
+            trainer.save_checkpoint(f"{path}/last.ckpt")
+            plain, first = make(), make(Unlike)
+            strategy = DDPStrategy(find_unused_parameters=True)
+            trainer_of(path, strategy, max_epochs=2).fit(plain, data())
+            trainer_of(path, SherdStrategy()).fit(first, data(), ckpt_path=f"{path}/first.ckpt")
+            assert module.seen == pytest.approx(plain.seen[:4])
+            assert_close((first.seen, weights(first)), (plain.seen, weights(plain)))
+            last = make(Unlike)
+            trainer_of(path, SherdStrategy()).fit(last, data(), ckpt_path=f"{path}/last.ckpt")
+            assert_close((last.seen, weights(last)), (plain.seen[4:], weights(plain)))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_a_checkpoint_before_its_first_step_and_of_optimizers_without_state(world, tmp_path):
+    world(2).run(from_before, str(tmp_path))
 
 
 class OfTorch(Module):
