@@ -10,17 +10,23 @@ import torch
 
 import sherd
 from tests.interop.clients import begun, run_recipe
+from tests.interop.test_accelerate import begun_with
 from tests.interop.test_transformers import (
+    BRIEF,
     KINDS,
     arguments,
+    causal,
     close,
+    figures,
     llama,
     lora,
     saved,
     saves_the_same,
+    sharding,
     trained,
     trains_as_under_ddp,
 )
+from tests.support.comparing import assert_same
 
 trl = pytest.importorskip("trl")
 transformers = pytest.importorskip("transformers")
@@ -170,6 +176,27 @@ SETTINGS: dict[str, tuple[Any, bool, dict[str, Any]]] = {
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_each_setting_trains_as_under_ddp(setting, world, tmp_path):
     trains_as_under_ddp(world, tmp_path, *SETTINGS[setting])
+
+
+def in_half_precision(library: str, build: Any, folder: str, adapted: bool, precision: str) -> Any:
+    with begun_with(library):
+        given = {**BRIEF, **sharding({}), "bf16": precision == "bf16", "fp16": precision == "fp16"}
+        trainer = build(f"{folder}/{library}", adapted, **given)
+        trainer.train()
+        assert isinstance(trainer.model, sherd.FSDPModule) is (library == "sherd")
+        return figures(trainer)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@ADAPTED
+@pytest.mark.parametrize("build", [causal, sft, dpo])
+def test_half_precision_trains_as_under_fsdp2(build, adapted, precision, world, tmp_path):
+    found, expected = (
+        world(2).run(in_half_precision, library, build, str(tmp_path), adapted, precision)
+        for library in ("sherd", "torch")
+    )
+    assert_same(found, expected, rtol=5e-3, atol=1e-3)
 
 
 def recipe_of_trl(folder: str) -> None:
