@@ -206,9 +206,11 @@ def test_it_resumes_on_as_many_ranks_and_on_others(build, base, adapted, before,
     close(saved(f"{tmp_path}/again/final", base), saved(f"{tmp_path}/out/final", base))
 
 
-def briefly(build: Build, folder: str, adapted: bool, uses_sherd: bool, **more: Any) -> Any:
-    """Figures of two steps."""
-    with begun(uses_sherd):
+def briefly(
+    build: Build, folder: str, adapted: bool, uses_sherd: bool, options: dict[str, Any] | None = None, **more: Any
+) -> Any:
+    """Figures of two steps; `options` of sherd."""
+    with begun(uses_sherd, **options or {}):
         trainer = build(folder, adapted, **{**BRIEF, **sharding({} if uses_sherd else None), **more})
         trainer.train()
         return figures(trainer)

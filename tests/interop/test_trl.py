@@ -167,6 +167,8 @@ SETTINGS: dict[str, tuple[Any, bool, dict[str, Any]]] = {
     "reference before": (dpo, False, {"precompute_ref_log_probs": True}),
     "reference before, adapters": (dpo, True, {"precompute_ref_log_probs": True}),
     "reference of adapters": (dpo_of_adapters, True, {}),
+    "units of sherd": (dpo, True, {"options": {"policy": "auto", "placement": sherd.Flat()}}),
+    "whole tensors": (sft, True, {"options": {"placement": sherd.Owned()}}),
     "grpo": (grpo, False, {"eval_strategy": "steps"}),
     "grpo, adapters": (grpo, True, {"eval_strategy": "steps"}),
 }
