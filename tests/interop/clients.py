@@ -133,10 +133,10 @@ class Program:
         return {plain_name(name): value for name, value in params.items()}
 
 
-def recipe(heading: str, language: str = "text") -> str:
-    """The first block of that language in a section of docs/do/recipes.md."""
+def recipe(heading: str, language: str = "text", number: int = 1) -> str:
+    """That block of a language, counted from one, in a section of docs/do/recipes.md."""
     section = (ROOT / "docs/do/recipes.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    return section.partition(f"```{language}\n")[2].partition("```")[0]
+    return section.split(f"```{language}\n")[number].partition("```")[0]
 
 
 def run_recipe(heading: str, **names: Any) -> dict[str, Any]:

@@ -1,36 +1,38 @@
-"""transformers' Trainer trains with sherd in place of FSDP2 as it does without FSDP."""
+"""transformers' Trainer and Seq2SeqTrainer train with sherd in place of FSDP2 as they do without FSDP."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 import sherd
-from tests.interop.clients import begun, run_recipe
+from tests.interop.clients import begun, recipe, run_recipe
 from tests.support.comparing import assert_same
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+peft = pytest.importorskip("peft")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed in v6:FutureWarning")
 
 BATCH = 4  # of all ranks
 SMALL = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-FIGURES = ("loss", "grad_norm", "eval_loss", "eval_sum", "reward", "eval_reward")
+FIGURES = ("loss", "grad_norm", "eval_loss", "eval_sum", "reward", "eval_reward", "rewards/margins")
+KINDS = ["FULL_STATE_DICT", "SHARDED_STATE_DICT"]
+BRIEF = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
 
 
-class Tokens(Dataset[dict[str, torch.Tensor]]):
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(3, 50, (8,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids}
+def tokens(num_lengths: int = 1) -> list[dict[str, torch.Tensor]]:
+    """Rows of 8 tokens, or of as many different lengths."""
+    drawn = [torch.randint(3, 50, (8,), generator=torch.Generator().manual_seed(row)) for row in range(32)]
+    cut = [ids[: 8 - row % num_lengths] for row, ids in enumerate(drawn)]
+    return [{"input_ids": ids, "labels": ids} for ids in cut]
 
 
 def llama() -> Any:
@@ -38,71 +40,134 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **TOKENS)).double()
 
 
-def t5(adapted: bool) -> Any:
+def t5() -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
     config = transformers.T5Config(**sizes, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, dropout_rate=0.0)
-    model = transformers.T5ForConditionalGeneration(config).double()
-    if not adapted:
-        return model
-    import peft
+    return transformers.T5ForConditionalGeneration(config).double()
 
-    lora = peft.LoraConfig(target_modules=["q", "v"], task_type="SEQ_2_SEQ_LM", init_lora_weights=False)
-    return peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
+
+def lora(task: str = "CAUSAL_LM") -> Any:
+    """Adapters that change what the model computes from the first step on."""
+    return peft.LoraConfig(target_modules=r".*\.(q|v|q_proj|v_proj|up_proj)", task_type=task, init_lora_weights=False)
+
+
+def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A batch of rows that are not equally long."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = pad([row["input_ids"] for row in rows], batch_first=True)
+    labels = pad([row["labels"] for row in rows], batch_first=True, padding_value=-100)
+    return {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": labels}
 
 
 def arguments(kind: Any, folder: str, **more: Any) -> Any:
     """Arguments of a training that uses what a Trainer offers beside it."""
-    return kind(
-        folder,
-        use_cpu=True,
-        per_device_train_batch_size=BATCH // torch.distributed.get_world_size(),
-        gradient_accumulation_steps=2,
-        max_grad_norm=0.5,
-        max_steps=4,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_steps=2,
-        eval_strategy="steps",
-        eval_steps=2,
-        report_to=[],
-        disable_tqdm=True,
-        log_level="error",
-        **more,
+    usual = {
+        "use_cpu": True,
+        "per_device_train_batch_size": BATCH // torch.distributed.get_world_size(),
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.5,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "report_to": [],
+        "disable_tqdm": True,
+        "log_level": "error",
+    }
+    return kind(folder, **{**usual, **more})
+
+
+def causal(folder: str, adapted: bool, num_lengths: int = 1, **more: Any) -> Any:
+    """A Trainer of a Llama, or of its adapters."""
+    args = arguments(transformers.TrainingArguments, folder, **more)
+    model = peft.get_peft_model(llama(), lora()) if adapted else llama()
+    rows = tokens(num_lengths)
+    return transformers.Trainer(model, args, padded, train_dataset=rows, eval_dataset=rows)
+
+
+def seq2seq(folder: str, adapted: bool, **more: Any) -> Any:
+    """A trainer of a T5 whose evaluations generate text. It would multiply the loss of a PeftModel by the ranks."""
+    usual = {"predict_with_generate": True, "generation_max_length": 6, "average_tokens_across_devices": False}
+    args = arguments(transformers.Seq2SeqTrainingArguments, folder, **usual, **more)
+    model = peft.get_peft_model(t5(), lora("SEQ_2_SEQ_LM")) if adapted else t5()
+    return transformers.Seq2SeqTrainer(
+        model,
+        args,
+        padded,
+        train_dataset=tokens(),
+        eval_dataset=tokens(),
+        compute_metrics=lambda shown: {"sum": int(shown.predictions.clip(0).sum())},
     )
+
+
+Build = Callable[..., Any]
 
 
 def figures(trainer: Any) -> list[dict[str, float]]:
     return [{name: each[name] for name in FIGURES if name in each} for each in trainer.state.log_history]
 
 
-def trained(folder: str, fsdp: dict[str, str] | None, resumed: str | None = None, again: bool = False) -> Any:
-    """Figures of a training of a Llama, and of evaluations before it, with its best weights, and after another one."""
-    sharding = {} if fsdp is None else {"fsdp": True, "fsdp_config": dict(fsdp)}
-    best = "SHARDED_STATE_DICT" not in (fsdp or {}).values()
+def predicted(trainer: Any) -> Any:
+    """What a prediction says of each token, or the text that it generates."""
+    return torch.from_numpy(trainer.predict(tokens()).predictions)
+
+
+def sharding(fsdp: dict[str, Any] | None) -> dict[str, Any]:
+    return {"ddp_find_unused_parameters": False} if fsdp is None else {"fsdp": True, "fsdp_config": dict(fsdp)}
+
+
+def trained(
+    build: Build,
+    folder: str,
+    adapted: bool = False,
+    fsdp: dict[str, str] | None = None,
+    resumed: str | None = None,
+    again: bool = False,
+) -> Any:
+    """Figures of a training that stops early, of what it takes for its best weights, and `again`: before and after.
+
+    A higher loss counts as better, so the first checkpoint is the best, and the second evaluation stops the training.
+    """
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
     with begun(fsdp is not None):
-        args = arguments(transformers.TrainingArguments, folder, load_best_model_at_end=best, **sharding)
-        patience = [transformers.EarlyStoppingCallback(3)] if best else []
-        trainer = transformers.Trainer(llama(), args, train_dataset=Tokens(), eval_dataset=Tokens(), callbacks=patience)
-        after = [trainer.evaluate()["eval_loss"]] if again else []
+        trainer = build(folder, adapted, **best, **sharding(fsdp))
+        trainer.add_callback(transformers.EarlyStoppingCallback(1))
+        trainer.add_callback(folder_first())
+        found = [predicted(trainer), trainer.evaluate()["eval_loss"]] if again else []
         trainer.train(resume_from_checkpoint=resumed)
         assert isinstance(trainer.model, sherd.FSDPModule) is (fsdp is not None)
-        first = figures(trainer)
-        after.append(trainer.evaluate()["eval_loss"])
+        assert trainer.state.global_step == 4
+        found += [figures(trainer), trainer.evaluate()["eval_loss"]]
         trainer.save_model(f"{folder}/final")
-        if not best:  # transformers writes no model then
+        if KINDS[1] in (fsdp or {}).values():  # transformers writes no model then
             sherd.save_pretrained(trainer.model, f"{folder}/final")
         if again:
             trainer.args.save_strategy = "no"
+            trainer.args.load_best_model_at_end = False
             trainer.train()
-            after.append(trainer.evaluate()["eval_loss"])
-        return first, after
+            found += [figures(trainer), trainer.evaluate()["eval_loss"], predicted(trainer)]
+        return found
 
 
-def weights(folder: str) -> dict[str, torch.Tensor]:
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+def folder_first() -> Any:
+    """The callback of the docs."""
+    names: dict[str, Any] = {}
+    exec(recipe("HF Trainer", number=2), names)
+    return names["FolderFirst"]()
+
+
+def saved(folder: str, base: Callable[[], Any]) -> dict[str, torch.Tensor]:
+    """The weights that `from_pretrained` of transformers, or of peft, loads from `folder`."""
+    if os.path.exists(f"{folder}/adapter_config.json"):
+        assert not list(Path(folder).glob("model*.safetensors"))
+        model = peft.PeftModel.from_pretrained(base(), folder)
+        return peft.get_peft_model_state_dict(model)
+    model, info = type(base()).from_pretrained(folder, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert model.config.architectures == ["LlamaForCausalLM"]
+    assert model.config.architectures == [type(model).__name__]
     return model.state_dict()
 
 
@@ -110,81 +175,74 @@ def close(found: Any, expected: Any) -> None:
     assert_same(found, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_it_trains_evaluates_and_saves_as_in_one_process_and_a_second_time(world, tmp_path):
-    (expected,) = world(1).run(trained, str(tmp_path / "plain"), None, again=True)
-    for found in world(2).run(trained, str(tmp_path / "sharded"), {}, again=True):
-        close(found, expected)
-    close(weights(str(tmp_path / "sharded/final")), weights(str(tmp_path / "plain/final")))
-    close(weights(str(tmp_path / "sharded/checkpoint-2")), weights(str(tmp_path / "plain/checkpoint-2")))
+def saves_the_same(found: Path, expected: Path, base: Callable[[], Any]) -> None:
+    for name in ("final", "checkpoint-2"):
+        close(saved(f"{found}/{name}", base), saved(f"{expected}/{name}", base))
 
 
 @pytest.mark.values
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 4), (4, 2)])
-def test_it_resumes_on_as_many_ranks_and_on_others(kind, before, after, world, tmp_path):
-    config = {"state_dict_type": kind}
-    (expected, *_) = world(before).run(trained, str(tmp_path / "out"), config)
-    resumed = str(tmp_path / "out/checkpoint-2")
-    for found in world(after).run(trained, str(tmp_path / "again"), config, resumed):
-        close(found, expected)
-    close(weights(str(tmp_path / "again/final")), weights(str(tmp_path / "out/final")))
-
-
-def generating(folder: str, adapted: bool, uses_sherd: bool) -> Any:
-    """Figures of a training whose evaluations generate text."""
-    fsdp = {"fsdp": True, "fsdp_config": {}} if uses_sherd else {}
-    with begun(uses_sherd):
-        args = arguments(
-            transformers.Seq2SeqTrainingArguments,
-            folder,
-            predict_with_generate=True,
-            generation_max_length=6,
-            ddp_find_unused_parameters=None if uses_sherd else False,
-            **fsdp,
-        )
-        trainer = transformers.Seq2SeqTrainer(
-            t5(adapted),
-            args,
-            train_dataset=Tokens(),
-            eval_dataset=Tokens(),
-            compute_metrics=lambda shown: {"sum": int(shown.predictions.clip(0).sum())},
-        )
-        trainer.train()
-        trainer.save_model(f"{folder}/final")
-        return figures(trainer)
-
-
-def adapters(folder: str) -> dict[str, torch.Tensor]:
-    import peft
-
-    model = peft.PeftModel.from_pretrained(t5(False), folder)
-    return {name: each for name, each in model.state_dict().items() if "lora" in name}
-
-
 @pytest.mark.parametrize("adapted", [False, True], ids=["whole", "lora"])
-def test_evaluations_generate_and_adapters_are_saved_as_under_ddp(adapted, world, tmp_path):
-    expected = world(2).run(generating, str(tmp_path / "plain"), adapted, False)
-    close(world(2).run(generating, str(tmp_path / "sharded"), adapted, True), expected)
-    if adapted:
-        close(adapters(str(tmp_path / "sharded/final")), adapters(str(tmp_path / "plain/final")))
+@pytest.mark.parametrize(("build", "base"), [(causal, llama), (seq2seq, t5)])
+def test_it_trains_stops_early_predicts_and_saves_as_in_one_process(build, base, adapted, world, tmp_path):
+    (expected,) = world(1).run(trained, build, str(tmp_path / "plain"), adapted, again=True)
+    for found in world(2).run(trained, build, str(tmp_path / "sharded"), adapted, {}, again=True):
+        close(found, expected)
+    saves_the_same(tmp_path / "sharded", tmp_path / "plain", base)
+    if adapted and build is causal:  # of tied weights that are frozen, as T5's, torch keeps the second names
+        assert all("lora" in name for name in torch.load(tmp_path / "sharded/checkpoint-2/pytorch_model_fsdp.bin"))
 
 
-def adapted(folder: str, resumed: str | None) -> Any:
-    """Figures of a training of a Llama's adapters."""
-    import peft
+@pytest.mark.pairs
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize(("build", "base"), [(causal, llama), (seq2seq, t5)])
+def test_it_resumes_on_as_many_ranks_and_on_others(build, base, adapted, before, after, kind, world, tmp_path):
+    config = {"state_dict_type": kind}
+    (expected, *_) = world(before).run(trained, build, str(tmp_path / "out"), adapted, config)
+    resumed = str(tmp_path / "out/checkpoint-2")
+    for found in world(after).run(trained, build, str(tmp_path / "again"), adapted, config, resumed):
+        close(found, expected)
+    close(saved(f"{tmp_path}/again/final", base), saved(f"{tmp_path}/out/final", base))
 
-    with begun():
-        lora = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
-        model = peft.get_peft_model(llama(), lora, autocast_adapter_dtype=False)
-        args = arguments(transformers.TrainingArguments, folder, fsdp=True, fsdp_config={})
-        trainer = transformers.Trainer(model, args, train_dataset=Tokens(), eval_dataset=Tokens())
-        trainer.train(resume_from_checkpoint=resumed)
+
+def briefly(
+    build: Build, folder: str, adapted: bool, uses_sherd: bool, options: dict[str, Any] | None = None, **more: Any
+) -> Any:
+    """Figures of two steps; `options` of sherd."""
+    with begun(uses_sherd, **options or {}):
+        trainer = build(folder, adapted, **{**BRIEF, **sharding({} if uses_sherd else None), **more})
+        trainer.train()
         return figures(trainer)
 
 
-def test_adapters_resume_with_the_state_of_their_optimizer(world, tmp_path):
-    expected = world(2).run(adapted, str(tmp_path / "out"), None)
-    close(world(2).run(adapted, str(tmp_path / "again"), str(tmp_path / "out/checkpoint-2")), expected)
+def trains_as_under_ddp(world: Any, folder: Path, build: Build, adapted: bool, more: dict[str, Any]) -> None:
+    expected = world(2).run(briefly, build, str(folder / "plain"), adapted, False, **more)
+    close(world(2).run(briefly, build, str(folder / "sharded"), adapted, True, **more), expected)
+
+
+SETTINGS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "checkpoints": (False, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+    "reentrant": (True, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+    "smoothing": (True, {"label_smoothing_factor": 0.1}),
+    "lengths": (False, {"train_sampling_strategy": "group_by_length"}),
+    "own tokens": (False, {"average_tokens_across_devices": False}),
+    "noise": (False, {"neftune_noise_alpha": 5.0}),
+    "rmsprop": (False, {"optim": "rmsprop"}),
+    "fused": (True, {"optim": "adamw_torch_fused"}),
+    "sgd": (False, {"optim": "sgd"}),
+    "no clipping": (True, {"max_grad_norm": 0.0}),
+    "evaluation first": (True, {"eval_strategy": "steps", "eval_on_start": True}),
+    "compiled": (False, {"torch_compile": True, "torch_compile_backend": "eager"}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo asks
+@pytest.mark.values
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_rows_of_any_length_train_under_each_setting_as_under_ddp(setting, world, tmp_path):
+    adapted, more = SETTINGS[setting]
+    trains_as_under_ddp(world, tmp_path, causal, adapted, {**more, "num_lengths": 5})
 
 
 def loaded(folder: str, is_efficient: bool) -> Any:
@@ -196,7 +254,7 @@ def loaded(folder: str, is_efficient: bool) -> Any:
         if is_efficient and torch.distributed.get_rank():
             for parameter in model.parameters():
                 torch.nn.init.constant_(parameter, float("nan"))  # such memory may hold anything
-        trainer = transformers.Trainer(model, args, train_dataset=Tokens(), eval_dataset=Tokens())
+        trainer = transformers.Trainer(model, args, train_dataset=tokens(), eval_dataset=tokens())
         trainer.train()
         return figures(trainer)
 
@@ -210,11 +268,11 @@ def test_weights_may_be_loaded_on_rank_0_alone_and_compute_in_bf16(world, tmp_pa
 def recipe_of_the_trainer(folder: str) -> None:
     os.chdir(folder)
     with begun():
-        names = run_recipe("HF Trainer", model=llama(), data=Tokens())
+        names = run_recipe("HF Trainer", model=llama(), data=tokens())
         assert isinstance(names["trainer"].model, sherd.FSDPModule)
         assert names["trainer"].state.global_step == 4
 
 
 def test_the_program_of_the_docs_runs(world, tmp_path):
     world(2).run(recipe_of_the_trainer, str(tmp_path))
-    assert weights(str(tmp_path / "out/final"))
+    assert saved(f"{tmp_path}/out/final", llama)

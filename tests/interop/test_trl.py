@@ -10,10 +10,27 @@ import torch
 
 import sherd
 from tests.interop.clients import begun, run_recipe
-from tests.interop.test_transformers import arguments, close, figures, llama, weights
+from tests.interop.test_accelerate import begun_with
+from tests.interop.test_transformers import (
+    BRIEF,
+    KINDS,
+    arguments,
+    causal,
+    close,
+    figures,
+    llama,
+    lora,
+    saved,
+    saves_the_same,
+    sharding,
+    trained,
+    trains_as_under_ddp,
+)
+from tests.support.comparing import assert_same
 
-pytest.importorskip("trl")
+trl = pytest.importorskip("trl")
 transformers = pytest.importorskip("transformers")
+datasets = pytest.importorskip("datasets")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed in v6:FutureWarning")
 
@@ -36,32 +53,66 @@ def texts(first_seed: int, prefix: str = "") -> list[str]:
     return [prefix + " ".join(f"w{number}" for number in numbers) for numbers in drawn]
 
 
-def data(**columns: list[str]) -> Any:
-    import datasets
-
+def data(**columns: list[Any]) -> Any:
     return datasets.Dataset.from_dict(columns)
 
 
-def beside(rows: Any) -> dict[str, Any]:
+def beside(rows: Any, adapted: bool) -> dict[str, Any]:
     """What every trainer gets beside a model and its arguments."""
-    return {"train_dataset": rows, "eval_dataset": rows, "processing_class": tokenizer()}
+    given = {"train_dataset": rows, "eval_dataset": rows, "processing_class": tokenizer()}
+    return {**given, "peft_config": lora()} if adapted else given
 
 
-def sft(folder: str, **more: Any) -> Any:
-    import trl
-
-    args = arguments(trl.SFTConfig, folder, max_length=16, **more)
-    return trl.SFTTrainer(llama(), args, **beside(data(text=texts(0))))
+def sft(folder: str, adapted: bool, **more: Any) -> Any:
+    args = arguments(trl.SFTConfig, folder, **{"max_length": 16, "bf16": False, **more})
+    return trl.SFTTrainer(llama(), args, **beside(data(text=texts(0)), adapted))
 
 
-def dpo(folder: str, **more: Any) -> Any:
-    import trl
+def talking(folder: str, adapted: bool, **more: Any) -> Any:
+    """SFT on conversations, of which only the answers count."""
+    args = arguments(trl.SFTConfig, folder, **{"max_length": 16, "bf16": False, "assistant_only_loss": True, **more})
+    says = [
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        for asked, answer in zip(texts(0), texts(100), strict=True)
+    ]
+    given = beside(data(messages=says), adapted)
+    given["processing_class"].chat_template = (
+        "{% for each in messages %}{% if each.role == 'user' %}<s> {{ each.content }} {% else %}"
+        "{% generation %}{{ each.content }} </s>{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    return trl.SFTTrainer(llama(), args, **given)
 
-    args = arguments(trl.DPOConfig, folder, max_length=16, **more)
-    rows = data(prompt=texts(0), chosen=texts(100, " "), rejected=texts(200, " "))
-    trainer = trl.DPOTrainer(llama(), llama(), args, **beside(rows))
-    assert isinstance(trainer.ref_model, torch.distributed.fsdp.FSDPModule) is ("fsdp" in more)  # TRL's own doing
+
+def pairs() -> Any:
+    return data(prompt=texts(0), chosen=texts(100, " "), rejected=texts(200, " "))
+
+
+def dpo(folder: str, adapted: bool, **more: Any) -> Any:
+    """Under adapters the reference is the model without them, else a model of its own."""
+    args = arguments(trl.DPOConfig, folder, **{"max_length": 16, "bf16": False, **more})
+    trainer = trl.DPOTrainer(llama(), None if adapted else llama(), args, **beside(rows_of(args, pairs()), adapted))
+    if not adapted:
+        assert isinstance(trainer.ref_model, torch.distributed.fsdp.FSDPModule) is ("fsdp" in more)  # TRL's own doing
     return trainer
+
+
+def rows_of(args: Any, rows: Any) -> Any:
+    """`rows`, from a folder that all ranks read where TRL computes what the reference says before the training."""
+    if not args.precompute_ref_log_probs:
+        return rows
+    folder = f"{args.output_dir}/rows"
+    if args.process_index == 0:
+        rows.save_to_disk(folder)
+    torch.distributed.barrier()
+    return datasets.load_from_disk(folder)
+
+
+def dpo_of_adapters(folder: str, adapted: bool, **more: Any) -> Any:
+    """The policy has adapters before the trainer gets it, and the reference is a copy of these."""
+    import peft
+
+    args = arguments(trl.DPOConfig, folder, **{"max_length": 16, "bf16": False, **more})
+    return trl.DPOTrainer(peft.get_peft_model(llama(), lora()), None, args, **beside(pairs(), False))
 
 
 def length(completions: list[str], **_: Any) -> list[float]:
@@ -69,27 +120,85 @@ def length(completions: list[str], **_: Any) -> list[float]:
     return [float(len(each)) for each in completions]
 
 
-def grpo(folder: str, **more: Any) -> Any:
-    import trl
+def grpo(folder: str, adapted: bool, **more: Any) -> Any:
+    generates = {"num_generations": 2, "max_completion_length": 6}
+    args = arguments(trl.GRPOConfig, folder, **{**generates, "bf16": False, **more})
+    return trl.GRPOTrainer(llama(), length, args, **beside(data(prompt=texts(0)), adapted))
 
-    args = arguments(trl.GRPOConfig, folder, num_generations=2, max_completion_length=6, **more)
-    return trl.GRPOTrainer(llama(), length, args, **beside(data(prompt=texts(0))))
+
+ADAPTED = pytest.mark.parametrize("adapted", [False, True], ids=["whole", "lora"])
 
 
-def trained(build: Any, folder: str, uses_sherd: bool) -> Any:
-    with begun(uses_sherd):
-        trainer = build(folder, bf16=False, **({"fsdp": True} if uses_sherd else {}))
+@pytest.mark.values
+@ADAPTED
+@pytest.mark.parametrize("build", [sft, dpo])
+def test_it_trains_stops_early_evaluates_and_saves_as_under_ddp(build, adapted, world, tmp_path):
+    expected = world(2).run(trained, build, str(tmp_path / "plain"), adapted)
+    close(world(2).run(trained, build, str(tmp_path / "sharded"), adapted, {}), expected)
+    saves_the_same(tmp_path / "sharded", tmp_path / "plain", llama)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 4), (4, 2)])
+@ADAPTED
+@pytest.mark.parametrize("build", [sft, dpo])
+def test_it_resumes_on_as_many_ranks_and_on_others(build, adapted, before, after, kind, world, tmp_path):
+    config = {"state_dict_type": kind}
+    (expected, *_) = world(before).run(trained, build, str(tmp_path / "out"), adapted, config)
+    resumed = str(tmp_path / "out/checkpoint-2")
+    for found in world(after).run(trained, build, str(tmp_path / "again"), adapted, config, resumed):
+        close(found, expected)
+    close(saved(f"{tmp_path}/again/final", llama), saved(f"{tmp_path}/out/final", llama))
+
+
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+SETTINGS: dict[str, tuple[Any, bool, dict[str, Any]]] = {
+    "sft without checkpoints": (sft, True, {"gradient_checkpointing": False}),
+    "packing": (sft, True, {"packing": True}),
+    "answers": (talking, True, {}),
+    "noise": (sft, False, {"neftune_noise_alpha": 5.0}),
+    "dpo without checkpoints": (dpo, True, {"gradient_checkpointing": False}),
+    "reentrant": (
+        dpo,
+        True,
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ),
+    "reference before": (dpo, False, {"precompute_ref_log_probs": True}),
+    "reference before, adapters": (dpo, True, {"precompute_ref_log_probs": True}),
+    "reference of adapters": (dpo_of_adapters, True, {}),
+    "units of sherd": (dpo, True, {"options": {"policy": "auto", "placement": sherd.Flat()}}),
+    "whole tensors": (sft, True, {"options": {"placement": sherd.Owned()}}),
+    "grpo": (grpo, False, {"eval_strategy": "steps"}),
+    "grpo, adapters": (grpo, True, {"eval_strategy": "steps"}),
+}
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_each_setting_trains_as_under_ddp(setting, world, tmp_path):
+    trains_as_under_ddp(world, tmp_path, *SETTINGS[setting])
+
+
+def in_half_precision(library: str, build: Any, folder: str, adapted: bool, precision: str) -> Any:
+    with begun_with(library):
+        given = {**BRIEF, **sharding({}), "bf16": precision == "bf16", "fp16": precision == "fp16"}
+        trainer = build(f"{folder}/{library}", adapted, **given)
         trainer.train()
-        assert isinstance(trainer.model, sherd.FSDPModule) is uses_sherd
-        trainer.save_model(f"{folder}/final")
+        assert isinstance(trainer.model, sherd.FSDPModule) is (library == "sherd")
         return figures(trainer)
 
 
-@pytest.mark.parametrize("build", [sft, dpo, grpo])
-def test_it_trains_evaluates_and_saves_as_under_ddp(build, world, tmp_path):
-    expected = world(2).run(trained, build, str(tmp_path / "plain"), False)
-    close(world(2).run(trained, build, str(tmp_path / "sharded"), True), expected)
-    close(weights(str(tmp_path / "sharded/final")), weights(str(tmp_path / "plain/final")))
+@pytest.mark.pairs
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@ADAPTED
+@pytest.mark.parametrize("build", [causal, sft, dpo])
+def test_half_precision_trains_as_under_fsdp2(build, adapted, precision, world, tmp_path):
+    found, expected = (
+        world(2).run(in_half_precision, library, build, str(tmp_path), adapted, precision)
+        for library in ("sherd", "torch")
+    )
+    assert_same(found, expected, rtol=5e-3, atol=1e-3)
 
 
 def recipe_of_trl(folder: str) -> None:
@@ -102,3 +211,4 @@ def recipe_of_trl(folder: str) -> None:
 
 def test_the_program_of_the_docs_runs(world, tmp_path):
     world(2).run(recipe_of_trl, str(tmp_path))
+    assert all("lora" in name for name in saved(f"{tmp_path}/out/final", llama))
