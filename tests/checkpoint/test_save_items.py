@@ -230,6 +230,12 @@ def refusals(tmp_path):
     yield CheckpointError, other_shape, loading({"model": nn.Linear(2, 3)})
     yield CheckpointError, "no item 'net'; it has model, optimizer", loading({"net": model})
     yield CheckpointError, "is a module, not a optimizer", loading({"model": optimizer})
+    untouched = nn.Linear(2, 2)
+    before = untouched.weight.detach().clone()
+    for later in (torch.optim.lr_scheduler.StepLR(optimizer, 1), torch.optim.SGD(untouched.parameters()), 3):
+        lacking = "no item 'later'; it has model, optimizer: load what it has"
+        yield CheckpointError, lacking, loading({"model": untouched, "later": later})
+        assert torch.equal(untouched.weight, before)
     other_names = "it lacks model/0.weight, model/0.bias; the model lacks model/bias"
     yield CheckpointError, other_names, loading({"model": nn.Sequential(nn.Linear(2, 2))})
     yield StateError, "meta device", loading({"model": nn.Linear(2, 2, device="meta")})
@@ -238,8 +244,9 @@ def refusals(tmp_path):
 
 def test_what_cannot_be_is_refused_by_name(tmp_path):
     for error, words, call in refusals(tmp_path):
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=words) as raised:
             call()
+        assert not isinstance(raised.value, NoCheckpointError), "a program would begin anew"
     assert not list(tmp_path.glob("step-*"))
     assert sherd.load(tmp_path / "good", {"model": nn.Linear(2, 2)}).step == 0
 
