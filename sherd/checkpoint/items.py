@@ -85,10 +85,9 @@ class Item(ABC):
 
     def json(self, source: Opened) -> dict[str, Json]:
         """Returns the JSON of this item. Raises CheckpointError if there is none, or of another kind."""
-        items = {name: json for name, json in source.manifest.values.items() if isinstance(json, dict) and "kind" in json}
+        items = {name: one for name, one in source.manifest.values.items() if isinstance(one, dict) and "kind" in one}
         if self.name not in items:
-            has = ", ".join(items) or "nothing"
-            raise CheckpointError(f"{source.place} has no item {self.name!r}; it has {has}: load what it has")
+            raise CheckpointError(f"{source.place} has no item {self.name!r}; load what it has: {', '.join(items)}")
         if (kind := items[self.name]["kind"]) != self.kind:
             raise CheckpointError(f"{source.place}: the item {self.name!r} is a {kind}, not a {self.kind}")
         return items[self.name]
@@ -247,9 +246,9 @@ class OptimizerItem(Item):
         except NOT_WRITTEN as error:
             if isinstance(error, SherdError):
                 raise
-            optimizer = type(self._optimizer).__name__
             raise OptimStateError(
-                f"{source.place}: {optimizer} does not take the item {self.name!r}: {type(error).__name__}: {error}"
+                f"{source.place}: {type(self._optimizer).__name__} does not take the item {self.name!r}: "
+                f"{type(error).__name__}: {error}"
             ) from error
 
 
