@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy, kl_div
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import sherd
 
@@ -22,19 +22,25 @@ ARGUMENTS = {"teacher_steps": 40, "steps": 40, "batch": 16, "context": 64, "teac
 ARGUMENTS |= {"teacher_layers": 3, "layers": 2, "lr": 3e-3, "temperature": 2.0}
 
 
-def llama(width: int, layers: int, context: int) -> nn.Module:
+def llama(width: int, layers: int, context: int, words: int = 256) -> nn.Module:
     torch.manual_seed(0)  # the same weights on every rank, before they are cut
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers}
-    config = LlamaConfig(vocab_size=256, num_attention_heads=4, max_position_embeddings=context, **sizes)
+    config = LlamaConfig(vocab_size=words, num_attention_heads=4, max_position_embeddings=context, **sizes)
     return AutoModelForCausalLM.from_config(config)
 
 
 def batches(args: argparse.Namespace, steps: int) -> Iterator[torch.Tensor]:
     """This rank's part of each step's batch, [samples, context + 1]; the whole batch is the same for all ranks."""
-    text = torch.tensor(list(args.data.read_bytes() if args.data else "".join(topics.topics.values()).encode()))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if args.batch % world:
+        raise SystemExit(f"--batch {args.batch}: expected a multiple of the {world} ranks")
+    text = args.data.read_text() if args.data else "".join(topics.topics.values())
+    tokenizer = AutoTokenizer.from_pretrained(args.teacher) if args.teacher else None
+    tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False) if tokenizer else list(text.encode()))
     for step in range(steps + 1):
-        starts = torch.randint(len(text) - args.context, (args.batch, 1), generator=torch.Generator().manual_seed(step))
-        yield text[starts.chunk(dist.get_world_size())[dist.get_rank()] + torch.arange(args.context + 1)]
+        drawn = torch.Generator().manual_seed(step)
+        starts = torch.randint(len(tokens) - args.context, (args.batch, 1), generator=drawn)
+        yield tokens[starts.chunk(world)[rank] + torch.arange(args.context + 1)]
 
 
 def train(
@@ -70,8 +76,8 @@ def next_token(logits: torch.Tensor, inputs: torch.Tensor, targets: torch.Tensor
 
 def main() -> None:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--data", type=Path, help="a text file; default: Python's manual. A token is a byte of it")
-    parser.add_argument("--teacher", help="a folder or name for from_pretrained; its tokens must be the data's")
+    parser.add_argument("--data", type=Path, help="a text file; default: Python's manual")
+    parser.add_argument("--teacher", help="a folder or name for from_pretrained, with its tokenizer; default: of bytes")
     for name, default in ARGUMENTS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     args = parser.parse_args()
@@ -91,7 +97,7 @@ def main() -> None:
         own, wanted = ((each.flatten(0, 1) / args.temperature).log_softmax(-1) for each in (logits, expected))
         return kl_div(own, wanted, reduction="batchmean", log_target=True) * args.temperature**2
 
-    student = sherd.auto_shard(llama(args.width, args.layers, args.context))
+    student = sherd.auto_shard(llama(args.width, args.layers, args.context, teacher.config.vocab_size))
     train(args, "", student, args.steps, as_the_teacher)
     if dist.get_rank() == 0:
         print(f"teacher, frozen: {kept(teacher):.2f} MiB on rank 0")

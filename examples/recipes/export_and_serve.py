@@ -38,6 +38,8 @@ def tokenizer_of(text: str, num_words: int) -> PreTrainedTokenizerFast:
 def train(args: argparse.Namespace) -> None:
     dist.init_process_group()
     rank, world = dist.get_rank(), dist.get_world_size()
+    if args.batch % world:
+        raise SystemExit(f"--batch {args.batch}: expected a multiple of the {world} ranks")
     text = args.data.read_text() if args.data else "".join(topics.topics.values())
     # To go on with a model of others: AutoTokenizer.from_pretrained(NAME), AutoModelForCausalLM.from_pretrained(NAME).
     tokenizer = tokenizer_of(text, args.words)

@@ -102,4 +102,7 @@ if __name__ == "__main__":
     parser.add_argument("--data", type=Path, help="a text file; default: Python's manual. A token is a byte of it")
     for name, default in ARGUMENTS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
-    main(parser.parse_args())
+    args = parser.parse_args()
+    if WORLD % args.cp or args.batch % (WORLD // args.cp) or args.context % (2 * args.cp):
+        parser.error(f"--cp must divide {WORLD} ranks, {WORLD} / cp the batch, and 2 cp the context")
+    main(args)

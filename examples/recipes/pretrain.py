@@ -88,8 +88,7 @@ def main() -> None:
     with suppress(sherd.errors.NoCheckpointError):
         restored = sherd.load(args.out, items)
         first, items["samples"] = restored.step + 1, restored.values["samples"]
-    size = args.batch // dist.get_world_size()
-    numbers = (range(own, own + size) for own in count(items["samples"] + rank * size, args.batch))
+    numbers = (range(at + rank, at + args.batch, dist.get_world_size()) for at in count(items["samples"], args.batch))
     batches = DataLoader(data, batch_sampler=numbers)
     for step, tokens in zip(range(first, args.steps + 1), batches, strict=False):
         with sherd.step(model, optimizer) as attempt:
@@ -106,7 +105,7 @@ def main() -> None:
             dist.all_reduce(mean := loss.detach() / dist.get_world_size())
             if rank == 0:
                 print(f"step {step:4d}  loss {mean:.3f}", flush=True)
-        if step % args.save_every == 0:
+        if step % args.save_every == 0 or step == args.steps:
             sherd.save(args.out, items, step=step, keep_last=2)
     memory = sherd.memory_report(model, optimizer)
     if rank == 0:

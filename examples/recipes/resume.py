@@ -63,6 +63,8 @@ def main() -> None:
 
     schedule = LambdaLR(optimizer, falling)
     rank, world, device = dist.get_rank(), dist.get_world_size(), model[0].weight.device
+    if args.batch % world:
+        raise SystemExit(f"--batch {args.batch}: expected a multiple of the {world} ranks")
     items = {"model": model, "optimizer": optimizer, "schedule": schedule, "ranks": world}
     try:
         restored = sherd.load(args.out, items)

@@ -63,6 +63,8 @@ def main() -> None:
     for unit in (*blocks, model):
         sherd.fully_shard(unit, comm_policy=sherd.CommPolicy(divergence="join"))  # for sherd.step
     device, rank, world = model[0].weight.device, dist.get_rank(), dist.get_world_size()
+    if args.batch % world:
+        raise SystemExit(f"--batch {args.batch}: expected a multiple of the {world} ranks")
     optimizers = optimizers_of(model, args)
     schedules = {f"{name}_rate": LambdaLR(each, partial(rate, name, args)) for name, each in optimizers.items()}
     items = {"model": model, **optimizers, **schedules}

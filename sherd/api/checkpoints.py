@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
@@ -57,7 +57,7 @@ class _Save:
 
     def begin(self, group: dist.ProcessGroup | None) -> None:
         """Wait for an earlier `async_save`, and agree with the other ranks on who writes what."""
-        self.ranks = Ranks(group, f"saves {_listed(item.name for item in self._items)} as step {self._step}")
+        self.ranks = Ranks(group, f"saves {', '.join(repr(item.name) for item in self._items)} as step {self._step}")
         _last.wait()
         self.plan = plan(self._items, self.ranks, self._step, self._user, self._own)
 
@@ -110,8 +110,7 @@ def save(
         step: the number of the step, 0 or more.
         user: JSON for people and tools to read.
         per_rank: values that differ between ranks, such as the position in the data; of the types of `items`.
-        random: save the state of the random generators of torch (CPU and accelerator), Python, and numpy if it is
-            loaded.
+        random: save the state of the random generators of torch (CPU and accelerator), Python, and numpy if loaded.
         keep_last: after the save, keep this many of the newest checkpoints up to this step, and remove the others.
             None: keep all.
         keep_every: with `keep_last`, also keep checkpoints whose step is a multiple of this number.
@@ -283,10 +282,9 @@ def load(
         The step, the path, and the values that are not loaded into objects.
 
     Raises:
-        NoCheckpointError: there is no complete checkpoint (of this step); the message names checkpoints that were
-            passed over, with reasons.
-        CheckpointError: the checkpoint lacks an item, or has other names or shapes; or the checkpoint of the given
-            `step` is damaged: on all ranks. Nothing is changed, unless a file is damaged.
+        NoCheckpointError: no checkpoint (of this step) is complete; the message says what was passed over, and why.
+        CheckpointError: the checkpoint lacks an item, has other names or shapes, or is another library's; or that of
+            the given `step` is damaged: on all ranks. Nothing is changed, unless a file is damaged.
         CommError, StateError, PolicyError, PolicyTypeError: as `save`.
         OptimStateError: the state does not fit the optimizer.
     """
@@ -297,13 +295,8 @@ def load(
         require_int("load(step={})", step, 0)
     own = items_of(items, strict)
     of_step = "the newest step" if step is None else f"step {step}"
-    ranks, place = Ranks(group, f"loads {_listed(items)} of {of_step}"), place_of(folder)
+    ranks, place = Ranks(group, f"loads {', '.join(map(repr, items))} of {of_step}"), place_of(folder)
     _last.wait()
-    purpose = f"the look for a checkpoint in {place}"
     with contextlib.ExitStack() as lock:
-        ranks.each(lambda: lock.enter_context(locked_to_read(folder)), purpose)
+        ranks.each(lambda: lock.enter_context(locked_to_read(folder)), f"the look for a checkpoint in {place}")
         return restore(Search(place, step), own, ranks, staging_bytes, random)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names)) or "nothing"

@@ -52,8 +52,8 @@ class Item(ABC):
     takes_what_fits = False
     """True if a load skips names that only the item or only the checkpoint has."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, kind: str) -> None:
+        self.name, self.kind = name, kind
 
     def aliases(self) -> dict[str, str]:
         """Returns other names of tensors, and the names that they stand for."""
@@ -71,7 +71,8 @@ class Item(ABC):
         """
 
     def misfit(self, source: Opened) -> Misfit:
-        """Returns how the item differs from the item of this name in `source`. Raises as `load`."""
+        """Returns how the item differs from the item of this name in `source`. Raises as `json`."""
+        self.json(source)
         return Misfit()
 
     @abstractmethod
@@ -82,15 +83,14 @@ class Item(ABC):
             CheckpointError: a file is damaged, or its contents do not fit.
         """
 
-    def json(self, source: Opened, kind: str) -> dict[str, Json]:
+    def json(self, source: Opened) -> dict[str, Json]:
         """Returns the JSON of this item. Raises CheckpointError if there is none, or of another kind."""
-        json = source.manifest.values.get(self.name)
-        if not isinstance(json, dict) or "kind" not in json:
-            items = ", ".join(source.manifest.values) or "nothing"
-            raise CheckpointError(f"{source.place} has no item {self.name!r}; it has {items}")
-        if json["kind"] != kind:
-            raise CheckpointError(f"{source.place}: the item {self.name!r} is a {json['kind']}, not a {kind}")
-        return json
+        items = {name: one for name, one in source.manifest.values.items() if isinstance(one, dict) and "kind" in one}
+        if self.name not in items:
+            raise CheckpointError(f"{source.place} has no item {self.name!r}; load what it has: {', '.join(items)}")
+        if (kind := items[self.name]["kind"]) != self.kind:
+            raise CheckpointError(f"{source.place}: the item {self.name!r} is a {kind}, not a {self.kind}")
+        return items[self.name]
 
     def require(self, is_valid: bool, source: Opened) -> None:
         """Raises CheckpointError unless the JSON of this item has the form that sherd writes."""
@@ -105,7 +105,7 @@ class ModuleItem(Item):
     """
 
     def __init__(self, name: str, modules: Sequence[nn.Module], strict: bool) -> None:
-        super().__init__(name)
+        super().__init__(name, "module")
         self.takes_what_fits = not strict
         self._modules = modules
         self._tensors = [ModelTensors(module) for module in modules]
@@ -121,7 +121,7 @@ class ModuleItem(Item):
         """Add parameters and buffers by their names in the model."""
         self._add_own(tensors, "sherd.save")
         extra = {path: module.get_extra_state() for path, module in self._with_extra_state()}
-        return {"kind": "module", **({EXTRA: encoded(extra, f"{self.name}/{EXTRA}", tensors.keep)} if extra else {})}
+        return {"kind": self.kind, **({EXTRA: encoded(extra, f"{self.name}/{EXTRA}", tensors.keep)} if extra else {})}
 
     def _with_extra_state(self) -> Iterable[tuple[str, nn.Module]]:
         for module in self._modules:
@@ -131,7 +131,7 @@ class ModuleItem(Item):
 
     def misfit(self, source: Opened) -> Misfit:
         """Compares names and shapes."""
-        self.json(source, "module")
+        self.json(source)
         prefix, manifest, own = f"{self.name}/", source.manifest, self._add_own(Tensors(), "sherd.load")
         stored = {name for name in (*manifest.tensors, *manifest.aliases) if name.startswith(prefix)}
         known = {*own, *self.aliases(), *(name for name in stored if name.startswith(f"{prefix}{EXTRA}/"))}
@@ -160,7 +160,7 @@ class ModuleItem(Item):
                 fill(source, name, tensor, most_bytes)
         for module in self._tensors:
             module.after_writing()
-        extra = decoded(self.json(source, "module").get(EXTRA, {}), lambda name: read_tensor(source, name))
+        extra = decoded(self.json(source).get(EXTRA, {}), lambda name: read_tensor(source, name))
         self.require(isinstance(extra, dict), source)
         for path, below in self._with_extra_state():
             if path in extra:
@@ -171,7 +171,7 @@ class OptimizerItem(Item):
     """An optimizer's state, by the names that its parameters have in `modules`."""
 
     def __init__(self, name: str, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        super().__init__(name)
+        super().__init__(name, "optimizer")
         self._optimizer, self._modules = optimizer, modules
 
     @cached_property
@@ -201,7 +201,7 @@ class OptimizerItem(Item):
                 str(key): state_json(f"{self.name}/{plain}/{key}", key, value) for key, value in of_parameter.items()
             }
         return {
-            "kind": "optimizer",
+            "kind": self.kind,
             "class": type(self._optimizer).__name__,
             "state": by_parameter,
             "param_groups": encoded(groups, f"{self.name}/param_groups", tensors.keep),
@@ -209,7 +209,7 @@ class OptimizerItem(Item):
 
     def load(self, source: Opened, most_bytes: int) -> None:
         """Give the optimizer the state and the hyper-parameters, one parameter after the other."""
-        json = self.json(source, "optimizer")
+        json = self.json(source)
 
         def awaited(name: str) -> Awaited:
             entry = source.entry(name)
@@ -246,9 +246,9 @@ class OptimizerItem(Item):
         except NOT_WRITTEN as error:
             if isinstance(error, SherdError):
                 raise
-            optimizer = type(self._optimizer).__name__
             raise OptimStateError(
-                f"{source.place}: {optimizer} does not take the item {self.name!r}: {type(error).__name__}: {error}"
+                f"{source.place}: {type(self._optimizer).__name__} does not take the item {self.name!r}: "
+                f"{type(error).__name__}: {error}"
             ) from error
 
 
@@ -256,12 +256,12 @@ class StateItem(Item):
     """The state of an object with `state_dict` and `load_state_dict`."""
 
     def __init__(self, name: str, stateful: Stateful) -> None:
-        super().__init__(name)
+        super().__init__(name, "state")
         self._stateful = stateful
 
     def contents(self, tensors: Tensors, compare: bool) -> Json:
         """Returns the state dict. The name of a tensor is its path there."""
-        return {"kind": "state", "state": encoded(self._stateful.state_dict(), self.name, tensors.keep)}
+        return {"kind": self.kind, "state": encoded(self._stateful.state_dict(), self.name, tensors.keep)}
 
     @torch.no_grad()
     def load(self, source: Opened, most_bytes: int) -> None:
@@ -276,7 +276,7 @@ class StateItem(Item):
             fill(source, name, target, most_bytes)
             return target
 
-        state = decoded(self.json(source, "state").get("state"), tensor)
+        state = decoded(self.json(source).get("state"), tensor)
         self.require(isinstance(state, dict), source)
         self._stateful.load_state_dict(state)
 
@@ -285,16 +285,16 @@ class ValueItem(Item):
     """Numbers, texts, lists, dicts and tensors."""
 
     def __init__(self, name: str, value: object) -> None:
-        super().__init__(name)
+        super().__init__(name, "value")
         self._value = value
 
     def contents(self, tensors: Tensors, compare: bool) -> Json:
         """Returns the value. The name of a tensor is its path there."""
-        return {"kind": "value", "value": encoded(self._value, self.name, tensors.keep)}
+        return {"kind": self.kind, "value": encoded(self._value, self.name, tensors.keep)}
 
     def load(self, source: Opened, most_bytes: int) -> object:
         """Returns the value that was saved, with tensors in host memory."""
-        json = self.json(source, "value")
+        json = self.json(source)
         self.require("value" in json, source)
         return decoded(json["value"], lambda name: read_tensor(source, name))
 

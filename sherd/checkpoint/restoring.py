@@ -68,11 +68,16 @@ class Search:
 
     def chosen(self, damaged: Mapping[int, str]) -> Chosen:
         """Returns the newest whole checkpoint, except for the steps `damaged`, which has the reason for each."""
-        if MANIFEST in self.place.names():
+        names = self.place.names()
+        if MANIFEST in names:
             return Chosen(None, read_manifest(self.place).save_id, ())
         passed_over: list[str] = []
         folder = Folder(self.place)
         steps = [step for step in folder.steps() if self.step in (None, step)]
+        others = [name for name in names if name.startswith((".metadata", "model.safetensors", "model-0"))]
+        if others and not steps:
+            make = f"`sherd convert {self.place} FOLDER` makes a checkpoint of it"
+            raise CheckpointError(f"{self.place} has {others[0]}, which is another library's: {make}")
         for checkpoint in map(folder.found, steps):
             why = damaged.get(checkpoint.step, checkpoint.why)
             if checkpoint.manifest is not None and not why:

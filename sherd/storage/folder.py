@@ -214,6 +214,8 @@ class Folder:
 def locked_to_read(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Lock]:
     """Returns the lock to hold while `path`, a folder of checkpoints or one checkpoint in it, is read."""
     place = place_of(path)
+    if os.path.isfile(path):
+        raise CheckpointError(f"{path} is a file: `sherd convert {path} FOLDER` makes a checkpoint of it")
     if MANIFEST not in place.names():
         return Folder(place).locked()
     above, name = os.path.split(os.fspath(path).rstrip("/"))

@@ -228,18 +228,32 @@ def refusals(tmp_path):
     sherd.save(tmp_path / "good", {"model": model, "optimizer": optimizer}, step=0)
     other_shape = r"model/weight has shape \(2, 2\), in the model \(3, 2\)"
     yield CheckpointError, other_shape, loading({"model": nn.Linear(2, 3)})
-    yield CheckpointError, "no item 'net'; it has model, optimizer", loading({"net": model})
+    yield CheckpointError, "no item 'net'; load what it has: model, optimizer", loading({"net": model})
     yield CheckpointError, "is a module, not a optimizer", loading({"model": optimizer})
+    untouched = nn.Linear(2, 2)
+    before = untouched.weight.detach().clone()
+    for later in (torch.optim.lr_scheduler.StepLR(optimizer, 1), torch.optim.SGD(untouched.parameters()), 3):
+        lacking = "no item 'later'; load what it has: model, optimizer$"
+        yield CheckpointError, lacking, loading({"model": untouched, "later": later})
+        assert torch.equal(untouched.weight, before)
     other_names = "it lacks model/0.weight, model/0.bias; the model lacks model/bias"
     yield CheckpointError, other_names, loading({"model": nn.Sequential(nn.Linear(2, 2))})
+    for name in (".metadata", "model.safetensors", "model-00001-of-00002.safetensors"):
+        folder = tmp_path / f"of others {name}"
+        folder.mkdir()
+        (folder / name).touch()
+        of_others = f"has {name}, which is another library's: `sherd convert"
+        yield CheckpointError, of_others, lambda folder=folder: sherd.load(folder, {"model": model})
+    yield CheckpointError, "is a file: `sherd convert", lambda: sherd.load(folder / name, {"model": model})
     yield StateError, "meta device", loading({"model": nn.Linear(2, 2, device="meta")})
     yield PolicyError, "staging_bytes", loading({"model": model}, staging_bytes=0)
 
 
 def test_what_cannot_be_is_refused_by_name(tmp_path):
     for error, words, call in refusals(tmp_path):
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=words) as raised:
             call()
+        assert not isinstance(raised.value, NoCheckpointError), "a program would begin anew"
     assert not list(tmp_path.glob("step-*"))
     assert sherd.load(tmp_path / "good", {"model": nn.Linear(2, 2)}).step == 0
 

@@ -1,5 +1,6 @@
 """A student learns from a frozen, sharded teacher as in one process."""
 
+import math
 import re
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from tests.recipes.pages import PAGES, losses, printed_as_shown
 from tests.test_examples import run
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 
 
 @pytest.mark.slow
@@ -26,3 +28,17 @@ def test_ranks_change_no_loss(tmp_path):
     assert losses(several) == pytest.approx(losses(alone), abs=2e-3)
     assert losses(several, "text loss") == pytest.approx(losses(alone, "text loss"), abs=2e-3)
     assert f"`{alone.splitlines()[-1]}`" in (PAGES / "distill.md").read_text()
+
+
+def test_a_teacher_brings_its_tokenizer_and_the_student_has_its_vocabulary(tmp_path):
+    words = {chr(code): code - 32 for code in range(32, 127)} | {"?word": 95}
+    own = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?word"))
+    own.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=own).save_pretrained(tmp_path / "teacher")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=len(words), **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "teacher")
+    printed, _ = run("recipes/distill.py", tmp_path, "--teacher", "teacher", "--steps", "10")
+    first, last = losses(printed)
+    assert last < first
+    assert losses(printed, "text loss")[0] == pytest.approx(math.log(len(words)), abs=0.2)

@@ -26,3 +26,8 @@ def test_the_next_start_has_the_rate_that_it_is_given(tmp_path, capsys):
     run(RECIPE, tmp_path, "--stop", "20", "--lr", "0.0")
     saved = [str(tmp_path / f"run/step-000000{step}") for step in (10, 20)]
     assert main(["diff", *saved, "--model-only"]) == 0, capsys.readouterr().out
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused_in_a_line(tmp_path):
+    with pytest.raises(AssertionError, match="--batch 5: expected a multiple of the 2 ranks"):
+        run(RECIPE, tmp_path, "--batch", "5")
