@@ -43,8 +43,7 @@ _FUSED = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "
 
 def _fused_flops(of_keys: int, of_values: int, first: int, *args: Any, **_: Any) -> int:
     query, key, value = args[first : first + 3]
-    scores = 2 * query.shape[:-1].numel() * key.shape[-2]  # of any numbers of heads: torch 2.11 refuses fewer of keys
-    return int(scores * (of_keys * query.shape[-1] + of_values * value.shape[-1]))
+    return int(2 * query.shape[:-1].numel() * key.shape[-2] * (of_keys * query.shape[-1] + of_values * value.shape[-1]))
 
 
 _COUNTS = {
@@ -53,7 +52,7 @@ _COUNTS = {
     **{getattr(_ATEN, f"_scaled_dot_product_{name}_backward"): partial(_fused_flops, 3, 2, 1) for name in _FUSED},
     _ATEN._grouped_mm: lambda rows, matrices, *_, **__: 2 * rows.numel() * matrices.shape[-1],
 }
-"""Torch's table of floating-point operations, with fused attention, also on a CPU, and grouped experts."""
+"""Torch's table of floating-point operations, with grouped experts and fused attention (2.11 refuses few key heads)."""
 
 
 def op_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Op | None:
