@@ -62,15 +62,15 @@ def try_pair(torch: str, python: str, sources: Path, wheel: Path, tests: tuple[s
     with tempfile.TemporaryDirectory(prefix="sherd-pair-") as folder:
         subprocess.run([f"python{python}", "-m", "venv", folder], check=True)
         run = Path(folder, "bin/python")
-        pip = [run, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip = [run, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
         subprocess.run([*pip, f"torch=={torch}", wheel], check=True)
         ask = "import platform, torch; print(torch.__version__, platform.python_version())"
         found = subprocess.run([run, "-c", ask], stdout=subprocess.PIPE, text=True, check=True).stdout.split()
         bare = subprocess.run([run, sources / ".ci/bare.py"])
         subprocess.run([*pip, "-c", sources / "constraints.txt", *NEEDED], check=True)
         row = (*found, "failed" if bare.returncode else "passed", tested(run, sources, tests), str(date.today()))
-    print("|", *row, "|", flush=True)
-    write(row)
+        print("|", *row, "|", flush=True)
+        write(row)
     return row
 
 

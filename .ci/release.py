@@ -28,6 +28,8 @@ def main() -> None:
         print(text)
         return
     assert not said("git", "status", "--porcelain"), "commit first: a release is built of HEAD"
+    tag = f"v{version()}"
+    tagged = is_tagged(tag)
     with tempfile.TemporaryDirectory(prefix="sherd-release-") as folder:
         wheel, sources = build(Path(folder))
         show("twine", "check", "--strict", wheel, sources)
@@ -42,8 +44,9 @@ def main() -> None:
     kept = DIST / f"notes-{version()}.md"
     kept.write_text(text + "\n")
     print("\nAll checks passed. What is left:")
-    print(f"    git tag -a v{version()} -F {kept.relative_to(ROOT)} --cleanup=verbatim")
-    print(f"    git push origin v{version()}")
+    if not tagged:
+        print(f"    git tag -a {tag} -F {kept.relative_to(ROOT)} --cleanup=verbatim")
+    print(f"    git push origin {tag}")
     print(f"    upload {wheel.relative_to(ROOT)} and {sources.relative_to(ROOT)}: to the tag's page;")
     print("    to a package index under another name (CONTRIBUTING.md says why)")
 
@@ -54,6 +57,15 @@ def notes(changelog: str, of: str) -> str:
     assert not sections.get("Unreleased", "").strip(), "CHANGELOG.md: give the entries of [Unreleased] to a version"
     assert of in sections, f"CHANGELOG.md: expected a section ## [{of}]"
     return with_absolute_links(re.sub(r"\n +(?=\S)", " ", sections[of].strip()), "CHANGELOG.md")
+
+
+def is_tagged(tag: str) -> bool:
+    """Whether HEAD has this version's tag. Raises if HEAD has another version's, or the tag is at another commit."""
+    here = said("git", "tag", "--points-at", "HEAD", "v*").split()
+    assert {*here} <= {tag}, f"HEAD has the tag {' '.join(here)}, but sherd.__version__ says {tag[1:]}: change one"
+    elsewhere = not here and said("git", "tag", "--list", tag)
+    assert not elsewhere, f"{tag} is the tag of another commit: git checkout {tag}, or change sherd.__version__"
+    return bool(here)
 
 
 def build(folder: Path) -> tuple[Path, Path]:
@@ -118,4 +130,7 @@ def show(command: str | Path, *words: str | Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (AssertionError, subprocess.CalledProcessError) as wrong:
+        sys.exit(f"no release: {wrong}")

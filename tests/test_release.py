@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,27 @@ def test_the_notes_are_the_versions_section_a_line_for_each_entry(monkeypatch):
     for changelog in ("## [1] - once\n", "## [Unreleased]\n\n- a\n\n## [2]\n"):
         with pytest.raises(AssertionError, match=r"CHANGELOG\.md"):
             notes(changelog, "2")
+
+
+def test_a_tag_that_does_not_fit_the_version_is_refused(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT))
+    release = script(".ci/release.py")
+    monkeypatch.setattr(release, "ROOT", tmp_path)
+    for name in ("NAME", "EMAIL"):
+        monkeypatch.setenv(f"GIT_AUTHOR_{name}", "a")
+        monkeypatch.setenv(f"GIT_COMMITTER_{name}", "a")
+    git = partial(release.said, "git", "-c", "commit.gpgSign=false", "-c", "tag.gpgSign=false")
+    git("init", "--quiet")
+    git("commit", "--quiet", "--allow-empty", "-m", "one")
+    assert not release.is_tagged("v2.0")
+    git("tag", "v2.0")
+    assert release.is_tagged("v2.0")
+    with pytest.raises(AssertionError, match=r"HEAD has the tag v2\.0, but sherd\.__version__ says 2\.1"):
+        release.is_tagged("v2.1")
+    git("commit", "--quiet", "--allow-empty", "-m", "two")
+    with pytest.raises(AssertionError, match=r"v2\.0 is the tag of another commit: git checkout v2\.0, or"):
+        release.is_tagged("v2.0")
+    assert not release.is_tagged("v2.1")
 
 
 def test_links_of_the_readme_lead_out_of_a_package_index(monkeypatch):

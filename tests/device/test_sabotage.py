@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 from sherd.comm import streams
+from sherd.engine.moves.gradients import Gradients
+from sherd.engine.moves.weights import Unsharded, Weights
 from tests.gpu.devices import here
 from tests.gpu.setting_model import Outcome, plain
 from tests.gpu.setting_runs import mesh_of, sharded, trained, wrong_numbers
@@ -24,12 +27,12 @@ TakeAway = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
-def without(owner: type, method: str, within: str = "") -> Iterator[None]:
-    """`owner.method` does nothing, where the function called `within` calls it if one is named."""
+def without(owner: type, method: str, within: FunctionType | None = None) -> Iterator[None]:
+    """`owner.method` does nothing, where `within` calls it if a function is given."""
     original = getattr(owner, method)
 
     def instead(*args: Any, **kwargs: Any) -> Any:
-        if not within or sys._getframe(1).f_code.co_qualname == within:
+        if within is None or sys._getframe(1).f_code is within.__code__:
             return None
         return original(*args, **kwargs)
 
@@ -118,35 +121,35 @@ SABOTAGES = {
         partial(without, LANE, "follow_event"), replace(SHARD, follows_event=True), "add", "all_gather"
     ),
     "gathered rows behind their copy": Sabotage(
-        partial(without, LANE, "follow_compute", "Weights._land"), SHARD, "copy", "malloc"
+        partial(without, LANE, "follow_compute", Weights._land), SHARD, "copy", "malloc"
     ),
     "freed weights behind their readers": Sabotage(
-        partial(without, LANE, "follow_compute", "Unsharded.free"), FLAT, "mm", "malloc"
+        partial(without, LANE, "follow_compute", Unsharded.free), FLAT, "mm", "malloc"
     ),
-    "compute behind gathers": Sabotage(partial(without, HANDOFF, "wait", "Weights._land"), SHARD, "all_gather", "copy"),
+    "compute behind gathers": Sabotage(partial(without, HANDOFF, "wait", Weights._land), SHARD, "all_gather", "copy"),
     "compute behind gathers in place": Sabotage(
-        partial(without, HANDOFF, "wait", "Weights._land"), FLAT, "all_gather", "mm"
+        partial(without, HANDOFF, "wait", Weights._land), FLAT, "all_gather", "mm"
     ),
     "optimizer behind a gather for nobody": Sabotage(
-        partial(without, HANDOFF, "wait", "Weights.free"), SHARD, "all_gather", "zero", gather_for_nobody, False
+        partial(without, HANDOFF, "wait", Weights.free), SHARD, "all_gather", "zero", gather_for_nobody, False
     ),
     "gathers of a kept part behind compute": Sabotage(
-        partial(without, LANE, "follow_compute", "Weights._gather_into_buffers"),
+        partial(without, LANE, "follow_compute", Weights._gather_into_buffers),
         replace(SHARD, mesh=(4,), reshard=2),
         "copy",
         "all_gather",
     ),
     "reductions behind gradients": Sabotage(
-        partial(without, LANE, "follow_compute", "Gradients.reduce"), SHARD, "mul", "reduce_scatter"
+        partial(without, LANE, "follow_compute", Gradients.reduce), SHARD, "mul", "reduce_scatter"
     ),
     "optimizer behind reductions": Sabotage(
-        partial(without, HANDOFF, "wait", "Gradients.finish_reduce"), SHARD, "reduce_scatter", "add"
+        partial(without, HANDOFF, "wait", Gradients.finish_reduce), SHARD, "reduce_scatter", "add"
     ),
     "sums of micro-batches behind reductions": Sabotage(
-        partial(without, HANDOFF, "wait", "Gradients.finish_reduce"), SUMMED_ONCE, "reduce_scatter", "add"
+        partial(without, HANDOFF, "wait", Gradients.finish_reduce), SUMMED_ONCE, "reduce_scatter", "add"
     ),
     "dropped gradients behind their reductions": Sabotage(
-        partial(without, HANDOFF, "wait", "Gradients.discard"),
+        partial(without, HANDOFF, "wait", Gradients.discard),
         replace(SHARD, interrupted=True, reduce_buffers=2),
         "reduce_scatter",
         "malloc",

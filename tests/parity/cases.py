@@ -26,8 +26,7 @@ def each(train: Callable[..., Any], cases: Cases) -> dict[Hashable, Any]:
         try:
             found[name] = train(recipe, **options)
         except Exception as error:
-            error.add_note(f"in the case {name!r}")
-            raise
+            raise AssertionError(f"in the case {name!r}: {error}") from error
     return found
 
 

@@ -375,8 +375,7 @@ def trained_every_way(turn: int) -> dict[str, Any]:
         try:
             found[name] = train_job(sharded(doubled(make), front), job)
         except Exception as error:
-            error.add_note(f"{name}, {front}")
-            raise
+            raise AssertionError(f"{name}, {front}: {error}") from error
     return found
 
 

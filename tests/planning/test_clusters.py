@@ -1,12 +1,13 @@
 """Cluster files read, shipped ones name their sources, and what is wrong in one is told in a line."""
 
 import re
+import sys
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
-import tomllib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ from tests.support.commands import refusal
 from tests.support.refusals import one_line
 from tests.support.suites import examples
 
+TOML = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")  # pytest needs the latter itself
 ROOT = Path(__file__).parents[2]
 H100 = (ROOT / "sherd/tools/simulate/clusters/h100.toml").read_text()
 
@@ -191,7 +193,7 @@ def test_a_field_or_a_file_that_is_wrong_is_told_in_one_line(tmp_path):
     rows = [*WRONG_FIELDS]
     for field, (expected, values) in EXPECTED.items():
         for value in values:
-            found = "is missing" if value is None else f"= {tomllib.loads(f'a = {value}')['a']!r}"
+            found = "is missing" if value is None else f"= {TOML.loads(f'a = {value}')['a']!r}"
             rows.append((field, value, f"{field} {found}; expected {expected}"))
     for field, value, why in rows:
         assert complaint(tmp_path, changed(field, value)).startswith(f"{tmp_path / 'mine.toml'}: {why}"), (field, value)

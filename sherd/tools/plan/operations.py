@@ -38,15 +38,21 @@ _KINDS = {
 }
 """Parts of names by kind. The first kind with a part in an operation's name is its kind; the default is POINTWISE."""
 _RECURRENT = ("rnn_relu", "rnn_tanh", "lstm", "gru")
+_FUSED = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+
+
+def _fused_flops(of_keys: int, of_values: int, first: int, *args: Any, **_: Any) -> int:
+    query, key, value = args[first : first + 3]
+    return int(2 * query.shape[:-1].numel() * key.shape[-2] * (of_keys * query.shape[-1] + of_values * value.shape[-1]))
+
+
 _COUNTS = {
     **flop_registry,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _ATEN._scaled_dot_product_flash_attention_backward
-    ],
+    **{getattr(_ATEN, f"_scaled_dot_product_{name}"): partial(_fused_flops, 1, 1, 0) for name in _FUSED},
+    **{getattr(_ATEN, f"_scaled_dot_product_{name}_backward"): partial(_fused_flops, 3, 2, 1) for name in _FUSED},
     _ATEN._grouped_mm: lambda rows, matrices, *_, **__: 2 * rows.numel() * matrices.shape[-1],
 }
-"""Torch's table of floating-point operations, with two that torch's lacks: attention on a CPU, and grouped experts."""
+"""Torch's table of floating-point operations, with grouped experts and fused attention (2.11 refuses few key heads)."""
 
 
 def op_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Op | None:
@@ -55,14 +61,13 @@ def op_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
     kind, name = _kind_and_name(func)
     if "empty" in name or _is_view(inputs, outputs):
         return None
-    count = _COUNTS.get(func.overloadpacket)
     written = _num_bytes(outputs)
     if kind is OpKind.LOOKUP and not name.endswith("backward"):  # a lookup reads as much of the table as it writes
         nbytes = written + sum(min(_num_bytes([tensor]), max(written, 1)) for tensor in inputs)
     else:
         nbytes = _num_bytes([*inputs, *outputs])
     dtype = (outputs or inputs)[0].dtype if outputs or inputs else torch.float32
-    flops = count(*args, **kwargs, out_val=result) if count else 0
+    flops = count(*args, **kwargs, out_val=result) if (count := _COUNTS.get(func.overloadpacket)) else 0
     depth = _depth(name, inputs) if flops else 0
     computed = 0.5 if kind is OpKind.ATTENTION and _is_causal(func, args, kwargs) else 1.0
     return Op(kind, name, int(flops), nbytes, str(dtype).removeprefix("torch."), depth, computed)
