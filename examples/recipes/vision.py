@@ -53,7 +53,7 @@ class ViT(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=32, help="images of a step, over all ranks")
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--layers", type=int, default=2)
