@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from sherd.errors import PolicyError, PolicyTypeError
@@ -55,6 +57,17 @@ def require_type(expectation: str, value: object, kind: Any) -> None:
     """
     if not isinstance(value, kind):
         raise PolicyTypeError(f"{expectation}, got a {type(value).__module__}.{type(value).__name__}")
+
+
+def as_own(given: Any, kinds: Iterable[type]) -> Any:
+    """Returns the object of `kinds` that says what `given` says, if that is of torch's class of the same name.
+
+    Other objects are returned as they are.
+    """
+    for kind in kinds:
+        if kind.__name__ == type(given).__name__ and type(given).__module__.startswith("torch.distributed.fsdp."):
+            return kind[given.name] if issubclass(kind, Enum) else kind(**vars(given))
+    return given
 
 
 def require_floating_dtype(where: str, value: object) -> None:

@@ -135,6 +135,9 @@ class CPUOffload:
         require_bool("CPUOffload(offload_params={})", self.offload_params)
 
 
+KINDS: tuple[type, ...] = (ShardingStrategy, BackwardPrefetch, MixedPrecision, CPUOffload)
+
+
 @dataclass(frozen=True)
 class WrapperArguments:
     """The arguments that describe one unit, as the user gave them.

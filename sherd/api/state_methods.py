@@ -30,7 +30,7 @@ from sherd.checkpoint.catalog import Catalog, plain_key
 from sherd.checkpoint.loading import from_rank0, to_load
 from sherd.checkpoint.saving import Form, state_by_name
 from sherd.errors import OptimStateError, WrapperStateError
-from sherd.requirements import require_type
+from sherd.requirements import as_own, require_type
 
 # The kind of state dict
 
@@ -62,10 +62,11 @@ def _set(
     state_dict_config: StateDictConfig | None,
     optim_state_dict_config: OptimStateDictConfig | None,
 ) -> StateDictSettings:
+    state_dict_type = as_own(state_dict_type, [StateDictType])
     require_type(f"state_dict_type={state_dict_type!r}: expected a sherd.StateDictType", state_dict_type, StateDictType)
     wanted, optim_wanted = CONFIGS[state_dict_type]
-    config = wanted() if state_dict_config is None else state_dict_config
-    optim_config = optim_wanted() if optim_state_dict_config is None else optim_state_dict_config
+    config = as_own(state_dict_config, [wanted]) or wanted()
+    optim_config = as_own(optim_state_dict_config, [optim_wanted]) or optim_wanted()
     for argument, given, expected in (
         ("state_dict_config", config, wanted),
         ("optim_state_dict_config", optim_config, optim_wanted),

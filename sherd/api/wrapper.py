@@ -26,7 +26,15 @@ from sherd._torch import (
 )
 from sherd.api import advice, comm_hook, materialize, state_dicts, state_methods
 from sherd.api.extensions import FSDPExtensions, extensions_given, flattened, has_own, restored
-from sherd.api.fsdp1 import BackwardPrefetch, CPUOffload, Ignored, MixedPrecision, ShardingStrategy, WrapperArguments
+from sherd.api.fsdp1 import (
+    KINDS,
+    BackwardPrefetch,
+    CPUOffload,
+    Ignored,
+    MixedPrecision,
+    ShardingStrategy,
+    WrapperArguments,
+)
 from sherd.api.module import FSDPModule, require_module
 from sherd.api.placements import Placements, rule_of
 from sherd.api.swap_class import deep_copy
@@ -37,6 +45,7 @@ from sherd.comm.mesh import DataMesh
 from sherd.engine import FlatParameter, ParameterOwnership, Runtime, ShardingRequest, make_unit
 from sherd.errors import ModuleError, PlacementError, PolicyError, UnsupportedError, WrapperStateError
 from sherd.policy import CommPolicy, OnTouch, Unmanaged
+from sherd.requirements import as_own
 from sherd.wrap import Kwargs, WrapPolicy, apply_wraps, check_frozen, check_none_wrapped, choose
 from sherd.wrap.names import WRAPPED, plain_name
 
@@ -110,10 +119,10 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         require_module("FullyShardedDataParallel expects a module", module)
         choices = WrapperArguments(
             process_group,
-            sharding_strategy,
-            cpu_offload,
-            backward_prefetch,
-            mixed_precision,
+            as_own(sharding_strategy, KINDS),
+            as_own(cpu_offload, KINDS),
+            as_own(backward_prefetch, KINDS),
+            as_own(mixed_precision, KINDS),
             device_id,
             forward_prefetch,
             limit_all_gathers,

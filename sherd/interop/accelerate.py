@@ -1,7 +1,7 @@
 """sherd in place of torch's FSDP2 in Hugging Face's accelerate, and so in the trainers of transformers and TRL.
 
 accelerate 1.15 has no extension point for the library that shards. It reaches FSDP2 through one function, by name, and
-offers it on accelerators only. While `in_place_of_fsdp2` is in force, four names in `accelerate.accelerator` are ours:
+offers it on accelerators only. While `in_place_of_fsdp` is in force, four names in `accelerate.accelerator` are ours:
 
     fsdp2_prepare_model           shards the model that `Accelerator.prepare` gets, as the plugin says
     Accelerator.prepare           takes a model without an optimizer too: for an evaluation before any training
@@ -34,16 +34,16 @@ from sherd.wrap import WrapPolicy
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["in_place_of_fsdp2"]
+__all__ = ["in_place_of_fsdp"]
 
 TRIED = "1.15"
 """The version of accelerate whose names are replaced."""
 
 
-class in_place_of_fsdp2:
+class in_place_of_fsdp:
     """Let accelerate shard with sherd where it would with torch's FSDP2: write it before the `Accelerator` is made.
 
-        in_place_of_fsdp2()
+        in_place_of_fsdp()
         accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, ...))
 
     The plugin, a config of `accelerate launch`, or `fsdp_config` of a `TrainingArguments` says how; they stay as they
@@ -63,20 +63,20 @@ class in_place_of_fsdp2:
     """
 
     def __init__(self, policy: WrapPolicy | Wrapping | None = None, **options: Unpack[Options]) -> None:
-        check_arguments(options, "in_place_of_fsdp2")
+        check_arguments(options, "in_place_of_fsdp")
         if not (policy is None or policy in WRAPPINGS or callable(policy) or hasattr(policy, "_run_policy")):
             raise PolicyTypeError(
-                f"in_place_of_fsdp2(policy={policy!r}): expected a policy of sherd.wrap or torch, a function or one of "
+                f"in_place_of_fsdp(policy={policy!r}): expected a policy of sherd.wrap or torch, a function or one of "
                 f"{', '.join(WRAPPINGS)}"
             )
-        require_tried("accelerate", TRIED, "in_place_of_fsdp2")
+        require_tried("accelerate", TRIED, "in_place_of_fsdp")
         import accelerate.accelerator as names
 
         made = names.AcceleratorState._shared_state
         if made and made["distributed_type"] == "MULTI_CPU" and os.environ.get("ACCELERATE_USE_FSDP") == "true":
             raise StateError(
-                "in_place_of_fsdp2: an Accelerator with a plugin was made before, and on a CPU accelerate ignores the "
-                "plugin; write in_place_of_fsdp2() above the first Accelerator"
+                "in_place_of_fsdp: an Accelerator with a plugin was made before, and on a CPU accelerate ignores the "
+                "plugin; write in_place_of_fsdp() above the first Accelerator"
             )
 
         def prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:

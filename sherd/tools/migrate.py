@@ -11,20 +11,25 @@ import inspect
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from sherd.api.fsdp1 import BackwardPrefetch, CPUOffload, Ignored, MixedPrecision, ShardingStrategy, WrapperArguments
+from sherd.api.fsdp1 import (
+    KINDS,
+    Ignored,
+    ShardingStrategy,
+    WrapperArguments,
+)
 from sherd.api.fully_shard import fully_shard
 from sherd.api.wrapper import FullyShardedDataParallel
 from sherd.comm.mesh import default_device_type
 from sherd.errors import PolicyTypeError
 from sherd.layout.runs import Flat
 from sherd.policy import MixedPrecisionPolicy
+from sherd.requirements import as_own
 
 TAKES = tuple(name for name in inspect.signature(FullyShardedDataParallel.__init__).parameters if name != "self")
 DEFAULTS = {
@@ -58,7 +63,7 @@ def explain_migration(module: nn.Module | None = None, **arguments: Any) -> str:
         near = difflib.get_close_matches(name, TAKES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(TAKES)}"
         raise PolicyTypeError(f"explain_migration({name}=...): FullyShardedDataParallel takes no such argument; {hint}")
-    given = {name: _as_sherds(value) for name, value in arguments.items()}
+    given = {name: as_own(value, KINDS) for name, value in arguments.items()}
     choices = WrapperArguments(**{name: value for name, value in given.items() if name in _CHOICES})
     ignored = Ignored.read(module or nn.Module(), given.get("ignored_modules"), given.get("ignored_states"))
     calls = "\n".join(_calls(module, given, choices, ignored))
@@ -211,9 +216,6 @@ def _differences(given: Mapping[str, Any], choices: WrapperArguments) -> Iterato
 
 _AXES = 'mesh_dim_names=("replicate", "shard")'
 _CHOICES = tuple(field.name for field in dataclasses.fields(WrapperArguments))
-_SHERDS: dict[str, Any] = {
-    cls.__name__: cls for cls in (ShardingStrategy, BackwardPrefetch, MixedPrecision, CPUOffload)
-}
 _LOOP = """\
 # In the rest of the program:
 #   model.clip_grad_norm_(max_norm)    sherd.clip_grad_norm_(model.parameters(), max_norm)
@@ -229,16 +231,6 @@ _LOOP = """\
 #   LOCAL_STATE_DICT                   {name: each.to_local() for name, each in model.state_dict().items()}
 #   FSDP.optim_state_dict              get_optimizer_state_dict of torch.distributed.checkpoint.state_dict
 #   FSDP.optim_state_dict_to_load      set_optimizer_state_dict of the same module"""
-
-
-def _as_sherds(value: Any) -> Any:
-    """Returns sherd's value for torch's value of an enum or a dataclass of the same name; other values stay."""
-    cls = _SHERDS.get(type(value).__name__)
-    if cls is None or isinstance(value, cls):
-        return value
-    if isinstance(value, Enum):
-        return cls[value.name]
-    return cls(**{field.name: getattr(value, field.name) for field in dataclasses.fields(cls)})
 
 
 def _written(value: Any) -> str:

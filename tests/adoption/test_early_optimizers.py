@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -133,6 +134,17 @@ BUILT = {
 def test_an_optimizer_trains_what_its_parameters_became(front):
     for built in BUILT[front]:
         assert_trained(*built(front), what=f"{built.__name__}: parameter")
+
+
+@pytest.mark.parametrize("front", BUILT)
+@on_threads(2)
+def test_a_new_optimizer_built_before_sharding_gets_a_state_to_load_into(front):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model = shards(model, front)
+    state = get_optimizer_state_dict(model, optimizer)
+    assert state["state"].keys() == dict(net().named_parameters()).keys()
+    assert all(each["exp_avg"].shape == net().get_parameter(name).shape for name, each in state["state"].items())
 
 
 @on_threads(2)

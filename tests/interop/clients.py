@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from sherd.interop.accelerate import in_place_of_fsdp2
+from sherd.interop.accelerate import in_place_of_fsdp
 from tests.support.comparing import plain_name, whole, whole_params
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,7 +38,7 @@ def begun(uses_sherd: bool = True, **options: Any) -> Iterator[None]:
     forget()
     tqdm.set_lock(threading.RLock())  # not a semaphore, which a rank that is killed leaves behind
     silence = io.StringIO()
-    replaced = in_place_of_fsdp2(**options) if uses_sherd else nullcontext()
+    replaced = in_place_of_fsdp(**options) if uses_sherd else nullcontext()
     with replaced, mock.patch.dict(os.environ), redirect_stdout(silence), redirect_stderr(silence):
         yield
     forget()

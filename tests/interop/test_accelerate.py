@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import sherd
 from sherd.errors import PolicyError, PolicyTypeError, StateError, UnsupportedError
-from sherd.interop.accelerate import in_place_of_fsdp2
+from sherd.interop.accelerate import in_place_of_fsdp
 from tests.interop.clients import ROOT, Block, Net, Program, begun, inputs, random_numbers, recipe, run_recipe
 from tests.support.comparing import assert_same
 from tests.support.ranks.bodies import on_processes
@@ -266,21 +266,21 @@ def refusals():
         )
     with begun(False):
         Program(BLOCKS)
-        assert "write in_place_of_fsdp2() above the first Accelerator" in one_line(StateError, in_place_of_fsdp2)
+        assert "write in_place_of_fsdp() above the first Accelerator" in one_line(StateError, in_place_of_fsdp)
 
 
 def test_what_cannot_be_is_refused_in_one_line(world):
     world(2).run(refusals)
-    assert "in_place_of_fsdp2 gives fully_shard cut, which it does not take" in one_line(
-        PolicyTypeError, in_place_of_fsdp2, cut=1
+    assert "in_place_of_fsdp gives fully_shard cut, which it does not take" in one_line(
+        PolicyTypeError, in_place_of_fsdp, cut=1
     )
     for policy in (False, "blocks", 3):
-        said = one_line(PolicyTypeError, in_place_of_fsdp2, policy)
-        assert f"in_place_of_fsdp2(policy={policy!r}): expected a policy of sherd.wrap" in said, policy
+        said = one_line(PolicyTypeError, in_place_of_fsdp, policy)
+        assert f"in_place_of_fsdp(policy={policy!r}): expected a policy of sherd.wrap" in said, policy
     for version, words in (("1.14.2", "accelerate is 1.14.2, and 1.15 was tried"), (None, "accelerate is missing")):
         gone = importlib.metadata.PackageNotFoundError("accelerate")
         with mock.patch("importlib.metadata.version", side_effect=gone if version is None else [version]):
-            said = one_line(UnsupportedError, in_place_of_fsdp2)
+            said = one_line(UnsupportedError, in_place_of_fsdp)
         assert words in said, said
         assert "pip install 'accelerate==1.15.*'" in said
 
@@ -289,7 +289,7 @@ def test_accelerate_has_its_own_names_back_at_the_end():
     import accelerate.accelerator as names
 
     before = {**vars(names), **vars(names.Accelerator)}
-    with in_place_of_fsdp2():
+    with in_place_of_fsdp():
         now = {**vars(names), **vars(names.Accelerator)}
         changed = {name for name in before if before[name] is not now[name]}
         assert changed == {"fsdp2_prepare_model", "AcceleratorState", "prepare", "_prepare_fsdp2"}
@@ -324,9 +324,9 @@ def test_the_program_of_the_docs_runs(world, tmp_path):
 
 
 LAUNCHED = """
-from sherd.interop.accelerate import in_place_of_fsdp2
+from sherd.interop.accelerate import in_place_of_fsdp
 
-in_place_of_fsdp2()
+in_place_of_fsdp()
 
 import accelerate
 import sherd

@@ -44,7 +44,7 @@ def refuses_to_wrap(module, kind, *said, **arguments):
 def wrong_arguments():
     """On a rank, by name: wrong arguments, what they raise, and what is said."""
     group, line = dist.group.WORLD, init_device_mesh("cpu", (2,))
-    parameter, torchs = nn.Parameter(torch.ones(1)), torch.distributed.fsdp.ShardingStrategy
+    parameter = nn.Parameter(torch.ones(1))
     zero2 = ShardingStrategy._HYBRID_SHARD_ZERO2
     both = "Cannot pass both process_group and device_mesh at the same time"
     explicit = "Manual wrapping with ShardingStrategy.HYBRID_SHARD requires explicit specification of process group"
@@ -75,11 +75,6 @@ def wrong_arguments():
             TypeError,
             "sharding_strategy='FULL_SHARD'",
             a_strategy + "builtins.str",
-        ),
-        "torchs_own": (
-            {"sharding_strategy": torchs.FULL_SHARD},
-            TypeError,
-            a_strategy + "torch.distributed.fsdp.api.ShardingStrategy",
         ),
         "offload_true": ({"cpu_offload": True}, TypeError, "cpu_offload=True", "CPUOffload"),
         "dtype": ({"mixed_precision": torch.bfloat16}, TypeError, "mixed_precision=torch.bfloat16", "MixedPrecision"),

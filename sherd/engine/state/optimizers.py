@@ -268,8 +268,12 @@ def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
                     optimizer.state[record.shard] = optimizer.state.pop(parameter)
                 if is_there:
                     raise _holds_twice(optimizer, [record])
-                group["params"][position] = record.shard
-                present.add(id(record.shard))
+                group["params"][position] = shard = record.shard
+                present.add(id(shard))
+                if parameter.grad is not None and shard.grad is None and not parameter.grad.any():
+                    # torch's checkpointing makes the state of a new optimizer by a step with gradients of zero:
+                    # test_a_new_optimizer_built_before_sharding_gets_a_state_to_load_into
+                    shard.grad = torch.zeros_like(shard)
             require_steppable(optimizer, record)
             owner = record.owner
             if owner is not None:
