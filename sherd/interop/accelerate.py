@@ -1,69 +1,80 @@
-"""sherd in place of torch's FSDP2 in Hugging Face's accelerate, and so in the trainers of transformers and TRL.
+"""sherd in place of torch's FSDP in Hugging Face's accelerate, and so in the trainers of transformers and TRL.
 
-accelerate 1.15 has no extension point for the library that shards. It reaches FSDP2 through one function, by name, and
-offers it on accelerators only. While `in_place_of_fsdp` is in force, four names in `accelerate.accelerator` are ours:
+accelerate 1.15 has no extension point for the library that shards. While `in_place_of_fsdp` is in force, names of
+`accelerate.accelerator` are ours:
 
+    AcceleratorState              takes the plugin on a CPU too
+    get_grad_scaler, and FSDP2's  make loss scalers whose ranks agree
     fsdp2_prepare_model           shards the model that `Accelerator.prepare` gets, as the plugin says
     Accelerator.prepare           takes a model without an optimizer too: for an evaluation before any training
     Accelerator._prepare_fsdp2    leaves a model alone that is sharded already: in a second training, or by the user
-    AcceleratorState              takes the plugin on a CPU too
 
-Everything else is accelerate's own: it works on DTensors, which sherd's shards are.
+FSDP1's wrapper accelerate imports from torch inside of seven functions. Many modules hold them, so they stay the same
+objects, and in their code the name of the module to import from is another one, which has sherd's wrapper.
+
+Everything else is accelerate's own: it works on DTensors, which sherd's shards are, and on FSDP1's methods.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType, ModuleType, TracebackType
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from sherd.api.auto_shard import auto_shard, check_arguments
 from sherd.api.blocks import WRAPPINGS, Wrapping
 from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import FSDPModule, register_fsdp_forward_method
-from sherd.errors import PolicyError, PolicyTypeError, StateError
+from sherd.api.wrapper import FullyShardedDataParallel
+from sherd.errors import PolicyTypeError, StateError
+from sherd.grad_scaler import ShardedGradScaler
 from sherd.interop.packages import require_tried, take_rank0s_values
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from sherd.wrap import WrapPolicy
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = ["in_place_of_fsdp"]
 
 TRIED = "1.15"
 """The version of accelerate whose names are replaced."""
 
+OF_WRAPPER = inspect.signature(FullyShardedDataParallel).parameters.keys() - {"module", "auto_wrap_policy"}
+
 
 class in_place_of_fsdp:
-    """Let accelerate shard with sherd where it would with torch's FSDP2: write it before the `Accelerator` is made.
+    """Let accelerate shard with sherd where it would with torch's FSDP: write it before the `Accelerator` is made.
 
         in_place_of_fsdp()
         accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, ...))
 
     The plugin, a config of `accelerate launch`, or `fsdp_config` of a `TrainingArguments` says how; they stay as they
-    are. FSDP works on CPUs too then, with two processes or more. The call takes effect at once; the end of a `with`
-    statement restores what was before.
+    are. With version 2 the model is sharded by `fully_shard`, with version 1 by `sherd.FullyShardedDataParallel`. FSDP
+    works on CPUs too then, with two processes or more. The call takes effect at once; the end of a `with` statement
+    restores what was before.
 
     Args:
-        policy: which modules are units, as in `auto_shard`. None: the plugin's `auto_wrap_policy`; without one the
-            model is one unit.
-        options: arguments of `fully_shard` (`placement`, `mp_policy` and others), which override the plugin's.
+        policy: which modules are units, as in `auto_shard`; its words are for version 2. None: the plugin's
+            `auto_wrap_policy`; without one the model is one unit.
+        options: arguments of `fully_shard` (`placement`, `mp_policy` and others), or for version 1 of the wrapper
+            (`comm_policy` and others), which override the plugin's.
 
     Raises:
         UnsupportedError: accelerate is missing, or of a version that was not tried.
-        PolicyTypeError: no policy, or an argument that `fully_shard` does not take.
+        PolicyTypeError: no policy, or an argument that sherd does not take; of the `Accelerator`, one for the other
+            version.
         StateError: an `Accelerator` was made before, and shards nothing.
-        PolicyError: of the `Accelerator`, when its plugin asks for FSDP1.
     """
 
-    def __init__(self, policy: WrapPolicy | Wrapping | None = None, **options: Unpack[Options]) -> None:
-        check_arguments(options, "in_place_of_fsdp")
+    def __init__(self, policy: WrapPolicy | Wrapping | None = None, **options: Any) -> None:
+        check_arguments({name: options[name] for name in options if name not in OF_WRAPPER}, "in_place_of_fsdp")
         if not (policy is None or policy in WRAPPINGS or callable(policy) or hasattr(policy, "_run_policy")):
             raise PolicyTypeError(
                 f"in_place_of_fsdp(policy={policy!r}): expected a policy of sherd.wrap or torch, a function or one of "
@@ -78,16 +89,27 @@ class in_place_of_fsdp:
                 "in_place_of_fsdp: an Accelerator with a plugin was made before, and on a CPU accelerate ignores the "
                 "plugin; write in_place_of_fsdp() above the first Accelerator"
             )
-
-        def prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
-            return _prepared(accelerator, model, policy, options)
-
-        self._undo = [
-            _replace(names, "fsdp2_prepare_model", prepare_model),
-            _replace(names, "AcceleratorState", _state_class()),
-            _replace(names.Accelerator, "prepare", _taking_models_alone(names.Accelerator.prepare)),
-            _replace(names.Accelerator, "_prepare_fsdp2", _leaving_sharded_models(names.Accelerator._prepare_fsdp2)),
+        its, plugin, shards = names.Accelerator, names.FullyShardedDataParallelPlugin, _Shards(policy, options)
+        self._undo: list[Callable[[], None]] = []
+        self._undo += [
+            _replace(names, "AcceleratorState", _state_class(self._undo, shards)),
+            _replace(names, "get_grad_scaler", _scaler_for_fsdp(names.get_grad_scaler)),
+            _replace(names, "get_fsdp2_grad_scaler", ShardedGradScaler),
+            _replace(names, "fsdp2_prepare_model", shards.prepared),
+            _replace(its, "prepare", _taking_models_alone(its.prepare)),
+            _replace(its, "_prepare_fsdp2", _leaving_sharded_models(its._prepare_fsdp2)),
+            _replace(plugin, "__post_init__", _on_cpus_too(plugin.__post_init__)),
+            _import_for(its.prepare_model, shards),
+            _import_for(names.load_fsdp_optimizer, _Filled),
         ]
+        for function in (
+            its.get_state_dict,
+            names.extract_model_from_parallel,
+            names.save_fsdp_model,
+            names.load_fsdp_model,
+            names.save_fsdp_optimizer,
+        ):
+            self._undo.append(_import_for(function, FullyShardedDataParallel))
 
     def __enter__(self) -> None:
         pass
@@ -95,8 +117,8 @@ class in_place_of_fsdp:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for undo in self._undo:
-            undo()
+        while self._undo:
+            self._undo.pop()()
 
 
 def _replace(owner: object, name: str, value: object) -> Callable[[], None]:
@@ -106,18 +128,46 @@ def _replace(owner: object, name: str, value: object) -> Callable[[], None]:
     return undo
 
 
-def _state_class() -> type:
+def _import_for(function: FunctionType, wrapper: object) -> Callable[[], None]:
+    """Let `function` import `wrapper` as FSDP1's class, and all else from torch. Returns a function that undoes it."""
+    import torch.distributed.fsdp.fully_sharded_data_parallel as torchs
+
+    ours = f"{__name__}, for {function.__qualname__} {id(wrapper)}"
+    sys.modules[ours] = ModuleType(ours)  # where an import statement looks first
+    vars(sys.modules[ours]).update({**vars(torchs), "FullyShardedDataParallel": wrapper})
+    code, replaced = function.__code__, ("torch.distributed.fsdp", f"{__name__}, for ")
+    names = tuple(ours if name.startswith(replaced) else name for name in code.co_names)
+    restore = _replace(function, "__code__", code.replace(co_names=names))
+
+    def undo() -> None:
+        restore()
+        sys.modules.pop(ours, None)
+
+    return undo
+
+
+def _import_in_trainers() -> Iterator[Callable[[], None]]:
+    """Give the modules of transformers and TRL the wrapper where they have torch's. Yields functions that undo it."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
+
+    for path, module in list(sys.modules.items()):
+        if path.partition(".")[0] in ("transformers", "trl"):
+            for name in [name for name, value in vars(module).items() if value is Theirs]:
+                yield _replace(module, name, FullyShardedDataParallel)
+    if fsdp := sys.modules.get("transformers.distributed.fsdp"):
+        yield _import_for(fsdp.is_fsdp_managed_module, FullyShardedDataParallel)
+
+
+def _state_class(undo: list[Callable[[], None]], shards: _Shards) -> type:
     """Returns accelerate's class of the state that all accelerators share, with FSDP on CPUs too."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
     class State(AcceleratorState):  # type: ignore[misc]
         def __init__(self, *args: Any, fsdp_plugin: Any = None, cpu: bool = False, **kwargs: Any) -> None:
-            if fsdp_plugin is not None and fsdp_plugin.fsdp_version != 2:
-                raise PolicyError(
-                    f"fsdp_version={fsdp_plugin.fsdp_version}: sherd takes the place of FSDP2; write fsdp_version=2 in "
-                    "the plugin, version: 2 in an fsdp_config; accelerate to-fsdp2 converts the config of a launch"
-                )
+            if fsdp_plugin is not None:
+                shards.require_fit(fsdp_plugin.fsdp_version)
+                undo.extend(_import_in_trainers() if fsdp_plugin.fsdp_version == 1 else ())
             cpu = cpu or (fsdp_plugin is not None and not torch.accelerator.is_available())
             super().__init__(*args, fsdp_plugin=fsdp_plugin, cpu=cpu, **kwargs)
             shared = PartialState()
@@ -128,6 +178,34 @@ def _state_class() -> type:
                 self.distributed_type = shared.distributed_type = DistributedType.FSDP
 
     return State
+
+
+def _on_cpus_too(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Returns the plugin's `__post_init__` for CPUs too, where it ends with an error for `sync_module_states`."""
+
+    @functools.wraps(post_init)
+    def checked(plugin: Any) -> None:
+        try:
+            post_init(plugin)
+        except RuntimeError:
+            if not plugin.sync_module_states or torch.accelerator.is_available():
+                raise
+            plugin.param_init_fn = lambda module: module.to_empty(device="cpu", recurse=False)
+
+    return checked
+
+
+def _scaler_for_fsdp(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns accelerate's function that makes a loss scaler, with sherd's scaler for FSDP."""
+
+    @functools.wraps(make)
+    def made(distributed_type: Any = None, **kwargs: Any) -> Any:
+        if distributed_type != "FSDP":
+            return make(distributed_type, **kwargs)
+        device = torch.accelerator.current_accelerator()
+        return ShardedGradScaler("cpu" if device is None else device.type, **kwargs)
+
+    return made
 
 
 def _taking_models_alone(prepare: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,26 +251,77 @@ def _inner(model: nn.Module) -> nn.Module:
     return inner
 
 
-def _prepared(accelerator: Any, model: nn.Module, policy: WrapPolicy | Wrapping | None, given: Options) -> nn.Module:
-    """Shard `model` in place, as accelerate's `fsdp2_prepare_model` does. Returns `model`."""
-    inner, plugin = _inner(model), accelerator.state.fsdp_plugin
-    plugin.set_auto_wrap_policy(inner)
-    options: Options = {**_of_plugin(accelerator, plugin, inner), **given}
-    if accelerator.mixed_precision != "no":  # the optimizer steps in full precision
-        for parameter in inner.parameters():
+@dataclass(frozen=True)
+class _Shards:
+    """What shards a model: `prepared` in place with version 2; with version 1 a call, as of FSDP1's class."""
+
+    policy: WrapPolicy | Wrapping | None
+    options: Mapping[str, Any]
+
+    def require_fit(self, version: int) -> None:
+        """Raise `PolicyTypeError` for a policy or an option that is for another version of FSDP than `version`."""
+        if version == 2:
+            check_arguments(self.options, "in_place_of_fsdp, with fsdp_version=2,")
+            return
+        wrong = [name for name in self.options if name not in OF_WRAPPER]
+        wrong += ["policy"] if isinstance(self.policy, str) else []
+        if wrong:
+            raise PolicyTypeError(
+                f"in_place_of_fsdp({wrong[0]}=...), with fsdp_version=1: expected a policy of sherd.wrap, or of the "
+                f"wrapper's arguments one of {', '.join(sorted(OF_WRAPPER))}; or write fsdp_version=2"
+            )
+
+    def prepared(self, accelerator: Any, model: nn.Module) -> nn.Module:
+        """Shard `model` in place, as accelerate's `fsdp2_prepare_model` does. Returns `model`."""
+        inner, plugin = _inner(model), accelerator.state.fsdp_plugin
+        plugin.set_auto_wrap_policy(inner)
+        options = cast(Options, {**_of_plugin(accelerator, plugin, inner), **self.options})
+        _widen(accelerator.state, inner)
+        if plugin.cpu_ram_efficient_loading:
+            # transformers loads them on rank 0 alone.
+            take_rank0s_values((*inner.parameters(), *inner.buffers()), options, "cpu_ram_efficient_loading")
+        chosen = plugin.auto_wrap_policy if self.policy is None else self.policy
+        if chosen is None:
+            fully_shard(inner, **options)
+        else:
+            auto_shard(inner, chosen, **options)
+        if hasattr(inner, "generate"):  # of a PeftModel it calls modules below the root
+            register_fsdp_forward_method(inner, "generate")
+        return model
+
+    # What `Accelerator.prepare_model` asks of FSDP1's class
+
+    def __call__(self, module: nn.Module, **of_plugin: Any) -> FullyShardedDataParallel:
+        from accelerate.state import AcceleratorState
+
+        _widen(AcceleratorState(), module)
+        if self.policy is not None:
+            of_plugin["auto_wrap_policy"] = self.policy
+        return FullyShardedDataParallel(module, **{**of_plugin, **self.options})
+
+    def __instancecheck__(self, given: object) -> bool:
+        return isinstance(given, FullyShardedDataParallel)
+
+    def fsdp_modules(self, model: nn.Module) -> tuple[nn.Module, ...]:
+        """Returns no module: accelerate would widen the dtypes of their flat parameters, which were widened before."""
+        return ()
+
+
+class _Filled(FullyShardedDataParallel):
+    """What `load_fsdp_optimizer` takes for FSDP1's class: a new optimizer gets a state, as room for the saved one."""
+
+    @staticmethod
+    def optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:  # type: ignore[override]
+        get_optimizer_state_dict(model, optim)
+        return FullyShardedDataParallel.optim_state_dict(model, optim)
+
+
+def _widen(state: Any, model: nn.Module) -> None:
+    """With mixed precision give the trained parameters float32, in which the optimizer steps."""
+    if state.mixed_precision != "no":
+        for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.float()
-    if plugin.cpu_ram_efficient_loading:
-        # transformers loads them on rank 0 alone.
-        take_rank0s_values((*inner.parameters(), *inner.buffers()), options, "cpu_ram_efficient_loading")
-    chosen = plugin.auto_wrap_policy if policy is None else policy
-    if chosen is None:
-        fully_shard(inner, **options)
-    else:
-        auto_shard(inner, chosen, **options)
-    if hasattr(inner, "generate"):  # of a PeftModel it calls modules below the root
-        register_fsdp_forward_method(inner, "generate")
-    return model
 
 
 def _of_plugin(accelerator: Any, plugin: Any, model: nn.Module) -> Options:

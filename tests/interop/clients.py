@@ -84,7 +84,7 @@ class Program:
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
         from accelerate.utils import DataLoaderConfiguration
 
-        plugin = self.plugin and FullyShardedDataParallelPlugin(fsdp_version=2, **self.plugin)
+        plugin = self.plugin and FullyShardedDataParallelPlugin(**{"fsdp_version": 2, **self.plugin})
         self.accelerator = Accelerator(
             cpu=True,
             fsdp_plugin=plugin,
@@ -129,8 +129,8 @@ class Program:
         return torch.cat(parts)
 
     def weights(self) -> dict[str, Any]:
-        params = whole_params(self.accelerator.unwrap_model(self.model))
-        return {plain_name(name): value for name, value in params.items()}
+        params = whole_params(getattr(self.model, "_orig_mod", self.model))
+        return {plain_name(name).removeprefix("module."): value for name, value in params.items()}
 
 
 def recipe(heading: str, language: str = "text", number: int = 1) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.data import DataLoader
 
 import sherd
-from sherd.errors import PolicyError, PolicyTypeError, StateError, UnsupportedError
+from sherd.errors import PolicyTypeError, StateError, UnsupportedError
 from sherd.interop.accelerate import in_place_of_fsdp
 from tests.interop.clients import ROOT, Block, Net, Program, begun, inputs, random_numbers, recipe, run_recipe
 from tests.support.comparing import assert_same
@@ -27,7 +27,11 @@ accelerate = pytest.importorskip("accelerate")
 gather_object = pytest.importorskip("accelerate.utils").gather_object
 
 BLOCKS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
-PLACEMENTS = [None, sherd.Flat(), sherd.Owned()]
+FSDP1 = {**BLOCKS, "fsdp_version": 1}
+FRONTS = [
+    *(pytest.param({**BLOCKS, "fsdp_version": 2}, {"placement": each}, id=str(each)) for each in (None, sherd.Flat(), sherd.Owned())),
+    *(pytest.param({**FSDP1, "use_orig_params": each}, {}, id=f"fsdp1-{each}") for each in (False, True)),
+]
 assert_close = functools.partial(assert_same, rtol=None, atol=None)
 
 
@@ -38,17 +42,20 @@ def whole_run(plugin, **options):
         return program.train(stopped=5), program.weights(), program.evaluate()
 
 
-def sharded_run(folder, placement):
-    figures, weights, outputs = whole_run(BLOCKS, placement=placement)
-    with begun(placement=placement):
-        program = Program(BLOCKS)
+def sharded_run(folder, plugin, options):
+    figures, weights, outputs = whole_run(plugin, **options)
+    with begun(**options):
+        program = Program(plugin)
         accelerator, model = program.accelerator, program.model
         program.train(stopped=5)
-        assert [type(module).__name__ for module in model.modules() if isinstance(module, sherd.FSDPModule)] == [
-            "FSDPNet",
-            *["FSDPBlock"] * 3,
-        ]
-        assert accelerator.unwrap_model(model) is model
+        if plugin["fsdp_version"] == 2:
+            units = [type(each).__name__ for each in model.modules() if isinstance(each, sherd.FSDPModule)]
+            assert units == ["FSDPNet", *["FSDPBlock"] * 3]
+            assert accelerator.unwrap_model(model) is model
+        else:
+            units = [type(each.module) for each in sherd.FullyShardedDataParallel.fsdp_modules(model)]
+            assert units == [Net, *[Block] * 3]
+            assert type(accelerator.unwrap_model(model)) is Net
         number = torch.tensor([accelerator.process_index + 1.0])
         assert accelerator.reduce(number).item() == sum(range(1, accelerator.num_processes + 1))
         assert gather_object([accelerator.process_index]) == list(range(accelerator.num_processes))
@@ -64,17 +71,19 @@ def sharded_run(folder, placement):
 
 
 @pytest.mark.values
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("plugin", "options"), FRONTS)
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_program_trains_evaluates_stops_and_saves_its_model_as_in_one_process(placement, num_ranks, world, tmp_path):
+def test_a_program_trains_evaluates_stops_and_saves_its_model_as_in_one_process(
+    plugin, options, num_ranks, world, tmp_path
+):
     (expected,) = world(1).run(whole_run, None)
-    for found in world(num_ranks).run(sharded_run, str(tmp_path), placement):
+    for found in world(num_ranks).run(sharded_run, str(tmp_path), plugin, options):
         assert_close(found, expected)
 
 
-def saved_run(folder, plugin, placement):
+def saved_run(folder, plugin, **options):
     """Save between two steps; the figures that come then, and the random numbers."""
-    with begun(placement=placement):
+    with begun(**options):
         program = Program(plugin)
         program.train(stopped=2)
         program.accelerator.save_state(folder)
@@ -82,8 +91,8 @@ def saved_run(folder, plugin, placement):
         return program.train(2), program.weights(), numbers
 
 
-def resumed_run(folder, plugin, placement):
-    with begun(placement=placement):
+def resumed_run(folder, plugin, **options):
+    with begun(**options):
         program = Program(plugin)
         program.accelerator.load_state(folder)
         numbers = random_numbers()
@@ -93,11 +102,11 @@ def resumed_run(folder, plugin, placement):
 @pytest.mark.pairs
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @pytest.mark.parametrize("num_ranks", [2, 1, 4])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_state_continues_on_as_many_ranks_and_on_others(kind, num_ranks, placement, world, tmp_path):
-    plugin = {**BLOCKS, "state_dict_type": kind}
-    expected = world(2).run(saved_run, str(tmp_path), plugin, placement)
-    found = world(num_ranks).run(resumed_run, str(tmp_path), plugin, placement)
+@pytest.mark.parametrize(("plugin", "options"), FRONTS)
+def test_a_state_continues_on_as_many_ranks_and_on_others(kind, num_ranks, plugin, options, world, tmp_path):
+    plugin = {**plugin, "state_dict_type": kind}
+    expected = world(2).run(saved_run, str(tmp_path), plugin, **options)
+    found = world(num_ranks).run(resumed_run, str(tmp_path), plugin, **options)
     for figures, weights, _ in found:
         assert_close((figures, weights), expected[0][:2])
     if num_ranks == 2:  # a rank's generators go on where they were
@@ -107,7 +116,7 @@ def test_a_state_continues_on_as_many_ranks_and_on_others(kind, num_ranks, place
 def saved_after_a_wrapper(folder):
     """Once a wrapper's state dict was asked for, torch's functions ask sherd about all optimizers."""
     get_model_state_dict(sherd.FullyShardedDataParallel(torch.nn.Linear(2, 2)))
-    return saved_run(folder, BLOCKS, None), resumed_run(folder, BLOCKS, None)
+    return saved_run(folder, BLOCKS), resumed_run(folder, BLOCKS)
 
 
 def test_a_state_is_loaded_where_the_wrapper_was_used_before(world, tmp_path):
@@ -150,19 +159,28 @@ def test_a_state_goes_from_fsdp2_to_sherd_and_back(kind, world, tmp_path):
     assert_close(found, expected)
 
 
-def half_precision(library):
+def half_precision(library, precision, version=2):
     with begun_with(library):
-        program = Program(BLOCKS, "bf16")
+        program = Program({**BLOCKS, "fsdp_version": version}, precision)
         assert {parameter.dtype for parameter in program.model.parameters()} == {torch.float32}
         figures = program.train()
-        assert program.model(inputs()[:1]).dtype == torch.bfloat16
-        assert isinstance(program.model, sherd.FSDPModule) is (library == "sherd")
-        return figures
+        if version == 2:
+            assert program.model(inputs()[:1]).dtype == HALVES[precision]
+            assert isinstance(program.model, sherd.FSDPModule) is (library == "sherd")
+        scaler = program.accelerator.scaler
+        return figures, scaler and scaler.get_scale()
 
 
-def test_bf16_trains_as_under_fsdp2(world):
-    (found, *_), (expected, *_) = (world(2).run(half_precision, library) for library in ("sherd", "torch"))
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-2, atol=2e-2)
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize("precision", HALVES)
+def test_half_precision_trains_as_under_fsdp2(precision, world):
+    (expected, scale), *_ = world(2).run(half_precision, "torch", precision)
+    for version in (2, 1):
+        for found, own_scale in world(2).run(half_precision, "sherd", precision, version):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-2, atol=2e-2)
+            assert own_scale == scale
 
 
 def differing():
@@ -198,6 +216,31 @@ def settings():
 
 def test_settings_of_the_plugin_and_arguments_are_kept_and_change_no_number(world):
     world(2).run(settings)
+
+
+def settings_of_fsdp1(use_orig_params):
+    plugin = {**FSDP1, "use_orig_params": use_orig_params}
+    expected = whole_run(plugin)
+    for more in (
+        {"activation_checkpointing": True},
+        {"cpu_offload": True},
+        {"sharding_strategy": "SHARD_GRAD_OP"},
+        {"sharding_strategy": "NO_SHARD"},
+        {"backward_prefetch": "BACKWARD_POST", "forward_prefetch": True, "limit_all_gathers": False},
+        {"min_num_params": 50, "auto_wrap_policy": "size_based_wrap", "transformer_cls_names_to_wrap": None},
+        {"auto_wrap_policy": None},
+    ):
+        assert_close(whole_run({**plugin, **more}), expected)
+    assert_close(whole_run(plugin, policy=sherd.wrap.ModuleWrapPolicy({nn.Linear})), expected)
+    assert_close(whole_run(plugin, comm_policy=sherd.CommPolicy(divergence="trust")), expected)
+    with mock.patch("tests.interop.clients.Net", differing):
+        assert_close(whole_run({**plugin, "cpu_ram_efficient_loading": True, "sync_module_states": True}), expected)
+        assert_close(whole_run({**plugin, "sync_module_states": True}), expected)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_settings_of_fsdp1s_plugin_are_kept_and_change_no_number(use_orig_params, world):
+    world(2).run(settings_of_fsdp1, use_orig_params)
 
 
 def compiled():
@@ -259,11 +302,15 @@ def test_a_model_may_come_without_an_optimizer():
 
 
 def refusals():
-    with begun():
-        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=1)
-        assert "write fsdp_version=2 in the plugin" in one_line(
-            PolicyError, accelerate.Accelerator, cpu=True, fsdp_plugin=plugin
-        )
+    for options, version, words in (
+        ({"policy": "auto"}, 1, "in_place_of_fsdp(policy=...), with fsdp_version=1: expected a policy of sherd.wrap"),
+        ({"placement": sherd.Flat()}, 1, "in_place_of_fsdp(placement=...), with fsdp_version=1: expected"),
+        ({"use_orig_params": True}, 2, "in_place_of_fsdp, with fsdp_version=2, gives fully_shard use_orig_params"),
+    ):
+        with begun(**options):
+            plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=version)
+            said = one_line(PolicyTypeError, accelerate.Accelerator, cpu=True, fsdp_plugin=plugin)
+            assert words in said, said
     with begun(False):
         Program(BLOCKS)
         assert "write in_place_of_fsdp() above the first Accelerator" in one_line(StateError, in_place_of_fsdp)
@@ -285,15 +332,28 @@ def test_what_cannot_be_is_refused_in_one_line(world):
         assert "pip install 'accelerate==1.15.*'" in said
 
 
+def held_by(*owners):
+    values = {name: value for owner in owners for name, value in vars(owner).items()}
+    return values, {name: value.__code__ for name, value in values.items() if hasattr(value, "__code__")}
+
+
 def test_accelerate_has_its_own_names_back_at_the_end():
     import accelerate.accelerator as names
 
-    before = {**vars(names), **vars(names.Accelerator)}
+    owners = names, names.Accelerator, names.FullyShardedDataParallelPlugin
+    before, modules = held_by(*owners), set(sys.modules)
     with in_place_of_fsdp():
-        now = {**vars(names), **vars(names.Accelerator)}
-        changed = {name for name in before if before[name] is not now[name]}
-        assert changed == {"fsdp2_prepare_model", "AcceleratorState", "prepare", "_prepare_fsdp2"}
-    assert before == {**vars(names), **vars(names.Accelerator)}
+        now = held_by(*owners)
+        assert {name for name in before[0] if before[0][name] is not now[0][name]} == {
+            *("AcceleratorState", "get_grad_scaler", "get_fsdp2_grad_scaler", "fsdp2_prepare_model"),
+            *("prepare", "_prepare_fsdp2", "__post_init__"),
+        }
+        assert {name for name in before[1] if before[1][name] is not now[1].get(name)} >= {
+            *("prepare_model", "get_state_dict", "extract_model_from_parallel"),
+            *(f"{verb}_fsdp_{what}" for verb in ("save", "load") for what in ("model", "optimizer")),
+        }
+    assert before == held_by(*owners)
+    assert {name for name in set(sys.modules) - modules if name.startswith("sherd.interop.accelerate,")} == set()
 
 
 def recipe_of_accelerate(folder):

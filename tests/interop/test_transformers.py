@@ -138,7 +138,8 @@ def trained(
         trainer.add_callback(folder_first())
         found = [predicted(trainer), trainer.evaluate()["eval_loss"]] if again else []
         trainer.train(resume_from_checkpoint=resumed)
-        assert isinstance(trainer.model, sherd.FSDPModule) is (fsdp is not None)
+        front_end = sherd.FullyShardedDataParallel if "version" in (fsdp or {}) else sherd.FSDPModule
+        assert isinstance(trainer.model, front_end) is (fsdp is not None)
         assert trainer.state.global_step == 4
         found += [figures(trainer), trainer.evaluate()["eval_loss"]]
         trainer.save_model(f"{folder}/final")
@@ -204,6 +205,22 @@ def test_it_resumes_on_as_many_ranks_and_on_others(build, base, adapted, before,
     for found in world(after).run(trained, build, str(tmp_path / "again"), adapted, config, resumed):
         close(found, expected)
     close(saved(f"{tmp_path}/again/final", base), saved(f"{tmp_path}/out/final", base))
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_it_trains_and_resumes_with_fsdp1(use_orig_params, kind, world, tmp_path):
+    config = {"version": 1, "use_orig_params": use_orig_params, "state_dict_type": kind}
+    config |= {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    (expected,) = world(1).run(trained, causal, str(tmp_path / "plain"))
+    for found in world(2).run(trained, causal, str(tmp_path / "out"), False, config):
+        close(found, expected)
+    resumed = str(tmp_path / "out/checkpoint-2")
+    for found in world(2).run(trained, causal, str(tmp_path / "again"), False, config, resumed):
+        close(found, expected)
+    if kind == KINDS[0]:
+        saves_the_same(tmp_path / "out", tmp_path / "plain", llama)
 
 
 def briefly(

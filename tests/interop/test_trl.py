@@ -92,7 +92,10 @@ def dpo(folder: str, adapted: bool, **more: Any) -> Any:
     args = arguments(trl.DPOConfig, folder, **{"max_length": 16, "bf16": False, **more})
     trainer = trl.DPOTrainer(llama(), None if adapted else llama(), args, **beside(rows_of(args, pairs()), adapted))
     if not adapted:
-        assert isinstance(trainer.ref_model, torch.distributed.fsdp.FSDPModule) is ("fsdp" in more)  # TRL's own doing
+        is_fsdp1 = "version" in more.get("fsdp_config", {})
+    theirs = torch.distributed.fsdp.FSDPModule  # TRL's own doing
+    kind = sherd.FullyShardedDataParallel if is_fsdp1 else theirs
+    assert isinstance(trainer.ref_model, kind) is ("fsdp" in more)
     return trainer
 
 
@@ -169,6 +172,8 @@ SETTINGS: dict[str, tuple[Any, bool, dict[str, Any]]] = {
     "reference of adapters": (dpo_of_adapters, True, {}),
     "units of sherd": (dpo, True, {"options": {"policy": "auto", "placement": sherd.Flat()}}),
     "whole tensors": (sft, True, {"options": {"placement": sherd.Owned()}}),
+    "sft with fsdp1": (sft, True, {"fsdp_config": {"version": 1, "use_orig_params": True}}),
+    "dpo with fsdp1": (dpo, False, {"fsdp_config": {"version": 1, "use_orig_params": False}}),
     "grpo": (grpo, False, {"eval_strategy": "steps"}),
     "grpo, adapters": (grpo, True, {"eval_strategy": "steps"}),
 }
