@@ -41,7 +41,8 @@ MOST_CODE_LINES = 60  # of a function
 
 # A ceiling falls towards the goal, with the code. It rises only with a new capability that a decision describes: the
 # optimizers' and the tools' with matrices and their steps beside backward (041), the library's with these, with
-# weights that have changed (043) and with matrices in flat parameters (041), the trainer's with loggers in one word.
+# weights that have changed (043), matrices in flat parameters (041) and stages that were adapters before (045), the
+# trainer's with loggers in one word.
 FIGURES = {
     #                                       ceiling    goal
     "foreign writes per 1,000 code lines": (2.7, 3.0),
@@ -49,10 +50,10 @@ FIGURES = {
     "Any per 1,000 code lines": (7.8, 12.0),
     "isinstance per 1,000 code lines": (19.2, 20.0),
     "import cycles": (0, 0),
-    "lines of the library": (35394, 32000),
+    "lines of the library": (35614, 32000),
     "lines of the optimizers": (3138, 1500),
-    "lines of the adapters": (1500, 1500),
-    "lines of the tools": (13467, 12000),
+    "lines of the adapters": (1437, 1500),
+    "lines of the tools": (13459, 12000),
     "lines of the trainer": (7319, 6000),
     "files of a walk: forward": (16, 15),
     "files of a walk: backward": (17, 15),

@@ -191,7 +191,7 @@ WRONG = [
     ("engine/unit.py", "from sherd.tools.simulate import replay", "engine may not know tools/simulate"),
     ("api/wrapper.py", "def late():\n    from sherd.tools.plan.plan import plan", "api may not know tools/plan"),
     ("memory/report.py", "from sherd.train import loop", "memory may not know train"),
-    ("interop/step.py", "from sherd.cli import words", "interop may not know cli"),
+    ("interop/identity.py", "from sherd.cli import words", "interop may not know cli"),
     ("tools/simulate/replay.py", "from sherd.comm import mesh", "tools/simulate may not know comm"),
     ("tools/verify/report.py", "from sherd.tools.convert import formats", "tools/verify may not know tools/convert"),
     ("tools/doctor/ranks.py", "from sherd.train.config import Config", "tools/doctor may not know train"),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sherd.engine.run.runtime import Runtime as Runtime
     from sherd.engine.run.sharded_access import met_a_shard as met_a_shard
     from sherd.engine.run.sizes import sizes_of as sizes_of
+    from sherd.engine.run.stage import StageUnits as StageUnits
     from sherd.engine.run.unit import Unit as Unit
     from sherd.engine.state.fetching import fetch_into as fetch_into
     from sherd.engine.state.flat import FlatParameter as FlatParameter
@@ -37,6 +38,7 @@ _HOMES = {
     "Runtime": "run.runtime",
     "ShardedParameter": "state.parameter",
     "ShardingRequest": "make.sharding",
+    "StageUnits": "run.stage",
     "Unit": "run.unit",
     "UnshardedCopies": "between.unsharded",
     "adopt_changes": "make.adoption",

@@ -23,8 +23,7 @@ from typing import Any
 from torch import nn
 
 from sherd.api.module import FSDPModule
-from sherd.engine import Unit
-from sherd.interop.step import StageUnits
+from sherd.engine import StageUnits, Unit
 from sherd.requirements import require_bool
 
 

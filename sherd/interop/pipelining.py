@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.distributed import pipelining
 
-from sherd.engine import Unit
+from sherd.engine import StageUnits, Unit
 from sherd.errors import StateError
 from sherd.interop.identity import lend_identity
-from sherd.interop.step import StageUnits
 from sherd.tensor.ragged import local_part
 
 __all__ = ["PipelineStage"]

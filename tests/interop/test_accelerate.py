@@ -29,7 +29,10 @@ gather_object = pytest.importorskip("accelerate.utils").gather_object
 BLOCKS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
 FSDP1 = {**BLOCKS, "fsdp_version": 1}
 FRONTS = [
-    *(pytest.param({**BLOCKS, "fsdp_version": 2}, {"placement": each}, id=str(each)) for each in (None, sherd.Flat(), sherd.Owned())),
+    *(
+        pytest.param({**BLOCKS, "fsdp_version": 2}, {"placement": each}, id=str(each))
+        for each in (None, sherd.Flat(), sherd.Owned())
+    ),
     *(pytest.param({**FSDP1, "use_orig_params": each}, {}, id=f"fsdp1-{each}") for each in (False, True)),
 ]
 assert_close = functools.partial(assert_same, rtol=None, atol=None)

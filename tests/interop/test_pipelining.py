@@ -12,11 +12,11 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 
 from sherd import Muon, accumulate, fully_shard, step_in_backward
+from sherd.engine import StageUnits
 from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError, OwnershipError, StateError
 from sherd.interop import torch_fsdp_identity
 from sherd.interop.pipelining import PipelineStage
-from sherd.interop.step import StageUnits
 from sherd.optim.exchange import Bucket
 from sherd.schedule.state import Live
 from tests.interop.stages import (

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sherd.engine import Runtime, Unit
+from sherd.engine.run.runtime import Runtime
+from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError, OwnershipError, StateError
 from sherd.schedule.actions import EndBackward, GradientsReady
 from sherd.schedule.state import Live
