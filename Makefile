@@ -85,12 +85,16 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each purpose: the second call finds it and installs nothing.
-$(VENV)/.test: EXTRAS := train,tools,hf,tensorboard,test
-$(VENV)/.all: EXTRAS := train,tools,hf,tensorboard,test,ray
+$(VENV)/.test: EXTRAS := train,tools,hf,tensorboard,ray,test
+$(VENV)/.all: EXTRAS := train,tools,hf,tensorboard,ray,lm-eval,test
+# Alone: it asks for a `datasets` older than that of transformers, which its tests have no use for. The extra `test` has
+# what they import.
+$(VENV)/.test $(VENV)/.all: TITAN := 'torchtitan; python_version >= "3.11"'
 $(VENV)/.train: EXTRAS := train
 $(VENV)/.lint: EXTRAS := train,tools,hf,test,dev
 $(VENV)/.test $(VENV)/.all $(VENV)/.train $(VENV)/.lint: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	$(if $(TITAN),$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps $(TITAN))
 	@touch $@
 
 # The site is built from the sources as they are read, and so is a release: the packages of the extra, without sherd and
