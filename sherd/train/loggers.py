@@ -5,7 +5,7 @@ A logger is a callable. Rank 0 calls it with scalars by name and the step that t
     log({"loss": 2.31, "learning_rate": 0.002, ...}, 17)
 
 `run.logger = "module:function"` names a function that is given the run's folder and its config, a dict of sections,
-and returns one. If that has a method `close`, it is called at the run's end.
+and returns one. At the end its `end("finished")` is called, or with "stopped" or "failed"; without it, its `close()`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ OF_A_STEP = ("loss", "gradient_norm", "learning_rate", "tokens_per_second")
 
 def require_loggers(config: Config) -> None:
     """Raises InputError where the config asks for a package that is not there. Loads none."""
-    for name in _names(config):
-        if name in TRACKERS and importlib.util.find_spec(name) is None:
+    for name in sorted(TRACKERS.keys() & _names(config)):
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # a mere folder of that name, as wandb writes one, has no origin
             raise InputError(f"the logger {name} needs the package {name}: pip install {name}")
 
 
@@ -57,9 +58,14 @@ class Loggers:
         scalars = _scalars(event, record)
         return self._each(lambda log: log(scalars, record["step"])) if scalars else []
 
-    def close(self) -> list[str]:
-        """Call each logger's `close`, if it has one. Returns notes, as `pass_on` does."""
-        notes = self._each(lambda log: getattr(log, "close", lambda: None)())
+    def end(self, outcome: str) -> list[str]:
+        """Call each logger's `end` or `close`, if it has one. Returns notes, as `pass_on` does."""
+
+        def end(log: Log) -> None:
+            told = getattr(log, "end", None)
+            told(outcome) if told else getattr(log, "close", lambda: None)()
+
+        notes = self._each(end)
         self._logs.clear()
         return notes
 

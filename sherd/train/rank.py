@@ -101,13 +101,13 @@ def _train(request: Request, stop: Stop) -> bool:
     out = on_rank_0(lambda: _claimed(config, stop))
     together(lambda: _seen_by_all(out))
     swept = sweep(out) if dist.get_rank() == 0 else []
-    loggers = together(lambda: Loggers(config, out) if dist.get_rank() == 0 else None)
     tell("building the model ...", flush=True)
     grid = grid_of(config)
     trainer = together(lambda: Trainer(config, corpus, grid))
     if resumed:
         resumed = together(partial(trainer.resume, resumed))
-    # A model that was refused has left the folder empty, to be tried anew.
+    # A model that was refused has left the folder empty, to be tried anew, and no run with any logger.
+    loggers = together(lambda: Loggers(config, out) if dist.get_rank() == 0 else None)
     on_rank_0(lambda: point(out, config.run.checkpoints))
     on_rank_0(lambda: write_config(config, out))
     with _report(out, loggers, request.quiet) as report:

@@ -57,13 +57,13 @@ class Silent:
 class RunReport(Silent):
     """The report of rank 0, into `out`. With `quiet` nothing is on the screen, and all files are written.
 
-    `loggers` is closed with it.
+    `loggers` end with it, and are told how: "finished" after `finish`, "failed" by an exception, or else "stopped".
     """
 
     def __init__(self, out: Path, loggers: Loggers | None = None, quiet: bool = False) -> None:
         self.out, self.quiet = out, quiet
         self._metrics = _opened(out / METRICS)
-        self._loggers = loggers
+        self._loggers, self._outcome = loggers, "stopped"
         self._display = Display() if quiet else PlainDisplay()
 
     def __enter__(self) -> RunReport:
@@ -78,7 +78,7 @@ class RunReport(Silent):
         self._display.close()
         self._metrics.close()
         if self._loggers:
-            self._note(self._loggers.close())
+            self._note(self._loggers.end("failed" if exception[0] else self._outcome))
 
     def say(self, text: str) -> None:
         self._display.say(text)
@@ -104,6 +104,7 @@ class RunReport(Silent):
             self.say("for a picture of the loss curve: pip install matplotlib")
         there = [name for name in ("curve.png", "sample.txt", METRICS) if (self.out / name).exists()]
         self.say(f"written   {', '.join(there)} in {self.out}")
+        self._outcome = "finished"
 
     def _note(self, notes: list[str]) -> None:
         for note in notes:

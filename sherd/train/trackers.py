@@ -21,7 +21,7 @@ class TensorBoard:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def end(self, outcome: str) -> None:
         """Write what is still in memory."""
         self._writer.close()
 
@@ -41,9 +41,9 @@ class WeightsAndBiases:
     def __call__(self, scalars: dict[str, float], step: int) -> None:
         self._run.log(scalars, step)
 
-    def close(self) -> None:
+    def end(self, outcome: str) -> None:
         """End the run."""
-        self._run.finish()
+        self._run.finish({"finished": 0, "stopped": 255, "failed": 1}[outcome])  # 255: killed by Ctrl-C
 
 
 class MLflow:
@@ -60,12 +60,11 @@ class MLflow:
             mlflow.start_run(run_id=kept.read_text())
             return
         kept.write_text(mlflow.start_run(run_name=out.name).info.run_id)
-        fields = {f"{section}.{name}": value for section, of in config.items() for name, value in of.items()}
-        mlflow.log_params(fields)
+        mlflow.log_params({f"{section}.{name}": value for section, of in config.items() for name, value in of.items()})
 
     def __call__(self, scalars: dict[str, float], step: int) -> None:
         self._mlflow.log_metrics(scalars, step)
 
-    def close(self) -> None:
+    def end(self, outcome: str) -> None:
         """End the run."""
-        self._mlflow.end_run()
+        self._mlflow.end_run({"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[outcome])

@@ -1,8 +1,8 @@
 """torchtitan's trainer trains its Llama with sherd as it does with FSDP2, and as in one process.
 
-torchtitan asks for an accelerator, and for triton, in which it has kernels for experts. On a CPU the tests give it nothing
-for these kernels, a figure of memory, no time-out to change, attention by `scaled_dot_product_attention`, and samples of
-their own; all else is its own.
+torchtitan asks for an accelerator, and for triton, in which it has kernels for experts. On a CPU the tests give it
+nothing for these kernels, a figure of memory, no time-out to change, attention by `scaled_dot_product_attention`, and
+samples of their own; all else is its own.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Figures also get to TensorBoard and to a user's function, and neither of them can end a run."""
+"""Figures also get to TensorBoard, W&B, MLflow and a user's function, and none of them can end a run."""
 
-import importlib.machinery
 import importlib.util
 import json
 import math
+import os
 import re
+import signal
+import struct
 import sys
 import textwrap
-import types
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ import pytest
 from sherd.train.config import Config, InputError
 from sherd.train.loggers import Loggers, require_loggers
 from sherd.train.report import RunReport
+from tests.support.ranks.forked import answer_of, sherd, start
 from tests.support.refusals import one_line
+from tests.train.kills import prepared
 from tests.train.test_report import RECORD
 
 MODULE = """
@@ -80,49 +83,102 @@ def test_the_lines_of_the_guide_are_a_logger(tmp_path, monkeypatch, capsys):
     del sys.modules["of_the_guide"]
 
 
-def pretended(monkeypatch, name, **names):
-    """A package that only notes what it is called with."""
-    module = types.ModuleType(name)
-    vars(module).update(names)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    monkeypatch.setitem(sys.modules, name, module)
+QUIET = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
 
-def test_wandb_is_one_word_and_a_resumed_run_goes_on_in_it(tmp_path, monkeypatch):
-    calls = []
-    run = types.SimpleNamespace(
-        log=lambda data, step: calls.append((data, step)), finish=lambda: calls.append("finished")
-    )
-    pretended(monkeypatch, "wandb", init=lambda **given: (calls.append(given), run)[1])
-    for step in (3, 4):
-        with RunReport(tmp_path, Loggers(logging("wandb"), tmp_path), quiet=True) as report:
-            report.write("evaluation", step=step, bits=2.0)
-    first, (scalars, step), finished, second, *_ = calls
-    assert first == second
-    assert (first["dir"], first["name"], first["resume"]) == (str(tmp_path), tmp_path.name, "allow")
-    assert first["config"]["run"]["seed"] == 5
-    assert (scalars["held_out"], step, finished) == (2.0, 3, "finished")
+def ended(folder, logger, *words, stops=False):
+    """The exit code of `sherd train` on two ranks, which is told to stop once it has done a step."""
+    here = {**QUIET, "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"}
+    words = ["train", "--config", "run.json", "--out", "run", "--resume-or-start", f"run.logger={logger}", *words]
+    metrics = folder / "run/metrics.jsonl"
+    process = start(sherd, words, here, folder=folder, output=folder / "said")
+    while stops and process.exitcode is None and not (metrics.exists() and '"event": "step"' in metrics.read_text()):
+        process.join(0.01)
+    if stops and process.exitcode is None:
+        os.kill(process.pid, signal.SIGINT)
+    process.join()
+    return process.exitcode, (folder / "said").read_text() + (folder / "said.err").read_text()
 
 
-def test_mlflow_is_one_word_and_a_resumed_run_goes_on_in_it(tmp_path, monkeypatch):
-    calls = []
+def stopped_gone_on_and_failed(folder, logger):
+    """The losses that metrics.jsonl has after each of three starts of a run: of these steps, in their order."""
+    prepared(folder)
+    losses = []
+    for code, stops, words in ((143, True, ["--steps", "100000"]), (0, False, []), (2, False, ["optimizer.lr=1e30"])):
+        steps = [] if stops else ["--steps", str(losses[-1][-1][0] + 2 if losses else 0)]
+        found, said = ended(folder, logger, *words, *steps, stops=stops)
+        assert found == code, said
+        assert "logger" not in said, said
+        lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+        known = sum(len(each) for each in losses)
+        losses.append([(each["step"], each["loss"]) for each in lines if each["event"] == "step"][known:])
+    return losses
 
-    def start_run(**given):
-        calls.append(given)
-        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"))
 
-    pretended(
-        monkeypatch,
-        "mlflow",
-        start_run=start_run,
-        log_params=lambda fields: calls.append(fields["run.seed"]),
-        log_metrics=lambda scalars, step: calls.append((scalars["held_out"], step)),
-        end_run=lambda: calls.append("ended"),
-    )
-    for step in (3, 4):
-        with RunReport(tmp_path, Loggers(logging("mlflow"), tmp_path), quiet=True) as report:
-            report.write("evaluation", step=step, bits=2.0)
-    assert calls == [{"run_name": tmp_path.name}, 5, (2.0, 3), "ended", {"run_id": "7"}, (2.0, 4), "ended"]
+@pytest.mark.filterwarnings("ignore")  # of the package and of what it needs
+def test_wandb_has_every_figure_in_one_run_and_knows_how_each_start_ended(tmp_path):
+    pytest.importorskip("wandb", reason="wandb is in the extra test")
+    losses = stopped_gone_on_and_failed(tmp_path / "x", "wandb")
+    files = sorted((tmp_path / "x/run/wandb").glob("offline-run-*/*.wandb"))
+    runs = [logged(file) for file in files]  # one for each start, although there were two ranks
+    assert [run["losses"] for run in runs] == losses
+    assert [run["exit"] for run in runs] == [255, 0, 1]
+    assert len({run["id"] for run in runs}) == 1
+    for run in runs:
+        assert run["name"] == "run"
+        assert json.loads(run["config"]["run"])["save_every"] == 2
+
+
+def logged(file):
+    """What a run of W&B that is offline has written, to be sent later: a log of LevelDB's form, in blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole, found = file.read_bytes(), 7, b"", {"losses": []}
+    while at < len(data):
+        if -at % 2**15 < 7:
+            at += -at % 2**15
+        _, length, part = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if part not in (1, 4):  # whole, or the last part
+            continue
+        record, whole = Record.FromString(whole), b""
+        if record.HasField("run"):
+            found |= {"id": record.run.run_id, "name": record.run.display_name}
+            found["config"] = {each.key: each.value_json for each in record.run.config.update}
+        elif record.HasField("exit"):
+            found["exit"] = record.exit.exit_code
+        elif record.HasField("history"):
+            scalars = {each.key or each.nested_key[0]: json.loads(each.value_json) for each in record.history.item}
+            if "loss" in scalars:
+                found["losses"].append((scalars["_step"], scalars["loss"]))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_has_every_figure_in_one_run_and_knows_how_each_start_ended(tmp_path):
+    pytest.importorskip("mlflow", reason="mlflow-skinny is in the extra test")
+    losses = stopped_gone_on_and_failed(tmp_path / "x", "mlflow")
+    (run,) = answer_of(kept, str(tmp_path / "x"))
+    assert run["losses"] == [each for start in losses for each in start]
+    assert (run["name"], run["status"], run["params"]["run.save_every"]) == ("run", "FAILED", "2")
+
+
+def kept(folder):
+    """Of each run in the database of MLflow, in that order of steps in which they came."""
+    os.environ.update(QUIET)
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    return [
+        {
+            "losses": [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, "loss")],
+            "name": run.info.run_name,
+            "status": run.info.status,
+            "params": run.data.params,
+        }
+        for run in client.search_runs(["0"])
+    ]
 
 
 def test_a_logger_that_fails_is_told_once_and_left_out_and_the_run_goes_on(tmp_path, told, capsys):

@@ -26,6 +26,7 @@ from tests.support.ranks.failures import Failure
 from tests.support.ranks.process import answer, die_with_the_parent
 
 TIMEOUT_S = 120
+POPEN = subprocess.Popen
 
 
 def answer_of(function: Callable[..., Any], *args: Any) -> Any:
@@ -126,6 +127,7 @@ def _be(words: Sequence[str], environment: dict[str, str], dies_with_the_parent:
     """Do what `python -u words` does."""
     if dies_with_the_parent:
         die_with_the_parent()
+    subprocess.Popen = POPEN  # a launcher has `_Fork` in its place, where a rank may start other programs
     os.setsid()  # launchers stop a rank with all that it has started
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # the agent's own are inherited
