@@ -53,7 +53,7 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=3, include_dashboard=False)
+    ray.init(address="local", num_cpus=3, include_dashboard=False)
     with tempfile.TemporaryDirectory() as storage:
         trainer = TorchTrainer(
             train,
