@@ -16,6 +16,7 @@ import pytest
 from sherd.train.config import Config, InputError
 from sherd.train.loggers import Loggers, require_loggers
 from sherd.train.report import RunReport
+from sherd.train.trackers import MLflow
 from tests.support.ranks.forked import answer_of, sherd, start
 from tests.support.refusals import one_line
 from tests.train.kills import prepared
@@ -162,6 +163,17 @@ def test_mlflow_has_every_figure_in_one_run_and_knows_how_each_start_ended(tmp_p
     (run,) = answer_of(kept, str(tmp_path / "x"))
     assert run["losses"] == [each for start in losses for each in start]
     assert (run["name"], run["status"], run["params"]["run.save_every"]) == ("run", "FAILED", "2")
+    assert answer_of(statuses, str(tmp_path / "x")) == ["FINISHED", "KILLED", "FAILED"]
+
+
+def statuses(folder):
+    """The status of that run after each end."""
+    os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
+    found = []
+    for outcome in ("finished", "stopped", "failed"):
+        MLflow(Path(folder, "run"), {}).end(outcome)
+        found.append(kept(folder)[0]["status"])
+    return found
 
 
 def kept(folder):
