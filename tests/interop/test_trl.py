@@ -93,9 +93,8 @@ def dpo(folder: str, adapted: bool, **more: Any) -> Any:
     trainer = trl.DPOTrainer(llama(), None if adapted else llama(), args, **beside(rows_of(args, pairs()), adapted))
     if not adapted:
         is_fsdp1 = "version" in more.get("fsdp_config", {})
-    theirs = torch.distributed.fsdp.FSDPModule  # TRL's own doing
-    kind = sherd.FullyShardedDataParallel if is_fsdp1 else theirs
-    assert isinstance(trainer.ref_model, kind) is ("fsdp" in more)
+        kind = sherd.FullyShardedDataParallel if is_fsdp1 else torch.distributed.fsdp.FSDPModule  # TRL's own doing
+        assert isinstance(trainer.ref_model, kind) is ("fsdp" in more)
     return trainer
 
 

@@ -16,7 +16,7 @@ import pytest
 from sherd.train.config import Config, InputError
 from sherd.train.loggers import Loggers, require_loggers
 from sherd.train.report import RunReport
-from sherd.train.trackers import MLflow
+from sherd.train.trackers import MLflow, WeightsAndBiases
 from tests.support.ranks.forked import answer_of, sherd, start
 from tests.support.refusals import one_line
 from tests.train.kills import prepared
@@ -116,6 +116,7 @@ def stopped_gone_on_and_failed(folder, logger):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the package and of what it needs
 def test_wandb_has_every_figure_in_one_run_and_knows_how_each_start_ended(tmp_path):
     pytest.importorskip("wandb", reason="wandb is in the extra test")
@@ -156,6 +157,7 @@ def logged(file):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow_has_every_figure_in_one_run_and_knows_how_each_start_ended(tmp_path):
     pytest.importorskip("mlflow", reason="mlflow-skinny is in the extra test")
@@ -163,17 +165,36 @@ def test_mlflow_has_every_figure_in_one_run_and_knows_how_each_start_ended(tmp_p
     (run,) = answer_of(kept, str(tmp_path / "x"))
     assert run["losses"] == [each for start in losses for each in start]
     assert (run["name"], run["status"], run["params"]["run.save_every"]) == ("run", "FAILED", "2")
-    assert answer_of(statuses, str(tmp_path / "x")) == ["FINISHED", "KILLED", "FAILED"]
 
 
-def statuses(folder):
-    """The status of that run after each end."""
-    os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
+def told_of_each_end(folder, kind):
+    """One run with a logger of that `kind`, which goes on twice. What MLflow has after each end."""
+    os.environ.update({**QUIET, "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"})
     found = []
-    for outcome in ("finished", "stopped", "failed"):
-        MLflow(Path(folder, "run"), {}).end(outcome)
-        found.append(kept(folder)[0]["status"])
+    for step, outcome in enumerate(("finished", "stopped", "failed")):
+        log = kind(Path(folder), {"run": {"save_every": 2}})
+        log({"loss": 2.0 + step}, step)
+        log.end(outcome)
+        found += kept(folder) if kind is MLflow else []
     return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_goes_on_in_one_run_and_has_the_status_of_each_end(tmp_path):
+    pytest.importorskip("mlflow", reason="mlflow-skinny is in the extra test")
+    runs = answer_of(told_of_each_end, str(tmp_path), MLflow)
+    assert [run["status"] for run in runs] == ["FINISHED", "KILLED", "FAILED"]
+    assert runs[-1]["losses"] == [(0, 2.0), (1, 3.0), (2, 4.0)]
+    assert {run["params"]["run.save_every"] for run in runs} == {"2"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_goes_on_in_one_run_and_has_the_code_of_each_end(tmp_path):
+    pytest.importorskip("wandb", reason="wandb is in the extra test")
+    answer_of(told_of_each_end, str(tmp_path), WeightsAndBiases)
+    runs = sorted(map(logged, (tmp_path / "wandb").glob("offline-run-*/*.wandb")), key=lambda run: run["losses"])
+    assert [(run["losses"], run["exit"]) for run in runs] == [([(0, 2.0)], 0), ([(1, 3.0)], 255), ([(2, 4.0)], 1)]
+    assert len({run["id"] for run in runs}) == 1
 
 
 def kept(folder):
