@@ -50,6 +50,7 @@ def test_a_group_is_made_once_for_each_purpose_and_ranks_beside_each_parent():
     assert one_rank_group() is one_rank_group()
     ranks = [dist.get_process_group_ranks(each) for each in (*made, one_rank_group())]
     assert ranks == [[0, 1, 2, 3], half, [0, 1, 2, 3], [rank]]
+    group_beside(parent, "third", every, CPU)  # a new group, before which those of lost parents are destroyed
     assert is_destroyed(beside_other)
 
 
