@@ -141,7 +141,7 @@ class CheckpointError(SherdError, RuntimeError):
 
 
 class NoCheckpointError(CheckpointError, FileNotFoundError):
-    """A folder without a complete checkpoint, so that a run begins anew."""
+    """A folder in which no save has ended, so that a run begins anew."""
 
 
 class StorageError(CheckpointError):

@@ -282,9 +282,9 @@ def load(
         The step, the path, and the values that are not loaded into objects.
 
     Raises:
-        NoCheckpointError: no checkpoint (of this step) is complete; the message says what was passed over, and why.
-        CheckpointError: the checkpoint lacks an item, has other names or shapes, or is another library's; or that of
-            the given `step` is damaged: on all ranks. Nothing is changed, unless a file is damaged.
+        NoCheckpointError: no save (of this step) has ended; the message says what was passed over, and why.
+        CheckpointError: the checkpoint lacks an item, has other names or shapes, or is another library's; or those that
+            may be loaded are all damaged: on all ranks. Nothing is changed, unless a file is damaged.
         CommError, StateError, PolicyError, PolicyTypeError: as `save`.
         OptimStateError: the state does not fit the optimizer.
     """

@@ -15,7 +15,7 @@ from sherd.checkpoint.tree import decoded
 from sherd.checkpoint.writing import GIVEN, PER_RANK, RANDOM
 from sherd.errors import CheckpointError, NoCheckpointError, StorageError, in_short
 from sherd.storage.files import Opened, read_manifest
-from sherd.storage.folder import Folder, faults
+from sherd.storage.folder import BRING_BACK, Folder, faults
 from sherd.storage.manifest import MANIFEST
 from sherd.storage.places import Place
 
@@ -72,6 +72,7 @@ class Search:
         if MANIFEST in names:
             return Chosen(None, read_manifest(self.place).save_id, ())
         passed_over: list[str] = []
+        is_damaged = bool(damaged)
         folder = Folder(self.place)
         steps = [step for step in folder.steps() if self.step in (None, step)]
         others = [name for name in names if name.startswith((".metadata", "model.safetensors", "model-0"))]
@@ -83,9 +84,13 @@ class Search:
             if checkpoint.manifest is not None and not why:
                 return Chosen(checkpoint.step, checkpoint.manifest.save_id, tuple(passed_over))
             passed_over.append(f"step {checkpoint.step}: {why}")
+            is_damaged |= checkpoint.is_damaged
         of_step = "" if self.step is None else f" of step {self.step}"
         why = f" ({'; '.join(passed_over)})" if passed_over else ""
-        raise NoCheckpointError(f"{self.place} holds no whole checkpoint{of_step}{why}; save one first, or begin anew")
+        none = f"{self.place} holds no whole checkpoint{of_step}{why}"
+        if is_damaged:
+            raise CheckpointError(f"{none}; {BRING_BACK}")
+        raise NoCheckpointError(f"{none}; save one first, or begin anew")
 
     def is_replaced(self, chosen: Chosen) -> bool:
         """Returns True if another job has saved that step anew since it was chosen."""

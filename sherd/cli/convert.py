@@ -110,8 +110,8 @@ def _verify(args: argparse.Namespace) -> int:
     checked, step, others = source.format == "sherd", source.contents.step, {}
     what = args.source
     if isinstance(source, SherdSource) and source.folder != Path(what):
-        below = Folder(place_of(what)).each()
-        others = {each.step: each.why for each in below if each.why and each.step != step}
+        folder = Folder(place_of(what))
+        others = {each.step: each.why for each in map(folder.found, folder.steps()) if each.why and each.step != step}
         what = f"step {step} of {what}"
     if args.json:
         told = {"path": args.source, "format": source.format, "checksums": checked, "step": step, "not_whole": others}

@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -29,6 +29,7 @@ _UNFINISHED = re.compile(rf"({_DATA.pattern}|{re.escape(MANIFEST)}|{LATEST})(\.[
 _SAVE_ID = re.compile(rb'\n"save_id": "([0-9a-f]{1,32})"')
 _BEGIN_BYTES = 4096
 _FILES_AT_ONCE = 8
+BRING_BACK = "bring back a copy of a damaged one, or begin anew in another folder"
 
 
 def file_name(save_id: str, rank: int) -> str:
@@ -38,20 +39,21 @@ def file_name(save_id: str, rank: int) -> str:
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """The checkpoint of `step`, in `place`. `manifest` is None if it is not whole, and `why` is the reason."""
+    """The checkpoint of `step`, in `place`. `manifest` is None if it is not whole, for the reason `why`."""
 
     step: int
     place: Place
     manifest: Manifest | None
     why: str = ""
+    is_damaged: bool = False  # it was whole once, so a run that begins anew would lose it
 
 
-def checked(place: Place, *, verify: bool = False) -> Manifest:
+def checked(place: Place) -> Manifest:
     """Returns the manifest of the checkpoint in `place`. Raises CheckpointError unless it is whole (`Folder.found`)."""
     save_id = ""
     while True:
         manifest = read_manifest(place)
-        file_faults = faults(place, manifest.files, manifest.block_bytes, verify=verify)
+        file_faults = faults(place, manifest.files, manifest.block_bytes)
         if not file_faults:
             return manifest
         if manifest.save_id == save_id:
@@ -78,11 +80,8 @@ class Folder:
         """Returns the steps with a folder, whole or not, the newest first."""
         return sorted((step for step in map(step_of, self.place.names()) if step is not None), reverse=True)
 
-    def found(self, step: int, *, verify: bool = False) -> FoundCheckpoint:
-        """Returns the checkpoint of `step`.
-
-        It is whole if its manifest is undamaged and all files have their length; with `verify`, if all their bytes
-        match the checksums, too.
+    def found(self, step: int) -> FoundCheckpoint:
+        """Returns the checkpoint of `step`. It is whole if its manifest is undamaged and all files have their length.
 
         Raises:
             OtherFormat: a later version wrote it.
@@ -90,25 +89,21 @@ class Folder:
         """
         place = self.folder_of(step)
         try:
-            manifest = checked(place, verify=verify)
+            manifest = checked(place)
         except (OtherFormat, StorageError):
             raise
         except CheckpointError as error:
-            return FoundCheckpoint(step, place, None, str(error))
+            return FoundCheckpoint(step, place, None, str(error), MANIFEST in place.names())
         return FoundCheckpoint(step, place, manifest)
-
-    def each(self, *, verify: bool = False) -> Iterator[FoundCheckpoint]:
-        """Yields all checkpoints, whole or not, the newest first."""
-        return (self.found(step, verify=verify) for step in self.steps())
 
     def whole(self) -> list[FoundCheckpoint]:
         """Returns the whole checkpoints, the newest first."""
-        return [checkpoint for checkpoint in self.each() if checkpoint.manifest is not None]
+        return [checkpoint for checkpoint in map(self.found, self.steps()) if checkpoint.manifest is not None]
 
-    def newest(self, *, verify: bool = False) -> tuple[FoundCheckpoint | None, list[FoundCheckpoint]]:
+    def newest(self) -> tuple[FoundCheckpoint | None, list[FoundCheckpoint]]:
         """Returns the newest whole checkpoint (None: there is none), and the newer ones, which are not whole."""
         passed_over: list[FoundCheckpoint] = []
-        for checkpoint in self.each(verify=verify):
+        for checkpoint in map(self.found, self.steps()):
             if checkpoint.manifest is not None:
                 return checkpoint, passed_over
             passed_over.append(checkpoint)

@@ -248,10 +248,9 @@ def pick(run: str | None, best: bool) -> Checkpoint:
     if not is_url and not any(name.startswith("step-") for name in names):
         place = place_in(Path(named))
     found, notes = newest_in(place)
-    if found is None and not notes:
-        raise InputError(f"{named} holds no checkpoint; name a run's folder, or a checkpoint's")
     if found is None:
-        raise InputError(f"{named} holds no whole checkpoint: {'; '.join(notes)}")
+        why = f" ({'; '.join(notes)})" if notes else ""
+        raise InputError(f"{named} holds no checkpoint{why}; name a run's folder, or a checkpoint's")
     if not best:
         return found
     named_best = read_best(place)

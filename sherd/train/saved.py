@@ -19,7 +19,7 @@ from typing import Any
 
 from sherd.errors import CheckpointError, StorageError
 from sherd.storage.files import Opened
-from sherd.storage.folder import Folder, FoundCheckpoint, checked
+from sherd.storage.folder import BRING_BACK, Folder, FoundCheckpoint, checked
 from sherd.storage.manifest import FORMAT, MANIFEST, Manifest
 from sherd.storage.places import Disk, Place, place_of
 from sherd.train.config import FREE, Config, InputError
@@ -118,7 +118,7 @@ class Checkpoint:
 
 
 class NoCheckpoint(InputError):
-    """A folder without a whole checkpoint."""
+    """A folder in which no save has ended, so that a run may begin anew."""
 
 
 # Where they are
@@ -167,8 +167,7 @@ def whole(place: Place) -> Checkpoint:
     """The checkpoint in the folder `place`.
 
     Raises:
-        NoCheckpoint: it is half-written.
-        InputError: it is of another format or program, or the storage gives errors.
+        InputError: it is not whole, or of another format or program, or the storage gives errors.
     """
     try:
         return _of_a_run(place, checked(place))
@@ -176,7 +175,7 @@ def whole(place: Place) -> Checkpoint:
         raise InputError(str(error)) from error
     except CheckpointError as error:
         _require_format(place)
-        raise NoCheckpoint(str(error)) from error
+        raise InputError(str(error)) from error
 
 
 def newest_in(place: Place) -> tuple[Checkpoint | None, tuple[str, ...]]:
@@ -185,13 +184,15 @@ def newest_in(place: Place) -> tuple[Checkpoint | None, tuple[str, ...]]:
     Whole is one whose files are all there, and as long as they were.
 
     Raises:
-        InputError: the last one is of another format or program, or `place` cannot be read.
+        InputError: the last one is of another format or program, `place` cannot be read, or all are damaged.
     """
     try:
         found, others = Folder(place).newest()
     except (OSError, CheckpointError) as error:
         raise InputError(f"{place} cannot be read: {error}") from error
     notes = tuple(_note(each) for each in others)
+    if found is None and any(each.is_damaged for each in others):
+        raise InputError(f"{place} holds no whole checkpoint: {'; '.join(notes)}; {BRING_BACK}")
     if found is None or found.manifest is None:
         return None, notes
     return _of_a_run(found.place, found.manifest, place, notes), notes
@@ -208,7 +209,7 @@ def newest(out: Path, place: Place | None = None) -> Checkpoint:
     if found:
         return found
     if notes:
-        raise NoCheckpoint(f"{'; '.join(notes)}, and there is no older whole checkpoint; start anew with another --out")
+        raise NoCheckpoint(f"{'; '.join(notes)}, and there is no older whole checkpoint; --resume-or-start begins anew")
     if out.is_dir() and any(out.iterdir()):
         raise NoCheckpoint(
             f"{out} holds no checkpoint to resume from; --resume-or-start begins anew in it, --out names another run"

@@ -186,6 +186,27 @@ def test_the_newest_is_loaded_a_named_step_and_what_was_passed_over_is_said(tmp_
     assert issubclass(NoCheckpointError, FileNotFoundError)
 
 
+def test_a_run_begins_anew_where_no_save_has_ended_and_not_where_all_checkpoints_are_damaged(tmp_path):
+    sherd.save(tmp_path, {"value": torch.ones(3)}, step=1)
+    (file,) = (tmp_path / "step-00000001").glob("*.safetensors")
+    manifest = tmp_path / "step-00000001" / "manifest.json"
+    harms = [
+        lambda: file.write_bytes(file.read_bytes()[:-1] + b"x"),
+        lambda: file.write_bytes(file.read_bytes()[:-1]),
+        file.unlink,
+        lambda: manifest.write_bytes(manifest.read_bytes()[:-9]),
+    ]
+    for harm in harms:
+        harm()
+        for step in (None, 1):
+            with pytest.raises(CheckpointError, match="step-00000001") as raised:
+                sherd.load(tmp_path, {"value": torch.ones(3)}, step=step)
+            assert not isinstance(raised.value, NoCheckpointError), "a program would begin anew"
+    manifest.unlink()
+    with pytest.raises(NoCheckpointError, match=r"step 1: .*manifest.json is missing.*begin anew"):
+        sherd.load(tmp_path, {"value": torch.ones(3)})
+
+
 def test_the_same_step_again_replaces_it_and_old_ones_go(tmp_path):
     for step in range(1, 8):
         sherd.save(tmp_path, filled(step), step=step, keep_last=2, keep_every=3)

@@ -75,13 +75,17 @@ BREAKS = {
 }
 
 
-def test_a_half_written_checkpoint_is_passed_over_with_a_note_or_refused_with_nothing_older_and_replaced(tmp_path):
+def test_a_checkpoint_that_is_not_whole_is_passed_over_with_a_note_or_refused_with_nothing_older_and_replaced(tmp_path):
     for how, why in BREAKS.items():
         out = tmp_path / how
         break_it(put(out, 2), how)
-        said = refused(newest, out)
-        assert "no older whole checkpoint; start anew with another --out" in said, how
-        assert why in said, how
+        with pytest.raises(InputError) as raised:
+            newest(out)
+        is_damaged = why != BREAKS["never finished"]
+        ends = "begin anew in another folder" if is_damaged else "--resume-or-start begins anew"
+        assert isinstance(raised.value, saved.NoCheckpoint) is not is_damaged, how
+        assert str(raised.value).endswith(ends), how
+        assert why in str(raised.value), how
         new, old = out / "checkpoints" / "step-00000002", put(out, 1)
         found = newest(out)
         assert str(found) == str(old), how

@@ -292,7 +292,7 @@ def test_a_damaged_run_a_changed_text_and_experts_for_transformers_are_refused(r
     assert "no longer holds the text that run/checkpoints/step-00000003 was trained on" in refused("eval", "run")
     break_it(path, "short file")
     torn = f"run/checkpoints/step-00000003/{DATA} has 2 of 76 bytes"
-    assert f"run holds no whole checkpoint: {torn}" in refused("generate", "run")
+    assert f"run/checkpoints holds no whole checkpoint: {torn}" in refused("generate", "run")
     assert f"{path}/{DATA} has 2 of 76 bytes" in refused("generate", path)
     put(tmp_path / "mixed", 3, config=Config.of({"model": {"experts": 4}}).tree())
     mixed = "transformers has no model like sherd train's mixture of experts"

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from sherd.storage.folder import Folder
+from sherd.storage.folder import Folder, faults
 from sherd.storage.manifest import MANIFEST
 from sherd.storage.places import PART, Disk
 from tests.checkpoint.kills import program
@@ -91,7 +91,11 @@ class Judging:
 
     def whole(self) -> set[int]:
         """Returns the steps of the whole checkpoints, each byte of them read."""
-        return {found.step for found in self.folder.each(verify=True) if found.manifest is not None}
+        return {
+            found.step
+            for found in self.folder.whole()
+            if not faults(found.place, found.manifest.files, found.manifest.block_bytes, verify=True)
+        }
 
     def nothing_is_lost(self, steps: set[int], now: set[int], jobs: Sequence[Job]) -> None:
         """The checkpoints of `steps` are among those that are whole `now`, or `jobs` were to remove them."""
@@ -165,6 +169,8 @@ class Judging:
         expected = good[0] if good else None
         is_right = newest.step == expected or self._may_be_read(newest.step, expected)
         self.require(is_right, f"{newest} was loaded, not step {expected}")
+        has_manifest = any(MANIFEST in self.folder.folder_of(step).names() for step in self.folder.steps())
+        self.require(newest.is_anew is not has_manifest or newest.step is not None, f"a run would begin anew: {newest}")
         for step in self.damaged:
             if newest.step is None or step > newest.step:
                 self.require(f"step {step}:" in newest.passed_over, f"step {step} is not named: {newest.passed_over!r}")

@@ -95,13 +95,14 @@ def save(training: Training, job: Job, folder: str, step: int, number: int) -> N
 
 @dataclass(frozen=True)
 class Seen:
-    """What a load has come to: the step and the number of the save, None if there was no checkpoint; what was passed
-    over; the error's text; and what was wrong."""
+    """What a load has come to: the step and the number of the save, None if there was no whole checkpoint; what was
+    passed over, or the error's text; what was wrong; and whether a run would begin anew."""
 
     step: int | None
     number: int | None
     passed_over: str
     wrong: tuple[str, ...]
+    is_anew: bool = False
 
 
 def load(training: Training, folder: str, step: int | None = None) -> Seen:
@@ -110,9 +111,10 @@ def load(training: Training, folder: str, step: int | None = None) -> Seen:
     try:
         restored = sherd.load(folder, training.items(-7), step=step)
     except NoCheckpointError as error:
-        return Seen(None, None, str(error), ())
+        return Seen(None, None, str(error), (), is_anew=True)
     except CheckpointError as error:
-        return Seen(None, None, str(error), (f"CheckpointError: {error}",))
+        is_told = "holds no whole checkpoint" in str(error)
+        return Seen(None, None, str(error), () if is_told else (f"CheckpointError: {error}",))
     number = restored.user["number"]
     wrong = training.wrong(number)
     value = restored.values["value"]
