@@ -23,7 +23,7 @@ def begun(*words):
     return resumed and resumed.step
 
 
-def test_resume_or_start_needs_a_folder_starts_where_nothing_whole_was_saved_and_else_goes_on(tmp_path, monkeypatch):
+def test_resume_or_start_needs_a_folder_starts_where_no_save_has_ended_and_else_goes_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="--resume-or-start needs the --out"):
         begun("--resume-or-start")
@@ -33,8 +33,11 @@ def test_resume_or_start_needs_a_folder_starts_where_nothing_whole_was_saved_and
     out.mkdir()
     (out / "metrics.jsonl").write_text("")  # it ended before its first checkpoint
     assert begun(*words) is None
-    break_it(put(out, 3), "missing file")
+    break_it(put(out, 3), "never finished")
     assert begun(*words) is None
+    break_it(put(out, 4), "missing file")
+    with pytest.raises(InputError, match="holds no whole checkpoint"):  # it had a checkpoint, so it does not begin anew
+        begun(*words)
     put(out, 2)
     assert begun(*words) == 2
     put(out, 5)

@@ -163,8 +163,11 @@ def test_resuming_takes_the_newest_run_that_has_a_checkpoint_and_where_none_has_
     with pytest.raises(InputError, match="there is no run with a checkpoint under"):
         last_run()
     put(Path("runs/1"), 3)
-    break_it(put(Path("runs/3"), 4), "missing file")
+    break_it(put(Path("runs/3"), 4), "never finished")
     assert last_run() == Path("runs/1")
+    break_it(put(Path("runs/4"), 4), "missing file")
+    with pytest.raises(InputError, match="runs/4/checkpoints holds no whole checkpoint"):
+        last_run()
 
 
 # What is swept
