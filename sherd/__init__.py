@@ -11,6 +11,8 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from sherd._moved import Moved
+
 if TYPE_CHECKING:
     from sherd.api.accumulate import accumulate as accumulate
     from sherd.api.auto_shard import auto_shard as auto_shard
@@ -198,3 +200,8 @@ def __dir__() -> list[str]:
     """Returns the public names, without the modules that define them."""
     own = [name for name in globals() if name.startswith("__")]
     return sorted({*_HOMES, *own, "errors", "wrap"})
+
+
+# In front, since the ordinary look-up would find `sherd.planning.plan` in the folder of `sherd.planning`, which is
+# that of `sherd.tools.plan`, and load the file a second time.
+sys.meta_path.insert(0, Moved())

@@ -17,7 +17,7 @@ RULE = """
 errors, policy, requirements, units, _torch < layout | schedule | comm | comm_hooks | wrap < tensor | storage
 < engine < guard < checkpoint, optim, backward_steps, clip, grad_scaler, memory < api < interop
 < tools < tools/simulate < tools/report | tools/verify | tools/convert | tools/migrate < tools/plan < tools/doctor
-< sherd < train < cli < __main__
+< _moved, sherd < train < cli < __main__
 """
 # The rooms of sherd/engine/, likewise.
 ROOMS = ("state", "moves", "run", "between", "make")
