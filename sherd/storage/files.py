@@ -246,11 +246,15 @@ class Opened:
             yield file, stored, box
 
 
+class OtherStep(CheckpointError):
+    """The manifest of another step than the folder's name says: somebody has renamed or copied it."""
+
+
 def read_manifest(place: Place) -> Manifest:
     """Returns the manifest of the checkpoint in `place`.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it is of another step than the folder's name says.
+        CheckpointError: there is none, it is damaged, or of another step than the folder's name says (`OtherStep`).
         StorageError: it cannot be read, and may be whole.
     """
     try:
@@ -267,7 +271,7 @@ def read_manifest(place: Place) -> Manifest:
     manifest = parsed(bytes(raw), f"{place}/{MANIFEST}")
     step = step_of(str(place).rstrip("/").rpartition("/")[2])
     if step not in (None, manifest.step):
-        raise CheckpointError(f"{place} has a manifest of step {manifest.step}")
+        raise OtherStep(f"{place} has a manifest of step {manifest.step}")
     return manifest
 
 

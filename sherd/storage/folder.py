@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from sherd.errors import CheckpointError, PolicyError, StorageError
-from sherd.storage.files import checked_file, read_manifest, step_of
+from sherd.storage.files import OtherStep, checked_file, read_manifest, step_of
 from sherd.storage.manifest import FORMAT, MANIFEST, File, Manifest, OtherFormat
 from sherd.storage.places import PART, Lock, Place, place_of, read_exactly
 
@@ -93,7 +93,8 @@ class Folder:
         except (OtherFormat, StorageError):
             raise
         except CheckpointError as error:
-            return FoundCheckpoint(step, place, None, str(error), MANIFEST in place.names())
+            was_whole = MANIFEST in place.names() and not isinstance(error, OtherStep)
+            return FoundCheckpoint(step, place, None, str(error), was_whole)
         return FoundCheckpoint(step, place, manifest)
 
     def whole(self) -> list[FoundCheckpoint]:

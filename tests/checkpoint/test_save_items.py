@@ -202,6 +202,10 @@ def test_a_run_begins_anew_where_no_save_has_ended_and_not_where_all_checkpoints
             with pytest.raises(CheckpointError, match="step-00000001") as raised:
                 sherd.load(tmp_path, {"value": torch.ones(3)}, step=step)
             assert not isinstance(raised.value, NoCheckpointError), "a program would begin anew"
+    sherd.save(tmp_path / "other", {"value": torch.ones(3)}, step=5)
+    (tmp_path / "other" / "step-00000005").rename(tmp_path / "other" / "step-00000009")
+    with pytest.raises(NoCheckpointError, match="has a manifest of step 5"):  # no save of step 9 has ended
+        sherd.load(tmp_path / "other", {"value": torch.ones(3)})
     manifest.unlink()
     with pytest.raises(NoCheckpointError, match=r"step 1: .*manifest.json is missing.*begin anew"):
         sherd.load(tmp_path, {"value": torch.ones(3)})
