@@ -65,9 +65,8 @@ def answers_for_all(*names: str) -> Callable[[OfAll], OfAll]:
 
 def _covers(dim: int | Sequence[int] | None, layout: Places) -> bool:
     """Returns True if `dim` is all dims of a tensor, or None or empty, which stand for all."""
-    if dim is None or dim == []:
-        return True
-    ndim, dims = len(layout.shape), [dim] if isinstance(dim, int) else dim
+    ndim = len(layout.shape)
+    dims = range(ndim) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     return {number % ndim if ndim else 0 for number in dims} >= set(range(ndim))
 
 
@@ -155,15 +154,16 @@ def maxima_of_list(func: Aten, args: Args, kwargs: Kwargs) -> object:
 @answers_for_all("all", "any")
 def tested(func: Aten, local: torch.Tensor, layout: Layout, kwargs: Kwargs) -> torch.Tensor:
     """Returns True if all elements are true, or if any element is."""
-    is_any = func.name().startswith("aten::any")
-    row, here = (ANY, local.any()) if is_any else (ALL, local.all())
+    row, here = (ANY, local.any()) if func.name().startswith("aten::any") else (ALL, local.all())
     return row.over(here.to(torch.int32), layout.groups).to(torch.uint8 if local.dtype == torch.uint8 else torch.bool)
 
 
 @answers("equal", "allclose")
 def same_values(func: Aten, args: Args, kwargs: Kwargs) -> bool:
     """Answer `torch.equal` and `torch.allclose` alike on all ranks."""
-    layout = layouts_in(args, {})[0]
+    layout, *others = layouts_in(args, {})
+    if not all(map(layout.same_as, others)):  # a rank's runs of the tensors are not of the same elements
+        return bool(func(*(each.full_tensor() for each in args[:2]), *args[2:], **kwargs))
     here = func(*(local_of(value, layout, func) for value in args), **kwargs)
     return bool(ALL.over(torch.tensor(int(here), dtype=torch.int32, device=layout.device), layout.groups).item())
 

@@ -222,7 +222,7 @@ def _views_of(viewed: ShardedDTensor | CopiedView, func: Aten, args: Args, kwarg
     return type(result)(views) if several else views[0]
 
 
-@SHARDED.answers("other")
+@SHARDED.answers("other", "equal")  # torch tags `equal` as pointwise, though its answer is of all chunks
 def by_torch(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Returns what torch's DTensor gives for the operation."""
     own_args, own_kwargs = with_changed((args, kwargs), ShardedDTensor, as_torchs)

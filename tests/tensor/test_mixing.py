@@ -54,7 +54,6 @@ MIXES = {
     "copy into stock": (lambda ragged, other, stock: stock.copy_(ragged), "cannot be copied into"),
     "copy of another shape": (lambda ragged, other, stock: ragged.copy_(torch.ones(4, 6)), "a plain tensor of shape"),
     "product": (lambda ragged, other, stock: ragged @ torch.ones(4), "aten.mv is not known"),
-    "equal": (lambda ragged, other, stock: torch.equal(ragged, other), "met one of shape"),
     "fused": (
         lambda ragged, other, stock: torch._fused_sgd_(
             [ragged], [other], [], weight_decay=0, momentum=0, lr=1, dampening=0, nesterov=False, maximize=False,
@@ -95,6 +94,16 @@ def test_tensors_that_lie_elsewhere_do_not_mix():
         told = refusal(operation, *given)
         assert re.search(said, told), (name, told)
         assert ".full_tensor()" in told, name
+
+
+@on_threads(2)
+def test_tensors_that_lie_elsewhere_are_compared_alike_on_all_ranks():
+    mesh = line(2)
+    first, other, _ = three_kinds(mesh)
+    short = ragged(numbers((3,)), uneven((3,), 2), mesh)
+    for same in (torch.equal, torch.allclose):
+        assert (same(first, other), same(other, first), same(first, other + 1)) == (True, True, False)
+    assert (torch.equal(first, short), torch.equal(short, first)) == (False, False)
 
 
 @on_threads(2)

@@ -72,6 +72,12 @@ def test_what_chunks_do_not_answer_torch_does():
     torch.testing.assert_close(column.full_tensor(), whole[:, 0])
     (doubled,) = torch._foreach_add([column], [column])
     torch.testing.assert_close((doubled - column).full_tensor(), whole[:, 0])
+    for chunk in (0, -1):  # that differs, of one rank alone
+        unlike = whole.index_add(0, torch.tensor([chunk % 4]), torch.ones(1, 4, dtype=whole.dtype))
+        assert (torch.equal(sharded(whole), sharded(unlike)), torch.equal(sharded(whole), sharded(whole))) == (
+            False,
+            True,
+        )
 
 
 @on_threads(2)
