@@ -52,7 +52,7 @@ FIGURES = {
     "import cycles": (0, 0),
     "lines of the library": (35688, 32000),
     "lines of the optimizers": (3138, 1500),
-    "lines of the adapters": (1437, 1500),
+    "lines of the adapters": (1500, 1500),
     "lines of the tools": (13459, 12000),
     "lines of the trainer": (7325, 6000),
     "files of a walk: forward": (16, 15),

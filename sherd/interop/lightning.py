@@ -39,7 +39,7 @@ from sherd.checkpoint.loading import to_load
 from sherd.checkpoint.saving import Form, state_by_name
 from sherd.clip import clip_grad_norm_
 from sherd.engine import Unit, watcher
-from sherd.errors import ModuleError, NoCheckpointError, OptimStateError, PolicyError, StateError, UnsupportedError
+from sherd.errors import CheckpointError, ModuleError, NoCheckpointError, PolicyError, StateError, UnsupportedError
 from sherd.grad_scaler import ShardedGradScaler
 from sherd.interop.packages import require_tried, take_rank0s_values
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -64,7 +64,10 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 # `FSDPStrategy`; the model's own parameters, where `state_dict` has averages.
 META, MODEL, CURRENT = "meta.pt", "model", "current_model_state"
 
+OTHERWISE = "load it as it was saved, or what has the same names with strict=False (of a module: strict_loading=False)"
+
 State = dict[str, Any]
+Targets = Mapping[str, nn.Module | Optimizer]
 
 
 class _Sharding:
@@ -163,21 +166,19 @@ class _Sharding:
             return
         for each in empty:
             each.to_empty(device=device, recurse=False)
-        without = {type(each).__name__ for each in empty if not hasattr(each, "reset_parameters")}
+        resets: dict[nn.Module, Any] = {each: getattr(each, "reset_parameters", None) for each in empty}
+        without = {type(each).__name__ for each, reset in resets.items() if reset is None}
         if without:
             warnings.warn(
                 f"{', '.join(sorted(without))} started on the meta device and has no reset_parameters() method, so its "
                 "values are whatever the memory held; write the method, or load a checkpoint that has all of them",
                 stacklevel=2,
             )
-        resets: dict[nn.Module, Any] = {
-            each: each.reset_parameters for each in empty if hasattr(each, "reset_parameters")
-        }
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(self.broadcast(torch.initial_seed()))
             for owner in [each for each in module.modules() if Unit.of(each) is not None]:
                 with unsharded(owner, recurse=False):
-                    for each in filter(resets.__contains__, _modules_of_unit(owner)):
+                    for each in filter(resets.get, _modules_of_unit(owner)):
                         resets[each]()
 
     # States
@@ -198,25 +199,35 @@ class _Sharding:
         state = state_by_name(Catalog(self._module_of(optimizer)), optimizer, None, form)
         return _renamed(state, {name: at for at, name in enumerate(_names(state))}) if is_full and state else state
 
-    def _load_optimizer(self, optimizer: Optimizer, state: State) -> None:
-        """Load sharded or unsharded state, by names or by numbers, which all ranks have."""
+    def _load_optimizer(self, optimizer: Optimizer, state: State, strict: bool) -> None:
+        """Load state, which all ranks have, by numbers or names; if not `strict`, what is under the same names."""
         catalog, groups = Catalog(self._module_of(optimizer)), state["param_groups"]  # a dict by numbers in a folder
         state = {**state, "param_groups": list(groups.values()) if isinstance(groups, dict) else groups}
-        names = [name for group in catalog.groups_of(optimizer) for entry in group for name in entry.names]
+        names = dict.fromkeys(name for entry in chain(*catalog.groups_of(optimizer)) for name in entry.names)
         saved = _names(state)
-        if len(names) != len(saved):
-            raise OptimStateError(
-                f"the checkpoint has the state of {len(saved)} parameters and the optimizer has {len(names)}; build "
-                "the optimizer as it was when the checkpoint was saved"
-            )
-        if not all(isinstance(name, str) for name in saved):
+        is_named = all(isinstance(name, str) for name in saved)
+        if is_named and strict:
+            _require_same(names, dict.fromkeys(map(plain_name, saved)), strict)
+        sizes = [(len(saved), len(state["param_groups"])), (len(names), len(optimizer.param_groups))]
+        if (strict or not is_named) and sizes[0] != sizes[1]:
+            has, needs = [f"{parameters} parameters in {groups} groups" for parameters, groups in sizes]
+            raise CheckpointError(f"the checkpoint has {has} and the optimizer has {needs}; build it as it was saved")
+        if not is_named:
             state = _renamed(state, dict(zip(saved, names, strict=True)))
+        elif not strict:
+            for group in state["param_groups"]:
+                group["params"] = [name for name in group["params"] if plain_name(name) in names]
+            for name in set(saved).difference(_names(state)):
+                state["state"].pop(name, None)
         to_load(catalog, optimizer, state, load_directly=True)
 
-    def _room_for(self, target: nn.Module | Optimizer, name: str, folder: Metadata) -> State:
+    def _room_for(self, target: nn.Module | Optimizer, name: str, folder: Metadata, strict: bool) -> State:
         """Returns the shards of a module; or memory for what a folder has of an optimizer, by names of parameters."""
         if isinstance(target, nn.Module):
-            return get_model_state_dict(target)
+            own, data = get_model_state_dict(target), folder.state_dict_metadata
+            saved = {str(path[0]): data[key] for key, (of, *path) in folder.planner_data.items() if of == name}
+            _require_same(own, saved, strict)
+            return own
         shards = {plain_name(path): each for path, each in Unit.named_members(self._module_of(target)).items()}
         room: State = {"state": {}, "param_groups": {}}
         for key, (of, *path) in folder.planner_data.items():
@@ -247,21 +258,23 @@ class _Sharding:
         if self.is_global_zero:
             torch.save(rest, path / META)
 
-    def _load(
-        self, path: str | Path, targets: Mapping[str, nn.Module | Optimizer], strict: bool, weights_only: bool | None
-    ) -> State:
+    def _shards(self, path: str | Path, targets: Targets, strict: bool) -> State:
+        """Returns shards in a folder, laid out as those of the `targets` that it has."""
+        folder = FileSystemReader(path).read_metadata()
+        found = targets.keys() & {name for name, *_ in folder.planner_data.values()}
+        shards = {name: self._room_for(targets[name], name, folder, strict) for name in targets if name in found}
+        if CURRENT in shards:  # beside the same model's averages
+            shards[CURRENT] = {name: value.clone() for name, value in shards[CURRENT].items()}
+        state_dict_loader.load(shards, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=not strict))
+        return shards
+
+    def _load(self, path: str | Path, targets: Targets, strict: bool, weights_only: bool | None) -> State:
         """Returns a checkpoint of either kind; of a folder, shards laid out as those of the `targets` that it has."""
         path = self.broadcast(path)
         if Path(path).is_dir():
             if not (Path(path) / META).exists():
                 raise NoCheckpointError(f"{path} has no {META}, so it is no whole checkpoint; choose another one")
-            folder = FileSystemReader(path).read_metadata()
-            has = {name for name, *_ in folder.planner_data.values()}
-            sharded = {name: self._room_for(each, name, folder) for name, each in targets.items() if name in has}
-            if CURRENT in sharded:  # beside the same model's averages
-                sharded[CURRENT] = {name: value.clone() for name, value in sharded[CURRENT].items()}
-            planner = DefaultLoadPlanner(allow_partial_load=not strict)
-            state_dict_loader.load(sharded, checkpoint_id=path, planner=planner)
+            sharded = self._shards(path, targets, strict)
             return {**torch.load(Path(path) / META, map_location="cpu", weights_only=weights_only), **sharded}
         if type(self.checkpoint_io) is fabric.plugins.TorchCheckpointIO and Path(path).is_file():
             # Mapped, so that the ranks of a host share one copy.
@@ -297,8 +310,6 @@ class SherdStrategy(_Sharding, pytorch.strategies.DDPStrategy):  # type: ignore[
         UnsupportedError: of the Trainer, if a callback averages weights in a copy of the unsharded model.
     """
 
-    restore_checkpoint_after_setup = True  # into shards
-
     @pytorch.strategies.DDPStrategy.precision_plugin.setter  # type: ignore[untyped-decorator]
     def precision_plugin(self, plugin: Any) -> None:
         pytorch.strategies.DDPStrategy.precision_plugin.fset(self, _with_ranks_that_agree(plugin))
@@ -308,8 +319,9 @@ class SherdStrategy(_Sharding, pytorch.strategies.DDPStrategy):  # type: ignore[
         with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
-    def setup(self, trainer: Any) -> None:
-        self.accelerator.setup(trainer)
+    def _set_up_model(self) -> bool:
+        """Shard the model, unless it is sharded. Returns whether the Trainer fits it."""
+        trainer = self.lightning_module.trainer
         for each in trainer.callbacks:
             if isinstance(each, pytorch.callbacks.WeightAveraging | pytorch.callbacks.StochasticWeightAveraging):
                 raise UnsupportedError(
@@ -321,7 +333,11 @@ class SherdStrategy(_Sharding, pytorch.strategies.DDPStrategy):  # type: ignore[
             model = self._layer_sync.apply(self.model) if is_fitting and self._layer_sync else self.model
             self.model = self.precision_plugin.convert_module(model)
             self._shard(self.model, self.precision_plugin.precision)
-        if is_fitting:
+        return bool(is_fitting)
+
+    def setup(self, trainer: Any) -> None:
+        self.accelerator.setup(trainer)
+        if self._set_up_model():
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
@@ -348,18 +364,33 @@ class SherdStrategy(_Sharding, pytorch.strategies.DDPStrategy):  # type: ignore[
         self._save_folder(filepath, sharded, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> State:
-        numbered = {f"optimizer_{at}": optimizer for at, optimizer in enumerate(self.optimizers)}
+        # As under DDP, states of the model and of callbacks are loaded first, then `on_fit_start` may give optimizers
+        # groups that a callback had added, and optimizers are loaded last.
+        self._set_up_model()
         # "state_dict" is ModelParallelStrategy's name for the model.
-        targets = {**dict.fromkeys((MODEL, "state_dict", CURRENT), self.model), **numbered}
-        checkpoint = self._load(checkpoint_path, targets, self.lightning_module.strict_loading, weights_only)
-        if "state_dict" not in checkpoint:
+        targets = dict.fromkeys((MODEL, "state_dict", CURRENT), self.model)
+        path = self.broadcast(checkpoint_path)
+        checkpoint = self._load(path, targets, self.lightning_module.strict_loading, weights_only)
+        if MODEL in checkpoint:
             checkpoint["state_dict"] = checkpoint.pop(MODEL)
-        states = [checkpoint.pop(name) for name in numbered if name in checkpoint]
-        return {**checkpoint, "optimizer_states": states} if states else checkpoint
+        if Path(path).is_dir():  # where optimizers find their states
+            names = {name for name, *_ in FileSystemReader(path).read_metadata().planner_data.values()}
+            checkpoint["optimizer_states"] = [path] * sum(name.startswith("optimizer_") for name in names)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        _load_module(self.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self._load_optimizer(optimizer, state)
+        states, strict = checkpoint["optimizer_states"], self.lightning_module.strict_loading
+        if len(states) != len(self.optimizers):
+            raise CheckpointError(
+                f"the checkpoint has {len(states)} optimizers, not {len(self.optimizers)}; make as many"
+            )
+        for at, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+            if not isinstance(state, dict):
+                (state,) = self._shards(state, {f"optimizer_{at}": optimizer}, strict).values()
+            self._load_optimizer(optimizer, state, strict)
 
     def teardown(self) -> None:
         # Shards stay on their device: the next `fit` or `test` goes on with them.
@@ -452,9 +483,11 @@ class SherdFabricStrategy(_Sharding, fabric.strategies.DDPStrategy):  # type: ig
     def _restored(self, target: Any, saved: Any, strict: bool) -> Any:
         """Load `saved` into `target`. Returns `target`, or `saved` if `target` is a plain value."""
         if isinstance(target, Optimizer):
-            self._load_optimizer(target, saved)
+            self._load_optimizer(target, saved, strict)
+        elif isinstance(target, nn.Module):
+            _load_module(target, saved, strict)
         elif hasattr(target, "load_state_dict"):
-            target.load_state_dict(saved, **({"strict": strict} if isinstance(target, nn.Module) else {}))
+            target.load_state_dict(saved)
         else:
             return saved
         return target
@@ -492,8 +525,13 @@ class EmaCallback(Callback):  # type: ignore[misc]
         self._applied = ExitStack()
         self._step = 0
 
+    def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+        if stage == "fit":
+            self.ema = None
+
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        self.ema = Ema(pl_module, self._decay, **self._options)
+        if self.ema is None:
+            self.ema = Ema(pl_module, self._decay, **self._options)
 
     def on_train_batch_end(self, trainer: Any, *args: object) -> None:
         if self.ema is not None and trainer.global_step > self._step:
@@ -536,11 +574,11 @@ class EmaCallback(Callback):  # type: ignore[misc]
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **averages}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: nn.Module, checkpoint: State) -> None:
-        if self.ema is None:
+        if trainer.state.fn != pytorch.trainer.states.TrainerFn.FITTING:
             return
         self.ema = Ema(pl_module, self._decay, **self._options)  # of what the strategy has loaded: the averages
         if CURRENT in checkpoint:
-            pl_module.load_state_dict(checkpoint[CURRENT], strict=trainer.lightning_module.strict_loading)
+            _load_module(pl_module, checkpoint[CURRENT], trainer.lightning_module.strict_loading)
 
 
 @contextmanager
@@ -576,6 +614,31 @@ def _modules_of_unit(owner: nn.Module) -> Iterator[nn.Module]:
     for child in owner.children():
         if Unit.of(child) is None:
             yield from _modules_of_unit(child)
+
+
+def _load_module(module: nn.Module, state: State, strict: bool) -> None:
+    """Load `state` into `module`. What torch says of names and shapes becomes one line."""
+    try:
+        module.load_state_dict(state, strict=strict)
+    except RuntimeError as error:
+        if not str(error).startswith("Error(s) in loading state_dict"):
+            raise
+        raise CheckpointError(f"{' '.join(str(error).split()).rstrip('.')}; {OTHERWISE}") from error
+
+
+def _require_same(own: State, saved: State, strict: bool) -> None:
+    """Raise `CheckpointError` if the metadata `saved` has other shapes than `own`, or, if `strict`, other names."""
+    other = []
+    for name, each in own.items():
+        size, shape = getattr(saved.get(name), "size", None), getattr(each, "shape", None)
+        if None not in (size, shape) and size != shape:
+            other.append(f"{name} of {size} in place of {shape}")
+    lacks = [name for name in own if name not in saved and strict]
+    more = [name for name in saved if name not in own and strict]
+    rows = (("has no", lacks), ("also has", more), ("has", other))
+    faults = [f"{words} {', '.join(names[:8])}{' and others' * (len(names) > 8)}" for words, names in rows if names]
+    if faults:
+        raise CheckpointError(f"the checkpoint {', '.join(faults)}; {OTHERWISE}")
 
 
 def _names(state: State) -> list[Any]:

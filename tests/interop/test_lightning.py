@@ -10,10 +10,14 @@ import io
 import itertools
 import logging
 import os
+import re
+import shutil
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +30,16 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import sherd
-from sherd.errors import ModuleError, NoCheckpointError, PolicyError, PolicyTypeError, StateError, UnsupportedError
+from sherd.errors import (
+    CheckpointError,
+    ModuleError,
+    NoCheckpointError,
+    OptimStateError,
+    PolicyError,
+    PolicyTypeError,
+    StateError,
+    UnsupportedError,
+)
 from tests.interop import clients
 from tests.support.comparing import assert_same, plain_name, whole_params
 from tests.support.refusals import one_line
@@ -273,6 +286,156 @@ def from_before(folder: str) -> None:
 @pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_before_its_first_step_and_of_optimizers_without_state(world, tmp_path):
     world(2).run(from_before, str(tmp_path))
+
+
+class Tuned(Module):
+    """A head that is trained from the start, and a backbone that a callback adds to the optimizer later."""
+
+    def __init__(self, net: Any = clients.Net) -> None:
+        super().__init__(lambda: nn.Linear(3, 3).double())
+        self.backbone = net()
+        with torch.no_grad():
+            self.net.weight.fill_(0.5 if net is clients.Net else 1.0)
+            self.net.bias.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(self.backbone(x))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-2)
+
+
+def tuned(folder: str, kind: str, layout: dict[str, Any], after: int | None = None) -> tuple[Any, ...]:
+    """Train three epochs, with the backbone from the second on; or go on `after` an epoch. Returns losses, weights."""
+    with begun():
+        strategy = DDPStrategy() if kind == "plain" else SherdStrategy(state_dict_type=kind, **layout)
+        adds = pytorch.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-3)
+        keeps = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+        given = {"callbacks": [adds] if after is not None else [adds, keeps], "enable_checkpointing": after is None}
+        module = Tuned(clients.Net if after is None else Unlike)
+        trainer = trainer_of(folder, strategy, max_epochs=3, **given)
+        trainer.fit(module, data(), ckpt_path=None if after is None else f"{folder}/epoch={after}.ckpt")
+        assert [len(group["params"]) for group in trainer.optimizers[0].param_groups] == [3, 8]
+        return module.seen, weights(module)
+
+
+@pytest.mark.slow
+@pytest.mark.pairs
+@pytest.mark.parametrize("saved", [*KINDS, "plain"])
+@pytest.mark.parametrize("loaded", KINDS)
+@pytest.mark.parametrize("num_ranks", [4, 2])
+@pytest.mark.parametrize("layout", LAYOUTS[:2])
+def test_groups_of_parameters_that_a_callback_has_added_are_there_when_a_run_is_resumed(
+    saved, loaded, num_ranks, layout, world, tmp_path
+):
+    # DDP does not reduce what is frozen when it begins, so it trains on one rank.
+    plain, plain_weights = world(1).run(tuned, str(tmp_path / "plain"), "plain", {})[0]
+    folder = tmp_path / saved
+    before = world(1 if saved == "plain" else 2).run(tuned, str(folder), saved, layout)
+    assert_close(
+        (of_all_ranks([seen for seen, _ in before]), before[0][1]), (torch.tensor(plain).double(), plain_weights)
+    )
+    for epoch in (0, 1):
+        # Not the run that went on: Lightning freezes the backbone anew, and adds its group without unfreezing it.
+        losses, expected = world(1).run(tuned, str(tmp_path / "plain"), "plain", {}, epoch)[0]
+        after = world(num_ranks).run(tuned, str(folder), loaded, layout, epoch)
+        assert_close(of_all_ranks([seen for seen, _ in after]), torch.tensor(losses).double())
+        assert_close([each for _, each in after], [expected] * num_ranks)
+
+
+class Other(Module):
+    """`Module` with a parameter that is renamed, missing, more or of another shape."""
+
+    def __init__(self, what: str, strict: bool) -> None:
+        super().__init__(Unlike)
+        self.strict_loading = strict
+        if what in ("renamed", "missing"):
+            del self.scale
+        if what in ("renamed", "more"):
+            self.scales = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        if what == "shape":
+            self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        used = [each for name, each in self.named_parameters() if name.startswith("scale")]
+        return sum(used, self(batch[0])).square().mean()
+
+    def test_step(self, batch: list[torch.Tensor], index: int) -> None:
+        self(batch[0])
+
+
+class Fewer(Module):
+    """The same parameters, of which the optimizer steps other ones, or in other groups."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.groups = groups
+
+    def configure_optimizers(self) -> Any:
+        parts = [list(self.net.parameters()), [self.scale]][: self.groups]
+        return torch.optim.AdamW([{"params": part} for part in parts], lr=1e-2)
+
+
+class Twice(Module):
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.SGD([self.scale], lr=0.1)]
+
+
+def of_other_models(folder: str, kind: str) -> None:
+    with begun():
+        module, path = Module(), f"{folder}/saved.ckpt"
+        trainer = trainer_of(folder, SherdStrategy(state_dict_type=kind), max_epochs=1)
+        trainer.fit(module, data())
+        trainer.save_checkpoint(path)
+        fabric = fabric_of(SherdFabricStrategy(state_dict_type=kind))
+        (saved, optimizer), values = fabric.setup(module, module.configure_optimizers()["optimizer"]), weights(module)
+        fabric.save(f"{folder}/fabric", {"model": saved, "optimizer": optimizer})
+        for what, words in {
+            "renamed": ("scales", "scale"),
+            "missing": ("scale",),
+            "more": ("scales",),
+            "shape": ("scale", "torch.Size([3])", "torch.Size([1])"),
+        }.items():
+            trainer = trainer_of(folder, SherdStrategy(), max_epochs=2)
+            said = one_line(CheckpointError, trainer.fit, Other(what, True), data(), ckpt_path=path)
+            assert all(word in said for word in (*words, "strict_loading=False")), (what, said)
+            state = {"model": fabric.setup(Other(what, True))}
+            assert words[0] in one_line(CheckpointError, fabric.load, f"{folder}/fabric", state)
+            loose, trainer = Other(what, False), trainer_of(folder, SherdStrategy(), max_epochs=1)
+            if what == "shape":
+                assert words[0] in one_line(CheckpointError, trainer.fit, loose, data(), ckpt_path=path)
+                continue
+            trainer.test(loose, data(), path, verbose=False)
+            common = [name for name in values if name.startswith("net")]
+            found = weights(loose)
+            assert_close([found[name] for name in common], [values[name] for name in common])
+            resumed, trainer = Other(what, False), trainer_of(folder, SherdStrategy(), max_epochs=2)
+            if kind == "full" and what != "renamed":  # a file has numbers of parameters, as any optimizer's state has
+                assert "parameters in 2 groups" in one_line(
+                    CheckpointError, trainer.fit, resumed, data(), None, None, path
+                )
+                continue
+            trainer.fit(resumed, data(), ckpt_path=path)
+            steps = [each["step"].item() for each in trainer.optimizers[0].state.values()]
+            assert sorted(set(steps)) == (
+                [8.0] if (kind, what) in (("full", "renamed"), ("sharded", "missing")) else [4.0, 8.0]
+            )
+        for other, words in (
+            (Fewer(1), "the optimizer has 8 parameters in 1 groups" if kind == "full" else "also has scale"),
+            (Fewer(2), "same shape as its parameter" if kind == "full" else "build the optimizer with the same groups"),
+            (Twice(), "has 1 optimizers, not 2; make as many"),
+        ):
+            trainer = trainer_of(folder, SherdStrategy(), max_epochs=2)
+            assert words in one_line((CheckpointError, OptimStateError), trainer.fit, other, data(), ckpt_path=path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused_or_its_common_names_are_taken(kind, world, tmp_path):
+    (tmp_path / kind).mkdir()
+    world(2).run(of_other_models, str(tmp_path / kind), kind)
 
 
 class OfTorch(Module):
@@ -563,6 +726,127 @@ def with_averages(folder: str) -> None:
 @pytest.mark.slow
 def test_averages_are_those_of_lightnings_callback_and_are_saved_and_resumed(world, tmp_path):
     world(2).run(with_averages, str(tmp_path))
+
+
+def by_word(folder: str, strategy: Any, callbacks: list[Any]) -> list[Any]:
+    """Train, then evaluate and predict with the best and the last checkpoint; the first epoch's is the best.
+
+    DDP does so with a new Trainer: Lightning's own averages are put aside by the one that has trained.
+    """
+    keeps = ModelCheckpoint(folder, monitor="validation", mode="max", save_top_k=2, save_last=True)
+    trainer = trainer_of(folder, strategy, callbacks=[*callbacks, keeps], enable_checkpointing=True)
+    module, given = Module(), {"verbose": False}
+    trainer.fit(module, data(), data())
+    figures: list[Any] = []
+    words = ["best", "last", "best"]
+    if isinstance(strategy, DDPStrategy) and not isinstance(strategy, SherdStrategy):
+        paths = {"best": keeps.best_model_path, "last": keeps.last_model_path}
+        words, trainer = [paths[word] for word in words], trainer_of(folder, DDPStrategy())
+    for word in words:
+        figures += trainer.validate(module, data(), word, **given) + trainer.test(module, data(), word, **given)
+        figures += [torch.cat(trainer.predict(module, data(), ckpt_path=word)), weights(module)]
+    assert figures[0]["validation"] > figures[4]["validation"]
+    return figures
+
+
+def by_words(folder: str, averages: bool) -> None:
+    with begun():
+        theirs = [pytorch.callbacks.EMAWeightAveraging(decay=0.5)] if averages else []
+        expected = by_word(f"{folder}/plain", DDPStrategy(), theirs)
+        for kind in KINDS:
+            ours = [EmaCallback(0.5)] if averages else []
+            assert_close(by_word(f"{folder}/{kind}", SherdStrategy(state_dict_type=kind), ours), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("averages", [True, False])
+def test_evaluations_take_the_best_and_the_last_checkpoint_by_these_words(averages, world, tmp_path):
+    world(2).run(by_words, str(tmp_path), averages)
+
+
+PROGRAM = """
+import os, signal, sys
+from datetime import timedelta
+import lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
+from sherd.interop.lightning import SherdStrategy
+from tests.interop.test_lightning import Module, data
+
+ends, kind, folder = sys.argv[1:]
+
+class Ending(Module):
+    def train_dataloader(self):
+        return data()
+
+    def training_step(self, batch, index):
+        if self.global_step == 5 and ends == "by an error" and self.global_rank == 1:
+            raise ValueError("a bad batch")
+        if self.global_step == 5 and ends == "by Ctrl-C":  # which all ranks get
+            self.trainer.strategy.barrier()
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().training_step(batch, index)
+
+    def on_train_start(self):
+        print("began at", self.global_step)
+
+strategy = SherdStrategy(state_dict_type=kind, timeout=timedelta(seconds=90))
+keeps = ModelCheckpoint(folder, every_n_train_steps=2, save_last=True)
+given = dict(precision="64-true", max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, callbacks=[keeps], **given)
+trainer.fit(Ending(), ckpt_path=None if ends.startswith("by") else "last")
+"""
+
+
+def program_that_ends(folder: Path, ends: str, kind: str) -> Any:
+    """Returns the code and the words of a program whose two ranks Lightning starts."""
+    root = Path(__file__).parent.parent.parent
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")
+    }
+    return subprocess.run(
+        [sys.executable, str(program), ends, kind, str(folder / "kept")],
+        env={**environment, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_ctrl_c_and_an_error_of_one_rank_end_all_ranks_and_the_last_checkpoint_goes_on(kind, tmp_path):
+    for ends in ("by Ctrl-C", "by an error"):
+        ended = program_that_ends(tmp_path, ends, kind)
+        assert ended.returncode in (1, -9), ended.stderr  # Lightning kills the ranks beside one that ends
+        if ends == "by an error":  # not the timeout's
+            assert "ValueError: a bad batch" in ended.stderr
+            assert re.search(r"CommError: .*rank 1 .* has left", ended.stderr), ended.stderr
+        resumed = program_that_ends(tmp_path, "goes on", kind)
+        assert (resumed.returncode, resumed.stdout.count("began at 4")) == (0, 2), resumed.stderr
+        shutil.rmtree(tmp_path / "kept")
+
+
+def test_a_strategy_is_made_of_a_config_as_lightnings_cli_does():
+    parser = pytest.importorskip("jsonargparse").ArgumentParser()
+    parser.add_argument("--strategy", type=pytorch.strategies.Strategy)
+    config = {
+        "class_path": "sherd.interop.lightning.SherdStrategy",
+        "init_args": {
+            "policy": ["tests.interop.clients.Block"],
+            "state_dict_type": "sharded",
+            "device_mesh": [2, 1],
+            "process_group_backend": "gloo",
+            "timeout": "0:05:00",
+        },
+        "dict_kwargs": {"reshard_after_forward": False, "on_touch": "error"},
+    }
+    made = parser.instantiate(parser.parse_object({"strategy": config})).strategy
+    assert isinstance(made, SherdStrategy)
+    assert str(made._policy) == "ModuleWrapPolicy({Block})"
+    assert (made.state_dict_type, made._shape, made._timeout) == ("sharded", (2, 1), timedelta(minutes=5))
+    assert made._given == config["dict_kwargs"]
 
 
 # What cannot be

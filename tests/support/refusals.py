@@ -8,7 +8,9 @@ from typing import Any
 NOTHING = "nothing was refused"
 
 
-def refusal(kind: type[Exception], action: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+def refusal(
+    kind: type[Exception] | tuple[type[Exception], ...], action: Callable[..., Any], *args: Any, **kwargs: Any
+) -> str:
     """Returns what `kind` says that `action(*args, **kwargs)` raises, so that one `assert` has the words and the row.
 
     Any other exception goes on; where nothing is raised, `NOTHING` is what is said.
@@ -20,7 +22,9 @@ def refusal(kind: type[Exception], action: Callable[..., Any], *args: Any, **kwa
     return NOTHING
 
 
-def one_line(kind: type[Exception], action: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+def one_line(
+    kind: type[Exception] | tuple[type[Exception], ...], action: Callable[..., Any], *args: Any, **kwargs: Any
+) -> str:
     """Returns the same, which has to be one line."""
     said = refusal(kind, action, *args, **kwargs)
     assert "\n" not in said, said
