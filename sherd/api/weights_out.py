@@ -90,15 +90,19 @@ def iter_full_parameters(
             no iteration; so the body of the loop must not communicate.
         changed_since: yield changes, and move this mark on. All ranks must give one.
         own_part: with a mark, yield the changes of this rank's own shards, without communication. A receiver needs the
-            deltas of all ranks, each rank's in order. Of elements on several ranks, the first of these yields changes.
+            deltas of all ranks, each rank's in order. Of elements on several ranks, the first of these yields changes,
+            as far as the meshes of parameters tell: replicas on separate meshes each yield theirs. What is not sharded
+            comes from the first rank of the widest mesh, or from rank 0 if there is no mesh.
 
     Returns:
         An iterator over pairs of a name and a tensor; with a mark, over `WeightDelta`s.
 
     Raises:
         StateError: the model is on the meta device, inside `sherd.unsharded`, or in the middle of a forward or
-            backward; from the loop: the model has run, its parameters were written, or the mark was used elsewhere.
-        UnsupportedError: `own_part` for a parameter that functions of its own put together; from the loop.
+            backward; from the loop: the model has run, its parameters were written, the mark was used elsewhere, or
+            the model no longer has a tensor, or its name, that was sent with this mark.
+        UnsupportedError: `own_part` for a parameter that functions of its own put together; with a mark, a quantized
+            parameter, which has no elements to compare; from the loop.
         CommError: a rank has died, or does not go on; from the loop.
         PolicyError, PolicyTypeError: an argument is out of range, or of another type.
     """

@@ -28,9 +28,10 @@ from sherd.checkpoint.tensor_bytes import in_buckets
 from sherd.comm.groups import group_of
 from sherd.comm.transport import Sizes
 from sherd.comm.transports import transport_of
-from sherd.errors import StateError, UnsupportedError
+from sherd.errors import StateError, UnsupportedError, in_short
 from sherd.layout.boxes import Box, start_of_run, whole
 from sherd.policy import CommPolicy
+from sherd.tensor.ragged import local_part
 
 Changed = tuple[torch.Tensor, torch.Tensor]
 """Positions in the flattened unsharded tensor, and the new values there; both 1-D."""
@@ -76,8 +77,15 @@ class WeightMark:
         """The mark that the last delta leads to, as "stream:number"."""
         return f"{self._stream}:{self._number}"
 
-    def _begin(self, part: int | None, names: Sequence[str]) -> str:
+    def _begin(self, tensors: FullTensors, part: int | None, names: Sequence[str]) -> str:
         """Begin a loop over `names`, of all ranks or of the rank `part`, and return its stream."""
+        for name in names:
+            _elements_of(name, local_part(tensors.by_name[name]))
+        if gone := set(map(without_wrappers, self._copies)) - set(map(without_wrappers, tensors.by_name)):
+            raise StateError(
+                f"iter_full_parameters(changed_since=...): the model no longer has {in_short(sorted(gone))}, or has it "
+                "under another name; call reset() of the mark, and make new receivers, which else keep old values"
+            )
         if not self._is_at_rest or part != self._part:
             self.reset()
         self._part, self._is_at_rest = part, False
@@ -99,19 +107,34 @@ class WeightMark:
         since = self.at
         self._number += 1
         positions, offsets = (where, ()) if isinstance(where, torch.Tensor) else (None, tuple(where))
-        return WeightDelta(without_wrappers(name), tuple(shape), since, self.at, values, positions, offsets, self._part)
+        plain, values = without_wrappers(name), _elements_of(name, values)
+        return WeightDelta(plain, tuple(shape), since, self.at, values, positions, offsets, self._part)
 
     def _changes(self, tensors: FullTensors, name: str) -> tuple[list[tuple[Box, torch.Tensor]], list[Changed] | None]:
         """Returns this rank's pieces of a tensor, and the changes of each, which count as sent from now on.
 
         None: everything, since these pieces, in this dtype, were not sent before.
         """
-        full, pieces = tensors.described[name], pieces_here(name, tensors.by_name[name])
+        full = tensors.described[name]
+        pieces = [(box, _elements_of(name, part)) for box, part in pieces_here(name, tensors.by_name[name])]
         layout, known = (full, tuple(box for box, _ in pieces)), self._copies.get(name)
         if known is None or known.layout != layout:
             self._copies[name] = _Copy(layout, tuple(_host_copy(part, full.dtype) for _, part in pieces))
             return pieces, None
         return pieces, [_changed(*piece, copy, full) for piece, copy in zip(pieces, known.values, strict=True)]
+
+
+def _elements_of(name: str, values: torch.Tensor) -> torch.Tensor:
+    """Returns `values` as a plain tensor. Raises UnsupportedError if their memory has not their shape and dtype."""
+    while flatten := getattr(values, "__tensor_flatten__", None):
+        inner = [getattr(values, attribute).detach() for attribute in flatten()[0]]
+        if [(each.shape, each.dtype) for each in inner] != [(values.shape, values.dtype)]:
+            raise UnsupportedError(
+                f"iter_full_parameters(changed_since=...): {name} is a {type(values).__name__}, which has no elements "
+                "to compare; leave changed_since out, or put the dequantized tensor in its place"
+            )
+        (values,) = inner
+    return values
 
 
 def _host_copy(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -170,15 +193,12 @@ def _is_made(tensors: FullTensors, name: str) -> bool:
 def own_changes(tensors: FullTensors, names: Sequence[str], mark: WeightMark, rank: int) -> Iterator[WeightDelta]:
     """Yields what has changed in this rank's shards of the tensors `names`, without communication.
 
-    Of elements that several ranks hold, the first of these ranks yields the changes.
-
-    Raises:
-        UnsupportedError: a user's function makes an unsharded parameter.
-        StateError: as `FullTensors.read`.
+    Of elements that several ranks hold, the first of these ranks yields the changes, as far as the meshes of the
+    model's tensors tell; a tensor without a mesh comes from the first rank of the widest of these meshes.
     """
-    stream = mark._begin(rank, names)
-    mesh = next((each.device_mesh for each in tensors.by_name.values() if isinstance(each, DTensor)), None)
-    is_first_of_model = rank == 0 if mesh is None else not any(mesh.get_coordinate() or ())
+    stream = mark._begin(tensors, rank, names)
+    meshes = [each.device_mesh.mesh for each in tensors.by_name.values() if isinstance(each, DTensor)]
+    widest = max(meshes, key=torch.Tensor.numel, default=torch.zeros(1))
     for name in names:
         tensors.require_readable()
         if _is_made(tensors, name):
@@ -187,10 +207,11 @@ def own_changes(tensors: FullTensors, names: Sequence[str], mark: WeightMark, ra
                 "its own; leave own_part out"
             )
         tensor, full = tensors.by_name[name], tensors.described[name]
-        is_sent = is_first_of_model
+        is_sent = rank == widest.flatten()[0]
         if isinstance(tensor, DTensor) and tensor.numel():
             places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=False)
-            is_sent = not any(at for placement, at in places if placement.is_replicate())
+            is_copy = any(at for placement, at in places if placement.is_replicate())
+            is_sent = not is_copy and not _is_later_slice(tensor.device_mesh.mesh, widest)
         pieces, changes = mark._changes(tensors, name) if is_sent else ([], None)
         for number, (box, part) in enumerate(pieces):
             where, values = (box.offsets, part) if changes is None else changes[number]
@@ -199,6 +220,17 @@ def own_changes(tensors: FullTensors, names: Sequence[str], mark: WeightMark, ra
             if changes is None or values.numel():
                 yield mark._delta(stream, name, full.shape, where, values)
     mark._end(stream)
+
+
+def _is_later_slice(mesh: torch.Tensor, widest: torch.Tensor) -> bool:
+    """Returns whether the ranks `mesh` are a slice of `widest` along some axes, but not the first of these slices.
+
+    A norm beside tensor-parallel weights on [[0, 1], [2, 3]] lies on [0, 2], and again on [1, 3], a later slice.
+    """
+    found = torch.isin(widest, mesh).nonzero()
+    is_fixed = (found == found[:1]).all(0).tolist()
+    numel = prod(size for size, fixed in zip(widest.shape, is_fixed, strict=True) if not fixed)
+    return mesh.ndim < widest.ndim and len(found) == mesh.numel() == numel and bool(found[0].any())
 
 
 # The changes of all ranks
@@ -210,11 +242,8 @@ def all_changes(
     """Yields what has changed in the tensors `names`, in order; nothing unless `shown`.
 
     All ranks must read the same names to their end, or stop behind the same name.
-
-    Raises:
-        StateError, CommError: as `FullTensors.read`.
     """
-    stream = mark._begin(None, names)
+    stream = mark._begin(tensors, None, names)
     for members in in_buckets(names, lambda name: tensors.described[name].nbytes, bucket_bytes):
         tensors.require_readable()
         joined = _joined(tensors, members, mark)

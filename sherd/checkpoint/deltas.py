@@ -122,7 +122,9 @@ class WeightReceiver:
             if target.is_contiguous():
                 bits_of(target.view(-1)).index_copy_(0, positions, bits_of(values))
             else:
-                target[torch.unravel_index(positions, target.shape)] = values
+                at = torch.unravel_index(positions, target.shape)
+                target, values = (each if each.itemsize == 16 else bits_of(each) for each in (target, values))
+                target[at] = values  # as bits: torch has no index_put of all dtypes
         if is_start:
             self._reached = {} if delta.part is None else {p: at for p, at in self._reached.items() if p is not None}
         self._reached[delta.part] = delta.until

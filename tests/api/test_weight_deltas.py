@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import sherd
 from bench.peak import live_bytes
 from sherd._torch import local_tensor
-from sherd.checkpoint.changes import _position_dtype, _positions, _Way
+from sherd.checkpoint.changes import _is_later_slice, _position_dtype, _positions, _Way
 from sherd.checkpoint.deltas import bits_of
 from sherd.checkpoint.full_tensors import Full
 from sherd.errors import ModuleError, PlacementError, PolicyError, PolicyTypeError, StateError, UnsupportedError
@@ -257,6 +257,37 @@ def test_each_element_comes_from_one_rank_where_each_sends_its_own_part():
         assert numels == {name: value.numel() for name, value in exported(model, buffers=True).items()}
 
 
+@pytest.mark.parametrize("placement", [None, sherd.Flat()])
+@on_processes(4)
+def test_norms_and_buffers_beside_tensor_parallel_weights_come_from_one_rank(placement):
+    mesh, model = named_mesh((2, 2), "dp", "tp"), Uniform()
+    model.norm = nn.BatchNorm1d(6)
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    sharded(model, mesh=mesh["dp"], placement=placement)
+    numels: dict[str, int] = {}
+    for delta in deltas_of(model, sherd.WeightMark(), own_part=True, buffers=True):
+        numels[delta.name] = numels.get(delta.name, 0) + delta.values.numel()
+    assert numels == {name: value.numel() for name, value in exported(model, buffers=True).items()}
+
+
+def test_only_slices_of_a_mesh_of_more_axes_are_copies():
+    widest = torch.arange(8).view(2, 2, 2)
+    for ranks, is_later in (
+        ([0, 2, 4, 6], False),  # the first slice
+        ([1, 3, 5, 7], True),
+        ([[1, 3], [5, 7]], True),
+        ([1, 7], False),  # no slice: other ranks need not hold the same
+        ([1, 3, 5], False),
+        ([8, 9], False),
+    ):
+        assert _is_later_slice(torch.tensor(ranks), widest) == is_later, ranks
+    assert not _is_later_slice(torch.tensor([2, 3]), torch.arange(4))
+    assert not _is_later_slice(torch.tensor([3]), torch.arange(4))  # an expert of one rank
+    assert not _is_later_slice(widest, widest)
+    assert _is_later_slice(torch.tensor([3]), torch.arange(4).view(1, 4))
+
+
 @on_processes(3)
 def test_rank_0_alone_and_in_host_memory():
     model, mark = model_in("flat"), sherd.WeightMark()
@@ -443,6 +474,68 @@ def test_a_model_that_is_sharded_otherwise_is_sent_as_a_whole():
 
 
 @on_processes(2)
+def test_a_tensor_that_is_gone_or_tied_is_named():
+    def tie(model: nn.Sequential) -> None:
+        model[1].weight = model[0].weight
+
+    def remove(model: nn.Sequential) -> None:
+        del model[1]
+
+    for front, modes in ((lambda model: model, MODES[:1]), (sherd.fully_shard, MODES)):
+        for act in (tie, remove):
+            for mode in modes:
+                made, mark = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)), sherd.WeightMark()
+                deltas_of(front(next(made)), mark, **mode)
+                changed = next(made)
+                act(changed)
+                front(changed)
+                with pytest.raises(StateError, match=r"no longer has .*1\.weight.*reset\(\) of the mark"):
+                    list(sherd.iter_full_parameters(changed, changed_since=mark, **mode))
+                mark.reset()
+                assert list(sherd.iter_full_parameters(changed, changed_since=mark, **mode)) or mode
+
+
+class Wrapped(torch.Tensor):
+    """A tensor of a wrapper class: `values`, times `scale` if there is one."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor | None = None) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+        self.values, self.scale = values, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values"] if self.scale is None else ["values", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default):
+            return cls(args[0].values, args[0].scale)
+        raise NotImplementedError(func)
+
+
+def test_a_wrapper_class_is_sent_by_its_elements_or_refused_by_name():
+    model = nn.Linear(4, 4, bias=False)
+    values = model.weight.detach().clone()
+    model.weight = nn.Parameter(Wrapped(values))
+    for mode in MODES:
+        mark, engine = sherd.WeightMark(), {"weight": torch.zeros(4, 4)}
+        receiver = sherd.WeightReceiver(engine)
+        for _ in range(2):
+            for delta in sherd.iter_full_parameters(model, changed_since=mark, **mode):
+                assert type(delta.values) is torch.Tensor
+                receiver.apply(delta)
+            assert torch.equal(engine["weight"], values)
+            values[0, 1] += 1
+    for quantized in (Wrapped(values, torch.ones(1)), Wrapped(values.to(torch.int8))):
+        model.weight = nn.Parameter(quantized, requires_grad=False)
+        for mode in MODES:
+            with pytest.raises(UnsupportedError, match="weight is a Wrapped, which has no elements to compare"):
+                list(sherd.iter_full_parameters(model, changed_since=sherd.WeightMark(), **mode))
+
+
+@on_processes(2)
 def test_a_model_in_use_or_written_in_the_loop_is_refused():
     model, mark = model_in("rows"), sherd.WeightMark()
     optimizer = optimizer_of(model)
@@ -491,6 +584,16 @@ def test_a_receiver_writes_modules_views_and_other_dtypes():
         assert torch.equal(fused[11, ::2].float(), model.bias)
         change(model, 5)
     assert int(fused.count_nonzero()) <= 6 * 4 + 4
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.bfloat16, torch.complex128])
+def test_a_receiver_writes_elements_that_are_not_side_by_side(dtype):
+    memory, mark = torch.zeros(4, 6).to(dtype), "a:0"
+    delta = sherd.WeightDelta("w", (4, 3), mark, "a:1", torch.tensor([3, 1]).to(dtype), torch.tensor([7, 2]))
+    sherd.WeightReceiver({"w": memory[:, ::2]}).apply(delta)
+    expected = torch.zeros(4, 6)
+    expected[2, 2], expected[0, 4] = 3, 1
+    assert torch.equal(memory.to(torch.complex64), expected.to(torch.complex64))
 
 
 @on_threads(1)
