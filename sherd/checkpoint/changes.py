@@ -193,8 +193,7 @@ def _is_made(tensors: FullTensors, name: str) -> bool:
 def own_changes(tensors: FullTensors, names: Sequence[str], mark: WeightMark, rank: int) -> Iterator[WeightDelta]:
     """Yields what has changed in this rank's shards of the tensors `names`, without communication.
 
-    Of elements that several ranks hold, the first of these ranks yields the changes, as far as the meshes of the
-    model's tensors tell; a tensor without a mesh comes from the first rank of the widest of these meshes.
+    Of elements on several ranks, the first rank yields the changes, as far as the meshes of the model's tensors tell.
     """
     stream = mark._begin(tensors, rank, names)
     meshes = [each.device_mesh.mesh for each in tensors.by_name.values() if isinstance(each, DTensor)]
