@@ -96,6 +96,8 @@ class Search:
         """Returns True if another job has saved that step anew since it was chosen."""
         try:
             return read_manifest(self.folder_of(chosen.step)).save_id != chosen.save_id
+        except StorageError:
+            raise
         except CheckpointError:
             return False
 

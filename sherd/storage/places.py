@@ -108,6 +108,17 @@ class Place(ABC):
         return bytes(content)
 
 
+def mode_of(path: Path) -> int:
+    """Returns the mode of the file or folder at `path`; 0: there is none. Raises OSError if nobody can tell now."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        nearest = next((each for each in (path, *path.parents) if os.path.lexists(each)), path)
+        if not nearest.exists():
+            raise OSError(errno.ENXIO, "this link leads to nothing; mount its storage", str(nearest)) from None
+        return 0
+
+
 def says_absent(error: OSError) -> bool:
     """Returns True if the error means that there is no such file. After any other error the file may be whole."""
     return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
@@ -178,6 +189,7 @@ class Disk(Place):
             with os.scandir(self.path) as entries:
                 return [entry.name for entry in entries if not entry.is_symlink()]
         except (FileNotFoundError, NotADirectoryError):
+            mode_of(self.path)
             return []
 
     def write(self, name: str, chunks: Chunks) -> None:

@@ -109,13 +109,26 @@ class Saver:
         if self._best is not None:
             self.settle()
         # Rank 0 decides for all: it alone is sure to read what it has written.
-        if not on_rank_0(lambda: best.beats(read_best(self.place), self.place)):
+        if not on_rank_0(lambda: self._is_best(best)):
             return
         if self.saved < best.step:
             self.save(best.step, config)
         self._best = best
         if self._saving is None:
             self._name_best()
+
+    def best(self) -> Best | None:
+        """Returns the best checkpoint, as far as it is known."""
+        with contextlib.suppress(OSError):
+            return read_best(self.place)
+        return None
+
+    def _is_best(self, best: Best) -> bool:
+        try:
+            return best.beats(read_best(self.place), self.place)
+        except (OSError, CheckpointError) as error:  # a worse one must not take the place of one that cannot be read
+            self._report.say(f"note   step {best.step} is not compared with the best so far: {error}")
+            return False
 
     def _tell(self, path: str) -> None:
         self._report.write("checkpoint", step=self.saved, path=path)
@@ -152,8 +165,8 @@ def facts(config: Config, text: str, parameters: str, samples: int) -> dict[str,
 
 def clear(place: Place, keep: int, step: int) -> None:
     """Drop all checkpoints up to `step` but the last `keep`, and the best. What fails is left to the next time."""
-    best = read_best(place)
     with contextlib.suppress(OSError, CheckpointError):
+        best = read_best(place)
         Folder(place).prune(keep, keep=() if best is None else (best.step,), upto=step)
 
 

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from pathlib import Path
 from sherd.errors import CheckpointError
 from sherd.storage.folder import Folder
 from sherd.storage.manifest import MANIFEST
-from sherd.storage.places import PART
+from sherd.storage.places import PART, mode_of
 from sherd.train.config import Config, InputError
 from sherd.train.saved import CHECKPOINTS, Checkpoint, NoCheckpoint, newest, newest_in, place_in, read_best, whole
 
@@ -68,10 +69,10 @@ class RunFolder:
 
     def drop_if_empty(self) -> None:
         """Remove the folder, if this run has made it and nothing of worth has come into it; and `runs`, if empty."""
-        if self.made and is_free(self.path):
-            _remove(self.path)
-            if self.path.parent == RUNS:
-                with contextlib.suppress(OSError):  # other runs are there
+        with contextlib.suppress(OSError, InputError):  # it cannot be read, or other runs are there
+            if self.made and is_free(self.path):
+                _remove(self.path)
+                if self.path.parent == RUNS:
                     RUNS.rmdir()
 
 
@@ -97,7 +98,7 @@ def claim(config: Config) -> RunFolder:
 
 def _made(out: Path) -> bool:
     """Make the folder `out`; returns whether it was not there."""
-    was_there = out.is_dir()
+    was_there = mode_of(out)
     out.mkdir(parents=True, exist_ok=True)
     return not was_there
 
@@ -119,13 +120,10 @@ def _numbered() -> RunFolder:
 
 
 def _drop_what_a_start_left(out: Path) -> None:
-    if (out / LOCK).exists() and is_free(out):
-        try:
-            folder = _locked(out, made=True)
-        except (InputError, OSError):
-            return  # it is starting now
-        with folder:
-            folder.drop_if_empty()
+    with contextlib.suppress(InputError, OSError):  # it is starting now, or cannot be read
+        if mode_of(out / LOCK) and is_free(out):
+            with _locked(out, made=True) as folder:
+                folder.drop_if_empty()
 
 
 def _locked(out: Path, made: bool) -> RunFolder:
@@ -178,20 +176,27 @@ def is_free(out: Path) -> bool:
 
     That is the lock, marks, checkpoints never finished, the name of the place for checkpoints, and metrics without a
     step.
+
+    Raises:
+        InputError: it cannot be read now.
     """
-    return not out.exists() or (out.is_dir() and all(_is_of_a_start(path) for path in out.iterdir()))
+    try:
+        mode = mode_of(out)
+        return not mode or (stat.S_ISDIR(mode) and all(_is_of_a_start(path) for path in out.iterdir()))
+    except OSError as error:
+        raise InputError(f"{out} cannot be read: {error}; choose another --out") from error
 
 
 def _is_of_a_start(path: Path) -> bool:
     if path.name == CHECKPOINTS:
-        return path.is_file() or all(_was_never_finished(each) for each in path.iterdir())
+        return stat.S_ISREG(mode_of(path)) or all(_was_never_finished(each) for each in path.iterdir())
     if path.name == "metrics.jsonl":
         return path.stat().st_size < _METRICS_OF_A_START and '"event": "step"' not in path.read_text(errors="replace")
     return path.name == LOCK or path.name.startswith(".seen-")
 
 
 def _was_never_finished(path: Path) -> bool:
-    return path.name == LOCK or (path.name.startswith("step-") and not (path / MANIFEST).exists())
+    return path.name == LOCK or (path.name.startswith("step-") and not mode_of(path / MANIFEST))
 
 
 def _remove(out: Path) -> None:
@@ -253,7 +258,10 @@ def pick(run: str | None, best: bool) -> Checkpoint:
         raise InputError(f"{named} holds no checkpoint{why}; name a run's folder, or a checkpoint's")
     if not best:
         return found
-    named_best = read_best(place)
+    try:
+        named_best = read_best(place)
+    except OSError as error:
+        raise InputError(f"the best of {named} cannot be read: {error}") from error
     if named_best is None:
         raise InputError(
             f"{named} has kept no best checkpoint: run.keep_best or run.save_every was off, or nothing was judged "

@@ -31,7 +31,7 @@ from sherd.train.passes import Batch, passes
 from sherd.train.ranks import on_rank_0
 from sherd.train.report import Silent, peak_memory
 from sherd.train.sampling import Draw, continued, readable
-from sherd.train.saved import Best, Checkpoint, place_in, read_best
+from sherd.train.saved import Best, Checkpoint, place_in
 from sherd.train.text import Corpus
 
 __all__ = ["StepFigures", "Trainer", "introduce", "learning_rate", "lzma_bits", "train"]
@@ -353,7 +353,7 @@ def _finish(trainer: Trainer, saver: Saver, out: Path, report: Silent) -> None:
     else:
         report.say(f"lzma      {packed:.3f} bits per byte, for the same bytes compressed alone (preset 9 extreme)")
     report.finish(sample, packed)
-    folder, best = Folder(saver.place), on_rank_0(lambda: read_best(saver.place))
+    folder, best = Folder(saver.place), on_rank_0(saver.best)
     better = f"; the best by then is {folder.folder_of(best.step)}" if best and best.step != trainer.done else ""
     report.say(f"model     {folder.folder_of(trainer.done)}{better}")
     report.say(f'try       sherd generate {shlex.quote(str(out))} --prompt "def " --tokens 200')

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -21,7 +22,7 @@ from sherd.errors import CheckpointError, StorageError
 from sherd.storage.files import Opened
 from sherd.storage.folder import BRING_BACK, Folder, FoundCheckpoint, checked
 from sherd.storage.manifest import FORMAT, MANIFEST, Manifest
-from sherd.storage.places import Disk, Place, place_of
+from sherd.storage.places import Disk, Place, mode_of, place_of, says_absent
 from sherd.train.config import FREE, Config, InputError
 
 __all__ = [
@@ -132,13 +133,15 @@ def place_in(out: Path, named: str | None = None) -> Place:
         named: `run.checkpoints`, if it is known; None: as the run in `out` has it.
 
     Raises:
-        InputError: a package for this kind of URL is missing.
+        InputError: a package for this kind of URL is missing, or what the run in `out` has cannot be read.
     """
     path = out / CHECKPOINTS
-    if named is None:
-        named = path.read_text().strip() if path.is_file() else ""
     try:
+        if named is None and stat.S_ISREG(mode_of(path)) and not (named := path.read_text().strip()):
+            raise InputError(f"{path} is damaged: it names no place; name it again by run.checkpoints")
         return place_of(named) if named else Disk(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
     except CheckpointError as error:
         raise InputError(f"run.checkpoints = {named!r} cannot be used: {error}") from error
 
@@ -281,11 +284,17 @@ class Best:
 
 
 def read_best(place: Place) -> Best | None:
-    """Returns the best of the checkpoints in `place`; None if none was named, or the file is damaged."""
+    """Returns the best of the checkpoints in `place`; None if none was named, or the file is damaged.
+
+    Raises:
+        OSError: the file cannot be read now.
+    """
     try:
         values = json.loads(place.read(NAME))
         return Best(**{f.name: values[f.name] for f in fields(Best)})
-    except (OSError, EOFError, ValueError, KeyError, TypeError):
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, OSError) and not says_absent(error):
+            raise
         return None
 
 

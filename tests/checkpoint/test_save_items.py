@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import sherd
-from sherd.checkpoint import writing
+from sherd.checkpoint import restoring, writing
 from sherd.errors import (
     CheckpointError,
     CommError,
@@ -24,6 +25,7 @@ from sherd.errors import (
     PolicyError,
     PolicyTypeError,
     StateError,
+    StorageError,
 )
 from sherd.storage.files import Opened
 from sherd.storage.manifest import signed
@@ -208,6 +210,16 @@ def test_a_run_begins_anew_where_no_save_has_ended_and_not_where_all_checkpoints
         sherd.load(tmp_path / "other", {"value": torch.ones(3)})
     manifest.unlink()
     with pytest.raises(NoCheckpointError, match=r"step 1: .*manifest.json is missing.*begin anew"):
+        sherd.load(tmp_path, {"value": torch.ones(3)})
+
+
+def test_no_older_checkpoint_is_loaded_while_nobody_can_tell_whether_a_damaged_one_was_replaced(tmp_path, monkeypatch):
+    for step in (1, 2):
+        sherd.save(tmp_path, {"value": torch.ones(3)}, step=step)
+    (file,) = (tmp_path / "step-00000002").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    monkeypatch.setattr(restoring, "read_manifest", mock.Mock(side_effect=StorageError("it does not answer")))
+    with pytest.raises(StorageError, match="it does not answer"):
         sherd.load(tmp_path, {"value": torch.ones(3)})
 
 

@@ -1,6 +1,8 @@
 """The commands do what they say, with exit codes, one line for what cannot be, and JSON."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from sherd.cli.main import main
 from sherd.layout.boxes import Grid, GridCut
 from sherd.storage import places
 from sherd.storage.manifest import MANIFEST, signed
+from sherd.tools.convert import of_sherd
 from sherd.tools.convert.formats import open_source
 from tests.interchange.checkpoints import bytes_of, put
 from tests.interchange.test_round_trips import everything
@@ -231,6 +234,29 @@ def test_what_cannot_be_is_told_in_one_line(tmp_path, monkeypatch, run):
         assert err.count("\n") == 1, words
         assert told in err, words
     assert sorted(each.name for each in tmp_path.iterdir()) == ["x.pt", "x.txt"]
+
+
+def test_no_older_checkpoint_is_taken_and_no_format_ruled_out_where_files_cannot_be_read(tmp_path, monkeypatch):
+    for step in (1, 2):
+        sherd.save(tmp_path / "a", {"value": torch.ones(3)}, step=step)
+    cannot_be_read(monkeypatch, "stat", tmp_path / "a" / "step-00000002" / MANIFEST)
+    with pytest.raises(OSError, match="Permission denied"):
+        of_sherd.folder_of(tmp_path / "a")
+    cannot_be_read(monkeypatch, "scandir", tmp_path / "a")
+    with pytest.raises(OSError, match="Permission denied"):
+        open_source(tmp_path / "a")
+
+
+def cannot_be_read(monkeypatch, function, wrong):
+    """Let the `function` of os fail for the path `wrong`."""
+    real = getattr(os, function)
+
+    def failing(path, *args, **options):
+        if not isinstance(path, int) and Path(path) == wrong:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, function, failing)
 
 
 def test_a_disk_that_cannot_be_written_to_has_its_own_code(tmp_path, run, monkeypatch):

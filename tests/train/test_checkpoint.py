@@ -20,7 +20,7 @@ from sherd.train.checkpoint import NotSaved, Saver, facts
 from sherd.train.config import Config, InputError
 from sherd.train.folder import sweep
 from sherd.train.report import Silent
-from sherd.train.saved import Checkpoint, newest, place_in
+from sherd.train.saved import Best, Checkpoint, newest, place_in, read_best, write_best
 from tests.support.refusals import one_line, refusal
 
 DATA = file_name("0a", 0)
@@ -156,6 +156,30 @@ def test_only_the_last_whole_checkpoints_are_kept(tmp_path):
     break_it(put(tmp_path, 7), "no manifest")
     finish(tmp_path, 6, keep=1)
     assert newest(tmp_path).step == 6, "a later half-written one has pushed out a whole one"
+
+
+def test_the_best_checkpoint_stays_and_stays_the_best_while_its_name_cannot_be_read(threads, tmp_path, monkeypatch):
+    for step in range(1, 4):
+        put(tmp_path, step)
+    place, best, judged_later = place_in(tmp_path), Best(1, 0.5, "j"), Best(3, 0.9, "j")
+    assert write_best(place, best) is None
+    read = Disk.read
+
+    def fails(place, name):
+        if name == "best.json":
+            raise OSError(errno.EIO, "Input/output error")
+        return read(place, name)
+
+    def keep():
+        saver(tmp_path, *small()).keep_best(judged_later, choice())
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Disk, "read", fails)
+        checkpoint.clear(place, 1, 3)
+        threads(1).run(keep)
+    assert read_best(place) == best
+    checkpoint.clear(place, 1, 3)
+    assert names(tmp_path) == ["best.json", "step-00000001", "step-00000003"]
 
 
 # On two ranks

@@ -1,5 +1,6 @@
 """One run at a time has a folder, the right one is resumed, and nothing is left that nobody can go on from."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -7,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import sherd
+from sherd.errors import StorageError
 from sherd.train import folder
 from sherd.train.config import Config, InputError
 from sherd.train.folder import HELD, claim, is_free, last_run, sweep
-from sherd.train.saved import newest
+from sherd.train.saved import NoCheckpoint, newest
 from sherd.train.text import read_corpus
 from tests.support.commands import refusal
 from tests.train.test_checkpoint import DATA, break_it, names, put
@@ -196,3 +199,52 @@ def test_a_run_that_leaves_nothing_leaves_no_folder_of_runs(capsys):
     assert not Path("runs").exists()
     assert "model.hf = 'absent.json' is no file" in refusal(capsys, "train", "model.hf=absent.json")
     assert not Path("runs").exists()
+
+
+# Storage that fails
+
+
+def fails_at(monkeypatch, name):
+    """Let all calls for files called `name` fail, as on storage that does not answer."""
+    for function in ("stat", "open"):
+        real = getattr(os, function)
+
+        def failing(path, *args, real=real, **options):
+            if not isinstance(path, int) and Path(path).name == name:
+                raise OSError(errno.EIO, "Input/output error", str(path))
+            return real(path, *args, **options)
+
+        monkeypatch.setattr(os, function, failing)
+
+
+def test_a_run_whose_files_cannot_be_read_is_neither_begun_anew_nor_removed(monkeypatch):
+    (put(Path("runs/1"), 3).parent / "latest").unlink()
+    Path("runs/1/.lock").touch()
+    with monkeypatch.context() as broken:
+        fails_at(broken, "manifest.json")
+        with pytest.raises(InputError, match=r"runs/1 cannot be read: .*Input/output error"):
+            is_free(Path("runs/1"))
+        claim(Config()).close()
+        folder.RunFolder(Path("runs/1"), 0, made=True).drop_if_empty()
+    assert newest(Path("runs/1")).step == 3
+
+
+def test_a_place_of_checkpoints_that_is_not_to_be_had_now_is_no_empty_one(monkeypatch):
+    kept = put(Path("run"), 3).parent
+    kept.rename("unmounted")
+    kept.symlink_to("elsewhere")
+    wrong = [(kept, "run/checkpoints cannot be read: .*this link leads to nothing")]
+    for name, text in (("empty", ""), ("failing", "unmounted\n")):
+        Path(name).mkdir()
+        (Path(name) / "checkpoints").write_text(text)
+        wrong.append((Path(name) / "checkpoints", f"{name}/checkpoints (is damaged|cannot be read)"))
+    for path, why in wrong:
+        with monkeypatch.context() as broken:
+            if path.parent.name == "failing":
+                fails_at(broken, "checkpoints")
+            with pytest.raises(InputError, match=why) as raised:
+                newest(path.parent)
+        assert not isinstance(raised.value, NoCheckpoint), "--resume-or-start would begin anew"
+    assert newest(Path("failing")).step == 3
+    with pytest.raises(StorageError, match="link leads to nothing"):
+        sherd.load("run/checkpoints/of_mine", {"value": 0})

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sherd.errors import CheckpointError
 from sherd.storage.manifest import MANIFEST
+from sherd.storage.places import mode_of
 from sherd.tools.convert import of_dcp, of_deepspeed, of_hf, of_sherd, of_torch, of_universal
 from sherd.tools.convert.contents import MOST_BYTES, NamedTensor, Progress, Sink, Source, chunks_of
 from sherd.tools.convert.mapped import Mapped
@@ -58,8 +59,8 @@ FORMATS: Mapping[str, Format] = {
 
 def format_at(path: Path) -> str:
     """Returns the name of the format of the checkpoint at `path`. Raises CheckpointError if it is not known."""
-    if not path.exists():
-        raise CheckpointError(f"{path} is not there")
+    if path.is_dir():
+        os.scandir(path).close()  # `glob` takes a folder that cannot be read for an empty one
     name = next((name for name, format in FORMATS.items() if format.is_at(path)), None)
     if name is None:
         raise CheckpointError(f"{path} is no checkpoint of a known format; name one of {', '.join(FORMATS)}")
@@ -67,8 +68,8 @@ def format_at(path: Path) -> str:
 
 
 def open_source(path: Path, format: str | None = None) -> Source:
-    """Returns the checkpoint at `path`, open for reading. Raises CheckpointError."""
-    if not path.exists():
+    """Returns the checkpoint at `path`, open for reading. Raises CheckpointError, and OSError if it cannot be read."""
+    if not mode_of(path):
         raise CheckpointError(f"{path} is not there")
     return FORMATS[format or format_at(path)].read(path)
 

@@ -86,7 +86,7 @@ def folder_of(path: Path, files: str = MODEL_FILES, latest: str = _LATEST) -> Pa
         return path
     try:
         named = read_file(path / latest)[:200].decode().strip()
-    except (OSError, ValueError, CheckpointError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, CheckpointError):
         return None
     below = path / named
     return below if named not in ("", "..") and "/" not in named and any(below.glob(files)) else None

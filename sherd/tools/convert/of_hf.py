@@ -16,7 +16,7 @@ from sherd.checkpoint.tensor_bytes import DTYPES, in_buckets
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import Box, overlapping
 from sherd.storage.files import Content, write_file
-from sherd.storage.places import Disk, Readable, read_file
+from sherd.storage.places import Disk, Readable, mode_of, read_file
 from sherd.storage.safetensors import Stored, header_length, nbytes_of, parsed, read_json
 from sherd.tools.convert.contents import (
     MODEL,
@@ -120,12 +120,14 @@ def _files(path: Path) -> dict[Path, set[str] | None]:
     if path.is_file() and not path.name.endswith(".json"):
         return {path: None}
     index = path if path.is_file() else path / INDEX
-    if not index.exists():
+    if not mode_of(index):
         alone = path / ONE
+        if mode_of(alone):
+            return {alone: None}
         others = sorted(path.glob("*.safetensors"))
-        if not alone.exists() and not others:
+        if not others:
             raise CheckpointError(f"{path} has neither {INDEX} nor {ONE}")
-        return {alone: None} if alone.exists() else dict.fromkeys(others)
+        return dict.fromkeys(others)
     try:
         fields = read_json(read_file(index, _MOST_BESIDE), str(index))
     except OSError as error:

@@ -18,7 +18,7 @@ from sherd.layout.boxes import Box, Grid
 from sherd.storage.files import Content, Opened, write_file
 from sherd.storage.folder import Folder, file_name
 from sherd.storage.manifest import MANIFEST, Entry, File, Manifest
-from sherd.storage.places import place_of
+from sherd.storage.places import mode_of, place_of
 from sherd.tools.convert.contents import Contents, Read, Source, Spec
 
 FORMAT = "sherd"
@@ -74,9 +74,9 @@ class SherdSource(Source):
 
 def folder_of(path: Path) -> Path:
     """Returns the folder of a checkpoint: `path`, or the last step's below it. Raises CheckpointError."""
-    if (path / MANIFEST).exists() or _STEP.fullmatch(path.name):
+    if mode_of(path / MANIFEST) or _STEP.fullmatch(path.name):
         return path
-    steps = [step for step in path.glob("step-*") if _STEP.fullmatch(step.name) and (step / MANIFEST).exists()]
+    steps = [step for step in path.iterdir() if _STEP.fullmatch(step.name) and mode_of(step / MANIFEST)]
     if not steps:
         raise CheckpointError(f"{path} holds no checkpoint of sherd: neither {MANIFEST} nor step-00000000/{MANIFEST}")
     return max(steps, key=lambda step: int(step.name.removeprefix("step-")))

@@ -24,7 +24,7 @@ import torch
 
 from sherd.checkpoint.tensor_bytes import CHUNK_BYTES, DTYPES, memory_of
 from sherd.errors import CheckpointError, in_short
-from sherd.storage.places import Disk, Readable
+from sherd.storage.places import Disk, Readable, mode_of
 from sherd.tools.convert.contents import Contents, Read, Reshaped, Source, Spec
 from sherd.tools.convert.of_deepspeed import MODEL_FILE, MODEL_FILES, Wrong, add_model, folder_of, reading
 from sherd.tools.convert.of_torch import Strided, TorchFile, save_file
@@ -114,7 +114,7 @@ def _with_settings(
     file: Path, state: dict[str, dict[str, Any]], listed: Sequence[Mapping[str, Any]], notes: list[str]
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Returns the states with the steps in the optimizer's file, and the groups with names instead of numbers."""
-    if not file.exists() or not listed:
+    if not mode_of(file) or not listed:
         notes.append("an optimizer's settings are left out: no file says which parameters they are of")
         return state, []
     common = TorchFile(_Rested(file), stubs=("deepspeed",)).tree
