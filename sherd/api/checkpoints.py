@@ -295,7 +295,8 @@ def load(
         require_int("load(step={})", step, 0)
     own = items_of(items, strict)
     of_step = "the newest step" if step is None else f"step {step}"
-    ranks, place = Ranks(group, f"loads {', '.join(map(repr, items))} of {of_step}"), place_of(folder)
+    how = "" if strict else " with strict=False"
+    ranks, place = Ranks(group, f"loads {', '.join(map(repr, items))} of {of_step}{how}"), place_of(folder)
     _last.wait()
     with contextlib.ExitStack() as lock:
         ranks.each(lambda: lock.enter_context(locked_to_read(folder)), f"the look for a checkpoint in {place}")

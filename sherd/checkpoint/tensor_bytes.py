@@ -54,8 +54,8 @@ def dtype_name(dtype: torch.dtype, name: str) -> str:
 def require_bytes(tensor: torch.Tensor, name: str) -> None:
     """Raises CheckpointError unless the elements of the tensor `name` are the bytes of its memory."""
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    if local.layout != torch.strided or local.is_quantized:
-        raise CheckpointError(f"{name} is sparse or quantized, which checkpoints do not hold; make it dense")
+    if local.layout != torch.strided or local.is_quantized or local.is_nested:
+        raise CheckpointError(f"{name} is sparse, nested or quantized, which checkpoints do not hold; make it dense")
     if local.is_meta:
         raise CheckpointError(f"{name} is on the meta device; give it memory and values first")
     subclass = type(local)
@@ -108,7 +108,7 @@ def read_into(opened: Opened, name: str, part: Box, target: torch.Tensor, most_b
             continue  # a piece without elements
         if target.dtype == dtype and target.device.type == "cpu":
             first, place = start_of_run(piece, shared), target[shared.within(part)]
-            if first is not None and place.is_contiguous():
+            if first is not None and place.is_contiguous() and not (place.is_conj() or place.is_neg()):
                 # Contiguous in the file and in memory: the bytes go straight to where they belong.
                 file.bytes.read_into(stored.start + first * dtype.itemsize, memory_of(place))
                 continue

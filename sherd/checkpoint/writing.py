@@ -127,12 +127,25 @@ def _require_same_copies(tensors: Tensors, parties: Sequence[Party], ranks: Rank
     """Compare parameters that ranks hold in different ways, as norms under tensor parallelism.
 
     Raises:
-        CheckpointError: they have other shapes, or elements further apart than rounding brings copies of one tensor.
+        CheckpointError: they have other shapes, or elements further apart than rounding brings copies of one tensor; or
+            a rank of a tensor's mesh has no piece of it.
     """
-    variants: dict[str, set[tuple[object, ...]]] = {}
+    variants: dict[str, dict[tuple[object, ...], set[int]]] = {}
     for party in parties:
         for name, tensor in party.tensors.items():
-            variants.setdefault(name, set()).update([tensor.variant] if tensor.copies else [])
+            if tensor.copies is None:
+                continue
+            holders = variants.setdefault(name, {}).setdefault(tensor.variant, set())
+            holders.update(party.ranks)
+    for party in parties:
+        for name, tensor in party.tensors.items():
+            others = set(tensor.copies.files) - variants[name][tensor.variant] if tensor.copies else ()
+            if others:
+                here, there = (ranks.numbers[rank] for rank in (party.ranks[0], min(others)))
+                raise CheckpointError(
+                    f"{name} is {tensor.dtype} {tensor.shape} on rank {here}, and another tensor or none on rank "
+                    f"{there}, which holds a part of it; make the model and the optimizer alike on all ranks"
+                )
     several = [name for name, of_name in variants.items() if len(of_name) > 1]
     parameters = {name: held for name in several if isinstance(held := tensors.get(name), nn.Parameter)}
 

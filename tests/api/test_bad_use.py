@@ -116,6 +116,20 @@ def test_a_sharded_model_is_not_called_with_values_from_outside():
 
 
 @on_threads(1)
+@pytest.mark.filterwarnings("ignore:.*(beta state|nested tensors is in prototype|quantize_per_tensor)")
+def test_a_parameter_without_memory_that_can_be_cut_is_refused_before_anything_changes():
+    for kind, value in {
+        "sparse": torch.eye(3).to_sparse(),
+        "compressed": torch.eye(3).to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    }.items():
+        model = nn.Linear(2, 2)
+        model.other = nn.Parameter(value, requires_grad=False)
+        assert_refuses(lambda model=model: fully_shard(model), PlacementError, "other is sparse, nested or quantized")
+        assert type(model.weight) is nn.Parameter, kind
+
+
 def test_a_lazy_module_is_refused_until_it_has_run():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH))
     assert_refuses(lambda: fully_shard(model), ModuleError, "1.weight has no shape yet", "run the model once")

@@ -128,6 +128,20 @@ def test_extra_state_and_buffers(tmp_path):
     assert not any("left_out" in name for name in manifest_of(tmp_path / "step-00000000").tensors)
 
 
+def test_views_that_stand_for_other_values_than_their_memory_are_filled_with_the_saved_values(tmp_path):
+    model, other, value = nn.Module(), nn.Module(), torch.tensor([1 + 2j, 3 - 1j])
+    model.register_buffer("conjugate", value)
+    model.register_buffer("negative", value.real)
+    sherd.save(tmp_path, {"model": model}, step=0)
+    other.register_buffer("conjugate", torch.zeros_like(value).conj())
+    other.register_buffer("negative", torch._neg_view(torch.zeros(2)))
+    sherd.load(tmp_path, {"model": other})
+    assert other.conjugate.is_conj()
+    assert other.negative.is_neg()
+    assert torch.equal(other.conjugate.resolve_conj(), value)
+    assert torch.equal(other.negative.resolve_neg(), value.real)
+
+
 def test_random_generators_go_on_where_they_were(tmp_path):
     torch.manual_seed(4)
     random.seed(4)
@@ -261,6 +275,8 @@ def refusals(tmp_path):
     yield CheckpointError, "two tensors would be called x/a/b", saving({"x": of_one_name})
     yield OptimStateError, "no parameter of the model", saving({"optimizer": optimizer})
     yield CheckpointError, "sparse", saving({"x": torch.eye(3).to_sparse()})
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    yield CheckpointError, "nested", saving({"x": ragged})
     yield PolicyTypeError, "path", saving({"model": model}, path=3)
     sherd.save(tmp_path / "good", {"model": model, "optimizer": optimizer}, step=0)
     other_shape = r"model/weight has shape \(2, 2\), in the model \(3, 2\)"
@@ -390,6 +406,24 @@ def test_all_ranks_raise_what_one_has_met_and_nothing_is_left(world, tmp_path, h
     world(2).run(one_rank_cannot, str(tmp_path), how)
     assert place_of(tmp_path).below("step-00000002").names() == []
     assert sherd.load(tmp_path, {"model": built(1)}).step == 1
+
+
+@on_processes(2)
+def test_ranks_whose_tensors_or_requests_differ_save_nothing_that_cannot_be_read(tmp_path):
+    odd, model = dist.get_rank() == 1, model_in("rows")
+    optimizer = (torch.optim.Adagrad if odd else torch.optim.SGD)(model.parameters(), lr=0.1)
+    for one, words in (
+        ({"model": sherd.fully_shard(nn.Linear(4, 4, dtype=(torch.float32, torch.float64)[odd]))}, "weight is F32"),
+        (
+            {"model": model, "optimizer": optimizer},
+            "/sum is F32 .* on rank 1, and another tensor or none on rank 0",
+        ),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            sherd.save(tmp_path, one, step=0)
+    sherd.save(tmp_path, {"model": model}, step=0)
+    with pytest.raises(CheckpointError, match="rank 1 loads 'model' of the newest step with strict=False"):
+        sherd.load(tmp_path, {"model": model}, strict=not odd)
 
 
 def dead_in_the_middle(folder):

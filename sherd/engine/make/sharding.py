@@ -149,9 +149,14 @@ def _data(discovered: DiscoveredParameter) -> torch.Tensor:
 
 
 def _require_memory(parameters: Sequence[DiscoveredParameter]) -> None:
-    """Raise `ModuleError` if some parameters of one buffer are on the meta device, and others not."""
+    """Raise if a parameter has no memory to cut, or of one buffer's only some are on the meta device."""
     by_buffer: dict[tuple[torch.dtype, bool], list[DiscoveredParameter]] = {}
     for each in parameters:
+        if each.parameter.layout is not torch.strided or each.parameter.is_quantized or each.parameter.is_nested:
+            kinds = "sparse, nested or quantized, which cannot be cut"
+            raise PlacementError(
+                f"{each.name} is {kinds}; make it dense, or name it in ignored_params (ignored_states)"
+            )
         by_buffer.setdefault((each.parameter.dtype, each.parameter.requires_grad), []).append(each)
     for members in by_buffer.values():
         on_meta = [each.name for each in members if each.parameter.is_meta]
