@@ -55,10 +55,7 @@ class Full:
 class FullTensors:
     """The parameters and buffers of a model, by name, each once under its first name, to be read between steps.
 
-    Args:
-        model: the model, by either front end, or not sharded at all.
-        dtype: the dtype of floating-point tensors; None: their own. They are sent in it.
-        call: the user's call, for messages.
+    Floating-point tensors are sent in `dtype`; None: in their own. `call` is the user's call, for messages.
 
     Raises:
         StateError: the model is in use, or on the meta device.

@@ -22,11 +22,7 @@ class OtherRankFailed(CheckpointError):
 class Ranks:
     """The ranks of a process group, over a group of their own on the host; or this process alone.
 
-    All ranks make the same calls.
-
-    Args:
-        group: the ranks. None: all ranks; without a process group, this process alone.
-        call: the user's call, in words that must be the same on all ranks.
+    All ranks make the same calls, in the same words of `call`. Without a `group` these are all ranks, or this process.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, call: str = "") -> None:

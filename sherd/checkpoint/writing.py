@@ -72,14 +72,8 @@ class SavePlan:
 def plan(items: Sequence[Item], ranks: Ranks, step: int, user: Json, own: Mapping[str, object]) -> SavePlan:
     """Returns the plan of a save. All ranks must call it.
 
-    Ranks exchange digests of their tensors' descriptions, and the descriptions only if digests differ.
-
-    Args:
-        items: the items.
-        ranks: the ranks that save.
-        step: the number of the step.
-        user: JSON.
-        own: this rank's own values, by name.
+    Ranks exchange digests of their tensors' descriptions, and the descriptions only if digests differ. `own` are this
+    rank's own values, by name.
 
     Raises:
         CheckpointError: an item holds what cannot be saved.

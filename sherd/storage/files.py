@@ -108,12 +108,7 @@ def in_blocks(chunks: Iterable[memoryview], block_bytes: int) -> Iterator[memory
 
 
 class Checked:
-    """A file whose blocks are compared with their checksums as they are read.
-
-    Args:
-        file: the file.
-        nbytes: the length that it should have.
-        crc32: the checksum of each block of `block_bytes`.
+    """A file of `nbytes` whose blocks of `block_bytes` are compared with the checksums `crc32` as they are read.
 
     Raises:
         CheckpointError: the file has another length; or, from `read_into`, a block has other bytes than were written.

@@ -146,14 +146,13 @@ class Folder:
     ) -> list[int]:
         """Remove whole checkpoints that are not to be kept, unless another process is saving or loading here.
 
+        Returns the removed steps, the newest first.
+
         Args:
             keep_last: the number of the newest checkpoints to keep, at least 1.
             keep_every: keep each checkpoint whose step is a multiple of this number, too.
             keep: steps to keep, too.
             upto: neither remove nor count later steps, which belong to a run that was rolled back. None: all steps.
-
-        Returns:
-            the removed steps, the newest first.
 
         Raises:
             PolicyError: `keep_last` or `keep_every` is less than 1.
@@ -182,11 +181,7 @@ class Folder:
     def sweep(self, *, by_hand: bool = False) -> list[str]:
         """Remove the files of unfinished and replaced saves, unless another process is saving or loading here.
 
-        Args:
-            by_hand: sweep a place without locks, too, such as an object store. The caller must know that nobody saves.
-
-        Returns:
-            the paths of the removed files.
+        Returns their paths. `by_hand`: nobody saves, so a place without locks, as an object store, is swept, too.
         """
         with self.locked(shared=False) as lock:
             if lock is Lock.BUSY or (lock is Lock.NONE and not by_hand):

@@ -92,12 +92,7 @@ class Place(ABC):
 
     @contextlib.contextmanager
     def locked(self, *, shared: bool, make: bool = False) -> Iterator[Lock]:
-        """Hold the lock of this folder, and yield the outcome. A shared lock is waited for, an exclusive one is not.
-
-        Args:
-            shared: allow other shared holders.
-            make: create the folder if it is missing.
-        """
+        """Hold the lock of this folder, which `make` creates; yield the outcome. Only a shared lock is waited for."""
         yield Lock.NONE
 
     def read(self, name: str) -> bytes:
@@ -180,11 +175,9 @@ class Disk(Place):
         return str(self.path)
 
     def below(self, name: str) -> Disk:
-        """Returns the folder `name` in this one."""
         return Disk(self.path / name)
 
     def names(self) -> list[str]:
-        """Returns the names of all files and folders here, without symbolic links."""
         try:
             with os.scandir(self.path) as entries:
                 return [entry.name for entry in entries if not entry.is_symlink()]
@@ -217,15 +210,12 @@ class Disk(Place):
         flush(self.path)
 
     def open(self, name: str) -> Readable:
-        """Returns the file `name`, open."""
         return _DiskFile(self.path / name)
 
     def remove(self, name: str) -> None:
-        """Remove the file `name`, if it exists."""
         (self.path / name).unlink(missing_ok=True)
 
     def drop(self) -> None:
-        """Remove this folder, if it is empty."""
         with contextlib.suppress(OSError):
             self.path.rmdir()
 
@@ -406,11 +396,9 @@ class Remote(Place):
         return self._url
 
     def below(self, name: str) -> Remote:
-        """Returns the folder `name` in this one."""
         return Remote(self._fs, f"{self._path}/{name}", f"{self._url}/{name}")
 
     def names(self) -> list[str]:
-        """Returns the names of all objects and folders here, as the store lists them now."""
         try:
             listed = [path.strip("/") for path in self._tried(lambda: self._fs.ls(self._path, detail=False))]
         except FileNotFoundError:
@@ -455,7 +443,6 @@ class Remote(Place):
             raise
 
     def open(self, name: str) -> Readable:
-        """Returns the object `name`. Raises OSError."""
         path, url = f"{self._path}/{name}", f"{self._url}/{name}"
         info = self._tried(lambda: self._fs.info(path), name)
         if info["type"] != "file":
@@ -467,7 +454,6 @@ class Remote(Place):
         return _Object(url, int(info["size"]), request)
 
     def remove(self, name: str) -> None:
-        """Remove the object `name`, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             self._tried(lambda: self._fs.rm_file(f"{self._path}/{name}"), name)
 

@@ -242,7 +242,7 @@ def test_no_older_checkpoint_is_taken_and_no_format_ruled_out_where_files_cannot
     cannot_be_read(monkeypatch, "stat", tmp_path / "a" / "step-00000002" / MANIFEST)
     with pytest.raises(OSError, match="Permission denied"):
         of_sherd.folder_of(tmp_path / "a")
-    cannot_be_read(monkeypatch, "scandir", tmp_path / "a")
+    cannot_be_read(monkeypatch, "listdir", tmp_path / "a")
     with pytest.raises(OSError, match="Permission denied"):
         open_source(tmp_path / "a")
 

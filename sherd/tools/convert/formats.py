@@ -35,8 +35,10 @@ class Format:
 
 def _is_sherd(path: Path) -> bool:
     # A checkpoint whose save did not end has only files of tensors, with names that no other format gives.
-    here = any(file.name == MANIFEST or of_sherd.FILE.fullmatch(file.name) for file in path.glob("*"))
-    return here or any(path.glob(f"step-*/{MANIFEST}"))
+    names = os.listdir(path) if path.is_dir() else []  # `glob` takes a folder that cannot be read for an empty one
+    return any(name == MANIFEST or of_sherd.FILE.fullmatch(name) for name in names) or any(
+        path.glob(f"step-*/{MANIFEST}")
+    )
 
 
 def _is_hf(path: Path) -> bool:
@@ -59,8 +61,6 @@ FORMATS: Mapping[str, Format] = {
 
 def format_at(path: Path) -> str:
     """Returns the name of the format of the checkpoint at `path`. Raises CheckpointError if it is not known."""
-    if path.is_dir():
-        os.scandir(path).close()  # `glob` takes a folder that cannot be read for an empty one
     name = next((name for name, format in FORMATS.items() if format.is_at(path)), None)
     if name is None:
         raise CheckpointError(f"{path} is no checkpoint of a known format; name one of {', '.join(FORMATS)}")

@@ -121,13 +121,10 @@ def _files(path: Path) -> dict[Path, set[str] | None]:
         return {path: None}
     index = path if path.is_file() else path / INDEX
     if not mode_of(index):
-        alone = path / ONE
-        if mode_of(alone):
-            return {alone: None}
-        others = sorted(path.glob("*.safetensors"))
-        if not others:
+        found = [path / ONE] if mode_of(path / ONE) else sorted(path.glob("*.safetensors"))
+        if not found:
             raise CheckpointError(f"{path} has neither {INDEX} nor {ONE}")
-        return dict.fromkeys(others)
+        return dict.fromkeys(found)
     try:
         fields = read_json(read_file(index, _MOST_BESIDE), str(index))
     except OSError as error:
