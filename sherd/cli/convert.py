@@ -32,11 +32,7 @@ Progress = Callable[[str, int], None]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what one of these commands says; returns the exit code.
-
-    Raises:
-        InputError: it cannot be done.
-    """
+    """Do what one of these commands says; returns the exit code. Raises InputError: it cannot be done."""
     commands = {"convert": _convert, "inspect": _inspect, "verify": _verify, "diff": _diff, "prune": _prune}
     command = commands[args.interchange]
     try:

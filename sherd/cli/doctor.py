@@ -138,11 +138,7 @@ def _read(path: Path) -> list[Finding] | None:
 
 @contextmanager
 def _group() -> Iterator[None]:
-    """The default process group, and this rank's device.
-
-    Raises:
-        CommError: the ranks did not meet.
-    """
+    """The default process group, and this rank's device. Raises CommError: the ranks did not meet."""
     take_the_way_to_the_others()
     do_without_numpy()
     if accelerator() is not None:

@@ -34,12 +34,7 @@ __all__ = ["TrainedLayout", "spread_evenly", "transformers_layout"]
 
 @dataclass(frozen=True)
 class TrainedLayout(ModelLayout):
-    """The layout of a model of `sherd train`.
-
-    Attributes:
-        config: what it was made of.
-        names: the axes that its model can be laid over.
-    """
+    """The layout of a model that was made of `config`; `names` are the axes that it can be laid over."""
 
     config: Config = field(default_factory=Config)
     names: tuple[str, ...] = ()

@@ -47,12 +47,7 @@ class Saver:
 
     Each method raises NotSaved, on all ranks, if a rank could not write: older checkpoints are still whole then.
 
-    Args:
-        place: the folder of the checkpoints.
-        model, optimizer: what is saved.
-        text: the digest of the text that is trained on.
-        report: is told of each save when it is whole.
-        saved: the step that the run goes on from, 0 for none.
+    `text` is the digest of the text that is trained on, and `saved` the step that the run goes on from, 0 for none.
     """
 
     def __init__(

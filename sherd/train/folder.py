@@ -40,7 +40,7 @@ def _runs() -> list[int]:
 
 
 def last_run() -> Path:
-    """Returns the newest numbered run that has a checkpoint. Raises InputError where none has."""
+    """Returns the newest numbered run that has a checkpoint. Raises NoCheckpoint where none has."""
     for number in reversed(_runs()):
         try:
             newest(out := RUNS / str(number))
@@ -48,7 +48,7 @@ def last_run() -> Path:
         except NoCheckpoint:
             continue
     found = "no run with a checkpoint" if _runs() else "no run"
-    raise InputError(f"there is {found} under {RUNS.absolute()} to resume; name one with --out")
+    raise NoCheckpoint(f"there is {found} under {RUNS.absolute()} to resume; name one with --out")
 
 
 class RunFolder:
@@ -175,10 +175,7 @@ def is_free(out: Path) -> bool:
     """Returns whether a run can start in `out`: it is not there, or holds nothing but what a start leaves.
 
     That is the lock, marks, checkpoints never finished, the name of the place for checkpoints, and metrics without a
-    step.
-
-    Raises:
-        InputError: it cannot be read now.
+    step. Raises InputError if it cannot be read now.
     """
     try:
         mode = mode_of(out)
@@ -273,5 +270,5 @@ def pick(run: str | None, best: bool) -> Checkpoint:
 def _last() -> Path:
     try:
         return last_run()
-    except InputError as error:
+    except NoCheckpoint as error:
         raise InputError(f"there is no run under {Path('runs').absolute()}; name a run's folder") from error

@@ -37,15 +37,9 @@ class Score:
 
 @torch.no_grad()
 def judge(passes: Passes, windows: Windows, samples: int, num_windows: int | None = None) -> Score:
-    """Returns the score of the model on a text.
+    """Returns the score of the model on a text, the same on all ranks up to the rounding of sums. All ranks call it.
 
-    All ranks call this function together, and get the same score up to the rounding of sums.
-
-    Args:
-        passes: the model.
-        windows: the text.
-        samples: windows in one forward of one rank.
-        num_windows: about how many windows are judged, spread evenly over the text; None: all.
+    About `num_windows` are judged, spread evenly over the text (None: all), `samples` in one forward of one rank.
     """
     passes.model.eval()
     spread = max(1, windows.num // num_windows) if num_windows else 1

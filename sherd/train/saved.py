@@ -284,11 +284,7 @@ class Best:
 
 
 def read_best(place: Place) -> Best | None:
-    """Returns the best of the checkpoints in `place`; None if none was named, or the file is damaged.
-
-    Raises:
-        OSError: the file cannot be read now.
-    """
+    """Returns the best of the checkpoints in `place`; None: none was named, or the file is damaged. Raises OSError."""
     try:
         values = json.loads(place.read(NAME))
         return Best(**{f.name: values[f.name] for f in fields(Best)})
@@ -301,8 +297,7 @@ def read_best(place: Place) -> Best | None:
 def write_best(place: Place, best: Best) -> str | None:
     """Name another best. Whoever reads meanwhile, and whatever crashes, finds the old one or the new one.
 
-    Returns:
-        Why it could not be written, which ends no run; None when it is.
+    Returns why it could not be written, which ends no run; None when it is.
     """
     raw = json.dumps(asdict(best)).encode()
     try:

@@ -224,6 +224,8 @@ def test_a_run_whose_files_cannot_be_read_is_neither_begun_anew_nor_removed(monk
         fails_at(broken, "manifest.json")
         with pytest.raises(InputError, match=r"runs/1 cannot be read: .*Input/output error"):
             is_free(Path("runs/1"))
+        with pytest.raises(InputError, match=r"runs/1/checkpoints cannot be read: .*Input/output error"):
+            folder.pick(None, best=False)
         claim(Config()).close()
         folder.RunFolder(Path("runs/1"), 0, made=True).drop_if_empty()
     assert newest(Path("runs/1")).step == 3
