@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from sherd.checkpoint.tensor_bytes import DTYPES, read_into, read_tensor
 from sherd.checkpoint.tree import NOT_WRITTEN, Json, Tensors, decoded, encoded
 from sherd.errors import CheckpointError, OptimStateError, SherdError
 from sherd.storage.files import Opened
+from sherd.storage.manifest import Entry
 from sherd.tensor.relayout import around
 from sherd.tensor.state_kind import Stateful, StateKind, state_kind
 
@@ -77,11 +79,7 @@ class Item(ABC):
 
     @abstractmethod
     def load(self, source: Opened, most_bytes: int) -> object:
-        """Load the item of this name from `source`. Returns the value of a `ValueItem`, else None.
-
-        Raises:
-            CheckpointError: a file is damaged, or its contents do not fit.
-        """
+        """Load it from `source`. Returns a `ValueItem`'s value, else None. Raises CheckpointError if it is damaged."""
 
     def json(self, source: Opened) -> dict[str, Json]:
         """Returns the JSON of this item. Raises CheckpointError if there is none, or of another kind."""
@@ -130,17 +128,16 @@ class ModuleItem(Item):
                     yield path, below
 
     def misfit(self, source: Opened) -> Misfit:
-        """Compares names and shapes."""
+        """Compares names, shapes and dtypes, and looks whether tensors of the model can be filled."""
         self.json(source)
         prefix, manifest, own = f"{self.name}/", source.manifest, self._add_own(Tensors(), "sherd.load")
         stored = {name for name in (*manifest.tensors, *manifest.aliases) if name.startswith(prefix)}
         known = {*own, *self.aliases(), *(name for name in stored if name.startswith(f"{prefix}{EXTRA}/"))}
         entries = {name: entry for name in own if (entry := manifest.entry(name)) is not None}
-        shapes = {name: (entry.shape, tuple(own[name].shape)) for name, entry in entries.items()}
         return Misfit(
             () if self.takes_what_fits else tuple(name for name in own if name not in entries),
             frozenset() if self.takes_what_fits else frozenset(stored - known),
-            tuple(f"{name} has shape {a}, in the model {b}" for name, (a, b) in shapes.items() if a != b),
+            tuple(why for name, entry in entries.items() if (why := _why_unfit(name, entry, own[name]))),
         )
 
     def _add_own(self, tensors: Tensors, call: str) -> Tensors:
@@ -226,16 +223,12 @@ class OptimizerItem(Item):
 
         state, groups = decoded(json.get("state"), awaited), decoded(json.get("param_groups"), awaited)
         self.require(isinstance(state, dict) and all(isinstance(each, dict) for each in state.values()), source)
-        self.require(
-            isinstance(groups, list)
-            and all(
-                isinstance(group, dict)
-                and isinstance(group.get("params"), list)
-                and all(isinstance(name, str) for name in group["params"])
-                for group in groups
-            ),
-            source,
-        )
+
+        def is_group(group: Json) -> bool:
+            members = group.get("params") if isinstance(group, dict) else None
+            return isinstance(members, list) and all(isinstance(name, str) for name in members)
+
+        self.require(isinstance(groups, list) and all(map(is_group, groups)), source)
         known = {without_wrappers(name): name for name in self._catalog.names}
         for group in groups:
             group["params"] = [known[name] for name in group["params"] if name in known]
@@ -343,6 +336,19 @@ def _modules_of(value: object) -> list[nn.Module]:
     return []
 
 
+def _why_unfit(name: str, stored: Entry, tensor: torch.Tensor) -> str:
+    """Returns why the tensor `name` of a checkpoint cannot be read into `tensor`; empty if it can be."""
+    if stored.shape != tuple(tensor.shape):
+        return f"{name} has shape {stored.shape}, in the model {tuple(tensor.shape)}"
+    if not torch.can_cast(dtype := DTYPES[stored.dtype], tensor.dtype):
+        return f"{name} is of {dtype}, in the model of {tensor.dtype}, which would lose more than precision"
+    for _, part in pieces_here(name, tensor):
+        dims = [(size - 1, stride) for size, stride in zip(part.shape, part.stride(), strict=True) if size > 1]
+        if any(stride == 0 for _, stride in dims) or sum(map(prod, dims)) + 1 < part.numel():
+            return f"elements of {name} share memory in the model, as after expand; replace it by its clone()"
+    return ""
+
+
 def fill(source: Opened, name: str, tensor: torch.Tensor, most_bytes: int) -> None:
     """Fill this rank's part of `tensor` from the tensor `name` of `source`."""
     for box, part in pieces_here(name, tensor):
@@ -364,11 +370,7 @@ def random_state() -> dict[str, object]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Give the generators of this process the states that `random_state` returned.
-
-    Raises:
-        CheckpointError: `state` has another form.
-    """
+    """Give this process's generators what `random_state` returned. Raises CheckpointError if it has another form."""
     try:
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])

@@ -279,6 +279,17 @@ def refusals(tmp_path):
     yield CheckpointError, "nested", saving({"x": ragged})
     yield PolicyTypeError, "path", saving({"model": model}, path=3)
     sherd.save(tmp_path / "good", {"model": model, "optimizer": optimizer}, step=0)
+    for of_file, of_model, words in (
+        (torch.ones(2, dtype=torch.complex64), torch.ones(2), "x is of torch.complex64, in the model of torch.float32"),
+        (torch.tensor([1.5]), torch.ones(1, dtype=torch.int64), "which would lose more than precision"),
+        (torch.ones(2, 3), torch.zeros(1).expand(2, 3), "elements of model/x share memory"),
+        (torch.ones(3, 2), torch.zeros(4).as_strided((3, 2), (1, 1)), "elements of model/x share memory"),
+    ):
+        of_buffers = [nn.Module(), nn.Module()]
+        for module, buffer in zip(of_buffers, (of_file, of_model), strict=True):
+            module.register_buffer("x", buffer)
+        saving({"model": of_buffers[0]}, path=tmp_path / "buffers")()
+        yield CheckpointError, words, lambda of=of_buffers[1]: sherd.load(tmp_path / "buffers", {"model": of})
     other_shape = r"model/weight has shape \(2, 2\), in the model \(3, 2\)"
     yield CheckpointError, other_shape, loading({"model": nn.Linear(2, 3)})
     yield CheckpointError, "no item 'net'; load what it has: model, optimizer", loading({"net": model})
