@@ -130,6 +130,7 @@ def test_a_parameter_without_memory_that_can_be_cut_is_refused_before_anything_c
         assert type(model.weight) is nn.Parameter, kind
 
 
+@on_threads(1)
 def test_a_lazy_module_is_refused_until_it_has_run():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH))
     assert_refuses(lambda: fully_shard(model), ModuleError, "1.weight has no shape yet", "run the model once")
