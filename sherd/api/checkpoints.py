@@ -283,8 +283,9 @@ def load(
 
     Raises:
         NoCheckpointError: no save (of this step) has ended; the message says what was passed over, and why.
-        CheckpointError: the checkpoint lacks an item, has other names or shapes, or is another library's; or those that
-            may be loaded are all damaged: on all ranks. Nothing is changed, unless a file is damaged.
+        CheckpointError: the checkpoint lacks an item, has other names or shapes, numbers that a dtype here cannot stand
+            for (complex, not whole), or is another library's; or those that may be loaded are all damaged: on all
+            ranks. Nothing is changed, unless a file is damaged.
         CommError, StateError, PolicyError, PolicyTypeError: as `save`.
         OptimStateError: the state does not fit the optimizer.
     """
