@@ -11,6 +11,7 @@ import torch.distributed as dist
 from bench.device import page
 from bench.device.cases import CASES
 from bench.device.lines import read
+from bench.device.rows import rows_of
 
 ROOT = Path(__file__).parents[2]
 SYSTEMS = ["FSDP1", "FSDP2", "sherd", "Flat", "wrapper"]
@@ -53,7 +54,7 @@ def test_cases_are_measured_on_fake_ranks_and_one_that_cannot_be_is_a_row(tmp_pa
 def test_two_devices_are_two_ranks_that_train_alike_and_show_what_communication_costs(tmp_path):
     if "sim" not in dist.Backend.default_device_backend_map:
         pytest.skip("the simulated device has no collectives")
-    lines, target = bench(tmp_path, "--groups", "real", "--cases", "plain")
+    lines, _ = bench(tmp_path, "--groups", "real", "--cases", "plain")
     results = read([lines])[1]
     assert [(each.kind, each.system) for each in results] == [
         (kind, system) for kind in ("real", "silent") for system in SYSTEMS
@@ -65,4 +66,5 @@ def test_two_devices_are_two_ranks_that_train_alike_and_show_what_communication_
     assert first[0].loss != first[1].loss, "ranks have batches of their own"
     for each in results[:5]:
         assert [rank.loss for rank in each.ranks] == pytest.approx([rank.loss for rank in first], rel=0.02)
-    assert "| plain: exposed communication " in target.read_text()
+    # The page has the ratio only if FSDP2's step has taken longer than without communication.
+    assert any(row.figure.endswith("exposed communication") for row in rows_of(results))
