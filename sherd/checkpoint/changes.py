@@ -222,10 +222,7 @@ def own_changes(tensors: FullTensors, names: Sequence[str], mark: WeightMark, ra
 
 
 def _is_later_slice(mesh: torch.Tensor, widest: torch.Tensor) -> bool:
-    """Returns whether the ranks `mesh` are a slice of `widest` along some axes, but not the first of these slices.
-
-    A norm beside tensor-parallel weights on [[0, 1], [2, 3]] lies on [0, 2], and again on [1, 3], a later slice.
-    """
+    """Returns whether `mesh` is a slice of `widest`, and not the first: as [1, 3], but not [0, 2], of 2 x 2 ranks."""
     found = torch.isin(widest, mesh).nonzero()
     is_fixed = (found == found[:1]).all(0).tolist()
     numel = prod(size for size, fixed in zip(widest.shape, is_fixed, strict=True) if not fixed)

@@ -299,8 +299,7 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """Yields the storages with this rank's part: those of the inner tensors for a subclass made of others."""
     local = local_part(tensor)
     if hasattr(local, "__tensor_flatten__"):
-        names, _ = local.__tensor_flatten__()
-        for name in names:
+        for name in local.__tensor_flatten__()[0]:
             yield from storages_of(getattr(local, name))
     else:
         yield local.untyped_storage()

@@ -9,6 +9,7 @@ from sherd.errors import PlacementError
 from tests.support.comparing import assert_same
 
 nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+quantization = pytest.importorskip("torchao.quantization")
 
 WIDTH, RANK, BLOCK, SCALES = 64, 4, 64, 16
 
@@ -54,9 +55,17 @@ def refused():
         layer.weight = nn.Parameter(nf4.to_nf4(torch.randn(rows, columns), 16, scales), requires_grad=False)
         with pytest.raises(PlacementError, match=rf"weight: a NF4Tensor of shape \({rows}, .* over 2 ranks"):
             sherd.fully_shard(layer)
+    for config in (
+        quantization.Int8WeightOnlyConfig(),
+        quantization.Float8WeightOnlyConfig(),
+    ):  # no function gathers them
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16))
+        quantization.quantize_(model, config)
+        with pytest.raises(PlacementError, match=r"0\.weight is sparse, nested or quantized"):
+            sherd.fully_shard(model)
 
 
-def test_a_weight_whose_blocks_do_not_divide_is_refused_on_all_ranks(world):
+def test_a_weight_whose_blocks_do_not_divide_or_that_nothing_gathers_is_refused_on_all_ranks(world):
     world(2).run(refused)
 
 

@@ -152,10 +152,14 @@ def _require_memory(parameters: Sequence[DiscoveredParameter]) -> None:
     """Raise if a parameter has no memory to cut, or of one buffer's only some are on the meta device."""
     by_buffer: dict[tuple[torch.dtype, bool], list[DiscoveredParameter]] = {}
     for each in parameters:
-        if each.parameter.layout is not torch.strided or each.parameter.is_quantized or each.parameter.is_nested:
-            kinds = "sparse, nested or quantized, which cannot be cut"
+        data = _data(each)
+        inner = [getattr(data, name) for name in getattr(data, "__tensor_flatten__", lambda: ((), None))()[0]]
+        is_packed = inner and not any((data.shape, data.dtype) == (one.shape, one.dtype) for one in inner)
+        is_quantized = data.is_quantized or (is_packed and not hasattr(data, "fsdp_pre_all_gather"))
+        if data.layout is not torch.strided or data.is_nested or is_quantized:
             raise PlacementError(
-                f"{each.name} is {kinds}; make it dense, or name it in ignored_params (ignored_states)"
+                f"{each.name} is sparse, nested or quantized, which cannot be cut; make it dense, or name it in "
+                "ignored_params (ignored_states)"
             )
         by_buffer.setdefault((each.parameter.dtype, each.parameter.requires_grad), []).append(each)
     for members in by_buffer.values():
