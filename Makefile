@@ -13,7 +13,7 @@ BROWSER := .browser/chromium
 .NOTPARALLEL:
 
 help:
-	@echo "make test           every capability once, in some 5 minutes: one case of each test; ARGS='-k name' picks some"
+	@echo "make test           every capability once, in some 15 minutes: one case of each test; ARGS='-k name' picks some"
 	@echo "make test-front     one test of each capability of the README, in a minute"
 	@echo "make test-all       every case, also campaigns, kills and what waits"
 	@echo "make test-thorough  more random cases and all combinations of parameters, with coverage"
@@ -28,10 +28,10 @@ help:
 	@echo "make release        build and check the wheel, the source distribution and the notes, into dist/"
 	@echo "make clean          remove .venv, caches and builds"
 
-# One thread per process: the ranks of a test share the machine's cores. Three files at a time: while the ranks of
-# some wait for each other, those of others compute. The files in the order that tests/conftest.py gives them.
+# One thread per process: the ranks of a test share the machine's cores. Two files at a time: while the ranks of one
+# wait for each other, those of the other compute. The files in the order that tests/conftest.py gives them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-SPLIT := -n 3 --dist loadfile --no-loadscope-reorder
+SPLIT := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.test
 	$(PYTEST) $(SPLIT) --durations=10 $(ARGS)
