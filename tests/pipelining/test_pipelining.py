@@ -19,7 +19,7 @@ from sherd.interop import torch_fsdp_identity
 from sherd.interop.pipelining import PipelineStage
 from sherd.optim.exchange import Bucket
 from sherd.schedule.state import Live
-from tests.interop.stages import (
+from tests.pipelining.stages import (
     MICRO_BATCHES,
     WIDTH,
     Part,
