@@ -1,20 +1,22 @@
 # Two commands set everything up on a fresh machine: `make test` and `make train`.
-# They need Python, pip and make, and keep all they install in .venv.
+# They need Python, pip and make, and keep all they install in .venv; what other packages need lies in .venv-interop.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INTEROP := .venv-interop
 BARE := .venv-bare
 DOCS := .venv-docs
 RELEASE := .venv-release
 BROWSER := .browser/chromium
 
-.PHONY: help test test-front test-all test-thorough test-device train lint bare docs pages bench release clean
+.PHONY: help test test-front test-interop test-all test-thorough test-device train lint bare docs pages bench release clean
 .NOTPARALLEL:
 
 help:
-	@echo "make test           every capability once, in some 15 minutes: one case of each test; ARGS='-k name' picks some"
+	@echo "make test           every capability once, one case of each test; ARGS='-k name' picks some"
 	@echo "make test-front     one test of each capability of the README, in a minute"
+	@echo "make test-interop   sherd under other packages (Ray, Lightning, TRL, W&B, S3 and more) and the recipes"
 	@echo "make test-all       every case, also campaigns, kills and what waits"
 	@echo "make test-thorough  more random cases and all combinations of parameters, with coverage"
 	@echo "make test-device    the device code on a simulated accelerator, tests/device and tests/gpu: every setting once;"
@@ -31,21 +33,26 @@ help:
 # One thread per process: the ranks of a test share the machine's cores. Two files at a time: while the ranks of one
 # wait for each other, those of the other compute. The files in the order that tests/conftest.py gives them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-SPLIT := -n 2 --dist loadfile --no-loadscope-reorder
+ALL := OMP_NUM_THREADS=1 $(INTEROP)/bin/python -m
+SPLIT := -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+OTHERS := tests/interop tests/recipes
 
 test: $(VENV)/.test
-	$(PYTEST) $(SPLIT) --durations=10 $(ARGS)
+	$(PYTEST) $(SPLIT) $(OTHERS:%=--ignore=%) $(ARGS)
 
 test-front: $(VENV)/.test
 	$(PYTEST) -m front $$(grep -rl --include='test_*.py' 'mark\.front' tests) $(ARGS)
 
-test-all: $(VENV)/.all $(BROWSER)
-	$(PYTEST) $(SPLIT) --suite=all --durations=10 $(ARGS)
+test-interop: $(INTEROP)/.interop
+	$(ALL) pytest $(SPLIT) $(if $(filter tests/%,$(ARGS)),,$(OTHERS)) $(ARGS)
 
-test-thorough: $(VENV)/.test $(BROWSER)
-	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest $(SPLIT) --suite=thorough --durations=10 $(ARGS)
-	$(BIN)/python -m coverage combine --quiet
-	$(BIN)/python -m coverage report --skip-covered --format=total
+test-all: $(INTEROP)/.all $(BROWSER)
+	$(ALL) pytest $(SPLIT) --suite=all $(ARGS)
+
+test-thorough: $(INTEROP)/.all $(BROWSER)
+	$(ALL) coverage run -m pytest $(SPLIT) --suite=thorough $(ARGS)
+	$(ALL) coverage combine --quiet
+	$(ALL) coverage report --skip-covered --format=total
 
 # On the simulated accelerator (tests/device/README.md), which is compiled if there is a compiler. In a pytest of its own:
 # once loaded, it is the accelerator of the whole process.
@@ -63,7 +70,7 @@ lint: $(VENV)/.lint
 # Installed anew each time, and not from the sources: what is tried is what `pip install .` gives.
 bare: $(BARE)/bin/python
 	rm -rf build
-	$(BARE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt .
+	$(BARE)/bin/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt .
 	$(BARE)/bin/python .ci/bare.py
 
 docs: $(DOCS)/.docs
@@ -81,28 +88,36 @@ release: $(RELEASE)/.release $(DOCS)/.docs
 	$(RELEASE)/bin/python .ci/release.py
 
 clean:
-	rm -rf $(VENV) $(BARE) $(DOCS) $(RELEASE) .browser .device-build site build dist *.egg-info .hypothesis .coverage* .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(INTEROP) $(BARE) $(DOCS) $(RELEASE) .browser .device-build site build dist *.egg-info .hypothesis .coverage* .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A stamp for each purpose: the second call finds it and installs nothing.
-$(VENV)/.test: EXTRAS := train,tools,hf,tensorboard,ray,test
-$(VENV)/.all: EXTRAS := train,tools,hf,tensorboard,ray,lm-eval,test
-# Alone: it asks for a `datasets` older than that of transformers, which its tests have no use for. The extra `test` has
-# what they import.
-$(VENV)/.test $(VENV)/.all: TITAN := 'torchtitan; python_version >= "3.11"'
+# A stamp for each purpose: the second call finds it and installs nothing. torch comes by pip, which its user may have told
+# where to look; the rest by uv, which takes a quarter of the time, or by pip too where uv cannot. What is imported is
+# compiled, nothing else, and kept, or each process would do it anew.
+unexport PYTHONDONTWRITEBYTECODE
+PIP = $(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt
+UV = $(@D)/bin/python -m uv pip install -q --python $(@D) -c constraints.txt
+$(VENV)/.test: EXTRAS := train,hf,test
 $(VENV)/.train: EXTRAS := train
-$(VENV)/.lint: EXTRAS := train,tools,hf,test,dev
-$(VENV)/.test $(VENV)/.all $(VENV)/.train $(VENV)/.lint: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
-	$(if $(TITAN),$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps $(TITAN))
+$(VENV)/.lint: EXTRAS := train,hf,test,dev
+$(INTEROP)/.interop: EXTRAS := train,hf,test,test-interop
+$(INTEROP)/.all: EXTRAS := train,hf,test,test-interop,lm-eval
+# Alone: it asks for a `datasets` older than that of transformers, which its tests have no use for. The extra
+# `test-interop` has what they import.
+$(INTEROP)/.interop $(INTEROP)/.all: TITAN := 'torchtitan; python_version >= "3.11"'
+$(VENV)/.test $(VENV)/.train $(VENV)/.lint $(INTEROP)/.interop $(INTEROP)/.all: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(PIP) torch uv
+	$(UV) -e '.[$(EXTRAS)]' || $(PIP) -e '.[$(EXTRAS)]'
+	$(if $(TITAN),$(UV) --no-deps $(TITAN) || $(PIP) --no-deps $(TITAN))
+	@$(@D)/bin/python -c 'import matplotlib.pyplot, torch._dynamo, sherd'
 	@touch $@
 
 # The site is built from the sources as they are read, and so is a release: the packages of the extra, without sherd and
 # so without torch.
 $(DOCS)/.docs $(RELEASE)/.release: pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		$$(sed -n 's/^$(patsubst .%,%,$(@F)) = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
+	$(PIP) $$(sed -n 's/^$(patsubst .%,%,$(@F)) = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 	@touch $@
 
 # A headless Chromium from a package of npm, for the tests that open a page. It is for Linux on x86_64; elsewhere, and
@@ -120,9 +135,6 @@ $(BROWSER):
 		rm -rf node_modules package.json package-lock.json; \
 		mv chromium.part chromium; \
 	else echo "no npm, or no browser for this machine: the tests that open a page are skipped"; fi
-
-$(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
 
 $(BARE)/bin/python:
 	$(PYTHON) -m venv $(BARE)
