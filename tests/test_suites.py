@@ -1,16 +1,20 @@
 """Which cases a run takes: every function in a quick run, every pair of values in `all`, every case in some share."""
 
+import ast
 import itertools
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from tests.support import suites
 from tests.support.suites import covering, fewest, part, share_of_commit
 
+SLOW_PACKAGES = {"transformers", "peft", "accelerate", "lightning", "ray", "torchtitan", "trl", "torchao", "matplotlib"}
 SIZES = [(1,), (4,), (2, 2), (5, 4, 4), (4, 3, 3), (2, 2, 2, 2, 2), (10, 8, 3)]
 
 
@@ -107,3 +111,15 @@ def said(folder, *words):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_what_other_packages_need_is_imported_by_the_tests_that_use_it_and_not_when_all_are_collected():
+    """Each worker collects all files, and each rank imports the file of its test."""
+    tests = Path(__file__).parent
+    for file in sorted(tests.rglob("*.py")):
+        if file.relative_to(tests).parts[0] in ("interop", "recipes"):
+            continue
+        for node in ast.parse(file.read_text()).body:
+            asked = re.findall(r"^(?:import|from|.*importorskip\(['\"])\s*(\w+)", ast.unparse(node).partition("\n")[0])
+            slow = SLOW_PACKAGES.intersection(asked)
+            assert not slow, f"{file.relative_to(tests)}:{node.lineno} imports {slow}; import it in a fixture or a test"

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers as hf
 
 from sherd.cli import convert_words as words
 from sherd.errors import CheckpointError
@@ -30,19 +29,25 @@ SIZES = {
 }
 SIZES_OF_GPT2 = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 16, "bos_token_id": 0, "eos_token_id": 0}
 MODELS = {
-    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
-    "llama-torchtitan": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
-    "qwen": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, head_dim=4)),
-    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**SIZES)),
-    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=12)),
-    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**SIZES_OF_GPT2)),
+    "llama": lambda hf: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
+    "llama-torchtitan": lambda hf: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
+    "qwen": lambda hf: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, head_dim=4)),
+    "qwen2": lambda hf: hf.Qwen2ForCausalLM(hf.Qwen2Config(**SIZES)),
+    "mixtral": lambda hf: hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=12)),
+    "gpt2": lambda hf: hf.GPT2LMHeadModel(hf.GPT2Config(**SIZES_OF_GPT2)),
 }
+
+
+def model_of(name):
+    import transformers
+
+    torch.manual_seed(0)
+    return MODELS[name](transformers)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_preset_and_its_reverse_give_back_the_model(tmp_path, name):
-    torch.manual_seed(0)
-    MODELS[name]().save_pretrained(tmp_path / "hf")
+    model_of(name).save_pretrained(tmp_path / "hf")
     source, preset = open_source(tmp_path / "hf"), name.replace("qwen2", "qwen")
     numbers = numbers_of(tmp_path / "hf")
     convert(source, tmp_path / "ours", "sherd", rules_of(preset, numbers), most_bytes=50)
@@ -54,8 +59,7 @@ def test_a_preset_and_its_reverse_give_back_the_model(tmp_path, name):
 
 @pytest.mark.parametrize(("name", "experts"), [("llama", 0), ("mixtral", 12)])
 def test_a_model_of_sherd_train_gets_the_weights_of_hugging_faces(tmp_path, name, experts):
-    torch.manual_seed(0)
-    theirs = MODELS[name]().eval()
+    theirs = model_of(name).eval()
     theirs.save_pretrained(tmp_path / "hf")
     source = Mapped(open_source(tmp_path / "hf"), rules_of(name, {}))
     model = Decoder(ModelConfig(layers=2, width=8, heads=4, kv_heads=2, hidden=12, tied=False, experts=experts))

@@ -16,7 +16,12 @@ from tests.support.ranks.forked import answer_of, sherd, start
 from tests.train.kills import prepared
 from tests.train.test_report import RECORD
 
-QUIET = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+QUIET = {
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+    "WANDB_ERROR_REPORTING": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
 
 
 def ended(folder, logger, *words, stops=False):

@@ -13,8 +13,6 @@ from sherd.tools.plan.reading import read_work
 from sherd.train.config import InputError
 from tests.planning.played import LIKE, flops
 
-transformers = pytest.importorskip("transformers")
-
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 WORDS = {**SMALL, "vocab_size": 50, "max_position_embeddings": 24}
 IMAGES = {**SMALL, "image_size": 16, "patch_size": 4}
@@ -58,6 +56,8 @@ MODELS = [
 
 @pytest.fixture
 def config(tmp_path):
+    import transformers
+
     def write(kind, fields, *architectures):
         path = tmp_path / "config.json"
         made = transformers.AutoConfig.for_model(kind, **fields)
