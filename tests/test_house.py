@@ -57,8 +57,9 @@ FIGURES = {
     "lines of the trainer": (7323, 6000),
     "files of a walk: forward": (16, 15),
     "files of a walk: backward": (17, 15),
-    "files of a walk: save": (33, 25),
-    "files of a walk: plan": (113, 80),
+    "files of a walk: save": (24, 25),
+    "files of a walk: load": (26, 25),
+    "files of a walk: plan": (91, 80),
     "hops in forward": (128, 140),
     "hops in backward": (184, 200),
 }
@@ -226,7 +227,7 @@ def reach(start: str, graph: dict[str, set[str]]) -> set[str]:
     return seen
 
 
-# Three walks of a reader: a step, a save, a plan
+# Walks of a reader: a step, a save, a load, a plan
 
 
 class Trace:
@@ -266,12 +267,12 @@ def blocks() -> nn.Sequential:
 
 @pytest.fixture(scope="module")
 def walks(tmp_path_factory) -> dict[str, Trace]:
-    """What is called in the third step of three blocks as rank 0 of 4 ranks, when that model is saved on one rank, and
-    when it is planned.
+    """What is called in the third step of three blocks as rank 0 of 4 ranks, when that model is saved on one rank and
+    loaded, and when it is planned.
 
     In the first step the order of units is learnt. A fake process group answers at once, so that no wait is counted.
     """
-    traces = {name: Trace() for name in ("forward", "backward", "save", "plan")}
+    traces = {name: Trace() for name in ("forward", "backward")}
     with imagined_ranks(4):
         model = blocks()
         for block in model:
@@ -288,12 +289,16 @@ def walks(tmp_path_factory) -> dict[str, Trace]:
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    with imagined_ranks(1):
-        model = sherd.fully_shard(blocks())
-        with traces["save"]:
-            sherd.save(tmp_path_factory.mktemp("walk") / "checkpoint", {"model": model}, step=0)
-    with traces["plan"]:
-        sherd.plan(blocks(), 4, torch.ones(2, 8))
+    folder = tmp_path_factory.mktemp("walk")
+    for time in ("first", "second"):  # the first one also runs what it imports
+        with imagined_ranks(1):
+            model = sherd.fully_shard(blocks())
+            with Trace() as traces["save"]:
+                sherd.save(folder / time, {"model": model}, step=0)
+            with Trace() as traces["load"]:
+                sherd.load(folder / time, {"model": model})
+        with Trace() as traces["plan"]:
+            sherd.plan(blocks(), 4, torch.ones(2, 8))
     return traces
 
 
