@@ -137,11 +137,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[ranks.Pools]:
-    """The ranks of this session."""
+def pools(request: pytest.FixtureRequest) -> Iterator[ranks.Pools]:
+    """The ranks of this session, which print where `pytest -s` asks for it."""
     from tests.support import ranks
 
-    made = ranks.Pools()
+    made = ranks.Pools(quiet=request.config.getoption("capture") != "no")
     yield made
     made.stop()
 

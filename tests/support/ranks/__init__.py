@@ -20,8 +20,9 @@ from `torch.manual_seed(0)` and under the test's own warning filters.
 for wide meshes, but threads share the random generator, the arguments and every global: seed and build before `run`.
 `@on_threads(n)` and `@on_processes(n)` of `ranks.bodies`, above a test, have its whole body run so.
 
-A failure is one `RanksFailed`, with each rank's traceback and `errors[rank] == (type name, message)`. A rank
-still busy after `run(..., timeout=300)` seconds shows its stack. After any failure the processes are killed;
+A failure is one `RanksFailed`, with each rank's words and places, the last lines that it printed, and
+`errors[rank] == (type name, message)`. What ranks print is shown by `pytest -s` alone otherwise. A rank still busy
+after `run(..., timeout=300)` seconds shows its stack. After any failure the processes are killed;
 the next run gets fresh ones, forked in a fraction of a second from a server that has torch imported.
 """
 
@@ -43,7 +44,7 @@ from typing import Any
 
 from torch import distributed as dist
 
-from tests.support.ranks.failures import Failure, RanksFailed, name_of
+from tests.support.ranks.failures import Failure, RanksFailed, last_lines, name_of, of_stack
 from tests.support.ranks.process import Setup, Success, serve
 from tests.support.ranks.threads import Threads
 
@@ -80,9 +81,9 @@ class Processes:
     """`num_ranks` live processes, on gloo if `setup` says no other; `run` sends them one function and gathers what it
     returned."""
 
-    def __init__(self, num_ranks: int, setup: Setup = GLOO) -> None:
+    def __init__(self, num_ranks: int, setup: Setup = GLOO, quiet: bool = True) -> None:
         self.num_ranks = num_ranks
-        self._setup = setup
+        self._setup, self._quiet = setup, quiet
         self._workers: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -143,7 +144,9 @@ class Processes:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
-            args = (rank, self.num_ranks, self._store.port, theirs, self._stack_file(rank), self._setup)
+            stacks = self._stack_file(rank)
+            said = f"{stacks}.said" if self._quiet else None
+            args = (rank, self.num_ranks, self._store.port, theirs, stacks, self._setup, said)
             worker = context.Process(target=serve, args=args, name=f"rank {rank} of {self.num_ranks}")
             worker.start()
             theirs.close()
@@ -184,8 +187,10 @@ class Processes:
         except (EOFError, OSError):
             self._workers[rank].join()
             said = f"rank {rank} died: {_exit(self._workers[rank].exitcode)}"
-            left = Path(self._stack_file(rank))
-            return Failure("Died", said, f"{said}\n{left.read_text()}" if left.exists() else said)
+            stack, printed = (Path(f"{self._stack_file(rank)}{end}") for end in ("", ".said"))
+            left = of_stack(stack.read_text()) if stack.exists() else ""
+            left += last_lines(printed.read_text(errors="replace")) if printed.exists() else ""
+            return Failure("Died", said, f"{said}\n{left}")
         assert isinstance(reply, Failure | Success), "ranks send nothing else"
         return reply
 
@@ -208,7 +213,7 @@ class Processes:
             while (size == 0 or size != before) and time.monotonic() < patience:
                 time.sleep(0.02)
                 before, size = size, file.stat().st_size if file.exists() else 0
-            stacks[rank] = file.read_text() if file.exists() else "(it had not joined the group yet)"
+            stacks[rank] = of_stack(file.read_text()) if file.exists() else "(it had not joined the group yet)"
         return stacks
 
 
@@ -245,7 +250,8 @@ class Pools:
     """One set of processes for each setup and number of ranks, one of threads for each number of ranks; each started
     when first asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: bool = True) -> None:
+        self._quiet = quiet
         self._sets: dict[tuple[int, Setup], Processes] = {}
         self._threads: dict[int, Threads] = {}
         atexit.register(self.stop)
@@ -254,7 +260,7 @@ class Pools:
         """`num_ranks` processes, 1 to 4."""
         if not 1 <= num_ranks <= MAX_PROCESSES:
             raise ValueError(f"world({num_ranks}): a test may ask for 1 to {MAX_PROCESSES} processes")
-        return self._sets.setdefault((num_ranks, setup), Processes(num_ranks, setup))
+        return self._sets.setdefault((num_ranks, setup), Processes(num_ranks, setup, self._quiet))
 
     def threads(self, num_ranks: int) -> Threads:
         """`num_ranks` threads, 1 to 8."""
@@ -267,6 +273,9 @@ class Pools:
             processes.end()
         for threads in self._threads.values():
             threads.stop()
+        # It has waited for the ranks, and we for it: then whoever counts our CPU time counts theirs.
+        with contextlib.suppress(AttributeError):  # none of its names is documented (3.10 to 3.13)
+            forkserver._forkserver._stop()
 
 
 def warm_up() -> None:

@@ -17,13 +17,20 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from tests.support.ranks.failures import RanksFailed
+
 Body = Callable[..., None]
 
 
 def on_threads(*counts: int, **listed: Iterable[Any]) -> Callable[[Body], Body]:
     """Has threads of this process (`threads`) run the body, as many as each of `counts` says, in turn; with none, as
     many as the test's parameter `num_ranks` says. They share what the test is given."""
-    return _on("threads", counts, listed, lambda ranks, body, values: ranks.run(body, **values))
+
+    def run(ranks: Any, body: Body, values: dict[str, Any]) -> None:
+        __tracebackhide__ = True
+        ranks.run(body, **values)
+
+    return _on("threads", counts, listed, run)
 
 
 def on_processes(*counts: int, timeout: float = 300.0, **listed: Iterable[Any]) -> Callable[[Body], Body]:
@@ -35,14 +42,19 @@ def on_processes(*counts: int, timeout: float = 300.0, **listed: Iterable[Any]) 
 
     def run(ranks: Any, body: Body, values: dict[str, Any]) -> None:
         __tracebackhide__ = True
-        ranks.run(_run_named, body.__module__, body.__name__, values, timeout=timeout)
+        ranks.run(_Named(body), values, timeout=timeout)
 
     return _on("world", counts, listed, run)
 
 
-def _run_named(module: str, name: str, values: dict[str, Any]) -> None:
-    """In a process: find the body by the name of its test, as pickle could not."""
-    inspect.unwrap(getattr(importlib.import_module(module), name))(**values)
+class _Named:
+    """The body, found in a process by the name of its test, as pickle could not."""
+
+    def __init__(self, body: Body) -> None:
+        self.module, self.__qualname__ = body.__module__, body.__name__
+
+    def __call__(self, values: dict[str, Any]) -> None:
+        inspect.unwrap(getattr(importlib.import_module(self.module), self.__qualname__))(**values)
 
 
 def _on(
@@ -62,10 +74,10 @@ def _on(
             for num_ranks, chosen in itertools.product(counts or [given.pop("num_ranks")], combinations):
                 try:
                     run(ranks(num_ranks), body, {**chosen, **given})
-                except Exception as error:
+                except RanksFailed as error:
                     if not chosen:
                         raise
-                    raise AssertionError(f"with {chosen} on {num_ranks} ranks: {error}") from error
+                    raise AssertionError(f"with {chosen} on {num_ranks} ranks: {error}") from None
 
         asked = [name for name in inspect.signature(body).parameters if name not in listed]
         names = [fixture, *([] if counts else ["num_ranks"]), *asked]

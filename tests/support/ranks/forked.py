@@ -12,6 +12,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 
 from tests.support.ranks import packed_task, warm_up
 from tests.support.ranks.failures import Failure
-from tests.support.ranks.process import answer, die_with_the_parent
+from tests.support.ranks.process import answer, be_quiet, die_with_the_parent
 
 TIMEOUT_S = 120
 POPEN = subprocess.Popen
@@ -52,6 +53,7 @@ def _answer(pipe: Connection, function: Callable[..., Any], task: bytes) -> None
     """`function` has come by itself too, so that by now all that it needs is imported."""
     gc.freeze()  # collections leave that alone
     torch.set_num_threads(1)
+    be_quiet(tempfile.TemporaryFile("a+", errors="replace"))  # noqa: SIM115  as long as we live
     pipe.send_bytes(answer(task))
 
 

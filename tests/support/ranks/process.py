@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import distributed as dist
@@ -24,7 +24,7 @@ from sherd.comm import groups as beside
 from sherd.comm import transports
 from sherd.comm.groups import forget_destroyed
 from tests.support.ranks.caches import forget_redistributions
-from tests.support.ranks.failures import failure_of
+from tests.support.ranks.failures import failure_of, last_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,24 @@ class Setup:
     timeout: timedelta | None = None
 
 
-def serve(rank: int, num_ranks: int, port: int, pipe: Connection, stack_file: str, setup: Setup) -> None:
+_said: IO[str] | None = None
+"""Where this process and those that it starts print, since `be_quiet`."""
+
+
+def be_quiet(file: IO[str]) -> None:
+    """Print into `file`, open for appending, whose last lines a failure shows."""
+    global _said
+    _said = file
+    for number in (1, 2):
+        os.dup2(file.fileno(), number)
+
+
+def serve(
+    rank: int, num_ranks: int, port: int, pipe: Connection, stack_file: str, setup: Setup, said_file: str | None
+) -> None:
     """A rank's life: join the group, then answer one task after another until the test session ends."""
+    if said_file is not None:
+        be_quiet(open(said_file, "a+", errors="replace"))  # noqa: SIM115  as long as we live
     gc.freeze()  # before any collection, which would touch, and so copy, all that is shared with the fork server
     die_with_the_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session handles it, and then ends us
@@ -98,9 +114,21 @@ def answer(task: bytes) -> bytes:
         with warnings.catch_warnings():
             _tidy()
             loops = _loops()
+            if _said is not None:
+                _said.truncate(0)
             return _dumps(Success(_perform(task), loops))
     except BaseException as error:
-        return pickle.dumps(failure_of(error))
+        return pickle.dumps(failure_of(error, _last_said()))
+
+
+def _last_said() -> str:
+    """The last lines that the task has printed."""
+    if _said is None:
+        return ""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _said.seek(0)
+    return last_lines(_said.read())
 
 
 def _perform(task: bytes) -> Any:

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from tests.support.ranks.caches import forget_redistributions
-from tests.support.ranks.failures import Failure, RanksFailed, failure_of, name_of
+from tests.support.ranks.failures import Failure, RanksFailed, failure_of, name_of, places
 from tests.support.ranks.generators import generators_by_thread, own_generator
 
 # A rank whose collective was broken off gets this long to say so.
@@ -83,7 +83,8 @@ class _Rank:
     def stack(self) -> str:
         """Where the thread is just now."""
         assert self._thread.ident is not None, "started"
-        return "".join(traceback.format_stack(sys._current_frames()[self._thread.ident]))
+        frames = reversed(list(traceback.walk_stack(sys._current_frames()[self._thread.ident])))
+        return places(frames, others_too=True)
 
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:
