@@ -90,3 +90,11 @@ def splitting_stage() -> _PipelineStageBase | None:
                 parts = {action.computation_type.name for order in orders.values() for action in order}
                 return stage if "BACKWARD_WEIGHT" in parts else None
     return None
+
+
+def defers_reductions() -> bool:
+    """Returns whether the caller of our caller is a pipeline schedule in a `step(finalize_gradients=False)` (2.15).
+
+    A schedule tells its stages nothing of it, and then does not have them reduce.
+    """
+    return not getattr(sys._getframe(2).f_locals.get("self"), "_finalize_gradients", True)

@@ -239,8 +239,8 @@ def norms(tensors: Sequence[OwnDTensor], power: float, dtype: torch.dtype | None
     locals_ = locals_ if dtype is None else [local.to(dtype) for local in locals_]
     dtypes = {local.dtype for local in locals_}
     for each in dtypes:
-        if not (each.is_floating_point or each.is_complex):  # torch raises only on ranks that have elements
-            raise RuntimeError(f"a norm is of floating point or complex numbers, not of {each}")
+        if not (each.is_floating_point or each.is_complex):
+            torch.linalg.vector_norm(torch.ones(1, dtype=each))  # raises, as below only on ranks that have elements
     row = norm_of_order(power)
     if len(dtypes) == 1 and all(local.numel() for local in locals_):
         here = local_norms(locals_, power, foreach=True)
