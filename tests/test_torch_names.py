@@ -1197,6 +1197,11 @@ def test_splitting_stage__is_one_of_torchs_own_kind_under_a_zero_bubble_schedule
         assert {*answers, _torch.splitting_stage()} == expected, (schedule, kind)
 
 
+def test_stages_keep_buffers__unless_a_schedule_has_them_let_go_of_what_was_sent():
+    lets_go = hasattr(pipelining.PipelineStage, "release_fwd_send_outputs")
+    assert lets_go != _torch.STAGES_KEEP_BUFFERS
+
+
 def test_defers_reductions__is_of_a_schedule_whose_step_is_not_to_reduce():
     class Schedule:
         def __init__(self, **fields):

@@ -21,6 +21,7 @@ from sherd._torch.autograd import set_grad_enabled as set_grad_enabled
 from sherd._torch.autograd import set_versions as set_versions
 from sherd._torch.autograd import will_get_gradient as will_get_gradient
 from sherd._torch.call_stack import MODULE_CALL as MODULE_CALL
+from sherd._torch.call_stack import STAGES_KEEP_BUFFERS as STAGES_KEEP_BUFFERS
 from sherd._torch.call_stack import asked_by_checkpointing as asked_by_checkpointing
 from sherd._torch.call_stack import asked_by_spec as asked_by_spec
 from sherd._torch.call_stack import defers_reductions as defers_reductions

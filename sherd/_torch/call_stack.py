@@ -66,6 +66,10 @@ def asked_by_checkpointing(directly: bool = False) -> bool:
     return any(frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict" for frame in frames)
 
 
+STAGES_KEEP_BUFFERS: bool = torch.__version__ < "2.15"  # compared as versions are, not as text
+"""Whether a pipeline stage of torch has memory for all that it will receive, and keeps what it has sent, in a step."""
+
+
 def splitting_stage() -> _PipelineStageBase | None:
     """Returns the pipeline stage that is calling its module, if its schedule splits backward; else None.
 

@@ -49,8 +49,8 @@ class PipelineStage(pipelining.PipelineStage):
         """As torch's. A schedule calls the method when a step begins."""
         if self._sherd_units.units and defers_reductions():
             raise StateError(
-                f"{self._sherd_units.name}: step(finalize_gradients=False) is for torch's FSDP; to add several steps up, "
-                "call set_requires_gradient_sync(False) on the stage's module before all but the last"
+                f"{self._sherd_units.name}: step(finalize_gradients=False) is for torch's FSDP; to add several steps "
+                "up, call set_requires_gradient_sync(False) on the stage's module before all but the last"
             )
         super().clear_runtime_states()
         self._sherd_earlier = None
