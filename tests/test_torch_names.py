@@ -257,6 +257,12 @@ def test_composed_on_meta__stands_for_operators_that_torchs_own_functions_call_o
     assert nn.functional.dropout(x, 0.0) is x
 
 
+def test_shares_one_head__is_whether_attention_on_a_cpu_fuses_one_head_of_keys_unasked():
+    query = torch.ones(1, 2, 4, 8, requires_grad=True)
+    made_by = type(nn.functional.scaled_dot_product_attention(query, query[:, :1], query[:, :1]).grad_fn)
+    assert ("FlashAttention" in made_by.__name__) == _torch.SHARES_ONE_HEAD
+
+
 def test_are_fake__tells_tensors_that_others_compute_with_to_learn_shapes():
     with FakeTensorMode():
         made = torch.ones(2)
@@ -264,7 +270,7 @@ def test_are_fake__tells_tensors_that_others_compute_with_to_learn_shapes():
     assert not _torch.are_fake([torch.Tensor, nn.Parameter])
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_outside_transforms__tensors_have_memory_and_may_be_made_to_require_a_gradient():
     seen = []
 
@@ -281,7 +287,7 @@ def test_outside_transforms__tensors_have_memory_and_may_be_made_to_require_a_gr
     assert seen == [(8, True)] * 2
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_are_transforms_active__inside_of_one_only():
     seen = []
     torch.vmap(lambda x: seen.append(_torch.are_transforms_active()) or x)(torch.ones(2))
@@ -948,7 +954,7 @@ def test_say_fully_sharded__is_what_replicate_asks_for():
 
 def test_steps_in_backward__is_what_was_given_optimizers():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which torch still calls there
+        warnings.filterwarnings("ignore", ".torch.jit.[a-z]+. is deprecated")  # which torch still calls there
         from torch.distributed.optim import _apply_optimizer_in_backward
 
     weight, bias = nn.Linear(1, 1).parameters()
@@ -1158,12 +1164,12 @@ def test_adopt_timeout__is_for_groups_that_were_given_none():
     before = timeout_of(dist.group.WORLD)
     groups = dist.new_group(), dist.new_group(timeout=timedelta(seconds=9))
     try:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7))
+        versions.set_group_timeout(timedelta(seconds=7))
         for each in groups:
             _torch.adopt_timeout(each)
         assert [timeout_of(each) for each in groups] == [7, 9]
     finally:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=before))
+        versions.set_group_timeout(timedelta(seconds=before))
 
 
 @on_processes(2)
@@ -1189,6 +1195,31 @@ def test_splitting_stage__is_one_of_torchs_own_kind_under_a_zero_bubble_schedule
         driven = schedule(stages, 2, loss_fn=nn.functional.mse_loss)
         driven.step(*[torch.ones(2, 2)] * (rank == 0), target=torch.ones(2, 2))
         assert {*answers, _torch.splitting_stage()} == expected, (schedule, kind)
+
+
+def test_stages_keep_buffers__unless_a_schedule_has_them_let_go_of_what_was_sent():
+    lets_go = hasattr(pipelining.PipelineStage, "release_fwd_send_outputs")
+    assert lets_go != _torch.STAGES_KEEP_BUFFERS
+
+
+def test_defers_reductions__is_of_a_schedule_whose_step_is_not_to_reduce():
+    class Schedule:
+        def __init__(self, **fields):
+            vars(self).update(fields)
+
+        def step(self, asking):
+            return asking()
+
+    def asking():
+        return _torch.defers_reductions()
+
+    asked = [
+        Schedule(**fields).step(asking)
+        for fields in ({}, {"_finalize_gradients": True}, {"_finalize_gradients": False})
+    ]
+    assert asked == [False, False, True]
+    if not versions.torch_is_older(2, 15):
+        assert "_finalize_gradients" in pipelining.ScheduleGPipe.step.__code__.co_names
 
 
 # Gradients to come
@@ -1246,6 +1277,27 @@ def test_saving_hooks__are_the_innermost_that_were_pushed_and_none_if_there_are_
 
 def test_savinghooks__are_a_pair_of_functions():
     assert len(_torch.SavingHooks.__args__) == 2
+
+
+def users_hooks_seen_inside(pack):
+    """The hooks that selective checkpointing takes for a user's."""
+    _torch.push_saving_hooks((pack, kept))
+    try:
+        return torch.utils.checkpoint._current_user_saved_tensors_hooks()
+    finally:
+        _torch.pop_saving_hooks()
+
+
+@versions.needs_torch(2, 14, "selective checkpointing asks for no hooks")
+def test_packhook__is_no_users_hook():
+    assert users_hooks_seen_inside(_torch.PackHook(kept)) is None
+
+
+@versions.needs_torch(2, 14, "selective checkpointing asks for no hooks")
+def test_packhookaround__is_a_users_hook_if_the_hook_inside_is():
+    users, ours = (_torch.PackHookAround(kept, each) for each in (kept, _torch.PackHook(kept)))
+    assert users_hooks_seen_inside(users) == (users, kept)
+    assert users_hooks_seen_inside(ours) is None
 
 
 def test_push_saving_hooks__has_autograd_call_them_with_what_it_saves():

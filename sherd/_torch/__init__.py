@@ -21,8 +21,10 @@ from sherd._torch.autograd import set_grad_enabled as set_grad_enabled
 from sherd._torch.autograd import set_versions as set_versions
 from sherd._torch.autograd import will_get_gradient as will_get_gradient
 from sherd._torch.call_stack import MODULE_CALL as MODULE_CALL
+from sherd._torch.call_stack import STAGES_KEEP_BUFFERS as STAGES_KEEP_BUFFERS
 from sherd._torch.call_stack import asked_by_checkpointing as asked_by_checkpointing
 from sherd._torch.call_stack import asked_by_spec as asked_by_spec
+from sherd._torch.call_stack import defers_reductions as defers_reductions
 from sherd._torch.call_stack import frames_from as frames_from
 from sherd._torch.call_stack import in_functional_call as in_functional_call
 from sherd._torch.call_stack import splitting_stage as splitting_stage
@@ -74,6 +76,7 @@ from sherd._torch.dtensors import specs_of as specs_of
 from sherd._torch.dtensors import split_factor_of as split_factor_of
 from sherd._torch.dtensors import strided_shard as strided_shard
 from sherd._torch.dtensors import swap_devices as swap_devices
+from sherd._torch.dynamo import SHARES_ONE_HEAD as SHARES_ONE_HEAD
 from sherd._torch.dynamo import are_fake as are_fake
 from sherd._torch.dynamo import composed_on_meta as composed_on_meta
 from sherd._torch.dynamo import dynamo_disabled as dynamo_disabled
@@ -89,6 +92,8 @@ from sherd._torch.optimizers import register_foreach_type as register_foreach_ty
 from sherd._torch.optimizers import register_optimizer_step_post_hook as register_optimizer_step_post_hook
 from sherd._torch.optimizers import register_optimizer_step_pre_hook as register_optimizer_step_pre_hook
 from sherd._torch.saved_tensors import SAVE_NO_RESULT as SAVE_NO_RESULT
+from sherd._torch.saved_tensors import PackHook as PackHook
+from sherd._torch.saved_tensors import PackHookAround as PackHookAround
 from sherd._torch.saved_tensors import SavingHooks as SavingHooks
 from sherd._torch.saved_tensors import may_hook_saving as may_hook_saving
 from sherd._torch.saved_tensors import pop_saving_hooks as pop_saving_hooks

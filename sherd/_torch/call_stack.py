@@ -66,6 +66,10 @@ def asked_by_checkpointing(directly: bool = False) -> bool:
     return any(frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict" for frame in frames)
 
 
+STAGES_KEEP_BUFFERS: bool = torch.__version__ < "2.15"  # compared as versions are, not as text
+"""Whether a pipeline stage of torch has memory for all that it will receive, and keeps what it has sent, in a step."""
+
+
 def splitting_stage() -> _PipelineStageBase | None:
     """Returns the pipeline stage that is calling its module, if its schedule splits backward; else None.
 
@@ -90,3 +94,11 @@ def splitting_stage() -> _PipelineStageBase | None:
                 parts = {action.computation_type.name for order in orders.values() for action in order}
                 return stage if "BACKWARD_WEIGHT" in parts else None
     return None
+
+
+def defers_reductions() -> bool:
+    """Returns whether the caller of our caller is a pipeline schedule in a `step(finalize_gradients=False)` (2.15).
+
+    A schedule tells its stages nothing of it, and then does not have them reduce.
+    """
+    return not getattr(sys._getframe(2).f_locals.get("self"), "_finalize_gradients", True)

@@ -258,9 +258,10 @@ def set_timeout(timeout: timedelta) -> None:
     """Set the timeout of the default group, and of groups that are made later without a timeout.
 
     A mesh makes its groups without a timeout, and torch gives these 30 minutes (10 with NCCL) whatever the default
-    group has. `_set_pg_timeout` and the two defaults have no public setter (2.11 to 2.13).
+    group has. The two defaults have no public setter, nor had the group's own timeout before 2.14 (2.11 to 2.15).
     """
-    distributed_c10d._set_pg_timeout(timeout)
+    of_default_group = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    of_default_group(timeout)
     write_into(distributed_c10d, "default_pg_timeout", timeout)
     write_into(distributed_c10d, "default_pg_nccl_timeout", timeout)
 

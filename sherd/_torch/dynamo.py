@@ -12,6 +12,9 @@ from sherd._torch.tensors import write_into
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
+SHARES_ONE_HEAD: bool = torch.__version__ >= "2.14"  # compared as versions are, not as text
+"""Whether the fused attention of a CPU takes one head of keys for all queries unasked, without `enable_gqa`."""
+
 
 def dynamo_disabled(function: Function) -> Function:
     """Returns `function`, marked so that Dynamo traces neither it nor what it calls.

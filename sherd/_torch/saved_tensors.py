@@ -16,6 +16,30 @@ from sherd._torch.tensors import write_into
 SavingHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Two hooks: pack, called with each tensor that autograd saves, and unpack, called with its result in backward."""
 
+
+class PackHook(functools.partial[Any]):
+    """A pack hook of ours: what a unit sets up for itself is not the user's. It keeps no user's hooks below.
+
+    Selective checkpointing warns of hooks around it, but passes by hooks that have these two names (2.14, 2.15).
+    """
+
+    _checkpoint_internal = True
+    _user_hooks: SavingHooks | None = None
+
+
+class PackHookAround(PackHook):
+    """A pack hook of ours around another one, its last argument: it is the user's if that one is."""
+
+    @property
+    def _checkpoint_internal(self) -> bool:  # type: ignore[override]
+        return getattr(self.args[-1], "_checkpoint_internal", False)
+
+    @property
+    def _user_hooks(self) -> SavingHooks | None:  # type: ignore[override]
+        hooks: SavingHooks | None = self.args[-1]._user_hooks
+        return hooks
+
+
 _core: ModuleType = torch._C
 _stack: ModuleType = torch._C._autograd
 _push = _stack._push_saved_tensors_default_hooks

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import pipelining
 
+from sherd._torch import defers_reductions
 from sherd.engine import StageUnits, Unit
 from sherd.errors import StateError
 from sherd.interop.identity import lend_identity
@@ -46,6 +47,11 @@ class PipelineStage(pipelining.PipelineStage):
 
     def clear_runtime_states(self) -> None:
         """As torch's. A schedule calls the method when a step begins."""
+        if self._sherd_units.units and defers_reductions():
+            raise StateError(
+                f"{self._sherd_units.name}: step(finalize_gradients=False) is for torch's FSDP; to add several steps "
+                "up, call set_requires_gradient_sync(False) on the stage's module before all but the last"
+            )
         super().clear_runtime_states()
         self._sherd_earlier = None
         self._sherd_units.begin()
@@ -94,10 +100,18 @@ class PipelineStage(pipelining.PipelineStage):
 
         Gradients of earlier steps are then added, undivided.
         """
-        if not self.has_backward:
-            return
+        if self.has_backward:
+            self.start_gradient_reduction()
+            self.wait_for_gradient_reduction(grad_scale_factor)
+
+    def start_gradient_reduction(self) -> None:
+        """Start the reductions of the step. Schedules of torch 2.15 may compute until they wait for them."""
         self._sherd_set_earlier_aside()
-        self._sherd_units.reduce()
+        self._sherd_units.start_reductions()
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        """Do the rest of `perform_reduce_grad`."""
+        self._sherd_units.finish_reductions()
         self.scale_grads(grad_scale_factor)
         earlier, self._sherd_earlier = self._sherd_earlier, None
         for shard, gradient in earlier or ():

@@ -236,11 +236,14 @@ def norms(tensors: Sequence[OwnDTensor], power: float, dtype: torch.dtype | None
     locals_ = list(map(local_tensor, tensors))
     if any(places.is_of_vectors for places in set(map(places_at, tensors))):
         locals_ = [_counted(local, places_at(each)) for local, each in zip(locals_, tensors, strict=True)]
+    for given in {local.dtype for local in locals_}:
+        taken = dtype or given
+        if not (taken.is_floating_point or taken.is_complex):
+            torch.linalg.vector_norm(
+                torch.ones(1, dtype=given), dtype=dtype
+            )  # raises; below, only if there are elements
     locals_ = locals_ if dtype is None else [local.to(dtype) for local in locals_]
     dtypes = {local.dtype for local in locals_}
-    for each in dtypes:
-        if not (each.is_floating_point or each.is_complex):  # torch raises only on ranks that have elements
-            raise RuntimeError(f"a norm is of floating point or complex numbers, not of {each}")
     row = norm_of_order(power)
     if len(dtypes) == 1 and all(local.numel() for local in locals_):
         here = local_norms(locals_, power, foreach=True)

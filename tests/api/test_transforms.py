@@ -12,7 +12,7 @@ from tests.support.sharding import sharded
 from tests.support.training import made
 
 # torch's own, when forward mode is first used.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
 
 def flow():

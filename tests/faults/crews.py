@@ -33,6 +33,7 @@ from tests.faults.program import Setting, trained
 from tests.machines.hosts import ADDRESSES, INTERFACE, Hosts
 from tests.support.ranks import warm_up
 from tests.support.ranks.process import die_with_the_parent, forget_meshes
+from tests.support.versions import set_group_timeout
 
 TIMEOUT_S = 10.0
 """Of the process groups, where nobody should have to wait for so long."""
@@ -154,7 +155,7 @@ def _say_end(case: Case, rank: int, address: str, port: int, pipe: Connection, p
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.setting.num_ranks, timeout=patience)
     dist.barrier()
     store.set_timeout(timedelta(seconds=case.timeout_s))  # all are there
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=case.timeout_s))
+    set_group_timeout(timedelta(seconds=case.timeout_s))
     values = trained(case.setting, probe, Path(folder))
     pipe.send(("values", pickle.dumps({name: each.tolist() for name, each in values.items()}), time.monotonic()))
 

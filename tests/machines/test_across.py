@@ -21,6 +21,7 @@ from sherd.train.ranks import interface_to
 from tests.machines.examples import kubernetes, slurm
 from tests.machines.hosts import ADDRESSES, INTERFACE, PATIENCE_S, waited_for
 from tests.support.ranks.forked import torchrun
+from tests.support.versions import set_group_timeout
 from tests.train.test_loop import TREE, plain_losses
 
 TIMEOUT_S = 8  # run.timeout: silence for so long is the end
@@ -130,7 +131,7 @@ def hybrid(rank, environment, pipe):
     """Four steps, the third with a break of the link, and a backward without it; what is seen goes into the pipe."""
     os.environ.update(environment, RANK=str(rank), GLOO_SOCKET_IFNAME=interface_to(environment["MASTER_ADDR"]))
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S))  # all are there
+    set_group_timeout(timedelta(seconds=TIMEOUT_S))  # all are there
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, across_all = model_of_three(), nn.Linear(4, 4)
     for layer in (model[0], model[2], model):

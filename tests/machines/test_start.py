@@ -12,6 +12,7 @@ from sherd.train import rank as ranks
 from sherd.train.config import InputError
 from sherd.train.ranks import apart, lost_touch, take_the_way_to_the_others, together
 from sherd.train.saved import newest
+from tests.support.versions import set_group_timeout
 from tests.train.test_checkpoint import break_it, put
 
 # The same command, started again and again
@@ -106,7 +107,7 @@ def test_ranks_that_cannot_meet_are_told_which_way_they_tried(monkeypatch):
 
 def lost():
     if dist.get_rank() == 0:
-        dist.distributed_c10d._set_pg_timeout(torch.distributed.default_pg_timeout / 3600)
+        set_group_timeout(torch.distributed.default_pg_timeout / 3600)
         with pytest.raises(RuntimeError) as late:
             dist.all_reduce(torch.ones(1))
         named = lost_touch(late.value)

@@ -137,7 +137,7 @@ def two_ways(front=None):
     ],
 )
 # Torch imports Inductor for a compiled step.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @on_processes(2)
 def test_an_optimizers_step_may_be_compiled(front, flattened, whole_step):
     """Against the same steps uncompiled, on the same shards."""

@@ -257,6 +257,20 @@ def test_stages_are_gathered_ahead_and_given_up_when_the_schedule_says_so():
     assert live_of(stages) == {Live.SHARDED}
 
 
+@needs_torch(2, 15, "its schedules always wait for a stage's reductions at once")
+@on_threads(1)
+def test_reductions_that_are_waited_for_later_give_the_same_gradients():
+    def after_a_step(kind: Any, **how: Any) -> list[torch.Tensor]:
+        _, stages = alone("ScheduleLoopedBFS", num_stages=2, kind=kind)
+        run_step(pipelining.ScheduleLoopedBFS(stages, MICRO_BATCHES, loss_fn=loss_of, **how), stages, 0, 0)
+        return gradients(stages)
+
+    expected = after_a_step(PipelineStage)
+    torch.testing.assert_close(after_a_step(PipelineStage, defer_reduce_grad_wait=True), expected)
+    with torch_fsdp_identity():
+        torch.testing.assert_close(after_a_step(pipelining.PipelineStage, defer_reduce_grad_wait=True), expected)
+
+
 # Torch's own stage
 
 
@@ -311,6 +325,17 @@ def test_what_a_stage_cannot_serve_is_named():
     counting = accumulate(stages[0].submod, MICRO_BATCHES)
     with pytest.raises(StateError, match="stage 0: a schedule runs inside accumulate"), counting:
         run_step(schedule, stages, 0, 0)
+
+
+@needs_torch(2, 15, "a step of its schedules always reduces")
+@on_threads(1)
+def test_a_step_that_is_not_to_reduce_is_refused_before_it_changes_anything():
+    schedule, stages = alone("ScheduleGPipe")
+    inputs, targets = batch(0, 0)
+    with pytest.raises(StateError, match=r"stage 0: step\(finalize_gradients=False\) .* set_requires_gradient_sync"):
+        schedule.step(inputs, target=targets, finalize_gradients=False)
+    run_step(schedule, stages, 0, 0)
+    assert all(each is not None for each in gradients(stages))
 
 
 @has_neighbours

@@ -213,9 +213,9 @@ def test_a_stage_runs_ahead_by_those_behind_it_and_what_is_sent_and_a_slow_stage
     assert slow[0][-1] == 22.0
 
 
-def stage_of(number, micro_batches, begin=None):
+def stage_of(number, micro_batches, begin=None, keeps_buffers=True):
     """A step of one of two stages."""
-    stage = Stage(number, 2, sent=10, pair=RankGroup(2, 8), begins=begin)
+    stage = Stage(number, 2, sent=10, pair=RankGroup(2, 8), keeps_buffers=keeps_buffers, begins=begin)
     return play(stack(2), sharded_stack(2), RoundCosts(0, 0), micro_batches=micro_batches, stage=stage)
 
 
@@ -225,6 +225,12 @@ def test_a_stage_holds_the_activations_of_the_micro_batches_that_are_under_way()
     assert first["activations"] == 2 * one["activations"]  # two are under way on the first of two stages, never three
     assert last["activations"] == 2 * KEPT
     assert first["inputs"] == 3 * 10  # there is memory for the gradient of each output
+
+
+def test_a_stage_that_keeps_no_buffers_has_one_gradient_at_a_time_and_no_outputs():
+    first, last = (most(stage_of(number, 3, keeps_buffers=False)) for number in (0, 1))
+    assert (first["activations"], first["inputs"]) == (2 * 2 * KEPT, 10)
+    assert last == most(stage_of(1, 3))
 
 
 def test_a_stage_waits_gathers_once_and_reduces_once():

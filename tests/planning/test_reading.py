@@ -1,5 +1,6 @@
 """What is read from a model on the meta device is what a real step on the CPU then takes."""
 
+import itertools
 import threading
 from functools import partial
 
@@ -207,15 +208,19 @@ def test_a_recurrent_layer_is_refused_by_its_name():
             read(partial(build, layer), models.sum_of_all)
 
 
-def test_fewer_heads_of_keys_take_the_fused_kernel_only_if_asked():
-    def build(is_grouped):
-        one_head_of_keys = models.Calls(lambda x: attended(x, x[:, :1], enable_gqa=is_grouped))
-        return nn.Sequential(nn.Linear(16, 16), one_head_of_keys), torch.zeros(2, 4, 8, 16)
+def test_fewer_heads_of_keys_take_the_fused_kernel_where_torch_takes_it():
+    for keys, is_grouped in itertools.product((lambda x: x[:, :1], lambda x: x[:1]), (True, False)):
 
-    for is_grouped in (True, False):
-        work = read(partial(build, is_grouped), models.sum_of_all)
-        assert peak(work) == pytest.approx(measured(partial(build, is_grouped), models.sum_of_all)[0], rel=0.01)
-        assert ("aten._scaled_dot_product_flash_attention_for_cpu" in names(work)) == is_grouped
+        def attend(x, keys=keys, is_grouped=is_grouped):
+            return attended(x, keys(x), enable_gqa=is_grouped)
+
+        def build(attend=attend):
+            return nn.Sequential(nn.Linear(16, 16), models.Calls(attend)), torch.zeros(2, 4, 8, 16)
+
+        work = read(build, models.sum_of_all)
+        assert peak(work) == pytest.approx(measured(build, models.sum_of_all)[0], rel=0.01)
+        is_fused = "FlashAttention" in type(attend(torch.zeros(2, 4, 8, 16, requires_grad=True)).grad_fn).__name__
+        assert ("aten._scaled_dot_product_flash_attention_for_cpu" in names(work)) == is_fused
 
 
 def test_the_model_is_as_it_was():

@@ -1,7 +1,16 @@
-"""Which torch a test needs, and why."""
+"""Which torch a test needs, and why; and what torch has called differently."""
+
+from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+
+# The timeout of the default group alone; public since 2.14.
+set_group_timeout: Callable[[timedelta], None] = (
+    getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+)
 
 
 def torch_is_older(major: int, minor: int) -> bool:

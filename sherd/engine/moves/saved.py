@@ -29,6 +29,8 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import (
     SAVE_NO_RESULT,
+    PackHook,
+    PackHookAround,
     SavingHooks,
     in_backward,
     local_tensor,
@@ -229,17 +231,16 @@ def _unpack_through(other: Callable[[Any], torch.Tensor], saved: _Saved) -> torc
 
 
 def _hooks(running: Sequence[Reader | None]) -> SavingHooks:
-    return functools.partial(_pack, running), _unpack
+    return PackHook(_pack, running), _unpack
 
 
 def _around(hooks: SavingHooks) -> SavingHooks:
     pack, unpack = hooks  # of others
-    return functools.partial(_pack_through, _running.units, pack), functools.partial(_unpack_through, unpack)
+    return PackHookAround(_pack_through, _running.units, pack), functools.partial(_unpack_through, unpack)
 
 
 def _is_ours(hooks: SavingHooks) -> bool:
-    pack = hooks[0]
-    return isinstance(pack, functools.partial) and pack.func in (_pack, _pack_through)
+    return isinstance(hooks[0], PackHook)
 
 
 @functools.cache

@@ -137,15 +137,9 @@ class StageUnits:
         """
         self._restore_policies()
 
-    def reduce(self) -> None:
-        """End a step: free unsharded parameters, and add the reduced gradients of all micro-batches to the shards'."""
-        self._restore_policies()
-        self.start_reductions()
-        self.finish_reductions()
-        self._has_begun = False
-
     def start_reductions(self) -> None:
-        """Free unsharded parameters, and start the reductions in backward order, where the policies reduce."""
+        """Free unsharded parameters, and start the reductions in backward order, where the user's policies reduce."""
+        self._restore_policies()
         self.free()
         for runtime in self._each_runtime():
             runtime.revise()
@@ -154,10 +148,11 @@ class StageUnits:
                     runtime.tape.play(GradientsReady, index)
 
     def finish_reductions(self) -> None:
-        """Finish the reductions; the shards have their gradients afterwards."""
+        """End a step: the gradients of all micro-batches have been added to the shards' afterwards."""
         for runtime in self._each_runtime():
             runtime.expect_last_backward(True)
             runtime.tape.play(EndBackward)
+        self._has_begun = False
 
     def _each_runtime(self) -> list[Runtime]:
         return list({id(runtime): runtime for runtime, _ in self.runtimes}.values())

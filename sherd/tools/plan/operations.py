@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from sherd._torch import composed_on_meta, group_among
+from sherd._torch import SHARES_ONE_HEAD, composed_on_meta, group_among
 from sherd.tools.simulate.work import ALONE, Collective, Op, OpKind, RankGroup
 
 __all__ = [
@@ -301,7 +301,10 @@ def _attention(
 ) -> Tensor:
     """Attention by the device's fused kernel where there is one, else composed of other operations."""
     out = None
-    has_all_heads = query.shape[:2] == key.shape[:2] or others.get("enable_gqa", False)
+    takes_fewer_heads = others.get("enable_gqa", False) or (
+        SHARES_ONE_HEAD and fused is _attention_on_cpu and key.shape[1] == 1
+    )
+    has_all_heads = query.shape[0] == key.shape[0] and (query.shape[1] == key.shape[1] or takes_fewer_heads)
     if query.dim() == 4 and query.shape[-1] == value.shape[-1] and has_all_heads:
         out = fused(query, key, value, attn_mask, dropout_p, is_causal, others.get("scale"))
     if out is None:

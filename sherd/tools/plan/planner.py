@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sherd._torch import imagined_ranks
+from sherd._torch import STAGES_KEEP_BUFFERS, imagined_ranks
 from sherd.api.recompute import KeptResults
 from sherd.comm.host.gloo import Gloo
 from sherd.comm.host.sums import sum_dtype
@@ -169,7 +169,7 @@ class Planner:
         first, last = (
             replace(
                 self._of_stage(num_stages, name)._rank_work(settings),
-                stage=Stage(number, mesh.pp, numel * dtype.itemsize, pair),
+                stage=Stage(number, mesh.pp, numel * dtype.itemsize, pair, STAGES_KEEP_BUFFERS),
             )
             for name, number in (("first", 0), ("last", mesh.pp - 1))
         )

@@ -72,7 +72,8 @@ def read_work(model: nn.Module, batch: Any, loss: Loss = own_loss, device_type: 
             name, module = modules[recording.failed_in]
             where = f"{name or 'the model'} ({type(module).__name__})"
         reason = reason_of(error)
-        if "Expected inputs of BF16 type" in reason:  # of torch's grouped matrix product, for experts
+        # of torch's grouped matrix product, for experts: before 2.14, and since
+        if "Expected inputs of BF16 type" in reason or "Expected mat_a to be BFloat16" in reason:
             hint = "compute in bfloat16: compute_dtype=torch.bfloat16, or --precision bf16"
             reason = f"{reason.rstrip('.')}; {hint}"
         raise InputError(f"{where} does not run without values: {reason}") from error

@@ -45,6 +45,7 @@ class Stage:
         number: the number of the stage, of `num_stages`.
         sent: bytes that go from one stage to the next, and back.
         pair: a rank of a stage, and the rank of the next stage that it sends to.
+        keeps_buffers: the stage has memory for all gradients that it will receive, and keeps its outputs until then.
         begins: the seconds at which each pass may begin, in `order`; None: at once.
     """
 
@@ -52,6 +53,7 @@ class Stage:
     num_stages: int
     sent: int = 0
     pair: RankGroup = ALONE
+    keeps_buffers: bool = True
     begins: tuple[float, ...] | None = None
 
     def order(self, micro_batches: int) -> list[bool]:
@@ -174,6 +176,7 @@ class _Player:
         """Play the passes of a stage in their order. Returns the time when each pass ends.
 
         As in torch's stages, every micro-batch has memory for the tensors that it will receive; a pass has its own.
+        Without `keeps_buffers` only the last stage's has, where the losses keep what was received.
         """
         usual, forward = self._sharded.specs, 1 + self._parts.index((do.EndForward(),))
         keeping = tuple(
@@ -181,16 +184,20 @@ class _Player:
         )
         order, ends = stage.order(micro_batches), []
         is_first, is_last_stage = stage.number == 0, stage.number == stage.num_stages - 1
-        received = stage.sent * (micro_batches * (not is_last_stage) + (micro_batches - 1) * (not is_first))
+        keeps = stage.keeps_buffers or is_last_stage
+        received = stage.sent * (micro_batches * (not is_last_stage) + (micro_batches - 1) * (not is_first)) * keeps
         self._come(TensorKind.INPUT.value, -1, received)
         for number, is_forward in enumerate(order):
             if stage.begins is not None and len(stage.begins) == len(order):
                 self.clock.wait(Lane.MODEL, -1, stage.begins[number])
             is_last = number == len(order) - 1
             self._schedule.move_to(replace(self._schedule.state, specs=usual if is_last else keeping))
+            gradient = 0 if is_forward or keeps else stage.sent
+            self._come(TensorKind.INPUT.value, -1, gradient)
             self._go_through(self._parts[:forward] if is_forward else self._parts[forward:])
+            self._come(TensorKind.INPUT.value, -1, -gradient)
             ends.append(self.clock.now)
-            if not is_last_stage:  # outputs are kept until their gradients come
+            if keeps and not is_last_stage:  # outputs are kept until their gradients come
                 self._come(TensorKind.ACTIVATION.value, -1, stage.sent if is_forward else -stage.sent)
             if not (is_last_stage if is_forward else is_first):
                 seconds = self._costs.collective("send", stage.sent, stage.pair)

@@ -27,6 +27,7 @@ from tests.checkpoint.kills.cases import KILLS, Act, Case
 from tests.checkpoint.kills.moments import Calls
 from tests.support.ranks import warm_up
 from tests.support.ranks.process import die_with_the_parent
+from tests.support.versions import set_group_timeout
 
 TIMEOUT_S = 10.0
 SHORT_TIMEOUT_S = 3.0
@@ -91,7 +92,7 @@ def live(case: Case, start: int, job: int, rank: int, port: int, pipe: Connectio
             Ranks()
         dist.barrier()
         if job == 0 and case.has_short_timeout and case.act is Act.STOP:
-            dist.distributed_c10d._set_pg_timeout(_patience(SHORT_TIMEOUT_S))
+            set_group_timeout(_patience(SHORT_TIMEOUT_S))
     moment = case.moments[start]
     is_hit = job == 0 and moment.seconds is None and moment.rank in (None, rank)
     pipe.send(("begin",))
