@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from sherd._torch import DTensorSpec, local_tensor, sharded_tensor_of_rows, spec_of
+from sherd._torch import DTensorSpec, dtensor, local_tensor, sharded_tensor_of_rows, spec_of
 from sherd.comm.mesh import DataMesh
 from sherd.errors import PlacementError, UnsupportedError
 from sherd.layout import placement
@@ -153,7 +153,7 @@ class DTensorExtensions(FSDPExtensions):
             spec = beside(spec_of(tensor), mesh, cut, name)
         else:
             spec = own_spec(mesh, cut, tensor.shape, tensor.dtype)
-        return around(shard_of(plain, cut, rank).clone(memory_format=torch.contiguous_format), spec)
+        return dtensor(shard_of(plain, cut, rank).clone(memory_format=torch.contiguous_format), spec)
 
     def pre_load_state_dict_transform(self, tensor: Any) -> tuple[object, Sequence[Any]]:
         """Returns the inner of two nested tensors, a part under tensor parallelism, and its shards on this rank."""

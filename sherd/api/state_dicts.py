@@ -31,7 +31,7 @@ from sherd.comm.mesh import permuted
 from sherd.engine import FlatParameter, ShardedParameter, Unit, UnshardedCopies
 from sherd.errors import PlacementError
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor, local_part
-from sherd.tensor.relayout import around, full_of, lies_as, on_mesh_device
+from sherd.tensor.relayout import around, as_rows, full_of, lies_as, on_mesh_device
 from sherd.wrap.names import WRAPPED, plain_name
 
 FLAT_PARAM = "_flat_param"
@@ -117,6 +117,9 @@ def _after_save(wrapper: nn.Module, state_dict: StateDict, prefix: str, local_me
         hidden = _put_flat(state_dict, unit, contents, prefix, local_metadata)
     elif config._wanted is not ShardedForm.RUNS:
         _put_rows(state_dict, state, contents, config._wanted, config.offload_to_cpu)
+        for key, value in tuple(state_dict.items()) if config._wanted is ShardedForm.ROWS else ():
+            if key.startswith(prefix) and isinstance(value, DTensor):  # of a unit that `fully_shard` made
+                state_dict[key] = as_rows(value)
     for key in hidden:
         state_dict.pop(key, None)
     if state_dict_type is not StateDictType.LOCAL_STATE_DICT:

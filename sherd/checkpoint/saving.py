@@ -33,7 +33,7 @@ class Form:
 
     Args:
         full: gather tensors. Otherwise they are DTensors in the parameters' layout, in the optimizer's own memory.
-        in_rows: cut ragged DTensors anew as `Shard(0)`.
+        in_rows: DTensors are torch's own, and ragged ones are cut anew as `Shard(0)`.
         on_host: put tensors into host memory.
         is_kept: False on a rank that takes part in the collectives, and gets {}.
     """
@@ -49,10 +49,8 @@ class Form:
 
     def placed(self, value: object) -> object:
         """Returns a tensor on the host if the state goes there; anything else as it is."""
-        is_moved = self.on_host and self.is_kept
-        if not is_moved or not isinstance(value, torch.Tensor) or value.device.type == "cpu":
-            return value
-        return around(local_tensor(value).cpu(), spec_of(value)) if isinstance(value, DTensor) else value.cpu()
+        is_moved = self.on_host and self.is_kept and isinstance(value, torch.Tensor)
+        return value.cpu() if is_moved and value.device.type != "cpu" else value
 
 
 def state_by_name(

@@ -117,11 +117,17 @@ class RaggedDTensor(OwnDTensor):
     ) -> DTensor:
         """Returns the tensor as a DTensor of torch, replicated or in equal chunks. All ranks must call it.
 
+        As in torch, `placements` may go on with `Replicate()` behind those for the axes of the mesh: a program for a
+        2-D model says `(Replicate(), Replicate())` of every parameter, and those that are not tensor parallel lie on
+        the data-parallel axis alone.
+
         Raises:
             PlacementError: another mesh, a ragged placement (for `redistribute_to`), or a wrong number of placements.
         """
         mesh = self.device_mesh if device_mesh is None else device_mesh
         wanted = tuple(placements) if placements is not None else (Replicate(),) * mesh.ndim
+        if all(each.is_replicate() for each in wanted[mesh.ndim :]):
+            wanted = wanted[: mesh.ndim]
         if wanted == self.placements and mesh == self.device_mesh:
             return self
         if mesh != self.device_mesh or len(wanted) != mesh.ndim or has_ragged(wanted):

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sherd._torch import DTensorSpec, local_tensor, spec_of
 from sherd.tensor.gather import gather_part
 from sherd.tensor.placement import in_dtype, is_ragged, layout_of
 from sherd.tensor.ragged import as_dtensor, distribute_ragged, local_part
+from sherd.tensor.sharded import ShardedDTensor, as_torchs
 
 Named = Mapping[str, torch.Tensor]
 
@@ -59,12 +60,12 @@ def laid_out(value: torch.Tensor, spec: DTensorSpec, device: torch.device) -> DT
 
 
 def as_rows(value: DTensor) -> DTensor:
-    """Returns a ragged tensor as a DTensor of torch's own, in equal chunks of dim 0; other DTensors as they are."""
-    if not value.dim() or not is_ragged(spec_of(value)):
-        return value
-    axes = layout_of(spec_of(value)).ragged
-    rows = [Shard(0) if axis in axes else placement for axis, placement in enumerate(value.placements)]
-    return value.redistribute(placements=rows)
+    """Returns a DTensor of torch's own: a ragged tensor in equal chunks of dim 0, any other where it lies."""
+    if not is_ragged(spec_of(value)):
+        return as_torchs(value) if isinstance(value, ShardedDTensor) else value
+    axes, rows = layout_of(spec_of(value)).ragged, Shard(0) if value.dim() else Replicate()
+    placements = [rows if axis in axes else placement for axis, placement in enumerate(value.placements)]
+    return value.redistribute(placements=placements)
 
 
 def gathered_vector(value: DTensor) -> torch.Tensor:

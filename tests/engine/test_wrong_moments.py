@@ -1,15 +1,18 @@
 """What is said when a gradient cannot be reduced, or shards are asked for while they are needed whole."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from sherd import fully_shard
-from sherd.errors import GradientError, OwnershipError, StateError
+from sherd import CommPolicy, FullyShardedDataParallel, fully_shard
+from sherd.errors import GradientError, StateError
 from tests.support.comparing import assert_refused, whole
 from tests.support.models import Wired
-from tests.support.ranks.bodies import on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.refusals import refusal
 
 
@@ -48,23 +51,56 @@ def test_between_forward_and_backward_the_shards_are_shown_when_asked_for():
     assert model.weight.grad is not None
 
 
-@on_threads(2)
-def test_a_second_root_over_a_unit_is_refused_until_the_first_is_gone_and_one_module_may_have_both():
-    def two_roots() -> nn.ModuleDict:
-        encoder = nn.Linear(8, 8)
-        heads = {name: nn.Sequential(encoder, nn.Linear(8, 3)) for name in ("actor", "critic")}
-        for unit in (encoder, *heads.values()):
-            fully_shard(unit)
-        return nn.ModuleDict(heads)
+def actor_and_critic(shard: Callable[[nn.Module], nn.Module]) -> tuple[Any, Any]:
+    """Two roots over one encoder."""
+    torch.manual_seed(0)
+    encoder = shard(nn.Linear(8, 8))
+    return shard(nn.Sequential(encoder, nn.Linear(8, 3))), shard(nn.Sequential(encoder, nn.Linear(8, 2)))
 
-    x, heads = torch.ones(2, 8), two_roots()
-    heads["actor"](x).sum().backward()
-    said = refusal(OwnershipError, heads["critic"], x)
+
+def in_turns(actor: Any, critic: Any) -> list[Any]:
+    """The losses of both, their forwards and backwards in several orders, and the gradients that these add up to."""
+    x, losses = torch.linspace(-1, 1, 16).view(2, 8), []
+    for first, second in ((actor, critic), (critic, actor), (actor, critic)):
+        one = first(x).square().sum()
+        with torch.no_grad():
+            losses.append(second(x).square().sum())
+        two = second(x).square().sum()
+        one.backward()
+        two.backward()
+        losses += [one, two]
+        with torch.no_grad():
+            for each in (*actor.parameters(), *critic[1].parameters()):  # as an optimizer steps
+                each.sub_(each.grad, alpha=0.01)
+    return whole([loss.detach() for loss in losses] + [each.grad for each in actor.parameters()])
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        fully_shard,
+        partial(fully_shard, reshard_after_forward=False),
+        partial(fully_shard, placements="zero1"),
+        partial(fully_shard, comm_policy=CommPolicy(divergence="join")),
+        partial(FullyShardedDataParallel, use_orig_params=True),
+    ],
+    ids=["freed", "kept", "copies", "joined", "wrapper"],
+)
+@on_processes(2)
+def test_roots_over_one_unit_take_turns(shard):
+    expected = in_turns(*actor_and_critic(lambda module: module))
+    for found, its in zip(in_turns(*actor_and_critic(shard)), expected, strict=True):
+        torch.testing.assert_close(found, its)
+
+
+@on_threads(2)
+def test_one_backward_through_two_roots_over_a_unit_is_refused_and_one_module_may_have_both():
+    x, (actor, critic) = torch.ones(2, 8), actor_and_critic(fully_shard)
+    said = refusal(StateError, (actor(x).sum() * critic(x).sum()).backward)
     assert "a module that has both" in said, said
-    heads["actor"](x).sum().backward()
-    del heads["actor"]
-    heads["critic"](x).sum().backward()
-    parts = dict(two_roots().items())
+    critic.reset_iter_state()
+    actor(x).sum().backward()
+    parts = dict(zip(("actor", "critic"), actor_and_critic(fully_shard), strict=True))
     both: Any = fully_shard(Wired(lambda self, x: self.actor(x).sum() * self.critic(x).sum(), **parts))
     both(x).backward()
     both.actor(x).sum().backward()

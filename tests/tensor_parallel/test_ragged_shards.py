@@ -4,6 +4,7 @@ checkpointing, in whichever order a user's mesh has its axes."""
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sherd import Blocks, Flat, Owned
+from sherd.errors import PlacementError
 from tests.support import checkpoints
 from tests.support.ranks.bodies import on_processes
 from tests.tensor_parallel.training import (
@@ -70,6 +72,19 @@ def test_runs_of_tensor_parallel_parts_become_shards_of_torchs_own(names, placem
             assert torch.equal(stock.full_tensor(), expected[name]), (name, placements)
         (gradient,) = torch.autograd.grad(parameter.redistribute(placements=TWO).to_local().sum(), parameter)
         assert torch.equal(gradient.full_tensor(), torch.ones_like(expected[name]))
+
+
+@on_processes(4)
+def test_a_parameter_on_the_data_axis_alone_may_be_told_to_be_replicated_on_both_axes_as_in_torch():
+    mesh = mesh_of((2, 2), "dp", "tp")
+    for placement in (None, *PLACEMENTS):
+        weight = sharded(nn.Linear(3, 5), mesh=mesh["dp"], placement=placement).weight
+        found = weight.redistribute(placements=TWO)
+        assert torch.equal(found.to_local(), weight.full_tensor()), placement
+        found.to_local().sum().backward()
+        assert torch.equal(weight.grad.full_tensor(), torch.ones(5, 3)), placement
+    with pytest.raises(PlacementError, match="one Replicate.. or Shard.dim. per axis"):
+        weight.redistribute(placements=(Replicate(), Shard(0)))
 
 
 @pytest.mark.values

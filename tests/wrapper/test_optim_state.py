@@ -425,6 +425,19 @@ def test_a_state_has_the_form_that_the_model_is_set_to():
     assert not any((state["exp_avg"] == 5).all() for state in full["state"].values())
 
 
+@on_threads(2)
+def test_rows_are_dtensors_of_torchs_own_in_the_models_state_and_in_the_optimizers():
+    for form in FORMS[2:]:
+        model, optimizer = made(form, adam, steps=BEFORE)
+        for on_host in (False, True):
+            kinds = ShardedStateDictConfig(on_host, True), ShardedOptimStateDictConfig(on_host, True)
+            with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *kinds):
+                states = FSDP.optim_state_dict(model, optimizer)["state"]
+                found = {"model": model.state_dict(), **states}
+            classes = {(of, name): type(value) for of, state in found.items() for name, value in state.items()}
+            assert set(classes.values()) == {DTensor, torch.Tensor}, f"{form}: {classes}"
+
+
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
 @on_threads(4, orig=(True, False))
 def test_every_strategy_exchanges_states_with_a_fully_sharded_model(strategy, orig):

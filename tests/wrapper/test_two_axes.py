@@ -249,6 +249,7 @@ def saved_in_every_kind(shape, orig, into_orig):
         shown = {name: each.placements for name, each in model.named_parameters()}
         zeroed(model)
     assert not any(each.any() for each in model.state_dict().values()), "what was changed is written back"
+    assert {type(each) for each in found["rows"].values()} == {DTensor}, "torch's own"
     layouts = {
         kind: {name: tuple(map(str, getattr(each, "placements", ()))) for name, each in its.items()}
         for kind, its in found.items()

@@ -117,6 +117,7 @@ class Runtime:
         """Whether the present backward brings gradients for any unit; None until somebody asks."""
         self._num_forwards = self._usual_forwards = 0  # before the next backward, and before the last one
         self._calls: list[ForwardCall] = []
+        self._handed_over = False
         self._step_event: Any = None
         self._index = {unit.id: index for index, unit in enumerate(self.units)}
         self._policies: list[UnitPolicy] = []
@@ -146,6 +147,33 @@ class Runtime:
     def is_idle(self) -> bool:
         """Whether no forward, backward or reduction is under way."""
         return not self._calls and not self.in_backward and not self.schedule.state.reducing
+
+    # Units that several roots use in turn
+
+    def require_idle(self, unit: Unit, root_name: str) -> None:
+        """Raise `StateError` if a forward or backward is under way, and the root `root_name` is to have `unit`."""
+        if not self.is_idle:
+            raise StateError(
+                f"unit {unit.name} is still at work below {self.root.name}, so it cannot be taken under the root "
+                f"{root_name}; finish that forward or backward first, or call reset_iter_state() on it. If one "
+                "backward goes through both roots, fully_shard a module that has both, and run its forward"
+            )
+
+    def hand_over(self, unit: Unit) -> None:
+        """Let another root have `unit`, until a forward or backward of this one begins."""
+        self.reshard(unit)
+        self._handed_over = True
+
+    def _take_back(self) -> None:
+        for unit in self.units if self._handed_over else ():
+            holder = Runtime.over(unit)
+            if holder is self or unit.id in self.external_units:
+                continue
+            if holder is not None:
+                holder.require_idle(unit, self.root.name)
+                holder.hand_over(unit)
+            unit.join(self)
+        self._handed_over = False
 
     # Events
 
@@ -206,6 +234,7 @@ class Runtime:
     def _begin_forward(self, unit: Unit) -> None:
         if self.in_backward or self.tape.is_astray:
             self._recover(unit)
+        self._take_back()
         stage = splitting_stage()
         if stage is not None:
             raise StateError(
@@ -256,6 +285,7 @@ class Runtime:
         if unit.lent is not None or unit.tied_owners:
             _require_not_lent(unit, "backward")
         if not self.in_backward:
+            self._take_back()
             self._look_for_unmanaged(in_backward=True)
             self.is_in_last_backward = self._is_last_backward
             if (counted := self.root.policy.accumulation) is not None:
@@ -514,7 +544,7 @@ def seal(root: nn.Module) -> Runtime:
     Raises:
         ModuleError: torch's own FSDP has a module below `root`.
         StateError: a unit is at work in another runtime, or parameters still have no data (meta device).
-        OwnershipError: a unit belongs to another root, or a parameter was made tensor parallel after it was sharded.
+        OwnershipError: a parameter was made tensor parallel after it was sharded.
     """
     below = Unit.below(root)
     ids = {unit.id for unit in below}
@@ -522,22 +552,10 @@ def seal(root: nn.Module) -> Runtime:
     units = [*below, *owners.values()]
     for unit in units:
         earlier = Runtime.over(unit)
-        if (
-            earlier is not None
-            and unit in below
-            and earlier.root not in below
-            and unit.id not in earlier.external_units
-        ):
-            raise OwnershipError(
-                f"unit {unit.name} has run below the root {earlier.root.name}, and cannot be taken under a second one, "
-                f"{type(root).__name__}: fully_shard a module that has both, and run its forward first; or delete the "
-                "first root, if it is used no more"
-            )
-        if earlier is not None and not earlier.is_idle:
-            raise StateError(
-                f"unit {unit.name} is still at work below {earlier.root.name}, so it cannot be taken under a new root "
-                f"{type(root).__name__}; finish that forward or backward first, or call reset_iter_state() on it"
-            )
+        if earlier is not None:
+            earlier.require_idle(unit, type(root).__name__)
+            if unit in below and earlier.root not in below and unit.id not in earlier.external_units:
+                earlier.hand_over(unit)
     name_units(root)
     for unit in units:
         if unit.shards.on_meta:
