@@ -387,7 +387,7 @@ class Runtime:
                 f"finalize_backward: {self.root.name} ends its backwards itself; call "
                 "set_manual_backward_finalization(True) before the forward"
             )
-        if self.in_backward:
+        if self.in_backward or in_backward():
             raise StateError(f"finalize_backward inside of a backward of {self.root.name}, or after one that raised")
         for unit in self.units:
             waits = any(each.partial is not None for each in unit.gradients)
