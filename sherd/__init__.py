@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sherd.api.guarded_step import step as step
     from sherd.api.joining import join as join
     from sherd.api.module import FSDPModule as FSDPModule
+    from sherd.api.module import GradientReductionHandle as GradientReductionHandle
     from sherd.api.module import UnshardHandle as UnshardHandle
     from sherd.api.module import register_fsdp_forward_method as register_fsdp_forward_method
     from sherd.api.module import share_comm_ctx as share_comm_ctx
@@ -112,6 +113,7 @@ _HOMES = {
     "FullOptimStateDictConfig": "sherd.api.state_dict_type",
     "FullStateDictConfig": "sherd.api.state_dict_type",
     "FullyShardedDataParallel": "sherd.api.wrapper",
+    "GradientReductionHandle": "sherd.api.module",
     "LocalOptimStateDictConfig": "sherd.api.state_dict_type",
     "LocalStateDictConfig": "sherd.api.state_dict_type",
     "MatrixOptimizer": "sherd.optim.matrix",

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-from sherd.errors import PolicyError
+from sherd.errors import PolicyError, PolicyTypeError
 from sherd.requirements import require_bool, require_floating_dtype, require_int
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,10 @@ class MixedPrecisionPolicy:
 
     Args:
         param_dtype: dtype of the gathered parameters and so of compute; None keeps each parameter's own.
-        reduce_dtype: dtype in which gradients are reduced and accumulated; None takes `param_dtype`, else the
-            parameter's own.
+        reduce_dtype: dtype in which floating-point gradients are reduced and accumulated. None takes each parameter's
+            `grad_dtype` (unset: its own dtype) with torch 2.15 and later, and `param_dtype` with earlier ones, as
+            torch's `fully_shard` of that version does. Parameters of one dtype and unit are reduced in one dtype, to
+            which theirs are promoted.
         output_dtype: dtype of floating-point outputs of the unit's forward; None leaves them.
         cast_forward_inputs: cast floating-point inputs of the unit's forward to `param_dtype`, if given.
         cast_root_forward_inputs: as `cast_forward_inputs`, for the root; None takes `cast_forward_inputs`. Beyond
@@ -32,9 +35,13 @@ class MixedPrecisionPolicy:
             dtype, and do not cast inputs. Beyond torch.
         keep_low_precision_grads: leave gradients in `param_dtype`; under pure data parallelism in `reduce_dtype`.
             Beyond torch.
+        param_dtype_override_fn: called once with each parameter when it is sharded. It returns the parameter's own
+            dtype, which is then kept instead of `param_dtype`; or None, or `param_dtype` itself. All ranks must get
+            the same answers. Inputs are cast to `param_dtype` all the same.
 
     Raises:
-        PolicyTypeError: a dtype that is no `torch.dtype`, such as a string, or a switch that is no bool.
+        PolicyTypeError: a dtype that is no `torch.dtype`, such as a string, a switch that is no bool, or a
+            `param_dtype_override_fn` that cannot be called.
         PolicyError: an integer or bool dtype.
     """
 
@@ -45,14 +52,37 @@ class MixedPrecisionPolicy:
     cast_root_forward_inputs: bool | None = None
     full_precision_in_eval: bool = False
     keep_low_precision_grads: bool = False
+    # Not in the repr, which ranks compare: a function's has an address.
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True, repr=False
+    )
 
     def __post_init__(self) -> None:
+        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
+            raise PolicyTypeError(
+                f"MixedPrecisionPolicy(param_dtype_override_fn={self.param_dtype_override_fn!r}): expected a function "
+                "of a parameter"
+            )
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             require_floating_dtype(f"MixedPrecisionPolicy({name}={{}})", getattr(self, name))
         for name in ("cast_forward_inputs", "full_precision_in_eval", "keep_low_precision_grads"):
             require_bool(f"MixedPrecisionPolicy({name}={{}})", getattr(self, name))
         if self.cast_root_forward_inputs is not None:
             require_bool("MixedPrecisionPolicy(cast_root_forward_inputs={})", self.cast_root_forward_inputs)
+
+    def param_dtype_of(self, name: str, parameter: nn.Parameter) -> torch.dtype | None:
+        """Returns the dtype in which `parameter` is gathered; None keeps its own.
+
+        Raises:
+            PolicyError: `param_dtype_override_fn` returned something else than it may.
+        """
+        dtype = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(parameter)
+        if dtype is not None and dtype not in (self.param_dtype, parameter.dtype):
+            raise PolicyError(
+                f"{name}: param_dtype_override_fn returned {dtype!r}; expected {parameter.dtype}, the parameter's own, "
+                f"to keep it, or {'' if self.param_dtype is None else f'{self.param_dtype} or '}None"
+            )
+        return self.param_dtype if dtype is None else dtype
 
     def casts_inputs(self, is_root: bool) -> bool:
         """Returns whether a unit's inputs are cast to `param_dtype`."""
@@ -318,6 +348,8 @@ class UnitPolicy:
         when_reduced: called when reduced gradients are added to the shards' gradients, in host memory with CPU offload.
         notices_replaced: before a gather, look for parameters that the user has put in the place of shards, and take
             their values.
+        finalizes_by_hand: the user ends each step's backwards by `finalize_backward`; read from the root.
+        keeps_storage: the memory of unsharded parameters is not freed while modules show shards.
         unmanaged: the treatment of trainable parameters that no unit has; read from the root.
         on_touch: the treatment of calls of modules inside the unit, outside the unit's forward.
     """
@@ -346,6 +378,8 @@ class UnitPolicy:
     all_reduce: Callable[[torch.Tensor], None] | None = None
     when_reduced: Callable[[], None] | None = None
     notices_replaced: bool = True
+    finalizes_by_hand: bool = False
+    keeps_storage: bool = False
     unmanaged: Unmanaged = "error"
     on_touch: OnTouch = "error"
 

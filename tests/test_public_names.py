@@ -11,13 +11,14 @@ import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 
 import sherd
-from tests.support.versions import needs_torch
+from tests.support.versions import needs_torch, torch_is_older
 
 pytestmark = needs_torch(2, 13, "its names and signatures are those that sherd has")
 MIRRORED = {
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
@@ -26,6 +27,13 @@ MIRRORED = {
     "register_fsdp_forward_method",
     "share_comm_ctx",
 }
+# What torch has since 2.15 only; sherd has it with every torch.
+SINCE_2_15 = {
+    "fully_shard": {"GradientReductionHandle"},
+    "MixedPrecisionPolicy": {"param_dtype_override_fn"},
+    "FSDPModule": {"finalize_backward", "set_keep_unsharded_storage", "set_manual_backward_finalization"},
+}
+NEWER = {key: names if torch_is_older(2, 15) else set() for key, names in SINCE_2_15.items()}
 # In torch these bases of custom collectives are to be found in a private module.
 FROM_A_PRIVATE_MODULE = {"AllGather", "Comm", "ReduceScatter"}
 OURS = {
@@ -102,11 +110,16 @@ OF_THE_WRAPPER = {
 EXTRA = {
     "FullyShardedDataParallel": {"comm_policy", "extensions", "on_touch", "unmanaged"},
     "fully_shard": {"comm_policy", "on_touch", "placement", "placements", "prefetch_policy", "unmanaged"},
-    "MixedPrecisionPolicy": {"cast_root_forward_inputs", "full_precision_in_eval", "keep_low_precision_grads"},
+    "MixedPrecisionPolicy": {
+        "cast_root_forward_inputs",
+        "full_precision_in_eval",
+        "keep_low_precision_grads",
+        *NEWER["MixedPrecisionPolicy"],
+    },
     "ShardedStateDictConfig": {"form"},
 }
 # Not made by users: one comes with a class for its methods, the other from `unshard`.
-MADE_BY_US = {"FSDPModule", "FlatParameter", "UnshardHandle"}
+MADE_BY_US = {"FSDPModule", "FlatParameter", "GradientReductionHandle", "UnshardHandle"}
 ENUMS = {"BackwardPrefetch", "OptimStateKeyType", "ShardingStrategy", "StateDictType"}
 # Methods of torch's FSDPModule that a user may call; `_apply` is nn.Module's.
 METHODS = sorted(
@@ -136,7 +149,10 @@ def comparable(value: Any) -> Any:
 def assert_takes_all_that(theirs: Any, ours: Any, method: str, extra: Collection[str] = ()) -> None:
     """Each parameter of torch's is there with its name, kind, place and default; the others are `extra`, optional."""
     expected, found = parameters(getattr(theirs, method)), parameters(getattr(ours, method))
-    assert list(found)[: len(expected)] == list(expected), method
+    # Those by keyword have no order.
+    in_order = [name for name, each in expected.items() if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert list(found)[: len(in_order)] == in_order, method
+    assert set(expected) <= set(found), method
     for name, parameter in expected.items():
         assert found[name].kind == parameter.kind, (method, name)
         assert comparable(found[name].default) == comparable(parameter.default), (method, name)
@@ -157,7 +173,7 @@ def test_dir_lists_the_public_names_and_modules_and_no_others():
 
 
 def test_every_name_of_torchs_composable_front_end_is_here_under_the_same_name():
-    assert set(torch_fsdp.__all__) - OF_THE_WRAPPER == MIRRORED - {"FlatParameter"}
+    assert set(torch_fsdp.__all__) - OF_THE_WRAPPER == MIRRORED - {"FlatParameter"} - NEWER["fully_shard"]
     assert hasattr(torch_fsdp, "FlatParameter")
 
 
@@ -180,19 +196,20 @@ def test_a_method_of_the_wrapper_takes_what_torchs_takes():
 
 
 def test_torch_has_all_the_methods_that_are_compared_below():
-    assert len(METHODS) == 23
+    assert len(METHODS) == 26 - len(NEWER["FSDPModule"])
     assert {"unshard", "reshard", "set_symm_mem_for_comm", "set_post_optim_event"} <= set(METHODS)
 
 
 def test_a_method_of_a_sharded_module_takes_what_torchs_takes():
     for name in METHODS:
         assert_takes_all_that(torch_fsdp.FSDPModule, sherd.FSDPModule, name)
-    assert_takes_all_that(torch_fsdp.UnshardHandle, sherd.UnshardHandle, "wait")
+    for name in {"GradientReductionHandle", "UnshardHandle"} - NEWER["fully_shard"]:
+        assert_takes_all_that(getattr(torch_fsdp, name), getattr(sherd, name), "wait")
 
 
 def test_a_sharded_module_has_no_public_method_of_its_own_beside_torchs_and_nn_modules():
     public = {name for name, value in vars(sherd.FSDPModule).items() if callable(value) and not name.startswith("_")}
-    assert public - set(METHODS) == {"zero_grad"}
+    assert public - set(METHODS) == {"zero_grad"} | NEWER["FSDPModule"]
 
 
 def test_a_collective_written_for_torch_has_the_signature_that_sherd_calls():

@@ -101,11 +101,14 @@ from sherd._torch.saved_tensors import push_saving_hooks as push_saving_hooks
 from sherd._torch.saved_tensors import saving_hooks as saving_hooks
 from sherd._torch.saved_tensors import share_saving_hooks as share_saving_hooks
 from sherd._torch.saved_tensors import storage_address as storage_address
+from sherd._torch.tensors import REDUCES_IN_GRAD_DTYPE as REDUCES_IN_GRAD_DTYPE
 from sherd._torch.tensors import TorchDispatchMode as TorchDispatchMode
 from sherd._torch.tensors import attributes_of as attributes_of
 from sherd._torch.tensors import chunk_cat as chunk_cat
 from sherd._torch.tensors import give_attributes as give_attributes
+from sherd._torch.tensors import grad_dtype_of as grad_dtype_of
 from sherd._torch.tensors import gradients_of as gradients_of
+from sherd._torch.tensors import set_grad_dtype as set_grad_dtype
 from sherd._torch.tensors import steps_in_backward as steps_in_backward
 from sherd._torch.tensors import storage_uses as storage_uses
 from sherd._torch.tensors import write_into as write_into

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.utils import _python_dispatch
@@ -23,6 +24,26 @@ def gradients_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """
     with torch._C.DisableTorchFunctionSubclass():
         return [tensor.grad for tensor in tensors]
+
+
+REDUCES_IN_GRAD_DTYPE = torch.__version__ >= "2.15"  # compared as versions are, not as text
+"""Whether torch's `fully_shard(reduce_dtype=None)` reduces in the parameters' `grad_dtype`, as since 2.15. Before, it
+reduces in `param_dtype`; no name of torch says which."""
+
+
+def grad_dtype_of(parameter: torch.Tensor) -> tuple[torch.dtype | None, ...]:
+    """Returns the `grad_dtype` that was set on `parameter`, in a tuple, which is empty if none was.
+
+    Before 2.15 one that is set to the dtype of the parameter cannot be told from none. No public name says (to 2.15).
+    """
+    dtype: torch.dtype | None = getattr(parameter, "grad_dtype")  # noqa: B009  # which type stubs lack (to 2.14)
+    is_set: bool = getattr(parameter, "_has_grad_dtype_override", dtype != parameter.dtype)
+    return (dtype,) if is_set else ()
+
+
+def set_grad_dtype(parameter: Any, dtype: torch.dtype | None) -> None:
+    """Let `parameter.grad` have `dtype`, or any with None. The type stubs of torch lack the name (to 2.14)."""
+    parameter.grad_dtype = dtype
 
 
 chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat

@@ -240,7 +240,8 @@ class WrapperArguments:
         chosen = self.mixed_precision if self.mixed_precision is not None else MixedPrecision()
         return MixedPrecisionPolicy(
             param_dtype=chosen.param_dtype,
-            reduce_dtype=chosen.reduce_dtype,
+            # Named, since None means something else to `fully_shard` from torch 2.15 on.
+            reduce_dtype=chosen.param_dtype if chosen.reduce_dtype is None else chosen.reduce_dtype,
             cast_forward_inputs=chosen.cast_forward_inputs,
             cast_root_forward_inputs=chosen.cast_root_forward_inputs or chosen.cast_forward_inputs,
             full_precision_in_eval=_is_on(FULL_PRECISION_IN_EVAL),

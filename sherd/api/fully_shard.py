@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard as ShardSpec
 
+from sherd._torch import REDUCES_IN_GRAD_DTYPE
 from sherd.api.module import FSDPModule, checked_reshard, require_divides, require_module
 from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, levels_and_cut, rule_of, unit_policy
 from sherd.api.swap_class import swap_class
@@ -172,13 +173,23 @@ def fully_shard(
         ParameterOwnership.below(modules, ignored_params or ()),
         own_mesh,
         request_of,
-        mp_policy,
+        _as_of_this_torch(mp_policy),
         offload_policy,
         replace(policy, unmanaged=unmanaged, on_touch=on_touch),
     )
     for one_module in modules:
         swap_class(one_module)
     return module
+
+
+def _as_of_this_torch(precision: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Returns `precision`, with the `reduce_dtype` that torch before 2.15 takes if none is given.
+
+    A policy with `param_dtype_override_fn`, which only 2.15 has, means what it means there.
+    """
+    if REDUCES_IN_GRAD_DTYPE or precision.reduce_dtype is not None or precision.param_dtype_override_fn is not None:
+        return precision
+    return replace(precision, reduce_dtype=precision.param_dtype)
 
 
 def state(module: nn.Module) -> Unit | None:

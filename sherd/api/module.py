@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from sherd._torch import in_backward
 from sherd.comm.collectives import GroupMemoryAllGather, GroupMemoryReduceScatter, SymmetricAllGather
 from sherd.comm.mesh import DataMesh
 from sherd.engine import BoundForward, Runtime, Unit
@@ -35,6 +36,23 @@ class UnshardHandle:
         runtime = None if unit is None else Runtime.over(unit)
         if unit is not None and runtime is not None:
             runtime.finish_unshard(unit)
+
+
+class GradientReductionHandle:
+    """A reduction started by `FSDPModule.finalize_backward(async_op=True)`."""
+
+    def __init__(self, runtime: Runtime | None, reduction: object) -> None:
+        self._runtime, self._reduction = runtime, reduction
+
+    def wait(self) -> None:
+        """Wait until the shards have their gradients. A second call does nothing.
+
+        Raises:
+            StateError: `reset_iter_state()` has given the reduction up.
+        """
+        if self._runtime is not None:
+            self._runtime.finish_reductions(self._reduction)
+            self._runtime = None
 
 
 if TYPE_CHECKING:
@@ -91,6 +109,64 @@ class FSDPModule(_Module):
         """Set whether the next backward is the last before the step. Until then, reductions may stay in flight."""
         require_bool("set_is_last_backward({})", is_last_backward)
         self._sherd_own_runtime.expect_last_backward(is_last_backward)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set whether `finalize_backward` ends the backwards of a step, and not the last backward itself.
+
+        `set_is_last_backward` has no effect then.
+
+        Raises:
+            StateError: the unit is not the root, or a backward has begun that nobody has finalized.
+        """
+        require_bool("set_manual_backward_finalization({})", enabled)
+        unit = self._sherd_own_unit
+        runtime = Runtime.over(unit)
+        if runtime is not None and runtime.root is not unit:
+            raise StateError(
+                f"set_manual_backward_finalization: {unit.name} is not the root; call it on {runtime.root.name}"
+            )
+        if enabled is not unit.policy.finalizes_by_hand and (
+            in_backward() or (runtime is not None and runtime.by_hand not in (None, enabled))
+        ):
+            raise StateError(
+                f"set_manual_backward_finalization({enabled}) after a backward of {unit.name} has begun; call it before "
+                "the backward, or after finalize_backward() or reset_iter_state()"
+            )
+        unit.change(finalizes_by_hand=enabled)
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End the backwards of a step: reduce gradients that none of them has reduced, and free parameters.
+
+        For several backwards, call `set_requires_gradient_sync(False)` before them and with True after them. Does
+        nothing before the first forward.
+
+        Args:
+            async_op: return a handle at once. Call `wait()` on it before you read gradients or run a forward.
+
+        Returns:
+            The handle if `async_op`, else None, with all gradients on the shards.
+
+        Raises:
+            StateError: the unit is not the root, or `set_manual_backward_finalization(True)` was not called; a backward
+                is under way; a handle is not waited for; or gradients are not to be summed over replicas.
+        """
+        unit = self._sherd_own_unit
+        runtime = Runtime.over(unit)
+        if runtime is None:
+            return GradientReductionHandle(None, None) if async_op else None
+        if runtime.root is not unit:
+            raise StateError(f"finalize_backward: {unit.name} is not the root; call it on {runtime.root.name}")
+        reduction = runtime.finalize_backward(wait=not async_op)
+        return GradientReductionHandle(runtime, reduction) if async_op else None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients, or else adds up unsharded gradients, in the reduce dtype."""
@@ -173,6 +249,14 @@ class FSDPModule(_Module):
         require_bool("set_reshard_after_backward({})", reshard_after_backward)
         self._sherd_change(recurse, reshard_after_backward=reshard_after_backward)
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Set whether `reshard` keeps the memory of unsharded parameters, so that their addresses stay the same.
+
+        A captured CUDA graph needs the same addresses. All unsharded parameters are then in memory together.
+        """
+        require_bool("set_keep_unsharded_storage({})", keep)
+        self._sherd_change(recurse, keeps_storage=keep)
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether this unit's backward needs the parameters, which the backward of an embedding does not."""
         require_bool("set_unshard_in_backward({})", unshard_in_backward)
@@ -243,8 +327,9 @@ class FSDPModule(_Module):
         """Like nn.Module's, on the shards, which are then copied back into one buffer."""
         unit = self._sherd_own_unit
         unit.show_shards()
-        result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        unit.rebind()
+        with unit.gradients_kept():
+            result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+            unit.rebind()
         unit.shards_written()
         return result
 

@@ -329,13 +329,12 @@ def _of_plugin(accelerator: Any, plugin: Any, model: nn.Module) -> Options:
     from accelerate.utils.fsdp_utils import get_parameters_from_modules
 
     mesh, precision = accelerator.torch_device_mesh, plugin.mixed_precision_policy
-    dtypes = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     pins = getattr(plugin.cpu_offload, "pin_memory", None)
     kept: Options = {} if plugin.reshard_after_forward else {"reshard_after_forward": False}
     return {
         **kept,  # else as without an argument: the root is kept for backward, other units are freed
         "mesh": None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
-        "mp_policy": MixedPrecisionPolicy(**{name: getattr(precision, name) for name in dtypes if precision}),
+        "mp_policy": MixedPrecisionPolicy(**(vars(precision) if precision else {})),
         "offload_policy": OffloadPolicy() if pins is None else CPUOffloadPolicy(pin_memory=pins),
         "ignored_params": get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device),
     }

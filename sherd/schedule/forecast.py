@@ -112,7 +112,7 @@ class _Group:
             self._hold(MemoryKind.SENT, sizes.part)
             self._become_unsharded()
         elif not self._is_current:
-            self._is_current = sizes.kept > 0
+            self._is_current = sizes.kept > 0 and not sizes.is_renewed
             self._hold(MemoryKind.SENT, sizes.sent)
             if sizes.rows or sizes.lands:
                 self._hold(MemoryKind.ROWS, sizes.rows)

@@ -40,6 +40,7 @@ class GroupSizes:
 
     Attributes:
         kept: unsharded parameters that are never freed; `unsharded` is 0 then.
+        is_renewed: each use gathers what is kept again.
         rows: 0 where the all-gather fills the unsharded buffer itself.
         sent: 0 where the all-gather sends the shards themselves.
         arriving: the unsharded gradient of each trainable parameter, in the order of the parameters.
@@ -55,6 +56,7 @@ class GroupSizes:
     shards: int
     unsharded: int
     kept: int = 0
+    is_renewed: bool = False
     rows: int = 0
     sent: int = 0
     part: int = 0

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 import sherd
 from sherd import Blocks, Flat, Owned, fully_shard
 from sherd._torch import local_tensor
+from sherd.engine.moves.selfgather import RELEASES
 from sherd.engine.run.sizes import sizes_of
 from sherd.engine.run.unit import Unit
 from sherd.errors import CheckpointError, PlacementError
@@ -182,3 +183,64 @@ def test_a_tensor_without_memory_of_its_own_is_neither_saved_nor_loaded(tmp_path
     assert not list(tmp_path.iterdir()), "before a byte is written"
     sherd.save(tmp_path, {"model": plain}, step=0)
     assert "model/0.weight is" in refusal(CheckpointError, sherd.load, tmp_path, {"model": model})
+
+
+class Released(torch.Tensor):
+    """A plain tensor that is sent doubled. Its unsharded form has memory of its own, so what was gathered may go."""
+
+    fsdp_should_release_all_gather_outputs_after_post_all_gather = staticmethod(lambda: True)
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.as_subclass(torch.Tensor) * 2,), None
+
+    def fsdp_post_all_gather(self, gathered, metadata, dtype, *, out=None):
+        if out is not None:
+            out.copy_(gathered[0] / 2)
+            return None
+        whole = gathered[0] / 2
+        return whole, (whole,)
+
+
+def as_released(values):
+    return values.as_subclass(Released)
+
+
+@on_threads(2)
+def test_what_was_gathered_is_freed_once_the_other_form_is_made():
+    for reshard in (True, False, 1):
+        for keep in (False, True):
+            plain, model, seen = made(), made(as_released), []
+            for layer in (model[0], model[2]):
+                fully_shard(layer, reshard_after_forward=reshard)
+            fully_shard(model)
+            model.set_keep_unsharded_storage(keep)
+            model[0].register_forward_pre_hook(lambda layer, _, seen=seen: seen.append(memory_of(layer)))
+            for _ in range(2):
+                assert_same_gradients(model, plain)
+            assert seen == [([0], [WIDTH * WIDTH * 4])] * 2, (reshard, keep)
+            assert memory_of(model[0]) == ([0], [WIDTH * WIDTH * 4 if keep else 0]), (reshard, keep)
+            (sizes,) = sizes_of(Unit.of(model[0]))
+            assert sizes.rows == sizes.kept + sizes.unsharded == WIDTH * WIDTH * 4
+
+
+def memory_of(layer):
+    """The bytes of what was gathered for a layer, and of its unsharded form."""
+    (weights,) = Unit.of(layer).weights
+    gathered = weights.made.gathered
+    groups = gathered, weights.made.buffers[len(gathered) :]
+    return tuple([buffer.tensor.untyped_storage().nbytes() for buffer in group] for group in groups)
+
+
+@on_threads(2)
+def test_half_of_an_all_gather_and_an_answer_that_is_no_bool_are_refused():
+    release = RELEASES
+    for hooks, words in (
+        ({"fsdp_pre_all_gather": None}, ("needs both fsdp_pre_all_gather and fsdp_post_all_gather",)),
+        ({"fsdp_post_all_gather": None}, ("needs both fsdp_pre_all_gather and fsdp_post_all_gather",)),
+        ({release: None}, ("needs both fsdp_pre_all_gather and fsdp_post_all_gather", release)),
+        ({**vars(Released), release: lambda _: 1}, (release, "returned 1", "expected a bool")),
+    ):
+        kind = type("Half", (torch.Tensor,), {name: hooks[name] for name in hooks if name.startswith("fsdp")})
+        model = made(lambda values, kind=kind: values.as_subclass(kind))
+        with untouched(model):
+            assert_refuses(partial(fully_shard, model), PlacementError, "0.weight", "Half", *words)

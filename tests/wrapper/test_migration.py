@@ -278,7 +278,8 @@ def test_torchs_values_are_said_as_sherds_are():
     assert text == explain_migration(**arguments(sherd))
     for each in (
         "reshard_after_forward=False",
-        "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_root_forward_inputs=True)",
+        "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, "
+        "cast_root_forward_inputs=True)",
         "offload_policy=CPUOffloadPolicy()",
         "prefetch_policy=PrefetchPolicy(forward_depth=0, after_backward=True)",
     ):

@@ -336,8 +336,6 @@ def _keep_gradients(group: Group, present: dict[int, torch.Tensor]) -> None:
         if not all(id(record) in present for record in records.values()):
             continue  # a member has another shape, which is an error
         gradients = {index: present[id(record)].grad for index, record in records.items()}
-        if group.grad_dtype != group.dtype:
-            optimizer_param.expect_gradients_in(group.grad_dtype)
         if all(gradient is None for gradient in gradients.values()):
             optimizer_param.parameter.grad = None
             continue

@@ -114,7 +114,8 @@ class _Change:
                     f"{unit.name} are{' not' if new.is_meta else ''}, and they are to share a buffer; give all of them "
                     "memory and values first"
                 )
-        plans = sharding_plans(self.added, unit.streams, constructions[unit].request_of, unit.surrounds)
+        request_of = constructions[unit].request_of
+        plans = sharding_plans(self.added, unit.streams, request_of, unit.surrounds, unit.precision)
         # Runs of one plan share a buffer. The new ones have plans, and buffers, of their own.
         first = 1 + max((record.plan_id for record in unit.parameters), default=0)
         self.plans = [replace(plan, plan_id=first + plan.plan_id) for plan in plans]

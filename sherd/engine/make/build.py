@@ -11,7 +11,7 @@ from pkgutil import iter_modules
 import torch
 from torch import nn
 
-from sherd._torch import attributes_of, manage, move_hooks, trace_nothing_in
+from sherd._torch import attributes_of, grad_dtype_of, manage, move_hooks, trace_nothing_in
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import streams_for
 from sherd.engine.between import load
@@ -47,6 +47,7 @@ def make_unit(
     Raises:
         ModuleError: a unit around `modules` was made before, and has all their parameters.
         PlacementError: a parameter cannot be cut as asked.
+        PolicyError: `precision` has a function that returned a dtype which it may not.
         OwnershipError: a parameter belongs to a unit on another mesh.
     """
     owners = owners_of(belongings.borrowed, mesh)
@@ -58,7 +59,8 @@ def make_unit(
     # test_a_model_made_alike_has_the_same_owners.
     closes = surrounds and loads_balance(mesh)
     place = RestingPlace.under(offload, mesh.device)
-    records = shard(belongings.owned, sharding_plans(belongings.owned, streams, request_of, surrounds), place)
+    plans = sharding_plans(belongings.owned, streams, request_of, surrounds, precision)
+    records = shard(belongings.owned, plans, place)
     if closes:
         forget_loads(mesh)
     borrow(belongings.borrowed)
@@ -140,6 +142,8 @@ def shard(
             attributes=attributes_of(discovered.parameter),
             is_placed_by_default=plan.by_default,
             gradient_owner=plan.gradient_owner,
+            param_dtype=plan.param_dtype,
+            grad_dtype=grad_dtype_of(discovered.parameter),
         )
         move_hooks(discovered.parameter, shard)
         record.claim(discovered.parameter)

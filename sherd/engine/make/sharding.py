@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from sherd._torch import DTensorSpec, local_tensor, spec_of
+from sherd._torch import DTensorSpec, grad_dtype_of, local_tensor, spec_of
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.engine.moves.selfgather import require_can_gather_itself
@@ -23,6 +23,7 @@ from sherd.errors import ModuleError, PlacementError, in_short
 from sherd.layout.placement import Cut, Replicate, Shard
 from sherd.layout.plan import Wanted, plan
 from sherd.layout.runs import AnyPlacement, Owned, RunPlacement, Runs
+from sherd.policy import MixedPrecisionPolicy
 from sherd.tensor.tensor_parallel import beside, on_full_mesh, own_spec
 
 
@@ -46,7 +47,7 @@ class ShardingRequest:
 
 @dataclass(frozen=True, slots=True)
 class ShardingPlan:
-    """The plan for one parameter: its mesh, its cut, the specs of both forms, and the tensor to cut."""
+    """The plan for one parameter: its mesh, its cut, the specs of both forms, the tensor to cut, its `param_dtype`."""
 
     mesh: DataMesh
     cut: Cut
@@ -56,6 +57,7 @@ class ShardingPlan:
     data: torch.Tensor
     by_default: bool
     gradient_owner: int | None
+    param_dtype: torch.dtype | None
 
 
 def sharding_plans(
@@ -63,10 +65,12 @@ def sharding_plans(
     streams: Streams,
     request_of: Callable[[DiscoveredParameter], ShardingRequest],
     surrounds: bool,
+    precision: MixedPrecisionPolicy,
 ) -> list[ShardingPlan]:
     """Returns the plans for one unit's `parameters`. `surrounds`: the unit has others inside.
 
     Raises:
+        PolicyError: the `param_dtype_override_fn` of `precision` returned something else than it may.
         ModuleError: a parameter has no shape yet, or some are on the meta device, and others not.
         PlacementError: a parameter cannot be cut as asked, or is a DTensor that does not fit the mesh.
     """
@@ -78,7 +82,8 @@ def sharding_plans(
         )
     _require_memory(parameters)
     requests = [request_of(each) for each in parameters]
-    runs = _cut_into_runs(parameters, streams, requests, surrounds)
+    param_dtypes = [precision.param_dtype_of(each.name, each.parameter) for each in parameters]
+    runs = _cut_into_runs(parameters, streams, requests, surrounds, param_dtypes)
     gradient_owners = _gradient_owners(parameters, requests)
     plans = []
     for index, (discovered, request) in enumerate(zip(parameters, requests, strict=True)):
@@ -100,7 +105,8 @@ def sharding_plans(
             _require_data_parallel(name, mesh)
             unsharded, spec = None, own_spec(mesh, cut, parameter.shape, parameter.dtype)
         by_default, owner = request.placement is None, gradient_owners.get(index)
-        plans.append(ShardingPlan(mesh, cut, plan_id, spec, unsharded, data, by_default, owner))
+        param_dtype = param_dtypes[index]
+        plans.append(ShardingPlan(mesh, cut, plan_id, spec, unsharded, data, by_default, owner, param_dtype))
     # Only of what will be sharded: after an error ranks may differ in how far they came.
     for sharding_plan, request in zip(plans, requests, strict=True):
         rule = request.run_placement
@@ -175,10 +181,14 @@ def _require_memory(parameters: Sequence[DiscoveredParameter]) -> None:
 
 
 def _cut_into_runs(
-    parameters: Sequence[DiscoveredParameter], streams: Streams, requests: Sequence[ShardingRequest], surrounds: bool
+    parameters: Sequence[DiscoveredParameter],
+    streams: Streams,
+    requests: Sequence[ShardingRequest],
+    surrounds: bool,
+    param_dtypes: Sequence[torch.dtype | None],
 ) -> dict[int, tuple[Runs, int]]:
     """Returns the cut and the number of the plan of each parameter that is cut into runs, by the parameter's index."""
-    plan_ids: dict[tuple[DataMesh, torch.dtype, bool, bool, int | None], list[int]] = {}
+    plan_ids: dict[tuple[DataMesh, object, bool, bool, int | None], list[int]] = {}
     wanted: dict[int, Wanted] = {}
     for index, (discovered, request) in enumerate(zip(parameters, requests, strict=True)):
         placement, mesh = request.run_placement, request.mesh
@@ -192,7 +202,9 @@ def _cut_into_runs(
             wanted[index] = Wanted(tuple(data.shape), placement, discovered.name)
             # A tensor that travels alone is cut evenly by itself. Where owners balance, all tensors share a plan.
             alone = index if travels_alone(data, streams, surrounds) and not placement.together else None
-            plan_id = mesh, data.dtype, discovered.parameter.requires_grad, placement.owned, alone
+            # Of one group (`GroupKey`), or their runs would not balance in its buffer.
+            dtypes = data.dtype, param_dtypes[index], grad_dtype_of(discovered.parameter)
+            plan_id = mesh, dtypes, discovered.parameter.requires_grad, placement.owned, alone
             plan_ids.setdefault(plan_id, []).append(index)
     cuts: dict[int, tuple[Runs, int]] = {}
     by_mesh: dict[DataMesh, list[int]] = {}

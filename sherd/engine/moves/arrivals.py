@@ -8,9 +8,9 @@ autograd ──noted──▶ waiting, as they came ──1 MiB, or all──▶
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence, Set
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from operator import methodcaller
 from typing import Protocol
 
@@ -121,6 +121,12 @@ class ReduceBuffer:
                 target.copy_(source).mul_(scale)
         self.filled.update(gradients)
 
+    def copy(self, rows: ReduceBuffer) -> None:
+        """Take over what is in `rows`, of another dtype."""
+        self._allocate()
+        self.buffer.tensor.copy_(rows.buffer.tensor)
+        self.filled = set(rows.filled)
+
     def complete(self) -> None:
         """Write the flags, and zeros in the place of each gradient that is missing."""
         if not self.filled:
@@ -134,8 +140,14 @@ class ReduceBuffer:
                 flags[:, index : index + 1] = 0
 
 
-def as_dense(gradient: torch.Tensor, record: ShardedParameter) -> torch.Tensor:
-    """Returns `gradient`, which autograd accumulated, as a plain tensor. Raises `GradientError` if it is sparse."""
+def as_dense(gradient: torch.Tensor, record: ShardedParameter, reduce_dtype: torch.dtype) -> torch.Tensor:
+    """Returns `gradient`, which autograd accumulated, as a plain tensor.
+
+    What is summed over tensor-parallel ranks is summed in `reduce_dtype`, if that is wider.
+
+    Raises:
+        GradientError: the gradient is sparse.
+    """
     if isinstance(gradient, DTensor):
         spec, dims = record.unsharded_spec, record.mesh.dims
         assert spec is not None, "only a DTensor parameter has a DTensor gradient"
@@ -147,6 +159,8 @@ def as_dense(gradient: torch.Tensor, record: ShardedParameter) -> torch.Tensor:
             have if axis in data_axes else want
             for axis, (have, want) in enumerate(zip(gradient.placements, spec.placements, strict=True))
         ]
+        if wanted != list(gradient.placements) and reduce_dtype.itemsize > gradient.dtype.itemsize:
+            gradient = gradient.to(reduce_dtype)
         gradient = local_tensor(gradient.redistribute(placements=wanted))
     if gradient.layout is not torch.strided:
         raise GradientError(
@@ -349,7 +363,7 @@ class Arrivals:
             if gradient is not None:  # None where autograd added a second gradient to the first, which is taken
                 self._came[index] = None
                 is_dense = type(gradient) is torch.Tensor and gradient.layout is torch.strided
-                gradients[index] = gradient if is_dense else as_dense(gradient, self._group.parameters[index])
+                gradients[index] = gradient if is_dense else self._as_dense(gradient, index)
         if not self._waiting.keys().isdisjoint(gradients):
             # The second gradient of a parameter, from another reentrant checkpoint, is added to the first in the rows.
             self.collect()
@@ -360,6 +374,9 @@ class Arrivals:
                 self._observer.borrowed()
         elif self._contributes:
             self._waiting.update(gradients)
+
+    def _as_dense(self, gradient: torch.Tensor, index: int) -> torch.Tensor:
+        return as_dense(gradient, self._group.parameters[index], self._group.reduce_dtype)
 
     def _can_be_rows(self, gradient: torch.Tensor) -> bool:  # the group's only one
         return self._plan.borrows(gradient.dtype) and gradient.is_contiguous() and not gradient.requires_grad
@@ -376,9 +393,19 @@ class Arrivals:
             self._observer.copy(self._copy)
 
     def _copy(self) -> None:
+        if self._group.takes_any_gradient:
+            self._widen(each.dtype for each in self._waiting.values())
         rows = self._rows_to_fill()
         waiting, self._waiting = self._waiting, {}
         rows.fill(waiting, self.scale.before)
+
+    def _widen(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Let the rows have a dtype that holds these, and what they have already."""
+        self._dtype = reduce(torch.promote_types, dtypes, self._dtype)
+        if (rows := self._rows) is not None and rows.buffer.tensor.dtype != self._dtype:
+            self._rows = None
+            self._rows_to_fill().copy(rows)
+            self.give_back(rows)
 
     def _rows_to_fill(self) -> ReduceBuffer:
         if self._rows is None:

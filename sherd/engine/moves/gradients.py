@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain, starmap
 from typing import Any
 
@@ -39,7 +39,7 @@ from sherd.engine.moves.buffer_plan import BufferPlan, Scale
 from sherd.engine.state.flat import FlatParameter, note_gradients
 from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import ShardedParameter, as_sharded
-from sherd.errors import GradientError
+from sherd.errors import GradientError, PolicyError
 from sherd.policy import UnitPolicy
 from sherd.schedule.moments import MemoryKind
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor
@@ -113,6 +113,7 @@ class Gradients:
         # For `_give`, which every backward calls: a record, a class and spec, and a view of the buffer each.
         params = group.gradients
         self._records = [each.record for each in params]
+        self._reduce_dtype, self._grad_dtype = group.reduce_dtype, group.grad_dtype
         self._forms = [_form_of(each.record, group.grad_dtype) for each in params]
         self._flat = flat if isinstance(flat := params[0].parameter, FlatParameter) else None
         strides = [torch.empty(each.shape, device="meta").stride() for each in params]
@@ -155,14 +156,16 @@ class Gradients:
         if rows is None:
             return
         group, mesh = self.group, self.group.mesh
+        if group.takes_any_gradient:
+            self._take_dtype_of(rows, policy)
         rows.complete()
         sizes = self._plan.reduced_by_rank
         result: list[torch.Tensor] = []
         sent = rows.buffer.tensor
-        sent = sent if sent.dtype == group.reduce_dtype else sent.to(group.reduce_dtype)  # else added wider
+        sent = sent if sent.dtype == self._reduce_dtype else sent.to(self._reduce_dtype)  # else added wider
 
         def scatter(async_op: bool) -> Pending | None:
-            dtype = transport.sum_dtype(group.reduce_dtype)
+            dtype = transport.sum_dtype(self._reduce_dtype)
             # Inside `scatter`, which runs on the lane: the stream that writes the sum first owns its memory.
             reduced = transport.empty(sizes[mesh.shard_rank], dtype, group.device)
             result.append(reduced)
@@ -193,6 +196,21 @@ class Gradients:
             lane = self._streams.reduce if mesh.num_replicas == 1 else self._streams.all_reduce
             stored, handoff = self._store(partial(self._as_gradient, reduced, scale), lane, handoff)
             self._reduction = replace(reduction, handoff=handoff, reduced=stored, to_host=True)
+
+    def _take_dtype_of(self, rows: ReduceBuffer, policy: UnitPolicy) -> None:
+        """Reduce in the dtype of `rows`, in which gradients of any dtype have come.
+
+        Raises:
+            PolicyError: ranks without a gradient, which send zeros, would not know the dtype.
+        """
+        if policy.reduce_unused:
+            raise PolicyError(
+                f"{self.group.name} has grad_dtype=None, and set_reduce_scatter_unused_params(True) lets ranks without "
+                "its gradient send zeros, whose dtype nobody has said; give MixedPrecisionPolicy(reduce_dtype=...)"
+            )
+        earlier = [] if self.partial is None else [self._reduce_dtype]
+        self._reduce_dtype = self._grad_dtype = reduce(torch.promote_types, earlier, rows.buffer.tensor.dtype)
+        self._forms = [_form_of(record, self._grad_dtype) for record in self._records]
 
     def _sum_over_replicas(
         self,
@@ -253,7 +271,7 @@ class Gradients:
             self._host_copies.append(_HostCopy(reduction.handoff, reduced, with_gradient))
             return
         del reduction  # and with it borrowed rows, and the sum in another dtype, before more memory is taken
-        if scale.after != 1.0 or reduced.dtype != self.group.grad_dtype:
+        if scale.after != 1.0 or reduced.dtype != self._grad_dtype:
             reduced = self._as_gradient(reduced, scale)
         hook, stream = policy.all_reduce_hook, policy.all_reduce_hook_stream
         if hook is not None:
@@ -290,7 +308,6 @@ class Gradients:
         sums: list[torch.Tensor] = []
         terms: list[torch.Tensor] = []
         hooked: list[nn.Parameter] = []
-        low_precision = self.group.grad_dtype != self.group.dtype
         parameters = [each.shard if each.flat is None else each.flat.parameter for each in self._records]
         have_hooks = any(chain.from_iterable(map(hooks_on_gradient, parameters)))
         lacks_some = len(with_gradient) < len(self.group.parameters)
@@ -311,8 +328,6 @@ class Gradients:
                 term = _changed_by_hook(optimizer_param.name, hook, term, spec)
             gradient = parameter.grad
             if gradient is None:
-                if low_precision:
-                    optimizer_param.expect_gradients_in(self.group.grad_dtype)
                 parameter.grad = new_dtensor(tensor_class, term, spec)
             elif isinstance(gradient, DTensor):
                 sums.append(local_tensor(gradient))
@@ -334,7 +349,7 @@ class Gradients:
                 hook(parameter)
 
     def _as_gradient(self, reduced: torch.Tensor, scale: Scale) -> torch.Tensor:
-        dtype = self.group.grad_dtype
+        dtype = self._grad_dtype
         if scale.after != 1.0:
             reduced = reduced.to(dtype) if dtype.itemsize > reduced.itemsize else reduced
             reduced.mul_(scale.after)

@@ -6,6 +6,7 @@ int8 and NF4 tensors implement it on the shard's local tensor:
     fsdp_pre_all_gather(mesh[, outer_size, outer_stride, module, mp_policy]) -> (tensors to gather, metadata)
     fsdp_post_all_gather(gathered, metadata, param_dtype)                    -> (whole tensor, tensors to free with it)
     fsdp_post_all_gather(gathered, metadata, param_dtype, out=whole tensor)  -> None, the second time and later
+    fsdp_should_release_all_gather_outputs_after_post_all_gather()           -> True: `gathered` may be freed after it
 
 For a smaller mesh of k ranks (`reshard_after_forward=k`) each rank keeps a k-th of every gathered tensor, as it came.
 Only the subclass knows what the tensors mean; k such parts in a row are the same bytes, which it gets again:
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,7 +80,9 @@ class SelfGatheredWeights(Weights):
     ) -> None:
         super().__init__(group, plan, streams, watch, unshard)
         (self._record,) = group.parameters
-        self._precision = precision
+        # As torch's, without the function: the choice that it made for this parameter.
+        self._precision = replace(precision, param_dtype=self._record.param_dtype, param_dtype_override_fn=None)
+        self._releases = _releases_gathered(self._record.name, self._record.local)
         self._terms: _Terms | None = None
         self._arrived: tuple[int, ...] = ()  # the versions of the gathered buffers after the all-gather
 
@@ -99,7 +102,13 @@ class SelfGatheredWeights(Weights):
         """Bytes of all tensors that the subclass named; before the first gather, of all ranks' shards."""
         if self.made is None:
             return self.group.shard_bytes * self.group.packing.num_ranks
-        return sum(buffer.nbytes for buffer in {buffer.address: buffer for buffer in self.made.buffers}.values())
+        kept = self.made.buffers[len(self.made.gathered) if self._releases else 0 :]
+        return sum(buffer.nbytes for buffer in {buffer.address: buffer for buffer in kept}.values())
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of gathered tensors that are freed once the subclass has made the unsharded one of them."""
+        return sum(buffer.nbytes for buffer in self.made.gathered) if self._releases and self.made is not None else 0
 
     def part_bytes(self, size: int) -> int:
         """Returns the bytes of the part to keep for a mesh of `size` ranks; 0 before the first gather."""
@@ -162,6 +171,7 @@ class SelfGatheredWeights(Weights):
             for buffer in unsharded.buffers:
                 buffer.allocate()
             self._finish(gathered, terms.metadata, out=unsharded.tensor)
+            self._release(unsharded)
             return
         # As in `Weights._make`: a tensor that is made inside of inference mode can never be written in training.
         with torch.inference_mode(False):
@@ -177,6 +187,11 @@ class SelfGatheredWeights(Weights):
         self._adopt(0, *unsharded.parameters)
         for buffer in unsharded.buffers:
             saved.watch(buffer.tensor.untyped_storage(), self)
+        self._release(unsharded)
+
+    def _release(self, unsharded: _Unsharded) -> None:
+        for buffer in unsharded.gathered if self._releases else ():
+            buffer.free()
 
     def _finish(self, gathered: tuple[torch.Tensor, ...], metadata: Any, **out: torch.Tensor) -> Any:
         local: Any = self._record.local
@@ -184,19 +199,37 @@ class SelfGatheredWeights(Weights):
 
     @property
     def _may_keep_part(self) -> bool:
-        """True if the subclass left the gathered buffers unchanged."""
-        return self.made is not None and self._arrived == self.made.versions
+        """True if the gathered buffers are still there, unchanged by the subclass."""
+        return not self._releases and self.made is not None and self._arrived == self.made.versions
 
-    def free(self) -> None:
-        """Show the shard again and free the memory, whatever the state."""
-        super().free()
+    def free(self, keeps_storage: bool = False) -> None:
+        """Show the shard again, and free the memory unless it `keeps_storage`, whatever the state."""
+        super().free(keeps_storage)
         self._terms = None
 
 
+RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+
+
+def _releases_gathered(name: str, tensor: torch.Tensor) -> bool:
+    """Returns whether the subclass says that its unsharded tensor shares no memory with the gathered ones."""
+    answer = getattr(tensor, RELEASES)() if hasattr(tensor, RELEASES) else False
+    if not isinstance(answer, bool):
+        raise PlacementError(f"{name}: {RELEASES} of a {type(tensor).__name__} returned {answer!r}; expected a bool")
+    return answer
+
+
 def require_can_gather_itself(name: str, tensor: torch.Tensor, cut: Cut, mesh: DataMesh) -> None:
-    """Raise `PlacementError` if `tensor` has its own all-gather, and `cut` or `mesh` does not suit it."""
-    if not hasattr(tensor, "fsdp_pre_all_gather"):
+    """Raise `PlacementError` if `tensor` has its own all-gather, and half of it, or `cut` or `mesh` does not suit it."""
+    begins, ends = hasattr(tensor, "fsdp_pre_all_gather"), hasattr(tensor, "fsdp_post_all_gather")
+    if begins != ends or (hasattr(tensor, RELEASES) and not begins):
+        raise PlacementError(
+            f"{name}: a {type(tensor).__name__} that gathers itself needs both fsdp_pre_all_gather and "
+            f"fsdp_post_all_gather, also for {RELEASES}; define both"
+        )
+    if not begins:
         return
+    _releases_gathered(name, tensor)
     if mesh.shards_replicas:
         raise PlacementError(
             f"{name}: a {type(tensor).__name__} gathers itself, from whole shards, and replicas that own pieces of a "

@@ -20,7 +20,7 @@ from operator import attrgetter, methodcaller
 import torch
 from torch import nn
 
-from sherd._torch import increment_versions, set_versions, storage_uses, will_get_gradient
+from sherd._torch import increment_versions, set_grad_dtype, set_versions, storage_uses, will_get_gradient
 from sherd.comm.buffers import Buffer
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import CommStream, Handoff, Streams
@@ -120,14 +120,17 @@ class Unsharded:
         hide_unsharded(self._records, self.parameters, self.trained)
         return []
 
-    def free(self, lane: CommStream | None = None) -> None:
-        """Free the memory. If it is `lane`'s, its pool gets it once compute has read it."""
+    def free(self, lane: CommStream | None = None, keeps_storage: bool = False) -> None:
+        """Free the memory, or with `keeps_storage` only its contents.
+
+        If it is `lane`'s, its pool gets it, or the next gather writes it, once compute has read it.
+        """
         if lane is not None:
             lane.follow_compute()
         if not self._versions:
             self._versions = tuple(map(VERSION, self.parameters))
             increment_versions(self.parameters)
-        for buffer in self.buffers:
+        for buffer in () if keeps_storage else self.buffers:
             buffer.free()
 
 
@@ -297,8 +300,10 @@ class Weights(Position, saved.StorageOwner):
 
     def _adopt(self, index: int, parameter: nn.Parameter) -> None:
         """Make `parameter` the unsharded form of the group's parameter `index`."""
-        record = self.group.parameters[index]
+        record, arriving = self.group.parameters[index], self.group.arriving
         record.share_attributes(parameter)
+        if arriving:
+            set_grad_dtype(parameter, *arriving)
         record.claim(parameter)
         self._watch(index, parameter)
         self._ids.add(id(parameter))
@@ -364,6 +369,11 @@ class Weights(Position, saved.StorageOwner):
     def unsharded_bytes(self) -> int:
         """Bytes of the unsharded parameters, unless the shards are a part of them."""
         return self.group.unsharded_bytes
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of the rows, in compute's dtype, where the all-gather does not fill the unsharded buffer itself."""
+        return self.group.packing.gathered_numel * self.group.compute_dtype.itemsize
 
     def part_bytes(self, size: int) -> int:
         """Returns the bytes of the part to keep for a mesh of `size` ranks."""
@@ -510,8 +520,8 @@ class Weights(Position, saved.StorageOwner):
         # test_what_is_kept_whole_is_renewed_after_a_gather_that_nobody_waited_for.
         self._versions[self._dtype] = flight.version
 
-    def free(self) -> None:
-        """Show the shards again and free the memory, whatever the state."""
+    def free(self, keeps_storage: bool = False) -> None:
+        """Show the shards again, and free the memory unless it `keeps_storage`, whatever the state."""
         if self.live is Live.SHARDED:
             return
         unsharded = self.made
@@ -528,13 +538,13 @@ class Weights(Position, saved.StorageOwner):
         self._part = None
         self.live = Live.SHARDED  # from wherever they are
         if unsharded is not None and self.plan.frees_unsharded:  # None if the first gather failed
-            unsharded.free(self._streams.gather if self._lane_owns_buffer else None)
+            unsharded.free(self._streams.gather if self._lane_owns_buffer else None, keeps_storage)
         # Raised last, when the memory is free and the shards are shown, so that the program may go on:
         # test_other_values_for_a_whole_parameter_are_refused_and_training_goes_on_with_what_the_shards_have.
         if lost:
             raise _of_lost(lost)
 
-    def shrink(self, size: int) -> None:
+    def shrink(self, size: int, keeps_storage: bool = False) -> None:
         """Show the shards, and keep this rank's part of the gathered buffers for a mesh of `size` ranks."""
         unsharded = self.made
         assert unsharded is not None, "only what was gathered is shrunk"
@@ -542,7 +552,7 @@ class Weights(Position, saved.StorageOwner):
         self.move(Live.SHRUNK)
         lost = unsharded.hide()
         if self.plan.frees_unsharded:
-            unsharded.free(self._streams.gather if self._lane_owns_buffer else None)
+            unsharded.free(self._streams.gather if self._lane_owns_buffer else None, keeps_storage)
         if lost:
             raise _of_lost(lost)
 

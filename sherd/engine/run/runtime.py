@@ -103,6 +103,8 @@ class Runtime:
         in_backward: True between the start and the end of backward, and after a backward that raised.
         num_backwards: the number of backwards that have begun.
         is_in_last_backward: the newest backward is the last one before a step.
+        by_hand: the user ends the step's backwards (`finalize_backward`); None before its first backward.
+        reduction: what the handle of an unfinished `finalize_backward` holds, if there is one.
     """
 
     over: Callable[[Unit], Runtime | None] = staticmethod(methodcaller("sealed_into"))
@@ -113,6 +115,10 @@ class Runtime:
         self.unmanaged, self.external_units = Unmanaged(root, units), frozenset(external_units)
         self.in_backward = False
         self.num_backwards, self.is_in_last_backward, self._is_last_backward = 0, True, True
+        self.by_hand: bool | None = None
+        self.reduction: object = None
+        self._unreduced: set[int] = set()
+        """Units by number of which a backward of this step has reduced no gradients."""
         self._brings_gradients: bool | None = None
         """Whether the present backward brings gradients for any unit; None until somebody asks."""
         self._num_forwards = self._usual_forwards = 0  # before the next backward, and before the last one
@@ -232,6 +238,11 @@ class Runtime:
         return call
 
     def _begin_forward(self, unit: Unit) -> None:
+        if self.reduction is not None:
+            raise StateError(
+                f"forward of {unit.name} before the gradient reduction that finalize_backward(async_op=True) started is "
+                "waited for; call wait() on its handle first"
+            )
         if self.in_backward or self.tape.is_astray:
             self._recover(unit)
         self._take_back()
@@ -293,6 +304,7 @@ class Runtime:
                 for member in self.units:
                     member.reduce_fully(self.is_in_last_backward)
             self.in_backward = True
+            self.by_hand = self.root.policy.finalizes_by_hand if self.by_hand is None else self.by_hand
             self.num_backwards += 1
             self.revise()  # the user may have set policies since the forward
             # torch takes such a callback only inside of a backward, so the first event of the backward queues it.
@@ -345,15 +357,13 @@ class Runtime:
         if (counted := self.root.policy.accumulation) is not None:
             has_received = any(unit.backward.has_received for unit in self.units)
             counted.end_backward(self.root.id, has_received or self.unmanaged.has_gradients)
-        for unit in self.units:
+        for index, unit in enumerate(self.units):
             unit.backward.end()
+            if not unit.policy.reduce_gradients:
+                self._unreduced.add(index)
             if unit.policy.on_touch == "unshard":
                 unit.watch_touch()
-        self.tape.play(do.EndBackward, self._is_last_backward)
-        # Last, because the host waits here: all reductions are queued by now.
-        for unit in self.units:
-            if unit.place.is_elsewhere:
-                unit.land_gradients()
+        self._finish_reductions(self._is_last_backward and not self.by_hand)
         for monitor in self.monitors:
             monitor.end_backward(self.root)
         self.in_backward, self._brings_gradients = False, None
@@ -361,6 +371,74 @@ class Runtime:
             self._usual_forwards, self._num_forwards = self._num_forwards, 0
         if self.unmanaged.replicated and self.root.policy.reduce_gradients:
             self.unmanaged.average_gradients()
+
+    def _finish_reductions(self, is_last: bool) -> None:
+        self.tape.play(do.EndBackward, is_last)
+        # Last, because the host waits here: all reductions are queued by now.
+        for unit in self.units:
+            if unit.place.is_elsewhere:
+                unit.land_gradients()
+        if is_last:
+            self.by_hand, self.reduction = None, None
+            self._unreduced.clear()
+
+    def finalize_backward(self, wait: bool) -> object:
+        """Reduce gradients that no backward has reduced, and free parameters, where the policies say so.
+
+        Returns:
+            None if the reductions are finished, as `wait` asks; else what `finish_reductions` takes.
+
+        Raises:
+            StateError: the user does not end backwards by hand, one is under way, or gradients wait for the second half
+                of a reduction.
+        """
+        self._require_may_finalize()
+        self.revise()
+        for index, unit in reversed(list(enumerate(self.units))):
+            if unit.policy.reshard_after_backward:
+                self.tape.play(do.Reshard, index)
+            with unit.backward.reducing_for_others(unit.policy):
+                # A rank without gradients takes part, too: others may have some.
+                if unit.backward.has_unreduced or (index in self._unreduced and unit.may_lack):
+                    self.tape.play(do.GradientsReady, index)
+        if self.unmanaged.replicated and self.root.policy.reduce_gradients and 0 in self._unreduced:
+            self.unmanaged.average_gradients()
+        if wait:
+            self._finish_reductions(True)
+        else:
+            self.reduction = object()
+        return self.reduction
+
+    def _require_may_finalize(self) -> None:
+        if self.reduction is not None:
+            raise StateError("finalize_backward: the last one has returned a handle; call wait() on that first")
+        if not (self.root.policy.finalizes_by_hand if self.by_hand is None else self.by_hand):
+            raise StateError(
+                f"finalize_backward: {self.root.name} ends its backwards itself; call "
+                "set_manual_backward_finalization(True) before the forward"
+            )
+        if self.in_backward or in_backward():
+            raise StateError(f"finalize_backward inside of a backward of {self.root.name}, or after one that raised")
+        for unit in self.units:
+            waits = any(each.partial is not None for each in unit.gradients)
+            if waits or (unit.waits_for_replicas and unit.backward.has_unreduced):
+                raise StateError(
+                    f"finalize_backward: gradients of unit {unit.name} are to be summed over its shard axis and not over "
+                    "its replicas; call set_requires_all_reduce(True) before the backward"
+                )
+
+    def finish_reductions(self, reduction: object) -> None:
+        """Finish the reductions of a `finalize_backward`, which returned `reduction`.
+
+        Raises:
+            StateError: a reset has given them up.
+        """
+        if self.reduction is not reduction:
+            raise StateError(
+                f"this gradient reduction of {self.root.name} was given up by reset_iter_state(), or by a forward after "
+                "an error; its gradients are lost, so run the step again"
+            )
+        self._finish_reductions(True)
 
     def expect_last_backward(self, is_last: bool) -> None:
         """Note whether the next backward is the last one before a step. Reductions stay in flight until the last."""
@@ -450,6 +528,9 @@ class Runtime:
         while self._calls:
             self._pop_call()
         self.in_backward, self._brings_gradients = False, None
+        if gradients:
+            self.by_hand, self.reduction = None, None
+            self._unreduced.clear()
         for unit in self.units:
             unit.backward.end()
             if unit.runs is not None:
@@ -557,6 +638,12 @@ def seal(root: nn.Module) -> Runtime:
             if unit in below and earlier.root not in below and unit.id not in earlier.external_units:
                 earlier.hand_over(unit)
     name_units(root)
+    by_hand = [unit.name for unit in units if unit.policy.finalizes_by_hand and Unit.of(root) is not unit]
+    if by_hand:
+        raise StateError(
+            f"set_manual_backward_finalization was called on {in_short(by_hand)}, below the root "
+            f"{type(root).__name__}; call it on the root"
+        )
     for unit in units:
         if unit.shards.on_meta:
             unit.notice_replaced()
@@ -574,7 +661,7 @@ def seal(root: nn.Module) -> Runtime:
     runtime = Runtime(root, units, external_units=owners)
     for unit in units:
         unit.notice_moved()
-        if not unit.shards.are_in_buffer:
+        if unit.keep_grad_dtypes() or not unit.shards.are_in_buffer:
             unit.regroup()
         unit.join(runtime)
         forget_loads(unit.mesh)  # the model is complete, so the next unit on the mesh is the first of another model

@@ -27,22 +27,24 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
     compute, reduce, reshard = group.compute_dtype, group.reduce_dtype, policy.reshard_after_forward
     # Otherwise the shards are copied into this rank's part of the rows.
     is_copied_to_send = fill is Fill.FROM_RANKS and not plan.sends_shards_as_they_are and not mesh.shards_replicas
-    kept = 0  # bytes of unsharded parameters that are never freed, without those of the shards
+    # Bytes of unsharded parameters that are never freed, without those of the shards.
+    kept = weights.unsharded_bytes if plan.frees_unsharded and policy.keeps_storage else 0
     if not (plan.frees_unsharded or plan.is_never_gathered):
         kept = group.unsharded_bytes if group.unsharded_memory is None else group.unsharded_memory.nbytes
     summed, sums = plan.reduced_by_piece[mesh.piece], plan.reduced_by_rank
     return GroupSizes(
         shards=_shard_bytes(group, plan),
-        unsharded=weights.unsharded_bytes if plan.frees_unsharded else 0,
+        unsharded=weights.unsharded_bytes if plan.frees_unsharded and not policy.keeps_storage else 0,
         kept=kept,
-        rows=group.packing.gathered_numel * compute.itemsize if fill is Fill.FROM_ROWS else 0,
+        is_renewed=plan.frees_unsharded,
+        rows=weights.rows_bytes if fill in (Fill.FROM_ROWS, Fill.BY_SUBCLASS) else 0,
         sent=group.shard_numel * compute.itemsize if is_copied_to_send else 0,
         part=0 if reshard is None or isinstance(reshard, bool) else weights.part_bytes(reshard),
         arriving=tuple(parameter.shape.numel() * compute.itemsize for parameter in trained),
         borrows=plan.borrows(compute),
         gradient_rows=sum(plan.reduced_by_piece) * reduce.itemsize,
         reduced=(sums[mesh.shard_rank] + summed * mesh.shards_replicas) * reducer.sum_dtype(reduce).itemsize,
-        gradients=summed * group.dtype.itemsize,
+        gradients=summed * group.grad_dtype.itemsize,
         scratch=reducer.scratch_bytes(sums, mesh.shard_rank, reduce.itemsize),
         is_all_trainable=len(trained) == len(group.parameters),
         lands=fill is Fill.FROM_RANKS,

@@ -42,7 +42,7 @@ def bound(action: Action, unit: Unit) -> Callable[[], None]:
     """Returns the call that carries out `action` on `unit`."""
     if isinstance(action, do.FreeGroup):
         group = action.group
-        return lambda: unit.weights[group].free()
+        return lambda: unit.weights[group].free(unit.policy.keeps_storage)
     return partial(DO[type(action)], unit)
 
 

@@ -283,7 +283,7 @@ class Unit:
         self.weights, self.gradients = [], []
         part_bytes = self.mesh.comm.part_bytes
         for batch in batches_of(self.parameters, self.streams, self.surrounds, self.gathers_as_one, part_bytes):
-            group = Group(batch.parameters, self.precision, self.place, batch.is_part)
+            group = Group(batch.parameters, self.precision, self.place, batch.is_part, batch.promoted)
             completed = self.backward.completed(len(self.gradients))
             plan = BufferPlan.of(group, self.streams, self.reduce_buffers)
             gradients = Gradients(group, plan, self.streams, partial(if_alive, this, Unit._enter_backward), completed)
@@ -308,6 +308,17 @@ class Unit:
     def gathers_as_one(self) -> bool:
         """Whether the user has a custom collective or a hook, which gets all parameters of the unit at once."""
         return bool(self.policy.all_gather or self.policy.reduce_scatter or self.policy.all_reduce_hook)
+
+    @property
+    def may_lack(self) -> bool:
+        """Whether ranks without gradients take part in reductions of the unit."""
+        return any(gradients.may_lack(self.policy) for gradients in self.gradients)
+
+    @property
+    def waits_for_replicas(self) -> bool:
+        """Whether gradients are reduced over the shard axis now, and over the replicas later."""
+        policy = self.policy
+        return self.mesh.num_replicas > 1 and policy.reduce_gradients and not policy.all_reduce_gradients
 
     @property
     def steps_in_backward(self) -> bool:
@@ -339,6 +350,10 @@ class Unit:
 
     def flatten(self, module: nn.Module, attribute: str) -> None:
         """Merge the shards, all of one group, into the flat parameter `attribute` of `module`, for the optimizer."""
+        if any(each.grad_dtype for each in self.parameters):  # one flat parameter cannot have several
+            for parameter in self.parameters:
+                parameter.forget_grad_dtype()
+            self.regroup()
         self.shards.merge(module, attribute)
         self.regroup()
 
@@ -346,8 +361,34 @@ class Unit:
         """Put shards that may have moved (`module.to()`, a load) back into one buffer, if all are on one device."""
         for parameter in self.parameters:
             parameter.keep_attributes()
-        if self.shards.are_on_one_device and not self.shards.are_in_buffer:
+        if self.shards.are_on_one_device and (self.keep_grad_dtypes() or not self.shards.are_in_buffer):
             self.regroup()
+
+    def keep_grad_dtypes(self) -> bool:
+        """Note the `grad_dtype` of each shard, as `ShardedParameter.keep_grad_dtype` does.
+
+        Returns:
+            True if a user has set one, so that the unit must be grouped anew.
+        """
+        return any([parameter.keep_grad_dtype() for parameter in self.parameters])
+
+    @contextmanager
+    def gradients_kept(self) -> Iterator[None]:
+        """Inside the context `module.to()` leaves gradients in the `grad_dtype` that a user has set, as it leaves that.
+
+        They follow their parameters to another device.
+        """
+        must_regroup = self.keep_grad_dtypes()
+        kept = {each: each.shard.grad for each in self.parameters if each.grad_dtype}
+        for record in kept:
+            record.shard.grad = None
+        try:
+            yield
+            if must_regroup:
+                self.regroup()
+        finally:
+            for record, gradient in kept.items():
+                record.shard.grad = None if gradient is None else gradient.to(record.shard.device)
 
     def notice_moved(self) -> None:
         """Take the values of memory that the user has given to shards in the place of their own.
@@ -492,15 +533,16 @@ class Unit:
     def free(self) -> None:
         """Free the unsharded parameters, and show shards."""
         self.watch_touch()
+        keeps_storage = self.policy.keeps_storage
         for weights in self.weights:
-            weights.free()
+            weights.free(keeps_storage)
 
     def shrink(self) -> None:
         """Show shards, and keep a part of the unsharded parameters for the smaller mesh."""
         size = self.policy.reshard_after_forward
         assert isinstance(size, int), "only an int asks for a smaller mesh"
         for weights in self.weights:
-            weights.shrink(size)
+            weights.shrink(size, self.policy.keeps_storage)
         self.watch_touch()
 
     def watch_touch(self) -> None:

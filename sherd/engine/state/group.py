@@ -16,16 +16,15 @@ would keep its part in memory.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from operator import is_
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import local_tensor, move_hooks, replace_class, spec_of, swap_devices
+from sherd._torch import local_tensor, move_hooks, replace_class, set_grad_dtype, spec_of, swap_devices
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.comm.transport import Sizes, parts
@@ -61,17 +60,32 @@ SMALL = 16
 class GroupKey:
     """The properties that the parameters of one group share.
 
-    `gathers_itself`: the tensor has its own all-gather. `owned_gradients`: each gradient goes as a whole to one rank.
+    `param_dtype` and `grad_dtype` are the parameters' own, as in `ShardedParameter`. `gathers_itself`: the tensor has
+    its own all-gather. `owned_gradients`: each gradient goes as a whole to one rank.
     `plan_id` is None for tensors cut by themselves, else the plan that cut them into runs: runs of two plans do not fit
     one buffer.
     """
 
     dtype: torch.dtype
+    param_dtype: torch.dtype | None
+    grad_dtype: tuple[torch.dtype | None, ...]
     trainable: bool
     gathers_itself: bool
     plan_id: int | None
     mesh: DataMesh
     owned_gradients: bool
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the unsharded parameters."""
+        # Nothing else is cast: complex numbers would lose their imaginary part, and integers their meaning.
+        return self.param_dtype if self.dtype.is_floating_point and self.param_dtype is not None else self.dtype
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype that a user wants gradients in. Those that may have any come as they are computed."""
+        (wanted,) = self.grad_dtype or (self.dtype,)
+        return self.compute_dtype if wanted is None else wanted
 
 
 def group_key_of(parameter: ShardedParameter) -> GroupKey:
@@ -80,7 +94,14 @@ def group_key_of(parameter: ShardedParameter) -> GroupKey:
     plan_id = parameter.plan_id if parameter.cut.in_line else None
     owned_gradients = parameter.gradient_owner is not None
     return GroupKey(
-        resting.dtype, parameter.requires_grad, _gathers_itself(resting), plan_id, parameter.mesh, owned_gradients
+        resting.dtype,
+        parameter.param_dtype,
+        parameter.grad_dtype,
+        parameter.requires_grad,
+        _gathers_itself(resting),
+        plan_id,
+        parameter.mesh,
+        owned_gradients,
     )
 
 
@@ -108,10 +129,15 @@ def is_large(numel: int, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The parameters of one future group. `is_part`: their unit is cut into parts for the sake of memory."""
+    """The parameters of one future group.
+
+    `is_part`: their unit is cut into parts for the sake of memory. `promoted`: the dtype that holds the gradients of all
+    the unit's parameters of the same dtype and mesh.
+    """
 
     parameters: tuple[ShardedParameter, ...]
     is_part: bool = False
+    promoted: torch.dtype | None = None
 
 
 def batches_of(
@@ -130,7 +156,13 @@ def batches_of(
     for parameter in parameters:
         keys.setdefault(group_key_of(parameter), []).append(parameter)
     batches: list[Batch] = []
+    promoted: dict[tuple[DataMesh, torch.dtype, bool], torch.dtype] = {}
+    for key in keys:
+        alike, wanted = (key.mesh, key.dtype, key.trainable), key.gradient_dtype
+        earlier = promoted.setdefault(alike, wanted)
+        promoted[alike] = wanted if earlier == wanted else torch.promote_types(earlier, wanted)
     for key, members in keys.items():
+        first = len(batches)
         together: list[ShardedParameter] = []
         alone: list[Batch] = []
         for parameter in members:
@@ -147,6 +179,7 @@ def batches_of(
         elif together:
             batches.append(Batch(tuple(together)))
         batches += alone
+        batches[first:] = [replace(each, promoted=promoted[key.mesh, key.dtype, key.trainable]) for each in batches[first:]]
     return batches
 
 
@@ -279,6 +312,19 @@ def _hold(record: ShardedParameter, part: torch.Tensor) -> None:
 # A group
 
 
+def _arriving(key: GroupKey, reduce_dtype: torch.dtype, is_wanted: bool) -> tuple[torch.dtype | None, ...]:
+    """Returns the `grad_dtype` of unsharded parameters, in a tuple that is empty if it is theirs.
+
+    A gradient that is reduced in a wider dtype than compute's may come in any, and is widened when it is copied for the
+    reduction. `is_wanted`: no policy asks for `reduce_dtype`, so autograd rounds to what the user wants, if that is
+    neither the one nor the other.
+    """
+    compute, wanted = key.compute_dtype, key.gradient_dtype
+    if is_wanted and key.grad_dtype == (None,) or (wanted if is_wanted else reduce_dtype).itemsize > compute.itemsize:
+        return (None,)
+    return (wanted,) if is_wanted and wanted not in (compute, reduce_dtype) else ()
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerParam:
     """A parameter of the optimizer and its place in the shard buffer: one shard, or the flat parameter of all shards.
@@ -304,11 +350,6 @@ class OptimizerParam:
         more = len(self.members) - 1
         return self.record.name + (f" (and {more} more, flat)" if more else "")
 
-    def expect_gradients_in(self, dtype: torch.dtype) -> None:
-        """Let `.grad` have another dtype than the parameter."""
-        parameter: Any = self.parameter
-        parameter.grad_dtype = dtype
-
 
 class Group:
     """Parameters that are gathered in one all-gather and reduced in one reduce-scatter.
@@ -326,6 +367,10 @@ class Group:
             `divergence="join"`, and in a part of a unit (`is_part`).
         trainable: the parameters were trained when the group was made.
         is_one_piece: nothing is cut, so the shard buffer holds the unsharded parameters.
+        reduce_dtype: the dtype in which gradients are reduced, `grad_dtype` that of the shards' `.grad` after it.
+        takes_any_gradient: the `grad_dtype` is None, so that gradients are reduced in the dtype that they come in, if
+            it is wider than `reduce_dtype`; and the shards get them so.
+        arriving: the `grad_dtype` of the unsharded parameters, in a tuple, which is empty if it is theirs.
         gradient_packing: how reduced gradients lie, and the rows that are reduced. It is `packing`, unless gradients go
             to owners. `gradients` are their places in it.
     """
@@ -336,26 +381,27 @@ class Group:
         precision: MixedPrecisionPolicy,
         place: RestingPlace,
         is_part: bool = False,
+        promoted: torch.dtype | None = None,
     ) -> None:
-        self.parameters = tuple(parameters)
+        self.parameters, key = tuple(parameters), group_key_of(parameters[0])
         self.mesh = mesh = self.parameters[0].mesh
         self.place = place
         self.packing: Packing = pack([each.cut for each in self.parameters], mesh.num_pieces)
         self.is_one_piece = mesh.num_pieces == 1
         self.sizes = Sizes(self.packing.shard_numels)
         self.shard_sizes = self.sizes.together(mesh.num_owners)
-        self.dtype = self.parameters[0].resting.dtype
-        self.trainable = self.parameters[0].requires_grad
-        floating = self.dtype.is_floating_point
-        # Nothing else is cast: complex numbers would lose their imaginary part, and integers their meaning.
-        self.compute_dtype = precision.param_dtype if floating and precision.param_dtype is not None else self.dtype
-        self.reduce_dtype = precision.reduce_dtype if precision.reduce_dtype is not None else self.compute_dtype
-        # Low precision as in FSDP1: the dtype of compute, or of the reduction where nothing is cut.
-        low_precision = self.reduce_dtype if self.is_one_piece else self.compute_dtype
-        self.grad_dtype = low_precision if precision.keep_low_precision_grads else self.dtype
+        self.dtype, self.compute_dtype, self.trainable = key.dtype, key.compute_dtype, key.trainable
+        asked = precision.reduce_dtype if self.dtype.is_floating_point else None
+        self.reduce_dtype = asked or promoted or key.gradient_dtype
+        self.takes_any_gradient = asked is None and key.grad_dtype == (None,)
+        self.grad_dtype = self.reduce_dtype if key.grad_dtype == (None,) else key.gradient_dtype
+        if precision.keep_low_precision_grads:
+            # As in FSDP1: the dtype of compute, or of the reduction where nothing is cut.
+            self.grad_dtype = self.reduce_dtype if self.is_one_piece else self.compute_dtype
+        self.arriving = _arriving(key, self.reduce_dtype, asked is None)
         self.device = mesh.device
         self.is_offloaded = place.is_elsewhere
-        self.gathers_itself = group_key_of(self.parameters[0]).gathers_itself
+        self.gathers_itself = key.gathers_itself
         first = self.parameters[0]
         is_one_large = len(self.parameters) == 1 and is_large(first.shape.numel(), first.dtype)
         may_lack = is_part or mesh.comm.divergence == "join"
@@ -371,7 +417,10 @@ class Group:
             self.gradient_packing = pack([each.gradient_cut for each in self.parameters], mesh.num_pieces)
             self.gradients = self._shards_in(self.gradient_packing)
         self.shard_buffer = self._keep_shard() if self.gathers_itself else self._gather_shards_into_one_buffer()
-        # Last, because it remembers the memory that the line above has given to the optimizer parameters.
+        if key.grad_dtype or self.grad_dtype != self.dtype:
+            for parameter in (each.parameter for each in self.optimizer_params):
+                set_grad_dtype(parameter, None if key.grad_dtype == (None,) else self.grad_dtype)
+        # Last, because it remembers the memory that the lines above have given to the optimizer parameters.
         self.shard_memory = ShardMemory([optimizer_param.record for optimizer_param in self.optimizer_params])
 
     def _optimizer_params(self) -> tuple[OptimizerParam, ...]:

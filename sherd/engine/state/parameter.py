@@ -19,7 +19,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import DTensorSpec, attributes_of, dtensor, dtensor_spec, in_functional_call, local_tensor, spec_of
+from sherd._torch import (
+    DTensorSpec,
+    attributes_of,
+    dtensor,
+    dtensor_spec,
+    grad_dtype_of,
+    in_functional_call,
+    local_tensor,
+    set_grad_dtype,
+    spec_of,
+)
 from sherd.comm.mesh import DataMesh
 from sherd.engine.state.compared import Compared
 from sherd.errors import OwnershipError, UnsupportedError, WriteBackError
@@ -208,6 +218,8 @@ class ShardedParameter:
         attributes: what users write on the parameter (`weight.no_decay = True`): the `__dict__` of all its forms.
         is_placed_by_default: the user gave no placement.
         gradient_owner: the rank of the cut that gets the whole reduced gradient; None: it is cut as the shard is.
+        param_dtype: the dtype that it is gathered in, if it is of floating point; None: its own.
+        grad_dtype: the `grad_dtype` that a user has set, in a tuple, which is empty if none was.
     """
 
     name: str
@@ -227,6 +239,8 @@ class ShardedParameter:
     attributes: dict[str, object] = field(default_factory=dict)
     is_placed_by_default: bool = False
     gradient_owner: int | None = None
+    param_dtype: torch.dtype | None = None
+    grad_dtype: tuple[torch.dtype | None, ...] = ()
     _owner: weakref.ref[Owner] | None = None
     # By id. An entry goes with its Parameter, before another tensor can get the id.
     _taken: weakref.WeakValueDictionary[int, nn.Parameter] = field(default_factory=weakref.WeakValueDictionary)
@@ -252,6 +266,22 @@ class ShardedParameter:
             self.attributes.update(written)
             self.share_attributes(self.shard)
 
+    def keep_grad_dtype(self) -> bool:
+        """Note the `grad_dtype` of the shard. A shard that has lost it (`module.to()`, `assign=True`) gets it again.
+
+        Returns:
+            True if a user has set another one since the last call.
+        """
+        given = grad_dtype_of(self.shard) if self.flat is None else self.grad_dtype
+        if self.grad_dtype and not given:
+            set_grad_dtype(self.shard, self.grad_dtype[0])
+        changed, self.grad_dtype = bool(given) and given != self.grad_dtype, given or self.grad_dtype
+        return changed
+
+    def forget_grad_dtype(self) -> None:
+        """Let gradients have the dtype of the parameter, as all have in a flat parameter."""
+        self.grad_dtype = ()
+
     def claim(self, tensor: torch.Tensor) -> None:
         """Remember that `tensor` is a form of this parameter: shard, unsharded form, or replaced Parameter."""
         key = id(tensor)
@@ -270,7 +300,9 @@ class ShardedParameter:
 
     def exchange(self, shard: nn.Parameter) -> None:
         """Make `shard`, a DTensor of the same layout, the shard. It succeeds the old one."""
+        self.keep_grad_dtype()
         before, self.shard = self.shard, shard
+        self.keep_grad_dtype()
         self.share_attributes(shard)
         self.claim(before)
         self.claim(shard)
@@ -279,6 +311,7 @@ class ShardedParameter:
     def merge(self, flat: Merged) -> None:
         """Make the shard a part of `flat`, which is the optimizer's parameter from now on."""
         self.flat = flat
+        self.forget_grad_dtype()
         self.claim(flat.parameter)
         self.register(False)
 
