@@ -221,7 +221,7 @@ class _Bucket:
             if name in self._places:
                 assert record is not None, "only parameters of units have a place"
                 if record.unsharded_spec is not None or record.restored is not None:
-                    part = record.as_unsharded(self._part(name))
+                    part = record.on_its_mesh(self._part(name))
                     self._whole[name] = full_of(part) if isinstance(part, DTensor) else part
             elif isinstance(tensor, DTensor):
                 self._whole[name] = full_of(tensor).to(dtype)

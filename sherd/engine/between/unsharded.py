@@ -277,14 +277,15 @@ def _present(record: ShardedParameter, lent: nn.Parameter | None, shown: Sequenc
             f"{record.name} is tied: it hangs on {len(shown)} places, which were given {len(replaced)} different "
             "tensors in an unshard context; give them one"
         )
-    if not isinstance(unsharded, torch.Tensor) or unsharded.shape != record.shard.shape:
+    shape = record.shape if record.shown_spec is None else record.shard.shape
+    if not isinstance(unsharded, torch.Tensor) or unsharded.shape != shape:
         given = tuple(unsharded.shape) if isinstance(unsharded, torch.Tensor) else unsharded
         raise WriteBackError(
-            f"Cannot writeback when the parameter shape changes: {record.name} was {tuple(record.shard.shape)} when it "
+            f"Cannot writeback when the parameter shape changes: {record.name} was {tuple(shape)} when it "
             f"was lent, and is {given} at the end of the unshard context; change its values, not its shape, or leave "
             "with writeback=False"
         )
-    if _placements_of(unsharded) != (None if record.unsharded_spec is None else record.unsharded_spec.placements):
+    if _placements_of(unsharded) != (None if record.shown_spec is None else record.shown_spec.placements):
         raise PlacementError(
             f"{record.name} was lent as {_kind_of(lent)} and is {_kind_of(unsharded)} at the end of the unshard "
             "context; replace it by a tensor of the same kind, or change its values in place"

@@ -28,6 +28,7 @@ from sherd.errors import ModuleError, OwnershipError, in_short
 from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
 from sherd.tensor.gather import shard_of
 from sherd.tensor.ragged import as_dtensor
+from sherd.tensor.spmd_types import untyped
 from sherd.wrap.names import WRAPPED
 
 
@@ -139,7 +140,8 @@ def shard(
             shard,
             weakref.ref(discovered.holder),
             discovered.places,
-            attributes=attributes_of(discovered.parameter),
+            attributes=untyped(attributes_of(discovered.parameter)),
+            types=plan.types,
             is_placed_by_default=plan.by_default,
             gradient_owner=plan.gradient_owner,
             param_dtype=plan.param_dtype,

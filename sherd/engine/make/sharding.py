@@ -24,6 +24,7 @@ from sherd.layout.placement import Cut, Replicate, Shard
 from sherd.layout.plan import Wanted, plan
 from sherd.layout.runs import AnyPlacement, Owned, RunPlacement, Runs
 from sherd.policy import MixedPrecisionPolicy
+from sherd.tensor.spmd_types import SpmdTypes, spmd_types_of
 from sherd.tensor.tensor_parallel import beside, on_full_mesh, own_spec
 
 
@@ -54,6 +55,7 @@ class ShardingPlan:
     plan_id: int
     shard_spec: DTensorSpec
     unsharded_spec: DTensorSpec | None
+    types: SpmdTypes | None
     data: torch.Tensor
     by_default: bool
     gradient_owner: int | None
@@ -82,9 +84,10 @@ def sharding_plans(
         )
     _require_memory(parameters)
     requests = [request_of(each) for each in parameters]
+    types = [spmd_types_of(each.parameter, to.mesh, each.name) for each, to in zip(parameters, requests, strict=True)]
     param_dtypes = [precision.param_dtype_of(each.name, each.parameter) for each in parameters]
     runs = _cut_into_runs(parameters, streams, requests, surrounds, param_dtypes)
-    gradient_owners = _gradient_owners(parameters, requests)
+    gradient_owners = _gradient_owners(parameters, requests, types)
     plans = []
     for index, (discovered, request) in enumerate(zip(parameters, requests, strict=True)):
         cut: Cut
@@ -98,15 +101,16 @@ def sharding_plans(
                 placement = Shard(0) if data.shape else Replicate()
             cut = placement.cut(tuple(data.shape), mesh.num_shards, name, mesh.num_owners)
             require_can_gather_itself(name, data.data, cut, mesh)
-        if isinstance(parameter, DTensor):
-            unsharded = spec_of(parameter)
+        typed = types[index]
+        unsharded = spec_of(parameter) if isinstance(parameter, DTensor) else None if typed is None else typed.spec
+        if unsharded is not None:
             spec = (beside if mesh.full is None else on_full_mesh)(unsharded, mesh, cut, name)
         else:
             _require_data_parallel(name, mesh)
-            unsharded, spec = None, own_spec(mesh, cut, parameter.shape, parameter.dtype)
+            spec = own_spec(mesh, cut, parameter.shape, parameter.dtype)
         by_default, owner = request.placement is None, gradient_owners.get(index)
         param_dtype = param_dtypes[index]
-        plans.append(ShardingPlan(mesh, cut, plan_id, spec, unsharded, data, by_default, owner, param_dtype))
+        plans.append(ShardingPlan(mesh, cut, plan_id, spec, unsharded, typed, data, by_default, owner, param_dtype))
     # Only of what will be sharded: after an error ranks may differ in how far they came.
     for sharding_plan, request in zip(plans, requests, strict=True):
         rule = request.run_placement
@@ -116,13 +120,16 @@ def sharding_plans(
     return plans
 
 
-def _gradient_owners(parameters: Sequence[DiscoveredParameter], requests: Sequence[ShardingRequest]) -> dict[int, int]:
+def _gradient_owners(
+    parameters: Sequence[DiscoveredParameter], requests: Sequence[ShardingRequest], types: Sequence[SpmdTypes | None]
+) -> dict[int, int]:
     """Returns the owner of each parameter whose whole gradient is to go to one rank, by the parameter's index."""
     by_mesh: dict[DataMesh, list[int]] = {}
     for index, (discovered, request) in enumerate(zip(parameters, requests, strict=True)):
         if not request.owns_gradients or request.mesh.shard_axis is None or _data(discovered).dim() < 2:
             continue
-        if request.mesh.shards_replicas or request.mesh.keeps_unsharded or isinstance(discovered.parameter, DTensor):
+        is_placed = types[index] is not None or isinstance(discovered.parameter, DTensor)
+        if request.mesh.shards_replicas or request.mesh.keeps_unsharded or is_placed:
             raise PlacementError(
                 f"{discovered.name}: gradients go to owners (gradient=Owned()) where parameters are sharded over one "
                 "axis, are copied over others, and are no tensor-parallel DTensors; place the gradient as the parameter"
@@ -145,7 +152,7 @@ def _require_data_parallel(name: str, mesh: DataMesh) -> None:
     if mesh.full.ndim > len(mesh.dims.shard_names) + len(mesh.dims.replicate_names):
         raise PlacementError(
             f"{name}: dp_mesh_dims names axes of a larger mesh {mesh.full.mesh_dim_names}, so parameters must be "
-            "DTensors on that mesh (distribute_module, parallelize_module); this one is a plain tensor"
+            "DTensors on that mesh (distribute_module, parallelize_module), or typed by spmd_types; this one is plain"
         )
 
 

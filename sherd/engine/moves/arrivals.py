@@ -148,6 +148,8 @@ def as_dense(gradient: torch.Tensor, record: ShardedParameter, reduce_dtype: tor
     Raises:
         GradientError: the gradient is sparse.
     """
+    if record.types is not None:
+        gradient = record.types.summed(gradient)
     if isinstance(gradient, DTensor):
         spec, dims = record.unsharded_spec, record.mesh.dims
         assert spec is not None, "only a DTensor parameter has a DTensor gradient"
@@ -274,7 +276,7 @@ class Arrivals:
         self.scale = Scale(1.0, 1.0)
         self._scales: dict[tuple[bool, float], Scale] = {}
         # A tensor subclass may need a collective to be made dense, which all ranks must start in the same order.
-        is_plain = all(each.unsharded_spec is None and each.restored is None for each in group.parameters)
+        self._is_plain = all(each.unsharded_spec is None and each.restored is None for each in group.parameters)
         this = weakref.ref(self)  # parameters hold their hooks, and their group's buffers hold the parameters
 
         @dynamo_disabled
@@ -283,7 +285,7 @@ class Arrivals:
             if arrivals is not None:
                 arrivals._told_of(arrivals._hooks.indices[id(unsharded)], unsharded)
 
-        self._hooks = GradientHooks(plan, is_plain and not group.gathers_itself, arrived)
+        self._hooks = GradientHooks(plan, self._is_plain and not group.gathers_itself, arrived)
 
     def watch(self, index: int, parameter: nn.Parameter) -> None:
         """Take each gradient of `parameter`, the unsharded form of the group's parameter `index`."""
@@ -362,7 +364,7 @@ class Arrivals:
             gradient, unsharded.grad = unsharded.grad, None
             if gradient is not None:  # None where autograd added a second gradient to the first, which is taken
                 self._came[index] = None
-                is_dense = type(gradient) is torch.Tensor and gradient.layout is torch.strided
+                is_dense = self._is_plain and type(gradient) is torch.Tensor and gradient.layout is torch.strided
                 gradients[index] = gradient if is_dense else self._as_dense(gradient, index)
         if not self._waiting.keys().isdisjoint(gradients):
             # The second gradient of a parameter, from another reentrant checkpoint, is added to the first in the rows.

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from sherd._torch import dtensor, dtensor_spec
 from sherd.comm.buffers import Buffer
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
@@ -180,9 +179,7 @@ class SelfGatheredWeights(Weights):
             if tensor.shape != shape:  # padded rows at the end
                 tensor = torch.as_strided(tensor, shape, torch.empty(shape, device="meta").stride(), 0)
             # From `.data`: with a version counter of its own, which refilling `tensor` leaves alone (weights.py).
-            shown, spec = tensor.data, self._record.unsharded_spec
-            if spec is not None:
-                shown = dtensor(shown, dtensor_spec(spec.mesh, spec.placements, spec.shape, tensor.dtype))
+            shown = self._record.as_unsharded(tensor.data)
             unsharded.keep(tensor, inner, nn.Parameter(shown, requires_grad=self._record.requires_grad))
         self._adopt(0, *unsharded.parameters)
         for buffer in unsharded.buffers:

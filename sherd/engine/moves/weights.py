@@ -157,7 +157,7 @@ class UnshardedBuffer(Unsharded):
             # in-place operation" to autograd, while a user's change of one parameter still is.
             tensor = tensor_in(flat.data, slot)
             self.parameters.append(nn.Parameter(parameter.as_unsharded(tensor), requires_grad=parameter.requires_grad))
-            if parameter.unsharded_spec is None and parameter.restored is None and slot.cut.numel:
+            if parameter.shown_spec is None and parameter.restored is None and slot.cut.numel:
                 self._plain.append(index)
                 self._offsets.append(slot.unsharded.start * dtype.itemsize)
         del tensor  # or `storage_uses` would count it

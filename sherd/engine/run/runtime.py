@@ -45,6 +45,7 @@ from sherd.policy import UnitPolicy
 from sherd.schedule import actions as do
 from sherd.schedule.schedule import Schedule
 from sherd.schedule.state import Keep, Limits, Live, UnitSpec
+from sherd.tensor.spmd_types import unchecked
 from sherd.wrap.names import plain_name
 
 UNIT_OF = attrgetter("unit")
@@ -583,6 +584,17 @@ class Runtime:
         return None if ids is None else tuple(self._index[unit_id] for unit_id in ids if unit_id in self._index)
 
 
+class UncheckedRuntime(Runtime):
+    """The runtime of a model with typed parameters: what it does itself is not checked while the user's forward is."""
+
+    enter = unchecked(Runtime.enter)
+    leave = unchecked(Runtime.leave)
+    before_backward = unchecked(Runtime.before_backward)
+    after_backward = unchecked(Runtime.after_backward)
+    _gradients_complete = unchecked(Runtime._gradients_complete)
+    _end_backward = unchecked(Runtime._end_backward)
+
+
 def outdated(units: Sequence[Unit]) -> list[Unit]:
     """Returns those of `units` whose unsharded parameters are stale: made of shards that were written in place since.
 
@@ -658,7 +670,8 @@ def seal(root: nn.Module) -> Runtime:
     # A user may have given a shard an all-gather of its own after it was cut in a way that does not allow one.
     for record in (parameter for unit in units for parameter in unit.parameters):
         require_can_gather_itself(record.name, record.resting, record.cut, record.mesh)
-    runtime = Runtime(root, units, external_units=owners)
+    is_typed = any(record.types is not None for unit in units for record in unit.parameters)
+    runtime = (UncheckedRuntime if is_typed else Runtime)(root, units, external_units=owners)
     for unit in units:
         unit.notice_moved()
         if unit.keep_grad_dtypes() or not unit.shards.are_in_buffer:

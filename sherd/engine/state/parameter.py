@@ -38,6 +38,7 @@ from sherd.layout.runs import whole_on
 from sherd.tensor.gather import part_given, shard_of
 from sherd.tensor.placement import in_dtype
 from sherd.tensor.ragged import as_dtensor
+from sherd.tensor.spmd_types import SpmdTypes, untyped
 from sherd.tensor.tensor_parallel import own_spec
 
 _records: dict[int, tuple[weakref.ref[ShardedParameter], weakref.ref[torch.Tensor] | None]] = {}
@@ -211,6 +212,7 @@ class ShardedParameter:
         plan_id: the number of the unit's plan that cut the parameter, if it is cut into runs.
         shard_spec: the layout of the shard as a DTensor.
         unsharded_spec: the layout of the unsharded parameter as a DTensor, None for a plain tensor.
+        types: the types of a plain tensor that lies on other axes, too; its layout on them is `unsharded_spec`.
         holder: the first module that had the parameter when it was sharded.
         flat: the flat parameter that the shard was merged into, if any.
         restored: a user's function that makes the unsharded DTensor of its local tensor, if any.
@@ -241,6 +243,7 @@ class ShardedParameter:
     gradient_owner: int | None = None
     param_dtype: torch.dtype | None = None
     grad_dtype: tuple[torch.dtype | None, ...] = ()
+    types: SpmdTypes | None = None
     _owner: weakref.ref[Owner] | None = None
     # By id. An entry goes with its Parameter, before another tensor can get the id.
     _taken: weakref.WeakValueDictionary[int, nn.Parameter] = field(default_factory=weakref.WeakValueDictionary)
@@ -256,6 +259,8 @@ class ShardedParameter:
 
         A form whose class has set attributes keeps them, and gets a copy of the others.
         """
+        if self.types is not None and not isinstance(form, DTensor):
+            self.types.annotate(form)
         own = vars(form)
         form.__dict__ = self.attributes if own.keys() <= self.attributes.keys() else {**self.attributes, **own}
 
@@ -402,7 +407,7 @@ class ShardedParameter:
                 if other is not None and other is not self:
                     raise _changed_by_hand(f"{self.name} was tied to {other.name}")
                 self._take_values(shown)
-                self.attributes.update(attributes_of(shown))
+                self.attributes.update(untyped(attributes_of(shown)))
                 if other is None:
                     self.claim(shown)
                     self._taken[id(shown)] = shown
@@ -437,8 +442,17 @@ class ShardedParameter:
         """Let `restored` make the unsharded parameter of its local tensor."""
         self.restored = restored
 
+    @property
+    def shown_spec(self) -> DTensorSpec | None:
+        """The layout as a DTensor of what modules see of the unsharded parameter; None if that is a plain tensor."""
+        return None if self.types is not None else self.unsharded_spec
+
     def as_unsharded(self, plain: torch.Tensor) -> torch.Tensor:
         """Returns `plain`, of shape `shape`, as modules see it, uncopied: as a DTensor if the parameter was one."""
+        return plain if self.types is not None else self.on_its_mesh(plain)
+
+    def on_its_mesh(self, plain: torch.Tensor) -> torch.Tensor:
+        """Returns `plain`, of shape `shape`, uncopied: as a DTensor if the parameter lies on other axes, too."""
         if self.restored is not None:
             return self.restored(plain)
         if self.unsharded_spec is None:
