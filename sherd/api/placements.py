@@ -174,7 +174,7 @@ class OnMesh:
     """
 
     mesh: DeviceMesh
-    placement: ShardSpec | RunPlacement | None = None
+    placement: AxisPlacement | None = None
     dp_mesh_dims: DataParallelMeshDims | None = None
 
     def __post_init__(self) -> None:

@@ -31,12 +31,14 @@ class ShardingRequest:
     """A user's request for one parameter: the rule by which to cut it, and the ranks to cut it over.
 
     The default placement, None, cuts dim 0, and keeps a copy of a scalar on every rank. With `owns_gradients` the whole
-    reduced gradient of a tensor with two dims or more goes to one rank.
+    reduced gradient of a tensor with two dims or more goes to one rank. If `replicated_over` is given, `mesh` is one of
+    the same ranks that cuts nothing, and the DTensor is replicated on the axes of `replicated_over`.
     """
 
     placement: AnyPlacement | None
     mesh: DataMesh
     owns_gradients: bool = False
+    replicated_over: DataMesh | None = None
 
     @property
     def run_placement(self) -> RunPlacement | None:
@@ -93,12 +95,16 @@ def sharding_plans(
                 placement = Shard(0) if data.shape else Replicate()
             cut = placement.cut(tuple(data.shape), mesh.num_shards, name, mesh.num_owners)
             require_can_gather_itself(name, data.data, cut, mesh)
+        # A replicated parameter is a DTensor on the mesh of the unit's others, as torch's operations on both ask for.
+        shown, cut_shown = mesh, cut
+        if request.replicated_over is not None:
+            shown, cut_shown = request.replicated_over, Replicate().cut(tuple(data.shape), 1, name)
         if isinstance(parameter, DTensor):
             unsharded = spec_of(parameter)
-            spec = (beside if mesh.full is None else on_full_mesh)(unsharded, mesh, cut, name)
+            spec = (beside if shown.full is None else on_full_mesh)(unsharded, shown, cut_shown, name)
         else:
-            _require_data_parallel(name, mesh)
-            unsharded, spec = None, own_spec(mesh, cut, parameter.shape, parameter.dtype)
+            _require_data_parallel(name, shown)
+            unsharded, spec = None, own_spec(shown, cut_shown, parameter.shape, parameter.dtype)
         by_default, owner = request.placement is None, gradient_owners.get(index)
         plans.append(ShardingPlan(mesh, cut, plan_id, spec, unsharded, data, by_default, owner))
     # Only of what will be sharded: after an error ranks may differ in how far they came.
