@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard as ShardSpec
 from sherd.api.module import FSDPModule, checked_reshard, require_divides, require_module
 from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, levels_and_cut, rule_of, unit_policy
 from sherd.api.swap_class import swap_class
-from sherd.comm.mesh import DataMesh, arranged, data_mesh
+from sherd.comm.mesh import DataMesh, arranged, data_mesh, uncut
 from sherd.engine import DiscoveredParameter, ParameterOwnership, ShardingRequest, Unit, make_unit
 from sherd.errors import MeshError, ModuleError, PlacementError, PolicyError, PolicyTypeError
 from sherd.layout.placement import Shard
@@ -25,7 +25,6 @@ from sherd.layout.runs import RunPlacement
 from sherd.policy import (
     CommPolicy,
     DataParallelMeshDims,
-    Level,
     MixedPrecisionPolicy,
     OffloadPolicy,
     OnTouch,
@@ -310,7 +309,7 @@ class _ShardingRequests:
             placement = Replicate()
         if isinstance(placement, Replicate):
             if mesh not in self._copies:
-                self._copies[mesh] = arranged(mesh, (Level.COPIES,))
+                self._copies[mesh] = uncut(mesh)
             return ShardingRequest(None, self._copies[mesh], replicated_over=mesh)
         if placement is None:
             return ShardingRequest(rule_of(self._default, found.parameter), mesh, self._owns_gradients)

@@ -232,5 +232,6 @@ def unit_policy(levels: Levels, reshard_after_forward: bool | int | None, prefet
         reshard_after_forward=reshard_after_forward,
         prefetch=prefetch,
         accumulates_unsharded=highest < Level.GRADIENTS,
-        accumulates_copies=lowest < Level.GRADIENTS,
+        # Where the lower axis shards gradients, they cannot wait. Over `PARAMETERS` there are replicated ones alone.
+        accumulates_copies=lowest is not Level.GRADIENTS,
     )
