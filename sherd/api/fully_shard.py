@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, TypedDict, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as ShardSpec
 
 from sherd._torch import REDUCES_IN_GRAD_DTYPE
 from sherd.api.module import FSDPModule, checked_reshard, require_divides, require_module
 from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, levels_and_cut, rule_of, unit_policy
 from sherd.api.swap_class import swap_class
-from sherd.comm.mesh import DataMesh, arranged, data_mesh
+from sherd.comm.mesh import DataMesh, arranged, data_mesh, uncut
 from sherd.engine import DiscoveredParameter, ParameterOwnership, ShardingRequest, Unit, make_unit
 from sherd.errors import MeshError, ModuleError, PlacementError, PolicyError, PolicyTypeError
 from sherd.layout.placement import Shard
@@ -31,13 +32,13 @@ from sherd.policy import (
     PrefetchPolicy,
     Unmanaged,
 )
-from sherd.requirements import require_type
+from sherd.requirements import require_int, require_type
 from sherd.wrap import is_container
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-ShardPlacementFn = Callable[[nn.Parameter], "ShardSpec | RunPlacement | OnMesh | None"]
+ShardPlacementFn = Callable[[nn.Parameter], "ShardSpec | RunPlacement | Replicate | OnMesh | None"]
 
 
 class ReplicateOptions(TypedDict, total=False):
@@ -61,6 +62,7 @@ class Options(ReplicateOptions, total=False):
     prefetch_policy: PrefetchPolicy
     placement: ShardSpec | RunPlacement | None
     placements: Placements | str | None
+    replicate_below: int | None
 
 
 @overload
@@ -85,6 +87,7 @@ def fully_shard(
     placement: ShardSpec | RunPlacement | None = None,
     comm_policy: CommPolicy = CommPolicy(),
     placements: Placements | str | None = None,
+    replicate_below: int | None = None,
     unmanaged: Unmanaged = "error",
     on_touch: OnTouch = "error",
 ) -> nn.Module | Sequence[nn.Module]:
@@ -156,6 +159,8 @@ def fully_shard(
         require_type(f"fully_shard({name}=...): expected {getattr(kind, '__name__', str(kind))}", value, kind)
     if placement is not None and not is_cut(placement):
         raise PolicyTypeError(f"fully_shard(placement={placement!r}): {EXPECTED}, or None for Shard(0)")
+    if replicate_below is not None:
+        require_int("fully_shard(replicate_below={})", replicate_below, 0)
     levels, cut = levels_and_cut(placements, placement)
     own_mesh = data_mesh(mesh, dp_mesh_dims, comm_policy)
     if levels is not None:
@@ -166,6 +171,7 @@ def fully_shard(
         shard_placement_fn,
         checked_reshard(reshard_after_forward),
         isinstance(placements, Placements) and placements.owns_gradients,
+        0 if replicate_below is None else replicate_below,
     )
     policy = unit_policy(levels, reshard_after_forward, prefetch_policy)
     make_unit(
@@ -295,11 +301,13 @@ class _ShardingRequests:
         placement_fn: ShardPlacementFn | None,
         reshard_after_forward: bool | int | None,
         owns_gradients: bool,
+        replicate_below: int,
     ) -> None:
         require_divides(reshard_after_forward, mesh)
         self._mesh = mesh
         self._default, self._placement_fn, self._reshard = default, placement_fn, reshard_after_forward
-        self._owns_gradients = owns_gradients
+        self._owns_gradients, self._replicate_below = owns_gradients, replicate_below
+        self._copies: dict[DataMesh, DataMesh] = {}
         self._meshes: dict[tuple[int, DataParallelMeshDims | None], DataMesh] = {}
 
     def __call__(self, found: DiscoveredParameter) -> ShardingRequest:
@@ -308,6 +316,12 @@ class _ShardingRequests:
         mesh = self._mesh
         if isinstance(placement, OnMesh):
             mesh, placement = self._checked_mesh(placement, found.name), placement.placement
+        elif placement is None and found.parameter.nbytes < self._replicate_below:
+            placement = Replicate()
+        if isinstance(placement, Replicate):
+            if mesh not in self._copies:
+                self._copies[mesh] = uncut(mesh)
+            return ShardingRequest(None, self._copies[mesh], replicated_over=mesh)
         if placement is None:
             return ShardingRequest(rule_of(self._default, found.parameter), mesh, self._owns_gradients)
         if not is_cut(placement):

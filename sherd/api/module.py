@@ -241,7 +241,8 @@ class FSDPModule(_Module):
             raise PolicyTypeError("set_reshard_after_forward(None): expected a bool or an int")
         for unit in self._sherd_units(recurse):
             for mesh in unit.meshes:
-                require_divides(value, mesh)
+                if mesh is unit.mesh or not mesh.only_sums:
+                    require_divides(value, mesh)
         self._sherd_change(recurse, reshard_after_forward=value)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -384,15 +385,16 @@ def _require_custom(unit: Unit, method: str, comm: object, kind: type) -> None:
     """Raise if `comm` is no `kind`, or the unit's groups and shards do not suit a custom collective."""
     if not isinstance(comm, kind):
         raise PolicyTypeError(f"{method}({comm!r}): expected a sherd.{kind.__name__}")
-    _require_single_kind(unit, method)
+    _require_single_kind(unit, method, but_sums=True)
     _require_even(unit, method)
 
 
-def _require_single_kind(unit: Unit, method: str) -> None:
-    if unit.shards.num_kinds > 1:
+def _require_single_kind(unit: Unit, method: str, but_sums: bool = False) -> None:
+    """Raise if the unit's groups differ in more than plans; `but_sums`: groups that no custom collective sees may."""
+    if unit.shards.num_kinds(but_sums) > 1:
         groups = "; ".join(weights.group.name for weights in unit.weights)
         raise PolicyError(
-            f"{method}: unit {unit.name} has parameters that differ in dtype or in requires_grad ({groups}), so "
+            f"{method}: unit {unit.name} has parameters that differ in dtype, requires_grad or mesh ({groups}), so "
             "it is not clear for which of them the custom collective is meant; shard them as separate units"
         )
 

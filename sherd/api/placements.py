@@ -174,7 +174,7 @@ class OnMesh:
     """
 
     mesh: DeviceMesh
-    placement: ShardSpec | RunPlacement | None = None
+    placement: AxisPlacement | None = None
     dp_mesh_dims: DataParallelMeshDims | None = None
 
     def __post_init__(self) -> None:
@@ -232,5 +232,6 @@ def unit_policy(levels: Levels, reshard_after_forward: bool | int | None, prefet
         reshard_after_forward=reshard_after_forward,
         prefetch=prefetch,
         accumulates_unsharded=highest < Level.GRADIENTS,
-        accumulates_copies=lowest < Level.GRADIENTS,
+        # Where the lower axis shards gradients, they cannot wait. Over `PARAMETERS` there are replicated ones alone.
+        accumulates_copies=lowest is not Level.GRADIENTS,
     )

@@ -125,6 +125,11 @@ class DataMesh:
         """Returns the numbers of the pieces of one shard: several with `shards_replicas`."""
         return range(shard * self.num_owners, (shard + 1) * self.num_owners)
 
+    @property
+    def holds_copies(self) -> bool:
+        """True if other ranks hold the same elements as this one."""
+        return self.num_replicas > 1 and not self.shards_replicas
+
     def copies_of_shards(self) -> list[list[int]]:
         """Returns the ranks that hold the same shard, for each shard."""
         ranks = self.mesh.mesh if self.shard_axis is None else self.mesh.mesh.movedim(self.shard_axis, 0)
@@ -151,6 +156,11 @@ class DataMesh:
         """Global ranks of the shard axis, in order."""
         assert self.shard_group is not None, "asked for the ranks of an axis that this mesh does not have"
         return dist.get_process_group_ranks(self.shard_group)
+
+    @property
+    def only_sums(self) -> bool:
+        """True if ranks hold whole parameters, so that nothing is gathered or scattered, by a user's collective say."""
+        return self.shard_axis is None and self.num_replicas > 1
 
     @property
     def piece_groups(self) -> list[dist.ProcessGroup]:
@@ -181,6 +191,8 @@ class DataMesh:
     @cached_property
     def separate_reduce_transport(self) -> Transport:
         """A second transport along the shard axis, beside which all-gathers run. The first call is collective."""
+        if self.shard_group is None:
+            return self.reduce_transport
         return _NO_TRANSPORT if self.comm.fake_reduce else self.transport_of(self.reduction_group())
 
     @cached_property
@@ -301,6 +313,12 @@ def _as_one_axis(mesh: DataMesh, shards: bool) -> DataMesh:
             flat = flatten_mesh(flat, "_".join(flat.mesh_dim_names))
         one = DataMesh(flat, 0, None, comm=mesh.comm)
     return one if shards else one.with_axes(None, 0, shards_replicas=False, keeps_unsharded=True)
+
+
+def uncut(mesh: DataMesh) -> DataMesh:
+    """Returns a mesh of the same ranks that cuts nothing; it keeps unsharded parameters as `mesh` does."""
+    one = _as_one_axis(mesh, shards=False)
+    return one.with_axes(None, one.replicate_axis, shards_replicas=False, keeps_unsharded=mesh.keeps_unsharded)
 
 
 def default_device_type(group: dist.ProcessGroup | None = None) -> str:

@@ -35,16 +35,15 @@ from sherd.errors import CommError
 from sherd.guard.board import LOOK_EVERY_S, Answer, Board, Divergence, Progress, Query
 from sherd.guard.flight import CollectiveLog
 from sherd.guard.order_check import (
-    HASH_BYTES,
     MOST_STEPS,
     PlannedCollective,
     Tree,
     agree,
+    copied_by,
     different,
     digest_of,
     planned,
     tree_beside,
-    values_hash,
 )
 from sherd.schedule.actions import Action, Gather, Reduce
 from sherd.schedule.path import Path
@@ -105,7 +104,7 @@ class DivergenceChecker:
             for arrivals in unit.backward.unflagged:
                 form = 2 * form + (arrivals.has_any or unit.policy.reduce_unused)
         new_steps, doubts = 0, compared.replicas_may_differ
-        if unit.is_on_all_ranks and (action is Gather or unit.mesh.num_shards == 1):
+        if unit.is_on_all_ranks and (action is Gather or not unit.gathers):
             steps, since, usual = self._steps.get(unit.id, (0, 0, 0))
             new_steps = compared.num_steps - steps
             # Also compare where a step comes after another number of gathers than the last step, or does not come.
@@ -164,12 +163,10 @@ class DivergenceChecker:
 
         try:
             with self._log.waiting(collective):
-                may_differ = unit.compared.replicas_may_differ
-                values = values_hash(unit) if may_differ else bytes(HASH_BYTES)
-                copies = unit.mesh.copies_of_shards() if may_differ else []
+                copies = copied_by(unit) if unit.compared.replicas_may_differ else []
                 tree = self._tree()
                 latest = time.monotonic() + tree.timeout_s + OVERTIME_S
-                text = agree(tree, collective, self._position.issued, wait, values, copies)
+                text = agree(tree, collective, self._position.issued, wait, copies)
                 if text:
                     raise self._log.failure(text)
         except CommError:

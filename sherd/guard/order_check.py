@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard
 from sherd._torch import backend_of, timeout_of
 from sherd.comm.failures import ranks_in_short, unfinished
 from sherd.comm.groups import host_group_beside
+from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import all_gather_objects
 from sherd.engine import Group, ShardedParameter, Unit
 from sherd.errors import CommError, in_short
@@ -145,10 +146,19 @@ def _units_of(root: Unit) -> Sequence[Unit]:
     return (root,) if runtime is None else runtime.units
 
 
-def values_hash(unit: Unit) -> bytes:
-    """Returns a hash of the shards of `unit`, equal on all replicas, as `HASH_BYTES` bytes. The host waits."""
-    sums = [_sum(weights.group) for weights in unit.weights if not weights.group.gathers_itself]
-    return _hash(struct.pack(f"<{len(sums)}q", *sums).hex())
+Copied = tuple[bytes, tuple[int, ...]]
+"""A hash of shards, as `HASH_BYTES` bytes, and the ranks that hold copies of them, for which it must be equal."""
+
+
+def copied_by(unit: Unit) -> list[Copied]:
+    """Returns the hashes of the shards of `unit` that other ranks hold, too, those of each mesh. The host waits."""
+    sums: dict[DataMesh, list[int]] = {}
+    for group in (weights.group for weights in unit.weights):
+        if group.mesh.holds_copies and not group.gathers_itself:
+            sums.setdefault(group.mesh, []).append(_sum(group))
+    hashes = (_hash(struct.pack(f"<{len(each)}q", *each).hex()) for each in sums.values())
+    replicas = (tuple(mesh.copies_of_shards()[mesh.shard_rank]) for mesh in sums)
+    return list(zip(hashes, replicas, strict=True))
 
 
 @torch.no_grad()
@@ -237,8 +247,7 @@ def agree(
     collective: PlannedCollective,
     issued: int,
     wait: Callable[[dist.Work], None],
-    values: bytes,
-    copies: Sequence[Sequence[int]],
+    copies: Sequence[Copied],
 ) -> str:
     """Returns "" if all ranks of `tree` are about to start `collective`; else, on all of them, the error's text.
 
@@ -249,23 +258,21 @@ def agree(
         collective: what this rank is about to start.
         issued: how many collectives this rank has started since the last comparison; it is compared, too.
         wait: waits for one collective of the comparison.
-        values: the `values_hash`, or zeros without a comparison of values.
-        copies: lists of ranks that hold the same values.
+        copies: what `copied_by` returns, or nothing without a comparison of values.
     """
     ranks = tree.ranks
-    alike = next((replicas for replicas in copies if dist.get_rank() in replicas), ())
-    own = 1, _zero_if_alike(collective.digest(issued), ranks), _zero_if_alike(values, alike)
+    own = 1, _zero_if_alike((collective.digest(issued), ranks)), _zero_if_alike(*copies)
     try:
         num_ranks, *sums = tree.add_up(own, wait)
         if not any(sums) or num_ranks < len(ranks):  # imagined ranks, of a fake group, add nothing
             return ""
-        reports = all_gather_objects((collective, issued, values), "the comparison of what ranks do", tree.whole())
+        reports = all_gather_objects((collective, issued, copies), "the comparison of what ranks do", tree.whole())
     except CommError:
         raise
     except RuntimeError as error:
         waiting = f"rank {dist.get_rank()} {collective.describe(set())} and waits for ranks {ranks_in_short(ranks)}"
         raise unfinished(f"{waiting} to say what they do; this comparison", ranks, error) from error
-    collectives, numbers, hashes = zip(*reports, strict=True)
+    collectives, numbers, copies_by_rank = zip(*reports, strict=True)
     if len(set(collectives)) > 1:
         return different(ranks, collectives)
     if len(set(numbers)) > 1:
@@ -274,22 +281,26 @@ def agree(
             f"ranks have started different numbers of collectives before each {collective.describe(set())}: {counts}. "
             f"One of them left a forward or backward early, or began one again. {REMEDY}"
         )
-    return _unlike(collective, dict(zip(ranks, hashes, strict=True)), copies)
+    return _unlike(collective, dict(zip(ranks, copies_by_rank, strict=True)))
 
 
-def _zero_if_alike(digest: bytes, ranks: Sequence[int]) -> int:
-    """Returns this rank's summand of a 64-bit sum over `ranks` that is zero if all `digest`s are equal."""
+def _zero_if_alike(*hashes: tuple[bytes, Sequence[int]]) -> int:
+    """Returns this rank's summand of a 64-bit sum that is zero if each hash is equal on its ranks."""
     # The last rank takes away what the others add. Of hashes that differ, one sum in about 2**47 is zero, too.
-    summand = int.from_bytes(digest, "little") * (1 - len(ranks) if dist.get_rank() in ranks[-1:] else 1)
-    return (summand * bool(ranks) + 2**63) % 2**64 - 2**63
+    summand = sum(
+        int.from_bytes(each, "little") * (1 - len(ranks) if dist.get_rank() == ranks[-1] else 1)
+        for each, ranks in hashes
+    )
+    return (summand + 2**63) % 2**64 - 2**63
 
 
-def _unlike(collective: PlannedCollective, hashes: Mapping[int, bytes], copies: Sequence[Sequence[int]]) -> str:
-    """Returns the text of the error of replicas with different `hashes` of their values; "" if all are equal."""
-    for ranks in copies:
-        by_values: dict[bytes, list[int]] = {}
-        for rank in ranks:
-            by_values.setdefault(hashes[rank], []).append(rank)
+def _unlike(collective: PlannedCollective, copies_by_rank: Mapping[int, Sequence[Copied]]) -> str:
+    """Returns the text of the error of replicas with different hashes of their values; "" if all are equal."""
+    by_ranks: dict[tuple[int, tuple[int, ...]], dict[bytes, list[int]]] = {}
+    for rank, copies in copies_by_rank.items():
+        for number, (values, ranks) in enumerate(copies):
+            by_ranks.setdefault((number, ranks), {}).setdefault(values, []).append(rank)
+    for by_values in by_ranks.values():
         if len(by_values) > 1:
             differ = " and ".join(f"ranks {equal_ranks}" for equal_ranks in by_values.values())
             return (

@@ -33,12 +33,14 @@ class ShardingRequest:
     """A user's request for one parameter: the rule by which to cut it, and the ranks to cut it over.
 
     The default placement, None, cuts dim 0, and keeps a copy of a scalar on every rank. With `owns_gradients` the whole
-    reduced gradient of a tensor with two dims or more goes to one rank.
+    reduced gradient of a tensor with two dims or more goes to one rank. If `replicated_over` is given, `mesh` is one of
+    the same ranks that cuts nothing, and the DTensor is replicated on the axes of `replicated_over`.
     """
 
     placement: AnyPlacement | None
     mesh: DataMesh
     owns_gradients: bool = False
+    replicated_over: DataMesh | None = None
 
     @property
     def run_placement(self) -> RunPlacement | None:
@@ -84,7 +86,10 @@ def sharding_plans(
         )
     _require_memory(parameters)
     requests = [request_of(each) for each in parameters]
-    types = [spmd_types_of(each.parameter, to.mesh, each.name) for each, to in zip(parameters, requests, strict=True)]
+    types = [
+        spmd_types_of(each.parameter, to.replicated_over or to.mesh, each.name)
+        for each, to in zip(parameters, requests, strict=True)
+    ]
     param_dtypes = [precision.param_dtype_of(each.name, each.parameter) for each in parameters]
     runs = _cut_into_runs(parameters, streams, requests, surrounds, param_dtypes)
     gradient_owners = _gradient_owners(parameters, requests, types)
@@ -101,13 +106,17 @@ def sharding_plans(
                 placement = Shard(0) if data.shape else Replicate()
             cut = placement.cut(tuple(data.shape), mesh.num_shards, name, mesh.num_owners)
             require_can_gather_itself(name, data.data, cut, mesh)
+        # A replicated parameter is a DTensor on the mesh of the unit's others, as torch's operations on both ask for.
+        shown, cut_shown = mesh, cut
+        if request.replicated_over is not None:
+            shown, cut_shown = request.replicated_over, Replicate().cut(tuple(data.shape), 1, name)
         typed = types[index]
         unsharded = spec_of(parameter) if isinstance(parameter, DTensor) else None if typed is None else typed.spec
         if unsharded is not None:
-            spec = (beside if mesh.full is None else on_full_mesh)(unsharded, mesh, cut, name)
+            spec = (beside if shown.full is None else on_full_mesh)(unsharded, shown, cut_shown, name)
         else:
-            _require_data_parallel(name, mesh)
-            spec = own_spec(mesh, cut, parameter.shape, parameter.dtype)
+            _require_data_parallel(name, shown)
+            spec = own_spec(shown, cut_shown, parameter.shape, parameter.dtype)
         by_default, owner = request.placement is None, gradient_owners.get(index)
         param_dtype = param_dtypes[index]
         plans.append(ShardingPlan(mesh, cut, plan_id, spec, unsharded, typed, data, by_default, owner, param_dtype))

@@ -548,7 +548,8 @@ class Weights(Position, saved.StorageOwner):
         """Show the shards, and keep this rank's part of the gathered buffers for a mesh of `size` ranks."""
         unsharded = self.made
         assert unsharded is not None, "only what was gathered is shrunk"
-        self._part = KeptPart(unsharded.gathered, self.group.mesh, size) if self._may_keep_part else None
+        keeps_part = self.group.mesh.shard_axis is not None and self._may_keep_part
+        self._part = KeptPart(unsharded.gathered, self.group.mesh, size) if keeps_part else None
         self.move(Live.SHRUNK)
         lost = unsharded.hide()
         if self.plan.frees_unsharded:

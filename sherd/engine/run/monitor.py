@@ -101,5 +101,5 @@ def monitored(
         return carry_out
     if action_type in (Await, FinishReduce):
         return partial(monitor.waits, action_type, unit, carry_out)
-    is_alone = not unit.parameters or (action_type is Gather and unit.mesh.num_shards == 1)
+    is_alone = not unit.parameters or (action_type is Gather and not unit.gathers)
     return carry_out if is_alone else partial(monitor.starts, action_type, unit, carry_out)

@@ -21,8 +21,10 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
     group, plan = weights.group, weights.plan
     trained, mesh = group.trained, group.mesh
     own = mesh.shard_transport
-    sender: Transport = own if policy.all_gather is None else UsersCollectives(policy.all_gather, None)
-    reducer: Transport = own if policy.reduce_scatter is None else UsersCollectives(policy.reduce_scatter, None)
+    sender, reducer = (
+        own if user is None or mesh.only_sums else UsersCollectives(user, None)
+        for user in (policy.all_gather, policy.reduce_scatter)
+    )
     fill = plan.fill_by(sender)
     compute, reduce, reshard = group.compute_dtype, group.reduce_dtype, policy.reshard_after_forward
     # Otherwise the shards are copied into this rank's part of the rows.
@@ -39,7 +41,7 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
         is_renewed=plan.frees_unsharded,
         rows=weights.rows_bytes if fill in (Fill.FROM_ROWS, Fill.BY_SUBCLASS) else 0,
         sent=group.shard_numel * compute.itemsize if is_copied_to_send else 0,
-        part=0 if reshard is None or isinstance(reshard, bool) else weights.part_bytes(reshard),
+        part=0 if reshard is None or isinstance(reshard, bool) or mesh.only_sums else weights.part_bytes(reshard),
         arriving=tuple(parameter.shape.numel() * compute.itemsize for parameter in trained),
         borrows=plan.borrows(compute),
         gradient_rows=sum(plan.reduced_by_piece) * reduce.itemsize,

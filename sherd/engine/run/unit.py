@@ -104,6 +104,7 @@ class Unit:
         lent: the terms on which unsharded copies are lent to the user, None outside of such a context.
         touch_hooks: hooks on modules below the unit's own, to notice calls by themselves (`engine/run/touch.py`).
         compared: the facts about the unit that ranks have compared.
+        gathers: some parameters are sharded over several ranks.
         keeps_copies: some group keeps copies of the shards, which have to be renewed after writes.
         is_on_all_ranks: each rank of the mesh holds elements of the unit.
     """
@@ -144,7 +145,7 @@ class Unit:
         self.runs = ModuleRuns(self._modules) if len(modules) > 1 else None
         self.lent: UnshardTerms | None = None
         self.touch_hooks: list[TouchHook] = []
-        self.compared = Compared(mesh)
+        self.compared = Compared()
         self.weights: list[Weights] = []
         self.gradients: list[Gradients] = []
         self.have(parameters, tied_owners, ignored)
@@ -297,8 +298,12 @@ class Unit:
         self.backward.regroup(self.weights, self.gradients)
         self.shards.regroup([weights.group for weights in self.weights])
         self.keeps_copies = any(weights.group.keeps_copies for weights in self.weights)
-        sizes = [weights.group.sizes for weights in self.weights if weights.group.mesh is self.mesh]
-        self.is_on_all_ranks = bool(sizes) and all(map(any, zip(*sizes, strict=True)))
+        groups = [weights.group for weights in self.weights]
+        self.gathers = any(group.mesh.num_shards > 1 for group in groups)
+        self.compared.have_replicas(any(group.mesh.holds_copies for group in groups))
+        sizes = [group.sizes for group in groups if group.mesh is self.mesh]
+        are_copied = any(group.is_one_piece and group.shard_numel for group in groups)
+        self.is_on_all_ranks = are_copied or (bool(sizes) and all(map(any, zip(*sizes, strict=True))))
 
     def _grouping(self) -> tuple[bool, bool]:
         """Returns the part of the policy on which groups and their buffers depend."""
@@ -519,7 +524,8 @@ class Unit:
             if self.policy.notices_replaced and notice_replaced(weights.group.parameters):
                 watcher.sharded_again()
             mesh = weights.group.mesh
-            transport = mesh.gather_transport if user is None else UsersCollectives(user, mesh.shard_group)
+            is_ours = user is None or mesh.only_sums
+            transport = mesh.gather_transport if is_ours else UsersCollectives(user, mesh.shard_group)
             weights.gather(transport, precisely)
 
     def wait(self) -> None:
@@ -571,7 +577,7 @@ class Unit:
             if number in but:
                 continue
             mesh = gradients.group.mesh
-            if user is not None:
+            if user is not None and not mesh.only_sums:
                 transport: Transport = UsersCollectives(user, mesh.reduction_group() if apart else mesh.shard_group)
             else:
                 transport = mesh.separate_reduce_transport if apart else mesh.reduce_transport

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sherd.comm.mesh import DataMesh
-
 
 class Compared:
     """The part of that state which the unit itself changes, on this rank.
@@ -18,11 +16,15 @@ class Compared:
 
     __slots__ = ("_has_replicas", "digest", "num_steps", "replicas_may_differ")
 
-    def __init__(self, mesh: DataMesh) -> None:
-        self._has_replicas = mesh.num_replicas > 1 and not mesh.shards_replicas
+    def __init__(self) -> None:
+        self._has_replicas = self.replicas_may_differ = False
         self.digest: int | None = None
         self.num_steps = 0
-        self.loaded()
+
+    def have_replicas(self, have: bool) -> None:
+        """Note whether other ranks hold copies of some shards."""
+        self.replicas_may_differ |= have and not self._has_replicas
+        self._has_replicas = have
 
     def stepped(self) -> None:
         """An optimizer has stepped the shards."""

@@ -70,10 +70,10 @@ class UnitShards:
         """The optimizer's parameters: shards, or the flat parameter."""
         return [optimizer_param.parameter for group in self._groups for optimizer_param in group.optimizer_params]
 
-    @property
-    def num_kinds(self) -> int:
-        """The number of groups that the parameters need besides plans: one for each dtype and trainability."""
-        return len({replace(group_key_of(record), plan_id=None) for record in self._parameters})
+    def num_kinds(self, but_sums: bool) -> int:
+        """Returns how many groups the parameters need besides plans, `but_sums` without those that are never cut."""
+        chosen = [record for record in self._parameters if not (but_sums and record.mesh.only_sums)]
+        return len({replace(group_key_of(record), plan_id=None) for record in chosen})
 
     @property
     def on_meta(self) -> list[str]:
