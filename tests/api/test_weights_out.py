@@ -19,6 +19,7 @@ from sherd.errors import PolicyError, PolicyTypeError, StateError
 from tests.api.checks import named_mesh
 from tests.checkpoint.layouts import LAYOUTS, PLACEMENTS, built, loss_of, model_in, optimizer_of, train
 from tests.support.models import Wired
+from tests.support import ranks
 from tests.support.ranks import RanksFailed
 from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import sharded
@@ -230,9 +231,10 @@ def leave_alone() -> None:
             raise KeyError("the reader of rank 1")
 
 
-def test_an_error_on_one_rank_ends_the_others(threads):
+def test_an_error_on_one_rank_ends_the_others(world, monkeypatch):
+    monkeypatch.setattr(ranks, "GRACE_S", 0.3)  # the other one waits for what does not come
     with pytest.raises(RanksFailed) as caught:
-        threads(2).run(leave_alone)
+        world(2).run(leave_alone)
     assert caught.value.errors[1][0] == "KeyError"
 
 
