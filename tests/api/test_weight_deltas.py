@@ -25,7 +25,6 @@ from sherd.layout.boxes import Box
 from tests.api.checks import named_mesh
 from tests.api.test_weights_out import Uniform
 from tests.checkpoint.layouts import LAYOUTS, loss_of, model_in, optimizer_of, train
-from tests.support import ranks
 from tests.support.ranks import RanksFailed
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import FRONTS, sharded
@@ -397,7 +396,7 @@ def leave_alone() -> None:
 
 
 def test_an_error_on_one_rank_ends_the_others(world, monkeypatch):
-    monkeypatch.setattr(ranks, "GRACE_S", 0.3)  # the other one waits for what does not come
+    monkeypatch.setattr("tests.support.ranks.GRACE_S", 0.3)  # the other one waits for what does not come
     with pytest.raises(RanksFailed) as caught:
         world(2).run(leave_alone)
     assert caught.value.errors[1][0] == "KeyError"

@@ -19,7 +19,6 @@ from sherd.errors import PolicyError, PolicyTypeError, StateError
 from tests.api.checks import named_mesh
 from tests.checkpoint.layouts import LAYOUTS, PLACEMENTS, built, loss_of, model_in, optimizer_of, train
 from tests.support.models import Wired
-from tests.support import ranks
 from tests.support.ranks import RanksFailed
 from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import sharded
@@ -232,7 +231,7 @@ def leave_alone() -> None:
 
 
 def test_an_error_on_one_rank_ends_the_others(world, monkeypatch):
-    monkeypatch.setattr(ranks, "GRACE_S", 0.3)  # the other one waits for what does not come
+    monkeypatch.setattr("tests.support.ranks.GRACE_S", 0.3)  # the other one waits for what does not come
     with pytest.raises(RanksFailed) as caught:
         world(2).run(leave_alone)
     assert caught.value.errors[1][0] == "KeyError"

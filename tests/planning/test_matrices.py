@@ -181,9 +181,7 @@ def test_whole_parameters_are_tried_for_muon_alone_and_the_rank_with_the_most_co
     with torch.device("meta"):
         model = Decoder(DECODER)
     fixed = {name: value for name, value in FIXED.items() if name != "placement"} | {"optimizer": optimizer}
-    made = partial(
-        sherd.plan, model, batch=tokens(4), loss=usual_loss, cluster="laptop", compute_dtype=None, **fixed
-    )
+    made = partial(sherd.plan, model, batch=tokens(4), loss=usual_loss, cluster="laptop", compute_dtype=None, **fixed)
     tried = {each.placement for each in made(mesh=4).found.outcomes}
     assert tried == {"shard", "flat"} | ({"whole"} if optimizer == "muon" else set())
     resting = [
