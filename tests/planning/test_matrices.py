@@ -180,15 +180,15 @@ def shards_of(rank, number):
 def test_whole_parameters_are_tried_for_muon_alone_and_the_rank_with_the_most_counts(optimizer):
     with torch.device("meta"):
         model = Decoder(DECODER)
-    fixed = {name: value for name, value in FIXED.items() if name != "placement"} | {"optimizer": optimizer}
     made = partial(
-        sherd.plan, model, batch=tokens(4), loss=usual_loss, cluster="laptop", compute_dtype=None, **fixed
+        sherd.plan, model, batch=tokens(4), loss=usual_loss, cluster="laptop", optimizer=optimizer, compute_dtype=None
     )
-    tried = {each.placement for each in made(mesh=4).found.outcomes}
+    fixed = {name: value for name, value in FIXED.items() if name != "placement"}
+    tried = {each.placement for each in made(mesh=4, **fixed).found.outcomes}
     assert tried == {"shard", "flat"} | ({"whole"} if optimizer == "muon" else set())
     resting = [
         change.nbytes
-        for change in made(placement="whole", mesh=(1, 4)).timeline.changes
+        for change in made(placement="whole", mesh=(1, 4), strategy="auto").timeline.changes
         if change.time == 0 and change.kind == MemoryKind.SHARDS.value
     ]
     assert sum(resting) == max(shards_of(rank, 4) for rank in range(4)) > shards_of(0, 4)

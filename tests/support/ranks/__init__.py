@@ -22,8 +22,8 @@ for wide meshes, but threads share the random generator, the arguments and every
 
 A failure is one `RanksFailed`, with each rank's words and places, the last lines that it printed, and
 `errors[rank] == (type name, message)`. What ranks print is shown by `pytest -s` alone otherwise. A rank still busy
-after `run(..., timeout=300)` seconds shows its stack. Where every rank has answered they make new groups for the next
-run; else the processes are killed, and that run gets fresh ones, forked from a server that has torch imported.
+after `run(..., timeout=300)` seconds shows its stack. After any failure the processes are killed;
+the next run gets fresh ones, forked in a fraction of a second from a server that has torch imported.
 """
 
 import atexit
@@ -45,7 +45,7 @@ from typing import Any
 from torch import distributed as dist
 
 from tests.support.ranks.failures import Failure, RanksFailed, last_lines, name_of, of_stack
-from tests.support.ranks.process import Setup, Success, join_anew, serve
+from tests.support.ranks.process import Setup, Success, serve
 from tests.support.ranks.threads import Threads
 
 __all__ = ["Pools", "Processes", "RanksFailed", "Setup", "Threads", "warm_up"]
@@ -55,8 +55,6 @@ MAX_THREADS = 8
 TIMEOUT_S = 300.0
 # After a first failure the other ranks get this long to tell theirs; a rank stuck in a collective never will.
 GRACE_S = 5.0
-# A group of gloo's does not go while a message waits for a rank that will not send it; then a start is faster.
-JOINS_ANEW_S = 1.0
 # Ranks with more groups than that between tests get successors. A group that somebody still knows, though it is
 # destroyed, keeps its threads, and one of them wakes a hundred times a second: a hundred groups, on four ranks, take a
 # third of a core.
@@ -70,9 +68,11 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "pytest",
     "hypothesis",
-    "sherd",
+    "sherd.train.rank",
+    "sherd.cli.main",
     "tests.support.ranks.process",
     "tests.support.models",
+    "tests.support.training",
 ]
 
 
@@ -111,10 +111,7 @@ class Processes:
             failures = {rank: Failure("TimeoutError", said, f"{said}\n{stack}") for rank, stack in stuck.items()}
             stuck = {}
         if failures:
-            if stuck or any(each.kind in ("Died", "TimeoutError") for each in failures.values()):
-                self.stop()
-            else:
-                self._join_anew()
+            self.stop()
             raise RanksFailed(name_of(fn), failures, stuck)
         if max(each.loops for each in results.values()) > MOST_LOOPS:
             self.stop()
@@ -141,23 +138,11 @@ class Processes:
             self._folder.cleanup()
         self._workers, self._pipes, self._folder, self._store = [], [], None, None
 
-    def _join_anew(self) -> None:
-        """Have ranks that have all answered leave their groups, of which an error makes no further use, for new ones."""
-        store, before = _new_store(), self._store
-        results: dict[int, Success] = {}
-        failures: dict[int, Failure] = {}
-        for rank, pipe in enumerate(self._pipes):
-            pipe.send_bytes(packed_task(join_anew, (rank, self.num_ranks, store.port, self._setup), {}))
-        self._store = store
-        self._gather(results, failures, JOINS_ANEW_S)
-        del before  # not earlier: the ranks' threads may be in a call of it
-        if len(results) < self.num_ranks:
-            self.stop()
-
     def _start(self) -> None:
         warm_up()
         context = multiprocessing.get_context("forkserver")
-        self._store = _new_store()
+        # The store lives here, as torchrun's does, so it outlasts a rank that dies.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
@@ -232,11 +217,6 @@ class Processes:
                 before, size = size, file.stat().st_size if file.exists() else 0
             stacks[rank] = of_stack(file.read_text()) if file.exists() else "(it had not joined the group yet)"
         return stacks
-
-
-def _new_store() -> dist.TCPStore:
-    """It lives here, as torchrun's does, so it outlasts a rank that dies."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def packed_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

@@ -108,15 +108,6 @@ def _join(rank: int, num_ranks: int, port: int, setup: Setup) -> None:
     dist.init_process_group(setup.backend, store=store, rank=rank, world_size=num_ranks, timeout=setup.timeout)
 
 
-def join_anew(rank: int, num_ranks: int, port: int, setup: Setup) -> None:
-    """Leave all groups, and make the default one again over another store."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    _forget_groups()
-    forget_meshes()
-    _join(rank, num_ranks, port, setup)
-
-
 def answer(task: bytes) -> bytes:
     """What became of a task, a Success or a Failure, pickled."""
     try:
