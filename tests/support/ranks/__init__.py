@@ -68,9 +68,11 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "pytest",
     "hypothesis",
-    "sherd",
+    "sherd.train.rank",
+    "sherd.cli.main",
     "tests.support.ranks.process",
     "tests.support.models",
+    "tests.support.training",
 ]
 
 
