@@ -1,1 +1,1 @@
-"""Do other packages, torch's pipelines first, work with sherd's modules?"""
+"""Do other packages work with sherd's modules? `make test-interop` installs them."""

@@ -34,7 +34,7 @@ from tests.support.comparing import assert_same, plain_name, whole_params
 from tests.support.refusals import one_line
 
 absent = importlib.util.find_spec("torchtitan") is None
-needs_torchtitan = pytest.mark.skipif(absent, reason="torchtitan is absent: make .venv/.test installs it")
+needs_torchtitan = pytest.mark.skipif(absent, reason="torchtitan is absent: make test-interop installs it")
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchtitan's own, of many packages
 
 BATCH, LENGTH, STEPS = 4, 32, 4

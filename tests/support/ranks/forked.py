@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 
 from tests.support.ranks import packed_task, warm_up
 from tests.support.ranks.failures import Failure
-from tests.support.ranks.process import answer, be_quiet, die_with_the_parent
+from tests.support.ranks.process import answer, be_quiet, die_with_the_parent, forget_the_server
 
 TIMEOUT_S = 120
 POPEN = subprocess.Popen
@@ -53,6 +53,7 @@ def _answer(pipe: Connection, function: Callable[..., Any], task: bytes) -> None
     """`function` has come by itself too, so that by now all that it needs is imported."""
     gc.freeze()  # collections leave that alone
     torch.set_num_threads(1)
+    forget_the_server()
     be_quiet(tempfile.TemporaryFile("a+", errors="replace"))  # noqa: SIM115  as long as we live
     pipe.send_bytes(answer(task))
 
@@ -78,6 +79,7 @@ def start(function: Callable[..., None], *args: Any, folder: Path, output: Path)
 
 def _say(folder: Path, output: Path, function: Callable[..., None], args: Sequence[Any]) -> None:
     os.chdir(folder)
+    forget_the_server()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as in a terminal, also where the tests run under nohup
     for number, path in ((1, output), (2, output.with_suffix(".err"))):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)

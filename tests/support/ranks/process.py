@@ -4,6 +4,7 @@ import ctypes
 import faulthandler
 import gc
 import io
+import multiprocessing
 import os
 import pickle
 import signal
@@ -48,6 +49,12 @@ class Setup:
     timeout: timedelta | None = None
 
 
+def forget_the_server() -> None:
+    """Start processes as the program of a user does. Locks of the fork server's kind outlive a process that is killed,
+    which Python tells at the end of the tests."""
+    multiprocessing.set_start_method(None, force=True)
+
+
 _said: IO[str] | None = None
 """Where this process and those that it starts print, since `be_quiet`."""
 
@@ -64,6 +71,7 @@ def serve(
     rank: int, num_ranks: int, port: int, pipe: Connection, stack_file: str, setup: Setup, said_file: str | None
 ) -> None:
     """A rank's life: join the group, then answer one task after another until the test session ends."""
+    forget_the_server()
     if said_file is not None:
         be_quiet(open(said_file, "a+", errors="replace"))  # noqa: SIM115  as long as we live
     gc.freeze()  # before any collection, which would touch, and so copy, all that is shared with the fork server
