@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import sherd
+from sherd._torch import NEWEST_TORCH, OLDEST_TORCH
 from sherd.tools.doctor.machine import OLDEST_PYTHON, OLDEST_TORCH
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +50,14 @@ def test_every_pair_passed():
     for row in matrix.rows_of(matrix.PAGE.read_text()):
         assert row[2] == "passed", row
         assert re.fullmatch(r"\d+ passed(, \d+ \w*skipped|, \d+ deselected)*( \(few\))?", row[3]), row
+
+
+def test_the_newest_torch_that_has_run_is_the_same_in_documents_and_code():
+    matrix = script(".ci/matrix.py")
+    page = matrix.PAGE.read_text()
+    assert max(matrix.minors(row)[:2] for row in matrix.rows_of(page)) == NEWEST_TORCH
+    said = "torch {}.{} to {}.{}".format(*OLDEST_TORCH, *NEWEST_TORCH)
+    assert all(said in " ".join(text.split()) for text in (page, (ROOT / "README.md").read_text()))
 
 
 def test_a_row_replaces_the_one_with_its_minor_versions(tmp_path, monkeypatch):
