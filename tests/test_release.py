@@ -9,7 +9,7 @@ import pytest
 
 import sherd
 from sherd._torch import NEWEST_TORCH, OLDEST_TORCH
-from sherd.tools.doctor.machine import OLDEST_PYTHON, OLDEST_TORCH
+from sherd.tools.doctor.machine import OLDEST_PYTHON
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
