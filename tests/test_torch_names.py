@@ -1177,6 +1177,9 @@ def test_read_objects_with__is_what_turns_bytes_into_objects():
             dist.all_gather_object(told, "x" * (dist.get_rank() + 1))
             assert told == expected
             _torch.read_objects_with(lambda tensor: (tensor.dtype, pickle.loads(bytes(tensor.tolist()))))
+        if not versions.torch_is_older(2, 14):
+            dist.all_gather_object(told, torch.ones(1), weights_only=True)
+            assert told == [torch.ones(1)] * 2
     finally:
         dist.distributed_c10d._tensor_to_object = before
 
