@@ -11,6 +11,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 
 import sherd
+from tests import public_names
 from tests.support.versions import needs_torch, torch_is_older
 
 pytestmark = needs_torch(2, 13, "its names and signatures are those that sherd has")
@@ -228,6 +229,11 @@ def test_the_fields_of_policies_are_torchs_in_name_order_and_default():
 
 def test_one_offload_policy_is_a_kind_of_the_other_as_in_torch():
     assert issubclass(sherd.CPUOffloadPolicy, sherd.OffloadPolicy)
+
+
+@needs_torch(*map(int, public_names.version_read().split(".")[:2]), "somebody has looked at the names of a newer one")
+def test_somebody_has_looked_at_each_new_name_and_signature_of_torch():
+    assert not public_names.differences(), "serve or leave each; then python -m tests.public_names --write"
 
 
 def test_the_state_of_a_module_is_asked_for_as_in_torch():

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import sherd
-from sherd.tools.doctor.machine import OLDEST_PYTHON, OLDEST_TORCH
+from sherd._torch import NEWEST_TORCH, OLDEST_TORCH
+from sherd.tools.doctor.machine import OLDEST_PYTHON
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -37,7 +38,7 @@ def test_what_is_said_of_versions_is_what_was_run():
     assert re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project) == [*map(dotted, pythons)]
     assert f'requires-python = ">={dotted(pythons[0])}"' in project
     assert f'dependencies = ["torch>={dotted(torches[0])}"]' in project
-    assert (torches[0], pythons[0]) == (OLDEST_TORCH, OLDEST_PYTHON)
+    assert (torches[0], torches[-1], pythons[0]) == (OLDEST_TORCH, NEWEST_TORCH, OLDEST_PYTHON)
     spans = (
         f"torch {dotted(torches[0])} to {dotted(torches[-1])} and Python {dotted(pythons[0])} to {dotted(pythons[-1])}"
     )

@@ -45,6 +45,35 @@ def test_each_name_has_its_contract_here():
     assert tested == {name.lower() for name in public}
 
 
+# Versions
+
+
+def test_oldest_torch__is_what_pip_asks_for():
+    (found,) = re.findall(r'"torch>=(\d+)\.(\d+)"', (Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert tuple(map(int, found)) == _torch.OLDEST_TORCH
+
+
+def test_newest_torch__is_two_numbers_as_the_oldest_is():
+    assert _torch.NEWEST_TORCH >= _torch.OLDEST_TORCH
+
+
+def test_minor_of_torch__are_two_numbers(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.101.0a0+git1234")
+    assert _torch.minor_of_torch() == (2, 101)
+
+
+def test_note_untried_torch__says_so_once_a_machine_and_raises_nothing(monkeypatch, caplog):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for version, rank, num_lines in (("2.99.0", None, 1), ("2.99.0", "0", 1), ("2.99.0", "1", 0), ("2.15.3", "0", 0)):
+        monkeypatch.setattr(torch, "__version__", version)
+        if rank is not None:
+            monkeypatch.setenv("LOCAL_RANK", rank)
+        caplog.clear()
+        _torch.note_untried_torch()
+        assert len(caplog.messages) == num_lines, (version, rank)
+        assert all("torch 2.99.0, only with 2.11 to" in line for line in caplog.messages)
+
+
 def named_mesh(**sizes: int) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
@@ -1148,6 +1177,9 @@ def test_read_objects_with__is_what_turns_bytes_into_objects():
             dist.all_gather_object(told, "x" * (dist.get_rank() + 1))
             assert told == expected
             _torch.read_objects_with(lambda tensor: (tensor.dtype, pickle.loads(bytes(tensor.tolist()))))
+        if not versions.torch_is_older(2, 14):
+            dist.all_gather_object(told, torch.ones(1), weights_only=True)
+            assert told == [torch.ones(1)] * 2
     finally:
         dist.distributed_c10d._tensor_to_object = before
 

@@ -112,3 +112,9 @@ from sherd._torch.tensors import set_grad_dtype as set_grad_dtype
 from sherd._torch.tensors import steps_in_backward as steps_in_backward
 from sherd._torch.tensors import storage_uses as storage_uses
 from sherd._torch.tensors import write_into as write_into
+from sherd._torch.versions import NEWEST_TORCH as NEWEST_TORCH
+from sherd._torch.versions import OLDEST_TORCH as OLDEST_TORCH
+from sherd._torch.versions import minor_of_torch as minor_of_torch
+from sherd._torch.versions import note_untried_torch as note_untried_torch
+
+note_untried_torch()  # here, since `import sherd` loads no torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import socket
 import sys
@@ -238,8 +239,11 @@ def read_objects_with(read: Callable[[torch.Tensor], object]) -> None:
     it; torch's checkpointing makes these calls (2.11 to 2.13).
     """
 
-    def to_object(tensor: torch.Tensor, numel: SupportsInt, *_: object) -> object:
-        return read(tensor[: int(numel)])
+    def to_object(tensor: torch.Tensor, numel: SupportsInt, group: object = None, weights_only: bool = False) -> object:
+        received = tensor[: int(numel)]
+        if weights_only:  # may be asked for since 2.14: then `torch.save` has written the bytes
+            return torch.load(io.BytesIO(bytes(received.tolist())), weights_only=True)
+        return read(received)
 
     write_into(distributed_c10d, "_tensor_to_object", to_object)
 

@@ -70,18 +70,18 @@ def _covers(dim: int | Sequence[int] | None, layout: Places) -> bool:
     return {number % ndim if ndim else 0 for number in dims} >= set(range(ndim))
 
 
-_accepted: set[tuple[Aten, int, torch.dtype, str]] = set()
+_accepted: set[tuple[Aten, int, torch.dtype, torch.device, str]] = set()
 
 
 def _require_accepted(func: Aten, tensor: torch.Tensor, rest: Sequence[object], kwargs: Kwargs) -> None:
     """Raise torch's error for these arguments, also on ranks that have nothing to reduce.
 
     Otherwise those ranks would wait for the ranks that raise (test_what_torch_refuses_is_refused_on_all_ranks). Each
-    operation is tried once, on a tensor without data, since that takes up to 2 ms.
+    operation is tried once, on a small tensor, since that takes up to 2 ms. On meta it may raise another error.
     """
-    call = func, tensor.ndim, tensor.dtype, repr((rest, kwargs))
+    call = func, tensor.ndim, tensor.dtype, tensor.device, repr((rest, kwargs))
     if call not in _accepted:
-        func(torch.empty((2,) * tensor.ndim, dtype=tensor.dtype, device="meta"), *rest, **kwargs)
+        func(torch.ones((2,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device), *rest, **kwargs)
         _accepted.add(call)
 
 
@@ -239,9 +239,8 @@ def norms(tensors: Sequence[OwnDTensor], power: float, dtype: torch.dtype | None
     for given in {local.dtype for local in locals_}:
         taken = dtype or given
         if not (taken.is_floating_point or taken.is_complex):
-            torch.linalg.vector_norm(
-                torch.ones(1, dtype=given), dtype=dtype
-            )  # raises; below, only if there are elements
+            # It raises, which it does below only on ranks that have elements.
+            torch.linalg.vector_norm(torch.ones(1, dtype=given), dtype=dtype)
     locals_ = locals_ if dtype is None else [local.to(dtype) for local in locals_]
     dtypes = {local.dtype for local in locals_}
     row = norm_of_order(power)

@@ -95,7 +95,7 @@ def test_little_shared_memory_few_files_too_many_threads_and_an_old_torch_are_to
     assert bad.verdict == WARNING
     assert "OMP_NUM_THREADS=" in bad.remedy
     assert good.verdict == (OK if usable > 1 else WARNING)
-    for version, verdict in (("2.9.1", FAILURE), ("2.99.0+cpu", WARNING), ("2.13.0", OK)):
+    for version, verdict in (("2.9.1", FAILURE), ("2.99.0+cpu", WARNING), ("2.12.0", OK)):
         monkeypatch.setattr(torch, "__version__", version)
         assert next(each for each in machine.versions() if each.name == "torch").verdict == verdict
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from sherd import __version__
+from sherd._torch import NEWEST_TORCH, OLDEST_TORCH, minor_of_torch
 from sherd.comm.accelerator import accelerator, backend
 from sherd.tools.doctor.findings import Finding, failed, warned
 
-TESTED = ("2.13", "2.11")
-OLDEST_TORCH, OLDEST_PYTHON = (2, 11), (3, 10)
+OLDEST_PYTHON = (3, 10)
 GIB, MIB = 2**30, 2**20
 LITTLE_SHM = 512 * MIB
 
@@ -38,13 +38,13 @@ def versions() -> Iterator[Finding]:
     python = platform.python_version()
     old = "" if sys.version_info >= OLDEST_PYTHON else "sherd needs Python 3.10 or newer"
     yield failed("environment", "python", python, old)
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    tested = f"{major}.{minor}" in TESTED
-    if (major, minor) < OLDEST_TORCH:
-        yield failed("environment", "torch", torch.__version__, "sherd needs torch 2.11 or newer")
+    oldest, newest = (f"{major}.{minor}" for major, minor in (OLDEST_TORCH, NEWEST_TORCH))
+    minor = minor_of_torch()
+    if minor < OLDEST_TORCH:
+        yield failed("environment", "torch", torch.__version__, f"sherd needs torch {oldest} or newer")
     else:
-        remedy = "" if tested else "sherd was tested with torch 2.13 and 2.11; if something fails, try one of them"
-        yield warned("environment", "torch", torch.__version__, remedy)
+        remedy = f"sherd was tried with torch {oldest} to {newest}; if something fails, try one of these"
+        yield warned("environment", "torch", torch.__version__, remedy if minor > NEWEST_TORCH else "")
     yield Finding("environment", "sherd", __version__)
     system = f"{platform.system()} {platform.release()} {platform.machine()} on {socket.gethostname()}"
     remedy = "" if sys.platform == "linux" else "sherd was tested on Linux only; ranks share no memory here"
