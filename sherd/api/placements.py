@@ -189,12 +189,13 @@ class OnMesh:
             PolicyTypeError: an attribute of another type.
             PlacementError: no axis is sharded.
         """
-        shard, replicate = info.shard_mesh_dim, getattr(info, "replicate_mesh_dim", None)
+        shard, replicate = info.shard_mesh_dim, info.replicate_mesh_dim
         if shard is None:
             raise PlacementError(f"shard_placement_fn returned {answer}, which shards over no axis; name one")
-        dims, names = None, getattr(info.mesh, "mesh_dim_names", None)
-        if names is not None and info.mesh.ndim > 1:
-            dims = DataParallelMeshDims(shard=names[shard], replicate=None if replicate is None else names[replicate])
+        names = getattr(info.mesh, "mesh_dim_names", None) or ()
+        if len(names) < 2:
+            return cls(info.mesh, answer.placement)
+        dims = DataParallelMeshDims(names[shard], None if replicate is None else names[replicate])
         return cls(info.mesh, answer.placement, dims)
 
     def __post_init__(self) -> None:
