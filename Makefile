@@ -10,7 +10,7 @@ DOCS := .venv-docs
 RELEASE := .venv-release
 BROWSER := .browser/chromium
 
-.PHONY: help test test-front test-interop test-all test-thorough test-device train lint bare docs pages bench release clean
+.PHONY: help test test-front test-interop test-all test-thorough test-device conformance train lint bare docs pages bench release clean
 .NOTPARALLEL:
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test-thorough  more random cases and all combinations of parameters, with coverage"
 	@echo "make test-device    the device code on a simulated accelerator, tests/device and tests/gpu: every setting once;"
 	@echo "                    ARGS=--suite=all for every case"
+	@echo "make conformance    PyTorch's own public tests of FSDP, on sherd; ARGS='--tests RE' picks some"
 	@echo "make train          train a small language model, sharded over 2 processes; ARGS='...' go to sherd train"
 	@echo "make lint           ruff (lint and format) and mypy --strict"
 	@echo "make bare           what a newcomer does first, with torch and nothing else installed (in .venv-bare)"
@@ -59,6 +60,9 @@ test-thorough: $(INTEROP)/.all $(BROWSER)
 test-device: $(VENV)/.test
 	$(PYTEST) $(SPLIT) --device=sim tests/device tests/gpu $(ARGS)
 
+conformance: $(VENV)/.test
+	$(BIN)/python -m tests.conformance $(ARGS)
+
 train: $(VENV)/.train
 	$(BIN)/sherd train $(ARGS)
 
@@ -88,7 +92,7 @@ release: $(RELEASE)/.release $(DOCS)/.docs
 	$(RELEASE)/bin/python .ci/release.py
 
 clean:
-	rm -rf $(VENV) $(INTEROP) $(BARE) $(DOCS) $(RELEASE) .browser .device-build site build dist *.egg-info .hypothesis .coverage* .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(INTEROP) $(BARE) $(DOCS) $(RELEASE) .browser .conformance .device-build site build dist *.egg-info .hypothesis .coverage* .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each purpose: the second call finds it and installs nothing. torch comes by pip, which its user may have told

@@ -314,6 +314,8 @@ class _ShardingRequests:
         """Returns how one parameter is to be sharded."""
         placement = None if self._placement_fn is None else self._placement_fn(found.parameter)
         mesh = self._mesh
+        if (info := getattr(placement, "mesh_info", None)) is not None:  # torch's ShardPlacementResult
+            placement = OnMesh.of_torchs(placement, info)
         if isinstance(placement, OnMesh):
             mesh, placement = self._checked_mesh(placement, found.name), placement.placement
         elif placement is None and found.parameter.nbytes < self._replicate_below:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -176,6 +176,27 @@ class OnMesh:
     mesh: DeviceMesh
     placement: AxisPlacement | None = None
     dp_mesh_dims: DataParallelMeshDims | None = None
+
+    @classmethod
+    def of_torchs(cls, answer: Any, info: Any) -> OnMesh:
+        """Returns what torch's `ShardPlacementResult`, or a record of the same attributes, says.
+
+        Args:
+            answer: has the attribute `placement`.
+            info: its `mesh_info`, with a `mesh`, the `shard_mesh_dim` of it, and a `replicate_mesh_dim` or None.
+
+        Raises:
+            PolicyTypeError: an attribute of another type.
+            PlacementError: no axis is sharded.
+        """
+        shard, replicate = info.shard_mesh_dim, info.replicate_mesh_dim
+        if shard is None:
+            raise PlacementError(f"shard_placement_fn returned {answer}, which shards over no axis; name one")
+        names = getattr(info.mesh, "mesh_dim_names", None) or ()
+        if len(names) < 2:
+            return cls(info.mesh, answer.placement)
+        dims = DataParallelMeshDims(names[shard], None if replicate is None else names[replicate])
+        return cls(info.mesh, answer.placement, dims)
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, DeviceMesh):

@@ -117,9 +117,9 @@ def _after_save(wrapper: nn.Module, state_dict: StateDict, prefix: str, local_me
         hidden = _put_flat(state_dict, unit, contents, prefix, local_metadata)
     elif config._wanted is not ShardedForm.RUNS:
         _put_rows(state_dict, state, contents, config._wanted, config.offload_to_cpu)
-        for key, value in tuple(state_dict.items()) if config._wanted is ShardedForm.ROWS else ():
-            if key.startswith(prefix) and isinstance(value, DTensor):  # of a unit that `fully_shard` made
-                state_dict[key] = as_rows(value)
+        for key, shard in tuple(state_dict.items()) if config._wanted is ShardedForm.ROWS else ():
+            if key.startswith(prefix) and isinstance(shard, DTensor):  # of a unit that `fully_shard` made
+                state_dict[key] = as_rows(shard)
     for key in hidden:
         state_dict.pop(key, None)
     if state_dict_type is not StateDictType.LOCAL_STATE_DICT:

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sherd._torch import local_tensor, spec_of
+from sherd._torch import local_tensor
 from sherd.checkpoint.catalog import Catalog, OptimizerEntry, StateDict
 from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import all_gather_objects
@@ -49,8 +49,8 @@ class Form:
 
     def placed(self, value: object) -> object:
         """Returns a tensor on the host if the state goes there; anything else as it is."""
-        is_moved = self.on_host and self.is_kept and isinstance(value, torch.Tensor)
-        return value.cpu() if is_moved and value.device.type != "cpu" else value
+        is_moved = self.on_host and self.is_kept
+        return value.cpu() if is_moved and isinstance(value, torch.Tensor) and value.device.type != "cpu" else value
 
 
 def state_by_name(

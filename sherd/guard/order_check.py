@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -37,6 +38,8 @@ REMEDY = (
 )
 
 HASH_BYTES = 8
+PLACED = " placed "
+"""The word between a parameter and its placement, in a term of a unit."""
 _LONGEST = 60  # characters of placements in a message
 _ROW = 1024  # elements that are summed before their row is weighted by its number
 
@@ -48,13 +51,14 @@ _ROW = 1024  # elements that are summed before their row is weighted by its numb
 class PlannedCollective:
     """The collective that a rank is about to start, in words: operation and unit, parameters, terms of the unit.
 
-    `line` is the user's, "file:number".
+    `line` is the user's, "file:number"; `ignored` are the names of parameters below the unit that nobody shards.
     """
 
     what: str
     parameters: tuple[str, ...]
     terms: tuple[str, ...] = ()
     line: str = field(default="", compare=False)
+    ignored: tuple[str, ...] = field(default=(), compare=False)
 
     def digest(self, issued: int) -> bytes:
         """Returns a hash, equal on any host for equal collectives and equal numbers of `issued` ones before."""
@@ -87,7 +91,7 @@ def planned(action: type[Action], unit: Unit, variant: int, line: str = "") -> P
         what = f"reduces the gradients of unit {unit.name}{f' without {in_short(lacking)}' if lacking else ''}"
     if unit.compared.replicas_may_differ:
         terms += ("values that replicas have not compared",)
-    return PlannedCollective(what, parameters, terms, line)
+    return PlannedCollective(what, parameters, terms, line, unit.ignored_names)
 
 
 def _parameter_in_words(parameter: ShardedParameter) -> str:
@@ -113,7 +117,7 @@ def _terms_of(unit: Unit) -> tuple[str, ...]:
         terms.append("unused parameters are reduced")
     prefix = f"{unit.name}."
     placed = (
-        f"{parameter.name.removeprefix(prefix)} placed {_placements_of(parameter)}" for parameter in unit.parameters
+        f"{parameter.name.removeprefix(prefix)}{PLACED}{_placements_of(parameter)}" for parameter in unit.parameters
     )
     return (*terms, *placed)
 
@@ -274,7 +278,15 @@ def agree(
         raise unfinished(f"{waiting} to say what they do; this comparison", ranks, error) from error
     collectives, numbers, copies_by_rank = zip(*reports, strict=True)
     if len(set(collectives)) > 1:
-        return different(ranks, collectives)
+        if not _differ_in_names(collectives):
+            return different(ranks, collectives)
+        names = _by_rank(ranks, [replace(each, what="has") for each in collectives])
+        warnings.warn(
+            f"ranks name parameters of one unit differently: {names}. They are taken for the same, as they are alike "
+            "in all else. If they belong to different layers, the gradients of these are added up: build the unit, and "
+            "ignore parameters, alike on all ranks",
+            stacklevel=2,
+        )
     if len(set(numbers)) > 1:
         counts = ", ".join(f"rank {rank} {number}" for rank, number in zip(ranks, numbers, strict=True))
         return (
@@ -318,16 +330,35 @@ def differently_made(root: Unit, ranks: Sequence[int], group: dist.ProcessGroup)
     return different(ranks, next(units for units in zip(*by_rank, strict=False) if len({*units}) > 1))
 
 
+def _differ_in_names(collectives: Sequence[PlannedCollective]) -> bool:
+    """Returns True if the parameters of one unit are alike, one by one, and differ in their names alone.
+
+    Ranks that ignore different layers, or have layers in different order, took different parameters: at some place they
+    have different names that all of them know, or a name is at two places.
+    """
+    names = [tuple(words.partition(" ")[0] for words in each.parameters) for each in collectives]
+    shapes = [tuple(words.partition(" ")[2] for words in each.parameters) for each in collectives]
+    terms = [tuple(words.rpartition(PLACED)[2] for words in each.terms) for each in collectives]
+    if len(set(zip((each.what for each in collectives), shapes, terms, strict=True))) > 1:
+        return False
+    known = set.intersection(*({*own, *each.ignored} for own, each in zip(names, collectives, strict=True)))
+    places = [set(place) for place in zip(*names, strict=True)]
+    at_one_place = len(set().union(*places)) == sum(map(len, places))
+    return at_one_place and not any(len(place) > 1 and place <= known for place in places)
+
+
 def different(ranks: Sequence[int], collectives: Sequence[PlannedCollective]) -> str:
-    """Returns the text of the error of `ranks` that start different `collectives`: each once, with its ranks."""
+    """Returns the text of the error of `ranks` that start different `collectives`."""
+    lines = [f"rank {rank} at {each.line}" for rank, each in zip(ranks, collectives, strict=True) if each.line]
+    where = f" In your code: {', '.join(lines)}." if lines else ""
+    return f"ranks are about to start different collectives: {_by_rank(ranks, collectives)}.{where} {REMEDY}"
+
+
+def _by_rank(ranks: Sequence[int], collectives: Sequence[PlannedCollective]) -> str:
+    """Returns each of the different `collectives` once, in words, with its ranks."""
     in_all = set.intersection(*({*collective.parameters, *collective.terms} for collective in collectives))
     described = []
     for collective in dict.fromkeys(collectives):
         by = [str(rank) for rank, started in zip(ranks, collectives, strict=True) if started == collective]
         described.append(f"rank{'s' * (len(by) > 1)} {', '.join(by)} {collective.describe(in_all)}")
-    lines = [f"rank {rank} at {each.line}" for rank, each in zip(ranks, collectives, strict=True) if each.line]
-    where = f" In your code: {', '.join(lines)}." if lines else ""
-    unnamed = {(each.what, *(words.partition(" ")[2] for words in each.parameters)) for each in collectives}
-    if len(unnamed) == 1:
-        where += ' If ranks only name the same layers differently, CommPolicy(divergence="trust") lets them.'
-    return f"ranks are about to start different collectives: {'; '.join(described)}.{where} {REMEDY}"
+    return "; ".join(described)

@@ -88,6 +88,30 @@ def test_ranks_that_change_their_units_alike_go_on(world):
     world(2).run(changed_alike)
 
 
+def leaves_out(*numbers: int, of: int) -> None:
+    """Layers of `of` are left out of the unit around them."""
+    model = nn.Sequential(nn.Sequential(*(nn.Linear(8, 8) for _ in range(of))))
+    sherd.fully_shard(model[0], ignored_params={each for number in numbers for each in model[0][number].parameters()})
+    sherd.fully_shard(model)
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+
+
+def names_its_last_layer_otherwise() -> None:
+    with pytest.warns(UserWarning, match=r"rank 0 has \(0\.2\.weight 8x8 float32, .*rank 1 has \(0\.3\.weight"):
+        leaves_out(*([1, 2] if dist.get_rank() else [1]), of=3 + dist.get_rank())
+
+
+def leaves_out_another_layer() -> None:
+    leaves_out(dist.get_rank(), of=4)
+
+
+def test_ranks_may_name_layers_of_a_unit_differently_but_not_take_different_ones(world):
+    world(2).run(names_its_last_layer_otherwise)
+    for text in comm_errors(world(2), leaves_out_another_layer):
+        assert "different collectives" in text
+
+
 # Optimizer steps
 
 

@@ -1,5 +1,7 @@
 """Experts that are sharded over another mesh than their block train, clip and are saved as in one process."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,9 +11,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import sherd
 from sherd import Blocks, Flat, OnMesh, Owned
-from sherd.errors import PolicyError
+from sherd.errors import PlacementError, PolicyError
 from tests.strategies.routed import built, divide_experts, loss_of
-from tests.support.comparing import assert_named_close, assert_same, whole
+from tests.support.comparing import assert_named_close, assert_refused, assert_same, whole
 from tests.support.ranks.bodies import on_processes
 
 STEPS, MAX_NORM = 3, 0.05
@@ -58,6 +60,29 @@ def trained(model, ranks, clip, wholes, before_a_step=lambda: None):
 
 def trained_plainly(clips):
     return trained(built(), range(4), torch.nn.utils.clip_grad_norm_ if clips else None, whole)
+
+
+@on_processes(4)
+def test_torchs_answer_with_a_mesh_says_the_same_as_on_mesh():
+    pytest.importorskip("torch", "2.12")
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+
+    mesh = expert_mesh()
+    infos = {"shards": FSDPMeshInfo(mesh["edp"], 0), "transposed": HSDPMeshInfo(mesh, 0, 1)}
+    for name, info in infos.items():
+        for cut in (None, Shard(1)):
+            layer = torch.nn.Linear(4, 8)
+            chosen, answer = layer.weight, ShardPlacementResult(cut, info)
+            sherd.fully_shard(layer, shard_placement_fn=lambda each: answer if each is chosen else None)  # noqa: B023
+            local = (8, 2) if cut else (4, 4)
+            assert (layer.weight.to_local().shape, layer.bias.to_local().shape) == (local, (2,)), (name, cut)
+    record = SimpleNamespace(placement=None, mesh_info=SimpleNamespace(shard_mesh_dim=None, replicate_mesh_dim=0))
+    assert_refused(
+        lambda: sherd.fully_shard(torch.nn.Linear(4, 8), shard_placement_fn=lambda each: record),
+        PlacementError,
+        ValueError,
+        "shards over no axis",
+    )
 
 
 CASES = [

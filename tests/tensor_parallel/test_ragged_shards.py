@@ -83,7 +83,7 @@ def test_a_parameter_on_the_data_axis_alone_may_be_told_to_be_replicated_on_both
         assert torch.equal(found.to_local(), weight.full_tensor()), placement
         found.to_local().sum().backward()
         assert torch.equal(weight.grad.full_tensor(), torch.ones(5, 3)), placement
-    with pytest.raises(PlacementError, match="one Replicate.. or Shard.dim. per axis"):
+    with pytest.raises(PlacementError, match=r"one Replicate\(\) or Shard\(dim\) per axis"):
         weight.redistribute(placements=(Replicate(), Shard(0)))
 
 

@@ -96,7 +96,7 @@ class Unit:
     Attributes:
         tied_owners: the units that own a parameter which this unit's modules use too.
         surrounds: there are units below this unit's modules.
-        ignored: the places of parameters that no unit shards.
+        ignored: the places of parameters that no unit shards; `ignored_names` are their names in the model.
         sealed_into: returns the unit's runtime, if it has one that still exists.
         backward: the unit's part in the present backward.
         runs: the runs of the modules, for a unit of several.
@@ -142,6 +142,7 @@ class Unit:
         self.sealed_into: Callable[[], _Runtime | None] = _nowhere
         enter_backward = partial(if_alive, weakref.ref(self), Unit._enter_backward)
         self.backward = Backward(enter_backward, mesh.num_shards * mesh.num_replicas)
+        self.ignored_names: tuple[str, ...] = ()
         self.runs = ModuleRuns(self._modules) if len(modules) > 1 else None
         self.lent: UnshardTerms | None = None
         self.touch_hooks: list[TouchHook] = []
@@ -242,6 +243,11 @@ class Unit:
         self.name = unit_name
         for parameter in self.parameters:
             parameter.rename(module_names)
+        self.ignored_names = tuple(
+            f"{module_names[place.module_id]}.{place.attribute}".lstrip(".")
+            for place in self.ignored
+            if place.module_id in module_names
+        )
 
     def change(self, **fields: Any) -> None:
         """Replace fields of the policy. The schedule sees the new policy at the next forward or backward.
