@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ParamSpec, Protocol, TypeVar
@@ -73,7 +74,7 @@ class SpmdTypes:
     def summed(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns `gradient`, of the local tensor, summed over the axes with R that are not data parallel."""
         on_mesh = dtensor(gradient, dtensor_spec(self.spec.mesh, self.gradient, self.spec.shape, gradient.dtype))
-        return local_tensor(unchecked(on_mesh.redistribute)(placements=self.wanted))
+        return local_tensor(on_mesh.redistribute(placements=self.wanted))
 
 
 def spmd_types_of(parameter: torch.Tensor, mesh: DataMesh, name: str) -> SpmdTypes | None:
@@ -125,7 +126,8 @@ def unchecked(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with sys.modules["spmd_types"].no_typecheck():
+        spmd = sys.modules.get("spmd_types")
+        with nullcontext() if spmd is None else spmd.no_typecheck():
             return function(*args, **kwargs)
 
     return run

@@ -27,6 +27,7 @@ from sherd.engine.state.group import Group
 from sherd.engine.state.parameter import ShardedParameter, num_trainable
 from sherd.errors import GradientError
 from sherd.schedule.moments import MemoryKind
+from sherd.tensor.spmd_types import unchecked
 
 
 class GradientObserver(Protocol):
@@ -277,13 +278,15 @@ class Arrivals:
         self._scales: dict[tuple[bool, float], Scale] = {}
         # A tensor subclass may need a collective to be made dense, which all ranks must start in the same order.
         self._is_plain = all(each.unsharded_spec is None and each.restored is None for each in group.parameters)
+        is_typed = any(each.types is not None for each in group.parameters)
+        tell = unchecked(Arrivals._told_of) if is_typed else Arrivals._told_of
         this = weakref.ref(self)  # parameters hold their hooks, and their group's buffers hold the parameters
 
         @dynamo_disabled
         def arrived(unsharded: torch.Tensor) -> None:
             arrivals = this()
             if arrivals is not None:
-                arrivals._told_of(arrivals._hooks.indices[id(unsharded)], unsharded)
+                tell(arrivals, arrivals._hooks.indices[id(unsharded)], unsharded)
 
         self._hooks = GradientHooks(plan, self._is_plain and not group.gathers_itself, arrived)
 

@@ -143,7 +143,7 @@ class Runtime:
         # `module` may be one inside of the unit's modules, called by itself (`engine/run/touch.py`).
         root = module if Unit.of(module) is unit else unit.modules[0]
         with outside_transforms():  # new buffers would belong to the transform's level, and be gone after it
-            return seal(root)
+            return unchecked(seal)(root)
 
     @property
     def root(self) -> Unit:
