@@ -210,7 +210,9 @@ def test_a_function_chooses_the_parameters_that_keep_their_dtype():
             return norms_as_they_are(parameter)
 
         given = [*model.parameters()]
-        sherd.fully_shard(model, mp_policy=MixedPrecisionPolicy(B16, param_dtype_override_fn=choose), placement=placement)
+        sherd.fully_shard(
+            model, mp_policy=MixedPrecisionPolicy(B16, param_dtype_override_fn=choose), placement=placement
+        )
         for _ in range(2):
             model(torch.ones(2, 6)).sum().backward()
         assert list(map(id, asked)) == list(map(id, given))
@@ -231,6 +233,52 @@ def test_another_dtype_is_refused_before_anything_is_sharded():
         assert said.startswith(f"up.weight: param_dtype_override_fn returned {answer!r}; expected torch.float32"), said
         assert type(model) is Stack and type(model.up.weight) is nn.Parameter
     assert "expected a function" in refusal(PolicyError, MixedPrecisionPolicy, param_dtype_override_fn=B16)
+
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, inputs):
+        return (self.weight * 1j * inputs).imag
+
+
+@on_threads(2)
+def test_a_complex_gradient_keeps_its_imaginary_part():
+    for policy in (MixedPrecisionPolicy(B16), MixedPrecisionPolicy(reduce_dtype=B16)):
+        model = sherd.fully_shard(Turned(), mp_policy=policy)
+        model(torch.full((4,), 1 + 2j)).sum().backward()
+        plain = Turned()
+        plain(torch.full((4,), 1 + 2j)).sum().backward()
+        assert plain.weight.grad.imag.any() and torch.equal(model.weight.grad.full_tensor(), plain.weight.grad)
+
+
+# The wrapper
+
+
+@on_threads(2)
+def test_a_flat_parameter_has_gradients_of_its_own_dtype():
+    model = Stack()
+    model.up.weight.grad_dtype = B16
+    model = sherd.FullyShardedDataParallel(model)
+    model(torch.ones(3, 6)).square().sum().backward()
+    (flat,) = model.parameters()
+    assert flat.grad.dtype == F32
+
+
+@on_threads(2)
+def test_whole_copies_show_gradients_in_the_dtype_that_was_set():
+    model = Stack()
+    model.up.weight.grad_dtype = B16
+    sherd.fully_shard(model)
+    model(torch.ones(3, 6)).square().sum().backward()
+    before = model.up.weight.grad.full_tensor()
+    with sherd.unsharded(model, with_grads=True):
+        assert torch.equal(model.up.weight.grad.to(B16), before)
+        model.up.weight.grad.mul_(2)
+    assert model.up.weight.grad.dtype == B16
+    assert torch.equal(model.up.weight.grad.full_tensor(), 2 * before)
 
 
 @on_threads(2)

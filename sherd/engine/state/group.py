@@ -179,7 +179,9 @@ def batches_of(
         elif together:
             batches.append(Batch(tuple(together)))
         batches += alone
-        batches[first:] = [replace(each, promoted=promoted[key.mesh, key.dtype, key.trainable]) for each in batches[first:]]
+        batches[first:] = [
+            replace(each, promoted=promoted[key.mesh, key.dtype, key.trainable]) for each in batches[first:]
+        ]
     return batches
 
 
