@@ -132,8 +132,8 @@ class FSDPModule(_Module):
             in_backward() or (runtime is not None and runtime.by_hand not in (None, enabled))
         ):
             raise StateError(
-                f"set_manual_backward_finalization({enabled}) after a backward of {unit.name} has begun; call it before "
-                "the backward, or after finalize_backward() or reset_iter_state()"
+                f"set_manual_backward_finalization({enabled}) after a backward of {unit.name} has begun; call it "
+                "before the backward, or after finalize_backward() or reset_iter_state()"
             )
         unit.change(finalizes_by_hand=enabled)
 
