@@ -3,6 +3,7 @@
 One test a name, called after it: a new torch that breaks one says which.
 """
 
+import inspect
 import io
 import pickle
 import pickletools
@@ -840,6 +841,27 @@ def test_gradients_of__are_those_of_the_tensors_themselves():
     first, second = _torch.gradients_of(tensors)
     assert first.tolist() == [1, 1]
     assert second is None
+
+
+def test_reduces_in_grad_dtype__says_which_rule_torchs_fully_shard_follows():
+    words = " ".join(inspect.getdoc(fsdp.MixedPrecisionPolicy).split())
+    assert ("follows the parameter's ``grad_dtype``" in words) == _torch.REDUCES_IN_GRAD_DTYPE
+
+
+def test_grad_dtype_of__is_what_was_set_and_set_grad_dtype__sets_it():
+    for dtype in (torch.bfloat16, None):
+        parameter = nn.Parameter(torch.ones(2))
+        assert _torch.grad_dtype_of(parameter) == ()
+        _torch.set_grad_dtype(parameter, dtype)
+        assert _torch.grad_dtype_of(parameter) == (dtype,)
+        parameter.sum().backward()
+        assert parameter.grad.dtype == (dtype or F32)
+
+
+def test_set_grad_dtype__survives_a_conversion_of_the_parameter():
+    layer = nn.Linear(2, 2)
+    _torch.set_grad_dtype(layer.weight, torch.float64)
+    assert _torch.grad_dtype_of(layer.bfloat16().weight) == (torch.float64,)
 
 
 def test_chunk_cat__has_each_tensors_chunks_side_by_side():

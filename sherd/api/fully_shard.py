@@ -1,6 +1,6 @@
 """`fully_shard` and `replicate`, the composable front end: one call makes a module, or several, into one unit.
 
-Signatures and meanings are those of torch 2.13.
+Signatures and meanings are those of torch 2.15.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def fully_shard(
         shard_placement_fn: a function from a parameter to its placement: torch's `Shard(dim)`, on any dim, even or not;
             `Flat()`, `Blocks(rows)` or `Owned()` (beyond torch); `OnMesh(...)`, for another mesh (beyond torch); or
             None for `placement`.
-        mp_policy: dtypes of compute, of reduction and of outputs.
+        mp_policy: dtypes of compute, of reduction and of outputs. A parameter's own `grad_dtype`, set before the first
+            forward, is that of its gradient.
         offload_policy: where shards are kept; with `CPUOffloadPolicy()` they and the optimizer's state are in host
             memory.
         ignored_params: parameters that stay as they are, on every rank, neither sharded nor reduced.

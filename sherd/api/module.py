@@ -91,9 +91,10 @@ class FSDPModule(_Module):
             runtime.reshard(unit)
 
     def reset_iter_state(self) -> None:
-        """Give up a forward or backward that raised: modules show shards, and gradients not yet reduced are dropped.
+        """Give up a step whose forward or backward raised: modules show shards, and all gradients are dropped.
 
-        The root's next forward does so by itself; this method frees the memory at once.
+        Accumulation over several batches begins anew. Without this call the root's next forward gives up what is in
+        flight, and shards keep the gradients that they have.
 
         Raises:
             StateError: the unit is not the root.
@@ -102,6 +103,8 @@ class FSDPModule(_Module):
         if runtime.root is not unit:
             raise StateError(f"reset_iter_state: {unit.name} is not the root; call it on {runtime.root.name}")
         runtime.reset()
+        for each in runtime.units:
+            each.zero_grad(set_to_none=True, module_ids={id(module) for module in each.modules})
 
     # Gradients
 
@@ -129,8 +132,8 @@ class FSDPModule(_Module):
             in_backward() or (runtime is not None and runtime.by_hand not in (None, enabled))
         ):
             raise StateError(
-                f"set_manual_backward_finalization({enabled}) after a backward of {unit.name} has begun; call it before "
-                "the backward, or after finalize_backward() or reset_iter_state()"
+                f"set_manual_backward_finalization({enabled}) after a backward of {unit.name} has begun; call it "
+                "before the backward, or after finalize_backward() or reset_iter_state()"
             )
         unit.change(finalizes_by_hand=enabled)
 

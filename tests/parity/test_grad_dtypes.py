@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -136,9 +135,11 @@ def test_a_grad_dtype_that_is_set_before_or_after_sharding_survives_conversions_
             model.load_state_dict(values, assign=True)
             for each in (model, copy.deepcopy(model)):
                 assert each.up.weight.dtype == each.down.weight.dtype == F64
-                assert each.up.weight.grad_dtype == B16 and each.down.weight.grad_dtype == F64
+                assert each.up.weight.grad_dtype == B16
+                assert each.down.weight.grad_dtype == F64
                 each(torch.ones(2, 6)).sum().backward()
-                assert each.up.weight.grad.dtype == B16 and each.down.weight.grad.dtype == F64
+                assert each.up.weight.grad.dtype == B16
+                assert each.down.weight.grad.dtype == F64
 
 
 @on_threads(2)
@@ -149,7 +150,8 @@ def test_conversions_leave_gradients_in_the_grad_dtype_that_was_set():
     model(torch.ones(2, 6)).sum().backward()
     before = model.up.weight.grad.full_tensor()
     model.to(F64)
-    assert model.up.weight.grad.dtype == B16 and torch.equal(model.up.weight.grad.full_tensor(), before)
+    assert model.up.weight.grad.dtype == B16
+    assert torch.equal(model.up.weight.grad.full_tensor(), before)
     assert model.down.weight.grad.dtype == F64
 
 
@@ -195,7 +197,8 @@ def test_zeros_for_unused_parameters_need_a_dtype():
     sherd.fully_shard(model)
     model.set_reduce_scatter_unused_params(True)
     said = refusal(PolicyError, model(torch.ones(1, 4, dtype=B16)).sum().backward)
-    assert said.startswith("weight has grad_dtype=None") and "reduce_dtype=" in said
+    assert said.startswith("weight has grad_dtype=None")
+    assert "reduce_dtype=" in said
 
 
 @on_threads(2)
@@ -210,7 +213,9 @@ def test_a_function_chooses_the_parameters_that_keep_their_dtype():
             return norms_as_they_are(parameter)
 
         given = [*model.parameters()]
-        sherd.fully_shard(model, mp_policy=MixedPrecisionPolicy(B16, param_dtype_override_fn=choose), placement=placement)
+        sherd.fully_shard(
+            model, mp_policy=MixedPrecisionPolicy(B16, param_dtype_override_fn=choose), placement=placement
+        )
         for _ in range(2):
             model(torch.ones(2, 6)).sum().backward()
         assert list(map(id, asked)) == list(map(id, given))
@@ -229,8 +234,56 @@ def test_another_dtype_is_refused_before_anything_is_sharded():
         policy = MixedPrecisionPolicy(B16, param_dtype_override_fn=lambda _, answer=answer: answer)
         said = refusal(PolicyError, sherd.fully_shard, model, mp_policy=policy)
         assert said.startswith(f"up.weight: param_dtype_override_fn returned {answer!r}; expected torch.float32"), said
-        assert type(model) is Stack and type(model.up.weight) is nn.Parameter
+        assert type(model) is Stack
+        assert type(model.up.weight) is nn.Parameter
     assert "expected a function" in refusal(PolicyError, MixedPrecisionPolicy, param_dtype_override_fn=B16)
+
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, inputs):
+        return (self.weight * 1j * inputs).imag
+
+
+@on_threads(2)
+def test_a_complex_gradient_keeps_its_imaginary_part():
+    for policy in (MixedPrecisionPolicy(B16), MixedPrecisionPolicy(reduce_dtype=B16)):
+        model = sherd.fully_shard(Turned(), mp_policy=policy)
+        model(torch.full((4,), 1 + 2j)).sum().backward()
+        plain = Turned()
+        plain(torch.full((4,), 1 + 2j)).sum().backward()
+        assert plain.weight.grad.imag.any()
+        assert torch.equal(model.weight.grad.full_tensor(), plain.weight.grad)
+
+
+# The wrapper
+
+
+@on_threads(2)
+def test_a_flat_parameter_has_gradients_of_its_own_dtype():
+    model = Stack()
+    model.up.weight.grad_dtype = B16
+    model = sherd.FullyShardedDataParallel(model)
+    model(torch.ones(3, 6)).square().sum().backward()
+    (flat,) = model.parameters()
+    assert flat.grad.dtype == F32
+
+
+@on_threads(2)
+def test_whole_copies_show_gradients_in_the_dtype_that_was_set():
+    model = Stack()
+    model.up.weight.grad_dtype = B16
+    sherd.fully_shard(model)
+    model(torch.ones(3, 6)).square().sum().backward()
+    before = model.up.weight.grad.full_tensor()
+    with sherd.unsharded(model, with_grads=True):
+        assert torch.equal(model.up.weight.grad.to(B16), before)
+        model.up.weight.grad.mul_(2)
+    assert model.up.weight.grad.dtype == B16
+    assert torch.equal(model.up.weight.grad.full_tensor(), 2 * before)
 
 
 @on_threads(2)
@@ -242,4 +295,5 @@ def test_a_unit_whose_parameters_are_all_frozen_computes_in_the_dtypes_of_its_fl
     seen = {}
     model.register_forward_hook(lambda module, *_: seen.update(dtypes_of(module)))
     model(torch.ones(2, 6))
-    assert seen.pop("steps") == torch.int64 and set(seen.values()) == {B16}
+    assert seen.pop("steps") == torch.int64
+    assert set(seen.values()) == {B16}

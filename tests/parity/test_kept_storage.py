@@ -1,4 +1,4 @@
-"""`set_keep_unsharded_storage`: unsharded parameters have the same addresses in every step, as a captured graph needs."""
+"""`set_keep_unsharded_storage`: unsharded parameters have the same addresses in every step, for a captured graph."""
 
 import torch
 import torch.distributed as dist

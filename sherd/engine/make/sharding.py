@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from sherd._torch import DTensorSpec, grad_dtype_of, local_tensor, spec_of
+from sherd._torch import DTensorSpec, local_tensor, spec_of
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.engine.moves.selfgather import require_can_gather_itself
@@ -218,8 +218,7 @@ def _cut_into_runs(
             wanted[index] = Wanted(tuple(data.shape), placement, discovered.name)
             # A tensor that travels alone is cut evenly by itself. Where owners balance, all tensors share a plan.
             alone = index if travels_alone(data, streams, surrounds) and not placement.together else None
-            # Of one group (`GroupKey`), or their runs would not balance in its buffer.
-            dtypes = data.dtype, param_dtypes[index], grad_dtype_of(discovered.parameter)
+            dtypes = data.dtype, param_dtypes[index]
             plan_id = mesh, dtypes, discovered.parameter.requires_grad, placement.owned, alone
             plan_ids.setdefault(plan_id, []).append(index)
     cuts: dict[int, tuple[Runs, int]] = {}

@@ -141,14 +141,15 @@ class ReduceBuffer:
                 flags[:, index : index + 1] = 0
 
 
-def as_dense(gradient: torch.Tensor, record: ShardedParameter, reduce_dtype: torch.dtype) -> torch.Tensor:
-    """Returns `gradient`, which autograd accumulated, as a plain tensor.
+def as_dense(gradient: torch.Tensor, group: Group, index: int) -> torch.Tensor:
+    """Returns `gradient`, which autograd accumulated for parameter number `index` of `group`, as a plain tensor.
 
-    What is summed over tensor-parallel ranks is summed in `reduce_dtype`, if that is wider.
+    What is summed over tensor-parallel ranks is summed in the group's reduce dtype, if that is wider.
 
     Raises:
         GradientError: the gradient is sparse.
     """
+    record = group.parameters[index]
     if record.types is not None:
         gradient = record.types.summed(gradient)
     if isinstance(gradient, DTensor):
@@ -162,9 +163,9 @@ def as_dense(gradient: torch.Tensor, record: ShardedParameter, reduce_dtype: tor
             have if axis in data_axes else want
             for axis, (have, want) in enumerate(zip(gradient.placements, spec.placements, strict=True))
         ]
-        if wanted != list(gradient.placements) and reduce_dtype.itemsize > gradient.dtype.itemsize:
-            gradient = gradient.to(reduce_dtype)
-        gradient = local_tensor(gradient.redistribute(placements=wanted))
+        is_narrow = wanted != list(gradient.placements) and gradient.dtype.itemsize < group.reduce_dtype.itemsize
+        summed = gradient.redistribute(placements=wanted, forward_dtype=group.reduce_dtype if is_narrow else None)
+        gradient = local_tensor(summed)
     if gradient.layout is not torch.strided:
         raise GradientError(
             f"{record.name}: its gradient is {gradient.layout}; only dense gradients are reduced, so build the "
@@ -368,7 +369,7 @@ class Arrivals:
             if gradient is not None:  # None where autograd added a second gradient to the first, which is taken
                 self._came[index] = None
                 is_dense = self._is_plain and type(gradient) is torch.Tensor and gradient.layout is torch.strided
-                gradients[index] = gradient if is_dense else self._as_dense(gradient, index)
+                gradients[index] = gradient if is_dense else as_dense(gradient, self._group, index)
         if not self._waiting.keys().isdisjoint(gradients):
             # The second gradient of a parameter, from another reentrant checkpoint, is added to the first in the rows.
             self.collect()
@@ -379,9 +380,6 @@ class Arrivals:
                 self._observer.borrowed()
         elif self._contributes:
             self._waiting.update(gradients)
-
-    def _as_dense(self, gradient: torch.Tensor, index: int) -> torch.Tensor:
-        return as_dense(gradient, self._group.parameters[index], self._group.reduce_dtype)
 
     def _can_be_rows(self, gradient: torch.Tensor) -> bool:  # the group's only one
         return self._plan.borrows(gradient.dtype) and gradient.is_contiguous() and not gradient.requires_grad

@@ -217,7 +217,7 @@ def _releases_gathered(name: str, tensor: torch.Tensor) -> bool:
 
 
 def require_can_gather_itself(name: str, tensor: torch.Tensor, cut: Cut, mesh: DataMesh) -> None:
-    """Raise `PlacementError` if `tensor` has its own all-gather, and half of it, or `cut` or `mesh` does not suit it."""
+    """Raise `PlacementError` if `tensor` has half an all-gather of its own, or `cut` or `mesh` does not suit it."""
     begins, ends = hasattr(tensor, "fsdp_pre_all_gather"), hasattr(tensor, "fsdp_post_all_gather")
     if begins != ends or (hasattr(tensor, RELEASES) and not begins):
         raise PlacementError(

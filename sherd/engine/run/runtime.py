@@ -241,8 +241,8 @@ class Runtime:
     def _begin_forward(self, unit: Unit) -> None:
         if self.reduction is not None:
             raise StateError(
-                f"forward of {unit.name} before the gradient reduction that finalize_backward(async_op=True) started is "
-                "waited for; call wait() on its handle first"
+                f"forward of {unit.name} before the gradient reduction that finalize_backward(async_op=True) started "
+                "is waited for; call wait() on its handle first"
             )
         if self.in_backward or self.tape.is_astray:
             self._recover(unit)
@@ -424,8 +424,8 @@ class Runtime:
             waits = any(each.partial is not None for each in unit.gradients)
             if waits or (unit.waits_for_replicas and unit.backward.has_unreduced):
                 raise StateError(
-                    f"finalize_backward: gradients of unit {unit.name} are to be summed over its shard axis and not over "
-                    "its replicas; call set_requires_all_reduce(True) before the backward"
+                    f"finalize_backward: gradients of unit {unit.name} are to be summed over its shard axis and not "
+                    "over its replicas; call set_requires_all_reduce(True) before the backward"
                 )
 
     def finish_reductions(self, reduction: object) -> None:
@@ -436,8 +436,8 @@ class Runtime:
         """
         if self.reduction is not reduction:
             raise StateError(
-                f"this gradient reduction of {self.root.name} was given up by reset_iter_state(), or by a forward after "
-                "an error; its gradients are lost, so run the step again"
+                f"this gradient reduction of {self.root.name} was given up by reset_iter_state(), or by a forward "
+                "after an error; its gradients are lost, so run the step again"
             )
         self._finish_reductions(True)
 

@@ -381,7 +381,7 @@ class Unit:
         Returns:
             True if a user has set one, so that the unit must be grouped anew.
         """
-        return any([parameter.keep_grad_dtype() for parameter in self.parameters])
+        return True in [parameter.keep_grad_dtype() for parameter in self.parameters]  # of all: it also gives back
 
     @contextmanager
     def gradients_kept(self) -> Iterator[None]:

@@ -131,8 +131,8 @@ def is_large(numel: int, dtype: torch.dtype) -> bool:
 class Batch:
     """The parameters of one future group.
 
-    `is_part`: their unit is cut into parts for the sake of memory. `promoted`: the dtype that holds the gradients of all
-    the unit's parameters of the same dtype and mesh.
+    `is_part`: their unit is cut into parts for the sake of memory. `promoted`: the dtype that holds the gradients of
+    all the unit's parameters of the same dtype and mesh.
     """
 
     parameters: tuple[ShardedParameter, ...]
@@ -179,7 +179,9 @@ def batches_of(
         elif together:
             batches.append(Batch(tuple(together)))
         batches += alone
-        batches[first:] = [replace(each, promoted=promoted[key.mesh, key.dtype, key.trainable]) for each in batches[first:]]
+        batches[first:] = [
+            replace(each, promoted=promoted[key.mesh, key.dtype, key.trainable]) for each in batches[first:]
+        ]
     return batches
 
 
@@ -320,7 +322,7 @@ def _arriving(key: GroupKey, reduce_dtype: torch.dtype, is_wanted: bool) -> tupl
     neither the one nor the other.
     """
     compute, wanted = key.compute_dtype, key.gradient_dtype
-    if is_wanted and key.grad_dtype == (None,) or (wanted if is_wanted else reduce_dtype).itemsize > compute.itemsize:
+    if (is_wanted and key.grad_dtype == (None,)) or (wanted if is_wanted else reduce_dtype).itemsize > compute.itemsize:
         return (None,)
     return (wanted,) if is_wanted and wanted not in (compute, reduce_dtype) else ()
 
