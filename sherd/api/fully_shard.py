@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as ShardSpec
 
 from sherd.api.module import FSDPModule, checked_reshard, require_divides, require_module
-from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, levels_and_cut, rule_of, unit_policy
+from sherd.api.placements import ANSWERS, EXPECTED, OnMesh, Placements, is_cut, levels_and_cut, rule_of, unit_policy
 from sherd.api.swap_class import swap_class
 from sherd.comm.mesh import DataMesh, arranged, data_mesh, uncut
 from sherd.engine import DiscoveredParameter, ParameterOwnership, ShardingRequest, Unit, make_unit
@@ -315,7 +315,7 @@ class _ShardingRequests:
             return ShardingRequest(rule_of(self._default, found.parameter), mesh, self._owns_gradients)
         if not is_cut(placement):
             raise PlacementError(
-                f"{found.name}: shard_placement_fn returned {placement!r}; {EXPECTED}, one of them OnMesh(...), or "
+                f"{found.name}: shard_placement_fn returned {placement!r}; {ANSWERS}, one of them OnMesh(...), or "
                 "None for the unit's"
             )
         return ShardingRequest(Shard(placement.dim) if isinstance(placement, ShardSpec) else placement, mesh)
