@@ -263,13 +263,13 @@ def test_they_are_lent_saved_once_and_loaded(front):
 
 
 def save_once(folder):
-    sherd.save(folder, {"model": sharded_as(build("mlp"), **ALL)}, step=1)
+    sherd.save(folder, {"layer": sherd.fully_shard(nn.Linear(128, 512), **ALL)}, step=1)
 
 
 def test_one_rank_writes_each(world, tmp_path):
     world(4).run(save_once, tmp_path)
     nbytes = sum(each.stat().st_size for each in tmp_path.rglob("*.safetensors"))
-    assert nbytes < 2 * sum(each.nbytes for each in build("mlp").parameters())
+    assert nbytes < 1.5 * sum(each.nbytes for each in nn.Linear(128, 512).parameters())
 
 
 @on_threads(2)
@@ -330,7 +330,11 @@ def test_some_ranks_may_leave_them_unused():
 
 @on_processes(2)
 def test_a_users_collectives_carry_the_others_alone():
-    model, gather, reduce = sherd.fully_shard(nn.Linear(8, 32), replicate_below=200), GatherByList(), ReduceByAllReduce()
+    model, gather, reduce = (
+        sherd.fully_shard(nn.Linear(8, 32), replicate_below=200),
+        GatherByList(),
+        ReduceByAllReduce(),
+    )
     model.set_custom_all_gather(gather)
     model.set_custom_reduce_scatter(reduce)
     model(noise(0, dist.get_rank())).sum().backward()
@@ -395,7 +399,12 @@ def test_the_peak_of_a_step_is_predicted_with_them(preset, cut, dtype):
 def test_what_is_no_number_of_bytes_is_refused_and_the_model_left_as_it_was():
     with imagined_ranks(2):
         layer = nn.Linear(4, 4)
-        for value, kind in ((-1, PolicyError), (True, PolicyTypeError), (1e3, PolicyTypeError), ("1k", PolicyTypeError)):
+        for value, kind in (
+            (-1, PolicyError),
+            (True, PolicyTypeError),
+            (1e3, PolicyTypeError),
+            ("1k", PolicyTypeError),
+        ):
             told = refusal(kind, sherd.fully_shard, layer, replicate_below=value)
             assert f"replicate_below={value!r}" in told
         told = refusal(PlacementError, sherd.fully_shard, layer, shard_placement_fn=lambda _: Replicate)
