@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard as ShardSpec
 
 from sherd._torch import REDUCES_IN_GRAD_DTYPE
 from sherd.api.module import FSDPModule, checked_reshard, require_divides, require_module
-from sherd.api.placements import EXPECTED, OnMesh, Placements, is_cut, levels_and_cut, rule_of, unit_policy
+from sherd.api.placements import ANSWERS, EXPECTED, OnMesh, Placements, is_cut, levels_and_cut, rule_of, unit_policy
 from sherd.api.swap_class import swap_class
 from sherd.comm.mesh import DataMesh, arranged, data_mesh, uncut
 from sherd.engine import DiscoveredParameter, ParameterOwnership, ShardingRequest, Unit, make_unit
@@ -109,8 +109,8 @@ def fully_shard(
             False keeps them; an int k keeps this rank's part of a group of k neighbouring ranks, so that the gather of
             backward is among k ranks. None: False for the root, True for other units.
         shard_placement_fn: a function from a parameter to its placement: torch's `Shard(dim)`, on any dim, even or not;
-            `Flat()`, `Blocks(rows)` or `Owned()` (beyond torch); `OnMesh(...)`, for another mesh (beyond torch); or
-            None for `placement`.
+            `Flat()`, `Blocks(rows)` or `Owned()` (beyond torch); torch's `Replicate()`, for a parameter that every rank
+            keeps whole (beyond torch); `OnMesh(...)`, for another mesh (beyond torch); or None for `placement`.
         mp_policy: dtypes of compute, of reduction and of outputs. A parameter's own `grad_dtype`, set before the first
             forward, is that of its gradient.
         offload_policy: where shards are kept; with `CPUOffloadPolicy()` they and the optimizer's state are in host
@@ -126,6 +126,9 @@ def fully_shard(
         placements: which of parameters, gradients and optimizer state are sharded over each axis of the mesh, as
             `Placements(...)` or by name, cut as `placement`: "ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp" and
             others (`Placements.preset`). None: "zero3" over one axis, "hsdp" over two. Beyond torch.
+        replicate_below: parameters of fewer bytes, such as norms and biases, are placed `Replicate()` if
+            `shard_placement_fn` returns None for them: never gathered, and their gradients all-reduced together. None:
+            all are sharded. Beyond torch.
         unmanaged: the treatment of trainable parameters that are added below the model later, without
             `sherd.refresh`: "error" raises before they are trained, "replicate" takes rank 0's values and averages
             gradients over all ranks, "ignore" leaves them to the program. The root's holds for the model. Beyond torch.
@@ -329,7 +332,7 @@ class _ShardingRequests:
             return ShardingRequest(rule_of(self._default, found.parameter), mesh, self._owns_gradients)
         if not is_cut(placement):
             raise PlacementError(
-                f"{found.name}: shard_placement_fn returned {placement!r}; {EXPECTED}, one of them OnMesh(...), or "
+                f"{found.name}: shard_placement_fn returned {placement!r}; {ANSWERS}, one of them OnMesh(...), or "
                 "None for the unit's"
             )
         return ShardingRequest(Shard(placement.dim) if isinstance(placement, ShardSpec) else placement, mesh)

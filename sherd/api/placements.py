@@ -166,7 +166,8 @@ class OnMesh:
 
     Args:
         mesh: as for `fully_shard`: 1-D, `(replicate, shard)`, or larger with `dp_mesh_dims`.
-        placement: how the parameter is cut; None for the unit's placement.
+        placement: how the parameter is cut, or `Replicate()` if each rank of `mesh` keeps all of it; None for the
+            unit's placement.
         dp_mesh_dims: which axes of a larger `mesh` are data parallel for this parameter.
 
     Raises:
@@ -201,8 +202,8 @@ class OnMesh:
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, DeviceMesh):
             raise PolicyTypeError(f"OnMesh(mesh=...): expected a DeviceMesh, got {self.mesh!r}")
-        if self.placement is not None and not is_cut(self.placement):
-            raise PolicyTypeError(f"OnMesh(placement={self.placement!r}): {EXPECTED}, or None for the unit's")
+        if self.placement is not None and not is_cut(self.placement) and not isinstance(self.placement, Replicate):
+            raise PolicyTypeError(f"OnMesh(placement={self.placement!r}): {ANSWERS}, or None for the unit's")
         if self.dp_mesh_dims is not None and not isinstance(self.dp_mesh_dims, DataParallelMeshDims):
             raise PolicyTypeError(f"OnMesh(dp_mesh_dims=...): expected DataParallelMeshDims, got {self.dp_mesh_dims!r}")
 
@@ -215,6 +216,9 @@ def rule_of(cut: ShardSpec | RunPlacement | None, parameter: nn.Parameter) -> An
 
 
 EXPECTED = "expected a torch.distributed.tensor.Shard, or sherd's Flat(), Blocks(rows) or Owned()"
+
+
+ANSWERS = f"{EXPECTED}, or Replicate() for the whole parameter on every rank"
 
 
 def is_cut(value: object) -> TypeGuard[ShardSpec | RunPlacement]:

@@ -70,6 +70,9 @@ def add_plan(commands: Any) -> None:
         "--strategy", type=_strategy, metavar="NAME", help=f"what is sharded: {', '.join(STRATEGIES)}; auto: all"
     )
     chosen.add_argument("--placement", choices=("shard", "flat", "whole"), help="how parameters are cut")
+    chosen.add_argument(
+        "--replicate-below", type=int, metavar="BYTES", help="keep smaller parameters whole on each rank"
+    )
     chosen.add_argument("--wrapping", choices=VALUES["wrapping"], help="what is a unit; auto: each block")
     chosen.add_argument("--reshard", choices=YES_OR_NO, help="free unsharded parameters after forward")
     chosen.add_argument(
@@ -228,7 +231,10 @@ def _strategy(word: str) -> str:
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings that are told."""
-    names = ("strategy", "placement", "wrapping", "checkpointing", "recompute", "prefetch", "micro_batch")
+    names = (
+        *("strategy", "placement", "replicate_below", "wrapping", "checkpointing", "recompute", "prefetch"),
+        "micro_batch",
+    )
     words = {name: getattr(args, name) for name in names}
     flags = {name: YES_OR_NO.get(getattr(args, name)) for name in ("reshard", "offload")}
     return {name: value for name, value in (words | flags).items() if value is not None}
@@ -241,7 +247,8 @@ def as_configured(config: Config, axes: Axes) -> dict[str, Any]:
         if getattr(shard, name) not in known:
             raise InputError(f"shard.{name} = {getattr(shard, name)} is not planned; known are {', '.join(known)}")
     return {
-        **{name: getattr(shard, name) for name in ("strategy", "placement", "wrapping", "prefetch", "offload")},
+        **{name: getattr(shard, name) for name in ("strategy", "placement", "replicate_below", "wrapping")},
+        **{name: getattr(shard, name) for name in ("prefetch", "offload")},
         "reshard": shard.reshard == "auto" and STRATEGIES[shard.strategy] == "auto",
         "checkpointing": run.checkpointing_share if run.checkpointing else 0.0,
         **({"recompute": run.recompute} if run.checkpointing else {}),
@@ -318,6 +325,7 @@ def configured(config: Config, made: Plan, context: int) -> Config:
     tree["shard"] |= {
         "strategy": settings.strategy,
         "placement": settings.placement,
+        "replicate_below": settings.replicate_below,
         "wrapping": settings.wrapping,
         "reshard": "auto" if settings.reshard else "never",
         "prefetch": settings.prefetch,

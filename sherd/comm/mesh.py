@@ -396,4 +396,5 @@ def _axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
     """Returns the named axes as one axis."""
     if not names:
         return None
+    names = tuple(name for name in mesh.mesh_dim_names or () if name in names)  # torch slices in the mesh's order
     return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names], "_".join(names))

@@ -72,8 +72,9 @@ def by_kind(answer: OnLists, func: Aten, args: Args, kwargs: Kwargs) -> object:
         if issubclass(tensor_class, OwnDTensor):
             answers = answer(func, picked, named)
         else:
-            for layout in layouts_in(picked, {}):
-                raise mixed(func, layout, first[chosen[0]])
+            for index in chosen if layouts_in(picked, {}) else ():
+                for layout in layouts_in([_picked(value, [index], len(first), False) for value in args], {}):
+                    raise mixed(func, layout, first[index])
             answers = by_torch(func, picked, named)
         results |= zip(chosen, answers or (), strict=False)
     return [results[index] for index in range(len(first))] if results else None

@@ -147,6 +147,9 @@ class ShardConfig:
         "where a parameter may be cut: between rows, between any elements, between blocks of rows, or nowhere",
     )
     rows: int = _at_least(1, 16, "rows of a block, for shard.placement = blocks")
+    replicate_below: int = _at_least(
+        0, 0, "bytes: each rank keeps the whole of smaller parameters, ungathered; 0: none"
+    )
     reshard: str = _one_of(
         ("auto", "always", "never"), "free whole parameters after forward; auto is always, but for the root"
     )

@@ -243,6 +243,7 @@ def _options(config: Config) -> dict[str, Any]:
     return {
         "mp_policy": precision,
         "placement": {"shard": None, "flat": Flat(), "blocks": Blocks(shard.rows), "whole": Owned()}[shard.placement],
+        "replicate_below": shard.replicate_below,
         "placements": None if shard.strategy == "auto" else shard.strategy,
         "reshard_after_forward": {"auto": None, "always": True, "never": False}[shard.reshard],
         "prefetch_policy": PrefetchPolicy(shard.prefetch, shard.prefetch),

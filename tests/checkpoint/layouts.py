@@ -64,6 +64,7 @@ PLACEMENTS: dict[str, Any] = {
     "blocks": {"placement": Blocks(1)},
     "blocks of 3": {"placement": Blocks(3)},
     "whole": {"placement": Owned()},
+    "replicated": {"placement": Flat(), "replicate_below": 120},
 }
 """By name, the arguments of `fully_shard`."""
 

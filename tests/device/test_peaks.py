@@ -171,9 +171,10 @@ def predicted_and_taken(setting: Setting) -> tuple[int, int]:
 
 @pytest.mark.values
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", [*SETTINGS, "Flat", "coalesced"])
+@pytest.mark.parametrize("name", [*SETTINGS, "Flat", "coalesced", "replicated"])
 def test_a_step_takes_what_was_predicted_to_the_byte(name, num_ranks, sim_world):
-    others = {"Flat": replace(IN_PARTS, placement="Flat"), "coalesced": replace(IN_PARTS, transport="coalesced")}
+    others = {each: replace(IN_PARTS, placement=each) for each in ("Flat", "replicated")}
+    others["coalesced"] = replace(IN_PARTS, transport="coalesced")
     setting = (SETTINGS | others)[name]
     for said, taken in sim_world(num_ranks, spoil="no", races="off").run(predicted_and_taken, setting).values:
         # Autograd makes the gradients of a norm's weight and bias together: the second is there when the first arrives.

@@ -111,6 +111,7 @@ MAKERS: dict[str, Any] = {
     "kept": partial(joined, reshard_after_forward=False),
     "ZeRO-1": partial(joined, placements="zero1"),
     "HSDP": partial(hybrid, joined),
+    "replicated": partial(joined, replicate_below=100),
 }
 
 

@@ -124,6 +124,8 @@ def _cut(placement: str) -> dict[str, Any]:
     if placement == "mixed":
         kinds = {0: None, 1: Shard(0), 2: sherd.Flat()}
         return {"shard_placement_fn": lambda each: kinds[each.dim()]}
+    if placement == "replicated":
+        return {"replicate_below": 300}
     runs = {"Shard(0)": None, "Flat": sherd.Flat(), "Blocks": sherd.Blocks(3), "Owned": sherd.Owned()}
     return {"placement": runs[placement]}
 

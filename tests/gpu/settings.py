@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 FRONTS = ("fully_shard", "wrapper", "flat wrapper")
 """A setting may also have "FSDP2" for one: torch's own, the control of the simulated device."""
-PLACEMENTS = ("Shard(0)", "Shard(1)", "Flat", "Blocks", "Owned", "mixed")
+PLACEMENTS = ("Shard(0)", "Shard(1)", "Flat", "Blocks", "Owned", "mixed", "replicated")
 STRATEGIES = {
     1: ("zero3", "zero2", "zero1", "ddp"),
     2: ("hsdp", "hfsdp", "hsdp_zero2", "zero1_across_zero2_within", "zero3"),

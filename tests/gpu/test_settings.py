@@ -31,6 +31,7 @@ CASES = {
     "Owned": Setting(width=13, placement="Owned", max_norm=0.1),
     "Owned, recomputed": Setting(placement="Owned", recompute="kept graph"),
     "each parameter by its own placement": Setting(width=13, placement="mixed", scalar=True),
+    "small parameters whole": Setting(placement="replicated", param_dtype="bfloat16"),
     # Strategies and meshes
     "ddp": Setting(strategy="ddp", micro_batches=2, accumulation="accumulate"),
     "zero1": Setting(strategy="zero1", placement="Flat", micro_batches=2, accumulation="accumulate"),

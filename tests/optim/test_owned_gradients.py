@@ -1,6 +1,7 @@
 """Gradients that go to one rank as a whole, of parameters that are cut: `gradient=Owned()`, the default of Muon."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -138,9 +139,9 @@ def test_unsharded_copies_show_them_and_a_deep_copy_has_the_same_owners():
 
 @on_threads(2)
 def test_other_optimizers_refuse_them_and_say_what_to_do():
-    model = owning(Shard(0))
-    model(batch()).square().mean().backward()
-    for foreach in (True, False):
+    for below, foreach in itertools.product((None, 150), (True, False)):
+        model = owning(Shard(0), replicate_below=below)
+        model(batch()).square().mean().backward()
         told = refusal(PlacementError, torch.optim.AdamW(model.parameters(), foreach=foreach).step)
         assert "for another optimizer shard with placement=Shard(0)" in told
 

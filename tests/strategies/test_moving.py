@@ -36,6 +36,7 @@ class Setup:
     levels: tuple[Level, ...] = ()
     cut: str = "rows"
     front_end: str = "fully_shard"
+    below: int | None = None
 
     @property
     def num_ranks(self):
@@ -54,7 +55,7 @@ class Setup:
                 parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         data = mesh[AXES[-len(self.shape) :]]
         if self.front_end == "fully_shard":
-            return sharded(model, self.levels, self.cut, data)
+            return sharded(model, self.levels, self.cut, data, replicate_below=self.below)
         return wrapped(model, self.levels, self.cut, data, use_orig_params=True)
 
 
@@ -117,7 +118,8 @@ def setups(draw):
     (shape, tp), cut = draw(SHAPES), draw(st.sampled_from(list(CUTS)))
     levels = tuple(draw(st.sampled_from(list(Level))) for _ in shape)
     wraps = cut in ("flat", "blocks", "whole") and tp == 1 and draw(st.booleans())
-    return Setup(shape, tp, levels, cut, "wrapper" if wraps else "fully_shard")
+    below = None if wraps else draw(st.sampled_from((None, 100, 1 << 20)))
+    return Setup(shape, tp, levels, cut, "wrapper" if wraps else "fully_shard", below)
 
 
 @pytest.mark.slow
@@ -132,8 +134,9 @@ def test_training_goes_on_from_any_strategy_under_any_other(world, source, targe
     assert_moves(world(source.num_ranks), source.placed, world(target.num_ranks), target.placed, full)
 
 
-def test_the_plain_model_is_one_of_them(world):
-    plain, hfsdp = Setup(), Setup((2, 2), 1, (Level.OPTIMIZER, Level.PARAMETERS), "flat")
+@pytest.mark.parametrize("below", [None, 100])
+def test_the_plain_model_is_one_of_them(world, below):
+    plain, hfsdp = Setup(), Setup((2, 2), 1, (Level.OPTIMIZER, Level.PARAMETERS), "flat", below=below)
     expected = assert_moves(world(1), plain.placed, world(4), hfsdp.placed)
     assert assert_moves(world(4), hfsdp.placed, world(1), plain.placed) == pytest.approx(expected, rel=1e-4)
 

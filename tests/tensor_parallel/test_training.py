@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import fsdp
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 import sherd
@@ -128,4 +128,36 @@ def test_named_axes_of_one_mesh_shard_or_replicate_and_several_shard_as_one(
         if axis != "tp":
             sample = 2 * sample + mesh.get_local_rank(axis)
     expected = pulled(Springs(SHAPES), range(2 ** (len(names) - 1)))
+    close(pulled(model, [sample]), expected)
+
+
+@pytest.mark.parametrize(
+    ("names", "dims"),
+    [
+        (("dp", "tp"), {"shard": "dp"}),
+        (("tp", "dp"), {"shard": "dp"}),
+        (("copy", "shard", "tp"), {"shard": "shard", "replicate": "copy"}),
+        (("dp", "cp", "tp"), {"shard": ("dp", "cp")}),
+        (("dp", "tp"), None),
+    ],
+    ids=["named", "behind", "replicas", "folded", "beside"],
+)
+@on_threads(8)
+def test_replicated_parameters_keep_their_tensor_parallel_placement_and_train_as_one_process(names, dims):
+    """All but the rows."""
+    mesh = mesh_of((2, 2, 2) if len(names) == 3 else (4, 2), *names)
+    model = Springs(SHAPES).on(mesh if dims else mesh["tp"])
+    sherd.fully_shard(
+        model,
+        mesh=mesh if dims else mesh["dp"],
+        dp_mesh_dims=DataParallelMeshDims(**dims) if dims else None,
+        shard_placement_fn=lambda each: None if each is model.rows else Replicate(),
+    )
+    assert len({each.device_mesh for each in model.parameters()}) == 1
+    assert model.columns.to_local().numel() == 48 // mesh["tp"].size()
+    sample = 0
+    for axis, name in enumerate(names):
+        if name != "tp":
+            sample = sample * mesh.size(axis) + mesh.get_local_rank(axis)
+    expected = pulled(Springs(SHAPES), range(8 // mesh["tp"].size()))
     close(pulled(model, [sample]), expected)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from sherd.comm.collectives import UsersCollectives
-from sherd.comm.transport import Transport
 from sherd.engine.moves.buffer_plan import BufferPlan, Fill
 from sherd.engine.moves.weights import Weights
 from sherd.engine.run.unit import Unit

@@ -369,6 +369,8 @@ def fully_shard_args(settings: Settings, compute_dtype: torch.dtype | None) -> d
         arguments["reshard_after_forward"] = False
     if settings.placement != "shard":
         arguments["placement"] = CUTS[settings.placement]
+    if settings.replicate_below:
+        arguments["replicate_below"] = settings.replicate_below
     if settings.offload:
         arguments["offload_policy"] = CPUOffloadPolicy()
     if compute_dtype is not None:

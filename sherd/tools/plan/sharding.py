@@ -108,7 +108,9 @@ def traffic_of(unit: Unit) -> Iterator[Traffic]:
         mesh = group.mesh
         reduced = sum(plan.reduced_by_piece) * group.reduce_dtype.itemsize if group.trained else 0
         yield Traffic(
-            gathered=0 if plan.is_never_gathered else group.packing.gathered_numel * group.compute_dtype.itemsize,
+            gathered=0
+            if plan.is_never_gathered or mesh.only_sums
+            else group.packing.gathered_numel * group.compute_dtype.itemsize,
             reduced=reduced if mesh.num_shards > 1 else 0,
             all_reduced=reduced // mesh.num_shards if mesh.num_replicas > 1 else 0,
             owned=group.shard_buffer.nbytes,

@@ -62,6 +62,7 @@ class Settings:
     Attributes:
         strategy: the name of what is sharded over the data-parallel axes; "auto": zero3, over two axes hsdp.
         placement: "shard", "flat" or "whole": how parameters are cut; "whole": each has one owner.
+        replicate_below: bytes; each rank keeps the whole of smaller parameters.
         wrapping: the units, by a word of `auto_shard`: "auto", "pairs", "parts" or "ends".
         reshard: unsharded parameters are freed after forward, except those of the root.
         checkpointing: the share of blocks, 0 to 1, that keep only their inputs for backward, and compute the rest
@@ -77,6 +78,7 @@ class Settings:
     mesh: Mesh
     strategy: str = "auto"
     placement: str = "shard"
+    replicate_below: int = 0
     wrapping: str = "auto"
     reshard: bool = True
     checkpointing: float = 0.0
@@ -107,6 +109,7 @@ class Settings:
         """The names of settings that change nothing."""
         # Without checkpointing no block computes again; all strategies but "auto" keep parameters anyway.
         has_none = {"recompute": not self.checkpointing, "reshard": self.strategy != "auto"}
+        has_none["replicate_below"] = not self.replicate_below
         return {name for name, is_so in has_none.items() if is_so}
 
     def in_words(self) -> dict[str, str]:
@@ -139,6 +142,7 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "mesh": str,
     "strategy": lambda strategy: "all sharded" if strategy == "auto" else str(strategy),
     "placement": lambda placement: f"{placement} placement",
+    "replicate_below": lambda below: f"whole below {below:,} bytes",
     "wrapping": lambda wrapping: UNITS[wrapping],
     "reshard": lambda frees: "freed after forward" if frees else "kept for backward",
     "checkpointing": lambda share: {0: "activations kept", 1: "blocks computed again"}.get(
