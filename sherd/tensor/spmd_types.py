@@ -27,7 +27,7 @@ from torch.distributed.tensor import Replicate as ReplicateSpec
 from torch.distributed.tensor import Shard as ShardSpec
 from torch.distributed.tensor.placement_types import Placement as PlacementSpec
 
-from sherd._torch import DTensorSpec, all_gather_single, dtensor, dtensor_spec, local_tensor
+from sherd._torch import DTensorSpec, all_gather_single, dtensor, dtensor_spec
 from sherd.comm.mesh import DataMesh
 from sherd.errors import PlacementError
 from sherd.layout.extent import chunks
@@ -56,14 +56,12 @@ class SpmdTypes:
     Attributes:
         spec: the layout of the parameter as a DTensor.
         gradient: the placements of the gradient that autograd brings.
-        wanted: those of the gradient that is reduced, which is still a sum on the data-parallel axes.
         local: the types as the package keeps them, on the axes of the user's own mesh.
         partition: the axes that cut each dim (`PartitionSpec`), if any.
     """
 
     spec: DTensorSpec
     gradient: tuple[PlacementSpec, ...]
-    wanted: tuple[PlacementSpec, ...]
     local: Types
     partition: object
 
@@ -71,10 +69,9 @@ class SpmdTypes:
         """Give `tensor`, the parameter's local tensor, the types."""
         sys.modules["spmd_types"].assert_type(tensor, self.local, partition_spec=self.partition)
 
-    def summed(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns `gradient`, of the local tensor, summed over the axes with R that are not data parallel."""
-        on_mesh = dtensor(gradient, dtensor_spec(self.spec.mesh, self.gradient, self.spec.shape, gradient.dtype))
-        return local_tensor(on_mesh.redistribute(placements=self.wanted))
+    def on_mesh(self, gradient: torch.Tensor) -> DTensor:
+        """Returns `gradient`, of the local tensor, as a DTensor, which is still a sum on axes with R."""
+        return dtensor(gradient, dtensor_spec(self.spec.mesh, self.gradient, self.spec.shape, gradient.dtype))
 
 
 def spmd_types_of(parameter: torch.Tensor, mesh: DataMesh, name: str) -> SpmdTypes | None:
@@ -103,17 +100,16 @@ def spmd_types_of(parameter: torch.Tensor, mesh: DataMesh, name: str) -> SpmdTyp
     others = {axis: axis_name for axis_name, axis in axes.items() if axis_name not in data_names and axis.size() > 1}
     _require_whole(spmd, local, cuts, others, _span(spmd, (axes[each] for each in data_names)), name)
     placements: list[PlacementSpec] = [ReplicateSpec() for _ in axes]
-    wanted: list[PlacementSpec] = [PartialSpec() if each in data_names else ReplicateSpec() for each in axes]
-    gradient = list(wanted)
+    gradient: list[PlacementSpec] = [PartialSpec() if each in data_names else ReplicateSpec() for each in axes]
     for at, axis in enumerate(axes.values()):
         if axis in cuts:
-            placements[at] = gradient[at] = wanted[at] = ShardSpec(cuts[axis])
+            placements[at] = gradient[at] = ShardSpec(cuts[axis])
         elif axis in others and local[axis] is spmd.R:
             gradient[at] = PartialSpec()
     shape = _whole_shape(parameter.shape, full, placements, mesh.device, name)
     spec = dtensor_spec(full, tuple(placements), shape, parameter.dtype)
     own = {axis: local.get(axis, spmd.R) for axis in _own_axes(spmd, local, axes, name)}
-    return SpmdTypes(spec, tuple(gradient), tuple(wanted), own, partition)
+    return SpmdTypes(spec, tuple(gradient), own, partition)
 
 
 def untyped(attributes: Mapping[str, object]) -> dict[str, object]:

@@ -151,7 +151,7 @@ def as_dense(gradient: torch.Tensor, group: Group, index: int) -> torch.Tensor:
     """
     record = group.parameters[index]
     if record.types is not None:
-        gradient = record.types.summed(gradient)
+        gradient = record.types.on_mesh(gradient)
     if isinstance(gradient, DTensor):
         spec, dims = record.unsharded_spec, record.mesh.dims
         assert spec is not None, "only a DTensor parameter has a DTensor gradient"
