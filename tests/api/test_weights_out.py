@@ -230,7 +230,8 @@ def leave_alone() -> None:
             raise KeyError("the reader of rank 1")
 
 
-def test_an_error_on_one_rank_ends_the_others(world):
+def test_an_error_on_one_rank_ends_the_others(world, monkeypatch):
+    monkeypatch.setattr("tests.support.ranks.GRACE_S", 0.3)  # the other one waits for what does not come
     with pytest.raises(RanksFailed) as caught:
         world(2).run(leave_alone)
     assert caught.value.errors[1][0] == "KeyError"

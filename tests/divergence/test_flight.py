@@ -272,16 +272,18 @@ def test_nobody_asks_the_store_once_the_group_is_destroyed():
 
 
 def killed_beside_a_child(transport: str, folder: str) -> None:
-    model = sharded(transport)
+    model, raised = sharded(transport), Path(folder, "raised")
     step(model)
     if dist.get_rank() == 1:
         if not os.fork():
-            time.sleep(20)  # with the sockets of its parent
+            deadline = time.monotonic() + 20
+            while not raised.exists() and time.monotonic() < deadline:
+                time.sleep(0.02)  # with the sockets of its parent
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(CommError, match="rank 1 has died"):
         step(model)
-    Path(folder, "raised").touch()
+    raised.touch()
 
 
 @pytest.mark.values

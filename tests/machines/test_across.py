@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from sherd import CommPolicy, fully_shard
+from sherd._torch import timeout_of
 from sherd.comm.transports import transport_of
 from sherd.errors import CommError
 from sherd.train.config import Config
@@ -151,6 +152,9 @@ def hybrid(rank, environment, pipe):
     groups = {"shard": mesh.get_group("shard"), "replicate": mesh.get_group("replicate"), "all": dist.group.WORLD}
     kinds = {name: transport_of(group, torch.device("cpu"), CommPolicy()) for name, group in groups.items()}
     pipe.send((os.environ["GLOO_SOCKET_IFNAME"], {name: type(kind).__name__ for name, kind in kinds.items()}))
+    pipe.send({name: timeout_of(group, torch.device("cpu")) for name, group in groups.items() if name != "shard"})
+    for group in groups.values():
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
     assert pipe.recv() == "the link is cut"
     try:
         model(batches()[0]).sum().backward()
@@ -185,6 +189,7 @@ def test_ranks_share_memory_within_a_host_use_gloo_across_miss_no_break_and_name
     found += [heard(), heard()]
     assert found == [pytest.approx([expected] * 4, rel=1e-5) for expected in losses_on_one_rank()]
     assert heard() == [(INTERFACE, {"shard": "SharedMemory", "replicate": "Gloo", "all": "Gloo"})] * 4
+    assert heard() == [dict.fromkeys(("replicate", "all"), timedelta(seconds=TIMEOUT_S))] * 4
 
     hosts.cut()
     for pipe in pipes:
