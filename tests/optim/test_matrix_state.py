@@ -92,8 +92,8 @@ def test_the_optimizer_steps_as_the_function_does_by_hand():
 @on_threads(1, 2, 3, 4, front=FRONTS)
 def test_a_function_that_keeps_state_trains_as_in_one_process(front):
     plain, model = Layers(), sharded_by(front, Layers())
-    by_hand(plain, batches(8))
-    trained(model, optimizer_of(model), batches(8))
+    by_hand(plain, batches(4))
+    trained(model, optimizer_of(model), batches(4))
     assert_as_plain(model, plain)
 
 

@@ -58,7 +58,7 @@ def torchs_steps(model: nn.Module, batches: list[torch.Tensor], **options) -> No
         model.zero_grad()
 
 
-def batches(steps: int = 8) -> list[torch.Tensor]:
+def batches(steps: int = 4) -> list[torch.Tensor]:
     return [torch.randn(6, 5, generator=torch.Generator().manual_seed(step)) for step in range(steps)]
 
 

@@ -26,7 +26,7 @@ def muon(model: nn.Module, **options) -> Muon:
     return Muon(model, lr=0.02, **EXACT, **options)
 
 
-@on_threads(1, 2, 3, front=[*FRONTS, "flat wrapper"])
+@on_threads(1, 2, 3, front=FRONTS)
 def test_muon_trains_as_in_one_process_and_all_updates_are_there_when_backward_is_over(front):
     plain, model = stack(), sharded_by(front, stack())
     sherd.step_in_backward(model, muon(model, beta2=0.9))

@@ -23,6 +23,7 @@ from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.tools.simulate.work import Collective, Op, OpKind, Wait
 from sherd.train.models import Decoder
+from tests.planning.models import FIXED
 from tests.planning.played import engine, most, settled
 from tests.planning.test_plan_and_trace import DECODER, SAMPLES, TWO, counts, tokens, usual_loss
 from tests.support.meshes import mesh_of
@@ -182,7 +183,8 @@ def test_whole_parameters_are_tried_for_muon_alone_and_the_rank_with_the_most_co
     made = partial(
         sherd.plan, model, batch=tokens(4), loss=usual_loss, cluster="laptop", optimizer=optimizer, compute_dtype=None
     )
-    tried = {each.placement for each in made(mesh=4).found.outcomes}
+    fixed = {name: value for name, value in FIXED.items() if name != "placement"}
+    tried = {each.placement for each in made(mesh=4, **fixed).found.outcomes}
     assert tried == {"shard", "flat"} | ({"whole"} if optimizer == "muon" else set())
     resting = [
         change.nbytes

@@ -251,13 +251,13 @@ def test_a_run_is_planned_as_it_was_configured_and_so_compares_with_its_record(f
 
 
 def test_muon_is_planned_by_its_name_or_a_config_with_half_of_the_state_and_may_be_written(files, capsys):
-    words = files / "train.toml", "--cluster", "laptop", "--ranks", 2, "--micro-batch", 4
+    words = files / "train.toml", "--cluster", "laptop", "--mesh", "dp=2", *FIXED, "--micro-batch", 4
     written = files / "muon.toml"
-    out = said(capsys, *words, "--optimizer", "muon", "--placement", "shard", "--write", written)
+    out = said(capsys, *words, "--optimizer", "muon", "--write", written)
     assert "of what travels in it is hidden" in out
     assert Config.of(read_tree(str(written))).optimizer.name == "muon"
     by_config, adamw, muon = (
-        json.loads(said(capsys, *of, *words[1:], "--placement", "shard", "--strategy", "auto", "--json"))
+        json.loads(said(capsys, *of, *words[1:], "--json"))
         for of in ([written], [words[0]], [words[0], "--optimizer", "muon"])
     )
     assert by_config["peak"] == muon["peak"]
