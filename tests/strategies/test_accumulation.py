@@ -18,7 +18,7 @@ from tests.support import sharding
 from tests.support.comparing import whole_grads
 from tests.support.meshes import mesh_of
 from tests.support.models import build, noise
-from tests.support.ranks.bodies import on_processes
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.training import Recipe, made
 
 OUTER, INNER = "outer", "inner"
@@ -96,7 +96,7 @@ def test_each_backward_reduces_over_the_axes_that_gradients_are_sharded_over_and
 
 
 @pytest.mark.parametrize("front_end", ["fully_shard", "original", "flat_parameter"])
-@on_processes(4, timeout=240)
+@on_threads(4)
 def test_accumulated_steps_are_those_of_one_process(front_end):
     words = {"micro_batches": 2, "max_norm": 0.1}
     how = {"accumulate": True}
@@ -112,7 +112,7 @@ def test_accumulated_steps_are_those_of_one_process(front_end):
 BRANCHES = (2, 0, 1)
 
 
-@on_processes(4)
+@on_threads(4)
 def test_a_unit_that_only_an_early_backward_reached_has_its_gradient_after_the_last():
     """Each micro-batch runs another unit, the last one among them."""
     found = {}
@@ -137,7 +137,7 @@ class Dot(nn.Module):
         return (self.weight * x).sum()
 
 
-@on_processes(4, preset=PRESETS)
+@on_threads(4, preset=PRESETS)
 def test_micro_batches_add_up_in_float32_whatever_they_are_reduced_in(preset):
     low, model = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), Dot()
     sherd.fully_shard(model, mesh=mesh_of((2, 2)), placements=preset, mp_policy=low, comm_policy=TORCH)
@@ -152,7 +152,7 @@ def own_gradients(model):
     return [each.grad.to_local().clone() for each in model.parameters()]
 
 
-@on_processes(4, preset=["zero1", "hfsdp"])
+@on_threads(4, preset=["zero1", "hfsdp"])
 def test_a_step_that_goes_wrong_says_so_and_leaves_nothing_to_the_next(preset):
     model = sharded(build("mlp"), preset, "flat")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -183,7 +183,7 @@ def test_a_step_that_goes_wrong_says_so_and_leaves_nothing_to_the_next(preset):
         torch.testing.assert_close(own_gradients(model), expected)
 
 
-@on_processes(4)
+@on_threads(4)
 def test_switching_reductions_off_by_hand_inside_changes_no_value():
     """Of announced micro-batches some are not to be reduced, by the switches of either front end."""
     found = {}
@@ -215,7 +215,7 @@ def penalty(model, number):
     return loss + slope.square().sum()
 
 
-@on_processes(2)
+@on_threads(2)
 def test_a_backward_for_other_tensors_is_none_of_those_announced():
     model = sharding.sharded(made(three_layers))
     with sherd.accumulate(model, 2):

@@ -52,7 +52,7 @@ def pair(at):
 
 
 @pytest.mark.parametrize("turn", range(4))
-@on_processes(4, timeout=240)
+@on_threads(4)
 def test_all_pairs_of_levels_train_as_one_process_under_every_cut(turn):
     assert_each_trains({levels: pair(at) for at, levels in enumerate(PAIRS) if at % 4 == turn})
 
@@ -62,7 +62,7 @@ SHAPES = ((1, 4), (4, 1), (1, 1), (3,))
 
 @pytest.mark.front("Strategies as values")
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
-@on_processes(timeout=240)
+@on_threads()
 def test_axes_of_one_rank_and_single_axes_train_as_one_process():
     cases = {}
     for at, shape in enumerate(SHAPES):
@@ -106,7 +106,7 @@ def test_transports_offload_recomputation_and_resharding_go_with_every_strategy(
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "hfsdp"])
-@on_processes(4, timeout=240)
+@on_threads(4)
 def test_flat_parameters_and_flat_steps_train_as_one_process(preset):
     recipe = Recipe("mlp", max_norm=0.1)
     flat, stepped = Case(recipe, preset, by=wrapped), Case(recipe, preset, how={"flatten": True})
@@ -140,13 +140,13 @@ def replicated(model, levels, cut, mesh):
     ],
     ids=["ZeRO-1", "copies", "HFSDP", "replicate"],
 )
-@on_processes(4, timeout=240)
+@on_threads(4)
 def test_models_without_data_and_replicated_ones_train_as_one_process(case):
     assert_each_trains({case.by.__name__: case})
 
 
 @pytest.mark.parametrize(("reduce_dtype", "atol"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
-@on_processes(4)
+@on_threads(4)
 def test_low_precision_computes_what_the_default_strategy_does(reduce_dtype, atol):
     """Casts happen at the same places; sums in float32 in another order, those in bfloat16 round otherwise."""
     policy, found = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype), {}
@@ -157,7 +157,7 @@ def test_low_precision_computes_what_the_default_strategy_does(reduce_dtype, ato
         assert_named_close(params, found[(PARAMETERS,)], f"{levels}: parameter", 0, atol)
 
 
-@on_processes(4)
+@on_threads(4)
 def test_all_ranks_skip_the_step_in_which_one_overflows():
     """Of five scaled steps rank 1 overflows in the third."""
     recipe = Recipe("mlp", steps=5)

@@ -8,7 +8,7 @@ from torch.distributed import fsdp
 from torch.utils.checkpoint import checkpoint
 
 import sherd
-from tests.support.ranks.bodies import on_processes, on_threads
+from tests.support.ranks.bodies import on_threads
 from tests.tensor_parallel.training import (
     EVEN,
     assert_bit_equal,
@@ -43,7 +43,7 @@ def plain_gradients(*batches):
 # Where and in what
 
 
-@on_processes(4)
+@on_threads(4)
 def test_mixed_precision_equals_torchs_and_shards_may_rest_on_the_host():
     mesh = mesh_of((2, 2), "dp", "tp")
     rank = [mesh.get_local_rank("dp")]
@@ -60,7 +60,7 @@ def test_mixed_precision_equals_torchs_and_shards_may_rest_on_the_host():
 # Gradients
 
 
-@on_processes(4)
+@on_threads(4)
 def test_accumulated_gradients_and_recomputed_ones_are_those_of_one_process():
     """Reduced each time, at the last one, and with activations computed again."""
     mesh = mesh_of((2, 2), "dp", "tp")
@@ -88,7 +88,7 @@ def test_the_norm_is_that_of_all_parts_on_both_axes_each_counted_once(clip):
     close(whole_grads(net), whole_grads(one), ".grad")
 
 
-@on_processes(4, kind=[sherd.ShardedGradScaler, torch.amp.GradScaler])
+@on_threads(4, kind=[sherd.ShardedGradScaler, torch.amp.GradScaler])
 def test_all_ranks_skip_a_step_in_which_one_overflows(kind):
     """The first step overflows on one rank of four."""
     mesh = mesh_of((2, 2), "dp", "tp")

@@ -98,7 +98,7 @@ def test_replicas_that_own_pieces_of_parts_put_them_together(placements):
     close(model, plain)
 
 
-@on_processes(4)
+@on_threads(4)
 def test_axes_by_name_and_the_wrapper_put_parts_together_too():
     mesh = mesh_of((2, 2), "dp", "tp")
     plain = Springs(SHAPES)
@@ -145,7 +145,7 @@ def test_training_goes_on_from_mesh_to_mesh_to_one_process_and_back(world, tmp_p
             assert_same(after, wholes(plain), f" after a step on {shape}", rtol=1e-3, atol=1e-4)
 
 
-@on_processes(4)
+@on_threads(4)
 def test_blockwise_takes_each_part_for_a_matrix():
     mesh = mesh_of((2, 2), "dp", "tp")
     shapes = {name: SHAPES[name] for name in ("rows", "columns")}
@@ -191,7 +191,7 @@ def test_heads_that_parts_cut_are_put_together():
 
 @pytest.mark.parametrize("sizes", [EVEN, ODD], ids=["even", "odd"])
 @pytest.mark.parametrize("kind", [Muon, torch.optim.Muon])
-@on_processes(4)
+@on_threads(4)
 def test_a_parallelized_model_trains_as_in_one_process(sizes, kind):
     mesh = mesh_of((2, 2), "dp", "tp")
     plain, model = built(sizes), tensor_parallel(built(sizes), mesh["tp"])
