@@ -94,10 +94,18 @@ class PipelineStage(pipelining.PipelineStage):
 
         Gradients of earlier steps are then added, undivided.
         """
-        if not self.has_backward:
-            return
+        if self.has_backward:
+            self.start_gradient_reduction()
+            self.wait_for_gradient_reduction(grad_scale_factor)
+
+    def start_gradient_reduction(self) -> None:
+        """As torch's (2.15): the first half of `perform_reduce_grad`."""
         self._sherd_set_earlier_aside()
-        self._sherd_units.reduce()
+        self._sherd_units.start_reduce()
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        """As torch's (2.15): the second half of `perform_reduce_grad`."""
+        self._sherd_units.end_reduce()
         self.scale_grads(grad_scale_factor)
         earlier, self._sherd_earlier = self._sherd_earlier, None
         for shard, gradient in earlier or ():

@@ -19,7 +19,7 @@ from torch import nn
 from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError, OwnershipError, StateError
-from sherd.schedule.actions import EndBackward, GradientsReady
+from sherd.schedule.actions import GradientsReady
 from sherd.schedule.state import Live
 
 DURING_A_STEP = {
@@ -30,8 +30,8 @@ DURING_A_STEP = {
 }
 """Fields of a unit's policy, and their values between micro-batches."""
 
-CHANGED = (*DURING_A_STEP, "all_reduce_gradients")
-"""Fields that a step changes; torch's stage sets `all_reduce_gradients`."""
+CHANGED = (*DURING_A_STEP, "all_reduce_gradients", "finalizes_by_hand")
+"""Fields that a step changes; torch's stage sets the last two."""
 
 
 class StageUnits:
@@ -137,10 +137,13 @@ class StageUnits:
         """
         self._restore_policies()
 
-    def reduce(self) -> None:
-        """End a step: free unsharded parameters, and add the reduced gradients of all micro-batches to the shards'."""
+    def start_reduce(self) -> None:
+        """Free unsharded parameters, and start the reductions of all micro-batches' gradients by the user's policies."""
         self._restore_policies()
         self.start_reductions()
+
+    def end_reduce(self) -> None:
+        """End a step: add the reduced gradients to the shards'."""
         self.finish_reductions()
         self._has_begun = False
 
@@ -157,7 +160,7 @@ class StageUnits:
         """Finish the reductions; the shards have their gradients afterwards."""
         for runtime in self._each_runtime():
             runtime.expect_last_backward(True)
-            runtime.tape.play(EndBackward)
+            runtime.end_backwards()
 
     def _each_runtime(self) -> list[Runtime]:
         return list({id(runtime): runtime for runtime, _ in self.runtimes}.values())
