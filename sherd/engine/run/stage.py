@@ -138,7 +138,7 @@ class StageUnits:
         self._restore_policies()
 
     def start_reduce(self) -> None:
-        """Free unsharded parameters, and start the reductions of all micro-batches' gradients by the user's policies."""
+        """Free unsharded parameters, and start the reductions of all micro-batches' gradients as the policies say."""
         self._restore_policies()
         self.start_reductions()
 
