@@ -145,18 +145,6 @@ def _torch_face() -> type:
         def _get_fsdp_state(self) -> Any:
             return _State(self)
 
-        # What schedules and stages call since 2.15
-
-        def set_manual_backward_finalization(self, enabled: bool) -> None:
-            """Do nothing: where gradients are not to be reduced, they wait for `finalize_backward` in any case."""
-
-        def finalize_backward(self, *, async_op: bool = False) -> Any:
-            units = StageUnits(self, type(self).__name__)
-            units.start_reductions()
-            if async_op:
-                return SimpleNamespace(wait=units.finish_reductions)
-            return units.finish_reductions()
-
     return TorchFace
 
 

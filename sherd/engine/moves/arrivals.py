@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import dynamo_disabled, exchangeable_hook, local_tensor
+from sherd._torch import REDUCES_IN_GRAD_DTYPE, dynamo_disabled, exchangeable_hook, local_tensor
 from sherd.comm.buffers import Buffer
 from sherd.comm.streams import CommStream
 from sherd.engine.moves.buffer_plan import BATCH_BYTES, BufferPlan, Scale
@@ -144,7 +144,7 @@ class ReduceBuffer:
 def as_dense(gradient: torch.Tensor, group: Group, index: int) -> torch.Tensor:
     """Returns `gradient`, which autograd accumulated for parameter number `index` of `group`, as a plain tensor.
 
-    What is summed over tensor-parallel ranks is summed in the group's reduce dtype, if that is wider.
+    What is summed over tensor-parallel ranks is summed in the group's reduce dtype, if that is wider, as in torch 2.15.
 
     Raises:
         GradientError: the gradient is sparse.
@@ -163,7 +163,7 @@ def as_dense(gradient: torch.Tensor, group: Group, index: int) -> torch.Tensor:
             have if axis in data_axes else want
             for axis, (have, want) in enumerate(zip(gradient.placements, spec.placements, strict=True))
         ]
-        is_narrow = wanted != list(gradient.placements) and gradient.dtype.itemsize < group.reduce_dtype.itemsize
+        is_narrow = REDUCES_IN_GRAD_DTYPE and gradient.dtype.itemsize < group.reduce_dtype.itemsize
         summed = gradient.redistribute(placements=wanted, forward_dtype=group.reduce_dtype if is_narrow else None)
         gradient = local_tensor(summed)
     if gradient.layout is not torch.strided:

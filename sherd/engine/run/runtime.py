@@ -364,7 +364,7 @@ class Runtime:
                 self._unreduced.add(index)
             if unit.policy.on_touch == "unshard":
                 unit.watch_touch()
-        self._finish_reductions(self._is_last_backward and not self.by_hand)
+        self.end_backwards(self._is_last_backward and not self.by_hand)
         for monitor in self.monitors:
             monitor.end_backward(self.root)
         self.in_backward, self._brings_gradients = False, None
@@ -373,7 +373,8 @@ class Runtime:
         if self.unmanaged.replicated and self.root.policy.reduce_gradients:
             self.unmanaged.average_gradients()
 
-    def _finish_reductions(self, is_last: bool) -> None:
+    def end_backwards(self, is_last: bool = True) -> None:
+        """Free parameters after a backward, and after the last one of a step finish its reductions."""
         self.tape.play(do.EndBackward, is_last)
         # Last, because the host waits here: all reductions are queued by now.
         for unit in self.units:
@@ -405,7 +406,7 @@ class Runtime:
         if self.unmanaged.replicated and self.root.policy.reduce_gradients and 0 in self._unreduced:
             self.unmanaged.average_gradients()
         if wait:
-            self._finish_reductions(True)
+            self.end_backwards()
         else:
             self.reduction = object()
         return self.reduction
@@ -439,7 +440,7 @@ class Runtime:
                 f"this gradient reduction of {self.root.name} was given up by reset_iter_state(), or by a forward "
                 "after an error; its gradients are lost, so run the step again"
             )
-        self._finish_reductions(True)
+        self.end_backwards()
 
     def expect_last_backward(self, is_last: bool) -> None:
         """Note whether the next backward is the last one before a step. Reductions stay in flight until the last."""

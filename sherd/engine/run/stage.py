@@ -19,7 +19,7 @@ from torch import nn
 from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.unit import Unit
 from sherd.errors import ModuleError, OwnershipError, StateError
-from sherd.schedule.actions import EndBackward, GradientsReady
+from sherd.schedule.actions import GradientsReady
 from sherd.schedule.state import Live
 
 DURING_A_STEP = {
@@ -30,8 +30,8 @@ DURING_A_STEP = {
 }
 """Fields of a unit's policy, and their values between micro-batches."""
 
-CHANGED = (*DURING_A_STEP, "all_reduce_gradients")
-"""Fields that a step changes; torch's stage sets `all_reduce_gradients`."""
+CHANGED = (*DURING_A_STEP, "all_reduce_gradients", "finalizes_by_hand")
+"""Fields that a step changes; torch's stage sets the last two."""
 
 
 class StageUnits:
@@ -151,7 +151,7 @@ class StageUnits:
         """End a step: the gradients of all micro-batches have been added to the shards' afterwards."""
         for runtime in self._each_runtime():
             runtime.expect_last_backward(True)
-            runtime.tape.play(EndBackward)
+            runtime.end_backwards()
         self._has_begun = False
 
     def _each_runtime(self) -> list[Runtime]:
