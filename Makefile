@@ -62,6 +62,7 @@ test-device: $(VENV)/.test
 
 conformance: $(VENV)/.test
 	$(BIN)/python -m tests.conformance $(ARGS)
+	$(BIN)/python -m tests.conformance.newer
 
 train: $(VENV)/.train
 	$(BIN)/sherd train $(ARGS)

@@ -27,7 +27,7 @@ def source_tree() -> Path:
     try:
         _unpack(_downloaded(), tree)
     except (OSError, subprocess.CalledProcessError, StopIteration) as error:
-        said = getattr(error, "stderr", "") or str(error)
+        said = getattr(error, "stderr", "") or str(error) or "there is no archive of this version"
         sys.exit(
             f"the sources of PyTorch {VERSION} cannot be had by apt ({' '.join(said.split())[-200:]}); {GIVEN}= may "
             "name a folder with them"
@@ -37,7 +37,10 @@ def source_tree() -> Path:
 
 def _downloaded() -> Path:
     """Returns the archive that `apt-get source` brought, from the mirror that this machine has packages of."""
-    mirror = next(iter(_said("apt-get", "indextargets", "--format", "$(REPO_URI)", "Origin: Debian").split()), "")
+    repositories = _said("apt-get", "indextargets", "--format", "$(REPO_URI)").split()
+    mirror = next((each for each in repositories if each.rstrip("/").endswith("/debian")), None)
+    if mirror is None:
+        raise OSError("apt knows no mirror of Debian")
     (FOLDER / "sources.list").write_text(f"deb-src {mirror} {RELEASE} main\n")
     # Lists of its own: nothing of the machine's changes, and nobody has to be root.
     own = {"Etc::SourceList": "sources.list", "Etc::SourceParts": "none", "State::Lists": "lists", "Cache": "cache"}
