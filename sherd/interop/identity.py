@@ -151,7 +151,8 @@ def _torch_face() -> type:
             """Do nothing: where gradients are not to be reduced, they wait for `finalize_backward` in any case."""
 
         def finalize_backward(self, *, async_op: bool = False) -> Any:
-            units = StageUnits(self, type(self).__name__)
+            module: Any = self
+            units = StageUnits(module, type(self).__name__)
             units.start_reductions()
             if async_op:
                 return SimpleNamespace(wait=units.finish_reductions)
