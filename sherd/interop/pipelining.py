@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import pipelining
 
-from sherd._torch import defers_reductions
+from sherd._torch import defers_reductions, write_into
 from sherd.engine import StageUnits, Unit
 from sherd.errors import StateError
 from sherd.interop.identity import lend_identity
@@ -62,7 +62,13 @@ class PipelineStage(pipelining.PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """As torch's."""
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        # Since 2.15 torch's method has FSDP wait for a call after the last backward. The units know which one that is.
+        name, module = "set_manual_backward_finalization", self.submod
+        write_into(module, name, _do_nothing)
+        try:
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        finally:
+            delattr(module, name)
         if not self.has_backward and fwd_chunk_id == len(self.args_recv_info) - 1:
             self._sherd_units.end()
         return output
@@ -130,6 +136,10 @@ class PipelineStage(pipelining.PipelineStage):
         gradients = [parameter.grad for parameter in self.submod.parameters() if parameter.grad is not None]
         if grad_scale_factor != 1 and gradients:
             torch._foreach_div_([local_part(gradient) for gradient in gradients], grad_scale_factor)
+
+
+def _do_nothing(*_: object) -> None:
+    pass
 
 
 def split_backwards_in_torchs_stages() -> Callable[[], None]:
