@@ -93,8 +93,9 @@ class Muon(MatrixOptimizer):
             al. 2024) or "polar_express" (Amsel et al. 2025).
         eps: the least norm that a matrix is divided by.
         ns_steps: the number of iterations.
-        adjust_lr_fn: how the rate depends on a matrix's shape: "original" (None), by sqrt(max(1, rows / columns)); or
-            "match_rms_adamw" (Liu et al. 2025), by 0.2 sqrt(max(rows, columns)).
+        adjust_lr_fn: how the rate depends on a matrix's shape: "original" (None), by sqrt(max(1, rows / columns));
+            "match_rms_adamw" (Liu et al. 2025), by 0.2 sqrt(max(rows, columns)); or "spectral_unclamped" (torch 2.14;
+            here with every torch), by sqrt(rows / columns).
         rule: says why a parameter of a model is left to AdamW.
         heads: the number of heads of parameters, by the end of their names: as many blocks of rows are orthogonalised
             by themselves.
@@ -213,8 +214,10 @@ class Muon(MatrixOptimizer):
             if float(beta2) >= 1:
                 raise PolicyError(f"Muon(beta2={beta2}): expected None or a number from 0 to below 1, such as 0.95")
         adjust = group["adjust_lr_fn"]
-        if adjust not in (None, "original", "match_rms_adamw"):
-            raise PolicyError(f"Muon(adjust_lr_fn={adjust!r}): expected None, 'original' or 'match_rms_adamw'")
+        if adjust not in (None, "original", "match_rms_adamw", "spectral_unclamped"):
+            raise PolicyError(
+                f"Muon(adjust_lr_fn={adjust!r}): expected None, 'original', 'match_rms_adamw' or 'spectral_unclamped'"
+            )
         coefficients_of(group["ns_coefficients"], group["ns_steps"])
         super()._check(group)
         of_adamw = {key: group[key] for key in self._adamw_options if key in group}
@@ -334,7 +337,8 @@ class Muon(MatrixOptimizer):
         """Returns what the learning rate of a matrix is multiplied by, as `adjust_lr_fn` says."""
         if group["adjust_lr_fn"] == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
-        return math.sqrt(max(1.0, rows / max(columns, 1)))
+        ratio = rows / max(columns, 1)
+        return math.sqrt(ratio if group["adjust_lr_fn"] == "spectral_unclamped" else max(1.0, ratio))
 
 
 class TorchMuonStep(Muon):

@@ -20,6 +20,7 @@ from tests.support.meshes import mesh_of
 from tests.support.ranks.bodies import on_threads
 from tests.support.refusals import refusal
 from tests.support.sharding import sharded
+from tests.support.versions import needs_torch, torch_is_older
 
 EXACT = {"ns_dtype": torch.float32}
 FRONTS = ["shard", "cut", "flat", "blocks", "owned", "wrapper", "flat wrapper", "columns"]
@@ -118,7 +119,12 @@ def test_replicas_divide_the_matrices(front, sizes):
     assert_as_plain(model, plain)
 
 
-@pytest.mark.parametrize(("adjust", "cached"), [(None, 512 << 10), (None, 0), ("match_rms_adamw", 512 << 10)])
+UNCLAMPED = pytest.param("spectral_unclamped", 512 << 10, marks=needs_torch(2, 14, "it has no such rate"))
+
+
+@pytest.mark.parametrize(
+    ("adjust", "cached"), [(None, 512 << 10), (None, 0), ("match_rms_adamw", 512 << 10), UNCLAMPED]
+)
 def test_products_in_bfloat16_are_those_of_torch_to_the_bit(adjust, cached, monkeypatch):
     """In a batch, and one by one as those that are too large for a core's cache.
 
@@ -317,7 +323,8 @@ def test_torchs_own_muon_over_shards_is_stepped_so_to_the_bit(front):
     model.load_state_dict(plain.state_dict())
     model = sharded(model, front)
     for each in (plain, model):
-        optimizer = torch.optim.Muon(each.parameters(), lr=0.02)
+        rate = {} if torch_is_older(2, 14) else {"adjust_lr_fn": "spectral_unclamped"}
+        optimizer = torch.optim.Muon(each.parameters(), lr=0.02, **rate)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         for step in range(3):
             each(torch.ones(2, 6) + step).square().mean().backward()

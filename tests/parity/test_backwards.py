@@ -1,5 +1,7 @@
 """Unusual backwards, and programs that fail in the middle of one, leave the right gradients."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from tests.support.models import Wired, build, noise
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.sharding import sharded
 from tests.support.training import Recipe, assert_same_run, made, steps_sharded, train_plain
+from tests.support.versions import needs_torch
 
 
 def check(ranks, cases):
@@ -232,3 +235,31 @@ def test_an_input_may_be_a_leaf():
             model(x).sum().backward()
         found.append({"x": x.grad, **whole_grads(model)})
     assert_named_close(*found, "gradient", 1e-5, 1e-5)
+
+
+@needs_torch(2, 14, "set_output_grad_dtype")
+@on_threads(2)
+def test_a_gradient_of_another_dtype_than_the_units_output_arrives_as_it_is():
+    class Wide(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.set_output_grad_dtype(torch.float32)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            dtypes.append(gradient.dtype)
+            return (gradient * 3).bfloat16()
+
+    class Narrow(torch.nn.Linear):
+        def forward(self, x):
+            return Wide.apply(super().forward(x))
+
+    dtypes: list[torch.dtype] = []
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(Narrow(4, 4), Narrow(4, 4)).bfloat16()
+    model = sharded(copy.deepcopy(plain))
+    for each in (plain, model):
+        each(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().sum().backward()
+    assert dtypes == 4 * [torch.float32]
+    assert_named_close(whole_grads(model), {n: p.grad for n, p in plain.named_parameters()}, "gradient", 0.0, 0.0)

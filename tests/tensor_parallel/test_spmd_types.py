@@ -2,14 +2,12 @@
 backward, and as under torch's own FSDP2; what the types do not say is refused on every rank."""
 
 import copy
-import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import sherd
 from sherd import DataParallelMeshDims
@@ -54,7 +52,11 @@ class Typed(nn.Module):
         for name, whole in Plain().named_parameters():
             kind = of_tp[name]
             dim = {"up": 0, "down": 1}.get(name)
-            part = whole.detach() if dim is None else whole.detach().chunk(mesh["tp"].size(), dim)[mesh["tp"].get_local_rank()]
+            part = (
+                whole.detach()
+                if dim is None
+                else whole.detach().chunk(mesh["tp"].size(), dim)[mesh["tp"].get_local_rank()]
+            )
             setattr(self, name, nn.Parameter(part.clone()))
             spmd.assert_type(getattr(self, name), {**dict.fromkeys(self.data, spmd.R), self.tp: kind})
 
@@ -90,7 +92,7 @@ def expected(num):
 
 def trained(model, mesh, coordinate, num):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    axes = {each: spmd.V for each in model.data}
+    axes = dict.fromkeys(model.data, spmd.V)
     for step in range(STEPS):
         optimizer.zero_grad()
         x = batches(step, num)[coordinate]
@@ -119,3 +121,75 @@ def test_typed_parameters_train_as_in_one_process_and_are_plain_and_typed_in_for
     of_tp = {"scale": spmd.R, "up": spmd.V, "down": spmd.V, "bias": spmd.I}
     shapes = {"scale": (6,), "up": (5, 6), "down": (6, 5), "bias": (6,)}
     assert model.seen == {n: (nn.Parameter, shapes[n], {dp: spmd.R, model.tp: of_tp[n]}) for n in shapes}
+
+
+@on_processes(4)
+def test_typed_parameters_are_seen_copied_and_saved_as_others_that_are_cut_over_tp():
+    mesh = mesh_of("dp", "tp")
+    model, plain = Typed(mesh), dict(Plain().named_parameters())
+    model.up.no_decay = True
+    sherd.fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    assert_same(whole_params(copy.deepcopy(model)), plain)
+    assert_same({name: each.clone() for name, each in sherd.iter_full_parameters(model)}, plain)
+    with sherd.unsharded(model):
+        assert (type(model.up), tuple(model.up.shape)) == (nn.Parameter, (5, 6))
+        assert spmd.get_local_type(model.up)[model.tp] is spmd.V
+        model.up.data.mul_(2)
+    assert_same(whole_params(model)["up"], 2 * plain["up"].detach())
+    assert model.up.no_decay
+    assert not spmd.has_local_type(model.up)  # a file with types could not be read without the package
+    assert spmd.get_partition_spec(model.up) is None
+
+
+def typed(mesh, types, shape=(4, 4), partition=None):
+    layer = nn.Linear(*reversed(shape), bias=False)
+    groups = {each: mesh.get_group(each) for each in mesh.mesh_dim_names}
+    spmd.assert_type(layer.weight, {groups[each]: kind for each, kind in types.items()}, partition)
+    return layer
+
+
+@on_processes(4)
+def test_types_that_do_not_say_where_a_parameter_lies_are_refused_on_every_rank():
+    mesh, dims = mesh_of("dp", "tp"), DataParallelMeshDims(shard="dp")
+    uneven = (3 - dist.get_rank() % 2 * 2, 4)
+    axes = {each: spmd.MeshAxis.of(mesh.get_group(each)) for each in mesh.mesh_dim_names}
+    layout = {"dp": spmd.R, "tp": spmd.S(0)}
+    for options, layer, words in (
+        ({"mesh": mesh["dp"]}, typed(mesh, layout), "give fully_shard the full mesh, with names, and dp_mesh_dims"),
+        ({}, typed(mesh, layout), "dp_mesh_dims"),
+        (None, typed(mesh, {"dp": spmd.I, "tp": spmd.R}), "data-parallel axis mesh_dp is I; it must be R"),
+        (None, typed(mesh, {"dp": spmd.R, "tp": spmd.V}), "type it R, I or S(dim)"),
+        (None, typed(mesh, {"dp": spmd.R, "tp": spmd.P}), "type it R, I or S(dim)"),
+        (None, typed(mesh, {"dp": spmd.R}), "no type on the axes ['tp']"),
+        (None, typed(mesh, {"tp": spmd.S(0)}), "set_current_mesh"),
+        (None, typed(mesh, layout, shape=uneven), "parts of [3, 1]"),
+    ):
+        options = {"mesh": mesh, "dp_mesh_dims": dims} if options is None else options
+        before = layer.weight
+        said = refusal(PlacementError, sherd.fully_shard, layer, **options)
+        assert "weight: " in said, (words, said)
+        assert words in said, (words, said)
+        assert layer.weight is before
+    both = typed(mesh, {"dp": spmd.V, "tp": spmd.V}, partition=spmd.PartitionSpec((axes["tp"], axes["dp"]), None))
+    said = refusal(PlacementError, sherd.fully_shard, both, mesh=mesh, dp_mesh_dims=dims)
+    assert "in the order in which they cut" in said, said
+    with spmd.set_current_mesh(mesh):  # says which axes a parameter with some types has
+        sherd.fully_shard(typed(mesh, {"tp": spmd.S(0)}), mesh=mesh, dp_mesh_dims=dims)
+
+
+@needs_torch(2, 14, "FSDP2 takes typed parameters")
+@on_processes(4)
+def test_typed_parameters_train_as_under_torch():
+    from torch.distributed.fsdp import DataParallelMeshDims as TheirDims
+    from torch.distributed.fsdp import fully_shard as torch_shards
+
+    mesh = mesh_of("dp", "tp")
+    ours, theirs = Typed(mesh), Typed(mesh)
+    sherd.fully_shard(ours, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    torch_shards(theirs, mesh=mesh, dp_mesh_dims=TheirDims(shard="dp"))
+    for model in (ours, theirs):
+        trained(model, mesh, mesh["dp"].get_local_rank(), 2)
+    for (name, mine), their in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert (mine.device_mesh, mine.placements) == (their.device_mesh, their.placements), name
+        assert_same(mine.to_local(), their.to_local().detach(), name, rtol=1e-6, atol=1e-7)
+    assert ours.seen == theirs.seen
