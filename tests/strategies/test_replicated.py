@@ -402,15 +402,7 @@ class LlamaBlock(nn.Module):
     def __init__(self):
         super().__init__()
         with torch.device("meta"):
-            sizes = (
-                (4096, 4096),
-                (4096, 1024),
-                (4096, 1024),
-                (4096, 4096),
-                (4096, 14336),
-                (4096, 14336),
-                (14336, 4096),
-            )
+            sizes = [(4096, wide) for wide in (4096, 1024, 1024, 4096, 14336, 14336)] + [(14336, 4096)]
             self.norms = nn.ModuleList(nn.RMSNorm(4096) for _ in range(2))
             self.matrices = nn.ModuleList(nn.Linear(*each, bias=False) for each in sizes)
 
