@@ -110,7 +110,15 @@ OF_THE_WRAPPER = {
 # Parameters that sherd adds, all optional.
 EXTRA = {
     "FullyShardedDataParallel": {"comm_policy", "extensions", "on_touch", "unmanaged"},
-    "fully_shard": {"comm_policy", "on_touch", "placement", "placements", "prefetch_policy", "unmanaged"},
+    "fully_shard": {
+        "comm_policy",
+        "on_touch",
+        "placement",
+        "placements",
+        "prefetch_policy",
+        "replicate_below",
+        "unmanaged",
+    },
     "MixedPrecisionPolicy": {
         "cast_root_forward_inputs",
         "full_precision_in_eval",

@@ -163,8 +163,6 @@ def fully_shard(
         require_type(f"fully_shard({name}=...): expected {getattr(kind, '__name__', str(kind))}", value, kind)
     if placement is not None and not is_cut(placement):
         raise PolicyTypeError(f"fully_shard(placement={placement!r}): {EXPECTED}, or None for Shard(0)")
-    if replicate_below is not None:
-        require_int("fully_shard(replicate_below={})", replicate_below, 0)
     levels, cut = levels_and_cut(placements, placement)
     own_mesh = data_mesh(mesh, dp_mesh_dims, comm_policy)
     if levels is not None:
@@ -175,7 +173,7 @@ def fully_shard(
         shard_placement_fn,
         checked_reshard(reshard_after_forward),
         isinstance(placements, Placements) and placements.owns_gradients,
-        0 if replicate_below is None else replicate_below,
+        replicate_below,
     )
     policy = unit_policy(levels, reshard_after_forward, prefetch_policy)
     make_unit(
@@ -305,12 +303,14 @@ class _ShardingRequests:
         placement_fn: ShardPlacementFn | None,
         reshard_after_forward: bool | int | None,
         owns_gradients: bool,
-        replicate_below: int,
+        replicate_below: int | None,
     ) -> None:
+        if replicate_below is not None:
+            require_int("fully_shard(replicate_below={})", replicate_below, 0)
         require_divides(reshard_after_forward, mesh)
         self._mesh = mesh
         self._default, self._placement_fn, self._reshard = default, placement_fn, reshard_after_forward
-        self._owns_gradients, self._replicate_below = owns_gradients, replicate_below
+        self._owns_gradients, self._replicate_below = owns_gradients, replicate_below or 0
         self._copies: dict[DataMesh, DataMesh] = {}
         self._meshes: dict[tuple[int, DataParallelMeshDims | None], DataMesh] = {}
 

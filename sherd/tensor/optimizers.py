@@ -73,7 +73,7 @@ def by_kind(answer: OnLists, func: Aten, args: Args, kwargs: Kwargs) -> object:
             answers = answer(func, picked, named)
         else:
             for index in chosen if layouts_in(picked, {}) else ():
-                for layout in layouts_in([_picked(value, [index], len(first), False) for value in args], {}):
+                for layout in layouts_in(tuple(_picked(each, [index], len(first), False) for each in args), {}):
                     raise mixed(func, layout, first[index])
             answers = by_torch(func, picked, named)
         results |= zip(chosen, answers or (), strict=False)

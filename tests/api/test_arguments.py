@@ -174,10 +174,11 @@ def test_a_submesh_picked_by_name_shards_over_that_axis():
 
 @on_threads(4)
 def test_named_axes_say_which_one_shards_and_which_one_replicates():
-    dims = DataParallelMeshDims(shard="shards", replicate="copies")
-    model = sharded(build("mlp"), mesh=named_mesh((2, 2), "shards", "copies"), dp_mesh_dims=dims)
-    assert tuple(model.blocks[0].up.weight.to_local().shape) == (WIDTH, WIDTH)
-    assert_trains(model, partial(build, "mlp"))
+    dims, mesh = DataParallelMeshDims(shard="shards", replicate="copies"), named_mesh((2, 2), "shards", "copies")
+    for options, rows in (({}, WIDTH), ({"replicate_below": 100}, WIDTH), ({"placements": "ddp"}, 2 * WIDTH)):
+        model = sharded(build("mlp"), mesh=mesh, dp_mesh_dims=dims, **options)
+        assert tuple(model.blocks[0].up.weight.to_local().shape) == (rows, WIDTH)
+        assert_trains(model, partial(build, "mlp"))
 
 
 class TensorParallel(nn.Module):

@@ -1,5 +1,6 @@
 """Parameters that stay whole on every rank, in units that shard the others, train as in one process."""
 
+import itertools
 from contextlib import ExitStack
 from unittest import mock
 
@@ -14,8 +15,10 @@ import sherd
 from sherd import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from sherd._torch import imagined_ranks
 from sherd.api.placements import PRESETS
+from sherd.comm.streams import HostStreams, RecordingStreams, use_streams
 from sherd.comm.transport import SingleCalls
 from sherd.errors import PlacementError, PolicyError, PolicyTypeError
+from sherd.tools.plan.sharding import traffic_of
 from tests.api.own_collectives import GatherByList, ReduceByAllReduce
 from tests.api.test_gathers_itself import in_halves
 from tests.divergence.programs import comm_errors
@@ -391,6 +394,30 @@ def test_the_peak_of_a_step_is_predicted_with_them(preset, cut, dtype):
         model.zero_grad()
     report = sherd.memory_report(model)
     assert report.predicted_peak == pytest.approx(report.measured_peak, rel=0.02)
+
+
+class LlamaBlock(nn.Module):
+    """The parameters of a block of Llama 3 8B, without data."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.device("meta"):
+            sizes = [(4096, wide) for wide in (4096, 1024, 1024, 4096, 14336, 14336)] + [(14336, 4096)]
+            self.norms = nn.ModuleList(nn.RMSNorm(4096) for _ in range(2))
+            self.matrices = nn.ModuleList(nn.Linear(*each, bias=False) for each in sizes)
+
+
+def test_a_plan_counts_the_messages_and_bytes_that_the_page_of_layouts_names():
+    """By host order, where large matrices travel alone, and by streams, where the unit is one message."""
+    bf16, alone = MixedPrecisionPolicy(torch.bfloat16, torch.float32), CommPolicy(part_bytes=None)
+    found = []
+    for streams, below in itertools.product((HostStreams, RecordingStreams), (None, 1 << 20)):
+        with imagined_ranks(8), use_streams(streams()):
+            block = sherd.fully_shard(LlamaBlock(), mp_policy=bf16, comm_policy=alone, replicate_below=below)
+            traffic = list(traffic_of(sherd.fully_shard.state(block)))
+        counts = [sum(getattr(each, kind) > 0 for each in traffic) for kind in ("gathered", "reduced", "all_reduced")]
+        found.append((2 * counts[0], 2 * sum(each.gathered for each in traffic), *counts[1:]))
+    assert found == [(16, 872_448_000, 8, 0), (14, 872_415_232, 7, 1), (2, 872_448_000, 1, 0), (2, 872_415_232, 1, 1)]
 
 
 # Mistakes

@@ -530,8 +530,9 @@ class Unit:
             if self.policy.notices_replaced and notice_replaced(weights.group.parameters):
                 watcher.sharded_again()
             mesh = weights.group.mesh
-            is_ours = user is None or mesh.only_sums
-            transport = mesh.gather_transport if is_ours else UsersCollectives(user, mesh.shard_group)
+            transport: Transport = mesh.gather_transport
+            if user is not None and not mesh.only_sums:
+                transport = UsersCollectives(user, mesh.shard_group)
             weights.gather(transport, precisely)
 
     def wait(self) -> None:
