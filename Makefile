@@ -35,7 +35,8 @@ help:
 # wait for each other, those of the other compute. The files in the order that tests/conftest.py gives them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 ALL := OMP_NUM_THREADS=1 $(INTEROP)/bin/python -m
-SPLIT := -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+WORKERS := 2
+SPLIT = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 OTHERS := tests/interop tests/recipes
 
 test: $(VENV)/.test

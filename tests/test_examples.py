@@ -118,16 +118,6 @@ def test_muon_goes_on_with_whole_matrices_on_one_rank(tmp_path):
     assert second == ""
 
 
-@pytest.mark.slow
-def test_a_trainer_of_lightning_goes_on_from_a_folder_of_shards(tmp_path):
-    pytest.importorskip("lightning")
-    first, second = run("lightning_trainer.py", tmp_path)
-    trained, went_on = losses(first)
-    assert went_on == pytest.approx(trained, rel=1e-4)
-    held = [int(re.search(r"holds (\d+) of", text)[1]) for text in (first, second)]
-    assert sum(held) == int(re.search(r"of (\d+) parameters", first)[1])
-
-
 def test_the_command_in_an_examples_first_lines_works(tmp_path):
     """One of them as its user starts it, on torchrun."""
     name = "gradient_accumulation.py"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -16,6 +17,8 @@ import sherd
 from sherd.errors import CheckpointError, ModuleError, PolicyError
 from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import sharded as sharded_in
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="it is in the extra hf")
 
 SMALL = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

@@ -34,6 +34,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -74,6 +75,8 @@ PRELOADED = [
     "tests.support.models",
     "tests.support.training",
 ]
+# These too where the tests that were collected need them, as those of tests/interop do.
+PACKAGES = ["transformers", "accelerate", "peft", "trl", "lightning.pytorch"]
 
 
 GLOO = Setup()
@@ -275,12 +278,16 @@ class Pools:
             processes.end()
         for threads in self._threads.values():
             threads.stop()
-        # It has waited for the ranks, and we for it: then whoever counts our CPU time counts theirs.
-        with contextlib.suppress(AttributeError):  # none of its names is documented (3.10 to 3.13)
-            forkserver._forkserver._stop()
+        # It has waited for the ranks, and we for it: then whoever counts our CPU time counts theirs. Its names are not
+        # documented (3.10 to 3.13), and when Python ends there are no threads.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            end = threading.Thread(target=forkserver._forkserver._stop, daemon=True)
+            end.start()
+            end.join(GRACE_S)
 
 
 def warm_up() -> None:
     """Let the fork server import torch from now on, beside the tests that need no ranks."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    needed = [name for name in PACKAGES if name in sys.modules]
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED, *needed])
     forkserver.ensure_running()
