@@ -33,7 +33,8 @@ class Form:
 
     Args:
         full: gather tensors. Otherwise they are DTensors in the parameters' layout, in the optimizer's own memory.
-        in_rows: DTensors are torch's own, and ragged ones are cut anew as `Shard(0)`.
+        in_rows: DTensors are torch's own, and ragged ones are cut anew as `Shard(0)`. As in torch's FSDP1, a later step
+            does not change them.
         on_host: put tensors into host memory.
         is_kept: False on a rank that takes part in the collectives, and gets {}.
     """
@@ -45,7 +46,9 @@ class Form:
 
     def of_part(self, part: DTensor) -> object:
         """Returns a tensor that lies as its parameter does: gathered, in rows, or as it is."""
-        return self.placed(full_of(part) if self.full else as_rows(part) if self.in_rows else part)
+        if self.full:
+            return self.placed(full_of(part))
+        return self.placed(as_rows(part).clone() if self.in_rows else part)
 
     def placed(self, value: object) -> object:
         """Returns a tensor on the host if the state goes there; anything else as it is."""
@@ -130,8 +133,8 @@ def _recognised(key: str, value: Any, entry: OptimizerEntry) -> object:
 def _by_name(entry: OptimizerEntry, state: State, form: Form) -> Iterator[tuple[str, State]]:
     """Yields the names of the members, and the state of each. Collective if the state is to be full."""
     parts, others = _parts_of(state, entry)
-    if form.full and entry.span is None:
-        # A full state shares nothing with the optimizer, whose next step would change its count of steps.
+    if (form.full or form.in_rows) and entry.span is None:
+        # The state shares nothing with the optimizer, whose next step would change its count of steps.
         others = {key: copy_of(value) for key, value in others.items()}
     others = {key: form.placed(value) for key, value in others.items()}
     if entry.span is None or entry.unsharded_span is None:
