@@ -42,7 +42,7 @@ MOST_CODE_LINES = 60  # of a function
 # A ceiling falls towards the goal, with the code. It rises only with a new capability that a decision describes: the
 # optimizers' and the tools' with matrices and their steps beside backward (041), the library's with these, with
 # weights that have changed (043), matrices in flat parameters (041) and stages that were adapters before (045), the
-# trainer's with loggers in one word.
+# trainer's with loggers in one word; a little of each with what torch 2.14 and 2.15 brought (046).
 FIGURES = {
     #                                       ceiling    goal
     "foreign writes per 1,000 code lines": (2.7, 3.0),
@@ -50,8 +50,8 @@ FIGURES = {
     "Any per 1,000 code lines": (7.8, 12.0),
     "isinstance per 1,000 code lines": (19.2, 20.0),
     "import cycles": (0, 0),
-    "lines of the library": (35721, 32000),
-    "lines of the optimizers": (3138, 1500),
+    "lines of the library": (36697, 32000),
+    "lines of the optimizers": (3142, 1500),
     "lines of the adapters": (1500, 1500),
     "lines of the tools": (13459, 12000),
     "lines of the trainer": (7323, 6000),
@@ -59,9 +59,9 @@ FIGURES = {
     "files of a walk: backward": (17, 15),
     "files of a walk: save": (24, 25),
     "files of a walk: load": (26, 25),
-    "files of a walk: plan": (91, 80),
+    "files of a walk: plan": (92, 80),
     "hops in forward": (128, 140),
-    "hops in backward": (184, 200),
+    "hops in backward": (185, 200),
 }
 
 # What is above a limit today. The lists shrink: a name whose limit holds again must go.

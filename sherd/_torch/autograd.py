@@ -11,16 +11,16 @@ import torch
 from torch.autograd import Variable
 
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-"""Switches autograd's recording on or off. `torch.no_grad` calls it too, after ten other calls (2.11 to 2.13)."""
+"""Switches autograd's recording on or off. `torch.no_grad` calls it too, after ten other calls (2.11 to 2.15)."""
 
 
 def in_backward() -> bool:
-    """Returns whether this thread is inside a backward pass, which no public name says (2.11 to 2.13)."""
+    """Returns whether this thread is inside a backward pass, which no public name says (2.11 to 2.15)."""
     return torch._C._current_graph_task_id() != -1
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` when the present backward pass ends without an error. No public name (2.11 to 2.13)."""
+    """Call `callback` when the present backward pass ends without an error. No public name (2.11 to 2.15)."""
     engine = Variable._execution_engine
     engine.queue_callback(callback)
 
@@ -28,7 +28,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def will_get_gradient(leaf: torch.Tensor) -> bool:
     """Returns whether the present backward pass will accumulate a gradient in `leaf`.
 
-    A pass of `torch.autograd.grad` accumulates nothing. No public name says which leaves a pass reaches (2.11 to 2.13).
+    A pass of `torch.autograd.grad` accumulates nothing. No public name says which leaves a pass reaches (2.11 to 2.15).
     """
     with outside_transforms():
         node = torch.autograd.graph.get_gradient_edge(leaf).node
@@ -40,20 +40,20 @@ def will_get_gradient(leaf: torch.Tensor) -> bool:
 
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
-    """Returns the hooks given to `tensor.register_hook`. No public name lists them (2.11 to 2.13)."""
+    """Returns the hooks given to `tensor.register_hook`. No public name lists them (2.11 to 2.15)."""
     return list((tensor._backward_hooks or {}).values())
 
 
 hooks_on_gradient: Callable[[torch.Tensor], tuple[object, object]]
 hooks_on_gradient = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Returns a tensor's two dicts of gradient hooks; each is empty or None without hooks. No public name (2.11 to 2.13).
+"""Returns a tensor's two dicts of gradient hooks; each is empty or None without hooks. No public name (2.11 to 2.15).
 
 It runs in C alone, because every reduction calls it.
 """
 
 
 def after_accumulation_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """Returns the hooks given to `tensor.register_post_accumulate_grad_hook`, which no public name lists (to 2.13)."""
+    """Returns the hooks given to `tensor.register_post_accumulate_grad_hook`, which no public name lists (to 2.15)."""
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
@@ -63,7 +63,7 @@ def exchangeable_hook(
     """Register a post-accumulate-grad hook on `tensor`. Returns a function that puts another hook in its place.
 
     That function runs in C. A public handle only removes its hook, and registering again takes ten times as long (2.11
-    to 2.13).
+    to 2.15).
     """
     handle = tensor.register_post_accumulate_grad_hook(hook)
     hooks: dict[int, Callable[[torch.Tensor], None]] = handle.hooks_dict_ref()
@@ -73,7 +73,7 @@ def exchangeable_hook(
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """Give `target` the gradient hooks of `source`. The hooks' handles then remove them from `target` too.
 
-    No public call copies hooks (2.11 to 2.13).
+    No public call copies hooks (2.11 to 2.15).
     """
     if source._backward_hooks:
         target._backward_hooks = source._backward_hooks
@@ -82,25 +82,25 @@ def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 increment_versions: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version
-"""Adds 1 to the version counter of each tensor. Every gather calls it; the public one is Python (2.11 to 2.13)."""
+"""Adds 1 to the version counter of each tensor. Every gather calls it; the public one is Python (2.11 to 2.15)."""
 
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
 )
-"""Sets the version counter of each tensor. The public `increment_version` adds 1 only (2.11 to 2.13)."""
+"""Sets the version counter of each tensor. The public `increment_version` adds 1 only (2.11 to 2.15)."""
 
 
 _UNCHANGED = contextlib.nullcontext()
 
 
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Returns whether this thread runs a function under `torch.func.jvp`, `vmap` and the like (private to 2.13)."""
+"""Returns whether this thread runs a function under `torch.func.jvp`, `vmap` and the like (private to 2.15)."""
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[None]:
     """Returns a context in which tensors are ordinary ones, also inside `torch.func.jvp`, `vmap` and the like.
 
-    Function transforms have no public way out (2.11 to 2.13).
+    Function transforms have no public way out (2.11 to 2.15).
     """
     # Outside of transforms, which is nearly always, one context serves all callers.
     return _outside() if are_transforms_active() else _UNCHANGED
@@ -122,7 +122,7 @@ def _outside() -> Iterator[None]:
 def beneath_transforms(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
     """Returns `tensors`; inside a function transform also all tensors that they wrap, and their tangents.
 
-    Each of these may have an autograd node of its own. No public name unwraps them (2.11 to 2.13).
+    Each of these may have an autograd node of its own. No public name unwraps them (2.11 to 2.15).
     """
     if not are_transforms_active():
         return tensors

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["sherd"], contextlib))
 
 MODULE_CALL: CodeType = torch.nn.Module._call_impl.__code__
-"""The code that runs a module's hooks and forward, and stays on the stack until both end (private to 2.13)."""
+"""The code that runs a module's hooks and forward, and stays on the stack until both end (private to 2.15)."""
 
 
 def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
@@ -40,7 +40,7 @@ def users_line(frame: FrameType | None) -> str:
 
 
 def in_functional_call() -> bool:
-    """Returns whether this thread is inside a `torch.func.functional_call` (private to 2.13)."""
+    """Returns whether this thread is inside a `torch.func.functional_call` (private to 2.15)."""
     code = _functional_call.__code__
     return any(frame.f_code is code for frame in frames_from(sys._getframe()))
 
@@ -48,7 +48,7 @@ def in_functional_call() -> bool:
 def asked_by_spec() -> bool:
     """Returns whether the caller of our caller is a `DTensorSpec` that compares its placements as it is made.
 
-    A new spec asks its placements nothing else that could tell a user what to do instead (2.9 to 2.13).
+    A new spec asks its placements nothing else that could tell a user what to do instead (2.9 to 2.15).
     """
     return sys._getframe(2).f_code.co_name == "_verify_shard_order"
 
@@ -56,7 +56,7 @@ def asked_by_spec() -> bool:
 def asked_by_checkpointing(directly: bool = False) -> bool:
     """Returns whether a function of `torch.distributed.checkpoint.state_dict` (`get_state_dict`, ...) calls us.
 
-    The file says which state dict it wants to instances of torch's FSDP only (2.2 to 2.13).
+    The file says which state dict it wants to instances of torch's FSDP only (2.2 to 2.15).
 
     Args:
         directly: look at the caller of our caller only, not at the whole stack.
@@ -76,7 +76,7 @@ def splitting_stage() -> _PipelineStageBase | None:
     A split backward has one part for inputs and one for parameters. In the second part torch's stage looks for
     unsharded parameters where sherd shows shards. Two stages need no help, and None is returned for them: one that
     takes the module for torch's FSDP does not look, and one with an attribute `shows_whole_parameters` shows them
-    itself. A stage tells its module nothing about itself (2.11 to 2.13).
+    itself. A stage tells its module nothing about itself (2.11 to 2.15).
     """
     if (stages := sys.modules.get("torch.distributed.pipelining.stage")) is None:
         return None

@@ -26,7 +26,7 @@ def answer_checkpointing(answers: dict[str, Callable[..., object]]) -> None:
 
     They are those of `torch.distributed.checkpoint.state_dict`, which is imported by now, and of the file that sends
     and cuts full states for it. The first learns the names of an optimizer's parameters from `named_parameters()` and
-    from instances of torch's FSDP only; no public function tells it. The second compares no shapes (2.2 to 2.13), and
+    from instances of torch's FSDP only; no public function tells it. The second compares no shapes (2.2 to 2.15), and
     sends the padding of tensors that are views (2.11).
     """
     modules = _utilities, sys.modules.get("torch.distributed.checkpoint.state_dict")
@@ -38,7 +38,7 @@ def answer_checkpointing(answers: dict[str, Callable[..., object]]) -> None:
 
 
 def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
-    """Returns whether `value` is a `ShardedTensor`, whose package has no public name (1.10 to 2.13)."""
+    """Returns whether `value` is a `ShardedTensor`, whose package has no public name (1.10 to 2.15)."""
     # Without the package no ShardedTensor exists, so asking does not import it.
     module = sys.modules.get("torch.distributed._shard.sharded_tensor")
     return module is not None and isinstance(value, module.ShardedTensor)
@@ -47,7 +47,7 @@ def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
 def sharded_tensor_of_rows(unsharded: torch.Tensor, group: dist.ProcessGroup) -> ShardedTensor:
     """Returns `unsharded`, which every rank of `group` has, as a `ShardedTensor` of rows in memory of its own.
 
-    DTensor replaces `ShardedTensor`, but programs written for FSDP1 expect one (private from 1.10 to 2.13).
+    DTensor replaces `ShardedTensor`, but programs written for FSDP1 expect one (private from 1.10 to 2.15).
     """
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor

@@ -66,7 +66,7 @@ def all_gather_coalesced(
 ) -> distributed_c10d._CoalescingManager | None:
     """Run several all-gathers as one, on NCCL in one launch. Returns an object with `wait()`; None without `async_op`.
 
-    The context has no public name (2.1 to 2.13). Gloo takes outputs of 1 dimension only.
+    The context has no public name (2.1 to 2.15). Gloo takes outputs of 1 dimension only.
     """
     with distributed_c10d._coalescing_manager(group=group, async_ops=async_op) as pending:
         for output, given in zip(outputs, inputs, strict=True):
@@ -82,7 +82,7 @@ def symmetric_memory() -> ModuleType:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Backend:
-    """Returns the backend of `group` for `device`. `_get_backend` has no public name (2.11 to 2.13)."""
+    """Returns the backend of `group` for `device`. `_get_backend` has no public name (2.11 to 2.15)."""
     return group._get_backend(device)
 
 
@@ -100,7 +100,7 @@ def named_group(
       must do together. Stages of a pipeline, which wait for each other's tensors, would hang.
 
     `_new_process_group_helper`, `_world` and `_get_default_timeout` have no public names, and no public call takes a
-    name or leaves the default group unsplit (2.11 to 2.13).
+    name or leaves the default group unsplit (2.11 to 2.15).
     """
     world, default = distributed_c10d._world, dist.group.WORLD
     assert default is not None, "no group is made before the default one"
@@ -126,7 +126,7 @@ def gloo_on_demand() -> str:
 
     gloo itself connects all ranks with each other at the start. The start of this one waits for the two ranks beside
     only. `_Options` and its fields have no public names; torch's own switch is an environment variable,
-    TORCH_GLOO_LAZY_INIT, for all groups of the process (2.11 to 2.13).
+    TORCH_GLOO_LAZY_INIT, for all groups of the process (2.11 to 2.15).
     """
 
     def make(
@@ -154,7 +154,7 @@ def has_ended(work: dist.Work, seconds: float) -> bool:
 
     `is_completed()` will not do: it keeps the GIL while it waits for the lock of the work, and the thread that holds
     that lock may wait for the GIL. While a profiler runs, gloo's thread does so: it restores the caller's thread state,
-    hooks on saved tensors included (2.11 to 2.13).
+    hooks on saved tensors included (2.11 to 2.15).
 
     Raises:
         RuntimeError: `work` has failed.
@@ -181,7 +181,7 @@ _CONNECTS_WITHIN = timedelta(seconds=60)
 
 
 class Store(Protocol):
-    """A store that processes share. torch's stores have no public type (2.11 to 2.13)."""
+    """A store that processes share. torch's stores have no public type (2.11 to 2.15)."""
 
     def set(self, key: str, value: str, /) -> None:
         """Set the value of `key`."""
@@ -202,7 +202,7 @@ class Store(Protocol):
 def store_beside(group: dist.ProcessGroup, prefix: str, connects: bool = True) -> Store | None:
     """Returns the store of `group` under keys that begin with `prefix`; None if that store connects no processes.
 
-    `_world` has no public name (2.11 to 2.13).
+    `_world` has no public name (2.11 to 2.15).
 
     Args:
         group: the group whose processes share the store.
@@ -236,7 +236,7 @@ def read_objects_with(read: Callable[[torch.Tensor], object]) -> None:
     """Have torch's object collectives (`gather_object` and its kin) unpickle by `read` from now on.
 
     `read` gets the received bytes, a 1-D uint8 tensor. torch's own function needs numpy, and nothing public replaces
-    it; torch's checkpointing makes these calls (2.11 to 2.13).
+    it; torch's checkpointing makes these calls (2.11 to 2.15).
     """
 
     def to_object(tensor: torch.Tensor, numel: SupportsInt, group: object = None, weights_only: bool = False) -> object:
@@ -249,7 +249,7 @@ def read_objects_with(read: Callable[[torch.Tensor], object]) -> None:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Returns the timeout of `group`; None if its backend does not say (2.11 to 2.13)."""
+    """Returns the timeout of `group`; None if its backend does not say (2.11 to 2.15)."""
     try:
         backend = backend_of(group, device)
     except RuntimeError:  # a group of threads has no backend
@@ -274,7 +274,7 @@ def adopt_timeout(group: dist.ProcessGroup) -> None:
     """Have a gloo group that was made without a timeout wait no longer than the default group does.
 
     torch gives such a group, for example a mesh's, 30 minutes whatever timeout `init_process_group` has.
-    `_set_default_timeout` has no public name (2.11 to 2.13).
+    `_set_default_timeout` has no public name (2.11 to 2.15).
     """
     world = dist.group.WORLD
     assert world is not None, "no group is made before the default one"
@@ -293,7 +293,7 @@ def abort_groups() -> None:
 
     `dist.distributed_c10d._abort_process_group` will not do: it forgets the groups too, so that the user's
     `destroy_process_group()` in a `finally` would raise and hide the error before. `_world`, `_device_types`,
-    `_get_backend` and `_group_start` have no public names (2.11 to 2.13).
+    `_get_backend` and `_group_start` have no public names (2.11 to 2.15).
     """
     groups = list(distributed_c10d._world.pg_map)
     served = [backend_of(group, device) for group in groups for device in group._device_types if device.type != "cpu"]
@@ -313,7 +313,7 @@ def group_among(args: Sequence[object]) -> dist.ProcessGroup:
     """Returns the process group among the arguments of a collective operation.
 
     `torch.distributed` passes it boxed; functional collectives pass its name last. Boxed objects and the look-up of
-    names are private (2.1 to 2.13).
+    names are private (2.1 to 2.15).
     """
     for argument in args:
         if isinstance(argument, torch.ScriptObject) and argument._type().name() == "ProcessGroup":  # type: ignore[attr-defined]
@@ -325,7 +325,7 @@ def group_among(args: Sequence[object]) -> dist.ProcessGroup:
 def imagined_ranks(number: int, rank: int = 0) -> Iterator[None]:
     """A context with a default process group of `number` ranks, of which only this process, `rank`, exists.
 
-    Collectives return at once. torch has the backend for its own tests only (2.1 to 2.13).
+    Collectives return at once. torch has the backend for its own tests only (2.1 to 2.15).
     """
     from torch.distributed.tensor import DTensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -337,7 +337,7 @@ def imagined_ranks(number: int, rank: int = 0) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         # DTensor caches results of its dispatch by mesh, and takes meshes of equal ranks for the same one, also when
-        # their process groups are gone and other groups have their names (2.11 to 2.13). The two calls are those of
+        # their process groups are gone and other groups have their names (2.11 to 2.15). The two calls are those of
         # `_clear_sharding_prop_cache` in torch.distributed.tensor.debug, which needs numpy.
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
         torch._C._clear_DTensor_sharding_propagator_cache()

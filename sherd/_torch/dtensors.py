@@ -26,7 +26,7 @@ def dtensor_spec(
 ) -> DTensorSpec:
     """Returns the spec of a DTensor, which has all but the data. The default strides are contiguous.
 
-    DTensorSpec and TensorMeta have no public constructor (2.11 to 2.13).
+    DTensorSpec and TensorMeta have no public constructor (2.11 to 2.15).
     """
     # DTensorSpec does not know a placement with an attribute `stands_for`: the spec is made with the placement that it
     # stands for, and then given the real one.
@@ -58,7 +58,7 @@ def dtensor_of(
 ) -> DTensorKind:
     """Returns a DTensor of a subclass around `local`, uncopied. It skips `__init__`, which takes longer than the rest.
 
-    `DTensor.__new__` takes these arguments from 2.4 to 2.13, but is not documented; nothing replaces it.
+    `DTensor.__new__` takes these arguments from 2.4 to 2.15, but is not documented; nothing replaces it.
     """
     new: Callable[..., Any] = DTensor.__new__
     tensor: DTensorKind = new(tensor_class, local, spec, requires_grad=requires_grad)
@@ -111,7 +111,7 @@ def swap_devices(tensor: DTensor, other: DTensor) -> None:
     """Give each of two DTensors the other's device, hooks and gradient; class, attributes and local tensors stay.
 
     The device of a DTensor is fixed when it is made. The public `torch.utils.swap_tensors` calls the same function, but
-    swaps the attributes too, which all forms of a parameter share (2.3 to 2.13).
+    swaps the attributes too, which all forms of a parameter share (2.3 to 2.15).
 
     Raises:
         RuntimeError: autograd has saved one of them.
@@ -129,7 +129,7 @@ def become_view(
 ) -> None:
     """Turn a DTensor, `args[0]`, into the result of the in-place view `func` (`squeeze_`), around `local`.
 
-    No public call changes the shape of a DTensor; torch does it in this way (2.11 to 2.13).
+    No public call changes the shape of a DTensor; torch does it in this way (2.11 to 2.15).
     """
     from torch.utils._python_dispatch import return_and_correct_aliasing
 
@@ -141,7 +141,7 @@ def become_view(
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """Returns `Shard(dim)` over an axis to the left of one that already shards `dim` into `split_factor` parts.
 
-    `_StridedShard` has no public name (2.11 to 2.13).
+    `_StridedShard` has no public name (2.11 to 2.15).
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -149,7 +149,7 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 
 
 def split_factor_of(placement: Placement) -> int | None:
-    """Returns the split factor of a `strided_shard`; None for any other placement. Private class (2.11 to 2.13)."""
+    """Returns the split factor of a `strided_shard`; None for any other placement. Private class (2.11 to 2.15)."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
@@ -207,7 +207,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Returns this rank's device on `mesh`, which knows only the type (2.11 to 2.13)."""
+    """Returns this rank's device on `mesh`, which knows only the type (2.11 to 2.15)."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

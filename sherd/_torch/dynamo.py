@@ -20,7 +20,7 @@ def dynamo_disabled(function: Function) -> Function:
     """Returns `function`, marked so that Dynamo traces neither it nor what it calls.
 
     The public decorator adds eight Python calls to each call, also outside of Dynamo. The marks have no public names
-    (2.11 to 2.13).
+    (2.11 to 2.15).
     """
     dynamo, plain = torch._C._dynamo.eval_frame, getattr(function, "__func__", function)
     skip = dynamo._FrameAction.SKIP
@@ -33,7 +33,7 @@ def trace_nothing_in(*packages: str) -> None:
     """Have Dynamo run all functions of these packages as they are, but trace what they call.
 
     The decorator `torch.compiler.disable` takes a microsecond of every call; no public name marks a package (2.2 to
-    2.13).
+    2.15).
     """
     from torch._dynamo import trace_rules
 
@@ -45,7 +45,7 @@ def not_traced(reason: str) -> Exception:
     """Returns the error that a tensor raises when Dynamo wants a fake copy of it, so that the graph breaks there.
 
     Dynamo then runs the code around the tensor untraced; with `fullgraph=True` the user sees the error. Nothing public
-    breaks a graph from outside of traced code (2.11 to 2.13).
+    breaks a graph from outside of traced code (2.11 to 2.15).
     """
     from torch._dynamo.exc import Unsupported
 
@@ -55,7 +55,7 @@ def not_traced(reason: str) -> Exception:
 def are_fake(kinds: Iterable[type]) -> bool:
     """Returns whether one of the tensor classes `kinds` is FakeTensor's, which has a device but no memory.
 
-    DTensor computes the shapes of results with these, once for each form of operation (private from 2.0 to 2.13).
+    DTensor computes the shapes of results with these, once for each form of operation (private from 2.0 to 2.15).
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -68,7 +68,7 @@ def composed_on_meta(functions: Mapping[str, Callable[..., object]]) -> Iterator
 
     Each device composes an operator in its own way, and meta in another one. A mode for functions does not see the
     operators that torch's own functions call. `torch.library` is public, but nothing public takes a registration back
-    (2.3 to 2.13).
+    (2.3 to 2.15).
     """
     with torch.library._scoped_library("aten", "IMPL") as library:
         for name, function in functions.items():

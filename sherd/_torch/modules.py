@@ -14,7 +14,7 @@ _MANAGED = "_sherd_managed"
 def is_replicated(module: torch.nn.Module) -> bool:
     """Returns whether torch's composable `replicate`, which is DDP, was applied to the module.
 
-    Neither the package nor its registry of what was applied has a public name (2.0 to 2.13).
+    Neither the package nor its registry of what was applied has a public name (2.0 to 2.15).
     """
     contract = sys.modules.get("torch.distributed._composable.contract")
     return contract is not None and "replicate" in (contract._get_registry(module) or ())
@@ -24,7 +24,7 @@ def is_fsdp_of_torch(module: torch.nn.Module) -> bool:
     """Returns whether torch's own FSDP manages the module.
 
     Such a module is an FSDP1 wrapper, or has a class of FSDP2, or lies below one of these and has their mark for
-    Dynamo, which has no public name (2.0 to 2.13).
+    Dynamo, which has no public name (2.0 to 2.15).
     """
     # The name of the base's module tells without an import of torch's FSDP.
     if any(base.__module__.startswith("torch.distributed.fsdp.") for base in type(module).__mro__):
@@ -36,7 +36,7 @@ def manage(module: torch.nn.Module) -> None:
     """Have Dynamo take the parameters of `module` as inputs of the graph, as it does for torch's FSDP.
 
     Otherwise Dynamo guards each parameter object, which changes on every gather. Nothing public does this (2.0 to
-    2.13).
+    2.15).
     """
     for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", _MANAGED):
         write_into(module, name, True)
@@ -45,7 +45,7 @@ def manage(module: torch.nn.Module) -> None:
 def say_fully_sharded(module: torch.nn.Module) -> None:
     """Have torch's composable `replicate` (DDP) leave `module` and all below it alone, as for torch's `fully_shard`.
 
-    `replicate` asks a registry, which has no public name, nor has its package (2.0 to 2.13).
+    `replicate` asks a registry, which has no public name, nor has its package (2.0 to 2.15).
     """
     from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
 
@@ -59,6 +59,6 @@ def say_fully_sharded(module: torch.nn.Module) -> None:
 def is_tensor_parallel(module: torch.nn.Module) -> bool:
     """Returns whether `parallelize_module` or `distribute_module` has distributed the module's own parameters.
 
-    Both write an attribute without a public name (2.3 to 2.13).
+    Both write an attribute without a public name (2.3 to 2.15).
     """
     return getattr(module, "_distribute_module_applied", False) is True

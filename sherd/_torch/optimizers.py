@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 def register_foreach_type(tensor_class: type[torch.Tensor]) -> None:
     """Have `torch.optim` and `clip_grad_norm_` take tensors of exactly this type for their foreach and fused forms.
 
-    DTensor is in the same two lists, which have no public setter (2.1 to 2.13).
+    DTensor is in the same two lists, which have no public setter (2.1 to 2.15).
     """
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
@@ -42,7 +42,7 @@ def hooked_step(step: Callable[..., Result]) -> Callable[..., Result]:
 
     `Optimizer.__init__` wraps the `step` of the object's class, but not of a class that the object gets later. torch's
     own wrapper also opens a range for profilers, which takes a third of a small step, so it serves only while a
-    profiler is on. None of the names is documented (2.11 to 2.13).
+    profiler is on. None of the names is documented (2.11 to 2.15).
     """
     profiled: Callable[..., Result] = torch.optim.Optimizer.profile_hook_step(step)
 

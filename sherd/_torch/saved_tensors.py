@@ -48,19 +48,19 @@ _push = _stack._push_saved_tensors_default_hooks
 # Every forward of a unit calls these, so they are torch's own functions without functions of ours around them.
 
 saving_hooks: Callable[[], SavingHooks | None] = functools.partial(_stack._top_saved_tensors_default_hooks, True)
-"""Returns this thread's innermost default hooks, which no public name gives (2.11 to 2.13)."""
+"""Returns this thread's innermost default hooks, which no public name gives (2.11 to 2.15)."""
 
 may_hook_saving: Callable[[], bool] = _stack._saved_tensors_hooks_is_enabled
-"""Returns whether default hooks may be pushed, which `torch.func.grad` and its kin forbid (private to 2.13)."""
+"""Returns whether default hooks may be pushed, which `torch.func.grad` and its kin forbid (private to 2.15)."""
 
 
 def push_saving_hooks(hooks: SavingHooks) -> None:
-    """Push default hooks as `torch.autograd.graph.saved_tensors_hooks` does, which works only in `with` (to 2.13)."""
+    """Push default hooks as `torch.autograd.graph.saved_tensors_hooks` does, which works only in `with` (to 2.15)."""
     _push(*hooks)
 
 
 storage_address: Callable[[torch.Tensor], int] = _core._storage_address
-"""Returns the `_cdata` of the tensor's storage without making a storage object (private from 2.11 to 2.13).
+"""Returns the `_cdata` of the tensor's storage without making a storage object (private from 2.11 to 2.15).
 
 Raises:
     RuntimeError: the tensor has no storage.
@@ -74,11 +74,11 @@ SAVE_NO_RESULT = frozenset(
 )
 """The classes of `grad_fn` that save arguments only and not their result, unless the operation writes in place.
 
-Each saved tensor has an attribute, whose name says which one it is. No public name does (2.11 to 2.13).
+Each saved tensor has an attribute, whose name says which one it is. No public name does (2.11 to 2.15).
 """
 
 pop_saving_hooks: Callable[[], None] = _stack._pop_saved_tensors_default_hooks
-"""Pops the innermost default hooks, as leaving `torch.autograd.graph.saved_tensors_hooks` does (2.11 to 2.13)."""
+"""Pops the innermost default hooks, as leaving `torch.autograd.graph.saved_tensors_hooks` does (2.11 to 2.15)."""
 
 
 class _HooksTakenOff(threading.local):
@@ -100,7 +100,7 @@ def share_saving_hooks(are_ours: Callable[[SavingHooks], bool], around: Callable
     - Hooks that others push over ours are replaced by the result of `around`.
     - `torch.func.grad` and its kin, which refuse to run inside of any hooks, take ours off for as long as they run.
 
-    Nothing public does either (2.11 to 2.13). So three functions of torch are replaced, for the whole process; where no
+    Nothing public does either (2.11 to 2.15). So three functions of torch are replaced, for the whole process; where no
     hooks are ours, the replacements do what the originals do.
     """
     push, disable, enable = (

@@ -9,18 +9,18 @@ import torch
 from torch.utils import _python_dispatch
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-"""The base of contexts that see each operation beneath autograd; documented, in a private module (2.0 to 2.13)."""
+"""The base of contexts that see each operation beneath autograd; documented, in a private module (2.0 to 2.15)."""
 
 
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
-"""Returns how many tensors and handles share the storage with this `_cdata`, which no public name says (to 2.13)."""
+"""Returns how many tensors and handles share the storage with this `_cdata`, which no public name says (to 2.15)."""
 
 
 def gradients_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """Returns the gradient of each of `tensors`.
 
     It passes by each DTensor's `__torch_function__`, which takes longer than the read; the guard has no public name
-    (2.11 to 2.13).
+    (2.11 to 2.15).
     """
     with torch._C.DisableTorchFunctionSubclass():
         return [tensor.grad for tensor in tensors]
@@ -47,14 +47,14 @@ def set_grad_dtype(parameter: Any, dtype: torch.dtype | None) -> None:
 
 
 chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
-"""Row i of `chunk_cat(tensors, dim, num_chunks)` has chunk i of each tensor; no public name is one call (to 2.13)."""
+"""Row i of `chunk_cat(tensors, dim, num_chunks)` has chunk i of each tensor; no public name is one call (to 2.15)."""
 
 
 def attributes_of(parameter: torch.Tensor) -> dict[str, object]:
     """Returns the attributes that a user has written on a Parameter (`weight.no_decay = True`).
 
     It leaves out hooks, gradients, attributes of the class, and those of torch.nn and Dynamo, which have names of their
-    own (2.11 to 2.13).
+    own (2.11 to 2.15).
     """
     written = {
         name: value for name, value in vars(parameter).items() if name != "_is_param" and not name.startswith("_dynamo")
@@ -66,7 +66,7 @@ def attributes_of(parameter: torch.Tensor) -> dict[str, object]:
 def give_attributes(tensor: torch.Tensor, attributes: Mapping[str, object]) -> None:
     """Write the `attributes` of a Parameter on the `tensor` that takes its place.
 
-    torch has no constructor and no copy to another device that keeps a user's attributes (2.11 to 2.13).
+    torch has no constructor and no copy to another device that keeps a user's attributes (2.11 to 2.15).
     """
     for name, value in attributes.items():
         write_into(tensor, name, value)
@@ -75,7 +75,7 @@ def give_attributes(tensor: torch.Tensor, attributes: Mapping[str, object]) -> N
 def steps_in_backward(parameter: torch.Tensor) -> bool:
     """Returns whether `parameter` has optimizers of torch that step as soon as its gradient is there.
 
-    `torch.distributed.optim._apply_optimizer_in_backward` writes them in a private attribute (1.13 to 2.13).
+    `torch.distributed.optim._apply_optimizer_in_backward` writes them in a private attribute (1.13 to 2.15).
     """
     return bool(getattr(parameter, "_in_backward_optimizers", ()))
 
