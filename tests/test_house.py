@@ -52,7 +52,7 @@ FIGURES = {
     "import cycles": (0, 0),
     "lines of the library": (36697, 32000),
     "lines of the optimizers": (3142, 1500),
-    "lines of the adapters": (1500, 1500),
+    "lines of the adapters": (1524, 1500),
     "lines of the tools": (13459, 12000),
     "lines of the trainer": (7323, 6000),
     "files of a walk: forward": (16, 15),
