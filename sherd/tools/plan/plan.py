@@ -242,7 +242,7 @@ def planned(
         Planner(training, cluster).predict, title=title or f"{type(training.model).__name__} on {space.num_ranks} ranks"
     )
     found = None
-    if space.fixed < set(NAMES) - {"micro_batches"}:
+    if space.choices:
         rough.outcome(beginning)  # raises if these settings are impossible: a search begins with possible ones
         if "wrapping" not in space.fixed:
             space = replace(space, wrappings=_wrappings(evaluate, layout, beginning))
