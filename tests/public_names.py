@@ -68,4 +68,5 @@ if __name__ == "__main__":
     if "--write" in sys.argv:
         RECORD.write_text("\n".join([f"torch {torch.__version__.split('+')[0]}", *names_now(), ""]))
     else:
-        print(f"torch {torch.__version__} beside {version_read()}", *differences(), sep="\n")
+        print(f"torch {torch.__version__} beside {version_read()}", *(found := differences()), sep="\n")
+        sys.exit(bool(found))
