@@ -115,7 +115,7 @@ class RaggedDTensor(OwnDTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """Returns the tensor as a DTensor of torch: replicated, in equal chunks, or (since torch 2.14) `Partial("sum")`.
+        """Returns the tensor as a DTensor of torch: replicated, in equal chunks, or `Partial("sum")` since torch 2.14.
 
         All ranks must call it.
 

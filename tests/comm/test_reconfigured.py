@@ -55,17 +55,17 @@ def assert_trains(transport):
 
 def on_each_of_three_ranks():
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-    with pytest.raises(MeshError, match="is not connected: call torch.distributed._reconfigure"):
+    with pytest.raises(MeshError, match=r"is not connected: call torch\.distributed\._reconfigure"):
         fully_shard(net())
     connect(1, range(3), store)
-    model = [assert_trains(transport) for transport in ("auto", "gloo", "torch")][0]
+    model, *_ = (assert_trains(transport) for transport in ("auto", "gloo", "torch"))
     connect(2, range(3), store)
     with pytest.raises(MeshError, match=f"began with 3 ranks, has 3, and this process is its rank {rank} now"):
         model(torch.ones(1, 4))
     if rank == 2:
         return
     connect(3, range(2), store)
-    with pytest.raises(MeshError, match="began with 3 ranks, has 2.*shard a new model and load the last checkpoint"):
+    with pytest.raises(MeshError, match=r"began with 3 ranks, has 2.*shard a new model and load the last checkpoint"):
         model(torch.ones(1, 4))
     with pytest.raises(MeshError, match=r"call destroy_process_group\(\) and init_process_group"):
         fully_shard(net())
