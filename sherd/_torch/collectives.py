@@ -261,7 +261,7 @@ def connection_of(group: dist.ProcessGroup) -> str | None:
         return None
     if not any(getattr(getattr(each, "options", None), "enable_reconfigure", False) for each in backends):
         return None
-    handle: str = group.get_reconfigure_handle()
+    handle: str = group.get_reconfigure_handle()  # type: ignore[attr-defined]
     return "" if handle.split(":")[2:3] == ["-1"] else handle
 
 
