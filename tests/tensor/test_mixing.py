@@ -256,7 +256,7 @@ def test_wrong_arguments_are_named():
         lambda: redistribute_to(tensor, uneven((4, 6), 2)),
         lambda: redistribute_to(tensor, uneven(SHAPE, 3)),
         lambda: tensor.redistribute(placements=[RaggedShard(rows(SHAPE, 2))]),
-        lambda: tensor.redistribute(placements=[Replicate(), Replicate()]),
+        lambda: tensor.redistribute(placements=[Replicate(), Shard(0)]),
         lambda: tensor.to_local(grad_placements=[Replicate()]),
         lambda: tensor.full_tensor(grad_placements=[Shard(0)]),
         lambda: layout_of(dtensor_spec(mesh, (Replicate(),), torch.Size(SHAPE), torch.float32)),
