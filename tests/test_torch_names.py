@@ -15,7 +15,7 @@ import zipfile
 from datetime import timedelta
 from inspect import ismodule
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
@@ -1170,7 +1170,7 @@ class Recorded:
         return self._name
 
     def __getattr__(self, called: str):
-        if self._name == "gloo" and called.startswith("_group"):
+        if self._name in ("gloo", "nccl2", "nccl-lazy") and called.startswith("_group"):
             raise AttributeError(called)
         return lambda: self._log.append(f"{self._name} {called}")
 
@@ -1181,13 +1181,33 @@ def test_abort_groups__breaks_off_those_of_accelerators_as_one_but_not_gloos_and
     with _torch.imagined_ranks(2):
         others = {device.type for device in dist.group.WORLD._device_types} - {"cpu"}
         assert others
-        for name, said in (("nccl", ["_group_start", *["abort"] * len(others), "_group_end"]), ("gloo", [])):
+        each_alone = ["abort"] * len(others)
+        for name, said in (
+            ("nccl", ["_group_start", *each_alone, "_group_end"]),
+            ("nccl2", each_alone),
+            ("nccl-lazy", each_alone),
+            ("gloo", []),
+        ):
             log: list[str] = []
             found = {"cpu": Recorded("gloo", log), **{each: Recorded(name, log) for each in others}}
             monkeypatch.setattr(_torch.collectives, "backend_of", lambda _, device, found=found: found[device.type])
             _torch.abort_groups()
             assert dist.is_initialized()
-            assert log == [f"nccl {each}" for each in said], name
+            assert log == [f"{name} {each}" for each in said], name
+
+
+def test_abort_groups__aborts_nccls_as_one_also_behind_a_backend_that_is_not_grouped(monkeypatch):
+    """torch 2.15 has NCCL twice, and only the older one is grouped."""
+    log: list[str] = []
+    found = [Recorded("nccl2", log), Recorded("nccl", log)]
+    monkeypatch.setattr(_torch.collectives, "backend_of", lambda group, device: found[device.index])
+    with _torch.imagined_ranks(2):
+        devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+        world = SimpleNamespace(pg_map=[SimpleNamespace(_device_types=devices)])
+        with monkeypatch.context() as patch:
+            patch.setattr(dist.distributed_c10d, "_world", world)
+            _torch.abort_groups()
+    assert log == ["nccl _group_start", "nccl2 abort", "nccl abort", "nccl _group_end"]
 
 
 @on_processes(2)
@@ -1211,6 +1231,13 @@ def test_timeout_of__is_what_a_group_was_made_with():
     own = dist.new_group(timeout=timedelta(seconds=11))
     assert _torch.timeout_of(own, CPU) == timedelta(seconds=11)
     assert _torch.timeout_of(dist.group.WORLD, CPU) is not None
+
+
+@on_processes(2)
+def test_connection_of__is_none_of_groups_that_keep_their_members():
+    """tests/comm/test_reconfigured.py has groups that do not."""
+    assert _torch.connection_of(dist.group.WORLD) is None
+    assert _torch.connection_of(dist.new_group()) is None
 
 
 @on_processes(2)

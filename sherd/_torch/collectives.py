@@ -248,6 +248,23 @@ def read_objects_with(read: Callable[[torch.Tensor], object]) -> None:
     write_into(distributed_c10d, "_tensor_to_object", to_object)
 
 
+def connection_of(group: dist.ProcessGroup) -> str | None:
+    """Returns a name of the present connections of `group`, "" before the first; None if its members do not change.
+
+    Those of a group that `init_process_group(enable_reconfigure=True)` has made do. The handle that `_reconfigure`
+    takes has the id of the connections: gloo's is `gloo:RANK:ID:...`, with -1 for none. `supports_reconfigure` will not
+    do, as all groups on gloo do. Nothing public says either (2.14, 2.15).
+    """
+    try:
+        backends = [backend_of(group, device) for device in group._device_types]
+    except RuntimeError:  # a group of threads has no backend
+        return None
+    if not any(getattr(getattr(each, "options", None), "enable_reconfigure", False) for each in backends):
+        return None
+    handle: str = group.get_reconfigure_handle()  # type: ignore[attr-defined]
+    return "" if handle.split(":")[2:3] == ["-1"] else handle
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """Returns the timeout of `group`; None if its backend does not say (2.11 to 2.15)."""
     try:
@@ -298,15 +315,14 @@ def abort_groups() -> None:
     groups = list(distributed_c10d._world.pg_map)
     served = [backend_of(group, device) for group in groups for device in group._device_types if device.type != "cpu"]
     backends = [backend for backend in served if backend.name() != "gloo"]  # gloo may serve devices, too
-    first = next(iter(backends), None)
     # NCCL's communicators are aborted as one, as torch does it, or they wait for each other.
-    is_grouped = hasattr(first, "_group_start")
-    if is_grouped:
-        first._group_start()  # type: ignore[union-attr]
+    first = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
+    if first is not None:
+        first._group_start()
     for backend in backends:
         backend.abort()
-    if is_grouped:
-        first._group_end()  # type: ignore[union-attr]
+    if first is not None:
+        first._group_end()  # type: ignore[attr-defined]
 
 
 def group_among(args: Sequence[object]) -> dist.ProcessGroup:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sherd._torch import adopt_timeout, gloo_on_demand, named_group, timeout_of
+from sherd._torch import adopt_timeout, connection_of, gloo_on_demand, named_group, timeout_of
 from sherd.comm.failures import named
 from sherd.errors import MeshError
 
@@ -38,6 +38,10 @@ _Meshes = dict[tuple[dist.ProcessGroup | None, str], DeviceMesh]
 
 _meshes: weakref.WeakKeyDictionary[threading.Thread, dict[dist.ProcessGroup, _Meshes]] = weakref.WeakKeyDictionary()
 """By thread, because ranks may be threads, which do not know each other's groups; then by shard group."""
+
+
+_connections: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+"""By group whose members can change: the connections that it had when it was first used here."""
 
 
 def group_beside(
@@ -186,9 +190,26 @@ def network_namespace() -> str:
 
 
 def require_alive(group: dist.ProcessGroup, whose: str) -> None:
-    """Raise MeshError if `group`, the group of `whose`, was destroyed."""
+    """Raise MeshError if `group`, the group of `whose`, was destroyed, is not connected yet, or was remade."""
     if is_destroyed(group):
         raise MeshError(_DESTROYED.format(whose=whose))
+    connection = connection_of(group)
+    if connection is None:
+        return
+    if not connection:
+        raise MeshError(
+            f"the process group of {whose} was made with enable_reconfigure=True and is not connected: call "
+            "torch.distributed._reconfigure(...) and wait for it before the model is sharded"
+        )
+    known = len(dist.get_process_group_ranks(group))  # torch keeps the ranks of init_process_group
+    # What was made beside the group (other groups, shared memory, agreed layouts) still has the ranks of before.
+    if _connections.setdefault(group, connection) != connection or group.size() != known:
+        raise MeshError(
+            f"the process group of {whose} was remade by torch.distributed._reconfigure: it began with {known} ranks, "
+            f"has {group.size()}, and this process is its rank {group.rank()} now. Shards, and the groups beside it, "
+            "are those of the ranks of before: call destroy_process_group() and init_process_group(...) on the ranks "
+            "that are left, shard a new model and load the last checkpoint, or start all ranks again"
+        )
 
 
 def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:

@@ -67,6 +67,7 @@ class DataMesh:
         self._joined: dict[tuple[bool, tuple[DeviceMesh, ...]], DeviceMesh] = {}
         self.shard_group = None if shard_axis is None else group_of(mesh, shard_axis)
         self.replicate_group = None if replicate_axis is None else group_of(mesh, replicate_axis)
+        require_alive(default_group(), "the model")  # no other group's members can change (torch 2.14)
         self.num_shards = 1 if shard_axis is None else mesh.size(shard_axis)
         self.num_replicas = 1 if replicate_axis is None else mesh.size(replicate_axis)
         self.shard_rank = 0 if shard_axis is None else mesh.get_local_rank(shard_axis)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
@@ -115,7 +115,9 @@ class RaggedDTensor(OwnDTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """Returns the tensor as a DTensor of torch, replicated or in equal chunks. All ranks must call it.
+        """Returns the tensor as a DTensor of torch: replicated, in equal chunks, or `Partial("sum")` since torch 2.14.
+
+        All ranks must call it.
 
         As in torch, `placements` may go on with `Replicate()` behind those for the axes of the mesh: a program for a
         2-D model says `(Replicate(), Replicate())` of every parameter, and those that are not tensor parallel lie on
@@ -147,6 +149,12 @@ class RaggedDTensor(OwnDTensor):
         gathered: DTensor = DTensor.from_local(
             part, mesh, gathered_as, run_check=False, shape=self.shape, stride=strides
         )
+        if any(each.is_partial() for each in wanted):  # torch makes summands of chunks, since 2.14, and not of copies
+            chunks = [
+                Shard(0) if to.is_partial() and now.is_replicate() else now
+                for to, now in zip(wanted, gathered_as, strict=True)
+            ]
+            gathered = gathered.redistribute(mesh, chunks)
         return gathered.redistribute(mesh, wanted)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:

@@ -75,11 +75,13 @@ def test_no_mesh_means_the_accelerator_where_the_group_has_more_than_gloo_for_it
     for backends, device in (
         ("cpu:gloo,xpu:xccl", "xpu"),
         ("xpu:xccl", "xpu"),
+        ("cpu:gloo,cuda:nccl2", "cuda"),
+        ("cuda:nccl-lazy", "cuda"),
         ("cpu:gloo", "cpu"),  # the group has nothing for the accelerator
-        ("cpu:gloo,cuda:gloo", "cpu"),
+        ("cpu:gloo,xpu:gloo", "cpu"),
         ("mps:gloo", "cpu"),  # gloo alone is for CPU ranks
     ):
-        here = torch.device("mps" if "mps" in backends else "xpu")
+        here = torch.device(next(each for each in ("mps", "cuda", "xpu") if each in backends or each == "xpu"))
         with monkeypatch.context() as patch:
             patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False, here=here: here)
             patch.setattr(torch.accelerator, "is_available", lambda: True)

@@ -45,6 +45,8 @@ def test_a_group_is_on_gloo_by_what_it_has_for_the_cpu(monkeypatch):
         ("cpu:gloo,cuda:nccl", "cpu", True),  # init_process_group() without a name
         ("cpu:gloo,cuda:gloo", "cpu", True),
         ("cpu:gloo,cuda:nccl", "cuda", False),
+        ("cpu:gloo,cuda:nccl2", "cpu", True),
+        ("cpu:gloo,cuda:nccl-lazy", "cuda", False),
         ("cpu:fake", "cpu", False),
     ):
         monkeypatch.setattr(dist, "get_backend_config", lambda group, backends=backends: backends)
@@ -58,6 +60,8 @@ def test_on_an_accelerator_gloo_is_asked_for_parts_and_others_for_what_a_policy_
         ("cpu:gloo,cuda:gloo", "coalesced", PartByPart),
         ("cpu:gloo,cuda:nccl", "auto", SingleCalls),
         ("cpu:gloo,cuda:nccl", "coalesced", CoalescedCalls),
+        ("cpu:gloo,cuda:nccl2", "auto", SingleCalls),
+        ("cuda:nccl-lazy", "auto", SingleCalls),
     ):
         monkeypatch.setattr(dist, "get_backend_config", lambda group, backends=backends: backends)
         assert type(transports._made(group, torch.device("cuda"), wanted)) is expected, (backends, wanted)

@@ -8,15 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from sherd._torch import dtensor_spec
 from sherd.errors import PlacementError
 from sherd.layout.runs import Runs
 from sherd.tensor.placement import RaggedShard, layout_of
 from sherd.tensor.ragged import RaggedDTensor, distribute_ragged, ragged_dtensor, redistribute_to
-from tests.support.ranks.bodies import on_threads
+from sherd.tensor.sharded import sharded_dtensor
+from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.refusals import NOTHING
+from tests.support.versions import needs_torch
 from tests.tensor.cuts import line, numbers, ragged, refusal, rows, spec_for, uneven, whole_of
 
 SHAPE = (6, 4)
@@ -214,6 +217,34 @@ def test_no_dtensor_of_torch_can_have_a_ragged_placement():
     stock = distribute_tensor(numbers(SHAPE), mesh, tensor.placements)
     assert stock.placements == (Shard(0),)
     assert torch.equal(whole_of(stock), numbers(SHAPE))
+
+
+@needs_torch(2, 14, "no chunk becomes a summand")
+@on_processes(2)
+def test_a_cut_tensor_becomes_summands_or_strided_chunks_as_torchs_does():
+    whole, mesh = numbers(SHAPE), line(2)
+    stock = distribute_tensor(whole, mesh, [Shard(0)])
+    for wanted in (Partial("sum"), _StridedShard(1, split_factor=2)):
+        expected = stock.redistribute(placements=[wanted])
+        for tensor in (*(ragged(whole, cut, mesh) for cut in (uneven(SHAPE, 2), rows(SHAPE, 2))), as_sherds(stock)):
+            found = tensor.redistribute(placements=[wanted])
+            assert found.placements == expected.placements
+            assert found.to_local().shape == expected.to_local().shape
+            assert torch.equal(found.full_tensor(), whole), (type(tensor), wanted)
+
+
+@needs_torch(2, 14, "it has no such redistribution")
+@on_processes(2)
+def test_strided_chunks_of_sherds_class_go_to_another_dim_as_torchs_do():
+    mesh, strided = line(2), [_StridedShard(0, split_factor=2)]
+    stock = distribute_tensor(numbers((8, 4)), mesh, [Replicate()]).redistribute(placements=strided)
+    found = as_sherds(stock).redistribute(placements=[Shard(1)])
+    assert torch.equal(found.to_local(), stock.redistribute(placements=[Shard(1)]).to_local())
+    assert torch.equal(found.full_tensor(), numbers((8, 4)))
+
+
+def as_sherds(stock):
+    return sharded_dtensor(stock.to_local(), stock._spec)
 
 
 @on_threads(2)

@@ -23,12 +23,14 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import (
     MODULE_CALL,
     at_end_of_backward,
+    connection_of,
     frames_from,
     in_backward,
     outside_transforms,
     splitting_stage,
     write_into,
 )
+from sherd.comm.groups import default_group, require_alive
 from sherd.engine.moves.arrivals import GradientObserver
 from sherd.engine.moves.saved import begin_watching, end_watching
 from sherd.engine.moves.selfgather import require_can_gather_itself
@@ -128,6 +130,8 @@ class Runtime:
         self._step_event: Any = None
         self._index = {unit.id: index for index, unit in enumerate(self.units)}
         self._policies: list[UnitPolicy] = []
+        # A group whose members can change is asked at each forward; other models pay no call for that.
+        self._may_be_remade = connection_of(default_group()) is not None
         monitors = monitors_of(self.units)
         self.monitors = set(monitors.values())
         self.schedule = Schedule(())
@@ -239,6 +243,8 @@ class Runtime:
         return call
 
     def _begin_forward(self, unit: Unit) -> None:
+        if self._may_be_remade:
+            require_alive(default_group(), f"the model of unit {self.root.name}")
         if self.reduction is not None:
             raise StateError(
                 f"forward of {unit.name} before the gradient reduction that finalize_backward(async_op=True) started "
