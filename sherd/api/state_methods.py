@@ -146,7 +146,7 @@ def optim_state_dict(
     """Returns the state of `optim` by the names of the user's own model, full or sharded as `set_state_dict_type` says.
 
     A full state has plain unsharded tensors. A sharded or local state has DTensors with the parameters' layout, in the
-    optimizer's own memory unless they are offloaded; with `_use_dtensor` they are `Shard(0)`.
+    optimizer's own memory unless they are offloaded; with `_use_dtensor` they are copies, `Shard(0)`.
 
     Args:
         model: sharded by wrappers, by `fully_shard`, by both, or not at all.
