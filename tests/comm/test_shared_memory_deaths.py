@@ -25,6 +25,7 @@ from sherd.comm.host import shared_memory
 from sherd.comm.host.shared_memory import SharedMemory
 from sherd.errors import CommError
 from tests.support.ranks import warm_up
+from tests.support.ranks.process import be_quiet
 
 MIB = 1 << 20
 TIMEOUT_S, AT_ONCE_S = 30.0, 20.0
@@ -41,6 +42,7 @@ class End:
 
 
 def live(rank: int, num_ranks: int, port: int, pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    be_quiet()
     torch.set_num_threads(1)
     os.environ["RANK"] = str(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

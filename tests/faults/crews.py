@@ -32,7 +32,7 @@ from tests.faults.builder import LINK, MOMENT_S, SILENT, Fault, Kind, Probe
 from tests.faults.program import Setting, trained
 from tests.machines.hosts import ADDRESSES, INTERFACE, Hosts
 from tests.support.ranks import warm_up
-from tests.support.ranks.process import die_with_the_parent, forget_meshes
+from tests.support.ranks.process import be_quiet, die_with_the_parent, forget_meshes
 from tests.support.versions import set_group_timeout
 
 TIMEOUT_S = 10.0
@@ -117,6 +117,7 @@ class Ends:
 def live(case: Case, rank: int, address: str, port: int, pipe: Connection, folder: str) -> None:
     """Train, say what came of it, tidy up and say what could not be."""
     die_with_the_parent()
+    be_quiet()
     faulthandler.register(signal.SIGUSR1, file=open(f"{folder}/{rank}.stack", "w"), all_threads=True)  # noqa: SIM115
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(case.setting.num_ranks), LOCAL_RANK=str(rank))

@@ -26,7 +26,7 @@ from tests.checkpoint.kills import program
 from tests.checkpoint.kills.cases import KILLS, Act, Case
 from tests.checkpoint.kills.moments import Calls
 from tests.support.ranks import warm_up
-from tests.support.ranks.process import die_with_the_parent
+from tests.support.ranks.process import be_quiet, die_with_the_parent
 from tests.support.versions import set_group_timeout
 
 TIMEOUT_S = 10.0
@@ -137,6 +137,7 @@ def watch(case: Case, start: int, pipe: Connection, folder: str) -> None:
 
 def _begin(folder: str, name: str) -> None:
     die_with_the_parent()
+    be_quiet()
     faulthandler.register(signal.SIGUSR1, file=open(f"{folder}/{name}.stack", "w"), all_threads=True)  # noqa: SIM115
     torch.set_num_threads(1)
     gc.freeze()

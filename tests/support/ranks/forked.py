@@ -12,7 +12,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,7 +53,7 @@ def _answer(pipe: Connection, function: Callable[..., Any], task: bytes) -> None
     gc.freeze()  # collections leave that alone
     torch.set_num_threads(1)
     forget_the_server()
-    be_quiet(tempfile.TemporaryFile("a+", errors="replace"))  # noqa: SIM115  as long as we live
+    be_quiet()
     pipe.send_bytes(answer(task))
 
 

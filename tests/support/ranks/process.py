@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import functools
 import gc
 import io
 import multiprocessing
@@ -9,6 +10,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,12 +61,13 @@ _said: IO[str] | None = None
 """Where this process and those that it starts print, since `be_quiet`."""
 
 
-def be_quiet(file: IO[str]) -> None:
-    """Print into `file`, open for appending, whose last lines a failure shows."""
+def be_quiet(name: str | None = None) -> None:
+    """Print into the file `name`, or one without a name; its last lines are shown by a failure."""
     global _said
-    _said = file
+    made = tempfile.TemporaryFile if name is None else functools.partial(open, name)
+    _said = made(mode="a+", errors="replace")  # open as long as we live
     for number in (1, 2):
-        os.dup2(file.fileno(), number)
+        os.dup2(_said.fileno(), number)
 
 
 def serve(
@@ -73,7 +76,7 @@ def serve(
     """A rank's life: join the group, then answer one task after another until the test session ends."""
     forget_the_server()
     if said_file is not None:
-        be_quiet(open(said_file, "a+", errors="replace"))  # noqa: SIM115  as long as we live
+        be_quiet(said_file)
     gc.freeze()  # before any collection, which would touch, and so copy, all that is shared with the fork server
     die_with_the_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session handles it, and then ends us
