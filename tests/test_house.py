@@ -50,7 +50,7 @@ FIGURES = {
     "Any per 1,000 code lines": (7.8, 12.0),
     "isinstance per 1,000 code lines": (19.2, 20.0),
     "import cycles": (0, 0),
-    "lines of the library": (36750, 32000),
+    "lines of the library": (36761, 32000),
     "lines of the optimizers": (3142, 1500),
     "lines of the adapters": (1524, 1500),
     "lines of the tools": (13478, 12000),

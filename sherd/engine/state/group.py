@@ -24,7 +24,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sherd._torch import local_tensor, move_hooks, replace_class, set_grad_dtype, spec_of, swap_devices
+from sherd._torch import (
+    REDUCES_IN_GRAD_DTYPE,
+    local_tensor,
+    move_hooks,
+    replace_class,
+    set_grad_dtype,
+    spec_of,
+    swap_devices,
+)
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Streams
 from sherd.comm.transport import Sizes, parts
@@ -317,11 +325,14 @@ def _hold(record: ShardedParameter, part: torch.Tensor) -> None:
 def _arriving(key: GroupKey, reduce_dtype: torch.dtype, is_wanted: bool) -> tuple[torch.dtype | None, ...]:
     """Returns the `grad_dtype` of unsharded parameters, in a tuple that is empty if it is theirs.
 
-    A gradient that is reduced in a wider dtype than compute's may come in any, and is widened when it is copied for the
+    Before torch 2.15 autograd rounds gradients to the dtype of compute, unless a user has set another one. Since then a
+    gradient that is reduced in a wider dtype than compute's may come in any, and is widened when it is copied for the
     reduction. `is_wanted`: no policy asks for `reduce_dtype`, so autograd rounds to what the user wants, if that is
     neither the one nor the other.
     """
     compute, wanted = key.compute_dtype, key.gradient_dtype
+    if not (REDUCES_IN_GRAD_DTYPE or key.grad_dtype):
+        return ()
     if (is_wanted and key.grad_dtype == (None,)) or (wanted if is_wanted else reduce_dtype).itemsize > compute.itemsize:
         return (None,)
     return (wanted,) if is_wanted and wanted not in (compute, reduce_dtype) else ()
