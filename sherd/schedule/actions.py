@@ -43,7 +43,7 @@ class BeforeBackward:
 
 @dataclass(frozen=True, slots=True)
 class GradientsReady:
-    """Each trainable parameter of the unit has its gradient from this backward."""
+    """Each trainable parameter of the unit has its gradient from this backward, on every rank."""
 
     unit: int
 
@@ -60,7 +60,7 @@ class GroupPassed:
 class AfterBackward:
     """Autograd is past the unit: nothing in this backward reads its unsharded parameters again.
 
-    `unreduced`: gradients arrived without a `GradientsReady`, because others of the unit never came.
+    `unreduced`: gradients arrived without a `GradientsReady`, because some ranks may lack others of the unit.
     """
 
     unit: int

@@ -49,6 +49,7 @@ class GroupSizes:
         lands: the unsharded buffer is written inside `wait()`, so it need not be allocated earlier.
         collects_late: in a step that reduces the group, there are no rows until the reduction.
         lane_owns_rows: the rows go as soon as the reduction is queued.
+        may_lack: a rank that lacks the gradients takes part in their reduction.
         is_offloaded: shards and their gradients are in host memory.
         stores_at_once: the sum goes to host memory as soon as the reduction is queued.
     """
@@ -70,6 +71,7 @@ class GroupSizes:
     lands: bool = False
     collects_late: bool = False
     lane_owns_rows: bool = False
+    may_lack: bool = False
     is_offloaded: bool = False
     stores_at_once: bool = False
 
@@ -95,7 +97,7 @@ def step_of(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) ->
         sizes: the groups of each unit.
     """
     calls = (moment for moment in forward if not isinstance(moment, Arrival))
-    return (*calls, do.EndForward(), *_backward(forward, sizes), do.EndBackward())
+    return (*calls, do.EndForward(), *_backward(forward, sizes))
 
 
 class BackwardGradients:
@@ -115,9 +117,10 @@ class BackwardGradients:
         self._sizes, self._run_again = sizes, run_again
         self._missing = Counter(use.unit for use in used)
         self._missing_in_group = Counter((use.unit, use.group) for use in used)
+        self._left: set[int] = set()
 
     def arrive(self, arrival: Arrival) -> Iterator[Moment]:
-        """Yields the arrival of a whole gradient, and an event if it is the last one of the unit or of a group."""
+        """Yields the arrival of a whole gradient, and an event if that frees a group, or reduces the unit."""
         unit, group = arrival.unit, arrival.group
         self._missing[unit] -= 1
         self._missing_in_group[unit, group] -= 1
@@ -125,10 +128,24 @@ class BackwardGradients:
         if self._missing_in_group[unit, group]:
             return
         if not self._missing[unit]:
+            if len(self._sizes) > 1 and any(each.may_lack for each in self._sizes[unit]):
+                self._left.add(unit)
+                return
             is_done_in_backward = all(each.is_all_trainable for each in self._sizes[unit])
             yield do.AfterBackward(unit, unreduced=True) if is_done_in_backward else do.GradientsReady(unit)
         elif unit not in self._run_again and self._sizes[unit][group].is_all_trainable:
             yield do.GroupPassed(unit, group)
+
+    def passed(self, unit: int) -> do.AfterBackward:
+        """Returns the event that autograd is past the inputs of `unit`."""
+        is_left = unit in self._left
+        self._left.discard(unit)
+        return do.AfterBackward(unit, is_left)
+
+    def end(self) -> Iterator[Moment]:
+        """Yields the events of the end of backward."""
+        yield from map(self.passed, sorted(self._left))
+        yield do.EndBackward()
 
 
 def _backward(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) -> Iterator[Moment]:
@@ -149,12 +166,13 @@ def _backward(forward: Sequence[Moment], sizes: Sequence[Sequence[GroupSizes]]) 
                     yield do.BeforeBackward(unit)
             case do.BeforeForward(unit):
                 if reached.pop():
-                    yield do.AfterBackward(unit)
+                    yield gradients.passed(unit)
             case Arrival():
                 num_ahead -= 1
                 uses[moment] -= 1
                 if not uses[moment]:
                     yield from gradients.arrive(moment)
+    yield from gradients.end()
 
 
 def begins_step(moment: Moment) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 from unittest import mock
 
@@ -10,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sherd import CommPolicy, Flat, Owned, fully_shard
+from sherd import CommPolicy, Flat, Owned, PrefetchPolicy, fully_shard
 from sherd.comm.streams import RecordingStreams, use_streams
 from sherd.engine.moves.gradients import Gradients
 from sherd.engine.run.unit import Unit
+from sherd.schedule.state import Live
 from tests.support.comparing import Named, assert_named_close, whole_grads
 from tests.support.models import Wired, noise
 from tests.support.sharding import sharded
@@ -178,26 +180,73 @@ def test_a_backward_for_an_input_alone_reduces_nothing(threads):
     reduce.assert_not_called()
 
 
-def with_two_heads() -> nn.Module:
-    def forward(self: Any, x: Tensor, used: tuple[int, ...]) -> Tensor:
-        hidden = torch.tanh(self.block(x))
-        return sum((self.heads[at](hidden) for at in used), torch.zeros(()))
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    return Wired(forward, block=nn.Linear(8, 8), heads=nn.ModuleList([nn.Linear(8, 8) for _ in range(2)]))
+    def forward(self, x: Tensor, used: str) -> Tensor:
+        return torch.stack([getattr(self, name)(x) for name in used]).sum(0)
 
 
-HEADS = [((0, 1), (0, 1)), ((0, 1), (0,)), ((1,), (0, 1)), ((1,), (0,))]
+class Heads(Branch):
+    """A block, and two heads of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(8, 8)
+        self.units: list[nn.Module] = [self.block, self]
+
+    def forward(self, x: Tensor, *used: str) -> Tensor:
+        return super().forward(self.block(x).tanh(), used[0])
+
+
+class Branches(nn.Module):
+    """Three units that take one input. `seen` notes, when backward is behind each, which are unsharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.branches = nn.Linear(8, 8), nn.ModuleList(Branch() for _ in range(3))
+        self.units: list[nn.Module] = [*self.branches, self]
+        self.seen: list[list[bool]] = []
+
+    def forward(self, x: Tensor, *used: str) -> Tensor:
+        x = self.stem(x).tanh()
+        outputs = [branch(x, each) for branch, each in zip(self.branches, used, strict=True)]
+        for output in outputs if x.requires_grad else ():
+            output.register_hook(lambda _: self.seen.append([unsharded(each) for each in self.branches]))
+        return torch.stack([output.square() for output in outputs]).sum(0)
+
+
+def unsharded(module: nn.Module) -> bool:
+    unit = Unit.of(module)
+    return unit is not None and unit.live is not Live.SHARDED
 
 
 @pytest.mark.parametrize("front", ["shard", "flat"])
-def test_ranks_may_use_different_heads_of_the_root_after_a_step_with_the_same(threads, front):
+@pytest.mark.parametrize("make", [Heads, Branches])
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_may_use_other_parameters_of_a_unit_in_each_step(seed, make, front, threads):
     def job(model: Any, rank: int, step: int) -> Tensor:
-        return model(noise(step, rank), HEADS[step][rank]).square().sum()
+        draw = random.Random(f"{seed} {rank} {step}")
+        used = [draw.choice(["ab", "ab", "a", "b"]) if step else "ab" for _ in range(3)]  # first all of it
+        return model(noise(step, rank), *used).square().sum()
 
     def run() -> list[Named]:
-        model = made(with_two_heads, seed=7)
-        sharded(model, front, [model.block, model])
-        model.set_reduce_scatter_unused_params(True)
-        return gradients(model, job, len(HEADS))
+        model = made(make, seed=7)
+        return gradients(sharded(model, front, model.units), job, 8)
 
-    assert_gradients_are_the_mean(threads(2).run(run), with_two_heads, job)
+    assert_gradients_are_the_mean(threads(2).run(run), make, job)
+
+
+def test_units_that_share_an_input_are_freed_one_by_one(threads):
+    def run() -> list[list[bool]]:
+        model = made(Branches, seed=7)
+        sharded(model, units=model.units, prefetch_policy=PrefetchPolicy(backward_depth=0))
+        for _ in range(2):
+            model.seen.clear()
+            model(noise(0, 0), "ab", "ab", "ab").sum().backward()
+        return model.seen
+
+    # Backward is behind the last branch first.
+    assert threads(2).run(run)[0] == [[False, False, False], [False, False, False], [False, False, False]]

@@ -158,10 +158,11 @@ def test_a_unit_that_stays_whole_sees_a_step_that_was_made_inside_of_backward():
         for model in models:
             if isinstance(model, FSDPModule):
                 model.set_reshard_after_backward(False)
-            x, optimizer = torch.ones(4, 8, requires_grad=True) * 1, torch.optim.SGD(model.parameters(), lr=0.1)
+            start, optimizer = torch.ones(4, 8, requires_grad=True) * 1, torch.optim.SGD(model.parameters(), lr=0.1)
+            x = start * 1
             for _ in range(2):
                 model(x).square().mean().backward(retain_graph=True)
-            x.register_hook(lambda _, optimizer=optimizer: optimizer.step())
+            start.register_hook(lambda _, optimizer=optimizer: optimizer.step())  # behind all of the model
             model(x).square().mean().backward()
         assert_same(models[0](torch.ones(4, 8)), models[1](torch.ones(4, 8)), front, rtol=1e-5, atol=1e-6)
 

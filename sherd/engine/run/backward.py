@@ -36,6 +36,8 @@ class Backward:
         enter_backward: tells the runtime that backward is in the unit. Backward may come through none of the unit's
             outputs: through a loss that a module keeps, a weight used after `unshard()`, a gradient of a gradient.
         unflagged: the groups that a rank without their gradients leaves out of a reduction, untold by any flag.
+        reduces_when_complete: the unit is reduced as soon as all of its gradients are there. False if another rank may
+            lack some: it reduces the unit when autograd is past the inputs, so all ranks do.
     """
 
     def __init__(self, enter: Callable[[], None], num_ranks: int) -> None:
@@ -45,6 +47,7 @@ class Backward:
         self._weights: Sequence[Weights] = ()
         self._gradients: Sequence[Gradients] = ()
         self.unflagged: list[Arrivals] = []
+        self.reduces_when_complete = self._has_flags = False
         self._when_complete: WhenComplete | None = None
         self._num_expected = self._num_completed = self.num_trained = 0
         self._seen: list[int] = []
@@ -54,6 +57,7 @@ class Backward:
         """Replace the groups, and forget what was learnt of the former ones."""
         self._weights, self._gradients = weights, gradients
         self.unflagged = [of_group.arrivals for of_group in gradients if not of_group.group.num_flags]
+        self._has_flags = len(self.unflagged) < len(gradients)
         self._seen = []
         self._is_gone_through_once = False
 
@@ -67,14 +71,17 @@ class Backward:
         """Note that hooks of others get what the unit's forward saves, and may run parts of it again in backward."""
         self.is_under_other_hooks = True
 
-    def expect(self, policy: UnitPolicy, when_complete: WhenComplete) -> None:
+    def expect(self, policy: UnitPolicy, when_complete: WhenComplete, is_alone: bool) -> None:
         """Prepare for the gradients of a backward that is about to reach the unit.
 
         Args:
             policy: the unit's policy.
-            when_complete: called for each group when all its trainable parameters have gradients.
+            when_complete: called for each group when all its trainable parameters have gradients; not for the last one
+                if that does not reduce the unit.
+            is_alone: there is no other unit, whose collectives could come in between.
         """
         self.is_entered = True
+        self.reduces_when_complete = is_alone or not (self._has_flags or policy.reduce_unused)
         self.is_recorded |= torch.is_grad_enabled()
         self._when_complete = when_complete
         self._num_completed = self.num_trained = 0
@@ -133,7 +140,7 @@ class Backward:
         # Backward may go through the unit again, for another forward, and then counts from zero.
         if is_last:
             self._num_completed = 0
-        if self._when_complete is not None:
+        if self._when_complete is not None and (self.reduces_when_complete or not is_last):
             completed = None if is_last else group
             self._when_complete(completed, self._is_done(completed))
 

@@ -41,6 +41,9 @@ from sherd.tensor.structures import map_tensors, tensors_held_by, tensors_in
 _BORDERS = "sherd_borders"
 """The key of a list of `_Border` in the metadata of an autograd node."""
 
+_TAKER = "sherd_taker"
+"""The key of the unit that took the result of an autograd node last."""
+
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())).union(Unit.ATTRIBUTES)
 """The attributes of a module that hold nothing from a forward: parameters, buffers, hooks, and sherd's."""
 
@@ -128,7 +131,18 @@ def before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) ->
         if [tensor for tensor in inputs if tensor.requires_grad and tensor.is_leaf]:
             args, kwargs = map_tensors(_not_a_leaf, (args, kwargs))
             inputs = _inputs_in(args, kwargs)
-        for node in _nodes_of(inputs):
+        nodes = _nodes_of(inputs)
+        for node in nodes:
+            if (taker := node.metadata.get(_TAKER)) is None or runtime.is_running(taker):
+                break
+        else:
+            if nodes and not are_transforms_active():
+                # Other units have taken all of it, and backward comes to these nodes when it is past all of them. By
+                # views each unit is reduced and freed by itself: test_units_that_share_an_input_are_freed_one_by_one.
+                args, kwargs = map_tensors(_view, (args, kwargs))
+                nodes = [tensor.grad_fn for tensor in _inputs_in(args, kwargs) if tensor.requires_grad]
+        for node in nodes:
+            node.metadata[_TAKER] = unit
             borders = _borders_of(node)
             # Backward is not past the unit where an output of the unit is its input again.
             if not [giver for giver, is_output, _ in borders if is_output and giver is unit]:
@@ -228,6 +242,10 @@ def _borders_of(node: Any) -> list[_Border]:
 
         node.register_prehook(reached)
     return borders
+
+
+def _view(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view_as(tensor) if tensor.requires_grad and type(tensor) is torch.Tensor else tensor
 
 
 def _not_a_leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -159,6 +159,10 @@ class Runtime:
         """Whether no forward, backward or reduction is under way."""
         return not self._calls and not self.in_backward and not self.schedule.state.reducing
 
+    def is_running(self, unit: Unit) -> bool:
+        """Returns whether a forward of `unit` is under way."""
+        return unit in map(UNIT_OF, self._calls)
+
     # Units that several roots use in turn
 
     def require_idle(self, unit: Unit, root_name: str) -> None:
@@ -231,7 +235,7 @@ class Runtime:
         call = self._pop_call()
         unit, raised = call.unit, sys.exc_info()[1] is not call.handling
         ends = unit.runs is None or unit.runs.end(module) or raised
-        if ends and unit not in map(UNIT_OF, self._calls):  # else another method of the unit, around this one, runs on
+        if ends and not self.is_running(unit):  # else another method of the unit, around this one, runs on
             self.tape.play(do.AfterForward, self._index[unit.id], call.recomputing, in_use)
         if call.outermost:
             self._end_forward(differentiable and not raised)
@@ -320,7 +324,8 @@ class Runtime:
         self.tape.play(do.BeforeBackward, self._index[unit.id])
 
     def _expect_gradients(self, unit: Unit) -> None:
-        unit.backward.expect(unit.policy, partial(self._gradients_complete, self._index[unit.id]))
+        when_complete = partial(self._gradients_complete, self._index[unit.id])
+        unit.backward.expect(unit.policy, when_complete, is_alone=len(self.units) == 1)
 
     def after_backward(self, unit: Unit) -> None:
         """Reduce and free `unit`, because autograd is past its inputs."""
@@ -337,9 +342,6 @@ class Runtime:
         return self._brings_gradients
 
     def _gradients_complete(self, index: int, group: int | None, is_done: bool) -> None:
-        unit = self.units[index]
-        if unit.surrounds and unit.policy.reduce_unused:
-            return  # ranks that lack gradients reduce the unit behind the units inside, so this rank does, too
         # The last backward taught about as many forwards as it had: any further one may be run again by a checkpoint.
         is_done = is_done and self._num_forwards <= self._usual_forwards
         if group is None:

@@ -51,6 +51,7 @@ def _group_sizes(weights: Weights, policy: UnitPolicy) -> GroupSizes:
         lands=fill is Fill.FROM_RANKS,
         collects_late=plan.collects_late,
         lane_owns_rows=plan.lane_owns_rows,
+        may_lack=policy.reduce_unused or group.num_flags > 0,
         is_offloaded=group.is_offloaded,
         stores_at_once=group.is_offloaded and policy.all_reduce_hook is None and mesh.num_replicas == 1,
     )

@@ -277,8 +277,9 @@ class StepRecorder:
             case do.AfterForward(unit, recomputing) if self._running[-1] == unit:
                 self._running.pop()
                 self._phase = "backward" if recomputing else "forward"
-            case do.AfterBackward(unit, unreduced=False) if self._running == [unit]:
-                self._running = [-1]
+            case do.AfterBackward(unit, unreduced) if self._running == [unit]:
+                if not (unreduced and self._runtime.units[unit].backward.reduces_when_complete):
+                    self._running = [-1]
             case do.EndBackward():
                 self._phase, self._running = "", [-1]
                 self.storages.expect_logits(None)

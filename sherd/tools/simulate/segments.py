@@ -229,7 +229,7 @@ def moments_of(work: Work, sharded: Sharded) -> Iterator[tuple[Event | None, tup
     reading = _Reading(work, sharded)
     for event in work.events:
         yield event, tuple(reading.read(event))
-    yield None, (on.EndBackward(),)
+    yield None, tuple(reading.end())
 
 
 def units_around(work: Work, sharded: Sharded) -> dict[int, int]:
@@ -251,6 +251,7 @@ class _Reading:
         run_again = {around.get(event.module, -1) for event in work.events if isinstance(event, Enter) and event.again}
         uses = (place for each, place in sharded.places.items() if each in used)
         self._gradients = BackwardGradients(uses, sizes, run_again)
+        self.end = self._gradients.end
         self._places = sharded.places
         self._unit_of = sharded.unit_of
         self._num_modules = [len(unit.modules) for unit in sharded.units]
@@ -286,6 +287,6 @@ class _Reading:
                 if self._passed[unit] == self._num_modules[unit]:
                     self._reached.discard(unit)
                     self._passed[unit] = 0
-                    yield on.AfterBackward(unit)
+                    yield self._gradients.passed(unit)
             case _:
                 pass
