@@ -135,13 +135,27 @@ def filled_where(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = 
         return otherwise(func, args, kwargs)
     if isinstance(index, OwnDTensor) and index.dtype == torch.bool:
         return tensor.masked_fill_(index, one.to(tensor.dtype).reshape(()))
-    if tensor.shape == (1,) and not isinstance(index, DTensor):
-        # The mask of a scalar, as torch makes it: the index 0, or no index. It is the same on all ranks.
+    if _is_of_a_scalar(tensor, index):
         return tensor.fill_(one.reshape(())) if index.numel() else tensor
     return otherwise(func, args, kwargs)
 
 
+@answers("index_fill_")
+def filled_at(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = on_owner) -> object:
+    """Set the places of an index to a number. torch 2.15 sets a scalar by its mask so."""
+    tensor, _, index, value = args
+    if _is_of_a_scalar(tensor, index):
+        return tensor.fill_(value) if index.numel() else tensor
+    return otherwise(func, args, kwargs)
+
+
+def _is_of_a_scalar(tensor: torch.Tensor, index: torch.Tensor) -> bool:
+    """Returns whether `index` is the mask of a scalar, as torch makes it: the index 0, or none, on all ranks."""
+    return tensor.shape == (1,) and not isinstance(index, DTensor)
+
+
 SHARDED.answers("index_put_")(functools.partial(filled_where, otherwise=by_torch))
+SHARDED.answers("index_fill_")(functools.partial(filled_at, otherwise=by_torch))
 
 
 # Complex tensors as pairs of real numbers and back, as optimizers of torch step complex parameters
