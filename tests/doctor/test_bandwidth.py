@@ -79,7 +79,7 @@ def test_the_command_writes_a_file_that_reads_and_whose_figures_fit_together(tmp
     assert cluster.optimizer.latency > 0
     assert device.library_bytes < device.memory <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
     assert cluster.within.latency > 0
-    assert cluster.within.bandwidth < 100 * device.bandwidth
+    assert 0 < cluster.within.bandwidth <= device.bandwidth
     small, large = (collective_seconds("all-gather", nbytes, NodeRanks(2, 2), cluster) for nbytes in (2**10, 2**26))
     assert small < large
     assert cluster.sources["device"].startswith("measured by sherd doctor --bandwidth on 20")

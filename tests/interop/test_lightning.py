@@ -773,6 +773,7 @@ from sherd.interop.lightning import SherdStrategy
 from tests.interop.test_lightning import Module, data
 
 ends, kind, folder = sys.argv[1:]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests behind it has them ignore Ctrl-C
 
 class Ending(Module):
     def train_dataloader(self):

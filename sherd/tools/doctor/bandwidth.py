@@ -96,7 +96,9 @@ def measured(name: str, own: Iterable[Step] = ()) -> Cluster:
     optimizer, skew = None, 0.0
     if at.type == "cpu" and within and hosts.count(hosts[0]) == len(hosts):
         together = measured_together(launch)
-        within, optimizer, skew = together.within, together.optimizer, together.skew
+        # Timings among other work may fit a link without end; none is faster than memory.
+        within = Link(together.within.latency, min(together.within.bandwidth, bandwidth))
+        optimizer, skew = together.optimizer, together.skew
     said = f"measured by sherd doctor --bandwidth on {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, "
     said, guess = f"{said}{len(hosts)} ranks", "estimate: not measured, as"
     sources = dict.fromkeys(("devices_per_node", "device", "within", "across", "to_host"), said)
