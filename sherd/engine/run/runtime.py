@@ -235,7 +235,7 @@ class Runtime:
         call = self._pop_call()
         unit, raised = call.unit, sys.exc_info()[1] is not call.handling
         ends = unit.runs is None or unit.runs.end(module) or raised
-        if ends and not self.is_running(unit):  # else another method of the unit, around this one, runs on
+        if ends and unit not in map(UNIT_OF, self._calls):  # else another method of the unit, around this one, runs on
             self.tape.play(do.AfterForward, self._index[unit.id], call.recomputing, in_use)
         if call.outermost:
             self._end_forward(differentiable and not raised)
