@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sherd._torch import (
+    answer_checkpointing,
     asked_by_checkpointing,
     dynamo_disabled,
     gradients_of,
@@ -47,7 +48,7 @@ from sherd.errors import ModuleError, PlacementError, PolicyError, UnsupportedEr
 from sherd.policy import CommPolicy, OnTouch, Unmanaged
 from sherd.requirements import as_own
 from sherd.wrap import Kwargs, WrapPolicy, apply_wraps, check_frozen, check_none_wrapped, choose
-from sherd.wrap.names import WRAPPED, plain_name
+from sherd.wrap.names import WRAPPED, plain_name, wrapped_by
 
 
 class FullyShardedDataParallel(FSDPModule, nn.Module):
@@ -170,8 +171,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     def module(self) -> nn.Module:
         """The wrapped module, without wrappers of activation checkpointing around it."""
         wrapped = self.get_submodule(WRAPPED)
-        while find_state(wrapped) is None and WRAPPED in wrapped._modules:
-            wrapped = wrapped.get_submodule(WRAPPED)
+        while find_state(wrapped) is None and (inner := wrapped_by(wrapped)) is not None:
+            wrapped = inner
         return wrapped
 
     @property
@@ -216,9 +217,9 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
 
         `__getattr__` reads the tensor there. `torch.func.functional_call` sets the parameters of a nested wrapper so.
         """
-        wrapped = self.__dict__.get("_modules", {}).get(WRAPPED) if isinstance(value, torch.Tensor) else None
-        while wrapped is not None and WRAPPED in wrapped._modules:
-            wrapped = wrapped._modules[WRAPPED]
+        wrapped, inner = None, wrapped_by(self) if isinstance(value, torch.Tensor) else None
+        while inner is not None:
+            wrapped, inner = inner, wrapped_by(inner)
         if wrapped is None or name in self._parameters or name not in wrapped._parameters:
             super().__setattr__(name, value)
         elif in_functional_call():
@@ -231,6 +232,12 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         return self.module.__getitem__(key)  # type: ignore[operator]  # a module without `__getitem__` raises
 
     # Names
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """As nn.Module's. torch's checkpointing, which begins by it, gets names without the wrapper from then on."""
+        if asked_by_checkpointing(directly=True):
+            answer_checkpointing({"_get_fqns": state_dicts.plain_names})
+        return super().named_children()
 
     # torch's wrapper declares both methods with `*args, **kwargs`; test_public_names.py holds sherd to that.
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
