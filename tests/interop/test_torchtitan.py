@@ -270,7 +270,9 @@ def test_either_goes_on_after_the_others_checkpoint_and_its_own(world, tmp_path)
 
 TENSOR, REPLICAS = ({f"parallelism.{axis}_degree": 2} for axis in ("tensor_parallel", "data_parallel_replicate"))
 CONTEXT = {"parallelism.context_parallel_degree": 2, "attention": "flex"}
-MESHES = ((1, {}), (2, TENSOR), (2, REPLICAS), (2, CONTEXT), (4, TENSOR), (4, REPLICAS), (4, CONTEXT))
+# Before 2.15 torch cuts masks for context parallelism in blocks of 128 positions alone.
+WITH_CONTEXT = () if torch_is_older(2, 15) else ((2, CONTEXT), (4, CONTEXT))
+MESHES = ((1, {}), (2, TENSOR), (2, REPLICAS), (4, TENSOR), (4, REPLICAS), *WITH_CONTEXT)
 
 
 @needs_torchtitan
@@ -289,7 +291,7 @@ def test_every_mesh_trains_as_one_process(world, tmp_path, spmd_backend):
 @needs_torch(2, 14, "FSDP2 takes typed parameters")
 @pytest.mark.slow
 def test_typed_parameters_have_the_figures_and_weights_of_fsdp2(world, tmp_path):
-    for ranks, mesh in MESHES[3:]:
+    for ranks, mesh in MESHES[1:]:
         folders = (str(tmp_path / f"{who} {mesh} of {ranks}") for who in ("fsdp2", "sherd"))
         expected, found = (
             world(ranks).run(trained, folder, fn, mesh)

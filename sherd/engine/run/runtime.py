@@ -598,6 +598,13 @@ class UncheckedRuntime(Runtime):
     leave = unchecked(Runtime.leave)
     before_backward = unchecked(Runtime.before_backward)
     after_backward = unchecked(Runtime.after_backward)
+    unshard = unchecked(Runtime.unshard)
+    finish_unshard = unchecked(Runtime.finish_unshard)
+    reshard = unchecked(Runtime.reshard)
+    show_shards = unchecked(Runtime.show_shards)
+    finalize_backward = unchecked(Runtime.finalize_backward)
+    finish_reductions = unchecked(Runtime.finish_reductions)
+    reset = unchecked(Runtime.reset)
     _gradients_complete = unchecked(Runtime._gradients_complete)
     _end_backward = unchecked(Runtime._end_backward)
 
