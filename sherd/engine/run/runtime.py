@@ -628,14 +628,15 @@ def outdated(units: Sequence[Unit]) -> list[Unit]:
 
 
 def _require_not_lent(unit: Unit, call: str) -> None:
-    """Raise if parameters of `unit` are lent: a forward would gather over the copies, gradients would be lost."""
+    """Raise if parameters of `unit` are lent: gradients of the copies would be lost, and some are on rank 0 alone."""
     lender = next((owner for owner in (unit, *unit.tied_owners) if owner.lent is not None), None)
     if lender is not None:
         own = lender is unit and call == "forward"
         raise WrapperStateError(
             f"{call} of unit {unit.name} inside an unshard context (unsharded, summon_full_params) that lends "
             f"{'its parameters' if own else f'the parameters of unit {lender.name}'}; leave the context first, or "
-            "enter it with recurse=False on a unit above; backward comes before or after it"
+            "enter it with recurse=False on a unit above; a forward under torch.no_grad() computes with what is lent, "
+            "on ranks that see it; backward comes before or after the context"
         )
 
 
