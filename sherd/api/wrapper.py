@@ -134,6 +134,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             on_touch,
         )
         ignored = Ignored.read(module, ignored_modules, ignored_states)
+        # torch's names: accelerate's and other packages' tests read them.
+        self._ignored_modules, self._ignored_params = set(ignored.modules), set(ignored.parameters)
         mesh = choices.mesh(has_policy=auto_wrap_policy is not None)
         advice.of_containers(module)
         if choices.placements is None:
