@@ -63,12 +63,13 @@ def save_each(folder):
 
 
 def load_each(folder):
-    """Every layout on one axis, and here and there another one, from every layout."""
+    """Layouts on one axis from every third layout, and others from every sixth, so that each is loaded."""
     expected = dict(net(1).named_parameters())
     for at, (name, (make, front, kind)) in enumerate(LAYOUTS.items()):
         if make is not on_one_axis and dist.get_world_size() % 2:
             continue
-        for saved in list(LAYOUTS)[at % 2 :: 1 if make is on_one_axis else 2]:
+        every = 3 if make is on_one_axis else 6
+        for saved in list(LAYOUTS)[at % every :: every]:
             model = make(2, front)
             state = state_of(model, kind)
             dcp.load(state, checkpoint_id=f"{folder}/{saved}")
