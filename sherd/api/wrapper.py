@@ -140,10 +140,9 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         advice.of_containers(module)
         if choices.placements is None:
             advice.of_one_rank(mesh.num_shards * mesh.num_replicas, choices.strategy.name)
-        self.sharding_strategy = choices.strategy
+        self.sharding_strategy, self.backward_prefetch = choices.strategy, choices.backward_prefetch
         self.mixed_precision = choices.mixed_precision or MixedPrecision()
         self.cpu_offload = choices.cpu_offload or CPUOffload()
-        self.backward_prefetch = choices.backward_prefetch
         self.forward_prefetch, self.limit_all_gathers = choices.forward_prefetch, choices.limit_all_gathers
         extended_by = extensions_given(extensions)
         if auto_wrap_policy is not None:

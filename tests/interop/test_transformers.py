@@ -282,6 +282,28 @@ def test_weights_may_be_loaded_on_rank_0_alone_and_compute_in_bf16(world, tmp_pa
     assert world(2).run(loaded, str(tmp_path), True) == [expected] * 2
 
 
+def with_a_head(folder: str, is_efficient: bool) -> Any:
+    """Figures of a training of a classifier whose checkpoint lacks the head."""
+    with begun():
+        fsdp = {"fsdp": True, "fsdp_config": {"cpu_ram_efficient_loading": is_efficient}}
+        args = arguments(transformers.TrainingArguments, folder, save_strategy="no", **fsdp)
+        torch.manual_seed(1)
+        kind = transformers.AutoModelForSequenceClassification
+        model = kind.from_pretrained(f"{folder}/model", num_labels=3, dtype=torch.float64)
+        on_meta = [name for name, each in model.named_parameters() if each.is_meta]
+        assert on_meta == ["score.weight"] * (is_efficient and torch.distributed.get_rank() > 0)
+        rows = [{"input_ids": row["input_ids"], "labels": at % 3} for at, row in enumerate(tokens())]
+        trainer = transformers.Trainer(model, args, train_dataset=rows, eval_dataset=rows)
+        trainer.train()
+        return figures(trainer)
+
+
+def test_a_head_that_the_checkpoint_lacks_is_rank_0s(world, tmp_path):
+    llama().save_pretrained(tmp_path / "model")
+    expected, *_ = world(2).run(with_a_head, str(tmp_path), False)
+    assert world(2).run(with_a_head, str(tmp_path), True) == [expected] * 2
+
+
 def recipe_of_the_trainer(folder: str) -> None:
     os.chdir(folder)
     with begun():
