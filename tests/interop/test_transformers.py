@@ -287,6 +287,8 @@ def with_a_head(folder: str, is_efficient: bool) -> Any:
     with begun():
         fsdp = {"fsdp": True, "fsdp_config": {"cpu_ram_efficient_loading": is_efficient}}
         args = arguments(transformers.TrainingArguments, folder, save_strategy="no", **fsdp)
+        if is_efficient:  # as `accelerate launch` says it to transformers
+            os.environ.update({"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"})
         torch.manual_seed(1)
         kind = transformers.AutoModelForSequenceClassification
         model = kind.from_pretrained(f"{folder}/model", num_labels=3, dtype=torch.float64)
