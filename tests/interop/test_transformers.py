@@ -13,6 +13,7 @@ import torch
 import sherd
 from tests.interop.clients import begun, recipe, run_recipe
 from tests.support.comparing import assert_same
+from tests.support.ranks.bodies import on_processes
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -317,3 +318,13 @@ def recipe_of_the_trainer(folder: str) -> None:
 def test_the_program_of_the_docs_runs(world, tmp_path):
     world(2).run(recipe_of_the_trainer, str(tmp_path))
     assert saved(f"{tmp_path}/out/final", llama)
+
+
+@on_processes(2, use_orig_params=[False, True])
+def test_a_wrapped_model_generates_inside_summon_full_params(use_orig_params):
+    plain = llama()
+    given = {"input_ids": tokens()[0]["input_ids"][None], "max_new_tokens": 4, "do_sample": False}
+    policy = sherd.wrap.ModuleWrapPolicy({type(plain.model.layers[0])})
+    model = sherd.FullyShardedDataParallel(llama(), auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    with sherd.FullyShardedDataParallel.summon_full_params(model):
+        assert torch.equal(model.module.generate(**given), plain.generate(**given))
