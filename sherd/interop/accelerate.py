@@ -370,7 +370,7 @@ def _shard_as_accelerate(
     chosen = {} if policy is None else choose(model, policy, ignored_params=ignored, root_kwargs={**options})
     within = {below for module in chosen for below in module.modules()}
     for module, of_unit in chosen.items():
-        if not is_container(module):
+        if not (is_container(module) or isinstance(module, FSDPModule)):
             fully_shard(module, **cast(Options, of_unit))
     kept = cast(Options, {**options, "reshard_after_forward": False, **given})
     for modules, of_end in ((first, options), ([_find_final_norm(model), *last, head], kept)):

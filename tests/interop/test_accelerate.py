@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import sherd
@@ -269,6 +270,25 @@ def test_units_are_those_of_accelerates_fsdp2():
             expected = units_of("torch", kind, plugin)
             assert units_of("sherd", kind, plugin) == expected, (kind, plugin)
             assert len(expected) > 3, expected
+
+
+class Params4bit(nn.Parameter):
+    """Stands for bitsandbytes'."""
+
+
+@on_processes(2)
+def test_four_bits_are_sharded_where_they_are_stored_as_floating_point():
+    with begun():
+        accelerator = Program({**BLOCKS, "cpu_ram_efficient_loading": True}).accelerator
+        accelerator.free_memory()
+        model = Net()
+        for name, dtype in (("bytes", torch.uint8), ("halves", torch.bfloat16)):
+            packed = torch.Tensor._make_subclass(Params4bit, torch.ones(4, 1, dtype=dtype), False)
+            model.blocks[0].register_parameter(name, packed)
+        model, _ = accelerator.prepare(model, torch.optim.SGD([model.head.weight, model.head.bias]))
+        assert type(model.blocks[0].bytes) is Params4bit
+        assert isinstance(model.blocks[0].halves, DTensor)
+        accelerator.backward(model(inputs()).sum())
 
 
 def compiled():
