@@ -232,9 +232,10 @@ def _leaving_sharded_models(prepare: Callable[..., Sequence[object]]) -> Callabl
     """
 
     def prepare_fsdp2(accelerator: Any, *args: object) -> tuple[object, ...]:
-        for each in args:
-            if isinstance(each, torch.optim.Optimizer):
-                _give_memory(chain.from_iterable(group["params"] for group in each.param_groups), accelerator)
+        groups = [group for each in args if isinstance(each, torch.optim.Optimizer) for group in each.param_groups]
+        if any(parameter.is_meta for group in groups for parameter in group["params"]):
+            for model in [each for each in args if isinstance(each, nn.Module)]:
+                _give_memory(model, accelerator, groups)
         sharded = {place: each for place, each in enumerate(args) if _is_sharded(each)}
         others = iter(prepare(accelerator, *(each for place, each in enumerate(args) if place not in sharded)))
         accelerator._models += [each for each in sharded.values() if each not in accelerator._models]
@@ -331,13 +332,23 @@ def _of_4_bits(model: nn.Module) -> set[nn.Parameter]:
     return {each for each in model.parameters() if type(each).__name__ == "Params4bit"}
 
 
-def _give_memory(tensors: Iterable[torch.Tensor], accelerator: Any) -> None:
-    """Give `tensors` on the meta device memory: there, but on rank 0, transformers leaves what a checkpoint lacks."""
-    for tensor in [each for each in tensors if each.is_meta and not accelerator.is_main_process]:
-        empty = torch.empty_like(tensor, device="cpu")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        # The same object: an optimizer may have it. Of several on the meta device accelerate would know the last alone.
-        torch.utils.swap_tensors(tensor, nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty)
+def _give_memory(model: nn.Module, accelerator: Any, groups: Iterable[dict[str, Any]] = ()) -> None:
+    """Give memory to what transformers leaves on the meta device but on rank 0, since a checkpoint lacks it.
+
+    Optimizers have it in `groups`. accelerate tells parameters by their addresses, which are all 0 there.
+    """
+    given: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules() if not accelerator.is_main_process else ():
+        registered: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in registered:
+            for name, each in tensors.items():
+                if each is not None and each.is_meta:
+                    empty = torch.empty_like(each, device="cpu")
+                    is_parameter = isinstance(each, nn.Parameter)
+                    given.setdefault(each, nn.Parameter(empty, each.requires_grad) if is_parameter else empty)
+                    tensors[name] = given[each]
+    for group in groups:
+        group["params"] = [given.get(each, each) for each in group["params"]]
 
 
 def _take_rank0s_model(model: nn.Module, accelerator: Any, options: Options) -> None:
@@ -351,8 +362,8 @@ def _take_rank0s_model(model: nn.Module, accelerator: Any, options: Options) -> 
             f"cpu_ram_efficient_loading: {in_short(empty)} of {type(model).__name__} on rank 0 is on the meta "
             "device, so there are no values to send; load the model there, or set cpu_ram_efficient_loading=False"
         )
-    _give_memory(named.values(), accelerator)
-    take_rank0s_values(named.values(), options, "cpu_ram_efficient_loading")
+    _give_memory(model, accelerator)
+    take_rank0s_values(chain(model.parameters(), model.buffers()), options, "cpu_ram_efficient_loading")
 
 
 def _shard_as_accelerate(
