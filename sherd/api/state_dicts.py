@@ -13,7 +13,7 @@ Both methods go through nn.Module's own machinery, which finds shards where para
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -337,6 +337,11 @@ def _after_load(wrapper: nn.Module, incompatible_keys: tuple[list[str], list[str
 
 
 # torch's checkpointing
+
+
+def plain_names(theirs: Callable[..., set[str]], *args: object, **kwargs: object) -> set[str]:
+    """Returns what torch's `_get_fqns` does, without our wrappers: it knows torch's own only."""
+    return set(map(plain_name, theirs(*args, **kwargs)))
 
 
 def named_for_checkpointing(

@@ -28,9 +28,10 @@ def unsharded(
 
     All ranks must enter it together. The parameters are copies. After the context, also when the body raises, modules
     show shards again, with all changes if `writeback`. Contexts may be nested; the outermost context of a unit writes
-    its parameters back. Inside, the unit's forward may not run, and no optimizer may step its parameters; forwards of
-    other units may run. If parameters are changed between a forward and its backward, the backward raises, as for plain
-    parameters that are changed in place.
+    its parameters back. Inside, a forward under `torch.no_grad()` computes with the copies and sends nothing; a forward
+    with gradients may not run, and no optimizer may step the parameters. Forwards of other units may run. If parameters
+    are changed between a forward and its backward, the backward raises, as for plain parameters that are changed in
+    place.
 
     Args:
         module: any module: a unit, a module that contains units, or neither.

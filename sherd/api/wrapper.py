@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sherd._torch import (
+    answer_checkpointing,
     asked_by_checkpointing,
     dynamo_disabled,
     gradients_of,
@@ -47,7 +48,7 @@ from sherd.errors import ModuleError, PlacementError, PolicyError, UnsupportedEr
 from sherd.policy import CommPolicy, OnTouch, Unmanaged
 from sherd.requirements import as_own
 from sherd.wrap import Kwargs, WrapPolicy, apply_wraps, check_frozen, check_none_wrapped, choose
-from sherd.wrap.names import WRAPPED, plain_name
+from sherd.wrap.names import WRAPPED, plain_name, wrapped_by
 
 
 class FullyShardedDataParallel(FSDPModule, nn.Module):
@@ -133,14 +134,15 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             on_touch,
         )
         ignored = Ignored.read(module, ignored_modules, ignored_states)
+        # torch's names: accelerate's and other packages' tests read them.
+        self._ignored_modules, self._ignored_params = set(ignored.modules), set(ignored.parameters)
         mesh = choices.mesh(has_policy=auto_wrap_policy is not None)
         advice.of_containers(module)
         if choices.placements is None:
             advice.of_one_rank(mesh.num_shards * mesh.num_replicas, choices.strategy.name)
-        self.sharding_strategy = choices.strategy
+        self.sharding_strategy, self.backward_prefetch = choices.strategy, choices.backward_prefetch
         self.mixed_precision = choices.mixed_precision or MixedPrecision()
         self.cpu_offload = choices.cpu_offload or CPUOffload()
-        self.backward_prefetch = choices.backward_prefetch
         self.forward_prefetch, self.limit_all_gathers = choices.forward_prefetch, choices.limit_all_gathers
         extended_by = extensions_given(extensions)
         if auto_wrap_policy is not None:
@@ -170,8 +172,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     def module(self) -> nn.Module:
         """The wrapped module, without wrappers of activation checkpointing around it."""
         wrapped = self.get_submodule(WRAPPED)
-        while find_state(wrapped) is None and WRAPPED in wrapped._modules:
-            wrapped = wrapped.get_submodule(WRAPPED)
+        while find_state(wrapped) is None and (inner := wrapped_by(wrapped)) is not None:
+            wrapped = inner
         return wrapped
 
     @property
@@ -216,9 +218,9 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
 
         `__getattr__` reads the tensor there. `torch.func.functional_call` sets the parameters of a nested wrapper so.
         """
-        wrapped = self.__dict__.get("_modules", {}).get(WRAPPED) if isinstance(value, torch.Tensor) else None
-        while wrapped is not None and WRAPPED in wrapped._modules:
-            wrapped = wrapped._modules[WRAPPED]
+        wrapped, inner = None, wrapped_by(self) if isinstance(value, torch.Tensor) else None
+        while inner is not None:
+            wrapped, inner = inner, wrapped_by(inner)
         if wrapped is None or name in self._parameters or name not in wrapped._parameters:
             super().__setattr__(name, value)
         elif in_functional_call():
@@ -231,6 +233,12 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         return self.module.__getitem__(key)  # type: ignore[operator]  # a module without `__getitem__` raises
 
     # Names
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """As nn.Module's. torch's checkpointing, which begins by it, gets names without the wrapper from then on."""
+        if asked_by_checkpointing(directly=True):
+            answer_checkpointing({"_get_fqns": state_dicts.plain_names})
+        return super().named_children()
 
     # torch's wrapper declares both methods with `*args, **kwargs`; test_public_names.py holds sherd to that.
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

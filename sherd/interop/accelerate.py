@@ -21,8 +21,9 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import FunctionType, ModuleType, TracebackType
 from typing import Any, cast
 
@@ -35,11 +36,11 @@ from sherd.api.blocks import WRAPPINGS, Wrapping
 from sherd.api.fully_shard import Options, fully_shard
 from sherd.api.module import FSDPModule, register_fsdp_forward_method
 from sherd.api.wrapper import FullyShardedDataParallel
-from sherd.errors import PolicyTypeError, StateError
+from sherd.errors import ModuleError, PolicyTypeError, StateError, in_short
 from sherd.grad_scaler import ShardedGradScaler
 from sherd.interop.packages import require_tried, take_rank0s_values
 from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from sherd.wrap import WrapPolicy
+from sherd.wrap import WrapPolicy, choose, is_container
 
 __all__ = ["in_place_of_fsdp"]
 
@@ -231,6 +232,10 @@ def _leaving_sharded_models(prepare: Callable[..., Sequence[object]]) -> Callabl
     """
 
     def prepare_fsdp2(accelerator: Any, *args: object) -> tuple[object, ...]:
+        groups = [group for each in args if isinstance(each, torch.optim.Optimizer) for group in each.param_groups]
+        if any(parameter.is_meta for group in groups for parameter in group["params"]):
+            for model in [each for each in args if isinstance(each, nn.Module)]:
+                _give_memory(model, accelerator, groups)
         sharded = {place: each for place, each in enumerate(args) if _is_sharded(each)}
         others = iter(prepare(accelerator, *(each for place, each in enumerate(args) if place not in sharded)))
         accelerator._models += [each for each in sharded.values() if each not in accelerator._models]
@@ -240,7 +245,7 @@ def _leaving_sharded_models(prepare: Callable[..., Sequence[object]]) -> Callabl
 
 
 def _is_sharded(given: object) -> bool:
-    return isinstance(given, nn.Module) and isinstance(_inner(given), FSDPModule)
+    return isinstance(given, nn.Module) and isinstance(getattr(given, "_orig_mod", given), FSDPModule)
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -276,15 +281,13 @@ class _Shards:
         inner, plugin = _inner(model), accelerator.state.fsdp_plugin
         plugin.set_auto_wrap_policy(inner)
         options = cast(Options, {**_of_plugin(accelerator, plugin, inner), **self.options})
+        if plugin.cpu_ram_efficient_loading and not _of_4_bits(inner):
+            _take_rank0s_model(inner, accelerator, options)
         _widen(accelerator.state, inner)
-        if plugin.cpu_ram_efficient_loading:
-            # transformers loads them on rank 0 alone.
-            take_rank0s_values((*inner.parameters(), *inner.buffers()), options, "cpu_ram_efficient_loading")
-        chosen = plugin.auto_wrap_policy if self.policy is None else self.policy
-        if chosen is None:
-            fully_shard(inner, **options)
+        if self.policy is None:
+            _shard_as_accelerate(inner, plugin.auto_wrap_policy, options, self.options)
         else:
-            auto_shard(inner, chosen, **options)
+            auto_shard(inner, self.policy, **options)
         if hasattr(inner, "generate"):  # of a PeftModel it calls modules below the root
             register_fsdp_forward_method(inner, "generate")
         return model
@@ -324,6 +327,70 @@ def _widen(state: Any, model: nn.Module) -> None:
                 parameter.data = parameter.data.float()
 
 
+def _of_4_bits(model: nn.Module) -> set[nn.Parameter]:
+    """Returns parameters of bitsandbytes, which every rank loads, with a state beside their values."""
+    return {each for each in model.parameters() if type(each).__name__ == "Params4bit"}
+
+
+def _give_memory(model: nn.Module, accelerator: Any, groups: Iterable[dict[str, Any]] = ()) -> None:
+    """Give memory to what transformers leaves on the meta device but on rank 0, since a checkpoint lacks it.
+
+    Optimizers have it in `groups`. accelerate tells parameters by their addresses, which are all 0 there.
+    """
+    given: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules() if not accelerator.is_main_process else ():
+        registered: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in registered:
+            for name, each in tensors.items():
+                if each is not None and each.is_meta:
+                    empty = torch.empty_like(each, device="cpu")
+                    is_parameter = isinstance(each, nn.Parameter)
+                    given.setdefault(each, nn.Parameter(empty, each.requires_grad) if is_parameter else empty)
+                    tensors[name] = given[each]
+    for group in groups:
+        group["params"] = [given.get(each, each) for each in group["params"]]
+
+
+def _take_rank0s_model(model: nn.Module, accelerator: Any, options: Options) -> None:
+    """Give `model` the values of rank 0, which alone has loaded them."""
+    from accelerate.utils import broadcast_object_list
+
+    named = dict(chain(model.named_parameters(), model.named_buffers()))
+    (empty,) = broadcast_object_list([[name for name, each in named.items() if each.is_meta]])
+    if empty:
+        raise ModuleError(
+            f"cpu_ram_efficient_loading: {in_short(empty)} of {type(model).__name__} on rank 0 is on the meta "
+            "device, so there are no values to send; load the model there, or set cpu_ram_efficient_loading=False"
+        )
+    _give_memory(model, accelerator)
+    take_rank0s_values(chain(model.parameters(), model.buffers()), options, "cpu_ram_efficient_loading")
+
+
+def _shard_as_accelerate(
+    model: nn.Module, policy: WrapPolicy | None, options: Options, given: Mapping[str, Any]
+) -> None:
+    """Shard what `policy` chooses, the embedding, the last norm with the head, and `model`: accelerate's units."""
+    from accelerate.utils.fsdp_utils import _find_final_norm
+
+    finders = (getattr(model, f"get_{which}_embeddings", lambda: None) for which in ("input", "output"))
+    embedding, head = (find() for find in finders)
+    weight = getattr(embedding, "weight", None)
+    is_tied = weight is not None and weight is getattr(head, "weight", None)
+    first, last = ([], [embedding]) if is_tied else ([embedding], [])
+    ignored = options.get("ignored_params") or ()
+    chosen = {} if policy is None else choose(model, policy, ignored_params=ignored, root_kwargs={**options})
+    within = {below for module in chosen for below in module.modules()}
+    for module, of_unit in chosen.items():
+        if not (is_container(module) or isinstance(module, FSDPModule)):
+            fully_shard(module, **cast(Options, of_unit))
+    kept = cast(Options, {**options, "reshard_after_forward": False, **given})
+    for modules, of_end in ((first, options), ([_find_final_norm(model), *last, head], kept)):
+        end = [each for each in modules if not (each is None or each in within or isinstance(each, FSDPModule))]
+        if end:
+            fully_shard(end, **of_end)
+    fully_shard(model, **options)
+
+
 def _of_plugin(accelerator: Any, plugin: Any, model: nn.Module) -> Options:
     """Returns what the plugin and the accelerator's mesh say, as arguments of `fully_shard`."""
     from accelerate.utils.fsdp_utils import get_parameters_from_modules
@@ -331,10 +398,11 @@ def _of_plugin(accelerator: Any, plugin: Any, model: nn.Module) -> Options:
     mesh, precision = accelerator.torch_device_mesh, plugin.mixed_precision_policy
     pins = getattr(plugin.cpu_offload, "pin_memory", None)
     kept: Options = {} if plugin.reshard_after_forward else {"reshard_after_forward": False}
+    ignored = get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device)
     return {
         **kept,  # else as without an argument: the root is kept for backward, other units are freed
         "mesh": None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
         "mp_policy": MixedPrecisionPolicy(**(vars(precision) if precision else {})),
         "offload_policy": OffloadPolicy() if pins is None else CPUOffloadPolicy(pin_memory=pins),
-        "ignored_params": get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device),
+        "ignored_params": ignored | {each for each in _of_4_bits(model) if not each.is_floating_point()},
     }

@@ -7,6 +7,7 @@ sharded strategies: torch's distributed checkpoint, and `meta.pt`.
 
 from __future__ import annotations
 
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -101,9 +102,14 @@ class _Sharding:
         self.state_dict_type = state_dict_type
         waits = {} if timeout is None else {"timeout": timeout}
         super().__init__(process_group_backend=process_group_backend, **waits)  # type: ignore[call-arg]
+        self._set_up: list[nn.Module] = []  # of Fabric, as is the next
+        self._backward_sync_control = SimpleNamespace(
+            no_backward_sync=lambda module, enabled: _without_reduction(module) if enabled else nullcontext()
+        )
 
     # A module
 
+    @torch.inference_mode(False)
     def _shard(self, module: nn.Module, precision: str) -> None:
         """Shard `module` in place, unless it is a unit. What is sharded inside stays as it is."""
         if Unit.of(module) is not None:
@@ -244,7 +250,13 @@ class _Sharding:
 
     def _make_room(self, path: str | Path) -> Path:
         """Remove a checkpoint at `path` that the next one could not replace. Returns rank 0's path."""
-        path = Path(self.broadcast(path))
+        path = self.broadcast(path)
+        if self.state_dict_type == "sharded" and re.match(r"\w[\w+.-]+:/", str(path)):
+            raise CheckpointError(
+                f'{path}: state_dict_type="sharded" writes a folder that all ranks share, to no URL; give a path and '
+                'upload the folder, or write state_dict_type="full"'
+            )
+        path = Path(path)
         if self.is_global_zero and (path / META).exists():
             shutil.rmtree(path)
         elif self.is_global_zero and self.state_dict_type == "sharded" and path.is_file():
@@ -268,6 +280,7 @@ class _Sharding:
         state_dict_loader.load(shards, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=not strict))
         return shards
 
+    @torch.inference_mode(False)
     def _load(self, path: str | Path, targets: Targets, strict: bool, weights_only: bool | None) -> State:
         """Returns a checkpoint of either kind; of a folder, shards laid out as those of the `targets` that it has."""
         path = self.broadcast(path)
@@ -420,13 +433,6 @@ class SherdFabricStrategy(_Sharding, fabric.strategies.DDPStrategy):  # type: ig
     @fabric.strategies.DDPStrategy.precision.setter  # type: ignore[untyped-decorator]
     def precision(self, plugin: Any) -> None:
         fabric.strategies.DDPStrategy.precision.fset(self, _with_ranks_that_agree(plugin))
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self._set_up: list[nn.Module] = []
-        self._backward_sync_control = SimpleNamespace(
-            no_backward_sync=lambda module, enabled: _without_reduction(module) if enabled else nullcontext()
-        )
 
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -649,3 +655,7 @@ def _names(state: State) -> list[Any]:
 def _renamed(state: State, name_of: Mapping[Any, Any]) -> State:
     groups = [{**group, "params": [name_of[each] for each in group["params"]]} for group in state["param_groups"]]
     return {**state, "state": {name_of[key]: each for key, each in state["state"].items()}, "param_groups": groups}
+
+
+pytorch.strategies.StrategyRegistry.register("sherd", SherdStrategy, override=True)
+fabric.strategies.STRATEGY_REGISTRY.register("sherd", SherdFabricStrategy, override=True)

@@ -15,7 +15,7 @@ from sherd.errors import PolicyError, UnsupportedError
 from sherd.interop.identity import lend_identity
 from sherd.interop.packages import require_tried
 from sherd.layout.runs import RunPlacement
-from sherd.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from sherd.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 if TYPE_CHECKING:
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -60,18 +60,23 @@ def parallelize(
 
     Raises:
         UnsupportedError: torchtitan, or what a config asks for, was not tried: pipelines, experts, symmetric memory.
-        PolicyError: `parallelism.spmd_backend` is not `partial_dtensor`, or `placement` cuts tensors into runs.
+        PolicyError: `parallelism.spmd_backend` is `full_dtensor`, or `placement` cuts tensors into runs.
         PolicyTypeError: an argument that `fully_shard` does not take.
     """
     require_tried("torchtitan", TRIED, "sherd.interop.torchtitan.parallelize")
     check_arguments(options, "parallelize")
     _require_served(parallel_dims, parallelism, options)
-    if parallel_dims.cp_enabled:
+    is_typed = parallelism.spmd_backend == "spmd_types"
+    if is_typed:
+        from torchtitan.distributed.full_dtensor import validate_config
+
+        validate_config(parallel_dims, model)
+    elif parallel_dims.cp_enabled:
         from torchtitan.distributed.context_parallel import apply_cp_to_forward
 
         attentions = [block.attention.inner_attention for block in model.layers.values()]
         apply_cp_to_forward(attentions, parallel_dims.get_mesh("cp"))
-    if parallel_dims.tp_enabled:
+    if is_typed or parallel_dims.tp_enabled:
         model.parallelize(parallel_dims)
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
@@ -84,10 +89,10 @@ def parallelize(
 
 
 def _require_served(parallel_dims: ParallelDims, parallelism: ParallelismConfig, options: Options) -> None:
-    if parallelism.spmd_backend != "partial_dtensor":
+    if parallelism.spmd_backend not in ("partial_dtensor", "spmd_types"):
         raise PolicyError(
-            f"parallelism.spmd_backend={parallelism.spmd_backend!r}: sherd shards plain parameters and those that are "
-            "DTensors over tp; write --parallelism.spmd_backend partial_dtensor"
+            f"parallelism.spmd_backend={parallelism.spmd_backend!r}: sherd shards plain parameters, typed ones and "
+            "DTensors over tp; write --parallelism.spmd_backend spmd_types"
         )
     for name, is_asked in (
         ("pipeline_parallel_degree", parallel_dims.pp_enabled),
@@ -107,9 +112,16 @@ def _of_configs(parallel_dims: ParallelDims, training: TrainingConfig) -> Option
     """Returns what torchtitan's configs say, as arguments of `fully_shard`."""
     from torchtitan.config import TORCH_DTYPE_MAP
 
-    names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+    if parallel_dims.spmd_backend == "spmd_types":
+        from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
+
+        mesh, dims = resolve_fsdp_mesh(parallel_dims)
+        where: Options = {"mesh": mesh, "dp_mesh_dims": dims and DataParallelMeshDims(dims.shard, dims.replicate)}
+    else:
+        names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+        where = {"mesh": parallel_dims.get_mesh(names)}
     return {
-        "mesh": parallel_dims.get_mesh(names),
+        **where,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
             reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],

@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import sherd
-from sherd.errors import PolicyTypeError, StateError, UnsupportedError
+from sherd.errors import ModuleError, PolicyTypeError, StateError, UnsupportedError
 from sherd.interop.accelerate import in_place_of_fsdp
+from tests.api.test_save_pretrained import built
 from tests.interop.clients import ROOT, Block, Net, Program, begun, inputs, random_numbers, recipe, run_recipe
 from tests.support.comparing import assert_same
 from tests.support.ranks.bodies import on_processes
@@ -187,11 +189,12 @@ def test_half_precision_trains_as_under_fsdp2(precision, world):
 
 
 def differing():
-    """rank 0's weights on rank 0 alone, as transformers loads them."""
+    """rank 0's weights on rank 0 alone, as transformers loads them; what a checkpoint lacks is on the meta device."""
     model = Net()
     if torch.distributed.get_rank():
         for parameter in model.parameters():
             nn.init.constant_(parameter, float("nan"))
+        model.head.to("meta")
     return model
 
 
@@ -209,6 +212,10 @@ def settings():
         assert_close(whole_run({"reshard_after_forward": True}, policy=policy), expected)
     with mock.patch("tests.interop.clients.Net", differing):
         assert_close(whole_run({**BLOCKS, "cpu_ram_efficient_loading": True}), expected)
+    on_meta = functools.partial(Net().to, "meta")
+    with begun(), mock.patch("tests.interop.clients.Net", on_meta):
+        said = one_line(ModuleError, Program, {**BLOCKS, "cpu_ram_efficient_loading": True})
+        assert "blocks.0.linear.weight" in said, said
     with begun():
         program = Program({**BLOCKS, "ignored_modules": r"blocks\.1\..*"})
         assert sorted(name for name, each in program.model.named_parameters() if type(each) is nn.Parameter) == [
@@ -244,6 +251,44 @@ def settings_of_fsdp1(use_orig_params):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_settings_of_fsdp1s_plugin_are_kept_and_change_no_number(use_orig_params, world):
     world(2).run(settings_of_fsdp1, use_orig_params)
+
+
+def units_of(library, kind, plugin):
+    """The names of the modules that accelerate makes units of in a model of transformers."""
+    with begun_with(library):
+        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, **plugin)
+        accelerator, model = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin), built(kind)
+        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        units = sherd.FSDPModule if library == "sherd" else torch.distributed.fsdp.FSDPModule
+        return [name for name, each in model.named_modules() if isinstance(each, units)]
+
+
+@on_processes(2)
+def test_units_are_those_of_accelerates_fsdp2():
+    for kind, block in (("llama", "LlamaDecoderLayer"), ("llama tied", "LlamaDecoderLayer"), ("gpt2", "GPT2Block")):
+        for plugin in ({**BLOCKS, "transformer_cls_names_to_wrap": [block]}, {}):
+            expected = units_of("torch", kind, plugin)
+            assert units_of("sherd", kind, plugin) == expected, (kind, plugin)
+            assert len(expected) > 3, expected
+
+
+class Params4bit(nn.Parameter):
+    """Stands for bitsandbytes'."""
+
+
+@on_processes(2)
+def test_four_bits_are_sharded_where_they_are_stored_as_floating_point():
+    with begun():
+        accelerator = Program({**BLOCKS, "cpu_ram_efficient_loading": True}).accelerator
+        accelerator.free_memory()
+        model = Net()
+        for name, dtype in (("bytes", torch.uint8), ("halves", torch.bfloat16)):
+            packed = torch.Tensor._make_subclass(Params4bit, torch.ones(4, 1, dtype=dtype), False)
+            model.blocks[0].register_parameter(name, packed)
+        model, _ = accelerator.prepare(model, torch.optim.SGD([model.head.weight, model.head.bias]))
+        assert type(model.blocks[0].bytes) is Params4bit
+        assert isinstance(model.blocks[0].halves, DTensor)
+        accelerator.backward(model(inputs()).sum())
 
 
 def compiled():

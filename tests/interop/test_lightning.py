@@ -850,7 +850,39 @@ def test_a_strategy_is_made_of_a_config_as_lightnings_cli_does():
     assert made._given == config["dict_kwargs"]
 
 
+def test_the_strategies_have_a_name_and_fabrics_is_whole_before_its_ranks_are():
+    assert type(pytorch.strategies.StrategyRegistry.get("sherd")) is SherdStrategy
+    fabric = lightning.fabric.strategies.STRATEGY_REGISTRY.get("sherd")
+    module = nn.Linear(1, 1)
+    assert type(fabric) is SherdFabricStrategy
+    with mock.patch.object(fabric, "_shard"), mock.patch.object(SherdFabricStrategy, "precision"):
+        assert fabric.setup_module(module) is module
+
+
+def tested_in_inference_mode(folder: str) -> None:
+    with begun():
+        strategies = (SherdStrategy(state_dict_type="sharded") for _ in range(2))
+        trainer = trainer_of(folder, next(strategies), max_epochs=1)
+        trainer.fit(Module(), data())
+        trainer.save_checkpoint(f"{folder}/saved")
+        expected = trainer.test(Module(Unlike), data(), ckpt_path=f"{folder}/saved", verbose=False)
+        with torch.inference_mode():
+            module, trainer = Module(Unlike), trainer_of(folder, next(strategies))
+            assert trainer.test(module, data(), ckpt_path=f"{folder}/saved", verbose=False) == expected
+        trainer.fit(module, data())
+
+
+def test_a_sharded_checkpoint_is_loaded_in_inference_mode(world, tmp_path):
+    world(2).run(tested_in_inference_mode, str(tmp_path))
+
+
 # What cannot be
+
+
+def test_a_folder_of_shards_goes_to_no_url():
+    for strategy in (SherdStrategy(state_dict_type="sharded"), SherdFabricStrategy(state_dict_type="sharded")):
+        for url in ("s3://bucket/last", "gs:/bucket/last", "memory://last", Path("s3://bucket")):
+            assert 'write state_dict_type="full"' in one_line(CheckpointError, strategy._make_room, url), url
 
 
 def refusals(folder: str) -> None:

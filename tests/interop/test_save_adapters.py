@@ -17,6 +17,7 @@ from sherd.checkpoint.full_tensors import FullTensors
 from sherd.errors import CheckpointError, UnsupportedError
 from tests.api.checks import named_mesh
 from tests.api.test_save_pretrained import WAYS, built, bytes_in, layers_of, logits_of
+from tests.support.comparing import assert_same
 from tests.support.ranks.bodies import on_processes
 from tests.support.sharding import sharded as sharded_in
 
@@ -219,3 +220,10 @@ def test_what_was_trained_is_saved(tmp_path):
     loaded = peft.PeftModel.from_pretrained(base_of("lora"), folder).eval()
     torch.testing.assert_close(logits_of(loaded), logits_of(model))
     assert not torch.equal(logits_of(loaded), logits_of(adapted("lora")))
+
+
+@on_processes(2, kind=["lora", "head", "bias", "tokens"])
+def test_pefts_own_function_has_the_adapters_of_a_wrapped_model(kind):
+    expected = peft.get_peft_model_state_dict(adapted(kind))
+    model = sherd.FullyShardedDataParallel(adapted(kind), use_orig_params=True)
+    assert_same(peft.get_peft_model_state_dict(model), expected)

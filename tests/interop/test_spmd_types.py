@@ -131,6 +131,11 @@ def test_typed_parameters_are_seen_copied_and_saved_as_others_that_are_cut_over_
     sherd.fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     assert_same(whole_params(copy.deepcopy(model)), plain)
     assert_same({name: each.clone() for name, each in sherd.iter_full_parameters(model)}, plain)
+    with spmd.set_current_mesh(mesh), typecheck(strict_mode="strict"):  # of the user's operations, not of sherd's
+        for _ in range(2):
+            model.unshard()
+            model.reshard()
+        model.reset_iter_state()
     with sherd.unsharded(model):
         assert (type(model.up), tuple(model.up.shape)) == (nn.Parameter, (5, 6))
         assert spmd.get_local_type(model.up)[model.tp] is spmd.V

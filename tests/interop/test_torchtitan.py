@@ -1,17 +1,19 @@
 """torchtitan's trainer trains its Llama with sherd as it does with FSDP2, and as in one process.
 
 torchtitan asks for an accelerator, and for triton, in which it has kernels for experts. On a CPU the tests give it
-nothing for these kernels, a figure of memory, no time-out to change, attention by `scaled_dot_product_attention`, and
-samples of their own; all else is its own.
+nothing for these kernels, a figure of memory, no time-out to change, attention by `scaled_dot_product_attention` (under
+context parallelism by its own `FlexAttention` without a compiler), and samples of their own; all else is its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import importlib.metadata
 import importlib.util
+import math
 import os
 import shutil
 import sys
@@ -32,12 +34,16 @@ from sherd.interop.torchtitan import parallelize
 from tests.interop.clients import recipe
 from tests.support.comparing import assert_same, plain_name, whole_params
 from tests.support.refusals import one_line
+from tests.support.versions import needs_torch, torch_is_older
 
 absent = importlib.util.find_spec("torchtitan") is None
 needs_torchtitan = pytest.mark.skipif(absent, reason="torchtitan is absent: make test-interop installs it")
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchtitan's own, of many packages
 
 BATCH, LENGTH, STEPS = 4, 32, 4
+TYPED, PARTIAL = "spmd_types", "partial_dtensor"
+OF_TORCH = PARTIAL if torch_is_older(2, 14) else TYPED
+"""The backend under which torch's own `fully_shard` is the oracle: typed parameters it takes since 2.14."""
 FIGURES = ("loss_metrics/global_avg_loss", "grad_norm", "loss_metrics/global_max_loss", "n_tokens_seen")
 
 
@@ -49,7 +55,7 @@ def titans() -> Any:
         import torchtitan.tools.utils  # noqa: F401
     from torchtitan.components import dataloader, tokenizer
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
     from torchtitan.models.llama3 import config_registry
     from torchtitan.trainer import Trainer
 
@@ -69,7 +75,8 @@ def titans() -> Any:
                 generator = torch.Generator().manual_seed(self.num_read)
                 drawn = torch.randint(2048, (BATCH, LENGTH + 1), generator=generator)[self.rows]
                 self.num_read += 1
-                yield {"input": drawn[:, :-1].contiguous()}, drawn[:, 1:].contiguous()
+                inputs = drawn[:, :-1].contiguous()
+                yield {"input": inputs, "positions": torch.arange(LENGTH).expand_as(inputs)}, drawn[:, 1:].contiguous()
 
         def state_dict(self) -> dict[str, int]:
             return {"num_read": self.num_read}
@@ -90,7 +97,10 @@ def titans() -> Any:
         NoTokenizer=NoTokenizer,
         Trainer=Trainer,
         checkpointing={"selective": SelectiveAC.Config, "full": FullAC.Config, "none": lambda: None},
-        attention=ScaledDotProductAttention.Config,
+        attention={
+            "plain": ScaledDotProductAttention.Config,
+            "flex": functools.partial(FlexAttention.Config, block_size=LENGTH // 4),
+        },
         registry=config_registry,
     )
 
@@ -109,20 +119,20 @@ def config_of(folder: str, fn: Any, settings: dict[str, Any]) -> Any:
     config = of_the_docs(folder) if fn is None else titans().registry.llama3_debugmodel()
     model = dataclasses.replace(config.model_spec.model, layers=config.model_spec.model.layers[:2])
     for layer in model.layers:
-        layer.attention.inner_attention = titans().attention()
+        layer.attention.inner_attention = titans().attention[settings.get("attention", "plain")]()
     fn = fn or config.model_spec.parallelize_fn
     config.model_spec = dataclasses.replace(config.model_spec, model=model, parallelize_fn=fn)
     config.dump_folder = folder
     config.tokenizer, config.dataloader = titans().NoTokenizer.Config(), titans().Samples.Config()
     ranks = dist.get_world_size()
-    degree = ranks // settings.get("parallelism.tensor_parallel_degree", 1)
+    sharing = [settings.get(f"parallelism.{axis}_parallel_degree", 1) for axis in ("tensor", "context")]
+    degree = ranks // math.prod(sharing)
     for name, value in {
         "training.local_batch_size": BATCH // degree,
         "training.seq_len": LENGTH,
         "training.steps": STEPS,
         "training.disable_cuda_graphs": True,
         "training.mixed_precision_param": "float32",
-        "parallelism.spmd_backend": "partial_dtensor",
         "checkpoint.enable": True,
         "checkpoint.interval": 2,
         "validator.enable": False,
@@ -147,6 +157,21 @@ class Memory:
 
     def reset_peak_stats(self) -> None:
         pass
+
+
+@contextlib.contextmanager
+def flex_on_a_cpu() -> Iterator[None]:
+    """Run torchtitan's `FlexAttention` uncompiled, which has a backward on a CPU that torch does not offer."""
+    from torch.nn.attention import flex_attention as flex
+    from torchtitan.models.common import attention
+
+    masks = functools.partial(flex.create_block_mask, device="cpu")
+    with (
+        mock.patch.object(flex, "_validate_device"),
+        mock.patch.object(attention, "_compiled_create_block_mask", masks),
+        mock.patch.object(attention.FlexAttention, "_compiled_flex_attn", flex.flex_attention),
+    ):
+        yield
 
 
 class Recorder:
@@ -185,6 +210,7 @@ def trained(folder: str, fn: Any, settings: dict[str, Any]) -> Any:
     with (
         mock.patch("torchtitan.components.metrics.build_device_memory_monitor", Memory),
         mock.patch("torchtitan.distributed.utils.set_pg_timeouts"),
+        flex_on_a_cpu(),
     ):
         trainer = titans().Trainer(config_of(folder, fn, settings))
         trainer.metrics_processor.logger = Recorder()
@@ -217,50 +243,87 @@ def gone_on(folder: Path, name: str, world: Any, ranks: int, fn: Any, **settings
     return world(ranks).run(trained, str(folder.parent / name), fn, settings)
 
 
+def backend(name: str) -> dict[str, str]:
+    return {"parallelism.spmd_backend": name}
+
+
 @needs_torchtitan
 def test_it_goes_on_after_one_processs_checkpoint_as_that_process_does(world, tmp_path):
     (expected,) = world(1).run(trained, str(tmp_path / "one"), whole_process, {})
     found = gone_on(tmp_path / "one", "sherd", world, 2, None)
     for each in found:
         close(of_all_ranks(each), of_all_ranks(expected))
-    close(gone_on(tmp_path / "one", "fsdp2", world, 2, with_fsdp2), found)
+    close(gone_on(tmp_path / "one", "fsdp2", world, 2, with_fsdp2, **backend(OF_TORCH)), found)
 
 
 @needs_torchtitan
 @pytest.mark.slow
 def test_either_goes_on_after_the_others_checkpoint_and_its_own(world, tmp_path):
     for fn in (parallelize, with_fsdp2):
-        expected = world(2).run(trained, str(tmp_path / fn.__name__), fn, {})
+        expected = world(2).run(trained, str(tmp_path / fn.__name__), fn, backend(OF_TORCH))
         for other in (parallelize, with_fsdp2):
-            found = gone_on(tmp_path / fn.__name__, f"{fn.__name__}-{other.__name__}", world, 2, other)
+            name = f"{fn.__name__}-{other.__name__}"
+            found = gone_on(tmp_path / fn.__name__, name, world, 2, other, **backend(OF_TORCH))
             for mine, value in zip(found, expected, strict=True):
                 close(of_all_ranks(mine), of_all_ranks(value))
 
 
+TENSOR, REPLICAS = ({f"parallelism.{axis}_degree": 2} for axis in ("tensor_parallel", "data_parallel_replicate"))
+CONTEXT = {"parallelism.context_parallel_degree": 2, "attention": "flex"}
+# Before 2.15 torch cuts masks for context parallelism in blocks of 128 positions alone.
+WITH_CONTEXT = () if torch_is_older(2, 15) else ((2, CONTEXT), (4, CONTEXT))
+MESHES = ((1, {}), (2, TENSOR), (2, REPLICAS), (4, TENSOR), (4, REPLICAS), *WITH_CONTEXT)
+
+
 @needs_torchtitan
 @pytest.mark.slow
-def test_what_it_is_asked_for_changes_no_number(world, tmp_path):
-    (expected,) = world(1).run(trained, str(tmp_path / "one"), whole_process, {})
+@pytest.mark.parametrize("spmd_backend", [TYPED, PARTIAL])
+def test_every_mesh_trains_as_one_process(world, tmp_path, spmd_backend):
+    (expected,) = world(1).run(trained, str(tmp_path / "one"), whole_process, backend(spmd_backend))
+    for ranks, mesh in MESHES:
+        for found in gone_on(
+            tmp_path / "one", f"{mesh} of {ranks}", world, ranks, parallelize, **mesh, **backend(spmd_backend)
+        ):
+            close(of_all_ranks(found), of_all_ranks(expected))
+
+
+@needs_torchtitan
+@needs_torch(2, 14, "FSDP2 takes typed parameters")
+@pytest.mark.slow
+def test_typed_parameters_have_the_figures_and_weights_of_fsdp2(world, tmp_path):
+    for ranks, mesh in MESHES[1:]:
+        folders = (str(tmp_path / f"{who} {mesh} of {ranks}") for who in ("fsdp2", "sherd"))
+        expected, found = (
+            world(ranks).run(trained, folder, fn, mesh)
+            for folder, fn in zip(folders, (with_fsdp2, parallelize), strict=True)
+        )
+        close(found, expected)
+
+
+@needs_torchtitan
+@pytest.mark.slow
+@pytest.mark.parametrize("spmd_backend", [TYPED, PARTIAL])
+def test_what_it_is_asked_for_changes_no_number(world, tmp_path, spmd_backend):
+    (expected,) = world(1).run(trained, str(tmp_path / "one"), whole_process, backend(spmd_backend))
     whole_loss = {"loss": "whole"}
     for number, (fn, settings) in enumerate(
         (
-            (parallelize, {"parallelism.tensor_parallel_degree": 2}),
-            (parallelize, {"parallelism.data_parallel_replicate_degree": 2}),
             (parallelize, {"parallelism.fsdp_reshard_after_forward": "always", **whole_loss}),
             (parallelize, {"parallelism.fsdp_reshard_after_forward": "never", "activation_checkpoint": "full"}),
             (parallelize, {"training.enable_cpu_offload": True, "activation_checkpoint": "none"}),
             (parallelize, {"compile.enable": True, "compile.backend": "aot_eager"}),
+            (parallelize, {"debug.spmd_typechecking": spmd_backend == TYPED, **TENSOR}),
             (functools.partial(parallelize, prefetch_policy=sherd.PrefetchPolicy(forward_depth=2)), whole_loss),
         )
     ):
-        for found in gone_on(tmp_path / "one", f"sherd{number}", world, 2, fn, **settings):
+        for found in gone_on(tmp_path / "one", f"sherd{number}", world, 2, fn, **settings, **backend(spmd_backend)):
             close(of_all_ranks(found), of_all_ranks(expected))
 
 
 @needs_torchtitan
 @pytest.mark.slow
 def test_bfloat16_has_the_losses_and_norms_of_fsdp2(world, tmp_path):
-    half = {"training.mixed_precision_param": "bfloat16"}
+    half = {"training.mixed_precision_param": "bfloat16", **backend(OF_TORCH)}
     expected = world(2).run(trained, str(tmp_path / "fsdp2"), with_fsdp2, half)
     found = world(2).run(trained, str(tmp_path / "sherd"), parallelize, half)
     # Not the weights: Adam makes steps of one length of gradients that differ in bfloat16's last place, near zero.
@@ -279,9 +342,7 @@ def refused(kind: type[Exception], version: str | None = "0.3.0", placement: Any
 
 
 def test_what_was_not_tried_is_refused_in_one_line():
-    for backend in ("spmd_types", "full_dtensor"):
-        said = refused(PolicyError, spmd_backend=backend)
-        assert "write --parallelism.spmd_backend partial_dtensor" in said, backend
+    assert "write --parallelism.spmd_backend spmd_types" in refused(PolicyError, spmd_backend="full_dtensor")
     assert "leave placement out, or write Shard(dim)" in refused(PolicyError, placement=sherd.Flat())
     for name, said in (
         ("pp_enabled", "pipeline_parallel_degree"),

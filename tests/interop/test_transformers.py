@@ -13,6 +13,7 @@ import torch
 import sherd
 from tests.interop.clients import begun, recipe, run_recipe
 from tests.support.comparing import assert_same
+from tests.support.ranks.bodies import on_processes
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -282,6 +283,30 @@ def test_weights_may_be_loaded_on_rank_0_alone_and_compute_in_bf16(world, tmp_pa
     assert world(2).run(loaded, str(tmp_path), True) == [expected] * 2
 
 
+def with_a_head(folder: str, is_efficient: bool) -> Any:
+    """Figures of a training of a classifier whose checkpoint lacks the head."""
+    with begun():
+        fsdp = {"fsdp": True, "fsdp_config": {"cpu_ram_efficient_loading": is_efficient}}
+        args = arguments(transformers.TrainingArguments, folder, save_strategy="no", **fsdp)
+        if is_efficient:  # as `accelerate launch` says it to transformers
+            os.environ.update({"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"})
+        torch.manual_seed(1)
+        kind = transformers.AutoModelForSequenceClassification
+        model = kind.from_pretrained(f"{folder}/model", num_labels=3, dtype=torch.float64)
+        on_meta = [name for name, each in model.named_parameters() if each.is_meta]
+        assert on_meta == ["score.weight"] * (is_efficient and torch.distributed.get_rank() > 0)
+        rows = [{"input_ids": row["input_ids"], "labels": at % 3} for at, row in enumerate(tokens())]
+        trainer = transformers.Trainer(model, args, train_dataset=rows, eval_dataset=rows)
+        trainer.train()
+        return figures(trainer)
+
+
+def test_a_head_that_the_checkpoint_lacks_is_rank_0s(world, tmp_path):
+    llama().save_pretrained(tmp_path / "model")
+    expected, *_ = world(2).run(with_a_head, str(tmp_path), False)
+    assert world(2).run(with_a_head, str(tmp_path), True) == [expected] * 2
+
+
 def recipe_of_the_trainer(folder: str) -> None:
     os.chdir(folder)
     with begun():
@@ -293,3 +318,13 @@ def recipe_of_the_trainer(folder: str) -> None:
 def test_the_program_of_the_docs_runs(world, tmp_path):
     world(2).run(recipe_of_the_trainer, str(tmp_path))
     assert saved(f"{tmp_path}/out/final", llama)
+
+
+@on_processes(2, use_orig_params=[False, True])
+def test_a_wrapped_model_generates_inside_summon_full_params(use_orig_params):
+    plain = llama()
+    given = {"input_ids": tokens()[0]["input_ids"][None], "max_new_tokens": 4, "do_sample": False}
+    policy = sherd.wrap.ModuleWrapPolicy({type(plain.model.layers[0])})
+    model = sherd.FullyShardedDataParallel(llama(), auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    with sherd.FullyShardedDataParallel.summon_full_params(model):
+        assert torch.equal(model.module.generate(**given), plain.generate(**given))

@@ -346,6 +346,9 @@ def test_ignored_parameters_stay_plain_beside_the_sharded(how, orig):
     }[how]
     wrapped = wrap_blocks(model, use_orig_params=orig, **ignored)
     assert type(model.first.weight) is nn.Parameter
+    for each in (wrapped, *([copy.deepcopy(wrapped)] if orig else [])):  # torch's names
+        assert each._ignored_params == set(each.module.first.parameters())
+        assert each._ignored_modules == (set() if how == "states" else set(each.module.first.modules()))
     optimizer, rank, run = make_optimizer(recipe.optimizer, wrapped), dist.get_rank(), Run()
     for step in range(recipe.steps):
         loss = wrapped.loss(wrapped(*wrapped.make_inputs(step, rank)))

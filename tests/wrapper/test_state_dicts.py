@@ -185,7 +185,7 @@ def test_a_full_state_dict_is_the_plain_models_in_memory_of_its_own(use_orig):
     fresh.load_state_dict(outer.state_dict())
     assert_same(fresh.net.state_dict(), expected)
     metadata = wrapped(True).state_dict()._metadata
-    assert metadata["bn"] == metadata["_checkpoint_wrapped_module.bn"] == {"version": 2}
+    assert metadata["bn"] == metadata["_fsdp_wrapped_module.bn"] == {"version": 2}
 
 
 @on_threads(4, use_orig=BOTH)
@@ -380,7 +380,7 @@ def test_what_does_not_fit_is_named_as_in_the_users_model(use_orig):
         with pytest.raises(RuntimeError) as raised:
             model.load_state_dict({**good, at + "out.bias": torch.ones(7)})
         assert f"size mismatch for {at}out.bias: copying a param with shape torch.Size([7])" in str(raised.value)
-        assert "_checkpoint_wrapped_module" not in str(raised.value)
+        assert "_wrapped_module" not in str(raised.value)
         model.load_state_dict(good)
         assert_holds(getattr(model, "net", model), expected)
     module = model.net.module.out

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint.state_dict knows what was merged into a flat parameter by its own names, both ways."""
+"""torch.distributed.checkpoint.state_dict has the plain model's names, also for the members of a flat parameter."""
 
 import copy
 import functools
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -49,6 +50,7 @@ ON_HOST = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 IN_COMMON = StateDictOptions(strict=False)
+CHILD = "._fsdp_wrapped_module"
 
 
 def any_made(form, kind=adam, seed=0, steps=range(0)):
@@ -287,3 +289,40 @@ def test_names_and_values_are_those_of_torchs_fsdp1():
             assert_alike(ours, theirs, exact=False)
         else:
             assert set(ours) == set(theirs)
+
+
+def around(wraps, recomputes):
+    """A plain model of wrappers, one of them around activation checkpointing, with an optimizer that has stepped."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(recomputes(wraps(nn.Linear(4, 4))), nn.BatchNorm1d(4))
+    model = nn.Sequential(wraps(inner), wraps(nn.Linear(4, 2)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(8.0).view(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@on_threads(2)
+def test_a_model_around_wrappers_has_the_plain_models_names():
+    expected = get_state_dict(*around(lambda module: module, lambda module: module), options=FULL)
+    model, optimizer = around(functools.partial(FSDP, use_orig_params=True), checkpoint_wrapper)
+    assert list(dict(model.named_modules()))[:4] == ["", *(f"0{path}" for path in ("", CHILD, f"{CHILD}.0"))]
+    values, state = get_state_dict(model, optimizer, options=FULL)
+    assert values.keys() == expected[0].keys()
+    assert state["state"].keys() == expected[1]["state"].keys()
+    given = copy.deepcopy(expected)
+    set_state_dict(model, optimizer, model_state_dict=given[0], optim_state_dict=given[1], options=FULL)
+    assert_same(get_model_state_dict(model, options=FULL), expected[0])
+    assert_alike(full_state(model, optimizer), expected[1])
+
+
+@on_threads(2)
+def test_names_with_wrappers_of_either_kind_load():
+    model = FSDP(nn.Sequential(FSDP(nn.Linear(4, 4)), nn.Linear(4, 2)))
+    for value, child in enumerate((CHILD, "._checkpoint_wrapped_module")):  # sherd's own before 0.3
+        child = f"{child.lstrip('.')}."
+        given = {f"{child}0.{child}": (4, 4), f"{child}1.": (2, 4)}
+        state = {f"{path}weight": torch.full(shape, float(value)) for path, shape in given.items()}
+        state |= {f"{path}bias": torch.full(shape[:1], float(value)) for path, shape in given.items()}
+        model.load_state_dict(state)
+        assert all((each == value).all() for each in model.state_dict().values()), child

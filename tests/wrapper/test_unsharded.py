@@ -1,6 +1,7 @@
 """Unshard contexts show unsharded parameters, and the shards are right afterwards, whatever was done inside."""
 
 import contextlib
+import copy
 import gc
 from operator import attrgetter
 
@@ -561,22 +562,63 @@ def test_a_failure_on_the_way_in_takes_back_what_was_lent(monkeypatch):
 
 
 @on_threads(2, way=("rows", "flat_param", "orig_params", "orig_kept"))
-def test_other_units_run_inside_and_those_that_are_lent_do_not(way):
+def test_other_units_run_inside_and_those_that_are_lent_have_no_gradients(way):
     """The root's parameters are lent, and the blocks run their own forwards."""
     plain, model = made(), sharded(way)
     net = own(model)
     expected = plain.block(plain.embed(words())) * plain.scale
-    with unsharded(model, recurse=False, writeback=False), torch.no_grad():
-        for _ in range(2):
-            hidden = net.block(net.embed(words()))
-            torch.testing.assert_close(hidden * net.scale, expected)
+    with unsharded(model, recurse=False, writeback=False):
+        with torch.no_grad():
+            for _ in range(2):
+                hidden = net.block(net.embed(words()))
+                torch.testing.assert_close(hidden * net.scale, expected)
+            net.frozen(hidden)
+            torch.testing.assert_close(model(words()), plain(words()))
         with pytest.raises(StateError, match=r"forward of unit .* inside an unshard context.*recurse=False"):
             model(words())
-        net.frozen(hidden)
     with unsharded(net.block), pytest.raises(RuntimeError, match=r"forward of unit [bB]lock.*leave the context first"):
         net.block(expected)
     assert_computes(model, plain)
     model(words()).sum().backward()
+
+
+@on_threads(2, way=("rows", "flat_param", "orig_params", "orig_kept"))
+def test_a_forward_without_gradients_computes_with_the_copies_and_sends_nothing(way):
+    plain = made()
+    for runs_before in (False, True):
+        model = sharded(way)
+        if runs_before:
+            model(words())
+        for options in ({}, {"writeback": False}, {"writeback": False, "rank0_only": True}, {"offload_to_cpu": True}):
+            with unsharded(model, **options), torch.no_grad():
+                if options.get("rank0_only") and dist.get_rank():
+                    with pytest.raises(StateError, match="on ranks that see it"):
+                        model(words())
+                else:
+                    torch.testing.assert_close(model(words()), plain(words()), msg=str(options))
+        with unsharded(model), torch.no_grad():
+            for each in (model.scale, plain.scale):
+                each.mul_(2)
+            torch.testing.assert_close(model(words()), plain(words()))
+        assert_computes(model, plain)
+        plain.scale.data.div_(2)
+        model(words()).sum().backward()
+
+
+@on_threads(2, kind=("wrapper", "fully_shard"))
+def test_a_forward_with_the_copies_is_in_full_precision(kind):
+    plain, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.arange(8.0).view(2, 4)
+    model = copy.deepcopy(plain)
+    if kind == "wrapper":
+        precision = MixedPrecision(torch.bfloat16)
+        model[0] = FullyShardedDataParallel(model[0], mixed_precision=precision)
+        model = FullyShardedDataParallel(model, mixed_precision=precision)
+    else:
+        fully_shard(model[0], mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64))
+    with torch.no_grad(), unsharded(model):
+        assert_same(model(x).float(), plain(x))
+        assert model(x).dtype == (torch.float32 if kind == "wrapper" else torch.float64)
 
 
 @on_threads(2)

@@ -29,7 +29,7 @@ from sherd.policy import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
 from sherd.tensor.gather import shard_of
 from sherd.tensor.ragged import as_dtensor
 from sherd.tensor.spmd_types import untyped
-from sherd.wrap.names import WRAPPED
+from sherd.wrap.names import wrapped_by
 
 
 def make_unit(
@@ -186,7 +186,7 @@ def _require_something_left(
     """
     if belongings.owned:
         return
-    wrapped = [each for module in modules for each in (module, module._modules.get(WRAPPED)) if each is not None]
+    wrapped = [each for module in modules for each in (module, wrapped_by(module)) if each is not None]
     for owner in owners:
         within = {id(below) for module in owner.modules for below in module.modules()}
         inner = next((each for each in wrapped if id(each) in within), None)

@@ -113,6 +113,8 @@ class BoundForward:
 
 def before_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Begin a forward of `module`. Returns its arguments on the device and in the dtype of the unit."""
+    if unit.lent is not None and _computes_with_copies(unit):
+        return args, kwargs
     runtime = Runtime.over(unit)
     if runtime is None or unit.id in runtime.external_units:
         runtime = Runtime.of(unit, module)
@@ -157,6 +159,9 @@ def after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> Any
     output = with_own_memory(output) if is_tensor else map_tensors(with_own_memory, output)
     differentiable = torch.is_grad_enabled()
     error = sys.exc_info()[1]
+    if unit.lent is not None and _computes_with_copies(unit):
+        dtype = unit.precision.output_dtype
+        return output if dtype is None else map_tensors(functools.partial(_cast, dtype), output)
     is_in_use = is_viewed and _keeps_view(unit, output)
     runtime = Runtime.over(unit)
     if runtime is None:
@@ -177,6 +182,12 @@ def after_forward(unit: Unit, module: nn.Module, args: Args, output: Any) -> Any
         for node in _nodes_of([output] if is_tensor else tensors_in(output, in_any_object=True)):
             _borders_of(node).append((unit, True, runtime))
     return output
+
+
+def _computes_with_copies(unit: Unit) -> bool:
+    """Returns whether a forward of `unit`, which is lent, needs no runtime: copies are shown, without gradients."""
+    hides = unit.lent is not None and unit.lent.rank0_only and unit.mesh.shard_rank != 0
+    return not (hides or torch.is_grad_enabled())
 
 
 def _inputs_in(args: Args, kwargs: Kwargs) -> Sequence[torch.Tensor]:

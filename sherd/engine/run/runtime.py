@@ -600,6 +600,13 @@ class UncheckedRuntime(Runtime):
     leave = unchecked(Runtime.leave)
     before_backward = unchecked(Runtime.before_backward)
     after_backward = unchecked(Runtime.after_backward)
+    unshard = unchecked(Runtime.unshard)
+    finish_unshard = unchecked(Runtime.finish_unshard)
+    reshard = unchecked(Runtime.reshard)
+    show_shards = unchecked(Runtime.show_shards)
+    finalize_backward = unchecked(Runtime.finalize_backward)
+    finish_reductions = unchecked(Runtime.finish_reductions)
+    reset = unchecked(Runtime.reset)
     _gradients_complete = unchecked(Runtime._gradients_complete)
     _end_backward = unchecked(Runtime._end_backward)
 
@@ -623,14 +630,15 @@ def outdated(units: Sequence[Unit]) -> list[Unit]:
 
 
 def _require_not_lent(unit: Unit, call: str) -> None:
-    """Raise if parameters of `unit` are lent: a forward would gather over the copies, gradients would be lost."""
+    """Raise if parameters of `unit` are lent: gradients of the copies would be lost, and some are on rank 0 alone."""
     lender = next((owner for owner in (unit, *unit.tied_owners) if owner.lent is not None), None)
     if lender is not None:
         own = lender is unit and call == "forward"
         raise WrapperStateError(
             f"{call} of unit {unit.name} inside an unshard context (unsharded, summon_full_params) that lends "
             f"{'its parameters' if own else f'the parameters of unit {lender.name}'}; leave the context first, or "
-            "enter it with recurse=False on a unit above; backward comes before or after it"
+            "enter it with recurse=False on a unit above; a forward under torch.no_grad() computes with what is lent, "
+            "on ranks that see it; backward comes before or after the context"
         )
 
 

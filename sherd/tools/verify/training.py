@@ -26,8 +26,6 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 UPDATED = "updated parameter"
 EVERY_PART = -1
-WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
-"""The parts of names that activation checkpointing and `torch.compile` insert."""
 STORED = ("buffer", UPDATED)
 """The kinds of values that change little in a step: a parameter that was not updated is almost right.
 
@@ -218,7 +216,7 @@ def plainly_named(named: Iterable[tuple[str, T]]) -> dict[str, T]:
     """Returns modules or tensors by their names in the plain model. A wrapper comes before the module inside."""
     plainly: dict[str, T] = {}
     for path, value in named:
-        plainly.setdefault(".".join(part for part in plain_name(path).split(".") if part not in WRAPPERS), value)
+        plainly.setdefault(".".join(part for part in plain_name(path).split(".") if part != "_orig_mod"), value)
     return plainly
 
 
