@@ -4,10 +4,13 @@ A list may hold ragged tensors, DTensors of torch and plain tensors side by side
 
 A list of tensors of a class of ours reaches Python once for each operation: 900 tensors add three quarters to the time
 of a foreach step. So the second step and later ones compute on this rank's parts of parameters, gradients and state.
-The user sees the same optimizer: a shadow of it computes, with its options and hooks.
+The optimizer has them while it computes, inside of all step hooks, and no longer:
 
-    the optimizer   param_groups: shards    state: {shard: {"exp_avg": DTensor, "step": tensor}}
-    its shadow      param_groups: chunks    state: {chunk: {"exp_avg": its chunk, "step": the same}}
+    outside of a step    param_groups: shards    state: {shard: {"exp_avg": DTensor, "step": tensor}}
+    within               param_groups: chunks    state: {chunk: {"exp_avg": its chunk, "step": the same}}
+
+Optimizers of other packages know plain tensors alone. Where each parameter is whole on one rank (`Owned`), they get
+these, from the first step on.
 
 torch cuts a full state dict into equal chunks (`set_optimizer_state_dict` with `full_state_dict=True`), and a user may
 load unsharded tensors. Both are cut like the parameter: when they are loaded, or before the first step at the latest.
@@ -15,22 +18,24 @@ load unsharded tensors. Both are cut like the parameter: when they are loaded, o
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from operator import is_
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import (
+    attributes_of,
+    give_attributes,
     local_tensor,
-    register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
     spec_of,
     specs_of,
@@ -179,22 +184,32 @@ STEPPED = frozenset((*ELEMENTWISE, torch.optim.AdamW))
 """The optimizers that are stepped here. The `step` of a subclass may not treat every element alike."""
 
 
-class _Local:
-    """This rank's parts of one optimizer's parameters, gradients and state."""
+class LocalStep:
+    """This rank's parts of one optimizer's parameters, gradients and state, which the optimizer has while it steps.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    With `of_owners`, each of them is a whole parameter, and the optimizer has none of those that other ranks hold.
+    """
+
+    def __init__(self, optimizer: Optimizer, of_owners: bool = False) -> None:
+        self.of_owners = of_owners
         self._user_state = optimizer.state
-        self._params = _params_of(optimizer)
+        self._all = _params_of(optimizer)
+        self._params = [each for each in self._all if not of_owners or is_here(each)]
         self._own = [each for each in self._params if isinstance(each, OwnDTensor)]
-        self._own_chunks = list(map(local_tensor, self._own))
-        self._chunks = list(map(local_part, self._params))
+        self._all_chunks = list(map(local_part, self._all))
+        part_of = _as_parameter if of_owners else local_part
+        self._chunks = list(map(part_of, self._params))
+        self._own_chunks = [chunk for each, chunk in zip(self._params, self._chunks, strict=True) if each is not chunk]
+        here = dict(zip(map(id, self._params), self._chunks, strict=True))
+        self._places = [here.get(id(each)) for each in self._all]
+        self._lists: list[list[torch.Tensor]] = []
         self._is_known = all(isinstance(each, OwnDTensor) or not isinstance(each, DTensor) for each in self._params)
         self.state: defaultdict[torch.Tensor, State] = defaultdict(dict)
         for parameter, chunk in zip(self._params, self._chunks, strict=True):
             state = self._user_state.get(parameter)
             if state is not None:
                 pieces = [value for value in state.values() if isinstance(value, DTensor)]
-                self._is_known &= all(isinstance(parameter, OwnDTensor) and parameter.lies_as(each) for each in pieces)
+                self._is_known &= all(_lies_beside(each, parameter) for each in pieces)
                 # A plain parameter is its own chunk: both have one state.
                 local = {key: local_part(value) for key, value in state.items()}
                 self.state[chunk] = state if parameter is chunk else local
@@ -209,8 +224,8 @@ class _Local:
         """Returns True if the optimizer still has the same parameters and state."""
         return (
             optimizer.state is self._user_state
-            and are_same(_params_of(optimizer), self._params)
-            and are_same(list(map(local_tensor, self._own)), self._own_chunks)
+            and are_same(_params_of(optimizer), self._all)
+            and are_same(list(map(local_part, self._all)), self._all_chunks)
             and are_same(list(self._user_state.values()), self._states)
             and are_same(_pieces_of(self._states), self._user_pieces)
         )
@@ -232,12 +247,37 @@ class _Local:
             chunk.grad = None if gradient is None else gradient._local_tensor
         return True
 
-    def groups_of(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Returns the parameter groups with the chunks in the place of the parameters."""
-        chunks = iter(self._chunks)
-        return [{**group, "params": [next(chunks) for _ in group["params"]]} for group in optimizer.param_groups]
+    @contextmanager
+    def lent_to(self, optimizer: Optimizer) -> Iterator[None]:
+        """Let `optimizer` have the parts in the place of its own, and afterwards its own with what is new in these."""
+        places, self._lists = iter(self._places), [group["params"] for group in optimizer.param_groups]
+        chunks = [
+            [each for each in islice(places, len(group["params"])) if each is not None]
+            for group in optimizer.param_groups
+        ]
+        with params_replaced(optimizer, chunks):
+            optimizer.state = self.state
+            try:
+                yield
+            finally:
+                optimizer.state = self._user_state
+                self._end()
 
-    def end(self) -> None:
+    def around_closure(self, optimizer: Optimizer, closure: Callable[[], object]) -> Callable[[], object]:
+        """Returns `closure`, inside of which the optimizer has its own tensors again. The parts get its gradients."""
+
+        def with_own() -> object:
+            with params_replaced(optimizer, self._lists):
+                optimizer.state = self._user_state
+                try:
+                    return closure()
+                finally:
+                    optimizer.state = self.state
+                    self.take_gradients()
+
+        return with_own
+
+    def _end(self) -> None:
         """Drop the gradients, and put new objects in the chunks' state into the user's state, too."""
         for chunk in self._own_chunks:
             chunk.grad = None
@@ -247,14 +287,63 @@ class _Local:
         elementwise = elementwise_keys((each, self.state[chunk]) for each, chunk in pairs)
         for parameter, chunk in pairs:
             user_state = self._user_state[parameter]
-            for key, value in self.state[chunk].items():
+            local = self.state[chunk]
+            for key in user_state.keys() - local.keys():
+                del user_state[key]
+            for key, value in local.items():
                 if key in user_state and local_part(user_state[key]) is value:
                     continue
                 kind = state_kind(key, value, parameter.shape, chunk.shape, elementwise)
                 if isinstance(parameter, OwnDTensor) and kind is StateKind.ELEMENTS:
                     value = parameter.around(value)
+                elif self.of_owners and kind is StateKind.OTHER and type(value) is torch.Tensor:
+                    value = _at_owner(value, parameter)
                 user_state[key] = value
         self._note()
+
+
+def _as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a parameter as a parameter with the same attributes; a plain one as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    part = nn.Parameter(local_tensor(tensor).detach(), tensor.requires_grad)
+    give_attributes(part, attributes_of(tensor))
+    return part
+
+
+def is_here(parameter: torch.Tensor) -> bool:
+    """Returns True if this rank holds the whole parameter."""
+    if not isinstance(parameter, RaggedDTensor):
+        return True
+    layout = layout_of(spec_of(parameter))
+    return layout.owner == layout.rank
+
+
+def _is_whole_somewhere(parameter: torch.Tensor) -> bool:
+    """Returns True if one rank, or each rank, has the whole parameter."""
+    if isinstance(parameter, RaggedDTensor):
+        return layout_of(spec_of(parameter)).owner is not None
+    if not isinstance(parameter, DTensor):
+        return True
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return all(each.is_replicate() or size == 1 for each, size in sizes)
+
+
+def _lies_beside(state: DTensor, parameter: torch.Tensor) -> bool:
+    """Returns True if a piece of state lies as the parameter, or, of another shape, at the parameter's owner."""
+    if not isinstance(parameter, OwnDTensor):
+        return False
+    return parameter.lies_as(state) or (
+        isinstance(parameter, RaggedDTensor)
+        and isinstance(state, RaggedDTensor)
+        and common_owner([layout_of(spec_of(each)) for each in (state, parameter)]) is not None
+    )
+
+
+def _at_owner(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Returns state of another shape than its parameter, which has an owner, as a tensor that the owner holds."""
+    layout = layout_of(spec_of(parameter)) if isinstance(parameter, RaggedDTensor) else None
+    return value if layout is None else as_result(value, layout.like(layout.owned_cut(tuple(value.shape))))
 
 
 def are_same(now: Sequence[object], before: Sequence[object]) -> bool:
@@ -270,63 +359,50 @@ def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return list(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
 
 
-class _OnChunks:
-    """The shadow of an optimizer. It looks up what to step when `step` asks for it, after all hooks."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        vars(self).update(vars(optimizer))
-        self._optimizer = optimizer
-
-    @functools.cached_property
-    def local(self) -> _Local | None:
-        """The parts to step. None: the optimizer steps its own tensors."""
-        local = _locals.get(self._optimizer)
-        if local is None or not local.is_of(self._optimizer):
-            local = _locals[self._optimizer] = _Local(self._optimizer)
-        return local if local.take_gradients() else None
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups if self.local is None else self.local.groups_of(self._optimizer)
-
-    @property
-    def state(self) -> defaultdict[torch.Tensor, State]:
-        return self._optimizer.state if self.local is None else self.local.state
+@contextmanager
+def params_replaced(optimizer: Optimizer, parameters: Iterable[Sequence[torch.Tensor]]) -> Iterator[None]:
+    """Replace the parameters of each parameter group within this context, and their names where groups have any."""
+    before = [(group, group["params"], group.get("param_names")) for group in optimizer.param_groups]
+    try:
+        for (group, own, names), others in zip(before, parameters, strict=True):
+            group["params"] = others
+            if names is not None:
+                name_of_id = dict(zip(map(id, own), names, strict=False))
+                group["param_names"] = [name_of_id.get(id(each), "") for each in others]
+        yield
+    finally:
+        for group, own, names in before:
+            group["params"] = own
+            if names is not None:
+                group["param_names"] = names
 
 
-@functools.cache
-def _class_on_chunks(optimizer_class: type) -> type[_OnChunks]:
-    return type(optimizer_class.__name__, (_OnChunks, optimizer_class), {})
-
-
-_locals: weakref.WeakKeyDictionary[Optimizer, _Local] = weakref.WeakKeyDictionary()
+_locals: weakref.WeakKeyDictionary[Optimizer, LocalStep] = weakref.WeakKeyDictionary()
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-def _step_with_shadow(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Have a shadow step in the optimizer's place."""
-    # A closure, the second argument, makes gradients: such a step is the optimizer's own.
-    if type(optimizer) not in STEPPED or len(args) > 1 or kwargs or torch.compiler.is_compiling():
+def local_step_of(optimizer: Optimizer, has_closure: bool) -> LocalStep | None:
+    """Returns what `optimizer` is about to step in the place of its own tensors, with gradients. None: its own.
+
+    Torch's element-wise optimizers step chunks. Other packages' optimizers, which know no DTensors, step the parameters
+    that this rank holds as a whole, if each is whole somewhere.
+    """
+    parameters, of_owners = _params_of(optimizer), type(optimizer) not in STEPPED
+    if not any(isinstance(each, OwnDTensor) for each in parameters):
         return None
-    if optimizer not in _stepped:  # its first step, which makes the state, is its own
+    if of_owners:
+        knows_dtensors = hasattr(optimizer, "spec_of_state") or type(optimizer).__module__.startswith("torch.optim")
+        if knows_dtensors or not all(map(_is_whole_somewhere, parameters)):
+            return None
+    elif has_closure or "_init_group" in vars(optimizer):
+        return None  # a closure makes gradients, and what replaces a method may look at whole tensors
+    elif optimizer not in _stepped:  # its first step, which makes the state, is its own
         _stepped.add(optimizer)
         return None
-    if not any(isinstance(each, OwnDTensor) for each in _params_of(optimizer)):
-        return None
-    optimizer_class: Any = type(optimizer)
-    return (_class_on_chunks(optimizer_class)(optimizer),), kwargs
-
-
-def _end_shadow(optimizer: Optimizer, args: Sequence[object], kwargs: dict[str, object]) -> None:
-    for shadow in args:
-        if isinstance(shadow, _OnChunks) and shadow.local is not None:
-            shadow.local.end()
-
-
-register_optimizer_step_pre_hook(_step_with_shadow)
-register_optimizer_step_post_hook(_end_shadow)
+    local = _locals.get(optimizer)
+    if local is None or not local.is_of(optimizer):
+        local = _locals[optimizer] = LocalStep(optimizer, of_owners)
+    return local if local.take_gradients() else None
 
 
 # State with other placements than its parameter
