@@ -194,6 +194,9 @@ class LocalStep:
         self.of_owners = of_owners
         self._user_state = optimizer.state
         self._all = _params_of(optimizer)
+        for each in self._all if of_owners else ():
+            if not is_here(each):  # what a load has left would not be kept up to date
+                self._user_state.pop(each, None)
         self._params = [each for each in self._all if not of_owners or is_here(each)]
         self._own = [each for each in self._params if isinstance(each, OwnDTensor)]
         self._all_chunks = list(map(local_part, self._all))
@@ -322,7 +325,7 @@ def is_here(parameter: torch.Tensor) -> bool:
 def _is_whole_somewhere(parameter: torch.Tensor) -> bool:
     """Returns True if one rank, or each rank, has the whole parameter."""
     if isinstance(parameter, RaggedDTensor):
-        return layout_of(spec_of(parameter)).owner is not None
+        return is_owned(parameter)
     if not isinstance(parameter, DTensor):
         return True
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
@@ -344,6 +347,18 @@ def _at_owner(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Returns state of another shape than its parameter, which has an owner, as a tensor that the owner holds."""
     layout = layout_of(spec_of(parameter)) if isinstance(parameter, RaggedDTensor) else None
     return value if layout is None else as_result(value, layout.like(layout.owned_cut(tuple(value.shape))))
+
+
+def nothing_of(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> RaggedDTensor:
+    """Returns this rank's part, which is empty, of state of `shape` that the parameter's owner holds."""
+    layout = layout_of(spec_of(parameter))
+    layout = layout.like(layout.owned_cut(shape))
+    return as_result(torch.empty(layout.local_shape, dtype=dtype, device=parameter.device), layout)
+
+
+def is_owned(tensor: RaggedDTensor) -> bool:
+    """Returns True if one rank holds the whole tensor."""
+    return layout_of(spec_of(tensor)).owner is not None
 
 
 def are_same(now: Sequence[object], before: Sequence[object]) -> bool:
@@ -395,12 +410,14 @@ def local_step_of(optimizer: Optimizer, has_closure: bool) -> LocalStep | None:
         if knows_dtensors or not all(map(_is_whole_somewhere, parameters)):
             return None
     elif has_closure or "_init_group" in vars(optimizer):
+        adopt_state(optimizer)
         return None  # a closure makes gradients, and what replaces a method may look at whole tensors
     elif optimizer not in _stepped:  # its first step, which makes the state, is its own
         _stepped.add(optimizer)
         return None
     local = _locals.get(optimizer)
     if local is None or not local.is_of(optimizer):
+        adopt_state(optimizer)
         local = _locals[optimizer] = LocalStep(optimizer, of_owners)
     return local if local.take_gradients() else None
 
@@ -411,25 +428,33 @@ _adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def adopt_state(optimizer: Optimizer) -> None:
-    """Cut the state of ragged parameters as the parameters are cut. All ranks must call it, as it may gather.
+    """Cut the state of sharded parameters as the parameters are cut. All ranks must call it, as it may gather.
 
     DTensors of torch, as files bring them, become ours. The state of a scalar, which torch leaves plain, becomes a
-    DTensor with a copy on every rank, like the scalar.
+    DTensor with a copy on every rank, like the scalar. So does a plain tensor of the shape of this rank's part, which a
+    user has put there, under an optimizer that is known to keep no such state itself.
     """
     states = [(parameter, state) for parameter, state in optimizer.state.items() if isinstance(parameter, DTensor)]
     elementwise = elementwise_keys(states)
     for parameter, state in states:
         layout = layout_of(spec_of(parameter)) if isinstance(parameter, RaggedDTensor) else None
+        part = local_tensor(parameter).shape
         for key, value in state.items():
             kind = state_kind(key, value, parameter.shape, None, elementwise)
             if kind not in (StateKind.ELEMENTS, StateKind.OTHER) or isinstance(value, RaggedDTensor):
                 continue
-            if layout is not None:
+            is_plain = not isinstance(value, DTensor) and isinstance(parameter, OwnDTensor)
+            if is_plain and value.ndim and value.shape == part and type(optimizer) in STEPPED:
+                state[key] = parameter.around(value)
+            elif layout is not None:
                 state[key] = _cut(value, layout)
             elif type(value) is DTensor:
                 state[key] = sharded_dtensor(local_tensor(value), spec_of(value))
-            elif not parameter.ndim and not isinstance(value, DTensor) and kind is StateKind.ELEMENTS:
+            elif is_plain and kind is StateKind.ELEMENTS and not parameter.ndim:
                 state[key] = sharded_dtensor(value, spec_of(parameter))
+            elif is_plain and kind is StateKind.ELEMENTS and value.shape != part:
+                state[key] = parameter.around(torch.empty_like(local_tensor(parameter), dtype=value.dtype))
+                state[key].data = value
 
 
 def _cut(value: torch.Tensor, layout: Layout) -> torch.Tensor:

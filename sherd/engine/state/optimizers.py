@@ -35,7 +35,7 @@ from sherd._torch import (
 )
 from sherd.comm.objects import all_gather_objects
 from sherd.engine.state.parameter import Owner, ShardedParameter, as_sharded, name_of, record_of
-from sherd.errors import CommError, OptimizerError, OptimStateError, PlacementError, in_short
+from sherd.errors import CommError, OptimizerError, OptimStateError, PlacementError, SherdError, in_short
 from sherd.tensor.optimizers import STEPPED, LocalStep, is_here, local_step_of
 from sherd.tensor.ragged import RaggedDTensor, local_part
 from sherd.tensor.state_kind import PlacesState, StateKind, state_kind
@@ -152,18 +152,16 @@ class _Watcher:
         for hook in self._inside:
             if (changed := hook(optimizer, (optimizer, *args), kwargs)) is not None:
                 return plain(*changed[0], **changed[1])
-        local = local_step_of(optimizer, bool(args or kwargs))
-        if local is None:
-            try:
+        try:
+            local = local_step_of(optimizer, bool(args or kwargs))
+            if local is not None and local.of_owners:
+                return _step_at_owners(local, plain, optimizer, *args, **kwargs)
+            with contextlib.nullcontext() if local is None else local.lent_to(optimizer):
                 return plain(optimizer, *args, **kwargs)
-            except Exception as error:
-                if (explained := _explained(optimizer, error)) is not None:
-                    raise explained from error
-                raise
-        if local.of_owners:
-            return _step_at_owners(local, plain, optimizer, *args, **kwargs)
-        with local.lent_to(optimizer):
-            return plain(optimizer, *args, **kwargs)
+        except Exception as error:
+            if not isinstance(error, SherdError) or isinstance(error, PlacementError):
+                _explain(optimizer, error)
+            raise
 
     def _warn(self, optimizer: Optimizer, owners: list[weakref.ref[Owner]]) -> None:
         """Warn of parameters that a model gained or lost, and that `optimizer` lacks or still holds."""
@@ -492,22 +490,33 @@ def _numbers_of(optimizer: Optimizer) -> dict[str, object]:
     }
 
 
-def _explained(optimizer: Optimizer, error: Exception) -> OptimizerError | None:
-    """Returns what `error` means that a step of sharded parameters has ended in; None: not that they are sharded."""
+def _explain(optimizer: Optimizer, error: Exception) -> None:
+    """Raise what `error`, in which a step of sharded parameters has ended, means, if it is that they are sharded.
+
+    Raises:
+        OptimStateError: state has another shape than its parameter.
+        OptimizerError: the step is not written for shards.
+    """
+    records = [record for each in _present(optimizer).values() if (record := record_of(each)) is not None]
+    cut = [each.name for each in records if not all(of.is_replicate() for of in each.shard_spec.placements)]
+    for parameter, state in optimizer.state.items() if type(optimizer) in STEPPED else ():
+        for key, value in state.items():
+            if state_kind(key, value, parameter.shape, local_part(parameter).shape) is StateKind.OTHER:
+                raise OptimStateError(
+                    f"{name_of(parameter)}: its state {key!r} has shape {tuple(value.shape)}; give the whole tensor, "
+                    f"{tuple(parameter.shape)}, or this rank's part, {tuple(local_part(parameter).shape)}"
+                ) from error
     text = str(error)
     is_of_sharding = (
         isinstance(error, PlacementError | NotImplementedError)
         or (isinstance(error, AssertionError) and not text)
         or any(word in text for word in ("DTensor", "sharding strategy", "redistribute"))
     )
-    records = [record for each in _present(optimizer).values() if (record := record_of(each)) is not None]
-    cut = [each.name for each in records if not all(of.is_replicate() for of in each.shard_spec.placements)]
-    if not cut or not is_of_sharding or type(optimizer) in STEPPED:
-        return None
-    return OptimizerError(
-        f"{type(optimizer).__name__} cannot step {in_short(cut)} as sharded: its step ended in "
-        f"{type(error).__name__}{f': {text}' if text else ''}; {_USE_OWNED}"
-    )
+    if cut and is_of_sharding and type(optimizer) not in STEPPED:
+        raise OptimizerError(
+            f"{type(optimizer).__name__} cannot step {in_short(cut)} as sharded: its step ended in "
+            f"{type(error).__name__}{f': {text}' if text else ''}; {_USE_OWNED}"
+        ) from error
 
 
 STEP_MATRICES = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
