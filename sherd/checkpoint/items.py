@@ -204,6 +204,9 @@ class OptimizerItem(Item):
         by_parameter: Json = {}
         for name, of_parameter in state["state"].items():
             plain = without_wrappers(name)
+            if not isinstance(of_parameter, dict):  # some keep a number of their own beside the parameters' state
+                by_parameter[plain] = encoded(of_parameter, f"{self.name}/{plain}", tensors.keep)
+                continue
             by_parameter[plain] = {
                 str(key): state_json(f"{self.name}/{plain}/{key}", key, value) for key, value in of_parameter.items()
             }
@@ -261,17 +264,20 @@ class OptimizerItem(Item):
             return Awaited(torch.Size(entry.shape), read)
 
         state, groups = decoded(json.get("state"), awaited), decoded(json.get("param_groups"), awaited)
-        self.require(isinstance(state, dict) and all(isinstance(each, dict) for each in state.values()), source)
+        known = {without_wrappers(name): name for name in self._catalog.names}
+        of_known = [each for name, each in state.items() if name in known] if isinstance(state, dict) else [None]
+        self.require(all(isinstance(each, dict) for each in of_known), source)
 
         def is_group(group: Json) -> bool:
             members = group.get("params") if isinstance(group, dict) else None
             return isinstance(members, list) and all(isinstance(name, str) for name in members)
 
         self.require(isinstance(groups, list) and all(map(is_group, groups)), source)
-        known = {without_wrappers(name): name for name in self._catalog.names}
         for group in groups:
             group["params"] = [known[name] for name in group["params"] if name in known]
-        own = {known[name]: of_parameter for name, of_parameter in state.items() if name in known}
+        own = {
+            known.get(name, name): each for name, each in state.items() if name in known or not isinstance(each, dict)
+        }
         complete = {"state": own, "param_groups": groups}
         try:
             to_load(self._catalog, self._optimizer, complete, load_directly=True, as_it_comes=True)

@@ -18,6 +18,9 @@ load unsharded tensors. Both are cut like the parameter: when they are loaded, o
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -216,6 +219,8 @@ class LocalStep:
                 # A plain parameter is its own chunk: both have one state.
                 local = {key: local_part(value) for key, value in state.items()}
                 self.state[chunk] = state if parameter is chunk else local
+        # Some keep a number of their own beside the parameters' state.
+        self.state.update((key, each) for key, each in self._user_state.items() if not isinstance(key, torch.Tensor))
         self._note()
 
     def _note(self) -> None:
@@ -286,6 +291,7 @@ class LocalStep:
             chunk.grad = None
         if are_same(_pieces_of(self.state.values()), self._pieces):
             return
+        self._user_state.update((key, each) for key, each in self.state.items() if not isinstance(key, torch.Tensor))
         pairs = [(each, chunk) for each, chunk in zip(self._params, self._chunks, strict=True) if chunk in self.state]
         elementwise = elementwise_keys((each, self.state[chunk]) for each, chunk in pairs)
         for parameter, chunk in pairs:
@@ -367,7 +373,7 @@ def are_same(now: Sequence[object], before: Sequence[object]) -> bool:
 
 
 def _pieces_of(states: Iterable[State]) -> list[object]:
-    return list(chain.from_iterable(map(dict.values, states)))
+    return list(chain.from_iterable(each.values() if isinstance(each, dict) else (each,) for each in states))
 
 
 def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -396,18 +402,34 @@ _locals: weakref.WeakKeyDictionary[Optimizer, LocalStep] = weakref.WeakKeyDictio
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
+def _knows_dtensors(optimizer_class: type[Optimizer]) -> bool:
+    """Returns True if the steps of a class take DTensors: those of torch, ours, and those that take them apart."""
+    is_ours = hasattr(optimizer_class, "spec_of_state")
+    is_torchs = inspect.unwrap(optimizer_class.step).__module__.startswith("torch.optim")
+    return is_ours or is_torchs or _takes_parts(optimizer_class)
+
+
+@functools.cache
+def _takes_parts(optimizer_class: type[Optimizer]) -> bool:
+    """Returns True if a class of another package, or its module, names DTensors or one of their methods."""
+    own = [each for each in optimizer_class.__mro__ if not each.__module__.startswith(("torch.optim", "builtins"))]
+    methods = [inspect.unwrap(each) for one in own for each in vars(one).values() if inspect.isfunction(each)]
+    names = {name for method in methods for name in method.__code__.co_names}
+    of_module = vars(sys.modules.get(optimizer_class.__module__, object))
+    return "DTensor" in of_module or not names.isdisjoint(("to_local", "full_tensor", "_local_tensor", "device_mesh"))
+
+
 def local_step_of(optimizer: Optimizer, has_closure: bool) -> LocalStep | None:
     """Returns what `optimizer` is about to step in the place of its own tensors, with gradients. None: its own.
 
-    Torch's element-wise optimizers step chunks. Other packages' optimizers, which know no DTensors, step the parameters
-    that this rank holds as a whole, if each is whole somewhere.
+    Torch's element-wise optimizers step chunks. Optimizers that know no DTensors step the parameters that this rank
+    holds as a whole, if each is whole somewhere.
     """
     parameters, of_owners = _params_of(optimizer), type(optimizer) not in STEPPED
     if not any(isinstance(each, OwnDTensor) for each in parameters):
         return None
     if of_owners:
-        knows_dtensors = hasattr(optimizer, "spec_of_state") or type(optimizer).__module__.startswith("torch.optim")
-        if knows_dtensors or not all(map(_is_whole_somewhere, parameters)):
+        if _knows_dtensors(type(optimizer)) or not all(map(_is_whole_somewhere, parameters)):
             return None
     elif has_closure or "_init_group" in vars(optimizer):
         adopt_state(optimizer)
@@ -446,6 +468,8 @@ def adopt_state(optimizer: Optimizer) -> None:
             is_plain = not isinstance(value, DTensor) and isinstance(parameter, OwnDTensor)
             if is_plain and value.ndim and value.shape == part and type(optimizer) in STEPPED:
                 state[key] = parameter.around(value)
+            elif is_plain and kind is StateKind.OTHER and _takes_parts(type(optimizer)):
+                continue  # of this rank's part
             elif layout is not None:
                 state[key] = _cut(value, layout)
             elif type(value) is DTensor:

@@ -1,6 +1,5 @@
 """Optimizers that know no DTensors: under `Owned()` they get whole tensors, elsewhere they are told so by name."""
 
-
 import pytest
 import torch
 from torch import nn

@@ -510,7 +510,7 @@ def _explain(optimizer: Optimizer, error: Exception) -> None:
     is_of_sharding = (
         isinstance(error, PlacementError | NotImplementedError)
         or (isinstance(error, AssertionError) and not text)
-        or any(word in text for word in ("DTensor", "sharding strategy", "redistribute"))
+        or any(word in text for word in ("DTensor", "placement", "sharding", "redistribute"))
     )
     if cut and is_of_sharding and type(optimizer) not in STEPPED:
         raise OptimizerError(
