@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import local_tensor
-from sherd.checkpoint.catalog import Catalog, OptimizerEntry, StateDict
+from sherd.checkpoint.catalog import Catalog, Member, OptimizerEntry, StateDict
 from sherd.checkpoint.tensor_bytes import memory_of
 from sherd.checkpoint.tree import Tensors, encoded
 from sherd.comm.mesh import DataMesh
@@ -238,6 +238,27 @@ def needs_comparison(catalog: Catalog, optim: Optimizer) -> bool:
     )
 
 
+def complete_owned(optimizer: Optimizer) -> None:
+    """Give this rank its empty parts of the state that other ranks own. All ranks must call it.
+
+    Raises:
+        OptimStateError: ranks have different state, or an owner has objects that have no parts.
+    """
+    records = [
+        record for group in optimizer.param_groups for each in group["params"] if (record := ShardedParameter.of(each))
+    ]
+    entries = [
+        OptimizerEntry(each.name, each.shard, (Member(each.name, each.shard, each.shape),))
+        for each in sorted(records, key=lambda each: each.name)
+    ]
+    states = {id(each): dict(optimizer.state[each.parameter]) for each in entries if each.parameter in optimizer.state}
+    agree(entries, states)
+    for entry in entries:  # in one order on all ranks, as they gather in the order of the state
+        optimizer.state.pop(entry.parameter, None)
+        if id(entry) in states:
+            optimizer.state[entry.parameter] = states[id(entry)]
+
+
 def agree(entries: list[OptimizerEntry], states: dict[int, State], own: dict[str, State] | None = None) -> None:
     """Complete `states` (by the id of the entry), so that all ranks have the same keys for each of `entries`.
 
@@ -377,5 +398,6 @@ def _completed(state: State, key: str, entry: OptimizerEntry, expected: _Descrip
     if key in state:
         return state[key]
     if expected.kind == AT_OWNER:
+        assert isinstance(expected.value, tuple), "it is a shape"
         return nothing_of(entry.parameter, expected.value, expected.dtype)
     return torch.tensor(expected.value, dtype=expected.dtype) if expected.kind == NUMBER else expected.value

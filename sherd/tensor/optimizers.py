@@ -357,6 +357,7 @@ def _at_owner(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def nothing_of(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> RaggedDTensor:
     """Returns this rank's part, which is empty, of state of `shape` that the parameter's owner holds."""
+    assert isinstance(parameter, RaggedDTensor), "only a ragged tensor has an owner"
     layout = layout_of(spec_of(parameter))
     layout = layout.like(layout.owned_cut(shape))
     return as_result(torch.empty(layout.local_shape, dtype=dtype, device=parameter.device), layout)
@@ -410,13 +411,18 @@ def _knows_dtensors(optimizer_class: type[Optimizer]) -> bool:
 
 
 @functools.cache
-def _takes_parts(optimizer_class: type[Optimizer]) -> bool:
+def _takes_parts(optimizer_class: type) -> bool:
     """Returns True if a class of another package, or its module, names DTensors or one of their methods."""
     own = [each for each in optimizer_class.__mro__ if not each.__module__.startswith(("torch.optim", "builtins"))]
     methods = [inspect.unwrap(each) for one in own for each in vars(one).values() if inspect.isfunction(each)]
     names = {name for method in methods for name in method.__code__.co_names}
     of_module = vars(sys.modules.get(optimizer_class.__module__, object))
     return "DTensor" in of_module or not names.isdisjoint(("to_local", "full_tensor", "_local_tensor", "device_mesh"))
+
+
+def steps_owned(optimizer: Optimizer) -> bool:
+    """Returns True if `optimizer` gets whole parameters, on the ranks that hold them."""
+    return not _knows_dtensors(type(optimizer)) and all(map(_is_whole_somewhere, _params_of(optimizer)))
 
 
 def local_step_of(optimizer: Optimizer, has_closure: bool) -> LocalStep | None:
@@ -429,7 +435,7 @@ def local_step_of(optimizer: Optimizer, has_closure: bool) -> LocalStep | None:
     if not any(isinstance(each, OwnDTensor) for each in parameters):
         return None
     if of_owners:
-        if _knows_dtensors(type(optimizer)) or not all(map(_is_whole_somewhere, parameters)):
+        if not steps_owned(optimizer):
             return None
     elif has_closure or "_init_group" in vars(optimizer):
         adopt_state(optimizer)
@@ -465,19 +471,19 @@ def adopt_state(optimizer: Optimizer) -> None:
             kind = state_kind(key, value, parameter.shape, None, elementwise)
             if kind not in (StateKind.ELEMENTS, StateKind.OTHER) or isinstance(value, RaggedDTensor):
                 continue
-            is_plain = not isinstance(value, DTensor) and isinstance(parameter, OwnDTensor)
-            if is_plain and value.ndim and value.shape == part and type(optimizer) in STEPPED:
-                state[key] = parameter.around(value)
-            elif is_plain and kind is StateKind.OTHER and _takes_parts(type(optimizer)):
+            own = parameter if isinstance(parameter, OwnDTensor) and not isinstance(value, DTensor) else None
+            if own is not None and value.ndim and value.shape == part and type(optimizer) in STEPPED:
+                state[key] = own.around(value)
+            elif own is not None and kind is StateKind.OTHER and _takes_parts(type(optimizer)):
                 continue  # of this rank's part
             elif layout is not None:
                 state[key] = _cut(value, layout)
             elif type(value) is DTensor:
                 state[key] = sharded_dtensor(local_tensor(value), spec_of(value))
-            elif is_plain and kind is StateKind.ELEMENTS and not parameter.ndim:
+            elif own is not None and kind is StateKind.ELEMENTS and not parameter.ndim:
                 state[key] = sharded_dtensor(value, spec_of(parameter))
-            elif is_plain and kind is StateKind.ELEMENTS and value.shape != part:
-                state[key] = parameter.around(torch.empty_like(local_tensor(parameter), dtype=value.dtype))
+            elif own is not None and kind is StateKind.ELEMENTS and value.shape != part:
+                state[key] = own.around(torch.empty_like(local_tensor(parameter), dtype=value.dtype))
                 state[key].data = value
 
 

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.optim import Optimizer
 
 import sherd
 from sherd import Flat, Owned, fully_shard, replicate
-from sherd.errors import OptimizerError
+from sherd.errors import OptimizerError, OptimStateError
 from tests.support.comparing import assert_same, whole_params
 from tests.support.ranks.bodies import on_processes, on_threads
 from tests.support.refusals import refusal
@@ -201,3 +202,26 @@ def test_a_checkpoint_goes_on_as_without(tmp_path):
         sherd.load(tmp_path / kind.__name__, {"model": other, "optimizer": again})
         steps(other, again, 2)
         assert_same(whole_params(other), whole_params(plain), kind.__name__)
+
+
+@on_processes(2)
+def test_torchs_state_dicts_have_the_whole_state_on_all_ranks():
+    model = owned()
+    for kind in (Factored, Clipped):
+        plain = made(net)
+        its, optimizer = kind(plain.parameters()), kind(model.parameters())
+        steps(plain, its, 2)
+        steps(model, optimizer, 2)
+        options = StateDictOptions(full_state_dict=True)
+        found = get_optimizer_state_dict(model, optimizer, options=options)["state"]
+        for name, parameter in plain.named_parameters():
+            assert found.get(name, {}).keys() == its.state[parameter].keys() or torch.distributed.get_rank()
+        steps(model, optimizer, 1)
+    said = refusal(OptimStateError, lambda: states_of_lists(model))
+    assert "keeps no 'sides'" in said, said
+
+
+def states_of_lists(model):
+    optimizer = Preconditioned(model.parameters())
+    steps(model, optimizer, 1)
+    return get_optimizer_state_dict(model, optimizer)

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import LBFGS, Adafactor, Adam, Optimizer
 
 from sherd._torch import (
+    asked_by_checkpointing,
     dynamo_disabled,
     put_around_step,
     register_optimizer_step_post_hook,
@@ -107,6 +108,7 @@ class _Watcher:
         self._news: list[News] = []
         self._steps: dict[type, Callable[..., object]] = {}
         self._inside: list[StepHook] = []
+        self._completing: list[Callable[[Optimizer], object]] = []
 
     def announce(self, news: News) -> None:
         """Check every optimizer against `news`, at the optimizer's next step."""
@@ -146,6 +148,15 @@ class _Watcher:
     def inside_of_steps(self, hook: StepHook) -> None:
         """Call `hook` when a step begins to compute, after all pre-hooks, which do not see what it changes."""
         self._inside.append(hook)
+
+    def complete_with(self, complete: Callable[[Optimizer], object]) -> None:
+        """Call `complete` before torch's checkpointing reads an optimizer whose ranks step what they own."""
+        self._completing = [complete]
+
+    def before_state_dict(self, optimizer: Optimizer) -> None:
+        """Complete the state if torch's checkpointing, which all ranks call, is about to gather it."""
+        for complete in self._completing if asked_by_checkpointing() else ():
+            complete(optimizer)
 
     def step_inside(self, plain: Callable[..., object], optimizer: Optimizer, *args: Any, **kwargs: Any) -> object:
         """Call `plain`, the step of the optimizer's class, on what this optimizer is to step."""
@@ -423,6 +434,8 @@ def _step_at_owners(
         OptimizerError: on all ranks, if the step fails on one of them in one of the first steps.
     """
     number = _num_steps[optimizer] = _num_steps.get(optimizer, 0) + 1
+    if number == 1:
+        optimizer.register_state_dict_pre_hook(watcher.before_state_dict)
     before = _numbers_of(optimizer) if number in COMPARED else {}
     args = tuple(local.around_closure(optimizer, each) if callable(each) else each for each in args)
     if callable(closure := kwargs.get("closure")):
