@@ -477,7 +477,9 @@ def _tell(optimizer: Optimizer, failure: Exception | None, computed: dict[str, o
     keys = dict.fromkeys(key for _, of_rank in reports.values() for key in of_rank)
     differing = [key for key in keys if len({repr(of_rank.get(key)) for _, of_rank in reports.values()}) > 1]
     if differing and _num_steps[optimizer] < 2 * COMPARED[-1]:
-        of_ranks = ", ".join(f"{of_rank.get(differing[0])} on rank {each}" for each, (_, of_rank) in reports.items())
+        of_ranks = ", ".join(
+            f"{of_rank.get(differing[0])} on rank {each}" for each, (_, of_rank) in sorted(reports.items())
+        )
         adds_up = any(group.get("fsdp_in_use") is False for group in optimizer.param_groups)
         remedy = "build it with fsdp_in_use=True, so that it adds them up" if adds_up else "replicate(model) instead"
         warnings.warn(
