@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -205,8 +204,8 @@ class LocalStep:
         self._all_chunks = list(map(local_part, self._all))
         part_of = _as_parameter if of_owners else local_part
         self._chunks = list(map(part_of, self._params))
-        self._own_chunks = [chunk for each, chunk in zip(self._params, self._chunks, strict=True) if each is not chunk]
         here = dict(zip(map(id, self._params), self._chunks, strict=True))
+        self._own_chunks = [here[id(each)] for each in self._own]
         self._places = [here.get(id(each)) for each in self._all]
         self._lists: list[list[torch.Tensor]] = []
         self._is_known = all(isinstance(each, OwnDTensor) or not isinstance(each, DTensor) for each in self._params)
@@ -287,7 +286,9 @@ class LocalStep:
 
     def _end(self) -> None:
         """Drop the gradients, and put new objects in the chunks' state into the user's state, too."""
-        for chunk in self._own_chunks:
+        for own, chunk in zip(self._own, self._own_chunks, strict=True):
+            if self.of_owners and chunk.grad is None:
+                own.grad = None  # the step may have called `zero_grad`
             chunk.grad = None
         if are_same(_pieces_of(self.state.values()), self._pieces):
             return
@@ -412,12 +413,13 @@ def _knows_dtensors(optimizer_class: type[Optimizer]) -> bool:
 
 @functools.cache
 def _takes_parts(optimizer_class: type) -> bool:
-    """Returns True if a class of another package, or its module, names DTensors or one of their methods."""
+    """Returns True if a class of another package, or a function that it calls, names DTensors or their methods."""
     own = [each for each in optimizer_class.__mro__ if not each.__module__.startswith(("torch.optim", "builtins"))]
     methods = [inspect.unwrap(each) for one in own for each in vars(one).values() if inspect.isfunction(each)]
-    names = {name for method in methods for name in method.__code__.co_names}
-    of_module = vars(sys.modules.get(optimizer_class.__module__, object))
-    return "DTensor" in of_module or not names.isdisjoint(("to_local", "full_tensor", "_local_tensor", "device_mesh"))
+    called = [each.__globals__.get(name) for each in methods for name in each.__code__.co_names]
+    functions = [*methods, *(each for each in called if inspect.isfunction(each))]
+    names = {name for each in functions for name in each.__code__.co_names}
+    return not names.isdisjoint(("DTensor", "to_local", "full_tensor", "_local_tensor", "device_mesh"))
 
 
 def steps_owned(optimizer: Optimizer) -> bool:
