@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -39,19 +39,22 @@ def register_foreach_type(tensor_class: type[torch.Tensor]) -> None:
             known.append(tensor_class)
 
 
-def put_around_step(optimizer_class: type, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def put_around_step(optimizer_class: Any, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Let the `step` of a class call `around(function)`, inside of all step hooks, in the place of its own function.
 
     What a step hook changes the other hooks see, and the last one is called after an exception no more. torch's wrapper
     keeps the function in a cell without a public setter (2.11 to 2.15); hooks around the function alone would replace
     this.
     """
-    step: Any = inspect.getattr_static(optimizer_class, "step", None)
-    cells = dict(zip(getattr(step, "__code__", around.__code__).co_freevars, step.__closure__ or (), strict=False))
-    cell = cells.get("func") if getattr(step, "hooked", False) else None
-    if cell is not None and not hasattr(cell.cell_contents, "sherd_around"):
+    step: Any = optimizer_class.step
+    names = step.__code__.co_freevars if getattr(step, "hooked", False) else ()
+    if "func" in names and step not in _entered:
+        _entered.add(step)
+        cell = step.__closure__[names.index("func")]
         cell.cell_contents = around(cell.cell_contents)
-        cell.cell_contents.sherd_around = True
+
+
+_entered: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def hooked_step(step: Callable[..., Result]) -> Callable[..., Result]:

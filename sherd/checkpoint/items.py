@@ -86,7 +86,7 @@ class Item(ABC):
     def load(self, source: Opened, most_bytes: int) -> object:
         """Load it from `source`. Returns a `ValueItem`'s value, else None. Raises CheckpointError if it is damaged."""
 
-    def load_own(self, own: object, source: Opened) -> None:  # noqa: B027  # most items have none
+    def load_own(self, own: dict[str, Any] | None, source: Opened) -> None:  # noqa: B027  # most items have none
         """Load what this rank had of its own; None: another number of ranks saved."""
 
     def json(self, source: Opened) -> dict[str, Json]:
@@ -226,15 +226,15 @@ class OptimizerItem(Item):
         entry = self._entry_of(name)
         return "" if entry is None or entry.spec is None else f"{entry.spec.placements} {tuple(entry.local_shape)}"
 
-    def load_own(self, own: object, source: Opened) -> None:
+    def load_own(self, own: dict[str, Any] | None, source: Opened) -> None:
         """Load the state that was this rank's own. Raises OptimStateError if this rank's parts are others."""
         names = self.json(source).get(OWN) or {}
-        self.require(isinstance(names, dict) and isinstance(own, dict | None), source)
+        self.require(isinstance(names, dict), source)
         for name, keys in names.items():
             entry = self._entry_of(name)
             if entry is None or entry.parameter not in set(chain(*(g["params"] for g in self._optimizer.param_groups))):
                 continue
-            layout, values = own[name] if isinstance(own, dict) and name in own else ("of another number of ranks", {})
+            layout, values = (own or {}).get(name, ("another number of ranks", {}))
             if layout != self._layout_of(name):
                 raise OptimStateError(
                     f"{source.place}: {name}: its state {', '.join(keys)} is each rank's own, for {layout}, and is "
@@ -292,10 +292,10 @@ class OptimizerItem(Item):
 
 def _moved(value: Any, device: torch.device) -> Any:
     """Returns a value of a state with its tensors on `device`."""
+    if type(value) is dict:
+        return {key: _moved(each, device) for key, each in value.items()}
     if isinstance(value, torch.Tensor):
         return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(each, device) for key, each in value.items()}
     return type(value)(_moved(each, device) for each in value) if type(value) in (list, tuple) else value
 
 

@@ -205,9 +205,8 @@ def _loaded(
             if not isinstance(decoded_own, dict) or not isinstance(decoded_own.get(GIVEN, {}), dict):
                 raise CheckpointError(f"{source.place}: {PER_RANK} is not what sherd writes")
             own.update(decoded_own)
-        states = own.get(STATES) or {}
         for item in items:
-            item.load_own(states.get(item.name) if isinstance(states, dict) else None, source)
+            item.load_own(own.get(STATES, {}).get(item.name), source)
         if random and RANDOM in own:
             restore_random_state(own[RANDOM])
 

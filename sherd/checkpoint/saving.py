@@ -25,8 +25,8 @@ from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import all_gather_objects
 from sherd.engine import ShardedParameter, watcher
 from sherd.errors import CheckpointError, OptimStateError, in_short
-from sherd.tensor.optimizers import is_owned, nothing_of
-from sherd.tensor.ragged import RaggedDTensor, own_view
+from sherd.tensor.optimizers import nothing_of, owned_layout
+from sherd.tensor.ragged import own_view
 from sherd.tensor.relayout import around, as_rows, full_of, gathered_vector, laid_out, lies_as
 from sherd.tensor.state_kind import State, StateKind, copy_of, state_kind
 
@@ -338,7 +338,7 @@ def _digest(value: object) -> str:
 def _described(key: str, value: object, entry: OptimizerEntry, digests: bool = True) -> _Description:
     if isinstance(value, torch.Tensor):
         kind = state_kind(key, value, entry.parameter.shape, entry.local_shape)
-        if kind is StateKind.OTHER and isinstance(value, RaggedDTensor) and is_owned(value):
+        if kind is StateKind.OTHER and owned_layout(value) is not None:
             return _Description(AT_OWNER, value.dtype, tuple(value.shape))
         if kind is StateKind.ELEMENTS:
             return _Description(PART if isinstance(value, DTensor) else LIKE_PART, value.dtype)

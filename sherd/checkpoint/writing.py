@@ -164,7 +164,7 @@ def _require_same_copies(tensors: Tensors, parties: Sequence[Party], ranks: Rank
 def _digest(described: Mapping[str, Described], values: Mapping[str, Json]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for item in values.values():  # one rank alone may have a list of a parameter that it owns
-        if isinstance(item, dict) and item.get("kind") == "optimizer":
+        if item["kind"] == "optimizer":
             digest.update(repr([(name, sorted(state)) for name, state in item["state"].items()]).encode())
     meshes: dict[int, bytes] = {}  # a mesh of many ranks takes long to hash, and thousands of tensors share it
     for name, tensor in described.items():

@@ -22,7 +22,7 @@ import functools
 import inspect
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
@@ -43,8 +43,9 @@ from sherd._torch import (
     specs_of,
 )
 from sherd.tensor.operands import broadcasts, common_owner, layouts_in, local_of, lone_value, mixed, piece_at
-from sherd.tensor.placement import Layout, Places, layout_of
+from sherd.tensor.placement import Layout, Places, is_ragged, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_result, distribute_ragged, local_part, redistribute_to
+from sherd.tensor.relayout import laid_out
 from sherd.tensor.sharded import OwnDTensor, ShardedDTensor, by_torch, places_at, sharded_dtensor
 from sherd.tensor.state_kind import State, StateKind, elementwise_keys, state_kind
 from sherd.tensor.table import RAGGED, SHARDED, Args, Aten, Kwargs, first_list, is_in_place, is_list_of_tensors
@@ -197,8 +198,8 @@ class LocalStep:
         self._user_state = optimizer.state
         self._all = _params_of(optimizer)
         for each in self._all if of_owners else ():
-            if not is_here(each):  # what a load has left would not be kept up to date
-                self._user_state.pop(each, None)
+            if not is_here(each):  # What a load has left would not be kept up to date. torch steps if there is nothing.
+                self._user_state[each] = {}
         self._params = [each for each in self._all if not of_owners or is_here(each)]
         self._own = [each for each in self._params if isinstance(each, OwnDTensor)]
         self._all_chunks = list(map(local_part, self._all))
@@ -218,8 +219,7 @@ class LocalStep:
                 # A plain parameter is its own chunk: both have one state.
                 local = {key: local_part(value) for key, value in state.items()}
                 self.state[chunk] = state if parameter is chunk else local
-        # Some keep a number of their own beside the parameters' state.
-        self.state.update((key, each) for key, each in self._user_state.items() if not isinstance(key, torch.Tensor))
+        self.state |= _beside_parameters(self._user_state)
         self._note()
 
     def _note(self) -> None:
@@ -258,29 +258,21 @@ class LocalStep:
     def lent_to(self, optimizer: Optimizer) -> Iterator[None]:
         """Let `optimizer` have the parts in the place of its own, and afterwards its own with what is new in these."""
         places, self._lists = iter(self._places), [group["params"] for group in optimizer.param_groups]
-        chunks = [
-            [each for each in islice(places, len(group["params"])) if each is not None]
-            for group in optimizer.param_groups
-        ]
-        with params_replaced(optimizer, chunks):
-            optimizer.state = self.state
-            try:
+        parts = [[part for part in islice(places, len(own)) if part is not None] for own in self._lists]
+        try:
+            with params_replaced(optimizer, parts, self.state):
                 yield
-            finally:
-                optimizer.state = self._user_state
-                self._end()
+        finally:
+            self._end()
 
     def around_closure(self, optimizer: Optimizer, closure: Callable[[], object]) -> Callable[[], object]:
         """Returns `closure`, inside of which the optimizer has its own tensors again. The parts get its gradients."""
 
         def with_own() -> object:
-            with params_replaced(optimizer, self._lists):
-                optimizer.state = self._user_state
-                try:
-                    return closure()
-                finally:
-                    optimizer.state = self.state
-                    self.take_gradients()
+            with params_replaced(optimizer, self._lists, self._user_state):
+                loss = closure()
+            self.take_gradients()
+            return loss
 
         return with_own
 
@@ -292,7 +284,7 @@ class LocalStep:
             chunk.grad = None
         if are_same(_pieces_of(self.state.values()), self._pieces):
             return
-        self._user_state.update((key, each) for key, each in self.state.items() if not isinstance(key, torch.Tensor))
+        self._user_state |= _beside_parameters(self.state)
         pairs = [(each, chunk) for each, chunk in zip(self._params, self._chunks, strict=True) if chunk in self.state]
         elementwise = elementwise_keys((each, self.state[chunk]) for each, chunk in pairs)
         for parameter, chunk in pairs:
@@ -321,57 +313,55 @@ def _as_parameter(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def owned_layout(tensor: object) -> Layout | None:
+    """Returns the layout of a tensor that one rank holds as a whole; None for any other value."""
+    layout = layout_of(spec_of(tensor)) if isinstance(tensor, RaggedDTensor) else None
+    return layout if layout is not None and layout.owner is not None else None
+
+
 def is_here(parameter: torch.Tensor) -> bool:
-    """Returns True if this rank holds the whole parameter."""
-    if not isinstance(parameter, RaggedDTensor):
-        return True
-    layout = layout_of(spec_of(parameter))
-    return layout.owner == layout.rank
+    """Returns True unless another rank owns the parameter."""
+    layout = owned_layout(parameter)
+    return layout is None or layout.owner == layout.rank
 
 
 def _is_whole_somewhere(parameter: torch.Tensor) -> bool:
     """Returns True if one rank, or each rank, has the whole parameter."""
-    if isinstance(parameter, RaggedDTensor):
-        return is_owned(parameter)
-    if not isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor) or owned_layout(parameter) is not None:
         return True
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    return all(each.is_replicate() or size == 1 for each, size in sizes)
+    return not is_ragged(spec_of(parameter)) and all(each.is_replicate() or size == 1 for each, size in sizes)
 
 
 def _lies_beside(state: DTensor, parameter: torch.Tensor) -> bool:
     """Returns True if a piece of state lies as the parameter, or, of another shape, at the parameter's owner."""
-    if not isinstance(parameter, OwnDTensor):
-        return False
-    return parameter.lies_as(state) or (
-        isinstance(parameter, RaggedDTensor)
-        and isinstance(state, RaggedDTensor)
-        and common_owner([layout_of(spec_of(each)) for each in (state, parameter)]) is not None
-    )
+    layouts = [each for each in map(owned_layout, (state, parameter)) if each is not None]
+    lies_as = isinstance(parameter, OwnDTensor) and parameter.lies_as(state)
+    return lies_as or (len(layouts) == 2 and common_owner(layouts) is not None)
 
 
 def _at_owner(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns state of another shape than its parameter, which has an owner, as a tensor that the owner holds."""
-    layout = layout_of(spec_of(parameter)) if isinstance(parameter, RaggedDTensor) else None
+    """Returns state of another shape than its parameter, if that has an owner, as a tensor that the owner holds."""
+    layout = owned_layout(parameter)
     return value if layout is None else as_result(value, layout.like(layout.owned_cut(tuple(value.shape))))
 
 
 def nothing_of(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> RaggedDTensor:
     """Returns this rank's part, which is empty, of state of `shape` that the parameter's owner holds."""
-    assert isinstance(parameter, RaggedDTensor), "only a ragged tensor has an owner"
-    layout = layout_of(spec_of(parameter))
+    layout = owned_layout(parameter)
+    assert layout is not None, "the parameter has an owner"
     layout = layout.like(layout.owned_cut(shape))
     return as_result(torch.empty(layout.local_shape, dtype=dtype, device=parameter.device), layout)
-
-
-def is_owned(tensor: RaggedDTensor) -> bool:
-    """Returns True if one rank holds the whole tensor."""
-    return layout_of(spec_of(tensor)).owner is not None
 
 
 def are_same(now: Sequence[object], before: Sequence[object]) -> bool:
     """Returns True if both hold the same objects, in order."""
     return len(now) == len(before) and all(map(is_, now, before))
+
+
+def _beside_parameters(states: Mapping[torch.Tensor, Any]) -> dict[torch.Tensor, Any]:
+    """Returns what some optimizers keep in their state for no parameter, such as a count of all steps."""
+    return {key: each for key, each in states.items() if not isinstance(key, torch.Tensor)}
 
 
 def _pieces_of(states: Iterable[State]) -> list[object]:
@@ -383,19 +373,27 @@ def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 @contextmanager
-def params_replaced(optimizer: Optimizer, parameters: Iterable[Sequence[torch.Tensor]]) -> Iterator[None]:
-    """Replace the parameters of each parameter group within this context, and their names where groups have any."""
+def params_replaced(
+    optimizer: Optimizer, parameters: Iterable[Sequence[torch.Tensor]], state: object = None
+) -> Iterator[None]:
+    """Replace the parameters of each parameter group within this context, their names where groups have any, and state.
+
+    With `state` None, the state stays as it is.
+    """
     before = [(group, group["params"], group.get("param_names")) for group in optimizer.param_groups]
+    own = optimizer.state
     try:
-        for (group, own, names), others in zip(before, parameters, strict=True):
+        optimizer.state = own if state is None else state  # type: ignore[assignment]  # of the same kind
+        for (group, own_list, names), others in zip(before, parameters, strict=True):
             group["params"] = others
             if names is not None:
-                name_of_id = dict(zip(map(id, own), names, strict=False))
+                name_of_id = dict(zip(map(id, own_list), names, strict=False))
                 group["param_names"] = [name_of_id.get(id(each), "") for each in others]
         yield
     finally:
-        for group, own, names in before:
-            group["params"] = own
+        optimizer.state = own
+        for group, own_list, names in before:
+            group["params"] = own_list
             if names is not None:
                 group["param_names"] = names
 
@@ -468,13 +466,13 @@ def adopt_state(optimizer: Optimizer) -> None:
     elementwise, takes_parts = elementwise_keys(states), _takes_parts(type(optimizer))  # type: ignore[arg-type]
     for parameter, state in states:
         layout = layout_of(spec_of(parameter)) if isinstance(parameter, RaggedDTensor) else None
-        part = local_tensor(parameter).shape
+        part = local_tensor(parameter)
         for key, value in state.items():
             kind = state_kind(key, value, parameter.shape, None, elementwise)
             if kind not in (StateKind.ELEMENTS, StateKind.OTHER) or isinstance(value, RaggedDTensor):
                 continue
             own = parameter if isinstance(parameter, OwnDTensor) and not isinstance(value, DTensor) else None
-            if own is not None and value.ndim and value.shape == part and type(optimizer) in STEPPED:
+            if own is not None and value.ndim and value.shape == part.shape and type(optimizer) in STEPPED:
                 state[key] = own.around(value)
             elif own is not None and kind is StateKind.OTHER and takes_parts:
                 continue  # of this rank's part
@@ -484,9 +482,8 @@ def adopt_state(optimizer: Optimizer) -> None:
                 state[key] = sharded_dtensor(local_tensor(value), spec_of(value))
             elif own is not None and kind is StateKind.ELEMENTS and not parameter.ndim:
                 state[key] = sharded_dtensor(value, spec_of(parameter))
-            elif own is not None and kind is StateKind.ELEMENTS and value.shape != part:
-                state[key] = own.around(torch.empty_like(local_tensor(parameter), dtype=value.dtype))
-                state[key].data = value
+            elif own is not None and kind is StateKind.ELEMENTS and value.shape != part.shape:
+                state[key] = laid_out(value, spec_of(parameter), part.device)
 
 
 def _cut(value: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -225,3 +225,19 @@ def states_of_lists(model):
     optimizer = Preconditioned(model.parameters())
     steps(model, optimizer, 1)
     return get_optimizer_state_dict(model, optimizer)
+
+
+@on_processes(2)
+def test_a_rank_that_owns_nothing_takes_part():
+    for kind in (Clipped, Factored):
+        plain, model = made(lambda: nn.Linear(4, 6, bias=False)), made(lambda: nn.Linear(4, 6, bias=False))
+        fully_shard(model, placement=Owned())
+        its, optimizer = kind(plain.parameters()), kind(model.parameters())
+        steps(plain, its, 3)
+        steps(model, optimizer, 3)
+        assert_same(whole_params(model), whole_params(plain))
+        options = StateDictOptions(full_state_dict=True)
+        assert get_optimizer_state_dict(model, optimizer, options=options)["param_groups"]
+        steps(plain, its, 1)
+        steps(model, optimizer, 1)
+        assert_same(whole_params(model), whole_params(plain))

@@ -106,7 +106,6 @@ class _Watcher:
         self._listeners: weakref.WeakSet[StepListener] = weakref.WeakSet()
         self._installed = False
         self._news: list[News] = []
-        self._steps: dict[type, Callable[..., object]] = {}
         self._inside: list[StepHook] = []
         self._completing: list[Callable[[Optimizer], object]] = []
 
@@ -170,8 +169,7 @@ class _Watcher:
             with contextlib.nullcontext() if local is None else local.lent_to(optimizer):
                 return plain(optimizer, *args, **kwargs)
         except Exception as error:
-            if not isinstance(error, SherdError) or isinstance(error, PlacementError):
-                _explain(optimizer, error)
+            _explain(optimizer, error)
             raise
 
     def _warn(self, optimizer: Optimizer, owners: list[weakref.ref[Owner]]) -> None:
@@ -231,10 +229,7 @@ class _Watcher:
         return {**state_dict, "state": {key: each for key, each in state.items() if each}, "param_groups": groups}
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        optimizer_class: Any = type(optimizer)
-        if self._steps.get(optimizer_class) is not optimizer_class.step:
-            put_around_step(optimizer_class, _around)
-            self._steps[optimizer_class] = optimizer_class.step
+        put_around_step(type(optimizer), _around)
         owners = [owner for ref in self.adopt(optimizer) if (owner := ref()) is not None]
         for owner in owners:
             owner.before_step()
@@ -492,17 +487,15 @@ def _tell(optimizer: Optimizer, failure: Exception | None, computed: dict[str, o
 
 def _numbers_of(optimizer: Optimizer) -> dict[str, object]:
     """Returns the numbers that an optimizer keeps in its groups and attributes, by their place."""
-    of_groups = (
-        (f"param_groups[{at}][{key!r}]", value)
-        for at, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-    )
-    numbers = {key: value for key, value in (*of_groups, *vars(optimizer).items()) if not key.startswith("_")}
-    return {
-        key: value.item() if isinstance(value, torch.Tensor) else value
-        for key, value in numbers.items()
-        if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    places = [
+        (f"param_groups[{at}][{key!r}]", group[key]) for at, group in enumerate(optimizer.param_groups) for key in group
+    ]
+    found = {key: value for key, value in (*places, *vars(optimizer).items()) if not key.startswith("_")}
+    numbers = {
+        key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for key, value in found.items()
     }
+    return {key: value for key, value in numbers.items() if type(value) in (int, float, bool)}
 
 
 def _explain(optimizer: Optimizer, error: Exception) -> None:
@@ -512,6 +505,8 @@ def _explain(optimizer: Optimizer, error: Exception) -> None:
         OptimStateError: state has another shape than its parameter.
         OptimizerError: the step is not written for shards.
     """
+    if isinstance(error, SherdError) and type(error) is not PlacementError:
+        return
     records = [record for each in _present(optimizer).values() if (record := record_of(each)) is not None]
     cut = [each.name for each in records if not all(of.is_replicate() for of in each.shard_spec.placements)]
     for parameter, state in optimizer.state.items() if type(optimizer) in STEPPED else ():
@@ -523,8 +518,8 @@ def _explain(optimizer: Optimizer, error: Exception) -> None:
                 ) from error
     text = str(error)
     is_of_sharding = (
-        isinstance(error, PlacementError | NotImplementedError)
-        or (isinstance(error, AssertionError) and not text)
+        type(error) in (PlacementError, NotImplementedError)
+        or (type(error) is AssertionError and not text)
         or any(word in text for word in ("DTensor", "placement", "sharding", "redistribute"))
     )
     if cut and is_of_sharding and type(optimizer) not in STEPPED:
