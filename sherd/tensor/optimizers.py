@@ -326,11 +326,13 @@ def is_here(parameter: torch.Tensor) -> bool:
 
 
 def _is_whole_somewhere(parameter: torch.Tensor) -> bool:
-    """Returns True if one rank, or each rank, has the whole parameter."""
-    if not isinstance(parameter, DTensor) or owned_layout(parameter) is not None:
+    """Returns True if one rank was to have the whole parameter, or each rank has it."""
+    if not isinstance(parameter, DTensor):
         return True
+    if is_ragged(spec_of(parameter)):
+        return layout_of(spec_of(parameter)).cut.owned
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    return not is_ragged(spec_of(parameter)) and all(each.is_replicate() or size == 1 for each, size in sizes)
+    return all(each.is_replicate() or size == 1 for each, size in sizes)
 
 
 def _lies_beside(state: DTensor, parameter: torch.Tensor) -> bool:
