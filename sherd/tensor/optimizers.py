@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from sherd._torch import (
@@ -45,7 +45,6 @@ from sherd._torch import (
 from sherd.tensor.operands import broadcasts, common_owner, layouts_in, local_of, lone_value, mixed, piece_at
 from sherd.tensor.placement import Layout, Places, is_ragged, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_result, distribute_ragged, local_part, redistribute_to
-from sherd.tensor.relayout import laid_out
 from sherd.tensor.sharded import OwnDTensor, ShardedDTensor, by_torch, places_at, sharded_dtensor
 from sherd.tensor.state_kind import State, StateKind, elementwise_keys, state_kind
 from sherd.tensor.table import RAGGED, SHARDED, Args, Aten, Kwargs, first_list, is_in_place, is_list_of_tensors
@@ -485,7 +484,8 @@ def adopt_state(optimizer: Optimizer) -> None:
             elif own is not None and kind is StateKind.ELEMENTS and not parameter.ndim:
                 state[key] = sharded_dtensor(value, spec_of(parameter))
             elif own is not None and kind is StateKind.ELEMENTS and value.shape != part.shape:
-                state[key] = laid_out(value, spec_of(parameter), part.device)
+                cut = distribute_tensor(value.detach(), own.device_mesh, own.placements, src_data_rank=None)
+                state[key] = own.around(local_tensor(cut).to(part.device, copy=True))
 
 
 def _cut(value: torch.Tensor, layout: Layout) -> torch.Tensor:
