@@ -799,6 +799,30 @@ def stepping_late(step) -> Counted:
     return optimizer
 
 
+def test_put_around_step__is_inside_of_the_hooks_of_a_class_whose_step_torch_has_hooked():
+    class Counted(torch.optim.SGD):
+        def step(self, closure=None):
+            order.append("step")
+
+    def around(step):
+        def within(*args):
+            order.append("before")
+            step(*args)
+            order.append("after")
+
+        return within
+
+    order = []
+    optimizer = Counted([nn.Parameter(torch.zeros(1))], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: order.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: order.append("post"))
+    bound = optimizer.step
+    for _ in range(2):
+        _torch.put_around_step(Counted, around)
+    bound()
+    assert order == ["pre", "before", "step", "after", "post"]
+
+
 def test_hooked_step__runs_between_global_hooks_and_the_optimizers_and_takes_what_they_change():
     heard = []
     optimizer = stepping_late(lambda self, *args: heard.append(args))

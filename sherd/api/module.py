@@ -12,13 +12,22 @@ from torch.optim import Optimizer
 from sherd._torch import in_backward
 from sherd.comm.collectives import GroupMemoryAllGather, GroupMemoryReduceScatter, SymmetricAllGather
 from sherd.comm.mesh import DataMesh
-from sherd.engine import BoundForward, Runtime, Unit
+from sherd.engine import BoundForward, Runtime, Unit, watcher
 from sherd.errors import ModuleError, PolicyError, PolicyTypeError, StateError
 from sherd.optim.torch_muon import serve_torch_muon
 from sherd.policy import AllGather, ReduceScatter
 from sherd.requirements import require_bool, require_factor, require_int, require_type
 
 serve_torch_muon()
+
+
+def _complete(optimizer: Optimizer) -> None:
+    from sherd.checkpoint.saving import complete_owned  # loaded with the first state: few programs ask torch for one
+
+    complete_owned(optimizer)
+
+
+watcher.complete_with(_complete)
 
 
 class UnshardHandle:

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec
-from sherd.checkpoint.catalog import Catalog, ModelTensors, without_wrappers
+from sherd.checkpoint.catalog import Catalog, ModelTensors, OptimizerEntry, without_wrappers
 from sherd.checkpoint.loading import Awaited, to_load
 from sherd.checkpoint.pieces import local_shape_of, pieces_here
 from sherd.checkpoint.saving import Form, needs_comparison, state_by_name
@@ -27,8 +28,10 @@ from sherd.errors import CheckpointError, OptimStateError, SherdError
 from sherd.storage.files import Opened
 from sherd.storage.manifest import Entry
 from sherd.tensor.relayout import around
-from sherd.tensor.state_kind import Stateful, StateKind, state_kind
+from sherd.tensor.state_kind import State, Stateful, StateKind, state_kind
 
+OWN = "own"
+"""The key in the JSON of an optimizer for the keys of state that is each rank's own, by parameter."""
 EXTRA = "extra_state"
 """The key in the JSON of a module for the results of `get_extra_state`, by the path of the module below it."""
 
@@ -53,6 +56,8 @@ class Item(ABC):
 
     takes_what_fits = False
     """True if a load skips names that only the item or only the checkpoint has."""
+    own: Mapping[str, object] = {}
+    """After `contents`: what each rank has of its own, which as many ranks load."""
 
     def __init__(self, name: str, kind: str) -> None:
         self.name, self.kind = name, kind
@@ -80,6 +85,9 @@ class Item(ABC):
     @abstractmethod
     def load(self, source: Opened, most_bytes: int) -> object:
         """Load it from `source`. Returns a `ValueItem`'s value, else None. Raises CheckpointError if it is damaged."""
+
+    def load_own(self, own: dict[str, Any] | None, source: Opened) -> None:  # noqa: B027  # most items have none
+        """Load what this rank had of its own; None: another number of ranks saved."""
 
     def json(self, source: Opened) -> dict[str, Json]:
         """Returns the JSON of this item. Raises CheckpointError if there is none, or of another kind."""
@@ -189,11 +197,16 @@ class OptimizerItem(Item):
                 return {"$tensor": path}
             return encoded(value, path, tensors.keep)
 
-        state = state_by_name(self._catalog, self._optimizer, None, Form(), compare)
+        own: dict[str, State] = {}
+        state = state_by_name(self._catalog, self._optimizer, None, Form(), compare, own)
+        self.own = {name: [self._layout_of(name), of_parameter] for name, of_parameter in own.items()}
         groups = [{**group, "params": list(map(without_wrappers, group["params"]))} for group in state["param_groups"]]
         by_parameter: Json = {}
         for name, of_parameter in state["state"].items():
             plain = without_wrappers(name)
+            if not isinstance(of_parameter, dict):  # some keep a number of their own beside the parameters' state
+                by_parameter[plain] = encoded(of_parameter, f"{self.name}/{plain}", tensors.keep)
+                continue
             by_parameter[plain] = {
                 str(key): state_json(f"{self.name}/{plain}/{key}", key, value) for key, value in of_parameter.items()
             }
@@ -201,8 +214,37 @@ class OptimizerItem(Item):
             "kind": self.kind,
             "class": type(self._optimizer).__name__,
             "state": by_parameter,
+            **({OWN: {name: list(of_parameter) for name, of_parameter in own.items()}} if own else {}),
             "param_groups": encoded(groups, f"{self.name}/param_groups", tensors.keep),
         }
+
+    def _entry_of(self, name: str) -> OptimizerEntry | None:
+        return next((entry for entry in self._catalog.all_entries if name in entry.names), None)
+
+    def _layout_of(self, name: str) -> str:
+        """Returns how this rank's part of a parameter lies, in words."""
+        entry = self._entry_of(name)
+        return "" if entry is None or entry.spec is None else f"{entry.spec.placements} {tuple(entry.local_shape)}"
+
+    def load_own(self, own: dict[str, Any] | None, source: Opened) -> None:
+        """Load the state that was this rank's own. Raises OptimStateError if this rank's parts are others."""
+        names = self.json(source).get(OWN) or {}
+        self.require(isinstance(names, dict), source)
+        for name, keys in names.items():
+            entry = self._entry_of(name)
+            if entry is None or entry.parameter not in set(chain(*(g["params"] for g in self._optimizer.param_groups))):
+                continue
+            layout, values = (own or {}).get(name, ("another number of ranks", {}))
+            if layout != self._layout_of(name):
+                raise OptimStateError(
+                    f"{source.place}: {name}: its state {', '.join(keys)} is each rank's own, for {layout}, and is "
+                    f"{self._layout_of(name)} here; load it on as many ranks and under the layout of the save, or load "
+                    "the model without the optimizer"
+                )
+            state = self._optimizer.state[entry.parameter]
+            for key, value in values.items():
+                if value is not None:
+                    state[key] = _moved(value, entry.parameter.device)
 
     def load(self, source: Opened, most_bytes: int) -> None:
         """Give the optimizer the state and the hyper-parameters, one parameter after the other."""
@@ -222,17 +264,20 @@ class OptimizerItem(Item):
             return Awaited(torch.Size(entry.shape), read)
 
         state, groups = decoded(json.get("state"), awaited), decoded(json.get("param_groups"), awaited)
-        self.require(isinstance(state, dict) and all(isinstance(each, dict) for each in state.values()), source)
+        known = {without_wrappers(name): name for name in self._catalog.names}
+        of_known = [each for name, each in state.items() if name in known] if isinstance(state, dict) else [None]
+        self.require(all(isinstance(each, dict) for each in of_known), source)
 
         def is_group(group: Json) -> bool:
             members = group.get("params") if isinstance(group, dict) else None
             return isinstance(members, list) and all(isinstance(name, str) for name in members)
 
         self.require(isinstance(groups, list) and all(map(is_group, groups)), source)
-        known = {without_wrappers(name): name for name in self._catalog.names}
         for group in groups:
             group["params"] = [known[name] for name in group["params"] if name in known]
-        own = {known[name]: of_parameter for name, of_parameter in state.items() if name in known}
+        own = {
+            known.get(name, name): each for name, each in state.items() if name in known or not isinstance(each, dict)
+        }
         complete = {"state": own, "param_groups": groups}
         try:
             to_load(self._catalog, self._optimizer, complete, load_directly=True, as_it_comes=True)
@@ -243,6 +288,15 @@ class OptimizerItem(Item):
                 f"{source.place}: {type(self._optimizer).__name__} does not take the item {self.name!r}: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Returns a value of a state with its tensors on `device`."""
+    if type(value) is dict:
+        return {key: _moved(each, device) for key, each in value.items()}
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return type(value)(_moved(each, device) for each in value) if type(value) in (list, tuple) else value
 
 
 class StateItem(Item):

@@ -183,6 +183,8 @@ def _copied(value: object) -> object:
     """Returns a copy of a value of a state, or of a dict of values."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
+    if type(value) is list or type(value) is tuple:
+        return type(value)(map(_copied, value))
     tensor = _tensor_of(value)
     return copy.deepcopy(value) if tensor is None else tensor.detach().clone()
 

@@ -12,7 +12,7 @@ from sherd.checkpoint.items import Item, ValueItem, restore_random_state
 from sherd.checkpoint.ranks import OtherRankFailed, Ranks
 from sherd.checkpoint.tensor_bytes import read_tensor
 from sherd.checkpoint.tree import decoded
-from sherd.checkpoint.writing import GIVEN, PER_RANK, RANDOM
+from sherd.checkpoint.writing import GIVEN, PER_RANK, RANDOM, STATES
 from sherd.errors import CheckpointError, NoCheckpointError, StorageError, in_short
 from sherd.storage.files import Opened, read_manifest
 from sherd.storage.folder import BRING_BACK, Folder, faults
@@ -205,8 +205,10 @@ def _loaded(
             if not isinstance(decoded_own, dict) or not isinstance(decoded_own.get(GIVEN, {}), dict):
                 raise CheckpointError(f"{source.place}: {PER_RANK} is not what sherd writes")
             own.update(decoded_own)
-            if random and RANDOM in own:
-                restore_random_state(own[RANDOM])
+        for item in items:
+            item.load_own(own.get(STATES, {}).get(item.name), source)
+        if random and RANDOM in own:
+            restore_random_state(own[RANDOM])
 
     _read_on_each(load_here, task, ranks)
     step, path, world_size = source.manifest.step, str(source.place), source.manifest.world_size

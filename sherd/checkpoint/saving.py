@@ -7,6 +7,7 @@ it is given empty parts, and the numbers that the other ranks have.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,11 +18,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import local_tensor
-from sherd.checkpoint.catalog import Catalog, OptimizerEntry, StateDict
+from sherd.checkpoint.catalog import Catalog, Member, OptimizerEntry, StateDict
+from sherd.checkpoint.tensor_bytes import memory_of
+from sherd.checkpoint.tree import Tensors, encoded
 from sherd.comm.mesh import DataMesh
 from sherd.comm.objects import all_gather_objects
 from sherd.engine import ShardedParameter, watcher
-from sherd.errors import OptimStateError
+from sherd.errors import CheckpointError, OptimStateError, in_short
+from sherd.tensor.optimizers import nothing_of, owned_layout
 from sherd.tensor.ragged import own_view
 from sherd.tensor.relayout import around, as_rows, full_of, gathered_vector, laid_out, lies_as
 from sherd.tensor.state_kind import State, StateKind, copy_of, state_kind
@@ -57,7 +61,12 @@ class Form:
 
 
 def state_by_name(
-    catalog: Catalog, optim: Optimizer, given: StateDict | None, form: Form, compare: bool = True
+    catalog: Catalog,
+    optim: Optimizer,
+    given: StateDict | None,
+    form: Form,
+    compare: bool = True,
+    own: dict[str, State] | None = None,
 ) -> StateDict:
     """Returns the state of `optim`, by the names that its parameters have in the user's own model.
 
@@ -73,6 +82,8 @@ def state_by_name(
         form: the form of the state.
         compare: compare the ranks' states first. All ranks must do so if one of them `needs_comparison`, or if the
             state is gathered.
+        own: takes this rank's values, by name of the parameter and by key, of state that differs between ranks without
+            being parts of one tensor. None: such state is refused.
 
     Raises:
         OptimStateError: a parameter of the optimizer is not in the catalog, or ranks have different states.
@@ -103,7 +114,7 @@ def state_by_name(
         else:
             states[id(entry)] = {name: _recognised(name, value, entry) for name, value in state.items()}
     if compare:
-        agree(catalog.all_entries, states)
+        agree(catalog.all_entries, states, own)
     # In the model's order, which all ranks share. The order of the optimizer's parameters may differ between them.
     for entry in catalog.all_entries:
         if id(entry) in states:
@@ -185,17 +196,19 @@ def _parts_of(state: State, entry: OptimizerEntry) -> tuple[dict[str, DTensor], 
 # The comparison of ranks
 
 PART, NUMBER, VALUE, OTHER = "a part of a tensor", "a number", "a value", "an object"
+AT_OWNER = "a tensor of another shape, whole at the parameter's owner"
 LIKE_PART = "a plain tensor of the shape of this rank's part"
 """It is a part if every rank has a tensor of the shape of its part. Otherwise the shape is a coincidence."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Description:
-    """A value of a state as a rank describes it to the others. `value` is there if it is short."""
+    """A value of a state as a rank describes it to the others. `value` is there if it is short, else a digest."""
 
     kind: str
     dtype: torch.dtype | None = None
     value: object = None
+    digest: str = ""
 
     def __str__(self) -> str:
         dtype = "" if self.dtype is None else f" of {self.dtype}"
@@ -207,7 +220,10 @@ _Holding = tuple[int, dict[str, _Description]]
 
 
 def needs_comparison(catalog: Catalog, optim: Optimizer) -> bool:
-    """Returns True if `optim` has a plain tensor that may be a part of a sharded one, which only all ranks can tell.
+    """Returns True if only all ranks can tell what the state of `optim` is.
+
+    A plain tensor may be a part of a sharded one, other values may be each rank's own, and a rank may have no state of
+    a parameter that it holds no element of.
 
     Raises:
         OptimStateError: a parameter of the optimizer is not in the catalog.
@@ -215,21 +231,43 @@ def needs_comparison(catalog: Catalog, optim: Optimizer) -> bool:
     if not optim.state:
         watcher.adopt(optim)
     entries = [entry for group in catalog.groups_of(optim) for entry in group if entry.spec is not None]
-    return any(
-        not isinstance(value, DTensor)
-        and state_kind(key, value, entry.parameter.shape, entry.local_shape) is StateKind.ELEMENTS
+    return any(not entry.local_shape.numel() and not optim.state.get(entry.parameter) for entry in entries) or any(
+        not isinstance(value, DTensor) and _described(key, value, entry, digests=False).kind in (LIKE_PART, OTHER)
         for entry in entries
         for key, value in optim.state.get(entry.parameter, {}).items()
     )
 
 
-def agree(entries: list[OptimizerEntry], states: dict[int, State]) -> None:
-    """Complete `states` (by the id of the entry), so that all ranks have the same keys for each of `entries`.
-
-    Plain tensors that are parts become DTensors. All ranks that hold parts must call it.
+def complete_owned(optimizer: Optimizer) -> None:
+    """Give this rank its empty parts of the state that other ranks own. All ranks must call it.
 
     Raises:
-        OptimStateError: ranks that hold elements of a parameter have different state for it. On all ranks.
+        OptimStateError: ranks have different state, or an owner has objects that have no parts.
+    """
+    records = [
+        record for group in optimizer.param_groups for each in group["params"] if (record := ShardedParameter.of(each))
+    ]
+    entries = [
+        OptimizerEntry(each.name, each.shard, (Member(each.name, each.shard, each.shape),))
+        for each in sorted(records, key=lambda each: each.name)
+    ]
+    states = {id(each): dict(optimizer.state[each.parameter]) for each in entries if each.parameter in optimizer.state}
+    agree(entries, states)
+    for entry in entries:  # in one order on all ranks, as they gather in the order of the state
+        optimizer.state.pop(entry.parameter, None)
+        if id(entry) in states:
+            optimizer.state[entry.parameter] = states[id(entry)]
+
+
+def agree(entries: list[OptimizerEntry], states: dict[int, State], own: dict[str, State] | None = None) -> None:
+    """Complete `states` (by the id of the entry), so that all ranks have the same keys for each of `entries`.
+
+    Plain tensors that are parts become DTensors. What is each rank's own goes to `own`, by name and key. All ranks that
+    hold parts must call it.
+
+    Raises:
+        OptimStateError: ranks that hold elements of a parameter have different state for it, or state of their own
+            where `own` is None. On all ranks.
     """
     by_mesh: dict[DataMesh | None, list[OptimizerEntry]] = {}
     for entry in entries:
@@ -245,21 +283,71 @@ def agree(entries: list[OptimizerEntry], states: dict[int, State]) -> None:
             gathered = all_gather_objects(by_rank, "the comparison of optimizer states", group)
             by_rank = [holdings for of_rank in gathered for holdings in of_rank]  # one rank after the other
         for entry, *holdings in zip(sharded, *by_rank, strict=True):
-            if expected := _agreed(entry, holdings):
-                own = states.get(id(entry), {})
-                states[id(entry)] = {key: _completed(own, key, entry, value) for key, value in expected.items()}
+            mine = states.setdefault(id(entry), {})
+            private = _private(holdings)
+            if private and own is None:
+                raise OptimStateError(
+                    f"{entry.names[0]}: its state {in_short(private)} is each rank's own and no part of one tensor "
+                    "(codes, lists, objects); only sherd.save saves such state, for a load by as many ranks"
+                )
+            owners = _of_one_rank(holdings) if own is not None else []
+            kept = {key: mine.pop(key) for key in owners if key in mine}
+            if own is not None and private:
+                own[entry.names[0]] = {key: mine.pop(key, None) for key in private}
+            left = {*private, *owners}
+            holdings = [(numel, {key: of[key] for key in of if key not in left}) for numel, of in holdings]
+            expected = _agreed(entry, holdings)
+            states[id(entry)] = {key: _completed(mine, key, entry, each) for key, each in expected.items()} | kept
+            if not states[id(entry)]:
+                del states[id(entry)]
 
 
-def _described(key: str, value: object, entry: OptimizerEntry) -> _Description:
+def _private(holdings: list[_Holding]) -> list[str]:
+    """Returns the keys of values that are each rank's own: they are no parts of a tensor, and differ."""
+    keys = dict.fromkeys(key for _, of in holdings for key, value in of.items() if value.kind == OTHER)
+    held = {key: [of.get(key) for numel, of in holdings if numel or key in of] for key in keys}
+    absent = {key for key in keys if any(key not in of for _, of in holdings)}
+    one = _of_one_rank(holdings)
+    return [
+        key
+        for key, of in held.items()
+        if key not in one and None not in of and (key in absent or len(set(map(repr, of))) > 1)
+    ]
+
+
+def _of_one_rank(holdings: list[_Holding]) -> list[str]:
+    """Returns the keys of objects of the only rank that holds elements: they are the parameter's, not the rank's."""
+    held = [of for numel, of in holdings if numel or of]
+    return [key for key, value in held[0].items() if value.kind == OTHER] if len(holdings) > len(held) == 1 else []
+
+
+def _digest(value: object) -> str:
+    """Returns a digest of an object with tensors, or "" if it is of a kind that checkpoints do not take."""
+    tensors = Tensors()
+    try:
+        digest = hashlib.blake2b(repr(encoded(value, "", tensors.keep)).encode(), digest_size=16)
+        for tensor in tensors.values():
+            digest.update(
+                f"{tensor.dtype}{tuple(tensor.shape)}".encode() + memory_of(tensor.detach().cpu().contiguous())
+            )
+    except CheckpointError:
+        return ""
+    return digest.hexdigest()
+
+
+def _described(key: str, value: object, entry: OptimizerEntry, digests: bool = True) -> _Description:
     if isinstance(value, torch.Tensor):
         kind = state_kind(key, value, entry.parameter.shape, entry.local_shape)
+        if kind is StateKind.OTHER and owned_layout(value) is not None:
+            return _Description(AT_OWNER, value.dtype, tuple(value.shape))
         if kind is StateKind.ELEMENTS:
             return _Description(PART if isinstance(value, DTensor) else LIKE_PART, value.dtype)
         if kind is StateKind.NUMBER:
             return _Description(NUMBER, value.dtype, value.item())
     if value is None or isinstance(value, bool | int | float | str):
         return _Description(VALUE, None, value)
-    return _Description(OTHER, None, type(value).__name__)
+    is_hashed = digests and not isinstance(value, DTensor)
+    return _Description(OTHER, None, type(value).__name__, _digest(value) if is_hashed else "")
 
 
 def _agreed(entry: OptimizerEntry, holdings: list[_Holding]) -> dict[str, _Description]:
@@ -309,4 +397,7 @@ def _completed(state: State, key: str, entry: OptimizerEntry, expected: _Descrip
         return state[key] if isinstance(state[key], DTensor) else around(state[key], entry.spec)
     if key in state:
         return state[key]
+    if expected.kind == AT_OWNER:
+        assert isinstance(expected.value, tuple), "it is a shape"
+        return nothing_of(entry.parameter, expected.value, expected.dtype)
     return torch.tensor(expected.value, dtype=expected.dtype) if expected.kind == NUMBER else expected.value

@@ -31,8 +31,8 @@ from sherd.storage.places import Chunks, Place
 
 PER_RANK = "per_rank"
 """The key of the ranks' own values in a manifest, by rank."""
-GIVEN, RANDOM = "given", "random"
-"""Of a single rank's values: the keys of the user's `per_rank`, and of the random generators."""
+GIVEN, RANDOM, STATES = "given", "random", "states"
+"""Of a single rank's values: the keys of the user's `per_rank`, of the random generators, and of the items' own."""
 
 
 # Planning
@@ -90,7 +90,7 @@ def plan(items: Sequence[Item], ranks: Ranks, step: int, user: Json, own: Mappin
             values[item.name] = item.contents(tensors, compare=any(flags_of_item))
             aliases.update(item.aliases())
         described.update({name: layouts.described(name, tensor) for name, tensor in tensors.items()})
-        return _digest(described), secrets.token_hex(4)
+        return _digest(described, values), secrets.token_hex(4)
 
     answers = ranks.each(collect, "the comparison of what is saved")
     digests, save_id = [digest for digest, _ in answers], answers[0][1]
@@ -109,7 +109,8 @@ def plan(items: Sequence[Item], ranks: Ranks, step: int, user: Json, own: Mappin
     parts: list[Parts] = []
 
     def take_apart() -> None:
-        parts.append(_parts(tensors, described, choices, ranks.rank, own))
+        states = {item.name: item.own for item in items if item.own}
+        parts.append(_parts(tensors, described, choices, ranks.rank, {**own, **({STATES: states} if states else {})}))
 
     ranks.each(take_apart, "the look at what this rank saves")
     everything = {name: tensor for party in reversed(parties) for name, tensor in party.tensors.items()}
@@ -160,8 +161,11 @@ def _require_same_copies(tensors: Tensors, parties: Sequence[Party], ranks: Rank
             )
 
 
-def _digest(described: Mapping[str, Described]) -> bytes:
+def _digest(described: Mapping[str, Described], values: Mapping[str, Json]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
+    for item in values.values():  # one rank alone may have a list of a parameter that it owns
+        if item["kind"] == "optimizer":
+            digest.update(repr([(name, sorted(state)) for name, state in item["state"].items()]).encode())
     meshes: dict[int, bytes] = {}  # a mesh of many ranks takes long to hash, and thousands of tensors share it
     for name, tensor in described.items():
         copies = tensor.copies
@@ -217,7 +221,9 @@ def _together(first: dict[str, Json], other: dict[str, Json]) -> dict[str, Json]
                 {**of_b, **of_a, "params": list(dict.fromkeys([*of_a["params"], *of_b["params"]]))}
                 for of_a, of_b in zip_longest(a["param_groups"], b["param_groups"], fillvalue=none)
             ]
-            merged[name] = {**a, "state": {**b["state"], **a["state"]}, "param_groups": groups}
+            own = {"own": {**b.get("own", {}), **a.get("own", {})}} if "own" in a or "own" in b else {}
+            state = {key: {**b["state"].get(key, {}), **each} for key, each in a["state"].items()}
+            merged[name] = {**a, **own, "state": {**b["state"], **state}, "param_groups": groups}
     return merged
 
 

@@ -31,6 +31,8 @@ class Runs(Cut):
     """
 
     by_rows: bool = False
+    owned: bool = field(default=False, compare=False, repr=False)
+    """True if the tensor was not to be cut, which others may only happen not to be."""
 
     in_line: ClassVar[bool] = True
     in_order: ClassVar[bool] = False
@@ -84,7 +86,7 @@ class RunPlacement(Protocol):
 @lru_cache(maxsize=256)
 def whole_on(owner: int, shape: Shape, num_ranks: int) -> Runs:
     """Returns the cut of a tensor that `owner`, one of `num_ranks` ranks, holds as a whole."""
-    return Runs(shape, num_ranks, owner, (prod(shape),), by_rows=bool(shape))
+    return Runs(shape, num_ranks, owner, (prod(shape),), by_rows=bool(shape), owned=True)
 
 
 AnyPlacement = Placement | RunPlacement

@@ -14,6 +14,7 @@ faults.py          what goes wrong on one rank, told to all
 torch_muon.py      steps of `torch.optim.Muon` over shards
 """
 
-from sherd.optim.flat import NOT_ELEMENTWISE, FlatStep, flatten_optimizer, params_replaced
+from sherd.optim.flat import NOT_ELEMENTWISE, FlatStep, flatten_optimizer
+from sherd.tensor.optimizers import params_replaced
 
 __all__ = ["NOT_ELEMENTWISE", "FlatStep", "flatten_optimizer", "params_replaced"]

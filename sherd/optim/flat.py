@@ -16,8 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -32,7 +31,7 @@ from sherd._torch import gradients_of, hooked_step, local_gradients, local_tenso
 from sherd.engine import Group, ShardedParameter, Unit
 from sherd.errors import OptimizerError, PolicyTypeError
 from sherd.layout.extent import Extent
-from sherd.tensor.optimizers import ELEMENTWISE, are_same
+from sherd.tensor.optimizers import ELEMENTWISE, are_same, params_replaced
 from sherd.tensor.placement import in_dtype
 from sherd.tensor.ragged import as_dtensor, local_part, own_view
 from sherd.tensor.span import Span
@@ -252,24 +251,6 @@ class _Stepper:
             span.take_state(state_of, self._known_states)
             taken = span.take_gradient()
             assert taken, "only shards with a gradient are in a span"
-
-
-@contextmanager
-def params_replaced(optimizer: Optimizer, parameters: Iterable[list[nn.Parameter]]) -> Iterator[None]:
-    """Replace the parameters of each parameter group within this context, and their names where groups have any."""
-    before = [(group, group["params"], group.get("param_names")) for group in optimizer.param_groups]
-    try:
-        for (group, own, names), others in zip(before, parameters, strict=True):
-            group["params"] = others
-            if names is not None:
-                name_of_id = dict(zip(map(id, own), names, strict=False))
-                group["param_names"] = [name_of_id.get(id(each), "") for each in others]
-        yield
-    finally:
-        for group, own, names in before:
-            group["params"] = own
-            if names is not None:
-                group["param_names"] = names
 
 
 def _groups_of(unit: Unit | None) -> list[Group]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from sherd._torch import register_optimizer_step_pre_hook
 from sherd.engine import watcher
 from sherd.tensor.sharded import OwnDTensor
 
@@ -49,4 +48,4 @@ def _step_whole_matrices(
 def serve_torch_muon() -> None:
     """Step the sharded matrices of every `torch.optim.Muon` from now on."""
     if hasattr(torch.optim, "Muon"):
-        register_optimizer_step_pre_hook(_step_whole_matrices)
+        watcher.inside_of_steps(_step_whole_matrices)

@@ -4,10 +4,13 @@ A list may hold ragged tensors, DTensors of torch and plain tensors side by side
 
 A list of tensors of a class of ours reaches Python once for each operation: 900 tensors add three quarters to the time
 of a foreach step. So the second step and later ones compute on this rank's parts of parameters, gradients and state.
-The user sees the same optimizer: a shadow of it computes, with its options and hooks.
+The optimizer has them while it computes, inside of all step hooks, and no longer:
 
-    the optimizer   param_groups: shards    state: {shard: {"exp_avg": DTensor, "step": tensor}}
-    its shadow      param_groups: chunks    state: {chunk: {"exp_avg": its chunk, "step": the same}}
+    outside of a step    param_groups: shards    state: {shard: {"exp_avg": DTensor, "step": tensor}}
+    within               param_groups: chunks    state: {chunk: {"exp_avg": its chunk, "step": the same}}
+
+Optimizers of other packages know plain tensors alone. Where each parameter is whole on one rank (`Owned`), they get
+these, from the first step on.
 
 torch cuts a full state dict into equal chunks (`set_optimizer_state_dict` with `full_state_dict=True`), and a user may
 load unsharded tensors. Both are cut like the parameter: when they are loaded, or before the first step at the latest.
@@ -16,27 +19,31 @@ load unsharded tensors. Both are cut like the parameter: when they are loaded, o
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from operator import is_
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from sherd._torch import (
+    attributes_of,
+    give_attributes,
     local_tensor,
-    register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
     spec_of,
     specs_of,
 )
 from sherd.tensor.operands import broadcasts, common_owner, layouts_in, local_of, lone_value, mixed, piece_at
-from sherd.tensor.placement import Layout, Places, layout_of
+from sherd.tensor.placement import Layout, Places, is_ragged, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_result, distribute_ragged, local_part, redistribute_to
 from sherd.tensor.sharded import OwnDTensor, ShardedDTensor, by_torch, places_at, sharded_dtensor
 from sherd.tensor.state_kind import State, StateKind, elementwise_keys, state_kind
@@ -179,25 +186,39 @@ STEPPED = frozenset((*ELEMENTWISE, torch.optim.AdamW))
 """The optimizers that are stepped here. The `step` of a subclass may not treat every element alike."""
 
 
-class _Local:
-    """This rank's parts of one optimizer's parameters, gradients and state."""
+class LocalStep:
+    """This rank's parts of one optimizer's parameters, gradients and state, which the optimizer has while it steps.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    With `of_owners`, each of them is a whole parameter, and the optimizer has none of those that other ranks hold.
+    """
+
+    def __init__(self, optimizer: Optimizer, of_owners: bool = False) -> None:
+        self.of_owners = of_owners
         self._user_state = optimizer.state
-        self._params = _params_of(optimizer)
+        self._all = _params_of(optimizer)
+        for each in self._all if of_owners else ():
+            if not is_here(each):  # What a load has left would not be kept up to date. torch steps if there is nothing.
+                self._user_state[each] = {}
+        self._params = [each for each in self._all if not of_owners or is_here(each)]
         self._own = [each for each in self._params if isinstance(each, OwnDTensor)]
-        self._own_chunks = list(map(local_tensor, self._own))
-        self._chunks = list(map(local_part, self._params))
+        self._all_chunks = list(map(local_part, self._all))
+        part_of = _as_parameter if of_owners else local_part
+        self._chunks = list(map(part_of, self._params))
+        here = dict(zip(map(id, self._params), self._chunks, strict=True))
+        self._own_chunks = [here[id(each)] for each in self._own]
+        self._places = [here.get(id(each)) for each in self._all]
+        self._lists: list[list[torch.Tensor]] = []
         self._is_known = all(isinstance(each, OwnDTensor) or not isinstance(each, DTensor) for each in self._params)
         self.state: defaultdict[torch.Tensor, State] = defaultdict(dict)
         for parameter, chunk in zip(self._params, self._chunks, strict=True):
             state = self._user_state.get(parameter)
             if state is not None:
                 pieces = [value for value in state.values() if isinstance(value, DTensor)]
-                self._is_known &= all(isinstance(parameter, OwnDTensor) and parameter.lies_as(each) for each in pieces)
+                self._is_known &= all(_lies_beside(each, parameter) for each in pieces)
                 # A plain parameter is its own chunk: both have one state.
                 local = {key: local_part(value) for key, value in state.items()}
                 self.state[chunk] = state if parameter is chunk else local
+        self.state |= _beside_parameters(self._user_state)
         self._note()
 
     def _note(self) -> None:
@@ -209,8 +230,8 @@ class _Local:
         """Returns True if the optimizer still has the same parameters and state."""
         return (
             optimizer.state is self._user_state
-            and are_same(_params_of(optimizer), self._params)
-            and are_same(list(map(local_tensor, self._own)), self._own_chunks)
+            and are_same(_params_of(optimizer), self._all)
+            and are_same(list(map(local_part, self._all)), self._all_chunks)
             and are_same(list(self._user_state.values()), self._states)
             and are_same(_pieces_of(self._states), self._user_pieces)
         )
@@ -232,29 +253,106 @@ class _Local:
             chunk.grad = None if gradient is None else gradient._local_tensor
         return True
 
-    def groups_of(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Returns the parameter groups with the chunks in the place of the parameters."""
-        chunks = iter(self._chunks)
-        return [{**group, "params": [next(chunks) for _ in group["params"]]} for group in optimizer.param_groups]
+    @contextmanager
+    def lent_to(self, optimizer: Optimizer) -> Iterator[None]:
+        """Let `optimizer` have the parts in the place of its own, and afterwards its own with what is new in these."""
+        places, self._lists = iter(self._places), [group["params"] for group in optimizer.param_groups]
+        parts = [[part for part in islice(places, len(own)) if part is not None] for own in self._lists]
+        try:
+            with params_replaced(optimizer, parts, self.state):
+                yield
+        finally:
+            self._end()
 
-    def end(self) -> None:
+    def around_closure(self, optimizer: Optimizer, closure: Callable[[], object]) -> Callable[[], object]:
+        """Returns `closure`, inside of which the optimizer has its own tensors again. The parts get its gradients."""
+
+        def with_own() -> object:
+            with params_replaced(optimizer, self._lists, self._user_state):
+                loss = closure()
+            self.take_gradients()
+            return loss
+
+        return with_own
+
+    def _end(self) -> None:
         """Drop the gradients, and put new objects in the chunks' state into the user's state, too."""
-        for chunk in self._own_chunks:
+        for own, chunk in zip(self._own, self._own_chunks, strict=True):
+            if self.of_owners and chunk.grad is None:
+                own.grad = None  # the step may have called `zero_grad`
             chunk.grad = None
         if are_same(_pieces_of(self.state.values()), self._pieces):
             return
+        self._user_state |= _beside_parameters(self.state)
         pairs = [(each, chunk) for each, chunk in zip(self._params, self._chunks, strict=True) if chunk in self.state]
         elementwise = elementwise_keys((each, self.state[chunk]) for each, chunk in pairs)
         for parameter, chunk in pairs:
             user_state = self._user_state[parameter]
-            for key, value in self.state[chunk].items():
+            local = self.state[chunk]
+            for key in user_state.keys() - local.keys():
+                del user_state[key]
+            for key, value in local.items():
                 if key in user_state and local_part(user_state[key]) is value:
                     continue
                 kind = state_kind(key, value, parameter.shape, chunk.shape, elementwise)
                 if isinstance(parameter, OwnDTensor) and kind is StateKind.ELEMENTS:
                     value = parameter.around(value)
+                elif self.of_owners and kind is StateKind.OTHER and type(value) is torch.Tensor:
+                    value = _at_owner(value, parameter)
                 user_state[key] = value
         self._note()
+
+
+def _as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a parameter as a parameter with the same attributes; a plain one as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    part = nn.Parameter(local_tensor(tensor).detach(), tensor.requires_grad)
+    give_attributes(part, attributes_of(tensor))
+    return part
+
+
+def owned_layout(tensor: object) -> Layout | None:
+    """Returns the layout of a tensor that one rank holds as a whole; None for any other value."""
+    layout = layout_of(spec_of(tensor)) if isinstance(tensor, RaggedDTensor) else None
+    return layout if layout is not None and layout.owner is not None else None
+
+
+def is_here(parameter: torch.Tensor) -> bool:
+    """Returns True unless another rank owns the parameter."""
+    layout = owned_layout(parameter)
+    return layout is None or layout.owner == layout.rank
+
+
+def _is_whole_somewhere(parameter: torch.Tensor) -> bool:
+    """Returns True if one rank was to have the whole parameter, or each rank has it."""
+    if not isinstance(parameter, DTensor):
+        return True
+    if is_ragged(spec_of(parameter)):
+        return layout_of(spec_of(parameter)).cut.owned
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return all(each.is_replicate() or size == 1 for each, size in sizes)
+
+
+def _lies_beside(state: DTensor, parameter: torch.Tensor) -> bool:
+    """Returns True if a piece of state lies as the parameter, or, of another shape, at the parameter's owner."""
+    layouts = [each for each in map(owned_layout, (state, parameter)) if each is not None]
+    lies_as = isinstance(parameter, OwnDTensor) and parameter.lies_as(state)
+    return lies_as or (len(layouts) == 2 and common_owner(layouts) is not None)
+
+
+def _at_owner(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Returns state of another shape than its parameter, if that has an owner, as a tensor that the owner holds."""
+    layout = owned_layout(parameter)
+    return value if layout is None else as_result(value, layout.like(layout.owned_cut(tuple(value.shape))))
+
+
+def nothing_of(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> RaggedDTensor:
+    """Returns this rank's part, which is empty, of state of `shape` that the parameter's owner holds."""
+    layout = owned_layout(parameter)
+    assert layout is not None, "the parameter has an owner"
+    layout = layout.like(layout.owned_cut(shape))
+    return as_result(torch.empty(layout.local_shape, dtype=dtype, device=parameter.device), layout)
 
 
 def are_same(now: Sequence[object], before: Sequence[object]) -> bool:
@@ -262,71 +360,95 @@ def are_same(now: Sequence[object], before: Sequence[object]) -> bool:
     return len(now) == len(before) and all(map(is_, now, before))
 
 
+def _beside_parameters(states: Mapping[torch.Tensor, Any]) -> dict[torch.Tensor, Any]:
+    """Returns what some optimizers keep in their state for no parameter, such as a count of all steps."""
+    return {key: each for key, each in states.items() if not isinstance(key, torch.Tensor)}
+
+
 def _pieces_of(states: Iterable[State]) -> list[object]:
-    return list(chain.from_iterable(map(dict.values, states)))
+    return list(chain.from_iterable(each.values() if isinstance(each, dict) else (each,) for each in states))
 
 
 def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return list(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
 
 
-class _OnChunks:
-    """The shadow of an optimizer. It looks up what to step when `step` asks for it, after all hooks."""
+@contextmanager
+def params_replaced(
+    optimizer: Optimizer, parameters: Iterable[Sequence[torch.Tensor]], state: object = None
+) -> Iterator[None]:
+    """Replace the parameters of each parameter group within this context, their names where groups have any, and state.
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        vars(self).update(vars(optimizer))
-        self._optimizer = optimizer
-
-    @functools.cached_property
-    def local(self) -> _Local | None:
-        """The parts to step. None: the optimizer steps its own tensors."""
-        local = _locals.get(self._optimizer)
-        if local is None or not local.is_of(self._optimizer):
-            local = _locals[self._optimizer] = _Local(self._optimizer)
-        return local if local.take_gradients() else None
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups if self.local is None else self.local.groups_of(self._optimizer)
-
-    @property
-    def state(self) -> defaultdict[torch.Tensor, State]:
-        return self._optimizer.state if self.local is None else self.local.state
-
-
-@functools.cache
-def _class_on_chunks(optimizer_class: type) -> type[_OnChunks]:
-    return type(optimizer_class.__name__, (_OnChunks, optimizer_class), {})
+    With `state` None, the state stays as it is.
+    """
+    before = [(group, group["params"], group.get("param_names")) for group in optimizer.param_groups]
+    own = optimizer.state
+    try:
+        optimizer.state = own if state is None else state  # type: ignore[assignment]  # of the same kind
+        for (group, own_list, names), others in zip(before, parameters, strict=True):
+            group["params"] = others
+            if names is not None:
+                name_of_id = dict(zip(map(id, own_list), names, strict=False))
+                group["param_names"] = [name_of_id.get(id(each), "") for each in others]
+        yield
+    finally:
+        optimizer.state = own
+        for group, own_list, names in before:
+            group["params"] = own_list
+            if names is not None:
+                group["param_names"] = names
 
 
-_locals: weakref.WeakKeyDictionary[Optimizer, _Local] = weakref.WeakKeyDictionary()
+_locals: weakref.WeakKeyDictionary[Optimizer, LocalStep] = weakref.WeakKeyDictionary()
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-def _step_with_shadow(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Have a shadow step in the optimizer's place."""
-    # A closure, the second argument, makes gradients: such a step is the optimizer's own.
-    if type(optimizer) not in STEPPED or len(args) > 1 or kwargs or torch.compiler.is_compiling():
+def _knows_dtensors(optimizer_class: type[Optimizer]) -> bool:
+    """Returns True if the steps of a class take DTensors: those of torch, ours, and those that take them apart."""
+    is_ours = hasattr(optimizer_class, "spec_of_state")
+    is_torchs = inspect.unwrap(optimizer_class.step).__module__.startswith("torch.optim")
+    return is_ours or is_torchs or _takes_parts(optimizer_class)  # type: ignore[arg-type]  # classes are hashable
+
+
+@functools.cache
+def _takes_parts(optimizer_class: type) -> bool:
+    """Returns True if a class of another package, or a function that it calls, names DTensors or their methods."""
+    own = [each for each in optimizer_class.__mro__ if not each.__module__.startswith(("torch.optim", "builtins"))]
+    methods = [inspect.unwrap(each) for one in own for each in vars(one).values() if inspect.isfunction(each)]
+    called = [each.__globals__.get(name) for each in methods for name in each.__code__.co_names]
+    functions = [*methods, *(each for each in called if inspect.isfunction(each))]
+    names = {name for each in functions for name in each.__code__.co_names}
+    return not names.isdisjoint(("DTensor", "to_local", "full_tensor", "_local_tensor", "device_mesh"))
+
+
+def steps_owned(optimizer: Optimizer) -> bool:
+    """Returns True if `optimizer` gets whole parameters, on the ranks that hold them."""
+    return not _knows_dtensors(type(optimizer)) and all(map(_is_whole_somewhere, _params_of(optimizer)))
+
+
+def local_step_of(optimizer: Optimizer, has_closure: bool) -> LocalStep | None:
+    """Returns what `optimizer` is about to step in the place of its own tensors, with gradients. None: its own.
+
+    Torch's element-wise optimizers step chunks. Optimizers that know no DTensors step the parameters that this rank
+    holds as a whole, if each is whole somewhere.
+    """
+    parameters, of_owners = _params_of(optimizer), type(optimizer) not in STEPPED
+    if not any(isinstance(each, OwnDTensor) for each in parameters):
         return None
-    if optimizer not in _stepped:  # its first step, which makes the state, is its own
+    if of_owners:
+        if not steps_owned(optimizer):
+            return None
+    elif has_closure or "_init_group" in vars(optimizer):
+        adopt_state(optimizer)
+        return None  # a closure makes gradients, and what replaces a method may look at whole tensors
+    elif optimizer not in _stepped:  # its first step, which makes the state, is its own
         _stepped.add(optimizer)
         return None
-    if not any(isinstance(each, OwnDTensor) for each in _params_of(optimizer)):
-        return None
-    optimizer_class: Any = type(optimizer)
-    return (_class_on_chunks(optimizer_class)(optimizer),), kwargs
-
-
-def _end_shadow(optimizer: Optimizer, args: Sequence[object], kwargs: dict[str, object]) -> None:
-    for shadow in args:
-        if isinstance(shadow, _OnChunks) and shadow.local is not None:
-            shadow.local.end()
-
-
-register_optimizer_step_pre_hook(_step_with_shadow)
-register_optimizer_step_post_hook(_end_shadow)
+    local = _locals.get(optimizer)
+    if local is None or not local.is_of(optimizer):
+        adopt_state(optimizer)
+        local = _locals[optimizer] = LocalStep(optimizer, of_owners)
+    return local if local.take_gradients() else None
 
 
 # State with other placements than its parameter
@@ -335,25 +457,35 @@ _adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def adopt_state(optimizer: Optimizer) -> None:
-    """Cut the state of ragged parameters as the parameters are cut. All ranks must call it, as it may gather.
+    """Cut the state of sharded parameters as the parameters are cut. All ranks must call it, as it may gather.
 
     DTensors of torch, as files bring them, become ours. The state of a scalar, which torch leaves plain, becomes a
-    DTensor with a copy on every rank, like the scalar.
+    DTensor with a copy on every rank, like the scalar. So does a plain tensor of the shape of this rank's part, which a
+    user has put there, under an optimizer that is known to keep no such state itself.
     """
     states = [(parameter, state) for parameter, state in optimizer.state.items() if isinstance(parameter, DTensor)]
-    elementwise = elementwise_keys(states)
+    elementwise, takes_parts = elementwise_keys(states), _takes_parts(type(optimizer))  # type: ignore[arg-type]
     for parameter, state in states:
         layout = layout_of(spec_of(parameter)) if isinstance(parameter, RaggedDTensor) else None
+        part = local_tensor(parameter)
         for key, value in state.items():
             kind = state_kind(key, value, parameter.shape, None, elementwise)
             if kind not in (StateKind.ELEMENTS, StateKind.OTHER) or isinstance(value, RaggedDTensor):
                 continue
-            if layout is not None:
+            own = parameter if isinstance(parameter, OwnDTensor) and not isinstance(value, DTensor) else None
+            if own is not None and value.ndim and value.shape == part.shape and type(optimizer) in STEPPED:
+                state[key] = own.around(value)
+            elif own is not None and kind is StateKind.OTHER and takes_parts:
+                continue  # of this rank's part
+            elif layout is not None:
                 state[key] = _cut(value, layout)
             elif type(value) is DTensor:
                 state[key] = sharded_dtensor(local_tensor(value), spec_of(value))
-            elif not parameter.ndim and not isinstance(value, DTensor) and kind is StateKind.ELEMENTS:
+            elif own is not None and kind is StateKind.ELEMENTS and not parameter.ndim:
                 state[key] = sharded_dtensor(value, spec_of(parameter))
+            elif own is not None and kind is StateKind.ELEMENTS and value.shape != part.shape:
+                cut = distribute_tensor(value.detach(), own.device_mesh, own.placements, src_data_rank=None)
+                state[key] = own.around(local_tensor(cut).to(part.device, copy=True))
 
 
 def _cut(value: torch.Tensor, layout: Layout) -> torch.Tensor:

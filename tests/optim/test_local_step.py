@@ -10,10 +10,12 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
 import sherd
-from sherd import Blocks, Flat, fully_shard
+from sherd import Blocks, Flat, Owned, fully_shard
 from sherd._torch import local_tensor
+from sherd.errors import OptimStateError
 from tests.support.comparing import assert_same, whole_params
-from tests.support.ranks.bodies import on_threads
+from tests.support.ranks.bodies import on_processes, on_threads
+from tests.support.refusals import refusal
 from tests.support.training import made
 
 CLASSES = [optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam,
@@ -188,3 +190,139 @@ def test_a_thousand_steps_keep_nothing():
             gc.collect()
             counts.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
     assert counts[1] <= counts[0]  # what an earlier test of this process has left may go in between
+
+
+# It is the user's optimizer
+
+
+def hook_that_writes_into_what_it_is_given(optimizer, step):
+    if step == 0:
+        seen.clear()
+        optimizer.register_step_pre_hook(lambda of, args, kwargs: seen.append((of, args[0])))
+        optimizer.register_step_pre_hook(lambda of, args, kwargs: args[0].param_groups[0].update(lr=0.001))
+        optimizer.register_step_post_hook(lambda of, args, kwargs: args[0].state.clear())
+    optimizer.param_groups[0]["lr"] = 0.1
+
+
+def method_replaced_that_looks_at_whole_tensors(optimizer, step):
+    if step == 2:
+        theirs = optimizer._init_group
+
+        def init_group(group, params, grads, *more):
+            result = theirs(group, params, grads, *more)
+            grads[:] = [each / each.norm() for each in grads]
+            return result
+
+        optimizer._init_group = init_group
+
+
+def step_replaced(optimizer, step):
+    if step == 2:
+        theirs = optimizer.step
+
+        def twice(closure=None):
+            theirs()
+            return theirs()
+
+        optimizer.step = twice
+
+
+def zero_grad_replaced_by_one_that_counts(optimizer, step):
+    if step == 2:
+        theirs = optimizer.zero_grad
+        optimizer.zero_grad = lambda set_to_none=True: theirs(set_to_none=False)
+
+
+def attribute_that_the_groups_share(optimizer, step):
+    optimizer.param_groups[0]["weight_decay"] = 0.1 * step
+
+
+def list_of_parameters_replaced(optimizer, step):
+    group = optimizer.param_groups[0]
+    group["params"] = list(reversed(group["params"]))
+
+
+REPLACED = [
+    hook_that_writes_into_what_it_is_given, method_replaced_that_looks_at_whole_tensors, step_replaced,
+    zero_grad_replaced_by_one_that_counts, attribute_that_the_groups_share, list_of_parameters_replaced,
+]  # fmt: skip
+seen = []
+
+
+@on_processes(2)
+def test_hooks_and_replaced_methods_act_on_the_users_optimizer():
+    for between in REPLACED:
+        (plain, its), (model, optimizer) = twins(lambda each: optim.AdamW(each, lr=0.1, foreach=False))
+        steps(plain, its, 5, between)
+        steps(model, optimizer, 5, between)
+        assert_same(whole_params(model), whole_params(plain), between.__name__, rtol=1e-5, atol=1e-7)
+        assert all(of is optimizer and given is optimizer for of, given in seen)
+        seen.clear()
+
+
+class Halved(optim.AdamW):
+    """A subclass with groups of its own kind."""
+
+    def _init_group(self, group, params, grads, *more):
+        result = super()._init_group(group, params, grads, *more)
+        for each in grads:
+            each.div_(each.norm())
+        return result
+
+
+@on_threads(2)
+def test_a_subclass_that_looks_at_whole_tensors_gets_them():
+    (plain, its), (model, optimizer) = twins(lambda each: Halved(each, foreach=False))
+    steps(plain, its, 4)
+    steps(model, optimizer, 4)
+    assert_same(whole_params(model), whole_params(plain), rtol=1e-5, atol=1e-7)
+
+
+def with_state(optimizer, form):
+    """Put the first moments there by hand, in one of the forms that a user may have them in."""
+    for number, (parameter, state) in enumerate(optimizer.state.items()):
+        value = torch.linspace(0, 1 + number, max(parameter.numel(), 1)).view(parameter.shape)
+        if isinstance(parameter, DTensor) and form != "whole":
+            piece = torch.empty_like(parameter)
+            piece.data = value
+            value = piece if form == "sharded" else piece.to_local()
+        state["exp_avg"] = value
+
+
+@on_threads(2)
+def test_state_that_is_put_there_by_hand_is_cut_like_its_parameter():
+    for form in ("whole", "sharded", "part"):
+        for placement in (None, Flat(), Owned()):
+            for closure in (False, True):
+                (plain, its), (model, optimizer) = twins(optim.AdamW, placement)
+                for each, own in ((plain, its), (model, optimizer)):
+                    steps(each, own, 2)
+                    with_state(own, form)
+                    if closure:
+                        each(torch.ones(4, 3)).square().sum().backward()
+                        own.step(lambda: None)
+                        own.zero_grad()
+                    steps(each, own, 2)
+                assert_same(whole_params(model), whole_params(plain), (form, placement))
+
+
+@on_threads(2)
+def test_a_state_of_unsharded_tensors_is_loaded():
+    for placement in (None, Flat(), Owned()):
+        (plain, its), (model, optimizer) = twins(optim.AdamW, placement)
+        steps(plain, its, 3)
+        steps(model, optimizer, 3)
+        optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
+        steps(plain, its, 2)
+        steps(model, optimizer, 2)
+        assert_same(whole_params(model), whole_params(plain), placement)
+
+
+@on_threads(2)
+def test_state_of_another_shape_is_refused_by_name():
+    for placement in (None, Flat(), Owned()):
+        _, (model, optimizer) = twins(optim.AdamW, placement)
+        steps(model, optimizer, 2)
+        optimizer.state[model.up.weight]["exp_avg"] = torch.zeros(7)
+        said = refusal(OptimStateError, steps, model, optimizer, 1)
+        assert said.startswith("up.weight: its state 'exp_avg' has shape (7,)"), said

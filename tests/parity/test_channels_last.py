@@ -1,6 +1,7 @@
 """Convolutions train plainly in `channels_last`, whether the model was given that memory format before or after."""
 
 import functools
+import warnings
 from functools import partial
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 from torch.distributed import fsdp
 
 import sherd
+from sherd import fully_shard
+from sherd.engine.make import sharding
 from tests.support.models import Wired
 from tests.support.sharding import PLACEMENTS, sharded
 from tests.support.training import LR, made
@@ -71,6 +74,7 @@ def train(way, when):
 
 
 def train_at_each_time(way):
+    warnings.filterwarnings("ignore", message=".*not in channels_last")
     # Torch's goes other ways after a `.to()` between two steps.
     return {when: train(way, when) for when in (BEFORE, 0, LATE) if (way, when) != ("torch's FSDP1", LATE)}
 
@@ -95,3 +99,24 @@ def test_a_convnet_in_channels_last_trains_as_in_one_process(world, way):
     for found, expected in zip(world(2).run(train_at_each_time, way), plain_losses(), strict=True):
         for when, losses in found.items():
             assert losses == pytest.approx(expected, rel=1e-9), when
+
+
+def warned_of(formats):
+    sharding._warned.clear()
+    found = []
+    for dims, memory_format in formats:
+        conv = (nn.Conv2d, nn.Conv3d)[dims - 2](3, 4, 3).to(memory_format=memory_format)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            fully_shard(conv)
+        found.append([str(each.message) for each in seen])
+    return found
+
+
+def test_a_format_that_sharding_does_not_keep_is_told_once(world):
+    plain, flat, solid = (2, torch.contiguous_format), (2, torch.channels_last), (3, torch.channels_last_3d)
+    for formats in ([plain, flat, solid], [plain, solid, flat]):
+        for none, first, second in world(2).run(warned_of, formats):
+            assert none == second == []
+            assert first[0].startswith("weight: sharded parameters lie in the order of their dims")
+            assert "inputs in channels_last" in first[0]

@@ -5,6 +5,7 @@ All plans are made before anything is moved, so an error leaves the model as it 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -170,8 +171,34 @@ def _data(discovered: DiscoveredParameter) -> torch.Tensor:
     return local_tensor(discovered.parameter) if isinstance(discovered.parameter, DTensor) else discovered.parameter
 
 
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The memory formats beside the order of the dims, by their number of dims."""
+
+
+def _warn_of_formats(parameters: Sequence[DiscoveredParameter]) -> None:
+    """Warn, once in a process, that unsharded parameters do not keep `channels_last`."""
+    tensors = {each.name: _data(each) for each in parameters}
+    formatted = [
+        name
+        for name, data in tensors.items()
+        if data.layout is torch.strided and data.ndim in _FORMATS and not data.is_contiguous()
+        if data.is_contiguous(memory_format=_FORMATS[data.ndim])
+    ]
+    if formatted and not _warned:
+        _warned.append(formatted[0])
+        warnings.warn(
+            f"{in_short(formatted, 4)}: sharded parameters lie in the order of their dims, in forward too, and not in "
+            "channels_last. Convolutions go by their input: give the model inputs in channels_last",
+            stacklevel=2,
+        )
+
+
+_warned: list[str] = []
+
+
 def _require_memory(parameters: Sequence[DiscoveredParameter]) -> None:
     """Raise if a parameter has no memory to cut, or of one buffer's only some are on the meta device."""
+    _warn_of_formats(parameters)
     by_buffer: dict[tuple[torch.dtype, bool], list[DiscoveredParameter]] = {}
     for each in parameters:
         data = _data(each)

@@ -5,13 +5,16 @@ objects that the model no longer has. With torch's own FSDP it then trains nothi
 parameters are exchanged for their shards before the optimizer steps. If the optimizer has state for a replaced
 parameter already, the step raises.
 
-Some optimizers of torch.optim cannot step shards. torch would raise in the middle of the step, and name only the
-operation that DTensor does not support; here the first step is refused with the parameter's name.
+Some optimizers cannot step shards. torch would raise in the middle of the step, and name only the operation that
+DTensor does not support; here the step is refused with the parameter's name, of torch's own classes before it begins.
+Where each parameter is whole at an owner, optimizers of any other class step these, and ranks tell each other how the
+first steps went.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,13 +22,22 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import LBFGS, Adafactor, Adam, Optimizer
 
-from sherd._torch import dynamo_disabled, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from sherd._torch import (
+    asked_by_checkpointing,
+    dynamo_disabled,
+    put_around_step,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from sherd.comm.objects import all_gather_objects
 from sherd.engine.state.parameter import Owner, ShardedParameter, as_sharded, name_of, record_of
-from sherd.errors import OptimizerError, OptimStateError, in_short
+from sherd.errors import CommError, OptimizerError, OptimStateError, PlacementError, SherdError, in_short
+from sherd.tensor.optimizers import STEPPED, LocalStep, is_here, local_step_of
 from sherd.tensor.ragged import RaggedDTensor, local_part
 from sherd.tensor.state_kind import PlacesState, StateKind, state_kind
 
@@ -73,6 +85,10 @@ Foreign = Callable[[dict[str, Any], torch.Tensor, Mapping[str, object]], set[str
 """Returns the keys of a parameter's state that its group cannot use."""
 
 
+StepHook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]] | None]
+"""Returns other arguments for a step; None: it is left as it is."""
+
+
 class StepListener(Protocol):
     """Is called before each optimizer step."""
 
@@ -90,6 +106,8 @@ class _Watcher:
         self._listeners: weakref.WeakSet[StepListener] = weakref.WeakSet()
         self._installed = False
         self._news: list[News] = []
+        self._inside: list[StepHook] = []
+        self._completing: list[Callable[[Optimizer], object]] = []
 
     def announce(self, news: News) -> None:
         """Check every optimizer against `news`, at the optimizer's next step."""
@@ -125,6 +143,34 @@ class _Watcher:
                 self._load_hooked.add(optimizer)
             self._known[optimizer] = known = (_sizes(optimizer), owners)
         return known[1]
+
+    def inside_of_steps(self, hook: StepHook) -> None:
+        """Call `hook` when a step begins to compute, after all pre-hooks, which do not see what it changes."""
+        self._inside.append(hook)
+
+    def complete_with(self, complete: Callable[[Optimizer], object]) -> None:
+        """Call `complete` before torch's checkpointing reads an optimizer whose ranks step what they own."""
+        self._completing = [complete]
+
+    def before_state_dict(self, optimizer: Optimizer) -> None:
+        """Complete the state if torch's checkpointing, which all ranks call, is about to gather it."""
+        for complete in self._completing if asked_by_checkpointing() else ():
+            complete(optimizer)
+
+    def step_inside(self, plain: Callable[..., object], optimizer: Optimizer, *args: Any, **kwargs: Any) -> object:
+        """Call `plain`, the step of the optimizer's class, on what this optimizer is to step."""
+        for hook in self._inside:
+            if (changed := hook(optimizer, (optimizer, *args), kwargs)) is not None:
+                return plain(*changed[0], **changed[1])
+        try:
+            local = local_step_of(optimizer, bool(args or kwargs))
+            if local is not None and local.of_owners:
+                return _step_at_owners(local, plain, optimizer, *args, **kwargs)
+            with contextlib.nullcontext() if local is None else local.lent_to(optimizer):
+                return plain(optimizer, *args, **kwargs)
+        except Exception as error:
+            _explain(optimizer, error)
+            raise
 
     def _warn(self, optimizer: Optimizer, owners: list[weakref.ref[Owner]]) -> None:
         """Warn of parameters that a model gained or lost, and that `optimizer` lacks or still holds."""
@@ -183,6 +229,7 @@ class _Watcher:
         return {**state_dict, "state": {key: each for key, each in state.items() if each}, "param_groups": groups}
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        put_around_step(type(optimizer), _around)
         owners = [owner for ref in self.adopt(optimizer) if (owner := ref()) is not None]
         for owner in owners:
             owner.before_step()
@@ -238,7 +285,9 @@ def _owned(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _sizes(optimizer: Optimizer) -> tuple[int, ...]:
-    return tuple(len(group["params"]) for group in optimizer.param_groups)
+    """Returns the size of each group, and the ids of its ends, which tell of a list that was replaced."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    return tuple(each for group in groups for each in (len(group), *map(id, (*group[:1], *group[-1:]))))
 
 
 def _adopt(optimizer: Optimizer) -> list[weakref.ref[Owner]]:
@@ -351,6 +400,134 @@ def _has_state(optimizer: Optimizer) -> OptimizerError:
 
 
 watcher = _Watcher()
+
+
+# Steps that compute on what this rank owns, and steps that cannot
+
+COMPARED = (1, 2, 4)
+"""The steps after which ranks that step what they own tell each other what went wrong, and what they have computed."""
+
+_num_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+def _around(plain: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(plain)
+    def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> object:
+        if torch.compiler.is_compiling():
+            return plain(optimizer, *args, **kwargs)
+        return watcher.step_inside(plain, optimizer, *args, **kwargs)
+
+    return step
+
+
+def _step_at_owners(
+    local: LocalStep, plain: Callable[..., object], optimizer: Optimizer, *args: Any, **kwargs: Any
+) -> object:
+    """Step the parameters that this rank holds as a whole.
+
+    Raises:
+        OptimizerError: on all ranks, if the step fails on one of them in one of the first steps.
+    """
+    number = _num_steps[optimizer] = _num_steps.get(optimizer, 0) + 1
+    if number == 1:
+        optimizer.register_state_dict_pre_hook(watcher.before_state_dict)
+    before = _numbers_of(optimizer) if number in COMPARED else {}
+    args = tuple(local.around_closure(optimizer, each) if callable(each) else each for each in args)
+    if callable(closure := kwargs.get("closure")):
+        kwargs["closure"] = local.around_closure(optimizer, closure)
+    failure, result = None, None
+    try:
+        with local.lent_to(optimizer):
+            result = plain(optimizer, *args, **kwargs)
+    except CommError:
+        raise
+    except Exception as error:
+        if number not in COMPARED:
+            raise
+        failure = error
+    if number in COMPARED:
+        now = _numbers_of(optimizer)
+        _tell(optimizer, failure, {key: now[key] for key in now if repr(now[key]) != repr(before.get(key))})
+    return result
+
+
+def _tell(optimizer: Optimizer, failure: Exception | None, computed: dict[str, object]) -> None:
+    """Tell all ranks of a failure on one of them, and warn of numbers that the step has computed on each by itself."""
+    kind, rank = type(optimizer).__name__, dist.get_rank()
+    words = failure and f"{type(failure).__name__}: {failure}"[:500]
+    reports = {rank: (words, computed)}
+    records = [record for each in _present(optimizer).values() if (record := record_of(each)) is not None]
+    for group in {id(group): group for record in records for group in record.mesh.piece_groups}.values():
+        for others in all_gather_objects(reports, f"the comparison of {kind}'s first steps", group):
+            reports |= others
+    failed = {each: said for each, (said, _) in sorted(reports.items()) if said}
+    if failed:
+        first, said = next(iter(failed.items()))
+        own = [record.name for record in records if is_here(record.shard)]
+        here = f"; this rank's are {in_short(own)}" if own else "; this rank has none"
+        raise OptimizerError(
+            f"{kind} cannot step the parameters that ranks {list(failed)} own{here}. Rank {first}: {said}. It gets "
+            "each parameter on one rank; replicate(model) gives it all of them on every rank"
+        ) from failure
+    keys = dict.fromkeys(key for _, of_rank in reports.values() for key in of_rank)
+    differing = [key for key in keys if len({repr(of_rank.get(key)) for _, of_rank in reports.values()}) > 1]
+    if differing and _num_steps[optimizer] < 2 * COMPARED[-1]:
+        of_ranks = ", ".join(
+            f"{of_rank.get(differing[0])} on rank {each}" for each, (_, of_rank) in sorted(reports.items())
+        )
+        adds_up = any(group.get("fsdp_in_use") is False for group in optimizer.param_groups)
+        remedy = "build it with fsdp_in_use=True, so that it adds them up" if adds_up else "replicate(model) instead"
+        warnings.warn(
+            f"{kind} computes {in_short(differing)} from the parameters that it steps, and each rank steps those that "
+            f"it owns: {differing[0]} is {of_ranks}. It does not train as in one process; {remedy}",
+            stacklevel=3,
+        )
+        _num_steps[optimizer] = 2 * COMPARED[-1]
+
+
+def _numbers_of(optimizer: Optimizer) -> dict[str, object]:
+    """Returns the numbers that an optimizer keeps in its groups and attributes, by their place."""
+    places = [
+        (f"param_groups[{at}][{key!r}]", group[key]) for at, group in enumerate(optimizer.param_groups) for key in group
+    ]
+    found = {key: value for key, value in (*places, *vars(optimizer).items()) if not key.startswith("_")}
+    numbers = {
+        key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for key, value in found.items()
+    }
+    return {key: value for key, value in numbers.items() if type(value) in (int, float, bool)}
+
+
+def _explain(optimizer: Optimizer, error: Exception) -> None:
+    """Raise what `error`, in which a step of sharded parameters has ended, means, if it is that they are sharded.
+
+    Raises:
+        OptimStateError: state has another shape than its parameter.
+        OptimizerError: the step is not written for shards.
+    """
+    if isinstance(error, SherdError) and type(error) is not PlacementError:
+        return
+    records = [record for each in _present(optimizer).values() if (record := record_of(each)) is not None]
+    cut = [each.name for each in records if not all(of.is_replicate() for of in each.shard_spec.placements)]
+    for parameter, state in optimizer.state.items() if type(optimizer) in STEPPED else ():
+        for key, value in state.items():
+            if state_kind(key, value, parameter.shape, local_part(parameter).shape) is StateKind.OTHER:
+                raise OptimStateError(
+                    f"{name_of(parameter)}: its state {key!r} has shape {tuple(value.shape)}; give the whole tensor, "
+                    f"{tuple(parameter.shape)}, or this rank's part, {tuple(local_part(parameter).shape)}"
+                ) from error
+    text = str(error)
+    is_of_sharding = (
+        type(error) in (PlacementError, NotImplementedError)
+        or (type(error) is AssertionError and not text)
+        or any(word in text for word in ("DTensor", "placement", "sharding", "redistribute"))
+    )
+    if cut and is_of_sharding and type(optimizer) not in STEPPED:
+        raise OptimizerError(
+            f"{type(optimizer).__name__} cannot step {in_short(cut)} as sharded: its step ended in "
+            f"{type(error).__name__}{f': {text}' if text else ''}; {_USE_OWNED}"
+        ) from error
+
 
 STEP_MATRICES = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
 """Optimizers of torch that step whole matrices."""
