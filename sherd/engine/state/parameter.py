@@ -182,6 +182,15 @@ class Owner(Protocol):
 
     id: int
     compared: Compared
+    was_unsynced: bool
+
+    @property
+    def name(self) -> str:
+        """The name of its module in the model."""
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients wait for a reduction."""
 
     def shards_written(self) -> None:
         """Note that shards have new values: unsharded parameters made from the old ones are stale."""
