@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 
 def of_containers(module: nn.Module) -> None:
@@ -89,6 +90,15 @@ def of_optim_input(optim_input: object) -> None:
     """Warn of the argument `optim_input`, if given."""
     if optim_input is not None:
         _warn_of_old("the argument `optim_input` is deprecated, as in torch; give the optimizer, as optim, instead")
+
+
+def of_empty_state(optim: Optimizer) -> None:
+    """Warn that an optimizer that keeps state is given none."""
+    if any(group.get("momentum", True) for group in optim.param_groups):  # SGD without momentum keeps none
+        _warn(
+            f"the optimizer state to load has no parameter's state, so {type(optim).__name__} begins anew. A state "
+            "that torch.distributed.checkpoint is to fill must be of an optimizer that has stepped once"
+        )
 
 
 def _warn(text: str, frames: int = 0) -> None:

@@ -46,7 +46,7 @@ def test_what_torchrun_sets_is_enough():
     sherd.fully_shard(Block())(torch.ones(1, 8))
 
 
-@on_threads(2)
+@on_processes(2)
 def test_an_optimizer_that_steps_while_gradients_wait_is_told_once():
     def unsynced(model):
         model.set_requires_gradient_sync(False)
