@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from sherd.comm.failures import own_rank
+
 
 def of_containers(module: nn.Module) -> None:
     """Warn if the wrapped module is a list or a dict of modules, which has no forward that would gather."""
@@ -73,12 +75,13 @@ def of_many_copies() -> None:
 
 
 def of_state_dict_type(for_a_while: bool) -> None:
-    """Warn of FSDP1's functions for the kind of state dict. `for_a_while` means in a `with` statement."""
-    _warn_of_old(
-        "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated, as in torch: get_state_dict() and "
-        "set_state_dict() of torch.distributed.checkpoint.state_dict serve both front ends",
-        frames=1 if for_a_while else 0,
-    )
+    """Warn rank 0 of FSDP1's functions for the kind of state dict. `for_a_while` means in a `with` statement."""
+    if own_rank() == 0:
+        _warn_of_old(
+            "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated, as in torch: get_state_dict() and "
+            "set_state_dict() of torch.distributed.checkpoint.state_dict serve both front ends",
+            frames=1 if for_a_while else 0,
+        )
 
 
 def of_old_name(old: str, new: str) -> None:

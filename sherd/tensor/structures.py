@@ -144,14 +144,12 @@ def _mapped_in_cycles(
             copies[id(each)] = change(each)
             is_changed |= copies[id(each)] is not each
         elif isinstance(each, Mapping):
-            copies |= {id(key): key for key in each}
-            waiting.extend(reversed(list(each.values())))
+            waiting.extend(reversed([*each, *each.values()]))
         elif isinstance(each, (list, tuple, set, frozenset)):
             waiting.extend(reversed(list(each)))
         elif see is None and dataclasses.is_dataclass(each) and not isinstance(each, type):
-            fields = {field.name: getattr(each, field.name, None) for field in dataclasses.fields(each)}
-            copies |= {id(other): other for name, other in getattr(each, "__dict__", {}).items() if name not in fields}
-            waiting.extend(reversed(fields.values()))
+            names = {**dict.fromkeys(field.name for field in dataclasses.fields(each)), **getattr(each, "__dict__", {})}
+            waiting.extend(getattr(each, name, None) for name in reversed(names))
         else:
             copies[id(each)] = each
             if see is not None:

@@ -422,9 +422,9 @@ class Unit:
             watcher.sharded_again()
 
     @property
-    def has_unreduced(self) -> bool:
-        """Whether gradients wait for a reduction, or for the second half of one."""
-        return self.backward.has_unreduced
+    def unsynced(self) -> str:
+        """The unit's name if gradients wait for a reduction, or for the second half of one; else empty."""
+        return self.name if self.backward.has_unreduced else ""
 
     def before_step(self) -> None:
         """Take values that the user gave to shards: an optimizer is about to step them.

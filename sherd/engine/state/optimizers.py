@@ -206,10 +206,10 @@ class _Watcher:
         owners = [owner for ref in self.adopt(optimizer) if (owner := ref()) is not None]
         for owner in owners:
             owner.before_step()
-            if owner.was_unsynced and optimizer not in self._told and owner.has_unreduced:
+            if owner.was_unsynced and optimizer not in self._told and (name := owner.unsynced):
                 self._told.add(optimizer)
                 warnings.warn(
-                    f"{type(optimizer).__name__} steps while gradients of unit {owner.name} wait for a reduction, so "
+                    f"{type(optimizer).__name__} steps while gradients of unit {name} wait for a reduction, so "
                     "this step does without them: call set_requires_gradient_sync(True) before the last backward of "
                     "a step, leave no_sync() before it, or use sherd.accumulate",
                     stacklevel=4,

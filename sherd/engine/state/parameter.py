@@ -185,12 +185,8 @@ class Owner(Protocol):
     was_unsynced: bool
 
     @property
-    def name(self) -> str:
-        """The name of its module in the model."""
-
-    @property
-    def has_unreduced(self) -> bool:
-        """Whether gradients wait for a reduction."""
+    def unsynced(self) -> str:
+        """The unit's name if gradients wait for a reduction, else empty."""
 
     def shards_written(self) -> None:
         """Note that shards have new values: unsharded parameters made from the old ones are stale."""
