@@ -133,6 +133,8 @@ def differences(
             if item != PER_RANK and (tensors or not model_only):
                 with_them = f", with {len(tensors)} tensors" if tensors else ""
                 yield TensorDifference(item, f"is missing in {'B' if item in values_a else 'A'}{with_them}")
+            values_a.pop(item, None)
+            values_b.pop(item, None)
     models = tuple(f"{item}/" for each in (a, b) for item in each.contents.of_kind("module"))
     for name in sorted(dict.fromkeys([*specs_a, *specs_b]), key=lambda name: not name.startswith(models)):
         of_a, of_b = specs_a.get(name), specs_b.get(name)
@@ -146,8 +148,7 @@ def differences(
             if difference is not None:
                 yield difference
     if not model_only:
-        common = values_a.keys() & values_b.keys()
-        yield from _in_values(*({each: of[each] for each in of if each in common} for of in (values_a, values_b)), "")
+        yield from _in_values(values_a, values_b, "")
 
 
 def _values_of_both(a: dict[str, Any], b: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -100,7 +100,8 @@ def _copied_per_second() -> float:
     for _ in range(REPEATED[LARGE]):
         target.copy_(source)
     mine = REPEATED[LARGE] * LARGE / (time.perf_counter() - begin) / 1e9
-    return min(all_gather_objects(mine, "the speed of copies"))
+    rates: list[float] = all_gather_objects(mine, "the speed of copies")
+    return min(rates)
 
 
 def _why(chosen: str, group: dist.ProcessGroup, why_not: dict[str, str]) -> tuple[str, str]:
