@@ -24,6 +24,9 @@ from sherd.errors import UnsupportedError
 _CLOSED = frozenset((str, bytes, int, bool, float, complex, type(None), torch.dtype, torch.device))
 """The types that hold no tensor."""
 
+Change = Callable[[torch.Tensor], torch.Tensor]
+See = Callable[[object], None] | None
+
 _PLAIN = _CLOSED | {list, tuple, dict, set, frozenset}
 
 MOST_OBJECTS = 10_000
@@ -94,7 +97,7 @@ def _is_closed(values: Collection[object]) -> bool:
     return False
 
 
-def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def map_tensors(change: Change, value: Any) -> Any:
     """Returns `value` with every tensor changed. Containers of changed tensors are rebuilt, all else is the same.
 
     Raises:
@@ -108,7 +111,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
         return _mapped_in_cycles(change, value, None)
 
 
-def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any, see: Callable[[object], None] | None) -> Any:
+def _mapped(change: Change, value: Any, see: See) -> Any:
     """Returns what `map_tensors` does. `see`, if given, is called with each object that is no tensor or container."""
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -128,9 +131,7 @@ def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any, see: Cal
     return value
 
 
-def _mapped_in_cycles(
-    change: Callable[[torch.Tensor], torch.Tensor], value: Any, see: Callable[[object], None] | None
-) -> Any:
+def _mapped_in_cycles(change: Change, value: Any, see: See) -> Any:
     """Returns what `_mapped` does, for containers that contain themselves."""
     copies: dict[int, Any] = {}  # what a deep copy shall take for an object: its containers alone are copied
     seen: set[int] = set()
@@ -163,9 +164,7 @@ def _mapped_in_cycles(
         ) from None
 
 
-def _map_mapping(
-    change: Callable[[torch.Tensor], torch.Tensor], value: Mapping[Any, Any], see: Callable[[object], None] | None
-) -> Any:
+def _map_mapping(change: Change, value: Mapping[Any, Any], see: See) -> Any:
     new = {key: _mapped(change, each, see) for key, each in value.items()}
     changed = {key: each for key, each in new.items() if each is not value[key]}
     if not changed:
@@ -179,7 +178,7 @@ def _map_mapping(
     return rebuilt
 
 
-def _map_dataclass(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def _map_dataclass(change: Change, value: Any) -> Any:
     changed = {}
     for field in dataclasses.fields(value):
         before = getattr(value, field.name, None)

@@ -450,20 +450,18 @@ def check_loaded(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 
     torch compares neither shapes nor algorithms. Another algorithm's state is warned of.
     """
-    pairs = [
-        (parameter, key)
-        for group, given in zip(optimizer.param_groups, state_dict["param_groups"], strict=False)
-        for parameter, key in zip(group["params"], given["params"], strict=False)
-    ]
-    states = {name_of(parameter): state_dict["state"].get(key, {}) for parameter, key in pairs}
-    if why := watcher.of_another_algorithm(optimizer, states):
+    why = ""
+    for group, given in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        for parameter, key in zip(group["params"], given["params"], strict=False):
+            kept, shape, local = optimizer.state.get(parameter, {}), parameter.shape, local_part(parameter).shape
+            state = state_dict["state"].get(key, {})
+            why = why or watcher.of_another_algorithm(optimizer, {name_of(parameter): state})
+            for name, value in state.items():
+                kinds = [state_kind(name, each, shape, local) for each in (kept.get(name), value)]
+                if kinds == [StateKind.ELEMENTS, StateKind.OTHER] and value.shape != shape:
+                    raise OptimStateError(
+                        f"{name_of(parameter)}: its state {name!r} has shape {tuple(shape)}, and {tuple(value.shape)} "
+                        "in what is loaded; load it into the model that it was saved from"
+                    )
+    if why:
         warnings.warn(why, stacklevel=3)
-    for parameter, key in pairs:
-        kept, shape, local = optimizer.state.get(parameter, {}), parameter.shape, local_part(parameter).shape
-        for name, value in state_dict["state"].get(key, {}).items():
-            kinds = [state_kind(name, each, shape, local) for each in (kept.get(name), value)]
-            if kinds == [StateKind.ELEMENTS, StateKind.OTHER] and value.shape != shape:
-                raise OptimStateError(
-                    f"{name_of(parameter)}: its state {name!r} has shape {tuple(shape)}, and {tuple(value.shape)} "
-                    "in what is loaded; load it into the model that it was saved from"
-                )
