@@ -116,7 +116,8 @@ def _mapped(change: Change, value: Any, see: See) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        return value if _is_closed(value.values()) else _map_mapping(change, value, see)
+        is_closed = isinstance(value, dict) and _is_closed(value.values())
+        return value if is_closed else _map_mapping(change, value, see)
     if isinstance(value, (list, tuple, set, frozenset)):
         if _is_closed(value):
             return value
