@@ -73,9 +73,10 @@ def tensors_held_by(*roots: Any) -> Iterator[torch.Tensor]:
         elif not isinstance(value, (type, nn.Module, ModuleType)):
             if type(value).__module__ == "numpy":  # the garbage collector does not know the items of an array
                 within = list(islice(value.flat, MOST_OBJECTS)) if getattr(value, "dtype", None) == "object" else []
-            elif isinstance(value, (list, tuple, set, frozenset, deque, dict)):
-                within = list(islice(value.values() if isinstance(value, dict) else value, MOST_OBJECTS))
-                within += [vars(value)] if hasattr(value, "__dict__") else []
+            elif type(value) is dict:
+                within = [*islice(value, MOST_OBJECTS), *islice(value.values(), MOST_OBJECTS)]
+            elif type(value) in (list, tuple, set, frozenset, deque):  # not all of them, as the collector would give
+                within = list(islice(value, MOST_OBJECTS))
             else:
                 within = gc.get_referents(value)[:MOST_OBJECTS]
             waiting.extend(() if _is_closed(within) else within)
