@@ -1,7 +1,7 @@
 """Tries what a newcomer has after `pip install .`: torch, and nothing that torch does not bring along itself.
 
-The programs of README and docs/learn/first_steps.md run on 2 ranks, then `sherd train` for a few steps, and goes on by
---resume; what was trained is used, and a training planned.
+The programs of README, docs/learn/first_steps.md and examples/ run on 2 ranks. `sherd train` makes a few steps, and
+goes on by --resume; what was trained is used, and a training planned.
 """
 
 import importlib.util
@@ -30,6 +30,12 @@ def main() -> None:
         run("torchrun", "--nproc-per-node", "2", "tiny.py")
         Path("steps.py").write_text(program(ROOT / "docs/learn/first_steps.md"))
         run("torchrun", "--nproc-per-node", "2", "steps.py")
+        for example in sorted((ROOT / "examples").glob("*.py")):
+            said, others = example.read_text(), r"^(?:import|from) (?:lightning|ray)\b"
+            if not re.search(others, said, re.MULTILINE):
+                ((variables, words),) = re.findall(r"^ *((?:\w+=\S+ )*)torchrun (.*) examples/", said, re.MULTILINE)
+                os.environ.update(each.split("=") for each in variables.split())
+                run("torchrun", "--standalone", *words.split(), str(example))
         train = ("sherd", "train", "--nproc", "2", "--out", "run")
         run(*train, "--data", str(ROOT / "docs"), "--steps", "4", *TINY)
         assert "going on after step 4" in run(*train, "--resume", "--steps", "6"), "resumed"

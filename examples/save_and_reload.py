@@ -6,13 +6,13 @@ torchrun --nproc-per-node 2 examples/save_and_reload.py
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+import sherd
 from sherd import fully_shard
 
 
@@ -38,39 +38,37 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> f
     return loss.item()
 
 
-def save(folder: str) -> None:
+def save(folder: Path) -> None:
     """Each rank writes its own shards of the parameters and of the optimizer's moments."""
     model, optimizer = make(seed=0)
     train(model, optimizer, range(10))
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    sherd.save(folder, {"model": model, "optimizer": optimizer}, step=10)
     loss = train(model, optimizer, range(10, 20))  # what a reader that goes on should reach
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks saved step 10 and went on: loss {loss:.6f} at step 20")
 
 
-def reload(folder: str) -> None:
-    """Any number of ranks: a model with other weights says which shards it wants, and gets them."""
+def reload(folder: Path) -> None:
+    """Any number of ranks: a model with other weights reads the slices that its own shards need."""
     model, optimizer = make(seed=1)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    loss = train(model, optimizer, range(10, 20))
+    restored = sherd.load(folder, {"model": model, "optimizer": optimizer})
+    loss = train(model, optimizer, range(restored.step, 20))
     print(f"{dist.get_world_size()} rank read it and went on:          loss {loss:.6f} at step 20")
+    print(f"the checkpoint was {', '.join(sorted(os.listdir(restored.path)))}")
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    folders = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(folders)
-    save(folders[0])
+    rank, folder = (
+        dist.get_rank(),
+        Path(tempfile.gettempdir(), f"sherd-{os.environ['MASTER_PORT']}"),
+    )  # one for all ranks
+    save(folder)
     dist.destroy_process_group()
     if rank == 0:  # the next job, with one rank
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        reload(folders[0])
-        print(f"the checkpoint was {', '.join(sorted(os.listdir(folders[0])))}")
-        shutil.rmtree(folders[0])
+        reload(folder)
+        shutil.rmtree(folder)
         dist.destroy_process_group()
 
 

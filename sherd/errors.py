@@ -196,6 +196,6 @@ def reason_of(error: BaseException) -> str:
     return reason or type(error).__name__
 
 
-def in_short(names: Sequence[str], most: int = 8) -> str:
+def in_short(names: Sequence[str], most: int = 4) -> str:
     """Returns the first `most` of `names` for a message, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -10,6 +10,9 @@ from collections.abc import Collection
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+
+from sherd.comm.failures import own_rank
 
 
 def of_containers(module: nn.Module) -> None:
@@ -72,12 +75,13 @@ def of_many_copies() -> None:
 
 
 def of_state_dict_type(for_a_while: bool) -> None:
-    """Warn of FSDP1's functions for the kind of state dict. `for_a_while` means in a `with` statement."""
-    _warn_of_old(
-        "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated, as in torch: get_state_dict() and "
-        "set_state_dict() of torch.distributed.checkpoint.state_dict serve both front ends",
-        frames=1 if for_a_while else 0,
-    )
+    """Warn rank 0 of FSDP1's functions for the kind of state dict. `for_a_while` means in a `with` statement."""
+    if own_rank() == 0:
+        _warn_of_old(
+            "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated, as in torch: get_state_dict() and "
+            "set_state_dict() of torch.distributed.checkpoint.state_dict serve both front ends",
+            frames=1 if for_a_while else 0,
+        )
 
 
 def of_old_name(old: str, new: str) -> None:
@@ -89,6 +93,15 @@ def of_optim_input(optim_input: object) -> None:
     """Warn of the argument `optim_input`, if given."""
     if optim_input is not None:
         _warn_of_old("the argument `optim_input` is deprecated, as in torch; give the optimizer, as optim, instead")
+
+
+def of_empty_state(optim: Optimizer) -> None:
+    """Warn that an optimizer that keeps state is given none."""
+    if any(group.get("momentum", True) for group in optim.param_groups):  # SGD without momentum keeps none
+        _warn(
+            f"the optimizer state to load has no parameter's state, so {type(optim).__name__} begins anew. A state "
+            "that torch.distributed.checkpoint is to fill must be of an optimizer that has stepped once"
+        )
 
 
 def _warn(text: str, frames: int = 0) -> None:

@@ -189,6 +189,8 @@ def optim_state_dict_to_load(
     """
     full, config = _settings(model)
     state = from_rank0(optim_state_dict, group) if full and config._on_rank0_only else optim_state_dict
+    if isinstance(state, dict) and state.get("state") == {}:
+        advice.of_empty_state(optim)
     return to_load(Catalog(model), optim, state, is_named=is_named_optimizer, load_directly=load_directly)
 
 

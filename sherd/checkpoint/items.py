@@ -24,6 +24,7 @@ from sherd.checkpoint.pieces import local_shape_of, pieces_here
 from sherd.checkpoint.saving import Form, needs_comparison, state_by_name
 from sherd.checkpoint.tensor_bytes import DTYPES, read_into, read_tensor
 from sherd.checkpoint.tree import NOT_WRITTEN, Json, Tensors, decoded, encoded
+from sherd.engine import watcher
 from sherd.errors import CheckpointError, OptimStateError, SherdError
 from sherd.storage.files import Opened
 from sherd.storage.manifest import Entry
@@ -143,8 +144,8 @@ class ModuleItem(Item):
         known = {*own, *self.aliases(), *(name for name in stored if name.startswith(f"{prefix}{EXTRA}/"))}
         entries = {name: entry for name in own if (entry := manifest.entry(name)) is not None}
         return Misfit(
-            () if self.takes_what_fits else tuple(name for name in own if name not in entries),
-            frozenset() if self.takes_what_fits else frozenset(stored - known),
+            tuple(name for name in own if name not in entries),
+            frozenset(stored - known),
             tuple(why for name, entry in entries.items() if (why := _why_unfit(name, entry, own[name]))),
         )
 
@@ -245,6 +246,13 @@ class OptimizerItem(Item):
             for key, value in values.items():
                 if value is not None:
                     state[key] = _moved(value, entry.parameter.device)
+
+    def misfit(self, source: Opened) -> Misfit:
+        """Raises OptimStateError if the state is another algorithm's."""
+        state = self.json(source).get("state")
+        if why := watcher.of_another_algorithm(self._optimizer, state if isinstance(state, dict) else {}):
+            raise OptimStateError(f"{source.place}, item {self.name!r}: {why}")
+        return Misfit()
 
     def load(self, source: Opened, most_bytes: int) -> None:
         """Give the optimizer the state and the hyper-parameters, one parameter after the other."""

@@ -67,7 +67,8 @@ class Ranks:
             # A StorageError first: after it nobody may take the files for damaged.
             rank, (error_class, text) = min(failures.items(), key=lambda item: item[1][0] is not StorageError)
             where = f" on rank {rank}" if self.size > 1 else ""
-            others = f" (and on {len(failures) - 1} other ranks)" if len(failures) > 1 else ""
+            more = len(failures) - 1
+            others = f" (and on {more} other rank{'s' * (more > 1)})" if more else ""
             text = text if error_class is NoCheckpointError else f"{task} failed{where}: {text}{others}"
             raise error_class(text) from own
         return [cast(T, result) for _, result, _ in answers]

@@ -32,6 +32,9 @@ class Restored:
         values: the items that are neither modules nor have a state, by name, as they were saved.
         per_rank: this rank's argument `per_rank` of `save`, if as many ranks load as saved; else {}.
         passed_over: newer checkpoints that were not loaded, each with the reason.
+        missing: with `strict=False`, the names of the modules' tensors that the checkpoint lacks, and that kept their
+            values: "model/head.weight".
+        unexpected: with `strict=False`, the names in the checkpoint's modules that no rank's modules have.
     """
 
     step: int
@@ -41,6 +44,8 @@ class Restored:
     values: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, Any] = field(default_factory=dict)
     passed_over: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -179,17 +184,23 @@ def _loaded(
     """Load from `source`. Raises `_Damaged` on all ranks if a file has other bytes than were written."""
     task = f"the load of {source.place}"
     misfits = ranks.each(lambda: [item.misfit(source) for item in items], task)
+    left_out: dict[str, list[str]] = {"it lacks": [], "the model lacks": []}
     for item, *of_ranks in zip(items, *misfits, strict=True):
-        missing = [name for misfit in of_ranks for name in misfit.missing]
+        missing = list(dict.fromkeys(name for misfit in of_ranks for name in misfit.missing))
         unexpected = sorted(frozenset.intersection(*(misfit.unexpected for misfit in of_ranks)))
-        wrong = [text for misfit in of_ranks for text in misfit.wrong]
-        reasons = (("it lacks", missing), ("the model lacks", unexpected), ("in it", wrong))
-        words = "; ".join(f"{side} {in_short(list(dict.fromkeys(names)))}" for side, names in reasons if names)
-        if words:
-            raise CheckpointError(
-                f"{source.place}, item {item.name!r}, is of another model: {words}; load with strict=False to take the "
-                "names that both have"
+        wrong = list(dict.fromkeys(text for misfit in of_ranks for text in misfit.wrong))
+        names = {"it lacks": missing, "the model lacks": unexpected}
+        remedy = "load with strict=False to take the names that both have"
+        if item.takes_what_fits:
+            for side, of_item in names.items():
+                left_out[side] += of_item
+            names = {}
+        if wrong:
+            remedy = (
+                "build the model as it was saved: strict=False passes over names that differ, and over nothing else"
             )
+        if words := _in_words({**names, "in it": wrong}):
+            raise CheckpointError(f"{source.place}, item {item.name!r}, is of another model: {words}; {remedy}")
     values: dict[str, object] = {}
     own: dict[str, Any] = {}
 
@@ -212,4 +223,14 @@ def _loaded(
 
     _read_on_each(load_here, task, ranks)
     step, path, world_size = source.manifest.step, str(source.place), source.manifest.world_size
-    return Restored(step, path, world_size, source.manifest.user, values, own.get(GIVEN, {}), passed_over)
+    given = own.get(GIVEN, {})
+    if (words := _in_words(left_out)) and ranks.rank == 0:
+        rest = "What the checkpoint lacks keeps its values" if left_out["it lacks"] else "All else is loaded"
+        warnings.warn(f"{path}: strict=False has left out names: {words}. {rest}", stacklevel=4)
+    return Restored(
+        step, path, world_size, source.manifest.user, values, given, passed_over, *map(tuple, left_out.values())
+    )
+
+
+def _in_words(names: Mapping[str, list[str]]) -> str:
+    return "; ".join(f"{side} {in_short(each)}" for side, each in names.items() if each)

@@ -17,7 +17,7 @@ from typing import Any
 from sherd.cli.terminal import say
 from sherd.errors import CheckpointError, InputError, PolicyError
 from sherd.storage.folder import Folder
-from sherd.storage.places import place_of
+from sherd.storage.places import mode_of, place_of
 from sherd.tools.convert import inspecting, of_hf
 from sherd.tools.convert.contents import Source
 from sherd.tools.convert.formats import FORMATS, convert, open_source
@@ -25,6 +25,7 @@ from sherd.tools.convert.inspecting import damages, differences
 from sherd.tools.convert.mapping import numbers_of, rules_of
 from sherd.tools.convert.of_sherd import SherdSource
 from sherd.train.codes import NO_ROOM
+from sherd.train.saved import CHECKPOINTS, place_in
 
 __all__ = ["run"]
 
@@ -36,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     commands = {"convert": _convert, "inspect": _inspect, "verify": _verify, "diff": _diff, "prune": _prune}
     command = commands[args.interchange]
     try:
+        for name in vars(args).keys() & {"source", "other"}:
+            setattr(args, name, _meant(getattr(args, name)))
         code = command(args)
         sys.stdout.flush()
         return code
@@ -47,6 +50,19 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         say(f"sherd {args.interchange}: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
         return NO_ROOM
+
+
+def _meant(named: str) -> str:
+    """Returns the path of the checkpoints of the run in the folder `named`; if it is no run's, `named`."""
+    path = Path(named)
+    if not mode_of(path / CHECKPOINTS) or any(format.is_at(path) for format in FORMATS.values()):
+        return named
+    place = str(place_in(path))
+    if "://" in place:
+        raise InputError(
+            f"the run in {named} has its checkpoints at {place}; copy them to a disk, and name that folder"
+        )
+    return place
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -131,13 +147,17 @@ def _diff(args: argparse.Namespace) -> int:
         _progress("diff", a.contents.nbytes) as progress,
     ):
         found = list(differences(a, b, args.rtol, args.atol, args.model_only, progress))
+        models = {item for each in (a, b) for item in each.contents.of_kind("module")}
     if args.json:
         print(json.dumps({"a": args.source, "b": args.other, "differences": [_finite(asdict(each)) for each in found]}))
         return 1 if found else 0
     for each in found:
         most = "" if each.max_abs is None else f", at most by {each.max_abs:.6g} (relative {each.max_rel:.6g})"
         say(f"{each.name}: {each.what}{most}")
-    say(f"{len(found)} differences" if found else f"{args.source} and {args.other} are the same")
+    is_same_model = models and not any(each.name.partition("/")[0] in models for each in found)
+    beside = "the models are the same; beside them " if is_same_model else ""
+    many = f"{len(found)} difference{'s' * (len(found) > 1)}"
+    say(f"{beside}{many}" if found else f"{args.source} and {args.other} are the same")
     return 1 if found else 0
 
 

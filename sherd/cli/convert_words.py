@@ -25,7 +25,7 @@ def add_interchange(commands: Any) -> None:
     p = _command(
         commands, "convert", "write a checkpoint in another format, by parts: a model need not fit in memory", CODES
     )
-    p.add_argument("source", metavar="SRC", help="a file or folder")
+    p.add_argument("source", metavar="SRC", help="a file or folder, or a run's folder")
     p.add_argument("target", metavar="DST", help="a file or folder that is not there yet")
     _format(p, "--from", "SRC")
     p.add_argument(
@@ -42,17 +42,17 @@ def add_interchange(commands: Any) -> None:
     )
 
     p = _command(commands, "inspect", "show what a checkpoint of any format holds", CODES)
-    p.add_argument("source", metavar="PATH", help="a file or folder")
+    p.add_argument("source", metavar="PATH", help="a file or folder, or a run's folder")
     _format(p, "--from", "PATH")
 
     codes = f"exit code: 0, it is whole; 1, it is damaged; {BAD_INPUT}, it cannot be opened"
     p = _command(commands, "verify", "read all of a checkpoint, and compare it with its checksums", codes)
-    p.add_argument("source", metavar="PATH", help="a file or folder")
+    p.add_argument("source", metavar="PATH", help="a file or folder, or a run's folder")
     _format(p, "--from", "PATH")
 
     codes = f"exit code: 0, they are the same; 1, they differ; {BAD_INPUT}, one cannot be read"
     p = _command(commands, "diff", "compare two checkpoints of any formats, tensor by tensor", codes)
-    p.add_argument("source", metavar="A", help="a file or folder")
+    p.add_argument("source", metavar="A", help="a file or folder, or a run's folder")
     p.add_argument("other", metavar="B", help="a file or folder")
     _format(p, "--from", "A")
     _format(p, "--other-from", "B")
@@ -64,7 +64,7 @@ def add_interchange(commands: Any) -> None:
 
     codes = f"exit code: 0, done; {BAD_INPUT}, there is no such folder"
     p = _command(commands, "prune", "remove old checkpoints of sherd from a folder", codes)
-    p.add_argument("source", metavar="FOLDER", help="the folder that sherd.save was given")
+    p.add_argument("source", metavar="FOLDER", help="the folder that sherd.save was given, or a run's")
     p.add_argument("--keep-last", type=int, required=True, metavar="N", help="how many of the newest are kept")
     p.add_argument("--keep-every", type=int, metavar="N", help="those whose step is a multiple of N are kept, too")
     p.add_argument("--sweep", action="store_true", help="remove what saves have left that were never finished, too")

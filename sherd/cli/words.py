@@ -36,6 +36,9 @@ MANY_MACHINES = (
 )
 
 
+EXAMPLE = "for example: sherd train --data my_texts/ --steps 200, then sherd generate"
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose complaint is one line, like every other."""
 
@@ -45,15 +48,11 @@ class _Parser(argparse.ArgumentParser):
 
 @functools.cache
 def _parser() -> argparse.ArgumentParser:
-    top = _Parser(prog="sherd", description="Train models that do not fit one device.", allow_abbrev=False)
+    top = _Parser(
+        prog="sherd", description="Train models that do not fit one device.", epilog=EXAMPLE, allow_abbrev=False
+    )
     top.add_argument("--version", action="version", version=_versions())
     commands = top.add_subparsers(required=True, metavar="command")
-    add_uses(commands)
-    add_doctor(commands)
-    add_interchange(commands)
-    add_plan(commands)
-    add_report(commands)
-    add_compare(commands)
     p = commands.add_parser(
         "train",
         usage="sherd train [options] [section.field=value ...], in any order",
@@ -85,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
         help="record this step, the third from here unless told, as timeline.json in --out, for sherd report",
     )
     p.add_argument("--quiet", action="store_true", help="nothing on the screen but what goes wrong")
+    for add in (add_uses, add_plan, add_interchange, add_doctor, add_report, add_compare):
+        add(commands)
     return top
 
 

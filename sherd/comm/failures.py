@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,11 +20,17 @@ def unfinished(what: str, ranks: Sequence[int], error: Exception, peer: int | No
     with_whom = f" with rank {others[0]}" if len(others) == 1 else ""
     who = f"Rank {others[0]}" if len(others) == 1 else f"One of the ranks {ranks_in_short(others)}"
     return CommError(
-        f"{what} among ranks {ranks_in_short(ranks)} failed on rank {dist.get_rank()}{with_whom}: {error}. {who} has "
-        "died, has left, is late, or does not make this call (a branch on the rank?): look for the first error in the "
-        "logs of all ranks and start them again from the last checkpoint; this group is of no more use. If a rank was "
-        "only late, give init_process_group a longer timeout"
+        f"{what} among ranks {ranks_in_short(ranks)} failed on rank {dist.get_rank()}{with_whom}: "
+        f"{said_by_torch(error)}. {who} has died, has left, is late, or does not make this call (a branch on the "
+        "rank?): look for the first error in the logs of all ranks and start them again from the last checkpoint; this "
+        "group is of no more use. If a rank was only late, give init_process_group a longer timeout"
     )
+
+
+def said_by_torch(error: Exception) -> str:
+    """Returns what a backend's `error` says, without the source line before, and advice and frames after it."""
+    said = re.sub(r"^\[[^]]*\.\w+:\d+\] ", "", str(error))
+    return re.split(r" This is typically caused by|\nException raised from ", said)[0].rstrip(". ")
 
 
 @contextmanager

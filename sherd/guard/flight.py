@@ -5,7 +5,7 @@ too. The board's thread answers, with the stack of the main thread, for a rank w
 the rank that failed can name the ranks that have not come, and say where they are. A process that is gone does not
 answer, and is named for that.
 
-    SHERD_FLIGHT_DIR=/records torchrun ... train.py         the folder of the files; "" writes none
+    SHERD_FLIGHT_DIR=/records torchrun ... train.py         the folder of the files, not sherd-flights; "" writes none
     SHERD_FLIGHT_SIGNAL=SIGUSR1 torchrun ... train.py       all ranks write when one gets this signal
     sherd doctor /records                                   reads the files
 """
@@ -221,7 +221,7 @@ class Recorder:
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
         self._bounded = BoundedStore(store)  # for the main thread of a rank that fails
         self._logs: list[weakref.ref[CollectiveLog]] = []
-        folder = os.environ.get(FOLDER, ".")
+        folder = os.environ.get(FOLDER, "sherd-flights")
         self._folder = os.path.abspath(folder) if folder else ""
         own = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.job = store.compare_set("job", "", own).decode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NoReturn, Protocol, SupportsIndex
@@ -156,18 +155,6 @@ class RaggedDTensor(OwnDTensor):
             ]
             gathered = gathered.redistribute(mesh, chunks)
         return gathered.redistribute(mesh, wanted)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
-        if id(self) in memo:
-            copied: RaggedDTensor = memo[id(self)]
-            return copied
-        if not self.is_leaf:
-            raise PlacementError("only leaves of the autograd graph can be deep-copied; detach() the tensor first")
-        is_parameter = isinstance(self, nn.Parameter)
-        copied = _rebuilt(local_tensor(self).detach().clone(), spec_of(self), self.requires_grad, is_parameter)
-        memo[id(self)] = copied
-        give_attributes(copied, copy.deepcopy(vars(self), memo))
-        return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         spec = spec_of(self)

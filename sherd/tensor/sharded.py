@@ -30,7 +30,7 @@ from sherd._torch import (
     replace_local_tensor,
     spec_of,
 )
-from sherd.errors import WriteBackError
+from sherd.errors import PlacementError, WriteBackError
 from sherd.tensor.gather import part_given
 from sherd.tensor.placement import Places, places_of
 from sherd.tensor.table import SHARDED, Args, Aten, Kwargs, is_in_place, with_changed
@@ -73,6 +73,22 @@ class OwnDTensor(DTensor):
     def lies_as(self, other: DTensor) -> bool:
         """Returns True if both tensors have the same elements on the same ranks."""
         return places_at(self).same_as(places_of(spec_of(other)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnDTensor:
+        # As torch copies a Parameter, without its gradient; other tensors have it copied.
+        if id(self) in memo:
+            known: OwnDTensor = memo[id(self)]
+            return known
+        if not self.is_leaf:
+            raise PlacementError("only leaves of the autograd graph can be deep-copied; detach() the tensor first")
+        copied: Any = self.around(local_tensor(self).detach().clone())
+        if isinstance(self, nn.Parameter):
+            copied = nn.Parameter(copied, self.requires_grad)  # of the class of its data
+        else:
+            copied.requires_grad_(self.requires_grad).grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = copied
+        give_attributes(copied, copy.deepcopy(vars(self), memo))
+        return copied  # type: ignore[no-any-return]
 
     @abstractmethod
     def around(self, local: torch.Tensor) -> OwnDTensor:

@@ -167,7 +167,9 @@ class _Watch:
                 self._told_at = self._said_at = now
                 self._still = STILL_S / 2
                 if self._stop.heard[0][0] == signal.SIGINT:
-                    say("stopping; Ctrl-C again to give up")
+                    if sys.stderr.isatty():
+                        print(file=sys.stderr)  # the terminal has put ^C beside the bar
+                    say("stopping; Ctrl-C again to give up without saving")
                 for rank in self._running:
                     rank.tell()
             if self._given_up(now):
@@ -206,7 +208,9 @@ class _Watch:
         who = _named(stopped or self._running)
         if stopped:
             who += f" (process {stopped[0].process.pid}, stopped by SIGSTOP; SIGCONT lets it go on)"
-        since = f" since {round(now - self._told_at)} s; Ctrl-C again to give up" if self._told_at else ""
+        since = (
+            f" since {round(now - self._told_at)} s; Ctrl-C again to give up without saving" if self._told_at else ""
+        )
         say(f"waiting for {who}{since}")
 
     def _end(self) -> int:

@@ -275,6 +275,7 @@ def train(
                 saver.save(trainer.done, trainer.config)
             if step.stop and not trainer.finished:
                 saver.settle()
+                report.over()
                 report.say(f"stopped after step {trainer.done}, which is saved; --resume goes on from there")
                 return False
             if _due(trainer.done, trainer.config.run.eval_every) and not trainer.finished:

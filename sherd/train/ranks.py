@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import struct
 import sys
@@ -15,6 +14,7 @@ from typing import TypeVar
 from torch import distributed as dist
 
 from sherd.comm.accelerator import backend
+from sherd.comm.failures import said_by_torch
 from sherd.comm.objects import all_gather_objects, broadcast_object, do_without_numpy
 from sherd.errors import CommError, SherdError
 from sherd.train.config import InputError
@@ -153,13 +153,7 @@ def lost_touch(error: RuntimeError) -> CommError | None:
     num_ranks = dist.get_world_size()
     who = f"rank {1 - dist.get_rank()}" if num_ranks == 2 else f"another one of {num_ranks} ranks"
     return CommError(
-        f"lost touch with {who}: {_in_short(error)}. That rank has died, has left, or is late by more than "
+        f"lost touch with {who}: {said_by_torch(error)}. That rank has died, has left, or is late by more than "
         "run.timeout, or the link to its machine is cut: look for the first error in the logs of all ranks, then start "
         "the run again with --resume"
     )
-
-
-def _in_short(error: RuntimeError) -> str:
-    """Returns what torch says, without the source line before and the advice after it."""
-    said = re.sub(r"^\[[^]]*\.\w+:\d+\] ", "", str(error))
-    return said.partition(" This is typically caused by")[0].rstrip(". ")

@@ -44,6 +44,9 @@ class Silent:
     def begin(self, done: int, steps: int) -> None:
         """Tell that steps begin: `done` of `steps` are done; 0 steps: not yet known how many."""
 
+    def over(self) -> None:
+        """Tell that no steps follow: what is said from now on stands below the bar."""
+
     def write(self, event: str, **record: Any) -> None:
         """Keep a record in metrics.jsonl."""
 
@@ -85,6 +88,9 @@ class RunReport(Silent):
 
     def begin(self, done: int, steps: int) -> None:
         self._display.begin(done, steps)
+
+    def over(self) -> None:
+        self._display.close()
 
     def write(self, event: str, **record: Any) -> None:
         self._metrics.write(json.dumps({"event": event, **record}) + "\n")
@@ -238,7 +244,7 @@ class RichDisplay(Display):
 
     def begin(self, done: int, steps: int) -> None:
         """Show the bar."""
-        self._task = self._progress.add_task("", total=steps or None, completed=done, figures="", left="?:??")
+        self._task = self._progress.add_task("", total=steps or None, completed=done, figures="", left="?")
         self._progress.start()
 
     def progress(self, step: int, record: Record) -> None:
@@ -280,6 +286,9 @@ def _fitting(figures: list[str], room: int) -> str:
 
 def _left(record: Record) -> str:
     if record["seconds_left"] is None:
-        return "?:??"
+        return "?"
     minutes, seconds = divmod(round(record["seconds_left"]), 60)
-    return f"{minutes}:{seconds:02}"
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min" if minutes else f"{seconds} s"

@@ -5,10 +5,12 @@ import gc
 import weakref
 
 import pytest
+import torch
 from torch import nn
 
 import sherd
-from sherd.errors import ModuleError, StateError
+from sherd import fully_shard
+from sherd.errors import ModuleError, ShardedAccessError, StateError
 from tests.adoption.adapters import LAYOUTS, Tied, adapt, assert_alike, net, sgd, shards, steps
 from tests.support.comparing import assert_same, whole_params
 from tests.support.models import noise
@@ -66,6 +68,31 @@ def test_ties_and_methods_are_copied():
     assert twin.head.weight is not model.head.weight
     assert twin.embed.weight.kind == "tied"
     assert_same(twin.encode(noise(0, 0)), model.encode(noise(0, 0)))
+
+
+@pytest.mark.parametrize("placement", [None, sherd.Flat(), sherd.Owned()], ids=str)
+def test_a_module_inside_of_a_unit_is_copied_with_its_shards_and_says_that_no_unit_gathers_them(threads, placement):
+    def copied():
+        model = fully_shard(nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 4))), placement=placement)
+        for when in ("before", "with gradients"):
+            first, inner = model[0], model[1]
+            for twin, original in zip(copy.deepcopy([first, inner]), (first, inner), strict=True):
+                assert_same(whole_params(twin), whole_params(original))
+                for one, other in zip(twin.parameters(), original.parameters(), strict=True):
+                    assert type(one) is type(other)
+                    assert isinstance(one, nn.Parameter), when
+                    assert one.placements == other.placements
+                    assert one.grad is None  # as of a plain Parameter
+                    one.data.zero_()
+                    assert other.full_tensor().abs().sum() > 0
+                with pytest.raises(ShardedAccessError, match=r"a deep copy of a module inside of unit Sequential"):
+                    twin(torch.ones(2, next(original.parameters()).shape[1]))
+            model(torch.ones(2, 4)).sum().backward()
+        gradient = first.weight.grad.clone().requires_grad_()
+        gradient.grad = gradient.detach() * 2
+        assert_same(copy.deepcopy(gradient).grad.full_tensor(), gradient.grad.full_tensor())
+
+    threads(2).run(copied)
 
 
 @on_threads(2)

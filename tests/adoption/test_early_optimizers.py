@@ -244,7 +244,7 @@ def test_an_optimizer_with_state_names_its_parameters(front):
     model = shards(model, front)
     for _ in range(2):
         model(noise(0, 0)).sum().backward()
-        said = "AdamW holds state for 0.0.weight, 0.0.bias, 0.2.weight, 0.2.bias, 1.0.weight"
+        said = "AdamW holds state for 0.0.weight, 0.0.bias, 0.2.weight, 0.2.bias"
         assert_step_refused(optimizer, said, "Build the optimizer after sharding", "set_optimizer_state_dict")
 
 

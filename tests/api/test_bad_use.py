@@ -247,7 +247,7 @@ def test_a_shard_whose_unit_is_gone_is_refused():
 @on_threads(2)
 def test_parameters_on_meta_are_named_at_the_first_forward_and_can_be_filled_then():
     model = sharded(build("mlp", device="meta"))
-    words = ("meta", "first.weight", "blocks.1", "to_empty", "reset_parameters")
+    words = ("meta", "first.weight", "blocks.0", "to_empty", "reset_parameters")
     assert_refuses(lambda: model(noise(0, dist.get_rank())), StateError, *words)
     model.to_empty(device="cpu")
     model.load_state_dict(build("mlp").state_dict())

@@ -47,6 +47,36 @@ def test_what_torchrun_sets_is_enough():
 
 
 @on_processes(2)
+def test_an_optimizer_that_steps_while_gradients_wait_is_told_once():
+    def unsynced(model):
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)  # too late
+        yield
+        yield
+
+    def synced(model):
+        for _ in range(3):
+            model.set_requires_gradient_sync(False)
+            model(torch.ones(1, 4)).sum().backward()
+            model.set_requires_gradient_sync(True)
+            yield
+
+    for loop, num_told in ((unsynced, 1), (synced, 0)):
+        model = sherd.fully_shard(nn.Sequential(sherd.fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number, _ in enumerate(loop(model)):
+                if loop is synced or number < 1:
+                    model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+        texts = [str(each.message) for each in caught]
+        assert len(texts) == num_told, (loop, texts)
+        assert all("SGD steps while gradients of unit " in text and "sherd.accumulate" in text for text in texts)
+
+
+@on_processes(2)
 def test_a_group_that_was_destroyed_is_told():
     group = dist.new_group()
     mesh = DeviceMesh.from_group(group, "cpu")

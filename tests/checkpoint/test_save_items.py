@@ -6,6 +6,8 @@ import os
 import random
 import threading
 import time
+import warnings
+from collections import OrderedDict
 from pathlib import Path
 from unittest import mock
 
@@ -13,9 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 import sherd
+from sherd import fully_shard
 from sherd.checkpoint import restoring, writing
 from sherd.errors import (
     CheckpointError,
@@ -173,8 +177,89 @@ def test_another_dtype_tied_weights_untied_and_a_part_of_a_larger_model(tmp_path
     assert torch.equal(tied.embed.weight, model.embed.weight)
     small, large = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     sherd.save(tmp_path / "small", {"model": small}, step=0)
-    sherd.load(tmp_path / "small", {"model": large}, strict=False)
+    with pytest.warns(UserWarning, match="left out"):
+        sherd.load(tmp_path / "small", {"model": large}, strict=False)
     assert torch.equal(large[0].weight, small[0].weight)
+
+
+@on_processes(2)
+def test_what_is_left_out_without_strict_is_returned_on_all_ranks_and_warned_of_on_rank_0(tmp_path):
+    def stack(*names, width=2):
+        return fully_shard(nn.Sequential(OrderedDict((name, nn.Linear(width, width)) for name in names)))
+
+    sherd.save(tmp_path, {"model": stack("a", "b", "c")}, step=1)
+    for names, missing, unexpected in ((("a", "d"), ("d",), ("b", "c")), ("bc", (), ("a",)), ("abcd", ("d",), ())):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            restored = sherd.load(tmp_path, {"model": stack(*names)}, strict=False)
+        for found, expected in ((restored.missing, missing), (restored.unexpected, unexpected)):
+            assert sorted(found) == sorted(f"model/{name}.{of}" for name in expected for of in ("weight", "bias"))
+        texts = [str(each.message) for each in caught if "left out" in str(each.message)]
+        assert len(texts) == (dist.get_rank() == 0), names
+        for name in (*restored.missing, *restored.unexpected) if texts else ():
+            assert name in texts[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        restored = sherd.load(tmp_path, {"model": stack(*"abc")}, strict=False)
+    assert (restored.missing, restored.unexpected) == ((), ())
+    for strict in (True, False):
+        with pytest.raises(CheckpointError, match=r"shape \(2, 2\), in the model \(3, 3\).*build the model as it was"):
+            sherd.load(tmp_path, {"model": stack(*"abc", width=3)}, strict=strict)
+
+
+MOVES = {
+    "Adam SGD": "exp_avg, exp_avg_sq of 0.weight, where it keeps momentum_buffer",
+    "AdamW Adagrad": "exp_avg, exp_avg_sq of 0.weight, where it keeps sum",
+    "Adam Adamax": "exp_avg, exp_avg_sq of 0.weight, where it keeps exp_avg, exp_inf",
+    "Adagrad AdamW": "sum of 0.weight",
+    "RMSprop SGD": "square_avg of 0.weight",
+    "SGD RMSprop": "momentum_buffer of 0.weight",
+    "Adam AdamW": None,
+    "SGD SGD": None,
+}
+
+
+def stepped(name, flat=False, steps=1):
+    """Returns a sharded model and an optimizer, which have made some steps."""
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4)), placement=sherd.Flat() if flat else None)
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.5 / (steps + 1), **options)
+    optimizer = sherd.flatten_optimizer(optimizer) if flat else optimizer
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@on_processes(2)
+def test_another_algorithms_state_is_refused_on_all_ranks_and_torchs_functions_warn_of_it(tmp_path):
+    for move, words in MOVES.items():
+        saved, loading = move.split()
+        model, optimizer = stepped(saved)
+        optimizer.state[next(model.parameters())]["by hand"] = 3
+        sherd.save(tmp_path / move, {"model": model, "optimizer": optimizer}, step=0)
+        state = get_optimizer_state_dict(model, optimizer)
+        for flat, steps in ((False, 0), (False, 1), (loading in ("SGD", "Adam", "AdamW"), 0)):
+            other, its = stepped(loading, flat, steps)
+            if words is None:
+                sherd.load(tmp_path / move, {"model": other, "optimizer": its})
+                assert its.param_groups[0]["lr"] == 0.25, move
+                continue
+            before, rate = whole(other.state_dict()), its.param_groups[0]["lr"]
+            with pytest.raises(OptimStateError) as raised:
+                sherd.load(tmp_path / move, {"model": other, "optimizer": its})
+            assert f"{loading} is given another algorithm's state" in str(raised.value)
+            assert words in str(raised.value)
+            assert_same(whole(other.state_dict()), before)
+            assert its.param_groups[0]["lr"] == rate
+        if move == "SGD RMSprop":
+            continue  # torch raises
+        other, its = stepped(loading)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            set_optimizer_state_dict(other, its, state)
+        warned = [str(each.message) for each in caught if "another algorithm's state" in str(each.message)]
+        assert len(warned) == (words is not None), (move, warned)
 
 
 def test_the_newest_is_loaded_a_named_step_and_what_was_passed_over_is_said(tmp_path):

@@ -111,6 +111,15 @@ def test_a_wait_that_has_become_long_is_told_before_the_timeout(folder, capfd, n
     assert capfd.readouterr().err == ""
 
 
+def test_records_lie_in_a_folder_of_their_own_unless_one_is_named(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SHERD_FLIGHT_DIR")
+    (one, _), (source, _), _ = recorders()
+    one.failed(source, "it failed", absent=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["sherd-flights"]
+    assert (tmp_path / "sherd-flights" / f"sherd-flight-{one.job}-rank0.json").exists()
+
+
 class GoneStore:
     """The store of a process that has died."""
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sherd.comm.failures import said_by_torch
 from sherd.comm.objects import all_gather_objects, broadcast_object, raw_bytes
 from tests.support.ranks.bodies import on_processes
 
@@ -31,6 +32,14 @@ def test_the_first_rank_of_a_group_is_who_sends():
     if rank > 0:
         assert broadcast_object(rank * "a", "a test", group) == "a"
         assert all_gather_objects(rank, "", group) == [1, 2]
+
+
+def test_of_what_torch_says_its_advice_its_source_line_and_its_frames_are_left_out():
+    said = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:5"
+    advice = ". This is typically caused by a process that has ended. GLHF!"
+    for text in (said, said + advice, f"{said}\nException raised from read at pair.cc:1\nframe #0: f", f"{said}."):
+        assert said_by_torch(RuntimeError(text)) == "Connection closed by peer [127.0.0.1]:5"
+    assert said_by_torch(ValueError("of ours")) == "of ours"
 
 
 def test_bytes_are_those_of_the_elements_that_a_view_shows():

@@ -91,13 +91,22 @@ def test_little_shared_memory_few_files_too_many_threads_and_an_old_torch_are_to
     assert "--shm-size" in found["/dev/shm"].remedy
     assert "ulimit -n" in found["open files"].remedy
     usable = len(os.sched_getaffinity(0))
-    (good,), (bad,) = machine.cores(2, max(1, usable // 2)), machine.cores(4, 4 * usable)
+    (good, _), (bad, _) = machine.cores(2, max(1, usable // 2)), machine.cores(4, 4 * usable)
     assert bad.verdict == WARNING
     assert "OMP_NUM_THREADS=" in bad.remedy
     assert good.verdict == (OK if usable > 1 else WARNING)
     for version, verdict in (("2.9.1", FAILURE), ("2.99.0+cpu", WARNING), ("2.12.0", OK)):
         monkeypatch.setattr(torch, "__version__", version)
         assert next(each for each in machine.versions() if each.name == "torch").verdict == verdict
+
+
+def test_a_load_above_the_cores_is_told(monkeypatch):
+    every = os.cpu_count()
+    for load, verdict in ((0.5 * every, OK), (1.5 * every, WARNING), (20 * every, WARNING)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        (told,) = (each for each in machine.cores(1, 1) if each.name == "load")
+        assert told.verdict == verdict
+        assert f"{load:.1f} on {every} cores" in told.value
 
 
 # Ranks
@@ -134,6 +143,22 @@ def spoilt(precision, model):
 
 
 shard = ranks._shard
+
+
+def slow_links():
+    """What ranks find where a collective is far slower than a copy, and where it is not."""
+    found = []
+    for seconds, copied in ((1e-3, 20.0), (1e-1, 20.0), (1e-1, 0.5)):
+        with (
+            mock.patch.object(ranks, "_seconds", lambda *_, seconds=seconds: seconds),
+            mock.patch.object(ranks, "_copied_per_second", lambda copied=copied: copied),
+        ):
+            found.append([each.verdict for each in ranks.transports() if "GB/s" in each.value])
+    return found, ranks._copied_per_second() > 0
+
+
+def test_a_link_that_is_far_slower_than_a_copy_is_told(world):
+    assert world(2).run(slow_links) == [([[OK] * 2, [WARNING] * 2, [OK] * 2], True)] * 2
 
 
 def wrong_findings():

@@ -65,6 +65,13 @@ def test_a_rank_that_wants_what_others_have_not_started_is_named(tmp_path):
     assert value == "left the common way at collective 2, at train.py:31: it gathers unit c (c.weight)"
 
 
+def test_a_folder_around_that_of_the_records_will_do(tmp_path):
+    (tmp_path / "sherd-flights").mkdir()
+    for rank in range(3):
+        write(tmp_path / "sherd-flights", rank, mesh(FORWARD[: 3 - rank]))
+    assert [name for name, _ in wrong(tmp_path)] == [name for name, _ in wrong(tmp_path / "sherd-flights")] != []
+
+
 def test_of_ranks_that_compare_those_that_are_fewer_are_named_and_of_two_both(tmp_path):
     for rank, wants in enumerate(("gathers unit b", "gathers unit c", "gathers unit b")):
         write(tmp_path, rank, mesh(FORWARD[:1], waits_s=0.1, wants=wants), failed=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -9,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -128,17 +130,87 @@ def test_what_holds_no_tensor_is_neither_walked_nor_copied():
         assert map_tensors(twice, value) is value
 
 
-def test_a_million_numbers_are_not_walked_and_what_contains_itself_is_refused_by_name():
-    numbers, seen = list(range(1_000_000)), []
-    holder = type("Holder", (), {})()
-    holder.numbers, holder.tensor = numbers, ONE
-    assert map_tensors(partial(torch.add, ONE), numbers, seen.append) is numbers
-    assert seen == []
-    assert tensors_in([holder, numbers], in_any_object=True) == [ONE]
+MANY = list(range(100_000))
+MANY_THINGS = {
+    "list": MANY,
+    "tuple": tuple(MANY),
+    "set": set(MANY),
+    "dict": dict.fromkeys(MANY, "text"),
+    "pairs": [[number, (number, "text")] for number in MANY],
+    "dicts": [{"number": number} for number in MANY],
+    "dataclass": Frozen(MANY, "f"),
+    "object": Plain(numbers=MANY),
+    "object with pairs": Plain(pairs=[[number, number] for number in MANY]),
+    "array": np.arange(100_000),
+    "array of objects": np.array(MANY, dtype=object),
+    "scalars of numpy": list(np.arange(100_000)),
+    "text": "text" * 100_000,
+}
+
+
+@pytest.mark.parametrize("in_any_object", [False, True])
+def test_what_cannot_hold_a_tensor_is_not_walked_element_by_element(in_any_object):
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += 1
+
+    for name, value in MANY_THINGS.items():
+        assert map_tensors(twice, value) is value, name
+        calls = 0
+        sys.setprofile(count)
+        try:
+            found = tensors_in((value, ONE), in_any_object)
+        finally:
+            sys.setprofile(None)
+        assert found == [ONE], name
+        assert calls < 1000, name
+
+
+def test_a_tensor_behind_many_numbers_is_found_and_changed():
+    for value in ([*MANY, ONE], {**dict.fromkeys(MANY, 0), "last": ONE}, [[number] for number in MANY] + [[ONE]]):
+        assert tensors_in(value) == [ONE]
+        assert tensors_in(map_tensors(twice, value)) == [2]
+    arrays = [np.arange(2)] * 100 + [array_of(ONE)]
+    assert tensors_in(arrays, in_any_object=True) == tensors_in(Plain(arrays=arrays), in_any_object=True) == [ONE]
+
+
+def circles():
+    """Yields values that contain themselves, each with ONE in it, and how to reach the value and ONE from it."""
+    listed = [ONE]
+    listed.append(listed)
+    yield listed, lambda value: (value[1], value[0])
+    mapped = OrderedDict(tensor=ONE)
+    mapped["child"] = {"parent": mapped}
+    yield mapped, lambda value: (value["child"]["parent"], value["tensor"])
     child = MadeOtherwise(2)
-    child.tensor, child.made_by = ONE, child
-    for whole in (child, [child], {"root": child}):
-        assert "a MadeOtherwise that a module takes or returns contains" in refusal(UnsupportedError, tensors_in, whole)
+    child.tensor, child.made_by = ONE, (child, "text")
+    yield child, lambda value: (value.made_by[0], value.tensor)
+
+
+def test_what_contains_itself_is_changed_as_a_whole():
+    for value, parts in circles():
+        assert tensors_in(value) == tensors_in([value]) == [ONE]
+        assert tensors_in(value, in_any_object=True) == [ONE]
+        assert map_tensors(same, value) is value
+        changed = map_tensors(twice, value)
+        assert parts(changed)[0] is changed
+        assert parts(changed)[1] == 2
+        assert parts(value)[1] is ONE
+    plain = Plain(tensor=ONE)
+    plain.itself = [plain]
+    plain.itself.append(plain.itself)
+    changed = map_tensors(twice, [ONE, plain])
+    assert changed[0] == 2
+    assert changed[1] is plain  # an object that is no container is handed on
+
+
+def test_a_long_linked_list_is_handed_on_and_refused_by_name_where_it_would_have_to_change():
+    linked = reduce(lambda inside, _: [inside], range(10_000), ONE)
+    assert tensors_in(linked) == [ONE]
+    assert map_tensors(same, linked) is linked
+    assert "a list that a module takes or returns has too many" in refusal(UnsupportedError, map_tensors, twice, linked)
 
 
 def test_a_container_none_of_whose_tensors_changed_is_returned_as_the_same_object():

@@ -133,6 +133,53 @@ def test_a_save_that_was_not_finished_is_told_by_inspect_and_beside_the_whole_on
     assert list(json.loads(run("verify", tmp_path / "a", "--json")[1])["not_whole"]) == ["50"]
 
 
+def test_a_runs_folder_stands_for_its_checkpoints_wherever_they_are(tmp_path, run):
+    for name, place in (("usual", tmp_path / "usual" / "checkpoints"), ("elsewhere", tmp_path / "other" / "place")):
+        out = tmp_path / name
+        out.mkdir()
+        (out / "metrics.jsonl").touch()
+        path = sherd.save(place, {"model": torch.nn.Linear(2, 2)}, step=4)
+        if name == "elsewhere":
+            (out / "checkpoints").write_text(f"{place}\n")
+        assert run("inspect", out)[1] == run("inspect", place)[1]
+        assert run("verify", out) == (0, f"step 4 of {place} is whole\n", "")
+        assert run("diff", out, path) == (0, f"{place} and {path} are the same\n", "")
+        assert run("convert", out, tmp_path / f"{name}.pt")[0] == 0
+        assert run("diff", tmp_path / f"{name}.pt", out)[0] == 0
+        assert run("prune", out, "--keep-last", "1")[:2] == (0, f"1 checkpoints are left in {place}\n")
+    (out / "checkpoints").write_text("s3://bucket/run\n")
+    code, _, said = run("inspect", out)
+    assert (code, "checkpoints at s3://bucket/run" in said or "fsspec" in said) == (2, True), said
+    (out / "checkpoints").unlink()
+    assert "if it is one, say so by --from" in run("inspect", out)[2]
+
+
+def test_what_formats_cannot_hold_is_no_difference_and_models_that_are_the_same_are_said_to_be(tmp_path, run):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    sherd.save(tmp_path / "a", {"model": model, "optimizer": optimizer}, step=1, per_rank={"seen": 3})
+    for source, target in (("a", "dcp"), ("dcp", "back"), ("a", "universal"), ("a", "model.pt")):
+        words = ["--to", target] if target in ("dcp", "universal") else []
+        assert run("convert", tmp_path / source, tmp_path / target, *words)[0] == 0
+        assert run("diff", tmp_path / "a", tmp_path / target) == (
+            0,
+            f"{tmp_path / 'a'} and {tmp_path / target} are the same\n",
+            "",
+        )
+    torch.save(model.state_dict(), tmp_path / "alone.pt")
+    lines = run("diff", tmp_path / "a", tmp_path / "alone.pt")[1].splitlines()
+    said = ["optimizer: is missing in B, with 4 tensors", "the models are the same; beside them 1 difference"]
+    assert lines == said
+    model.weight.data += 1
+    sherd.save(tmp_path / "b", {"model": model, "optimizer": optimizer}, step=1, per_rank={"seen": 4})
+    lines = run("diff", tmp_path / "a", tmp_path / "b")[1].splitlines()
+    assert lines[0].startswith("model/weight: 4 of 4")
+    assert "per_rank/0/given/seen: is 3 in A, 4 in B" in lines
+    assert "the models are the same" not in lines[-1]
+
+
 def test_inspect_leaves_the_states_of_random_generators_out(tmp_path, run):
     sherd.save(tmp_path, {"model": torch.nn.Linear(2, 2)}, step=1, per_rank={"seen": 12})
     code, out, _ = run("inspect", tmp_path)

@@ -67,7 +67,9 @@ def test_a_start_that_is_told_to_stop_leaves_one_line_a_code_of_its_own_and_no_f
     assert code == 130
     *before, last = run.words(".err").splitlines()
     before = [line for line in before if "waiting for rank" not in line]  # on a busy machine
-    assert before == (["sherd train: stopping; Ctrl-C again to give up"] if number == signal.SIGINT else [])
+    assert before == (
+        ["sherd train: stopping; Ctrl-C again to give up without saving"] if number == signal.SIGINT else []
+    )
     assert last.startswith("sherd train: stopped without saving; nothing was saved before")
     assert not run.out.exists()
 

@@ -23,7 +23,7 @@ def test_plain_lines_hold_every_figure_with_its_unit_and_leave_out_steps_that_fo
     PlainDisplay().progress(3, RECORD)
     assert capsys.readouterr().out == (
         "step      3/10  loss 1.733 nats  2.500 bits  12,346 tokens/s  lr 2.0e-03  gradient norm 0.52  "
-        "rank 0 holds 3 MiB  1:15 left\n"
+        "rank 0 holds 3 MiB  1 min left\n"
     )
     display = PlainDisplay()
     for step in range(1, 11):
@@ -33,7 +33,31 @@ def test_plain_lines_hold_every_figure_with_its_unit_and_leave_out_steps_that_fo
     PlainDisplay().progress(1, {**RECORD, "steps": 0, "seconds_left": None})
     line = capsys.readouterr().out
     assert line.startswith("step      1/?")
-    assert line.endswith("?:?? left\n")
+    assert line.endswith("  ? left\n")
+
+
+def test_the_time_that_is_left_is_said_in_hours_minutes_or_seconds(capsys):
+    for seconds, words in (
+        (0, "0 s"),
+        (59.6, "1 min"),
+        (75, "1 min"),
+        (4273, "1 h 11 min"),
+        (2.4e6, "666 h 40 min"),
+    ):
+        PlainDisplay().progress(3, {**RECORD, "seconds_left": seconds})
+        assert capsys.readouterr().out.endswith(f"  {words} left\n")
+
+
+def test_what_is_said_when_no_steps_follow_stands_below_the_bar(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    with RunReport(tmp_path) as report:
+        report.begin(0, 10)
+        report.step(**RECORD)
+        report.over()
+        report.say("stopped after step 3")
+    last = [line for line in capsys.readouterr().out.splitlines() if line.strip()][-1]
+    assert "stopped after step 3" in last
 
 
 def show_a_bar(said=None):
@@ -61,13 +85,13 @@ def test_a_terminal_gets_a_bar_with_the_same_figures_which_knows_the_number_of_s
 def test_a_bar_fits_its_terminal_and_drops_the_figures_that_matter_least(capsys, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setenv("TERM", "xterm")  # a dumb one has 80 columns, whatever it says
-    for columns in (40, 50, 80, 120):
+    for columns in (40, 51, 80, 120):
         monkeypatch.setenv("COLUMNS", str(columns))
         show_a_bar()
         last = capsys.readouterr().out.rstrip("\n").rpartition("\n")[2].rstrip()
         assert len(last) <= columns
         assert "loss 1.733 nats" in last, columns
-        assert last.endswith("3/10 loss 1.733 nats  2.500 bits 1:15 left") == (columns == 50)
+        assert last.endswith("3/10 loss 1.733 nats  2.500 bits 1 min left") == (columns == 51)
         assert ("lr 2.0e-03" in last, "rank 0 holds 3 MiB" in last) == (columns >= 80, columns >= 120)
     # A line longer than the terminal is left for it to break, so that it can be copied.
     monkeypatch.setenv("COLUMNS", "50")

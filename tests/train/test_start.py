@@ -93,7 +93,7 @@ def test_a_rank_that_is_stopped_is_named_and_a_second_ctrl_c_ends_all(capfd, mon
     first, *lines = capfd.readouterr().err.splitlines()
     stopped = r"rank 1 \(process \d+, stopped by SIGSTOP; SIGCONT lets it go on\)"
     assert re.fullmatch(rf"sherd train: waiting for {stopped}", first)
-    assert "sherd train: stopping; Ctrl-C again to give up" in lines
+    assert "sherd train: stopping; Ctrl-C again to give up without saving" in lines
     waiting = re.compile(rf"sherd train: waiting for {stopped} since \d+ s; Ctrl-C again .*")
     assert any(map(waiting.fullmatch, lines))
     assert lines[-2].startswith("sherd train: gave up on rank")

@@ -113,10 +113,11 @@ def warned(api, cases):
 @pytest.mark.parametrize(("num_ranks", "cases"), [(2, CASES), (1, OF_ONE_RANK)], ids=["two ranks", "one"])
 def test_the_wrapper_warns_where_fsdp1_does_in_the_same_category(world, num_ranks, cases):
     runs = (world(num_ranks).run(warned, api, list(cases)) for api in APIS)
-    for theirs, ours in zip(*runs, strict=True):
+    for rank, (theirs, ours) in enumerate(zip(*runs, strict=True)):
         for case, (_, expected) in cases.items():
             kinds = {kind for kind, _, _ in theirs[case]}  # it may say more, of what it calls itself
             assert kinds >= set(expected) if expected else not kinds, (case, theirs[case])
+            expected = [] if rank and case.startswith("the kind of state dict") else expected  # once is enough
             assert [kind for kind, _, _ in ours[case]] == expected, (case, ours[case])
             where = {name for _, _, name in ours[case]}
             assert where <= {__file__}, (case, where, "where the program calls, not where sherd does")

@@ -297,6 +297,7 @@ def test_a_flattened_optimizer_has_the_same_state(form):
     torch.testing.assert_close(train(again, other, AFTER), train(model, optimizer, AFTER))
 
 
+@pytest.mark.filterwarnings("ignore:the optimizer state to load has no:UserWarning")
 @pytest.mark.parametrize("form", FORMS)
 @on_threads(2)
 def test_subsets_outer_models_and_optimizers_without_state(form):
@@ -722,3 +723,18 @@ def test_states_go_to_torchs_fsdp1_and_come_back():
         model, optimizer = beside_torchs(FSDP, use_orig_params=True)
         FSDP.optim_state_dict_to_load(model, optimizer, given, load_directly=True)
         assert_same_state(FSDP.optim_state_dict(model, optimizer), expected, exact=False)
+
+
+@on_processes(2)
+def test_an_empty_state_to_load_is_warned_of_unless_the_optimizer_keeps_none():
+    model = FSDP(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    for kind, options, is_told in (
+        (torch.optim.AdamW, {}, True),
+        (torch.optim.SGD, {"momentum": 0.9}, True),
+        (torch.optim.SGD, {}, False),
+    ):
+        optimizer = kind(model.parameters(), lr=0.1, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            FSDP.optim_state_dict_to_load(model, optimizer, FSDP.optim_state_dict(model, optimizer))
+        assert any(f"{kind.__name__} begins anew" in str(each.message) for each in caught) == is_told, (kind, options)

@@ -27,6 +27,7 @@ from sherd.engine.run.unit import Unit
 from sherd.engine.state.parameter import ShardedParameter, record_of
 from sherd.errors import ShardedAccessError
 from sherd.schedule.state import Live
+from sherd.tensor.sharded import OwnDTensor
 from sherd.tensor.structures import tensors_in
 
 
@@ -67,8 +68,16 @@ def _records_on(module: nn.Module) -> Iterator[ShardedParameter]:
 def _refuse(touched: weakref.ref[Unit], module: nn.Module, args: Args, kwargs: Kwargs) -> None:
     """Raise `ShardedAccessError` if `module`, which shows shards, is about to compute with plain tensors."""
     unit = touched()
+    if unit is None or all(isinstance(each, DTensor) for each in tensors_in((args, kwargs))):
+        return
     sharded = [record for record in _records_on(module) if any(place.shows(record.shard) for place in record.places)]
-    if unit is None or not sharded or all(isinstance(each, DTensor) for each in tensors_in((args, kwargs))):
+    if not sharded:
+        if any(isinstance(each, OwnDTensor) and record_of(each) is None for each in module._parameters.values()):
+            raise ShardedAccessError(
+                f"{type(module).__name__}, a deep copy of a module inside of unit {unit.name}, was called at "
+                f"{users_line(sys._getframe())}: it has shards of the unit's parameters, but no unit gathers them. "
+                "Copy the whole unit; or make each parameter of the copy a Parameter of its full_tensor(), on all ranks"
+            )
         return
     method = _method_around(module)
     within = remedy = ""

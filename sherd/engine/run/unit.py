@@ -145,6 +145,7 @@ class Unit:
         self.ignored_names: tuple[str, ...] = ()
         self.runs = ModuleRuns(self._modules) if len(modules) > 1 else None
         self.lent: UnshardTerms | None = None
+        self.was_unsynced = False  # True once the policy had a backward leave gradients unreduced
         self.touch_hooks: list[TouchHook] = []
         self.compared = Compared()
         self.weights: list[Weights] = []
@@ -257,6 +258,7 @@ class Unit:
         """
         before, grouping = self.policy, self._grouping()
         self.policy = UnitPolicy(**(before.__dict__ | fields))  # faster than `replace`
+        self.was_unsynced |= not (self.policy.reduce_gradients and self.policy.all_reduce_gradients)
         self.compared.changed()
         if grouping == self._grouping():
             return
@@ -418,6 +420,11 @@ class Unit:
         """
         if self.policy.notices_replaced and notice_replaced(self.parameters):
             watcher.sharded_again()
+
+    @property
+    def unsynced(self) -> str:
+        """The unit's name if gradients wait for a reduction, or for the second half of one; else empty."""
+        return self.name if self.backward.has_unreduced else ""
 
     def before_step(self) -> None:
         """Take values that the user gave to shards: an optimizer is about to step them.

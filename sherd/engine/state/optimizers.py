@@ -104,6 +104,7 @@ class _Watcher:
         self._known = weakref.WeakKeyDictionary()
         self._load_hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._listeners: weakref.WeakSet[StepListener] = weakref.WeakSet()
+        self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._installed = False
         self._news: list[News] = []
         self._inside: list[StepHook] = []
@@ -137,7 +138,7 @@ class _Watcher:
             if optimizer not in self._load_hooked:
                 # An optimizer around another one, as accelerate's, may have no hooks; the one inside has.
                 with contextlib.suppress(AttributeError):
-                    optimizer.register_load_state_dict_pre_hook(require_shapes)
+                    optimizer.register_load_state_dict_pre_hook(check_loaded)
                     if isinstance(optimizer, Adam):
                         optimizer.register_load_state_dict_pre_hook(_without_muons)
                 self._load_hooked.add(optimizer)
@@ -228,11 +229,38 @@ class _Watcher:
             )
         return {**state_dict, "state": {key: each for key, each in state.items() if each}, "param_groups": groups}
 
+    @staticmethod
+    def of_another_algorithm(optimizer: Optimizer, states: Mapping[Any, Any]) -> str:
+        """Returns what `optimizer` cannot use in parameters' `states`, by name, in words; empty if there is nothing.
+
+        What Muon or SGD has left to Adam's kind is not meant: `fitting` drops it.
+        """
+        kind = getattr(optimizer, "_sherd_kind", type(optimizer))
+        wanted = _MOMENTS.get(kind.__name__, ()) if kind.__module__.startswith("torch.optim.") else ()
+        for name, state in states.items() if wanted else ():
+            known = _OF_ANY.intersection(state) if isinstance(state, Mapping) else set()
+            is_dropped = isinstance(optimizer, Adam) and watcher.not_adams(state)
+            if known and not is_dropped and not any(keys <= known for keys in wanted):
+                return (
+                    f"{kind.__name__} is given another algorithm's state: {', '.join(sorted(known))} of {name}, where "
+                    f"it keeps {' or '.join(', '.join(sorted(keys)) for keys in wanted)}; build the optimizer that was "
+                    "saved, or load the model alone"
+                )
+        return ""
+
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         put_around_step(type(optimizer), _around)
         owners = [owner for ref in self.adopt(optimizer) if (owner := ref()) is not None]
         for owner in owners:
             owner.before_step()
+            if owner.was_unsynced and optimizer not in self._told and (name := owner.unsynced):
+                self._told.add(optimizer)
+                warnings.warn(
+                    f"{type(optimizer).__name__} steps while gradients of unit {name} wait for a reduction, so "
+                    "this step does without them: call set_requires_gradient_sync(True) before the last backward of "
+                    "a step, leave no_sync() before it, or use sherd.accumulate",
+                    stacklevel=4,
+                )
         for listener in list(self._listeners):
             listener.before_step(optimizer, [owner.id for owner in owners])
 
@@ -576,18 +604,41 @@ def _without_muons(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     return watcher.fitting(optimizer, state_dict, lambda group, parameter, state: watcher.not_adams(state))
 
 
-def require_shapes(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+_MOMENTS: dict[str, tuple[set[str], ...]] = {
+    "SGD": ({"momentum_buffer"},),
+    "Muon": ({"momentum_buffer"},),
+    **dict.fromkeys(("Adam", "AdamW", "RAdam", "SparseAdam"), ({"exp_avg", "exp_avg_sq"},)),
+    "NAdam": ({"exp_avg", "exp_avg_sq", "mu_product"},),
+    "Adamax": ({"exp_avg", "exp_inf"},),
+    "Adagrad": ({"sum"},),
+    "Adadelta": ({"square_avg", "acc_delta"},),
+    "RMSprop": ({"square_avg"},),
+    "ASGD": ({"ax", "eta"},),
+    "Rprop": ({"prev", "step_size"},),
+    "Adafactor": ({"row_var", "col_var"}, {"variance"}),
+}
+"""The state of a parameter that an optimizer of torch.optim goes on from, by its class; one of the sets."""
+
+_OF_ANY = frozenset(key for each in _MOMENTS.values() for keys in each for key in keys)
+
+
+def check_loaded(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Raise `OptimStateError` if `optimizer` is about to load state that has not the shape of the parameter.
 
-    torch does not compare the shapes of loaded state.
+    torch compares neither shapes nor algorithms. Another algorithm's state is warned of.
     """
+    why = ""
     for group, given in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         for parameter, key in zip(group["params"], given["params"], strict=False):
             kept, shape, local = optimizer.state.get(parameter, {}), parameter.shape, local_part(parameter).shape
-            for name, value in state_dict["state"].get(key, {}).items():
+            state = state_dict["state"].get(key, {})
+            why = why or watcher.of_another_algorithm(optimizer, {name_of(parameter): state})
+            for name, value in state.items():
                 kinds = [state_kind(name, each, shape, local) for each in (kept.get(name), value)]
                 if kinds == [StateKind.ELEMENTS, StateKind.OTHER] and value.shape != shape:
                     raise OptimStateError(
                         f"{name_of(parameter)}: its state {name!r} has shape {tuple(shape)}, and {tuple(value.shape)} "
                         "in what is loaded; load it into the model that it was saved from"
                     )
+    if why:
+        warnings.warn(why, stacklevel=3)

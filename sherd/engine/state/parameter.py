@@ -182,6 +182,11 @@ class Owner(Protocol):
 
     id: int
     compared: Compared
+    was_unsynced: bool
+
+    @property
+    def unsynced(self) -> str:
+        """The unit's name if gradients wait for a reduction, else empty."""
 
     def shards_written(self) -> None:
         """Note that shards have new values: unsharded parameters made from the old ones are stale."""

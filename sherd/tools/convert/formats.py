@@ -63,7 +63,9 @@ def format_at(path: Path) -> str:
     """Returns the name of the format of the checkpoint at `path`. Raises CheckpointError if it is not known."""
     name = next((name for name, format in FORMATS.items() if format.is_at(path)), None)
     if name is None:
-        raise CheckpointError(f"{path} is no checkpoint of a known format; name one of {', '.join(FORMATS)}")
+        raise CheckpointError(
+            f"{path} is no checkpoint of a known format ({', '.join(FORMATS)}); if it is one, say so by --from"
+        )
     return name
 
 

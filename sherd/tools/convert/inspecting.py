@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sherd.checkpoint.tensor_bytes import DTYPES
-from sherd.checkpoint.writing import RANDOM
+from sherd.checkpoint.writing import PER_RANK, RANDOM
 from sherd.errors import CheckpointError
 from sherd.layout.boxes import spans, whole
 from sherd.storage.manifest import MANIFEST, name_in_file
@@ -118,13 +118,25 @@ def differences(
     """Yields what differs between two checkpoints.
 
     Tensors differ if one is missing, if shapes or dtypes differ, or if elements differ by more than `atol` + `rtol` *
-    |b|. Values, such as an optimizer's settings, are compared too.
+    |b|. Values, such as an optimizer's settings, are compared too. Models come first. What only one side knows of the
+    ranks that saved, and of an optimizer's class, is no difference: most formats cannot hold it.
 
     Raises:
         CheckpointError: one of the checkpoints is damaged.
     """
     specs_a, specs_b = _specs(a.contents, model_only), _specs(b.contents, model_only)
-    for name in dict.fromkeys([*specs_a, *specs_b]):
+    values_a, values_b = _values_of_both(dict(a.contents.values), dict(b.contents.values))
+    for item in dict.fromkeys([*values_a, *values_b, PER_RANK]):
+        if item not in values_a or item not in values_b:
+            tensors = {name for name in (*specs_a, *specs_b) if name.startswith(f"{item}/")}
+            specs_a, specs_b = ({name: s for name, s in of.items() if name not in tensors} for of in (specs_a, specs_b))
+            if item != PER_RANK and (tensors or not model_only):
+                with_them = f", with {len(tensors)} tensors" if tensors else ""
+                yield TensorDifference(item, f"is missing in {'B' if item in values_a else 'A'}{with_them}")
+            values_a.pop(item, None)
+            values_b.pop(item, None)
+    models = tuple(f"{item}/" for each in (a, b) for item in each.contents.of_kind("module"))
+    for name in sorted(dict.fromkeys([*specs_a, *specs_b]), key=lambda name: not name.startswith(models)):
         of_a, of_b = specs_a.get(name), specs_b.get(name)
         if of_a is None or of_b is None:
             yield TensorDifference(name, f"is missing in {'A' if of_a is None else 'B'}")
@@ -136,7 +148,18 @@ def differences(
             if difference is not None:
                 yield difference
     if not model_only:
-        yield from _in_values(dict(a.contents.values), dict(b.contents.values), "")
+        yield from _in_values(values_a, values_b, "")
+
+
+def _values_of_both(a: dict[str, Any], b: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the values without what most formats cannot hold, where one side lacks that."""
+    for one, other in ((a, b), (b, a)):
+        if PER_RANK not in other:
+            one.pop(PER_RANK, None)
+        for item in one.keys() & other.keys():
+            if "class" not in other[item]:
+                one[item] = {key: value for key, value in one[item].items() if key != "class"}
+    return a, b
 
 
 def _specs(contents: Contents, model_only: bool) -> dict[str, Spec]:

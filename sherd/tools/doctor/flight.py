@@ -13,7 +13,7 @@ from sherd.errors import CheckpointError, InputError
 from sherd.storage.places import read_file
 from sherd.tools.doctor.findings import FAILURE, Finding
 
-PATTERN = "sherd-flight-*.json"
+PATTERN, FOLDER = "sherd-flight-*.json", "sherd-flights"
 BRANCH = (
     "all ranks must run the same units in the same order: look for a branch on the rank or on the data at this line, "
     "or before it"
@@ -77,7 +77,11 @@ class Record:
 
 def read(paths: Sequence[Path]) -> list[Record]:
     """Returns the records of the newest job in these files and folders, in the order of ranks. Raises InputError."""
-    files = [file for path in paths for file in (sorted(path.glob(PATTERN)) if path.is_dir() else [path])]
+    files = [
+        file
+        for path in paths
+        for file in (sorted((*path.glob(PATTERN), *path.glob(f"{FOLDER}/{PATTERN}"))) if path.is_dir() else [path])
+    ]
     if not files:
         raise InputError(f"no {PATTERN} in {', '.join(map(str, paths))}")
     records = [_record_of(file) for file in files]

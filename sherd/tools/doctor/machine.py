@@ -114,6 +114,10 @@ def cores(num_ranks: int, threads: int) -> Iterator[Finding]:
     value = f"{usable} usable; {num_ranks} rank(s) with {threads} thread(s) each"
     # On an accelerator the host's threads have little to do.
     yield warned("environment", "cores", value, remedy if accelerator() is None else "")
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    remedy = "other processes want these cores (see top): end them, or all times are theirs, too, and ranks may be late"
+    every = os.cpu_count() or usable  # the load is that of the whole machine
+    yield warned("environment", "load", f"{load:.1f} on {every} cores", remedy if load > 1.25 * every else "")
 
 
 def memory(num_ranks: int) -> Iterator[Finding]:

@@ -26,6 +26,7 @@ from sherd.tools.verify.equivalence import verify_equivalence
 
 SMALL, LARGE = 4 * 2**10, 16 * 2**20  # bytes of the unsharded buffer of a collective
 REPEATED = {SMALL: 20, LARGE: 3}
+FAR_BELOW = 20  # ranks of one host share memory: all-gathers have a few times less than a copy
 APART_S = 0.1  # by a larger difference of clocks, lines of two logs appear in the wrong order
 WIDTH = 32
 
@@ -80,12 +81,27 @@ def transports() -> Iterator[Finding]:
     reason, remedy = _why(chosen, group, why_not)
     yield warned("links", "transport", f"auto is {chosen}: {reason}", remedy)
     yield Finding("links", "others", f"usable: {', '.join(usable)}" + "".join(f"; not {name}" for name in why_not))
+    one_host = len({*all_gather_objects(socket.gethostname(), "the names of hosts")}) == 1
+    copied = _copied_per_second() if one_host and device().type == "cpu" else 0.0
     for what in ("all-gather", "reduce-scatter"):
         seconds = {size: _seconds(usable["auto"], what, size) for size in (SMALL, LARGE)}
         rate = LARGE * (1 - 1 / group.size()) / seconds[LARGE] / 1e9
         value = f"{seconds[SMALL] * 1e6:,.0f} us for 4 KiB; {rate:.2f} GB/s into each rank for 16 MiB"
-        remedy = "" if rate > 0.05 else "the link is slow: check the interface, and what else uses link and cores"
+        value += f", where a copy has {copied:.2f}" if copied else ""
+        remedy = "the link is slow: check the interface, and what else uses link and cores"
+        remedy = remedy if rate < max(0.05, copied / FAR_BELOW) else ""
         yield warned("links", what, value, remedy)
+
+
+def _copied_per_second() -> float:
+    """Returns the GB that the slowest rank copies within its memory in a second, while all ranks do."""
+    source, target = torch.zeros(LARGE, dtype=torch.uint8), torch.zeros(LARGE, dtype=torch.uint8)
+    begin = time.perf_counter()
+    for _ in range(REPEATED[LARGE]):
+        target.copy_(source)
+    mine = REPEATED[LARGE] * LARGE / (time.perf_counter() - begin) / 1e9
+    rates: list[float] = all_gather_objects(mine, "the speed of copies")
+    return min(rates)
 
 
 def _why(chosen: str, group: dist.ProcessGroup, why_not: dict[str, str]) -> tuple[str, str]:
