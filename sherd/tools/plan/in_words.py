@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 
 import torch
 from torch import nn
 
 from sherd.api.blocks import repeated_blocks
 from sherd.tools.plan.planner import fully_shard_args
+from sherd.tools.simulate.costs import ACROSS
 from sherd.tools.simulate.goodput import Faults, goodput
 from sherd.tools.simulate.predict import Prediction
-from sherd.tools.simulate.search import Outcome, SearchResult
+from sherd.tools.simulate.room import Answer, Outcome, Room
+from sherd.tools.simulate.search import SearchResult
 from sherd.tools.simulate.settings import AXES, Settings
 from sherd.tools.simulate.timeline import Advice, Lane, Timeline
 from sherd.units import in_bytes, in_seconds, three_digits
@@ -22,26 +24,51 @@ WIDTH = 100
 """The longest line for a terminal."""
 
 
-def facts_of(prediction: Prediction, settings: Settings, limit: int, training: str) -> dict[str, str]:
+def facts_of(prediction: Prediction, settings: Settings, room: Room, training: str) -> dict[str, str]:
     """Returns the figures of a plan by name, in words. `training` names the dtype and the optimizer."""
+    verdict, published = verdict_of(prediction, room)
     cluster, mesh = prediction.cluster, prediction.mesh
     cost, per = cost_of(prediction)
     num_nodes, samples = -(-mesh.num_ranks // cluster.devices_per_node), settings.num_samples
     tokens = prediction.tokens_per_second * prediction.timeline.seconds / samples
     of = f" of {tokens:,.0f} tokens" if tokens else ""
     return {
+        "memory": f"{in_bytes(prediction.driver_bytes)} {verdict}",
+        **({"published": published} if published else {}),
         "training": f"{_number(samples, 'sample')}{of} in a step, {training}",
         "cluster": f"{mesh.num_ranks} x {cluster.device.name}, on {_number(num_nodes, 'node')}",
         "reserved": in_bytes(prediction.reserved_bytes),
-        "of the device": f"{in_bytes(prediction.driver_bytes)} of {in_bytes(limit)}",
+        **({"memory of a node": _of_node(prediction, room)} if prediction.host_bytes else {}),
         **({"tokens/s": f"{prediction.tokens_per_second:,.0f}"} if prediction.tokens_per_second else {}),
         "samples/s": three_digits(prediction.samples_per_second),
         "MFU": f"{prediction.mfu:.1%}",
         **{f"sent {link}": in_bytes(nbytes) for link, nbytes in prediction.sent.items()},
         **({f"{cluster.currency} {per}": f"{cost:.3g}"} if cost is not None else {}),
-        **{name: words for name, words in settings.in_words().items() if "micro_batch" not in name},
-        "micro-batches": f"{settings.micro_batches:,} of {_number(settings.micro_batch, 'sample')}",
+        **settings.in_words(),
     }
+
+
+def verdict_of(prediction: Prediction, room: Room) -> tuple[str, str]:
+    """Returns whether a step fits on a device, and how far published trainings were from their plans, if known."""
+    outcome, limit, published = prediction.outcome, room.device, room.published
+    lacks = outcome.nbytes - limit
+    answer = f"of {in_bytes(limit)}: {replace(room, host=None).answer(outcome).value}"
+    if published is None:
+        return answer + _too_much(lacks), ""
+    may_fit = lacks > 0 and outcome.nbytes * (1 + published.low) <= limit
+    return answer + _too_much(lacks), f"{published}{', so it may fit' if may_fit else ''}"
+
+
+def _of_node(prediction: Prediction, room: Room) -> str:
+    taken = prediction.outcome.host_bytes
+    if room.host is None:
+        return f"{in_bytes(taken)}; how much there is the cluster's file does not say (host_memory)"
+    fits = "" if taken <= room.host else ": does not fit"
+    return f"{in_bytes(taken)} of {in_bytes(room.host)}{fits}{_too_much(taken - room.host)}"
+
+
+def _too_much(lacks: int) -> str:
+    return f", too much by {in_bytes(lacks)}" if lacks > 0 else ""
 
 
 def _number(count: int, what: str) -> str:
@@ -61,6 +88,42 @@ def advice_of(settings: Settings, outcome: Outcome, other: Settings, of_other: O
     names = [name for name in settings.differing(other) if name != "micro_batches"]
     change = " and ".join(words[name] for name in names)
     return Advice(change, outcome.nbytes - of_other.nbytes, of_other.seconds - outcome.seconds)
+
+
+def compared(plans: Iterable[tuple[Prediction, Settings, Answer]], tokens: float | None) -> Iterator[str]:
+    """Yields a table of plans of one model, a row for each, with the time and price of a run over `tokens`."""
+    rows = []
+    for found, settings, answer in plans:
+        (cost, per), currency = cost_of(found), found.cluster.currency
+        speed, unit = (
+            (found.tokens_per_second, "tokens/s")
+            if found.tokens_per_second
+            else (found.samples_per_second, "samples/s")
+        )
+        row = {
+            "cluster": found.cluster.name,
+            "ranks": str(found.mesh.num_ranks),
+            "samples": f"{settings.num_samples:,}",
+            "step": in_seconds(found.timeline.seconds),
+            unit: three_digits(speed),
+            "MFU": f"{found.mfu:.1%}",
+            per: "" if cost is None else f"{cost:.3g} {currency}",
+        }
+        if tokens:
+            price = found.price(tokens)
+            row |= {"days": f"{found.days(tokens):,.1f}", "price": "" if price is None else f"{price:,.0f} {currency}"}
+        rows.append(row | {"memory": answer.value})
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+    for row in ({name: name for name in widths}, *rows):
+        *cells, last = (row[name].rjust(width) for name, width in widths.items())
+        yield "  ".join((*cells, last.strip()))
+
+
+def run_of(prediction: Prediction, tokens: float) -> str:
+    """Returns the days and the price of a run over `tokens` in words."""
+    price = prediction.price(tokens)
+    of = "" if price is None else f", {price:,.0f} {prediction.cluster.currency}"
+    return f"{tokens:,.0f} tokens in {prediction.days(tokens):,.1f} days{of}"
 
 
 def parted(lines: Iterable[str]) -> Iterator[str]:
@@ -86,13 +149,13 @@ def _settings_in_lines(settings: Settings) -> Iterator[str]:
 def lines_of(
     prediction: Prediction,
     settings: Settings,
-    limit: int,
+    room: Room,
     found: SearchResult | None,
     advice: Sequence[Advice],
     training: str,
 ) -> Iterator[str]:
     """Yields the lines of a plan. They may be too long for a terminal."""
-    timeline, facts = prediction.timeline, facts_of(prediction, settings, limit, training)
+    timeline, facts = prediction.timeline, facts_of(prediction, settings, room, training)
     yield f"{timeline.title}: {facts['cluster']}"
     yield f"training    {facts['training']}"
     yield from _settings_in_lines(settings)
@@ -104,7 +167,9 @@ def lines_of(
     yield f"waits       {', '.join(waits) or 'none'}"
     yield from _of_optimizer(timeline)
     sent = [f"{in_bytes(nbytes)} {link}" for link, nbytes in prediction.sent.items()]
-    yield f"sends       {', '.join(sent) or 'nothing'}, each rank in a step"
+    leaves = in_bytes(prediction.sent.get(ACROSS, 0) * prediction.ranks_of_node)
+    of_node = f"; {leaves} leave a node" if ACROSS in prediction.sent else ""
+    yield f"sends       {', '.join(sent) or 'nothing'}, each rank in a step{of_node}"
     cost, per = cost_of(prediction)
     if cost is not None:
         yield f"cost        {cost:.3g} {prediction.cluster.currency} {per}"
@@ -120,16 +185,17 @@ def lines_of(
             yield f"  {kind:22} {in_bytes(nbytes):>10}"
     yield f"  {'alive':22} {in_bytes(peak.nbytes):>10}"
     yield f"  {'reserved':22} {in_bytes(prediction.reserved_bytes):>10}"
-    lacks = prediction.driver_bytes - limit
-    verdict = f"too much by {in_bytes(lacks)}" if lacks > 0 else f"of {in_bytes(limit)}"
+    verdict = "; ".join(filter(None, verdict_of(prediction, room)))
     yield f"  {'with the driver':22} {in_bytes(prediction.driver_bytes):>10}   {verdict}"
+    if "memory of a node" in facts:
+        yield f"host memory {facts['memory of a node']}, of each node"
+    answer, libraries = room.answer(prediction.outcome), prediction.cluster.device.library_bytes
     if advice:
-        yield "\nwhat would fit"
+        yield f"\nwhat would fit{' with a margin' if answer is Answer.TIGHT else ''}"
         yield from lines_of_advice(advice)
-    elif lacks > 0 and limit <= prediction.cluster.device.library_bytes:
-        libraries = in_bytes(prediction.cluster.device.library_bytes)
-        yield f"\nnothing fits: the driver and libraries alone take {libraries}; raise the limit"
-    elif lacks > 0:
+    elif answer is Answer.NOT and room.device <= libraries:
+        yield f"\nnothing fits: the driver and libraries alone take {in_bytes(libraries)}; raise the limit"
+    elif answer is Answer.NOT:
         yield "\nno settings that were tried fit; take more ranks, or fewer tokens in a sample"
     if found is not None and found.fits:
         yield "\nwhy, and what the next best would be"
@@ -168,10 +234,11 @@ def _reasons(found: SearchResult) -> Iterator[str]:
             continue  # the same ranks, counted along other axes
         if outcome == best:
             said = "make no difference"
-        elif outcome.nbytes > found.limit:
-            said = f"not fit, by {in_bytes(outcome.nbytes - found.limit)}"
+        elif found.room.lack(outcome):
+            said = f"not fit, by {in_bytes(found.room.lack(outcome))}"
         else:
             memory = f"{in_bytes(abs(more))} {'more' if more > 0 else 'less'}" if more else "in as much memory"
+            memory += ", tight" * (found.room.answer(outcome) is Answer.TIGHT)
             said = f"take {_costs(outcome.seconds - best.seconds)}, {memory}"
         yield f"  {words} instead of {chosen[name]} would {said}"
 

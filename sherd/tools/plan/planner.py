@@ -46,7 +46,8 @@ from sherd.tools.simulate.cluster import Cluster
 from sherd.tools.simulate.costs import op_seconds
 from sherd.tools.simulate.play import Stage
 from sherd.tools.simulate.predict import Prediction, RankWork, predict, predict_pipeline
-from sherd.tools.simulate.search import IMPOSSIBLE, Outcome
+from sherd.tools.simulate.room import Outcome
+from sherd.tools.simulate.search import IMPOSSIBLE
 from sherd.tools.simulate.segments import OptimizerPart, Part, parts_of, parts_of_step, read_outside
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import Optimizer, Sharded
@@ -499,7 +500,7 @@ class RoughPlanner:
 
     def _play(self, settings: Settings) -> Outcome:
         planners, num = self._few_blocks(settings)
-        first, *more = (outcome_of(planner.predict(settings)) for planner in planners)
+        first, *more = (planner.predict(settings).outcome for planner in planners)
         return first if num is None else _between(first, more[0], (num - FEW) / (MORE - FEW))
 
     def _few_blocks(self, settings: Settings) -> tuple[list[Planner], float | None]:
@@ -512,11 +513,6 @@ class RoughPlanner:
         if num is None or num < MORE * pp * run:
             return [self._whole(pp == 1)], None
         return planners, num / pp / run
-
-
-def outcome_of(prediction: Prediction) -> Outcome:
-    """Returns the seconds and bytes of a prediction, for a search."""
-    return Outcome(prediction.timeline.seconds, prediction.driver_bytes)
 
 
 Evaluate = Callable[[Settings], Outcome]
@@ -536,5 +532,9 @@ def or_impossible(evaluate: Evaluate) -> Evaluate:
 
 def _between(first: Outcome, last: Outcome, part: float) -> Outcome:
     """Returns the outcome on the line through `first` (at 0) and `last` (at 1) at `part`."""
-    nbytes = first.nbytes + part * (last.nbytes - first.nbytes)
-    return Outcome(first.seconds + part * (last.seconds - first.seconds), round(nbytes))
+    seconds = first.seconds + part * (last.seconds - first.seconds)
+    nbytes, host_bytes = (
+        round(before + part * (after - before))
+        for before, after in ((first.nbytes, last.nbytes), (first.host_bytes, last.host_bytes))
+    )
+    return Outcome(seconds, nbytes, host_bytes)

@@ -13,6 +13,8 @@ __all__ = ["perfetto", "picture"]
 
 SUFFIXES = (".png", ".svg", ".pdf")
 COLORS = ("#3b5dc9", "#16577e", "#2b825a", "#a06625", "#8864b6", "#753f11", "#387a7f", "#5b2633")
+WORK, WAIT = "#5b5b5b", "#b3261e"
+"""The colours of work and of waits, which no kind of memory has: those of page.css."""
 MICROSECONDS = 1e6
 
 
@@ -66,11 +68,22 @@ def _draw(timeline: Timeline, path: Path) -> None:
     if folded.times:
         memory.stackplot(times, stacks, labels=list(folded.of), step="post", colors=COLORS, linewidth=0)
         memory.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), reverse=True, frameon=False)
-    peak = timeline.peak
+    peak, facts = timeline.peak, timeline.facts
     memory.plot(1e3 * peak.time, peak.nbytes / 2**30, "o", color="black", markersize=4)
-    memory.set(ylabel="memory, GiB", title=f"{timeline.title}: {in_bytes(peak.nbytes)} {peak.moment}")
-    lanes = list(Lane)
-    for shade, exposed in (("#3e78b2", False), ("#b8420f", True)):
+    for name, nbytes in timeline.lines.items():
+        style = {"color": WAIT, "linestyle": "--"} if name == "limit" else {"color": "black", "linestyle": "-"}
+        memory.axhline(nbytes / 2**30, linewidth=1, **style)
+        place = ((1, nbytes / 2**30), "right", "bottom") if name == "limit" else ((0, nbytes / 2**30), "left", "top")
+        at, side, edge = place
+        words = f"{name} {in_bytes(nbytes)}"
+        memory.annotate(words, at, xycoords=memory.get_yaxis_transform(), ha=side, va=edge, fontsize=7)
+    titles = [timeline.title, *([facts["cluster"]] if "cluster" in facts else [])]
+    said = f"{in_bytes(peak.nbytes)} alive {peak.moment}" + (f"; {facts['memory']}" if "memory" in facts else "")
+    memory.set_title(f"{': '.join(titles)}\n{said}", fontsize=9)
+    memory.set(ylabel="memory, GiB")
+    seen = {span.lane for span in timeline.spans}
+    lanes = [lane for lane in Lane if lane in seen]
+    for shade, exposed in ((WORK, False), (WAIT, True)):
         for row, lane in enumerate(lanes):
             spans = [span for span in timeline.spans if span.lane is lane and is_exposed(span) == exposed]
             bars = [(1e3 * span.start, 1e3 * (span.end - span.start)) for span in spans]
