@@ -33,6 +33,8 @@ __all__ = ["TRAINED", "add_plan", "as_configured"]
 
 ABOUT = "tell what training a model takes: memory, time, price, and which settings are the fastest that fit"
 DOES_NOT_FIT = 1
+USUAL = 2048
+"""The tokens of a sample, if neither words nor model say."""
 CODES = (
     f"exit code: 0, it fits, or is tight; {DOES_NOT_FIT}, it does not fit; {BAD_INPUT}, it cannot be planned; "
     f"{NO_ROOM}, a file cannot be written"
@@ -117,7 +119,13 @@ def _run(args: argparse.Namespace) -> int:
         rows = compared(((each.prediction, each.settings, each.answer) for each in plans), args.tokens)
         table = [*(f"{row}\n" for row in rows), "\nthe first of them\n\n"] if len(plans) > 1 else []
         run = [] if args.tokens is None else [f"\nrun         {run_of(made.prediction, args.tokens)}\n"]
-        lines = (*table, str(made), *run, _next(made, model), *(f"\nnote        {note}\n" for note in notes))
+        lines = (
+            *table,
+            str(made),
+            *run,
+            _next(made, model, args.context or model.context or USUAL),
+            *(f"\nnote        {note}\n" for note in notes),
+        )
         print(*map(escaped, lines), sep="", end="")
     try:
         _write(args, made, model)
@@ -127,15 +135,17 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if made.fits else DOES_NOT_FIT
 
 
-def _next(made: Plan, model: Planned) -> str:
+def _next(made: Plan, model: Planned, context: int) -> str:
     """Returns what makes the training that was planned."""
-    if model.config is not None or not made.fits:
+    if model.origin is None or not made.fits:
         return ""
     from sherd.tools.plan.in_words import program_of
 
     device_type = "cuda" if made.prediction.cluster.device.overlaps else "cpu"
-    program = "\n".join(program_of(made.settings, made.compute_dtype, model.model, device_type))
-    return f"\na program that trains so\n{textwrap.indent(program, '  ')}\n"
+    batch = model.training(context, made.optimizer, made.compute_dtype).batch(made.settings.micro_batch)
+    how = (made.settings, made.compute_dtype, made.optimizer_name, device_type)
+    program = "\n".join(program_of(*how, model.origin, model.model, batch))
+    return f"\na program that trains so, for torchrun\n{textwrap.indent(program, '  ')}\n"
 
 
 def _plans(args: argparse.Namespace) -> tuple[list[Plan], Planned]:
@@ -197,7 +207,7 @@ def _plan(args: argparse.Namespace, cluster: Cluster, model: Planned, as_is: boo
         _require_context(args.model, model, args.context)
         if config is not None:
             Config.of(config.tree() | {"data": config.tree()["data"] | {"context": args.context}})
-    context = args.context or model.context or 2048
+    context = args.context or model.context or USUAL
     precision = args.precision or (config.run.precision if config else "bf16")
     dtype = torch.bfloat16 if precision == "bf16" else None
     num_data = mesh if isinstance(mesh, int) else mesh.num_data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
 from torch import nn
@@ -243,18 +243,62 @@ def _reasons(found: SearchResult) -> Iterator[str]:
         yield f"  {words} instead of {chosen[name]} would {said}"
 
 
-def program_of(settings: Settings, dtype: torch.dtype | None, model: nn.Module, device_type: str) -> Iterator[str]:
-    """Yields the lines of a program that trains as planned.
+@dataclass(frozen=True)
+class Origin:
+    """The lines of a program that make a model, and the names that they give to what it brings.
 
-    The program makes the mesh on `device_type`, checkpoints blocks of `model`, and calls `auto_shard`.
+    Attributes:
+        imports: the lines that import it.
+        call: the expression that makes it.
+        names: of what the call returns: "model", and maybe "batch", "loss" and "cuts".
     """
+
+    imports: str
+    call: str
+    names: tuple[str, ...] = ("model",)
+
+
+OPTIMIZERS = {
+    "adamw": "torch.optim.AdamW(model.parameters(), lr=1e-4)",
+    "adamw-fused": "torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)",
+    "sgd": "torch.optim.SGD(model.parameters(), lr=1e-2)",
+    "sgd-momentum": "torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)",
+    "muon": 'sherd.Muon(model, lr=0.02, adamw={"lr": 1e-4})',
+}
+"""The calls that make optimizers, by their names in a plan."""
+
+
+def program_of(
+    settings: Settings,
+    dtype: torch.dtype | None,
+    optimizer: str,
+    device_type: str,
+    origin: Origin,
+    model: nn.Module,
+    batch: object,
+) -> Iterator[str]:
+    """Yields the lines of a program for torchrun that trains as planned, on `batch` without its values.
+
+    It makes the model by its `origin` and the mesh on `device_type`, checkpoints blocks of `model`, calls `auto_shard`,
+    and steps.
+    """
+    loss = "loss" if "loss" in origin.names else "own_or_usual_loss"
+    blocks = repeated_blocks(model) if settings.checkpointing else {}
+    yield from (["import functools"] if blocks else [])
+    yield from (origin.imports, "import torch", "import torch.distributed as dist")
+    yield "from torch.distributed.device_mesh import init_device_mesh"
+    yield from (["from torch.utils.checkpoint import checkpoint"] if blocks else [])
+    yield from ("import sherd", *(["from sherd.tools.plan.reading import own_or_usual_loss"] * (loss != "loss")))
+    yield from ("", "torch.manual_seed(0)  # the same weights on all ranks")
+    yield f"{', '.join(origin.names)} = {origin.call}"
     sizes = {name: getattr(settings.mesh, field) for name, field in AXES.items() if name != "ep"}
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp"}
     yield f'mesh = init_device_mesh("{device_type}", {(*sizes.values(),)}, mesh_dim_names={(*sizes,)})'
-    yield from (f'# lay the model over mesh["{name}"]' for name in ("cp", "tp") if name in sizes)
+    lay = 'cuts["{0}"](model, mesh["{0}"])' if "cuts" in origin.names else '# lay the model over mesh["{0}"] here'
+    yield from (lay.format(name) for name in ("cp", "tp") if name in sizes)
     selective = ", context_fn=sherd.selective_contexts" if settings.recompute == "selective" else ""
-    for name, blocks in repeated_blocks(model).items() if settings.checkpointing else ():
-        count, number = len(blocks), round(settings.checkpointing * len(blocks))
+    for name, each in blocks.items():
+        count, number = len(each), round(settings.checkpointing * len(each))
         yield f"for at, block in enumerate(model{'.' * bool(name)}{name}):"
         yield f"    if (at + 1) * {number} // {count} > at * {number} // {count}:  # {number} of {count}, evenly spread"
         yield f"        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False{selective})"
@@ -263,9 +307,31 @@ def program_of(settings: Settings, dtype: torch.dtype | None, model: nn.Module, 
     if "cp" in sizes:
         yield f"    dp_mesh_dims=sherd.DataParallelMeshDims({('dp', 'cp')}, {'replicate' if data[2:] else None!r}),"
     yield from (f"    {name}={_written(value)}," for name, value in fully_shard_args(settings, dtype).items())
-    yield ")"
-    if settings.micro_batches > 1:
-        yield f"with sherd.accumulate(model, {settings.micro_batches}):\n    ...  # forward and backward of each"
+    yield from (")", f"optimizer = {OPTIMIZERS[optimizer]}")
+    yield f"batch = {_in_code(batch, device_type)}  # your data in its place: other samples on each rank"
+    num, step = settings.micro_batches, [f"    now = {loss}(model, batch)", "    now.backward()"]
+    if num > 1:
+        step = [
+            f"    with sherd.accumulate(model, {num}):",
+            f"        for _ in range({num}):",
+            *(" " * 8 + each for each in step),
+        ]
+        step[-1] = step[-1].replace("now", f"(now / {num})")
+    yield from ("for step in range(10):", *step, "    optimizer.step()", "    optimizer.zero_grad()")
+    yield from ("    if dist.get_rank() == 0:", "        print(step, now.item())")
+    yield "dist.destroy_process_group()"
+
+
+def _in_code(value: object, device_type: str) -> str:
+    """Returns the expression of a batch as large as `value`."""
+    if isinstance(value, torch.Tensor):
+        make = "randn" if value.is_floating_point() else "zeros"
+        return f'torch.{make}({(*value.shape,)}, dtype={value.dtype}, device="{device_type}")'
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name!r}: {_in_code(each, device_type)}' for name, each in value.items())}}}"
+    if isinstance(value, (tuple, list)):
+        return f"({','.join(f' {_in_code(each, device_type)}' for each in value).strip()},)"
+    return repr(value)
 
 
 def _written(value: object) -> str:

@@ -87,11 +87,15 @@ class Plan:
     @property
     def training_in_words(self) -> str:
         """The dtype of forward and backward, and the optimizer."""
-        names = [name for name, optimizer in OPTIMIZERS.items() if optimizer == self.optimizer]
         dtype = {None: "in the parameters' dtype", torch.bfloat16: "bf16"}.get(
             self.compute_dtype, str(self.compute_dtype).removeprefix("torch.")
         )
-        return f"{dtype}, {names[0] if names else 'an optimizer of its own'}"
+        return f"{dtype}, {self.optimizer_name or 'an optimizer of its own'}"
+
+    @property
+    def optimizer_name(self) -> str:
+        """The name of the optimizer; empty if it has none."""
+        return next((name for name, optimizer in OPTIMIZERS.items() if optimizer == self.optimizer), "")
 
     @property
     def limit(self) -> int:
@@ -114,7 +118,7 @@ class Plan:
         return replace(
             self.prediction.timeline,
             facts=facts_of(self.prediction, self.settings, self.room, self.training_in_words),
-            lines={"taken with the driver": self.prediction.driver_bytes, "limit": self.limit},
+            lines={"reserved, with the driver": self.prediction.driver_bytes, "limit": self.limit},
         )
 
     @property
