@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sherd._torch import STAGES_KEEP_BUFFERS, imagined_ranks
+from sherd._torch import REDUCES_IN_GRAD_DTYPE, STAGES_KEEP_BUFFERS, imagined_ranks, set_grad_dtype
 from sherd.api.recompute import KeptResults
 from sherd.comm.host.gloo import Gloo
 from sherd.comm.host.sums import sum_dtype
@@ -230,11 +230,20 @@ class Planner:
             compute_in(training.compute_dtype, model)
         device_type = "cuda" if self.cluster.device.overlaps else "cpu"
         if mesh.num_ranks == 1:
+            self._widen(model)
             return read_work(model, batch, loss, device_type)
         with _ranks_of(mesh, training.stage):
             laid = training.layout.lay(model, mesh)
+            self._widen(model)
             with laid.running():
                 return read_work(model, batch, laid.loss, device_type)
+
+    def _widen(self, model: nn.Module) -> None:
+        """Let gradients come as wide as autograd makes them, as the engine does since torch 2.15 if it widens them."""
+        compute = self.training.compute_dtype
+        if REDUCES_IN_GRAD_DTYPE and compute is not None and compute.itemsize < torch.float32.itemsize:
+            for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+                set_grad_dtype(parameter, None)
 
     def _work_of(self, micro_batch: int, mesh: Mesh, checkpointing: float, recompute: str) -> Work:
         work = self._read(micro_batch, mesh)
