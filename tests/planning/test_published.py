@@ -31,7 +31,7 @@ from bench.published import (
 )
 from sherd.tools.plan.planner import Planner
 from sherd.tools.simulate.cluster import read_cluster, shipped_clusters
-from sherd.tools.simulate.room import PUBLISHED, published_on
+from sherd.tools.simulate.search import PUBLISHED, published_on
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.timeline import Lane
 from sherd.train.config import read_tree

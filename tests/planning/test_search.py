@@ -4,8 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 from sherd.tools.plan.in_words import advice_of
-from sherd.tools.simulate.room import Answer, Outcome, Published, Room
-from sherd.tools.simulate.search import IMPOSSIBLE, cheapest_changes, search
+from sherd.tools.simulate.search import IMPOSSIBLE, Outcome, Published, Room, Verdict, cheapest_changes, search
 from sherd.tools.simulate.settings import NAMES, VALUES, Mesh, Settings, Space
 from sherd.tools.simulate.timeline import Advice
 
@@ -137,7 +136,7 @@ def test_settings_with_a_margin_are_chosen_before_tight_ones_unless_they_take_ha
     for roomy, best in ((1.4, 0), (1.6, 1)):
         outcomes = dict(zip(settings, (Outcome(roomy, 80), Outcome(1.0, 81), Outcome(0.5, 101)), strict=True))
         room = Room(100, published=published)
-        assert [room.answer(each) for each in outcomes.values()] == [Answer.FITS, Answer.TIGHT, Answer.NOT]
+        assert [room.answer(each) for each in outcomes.values()] == [Verdict.FITS, Verdict.TIGHT, Verdict.NOT]
         found = search(outcomes.__getitem__, space, settings[1:2], room)
         assert found.best == settings[best], roomy
         assert found.fits

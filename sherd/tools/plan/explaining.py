@@ -26,8 +26,7 @@ from sherd.tools.plan.running import Forwards, LossOfOutput, Running, matrices_o
 from sherd.tools.plan.tracing import StepRecorder, recording
 from sherd.tools.simulate.cluster import Cluster, bytes_in, read_cluster, shipped_clusters
 from sherd.tools.simulate.predict import Prediction
-from sherd.tools.simulate.room import Outcome, Room
-from sherd.tools.simulate.search import cheapest_changes
+from sherd.tools.simulate.search import Outcome, Room, cheapest_changes
 from sherd.tools.simulate.settings import Settings
 from sherd.tools.simulate.work import TensorKind
 from sherd.units import in_bytes

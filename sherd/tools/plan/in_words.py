@@ -14,8 +14,7 @@ from sherd.tools.plan.planner import fully_shard_args
 from sherd.tools.simulate.costs import ACROSS
 from sherd.tools.simulate.goodput import Faults, goodput
 from sherd.tools.simulate.predict import Prediction
-from sherd.tools.simulate.room import Answer, Outcome, Room
-from sherd.tools.simulate.search import SearchResult
+from sherd.tools.simulate.search import Outcome, Room, SearchResult, Verdict
 from sherd.tools.simulate.settings import AXES, Settings
 from sherd.tools.simulate.timeline import Advice, Lane, Timeline
 from sherd.units import in_bytes, in_seconds, three_digits
@@ -90,7 +89,7 @@ def advice_of(settings: Settings, outcome: Outcome, other: Settings, of_other: O
     return Advice(change, outcome.nbytes - of_other.nbytes, of_other.seconds - outcome.seconds)
 
 
-def compared(plans: Iterable[tuple[Prediction, Settings, Answer]], tokens: float | None) -> Iterator[str]:
+def compared(plans: Iterable[tuple[Prediction, Settings, Verdict]], tokens: float | None) -> Iterator[str]:
     """Yields a table of plans of one model, a row for each, with the time and price of a run over `tokens`."""
     rows = []
     for found, settings, answer in plans:
@@ -191,11 +190,11 @@ def lines_of(
         yield f"host memory {facts['memory of a node']}, of each node"
     answer, libraries = room.answer(prediction.outcome), prediction.cluster.device.library_bytes
     if advice:
-        yield f"\nwhat would fit{' with a margin' if answer is Answer.TIGHT else ''}"
+        yield f"\nwhat would fit{' with a margin' if answer is Verdict.TIGHT else ''}"
         yield from lines_of_advice(advice)
-    elif answer is Answer.NOT and room.device <= libraries:
+    elif answer is Verdict.NOT and room.device <= libraries:
         yield f"\nnothing fits: the driver and libraries alone take {in_bytes(libraries)}; raise the limit"
-    elif answer is Answer.NOT:
+    elif answer is Verdict.NOT:
         yield "\nno settings that were tried fit; take more ranks, or fewer tokens in a sample"
     if found is not None and found.fits:
         yield "\nwhy, and what the next best would be"
@@ -238,7 +237,7 @@ def _reasons(found: SearchResult) -> Iterator[str]:
             said = f"not fit, by {in_bytes(found.room.lack(outcome))}"
         else:
             memory = f"{in_bytes(abs(more))} {'more' if more > 0 else 'less'}" if more else "in as much memory"
-            memory += ", tight" * (found.room.answer(outcome) is Answer.TIGHT)
+            memory += ", tight" * (found.room.answer(outcome) is Verdict.TIGHT)
             said = f"take {_costs(outcome.seconds - best.seconds)}, {memory}"
         yield f"  {words} instead of {chosen[name]} would {said}"
 

@@ -32,8 +32,16 @@ from sherd.tools.plan.reading import Loss, own_or_usual_loss
 from sherd.tools.plan.sharding import shares_of_blocks
 from sherd.tools.simulate.cluster import Cluster, read_cluster
 from sherd.tools.simulate.predict import Prediction
-from sherd.tools.simulate.room import Answer, Outcome, Room, published_on
-from sherd.tools.simulate.search import IMPOSSIBLE, SearchResult, cheapest_changes, search
+from sherd.tools.simulate.search import (
+    IMPOSSIBLE,
+    Outcome,
+    Room,
+    SearchResult,
+    Verdict,
+    cheapest_changes,
+    published_on,
+    search,
+)
 from sherd.tools.simulate.settings import (
     AXES,
     HYBRID,
@@ -54,9 +62,9 @@ __all__ = ["Plan", "mesh_of", "num_samples", "plan", "planned", "resized_batch"]
 RETRIED = 4
 """The most searches for settings that fit when predicted exactly."""
 WHY = {
-    Answer.FITS: "",
-    Answer.TIGHT: "tight: published trainings took more than planned",
-    Answer.NOT: "it takes more memory than there is",
+    Verdict.FITS: "",
+    Verdict.TIGHT: "tight: published trainings took more than planned",
+    Verdict.NOT: "it takes more memory than there is",
 }
 MOST_ASKED = 4
 """The most searches for advice that fits when predicted exactly."""
@@ -103,14 +111,14 @@ class Plan:
         return self.room.device
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> Verdict:
         """Whether the training fits into the memory of a device and of its node."""
         return self.room.answer(self.prediction.outcome)
 
     @property
     def fits(self) -> bool:
         """True if the training fits as planned, maybe tightly."""
-        return self.answer is not Answer.NOT
+        return self.answer is not Verdict.NOT
 
     @property
     def timeline(self) -> Timeline:
@@ -132,7 +140,7 @@ class Plan:
         for settings in ranking:
             outcome = outcomes[settings]
             answer, words = self.room.answer(outcome), settings.in_words()
-            fits, why = answer is not Answer.NOT, WHY[answer]
+            fits, why = answer is not Verdict.NOT, WHY[answer]
             candidates.append(Candidate(str(settings), words, outcome.seconds, outcome.nbytes, fits, why))
         return TriedSettings(tuple(candidates), 0 if self.found.fits else -1, self.limit)
 
@@ -275,7 +283,7 @@ def planned(
         prediction = exactly(beginning)
     settings = beginning if found is None else found.best
     advice: tuple[Advice, ...] = ()
-    if room.answer(prediction.outcome) is not Answer.FITS:
+    if room.answer(prediction.outcome) is not Verdict.FITS:
         space = replace(space, fixed=never, wrappings=_wrappings(evaluate, layout, settings))
         wanted = room if room.lack(prediction.outcome) else Room(room.roomy, room.host)
         advice = _advice(evaluate, exactly, space, settings, prediction, wanted)
@@ -322,7 +330,7 @@ def _searched(
         first, prediction = found.best, exactly(found.best)
         tried.append((found, prediction))
         answer = room.answer(prediction.outcome)
-        if not found.fits or answer in (Answer.FITS, room.answer(found.outcomes[first])) or len(tried) == RETRIED:
+        if not found.fits or answer in (Verdict.FITS, room.answer(found.outcomes[first])) or len(tried) == RETRIED:
             found, prediction = min(tried, key=lambda attempt: room.merit(attempt[1].outcome))
             return found.corrected({each.best: exact.outcome for each, exact in tried}), prediction
         holes = prediction.driver_bytes - evaluate(first).nbytes

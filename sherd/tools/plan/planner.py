@@ -46,8 +46,7 @@ from sherd.tools.simulate.cluster import Cluster
 from sherd.tools.simulate.costs import op_seconds
 from sherd.tools.simulate.play import Stage
 from sherd.tools.simulate.predict import Prediction, RankWork, predict, predict_pipeline
-from sherd.tools.simulate.room import Outcome
-from sherd.tools.simulate.search import IMPOSSIBLE
+from sherd.tools.simulate.search import IMPOSSIBLE, Outcome
 from sherd.tools.simulate.segments import OptimizerPart, Part, parts_of, parts_of_step, read_outside
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import Optimizer, Sharded

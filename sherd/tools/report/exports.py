@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sherd.errors import InputError
-from sherd.tools.report.folded import exposed_wait, is_exposed, kinds_of, levels
+from sherd.tools.report.folded import exposed_wait, is_exposed, kinds_of, levels, top_of
 from sherd.tools.simulate.timeline import Lane, Timeline
 from sherd.units import in_bytes, in_seconds
 
@@ -70,13 +70,15 @@ def _draw(timeline: Timeline, path: Path) -> None:
         memory.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), reverse=True, frameon=False)
     peak, facts = timeline.peak, timeline.facts
     memory.plot(1e3 * peak.time, peak.nbytes / 2**30, "o", color="black", markersize=4)
-    for name, nbytes in timeline.lines.items():
-        style = {"color": WAIT, "linestyle": "--"} if name == "limit" else {"color": "black", "linestyle": "-"}
-        memory.axhline(nbytes / 2**30, linewidth=1, **style)
-        place = ((1, nbytes / 2**30), "right", "bottom") if name == "limit" else ((0, nbytes / 2**30), "left", "top")
-        at, side, edge = place
-        words = f"{name} {in_bytes(nbytes)}"
-        memory.annotate(words, at, xycoords=memory.get_yaxis_transform(), ha=side, va=edge, fontsize=7)
+    top = 1.08 * top_of(timeline.lines, max(folded.most, peak.nbytes)) / 2**30 or 1.0
+    memory.set_ylim(0, top)
+    for name, nbytes in timeline.lines.items():  # what is above the chart stands at its top
+        is_limit, at, over = name == "limit", min(nbytes / 2**30, top), " ↑" * (nbytes / 2**30 > top)
+        style = {"color": WAIT, "linestyle": "--"} if is_limit else {"color": "black", "linestyle": "-"}
+        memory.axhline(at, linewidth=1, **style)
+        side, edge = ("right", "bottom") if is_limit and not over else ("right" if is_limit else "left", "top")
+        place, words = (1 if is_limit else 0, at), f"{name} {in_bytes(nbytes)}{over}"
+        memory.annotate(words, place, xycoords=memory.get_yaxis_transform(), ha=side, va=edge, fontsize=7)
     titles = [timeline.title, *([facts["cluster"]] if "cluster" in facts else [])]
     said = f"{in_bytes(peak.nbytes)} alive {peak.moment}" + (f"; {facts['memory']}" if "memory" in facts else "")
     memory.set_title(f"{': '.join(titles)}\n{said}", fontsize=9)

@@ -10,14 +10,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 
-from sherd.tools.report.folded import OTHER, SPANS, Branch, Levels, branches, exposed_wait, kinds_of, levels, longest
+from sherd.tools.report.folded import (
+    OTHER,
+    SPANS,
+    Branch,
+    Levels,
+    branches,
+    exposed_wait,
+    kinds_of,
+    levels,
+    longest,
+    top_of,
+)
 from sherd.tools.simulate.timeline import Advice, Candidate, Lane, Timeline, TriedSettings
 from sherd.units import in_bytes, in_seconds
 
 __all__ = ["page"]
 
-SHOWN = 2
-"""A line above the memory stretches the chart up to so many times."""
 TICKS = 1_000_000
 """Times in the data of the page are whole numbers: the step has so many ticks."""
 COLUMNS = ("name_of", "starts", "ends", "units", "nbytes")
@@ -199,8 +208,7 @@ def _data(steps: Sequence[Timeline], kinds: Mapping[str, int], search: TriedSett
     """Returns the data for page.js: whole numbers in columns, since there may be thousands of spans."""
     folded = [levels(step, kinds) for step in steps]
     most = max(max(memory.most, step.peak.nbytes) for memory, step in zip(folded, steps, strict=True))
-    lines = (nbytes for step in steps for nbytes in step.lines.values())
-    most = max(most, *(nbytes for nbytes in lines if nbytes <= SHOWN * most), 0)
+    most = max(top_of(step.lines, most) for step in steps)
     unit = max(1, most // 20_000)
     seen = {span.lane for step in steps for span in step.spans}
     lanes = [lane for lane in Lane if lane in seen]

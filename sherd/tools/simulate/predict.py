@@ -12,7 +12,7 @@ from sherd.tools.simulate.costs import ClusterCosts, flops_in
 from sherd.tools.simulate.goodput import Faults, goodput
 from sherd.tools.simulate.play import Stage, begins, pass_seconds, play
 from sherd.tools.simulate.reserved import Reserved, reserved_roughly
-from sherd.tools.simulate.room import Outcome
+from sherd.tools.simulate.search import Outcome
 from sherd.tools.simulate.segments import ModelCollective, OptimizerPart, Part
 from sherd.tools.simulate.settings import Mesh
 from sherd.tools.simulate.sharded import Sharded

@@ -1,11 +1,11 @@
-"""The search for the fastest settings that fit the memory: there are too many combinations to try them all.
+"""Whether settings fit the memory, and the search for the fastest that do: there are too many to try them all.
 
-It begins with a few settings. One choice after the other gets the best of its values, given the other choices: of
-settings that do not fit, the one that lacks least memory; of settings that fit, the fastest, where a tight step counts
-as half as long again (coordinate descent). Along
-an axis of a mesh it stops where steps only get worse, and it leaves out an axis that is much slower. When no single
-change helps, the differences in time and memory of all single changes are known. As if these added up, the best
-combinations of changes are chosen and tried; a better one is the next beginning.
+The search begins with a few settings. One choice after the other gets the best of its values, given the other choices:
+of settings that do not fit, the one that lacks least memory; of settings that fit, the fastest, where a tight step
+counts as half as long again (coordinate descent). Along an axis of a mesh it stops where steps only get worse, and it
+leaves out an axis that is much slower. When no single change helps, the differences in time and memory of all single
+changes are known. As if these added up, the best combinations of changes are chosen and tried; a better one is the next
+beginning.
 """
 
 from __future__ import annotations
@@ -15,11 +15,106 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
-from sherd.tools.simulate.room import Answer, Outcome, Room
+from sherd.tools.simulate.cluster import Cluster
 from sherd.tools.simulate.settings import Settings, Space
+
+# Whether settings fit
+
+
+class Verdict(str, Enum):
+    """Whether a step fits. The value is its name in words."""
+
+    FITS = "fits"
+    TIGHT = "tight"
+    """It fits as planned, and would not if it took as much more as published trainings did."""
+    NOT = "does not fit"
+
+
+class Published(NamedTuple):
+    """What `num` published trainings on several `devices` took of a device's memory.
+
+    It was their plan and a share of it from `low` to `high`, a tenth of them at either end left out.
+    """
+
+    devices: str
+    low: float
+    high: float
+    num: int
+
+    def __str__(self) -> str:
+        if self.low < 0 < self.high:
+            share = f"{-self.low:.0%} less to {self.high:.0%} more"
+        else:
+            least, most = sorted(map(abs, (self.low, self.high)))
+            share = f"{100 * least:.0f} to {most:.0%} {'more' if self.high > 0 else 'less'}"
+        return f"published {self.devices} trainings took {share} than planned"
+
+
+PUBLISHED = (
+    Published("A100", 0.062, 0.131, 4),
+    Published("H100", -0.176, 0.095, 49),
+    Published("A100, B200, H100 and MI300X", -0.188, 0.107, 57),
+)
+"""By kinds of devices with four trainings at least, and of all. tests/planning/test_published.py computes them from
+docs/data/predictions.csv."""
+
+
+def published_on(cluster: Cluster) -> Published | None:
+    """Returns the published trainings on the kind of the cluster's device, or on all kinds; None for a CPU."""
+    if not cluster.device.overlaps:
+        return None
+    return next((each for each in PUBLISHED if each.devices in cluster.device.name), PUBLISHED[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The seconds of a step under some settings, its bytes on a device, and those in the memory of its node."""
+
+    seconds: float
+    nbytes: int
+    host_bytes: int = 0
+
+
+TIGHT = 1.5
+"""A tight step counts as so many times as long, so that settings with a margin are chosen up to this price."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The bytes of a device and of a node's memory (None: not known), and how far published trainings were off."""
+
+    device: int
+    host: int | None = None
+    published: Published | None = None
+
+    @property
+    def roomy(self) -> int:
+        """The most planned bytes of a device that still fit with the margin that published trainings needed."""
+        return self.device if self.published is None else int(self.device / (1 + max(0.0, self.published.high)))
+
+    def lack(self, outcome: Outcome) -> int:
+        """Returns the missing bytes, of the device and of the node."""
+        missing = 0 if self.host is None else max(0, outcome.host_bytes - self.host)
+        return max(0, outcome.nbytes - self.device) + missing
+
+    def answer(self, outcome: Outcome) -> Verdict:
+        """Returns whether a step with this outcome fits."""
+        if self.lack(outcome):
+            return Verdict.NOT
+        return Verdict.TIGHT if outcome.nbytes > self.roomy else Verdict.FITS
+
+    def merit(self, outcome: Outcome) -> tuple[int, float, int]:
+        """Returns a key by which better outcomes come first: those that fit, then faster ones, with a margin if any."""
+        weight = TIGHT if outcome.nbytes > self.roomy else 1.0
+        return self.lack(outcome), outcome.seconds * weight, outcome.nbytes
+
+
+# The search
+
 
 IMPOSSIBLE = Outcome(math.inf, sys.maxsize)
 """The outcome of settings that the model refuses."""
@@ -135,7 +230,7 @@ class _Tried:
                 best = min((best, *walked), key=self.merit)
                 now = self.outcomes[settings]
                 # The first line, of other numbers of replicas, needs no further reading of the model: always tried.
-                if number and self._room.answer(now) is Answer.FITS:
+                if number and self._room.answer(now) is Verdict.FITS:
                     is_slow = all(self.outcomes[each].seconds > SLOW * now.seconds for each in walked)
                     self._slow_axes |= {number} if is_slow else set()
         return best
