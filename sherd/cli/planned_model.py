@@ -133,8 +133,8 @@ def _from_factory(spec: str, file: str, function: str) -> Planned:
     imports, call = f"from {file} import {function}", f"{function}()"
     if is_file:
         imports, call = "import runpy", f"runpy.run_path({file!r})[{function!r}]()"
-    names = ("model", "batch", "loss", "cuts")[: 1 + len(rest)]
-    origin = Origin(imports, call, tuple(name if name != "loss" or loss else "_" for name in names))
+    brought = ("model", "batch", "loss", "cuts")[: 1 + len(rest)]
+    origin = Origin(imports, call, tuple(name if name != "loss" or loss else "_" for name in brought))
     layout = ModelLayout(loss or own_or_usual_loss, cuts=cuts)
     return Planned(model, (lambda *_: batch) if rest else token_batch, layout, origin=origin)
 

@@ -51,7 +51,7 @@ from sherd.tools.simulate.segments import OptimizerPart, Part, parts_of, parts_o
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import Optimizer, Sharded
 from sherd.tools.simulate.transform import checkpointed, scaled
-from sherd.tools.simulate.work import Event, RankGroup, Work
+from sherd.tools.simulate.work import Allocate, Event, RankGroup, TensorKind, Work
 
 if TYPE_CHECKING:
     from sherd.tools.plan.matrices import StepOfMatrices
@@ -166,12 +166,14 @@ class Planner:
         numel = training.layout.stream_numel(training.batch(settings.micro_batch), mesh)
         dtype, pair = training.compute_dtype or torch.float32, RankGroup(2, mesh.num_ranks // mesh.pp)
         num_stages = 2 if self._is_rough else mesh.pp
+        ranks = [self._of_stage(num_stages, name)._rank_work(settings) for name in ("first", "last")]
+        logits = (
+            each for each in ranks[1].work.events if isinstance(each, Allocate) and each.kind is TensorKind.LOGITS
+        )
+        output = next((each.nbytes for each in logits), 0)
         first, last = (
-            replace(
-                self._of_stage(num_stages, name)._rank_work(settings),
-                stage=Stage(number, mesh.pp, numel * dtype.itemsize, pair, STAGES_KEEP_BUFFERS),
-            )
-            for name, number in (("first", 0), ("last", mesh.pp - 1))
+            replace(each, stage=Stage(number, mesh.pp, numel * dtype.itemsize, pair, output, STAGES_KEEP_BUFFERS))
+            for each, number in zip(ranks, (0, mesh.pp - 1), strict=True)
         )
         return predict_pipeline(
             first, last, self.cluster, mesh, micro_batches=num, has_holes=self.has_holes, title=title
