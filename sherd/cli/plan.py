@@ -7,16 +7,18 @@ import atexit
 import gc
 import json
 import math
+import re
 import sys
 import textwrap
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sherd.cli.terminal import escaped
 from sherd.errors import InputError, SherdError
 from sherd.tools.plan.garbage import garbage_left
-from sherd.tools.simulate.cluster import bytes_in, read_cluster, shipped_clusters
+from sherd.tools.simulate.cluster import Cluster, bytes_in, read_cluster, shipped_clusters
 from sherd.tools.simulate.settings import AXES, STRATEGIES, VALUES, usual_name
 from sherd.tools.simulate.sharded import OPTIMIZERS
 from sherd.train.axes import Axes, axes_of
@@ -31,9 +33,11 @@ __all__ = ["TRAINED", "add_plan", "as_configured"]
 
 ABOUT = "tell what training a model takes: memory, time, price, and which settings are the fastest that fit"
 DOES_NOT_FIT = 1
+USUAL = 2048
+"""The tokens of a sample, if neither words nor model say."""
 CODES = (
-    f"exit code: 0, it fits; {DOES_NOT_FIT}, it does not; {BAD_INPUT}, it cannot be planned; {NO_ROOM}, a file "
-    "cannot be written"
+    f"exit code: 0, it fits, or is tight; {DOES_NOT_FIT}, it does not fit; {BAD_INPUT}, it cannot be planned; "
+    f"{NO_ROOM}, a file cannot be written"
 )
 YES_OR_NO = {"yes": True, "no": False}
 TRAINED = {"adamw": "adamw-fused", "muon": "muon"}
@@ -53,11 +57,14 @@ def add_plan(commands: Any) -> None:
     p.add_argument(
         "--as-configured", action="store_true", help="take [shard] and run.mesh of sherd train's config, choose nothing"
     )
-    p.add_argument("--cluster", default="h100", metavar="NAME", help=f"{', '.join(shipped_clusters())}, or a file")
+    names = f"{', '.join(shipped_clusters())}, or a file; of several the cheapest comes first"
+    p.add_argument("--cluster", nargs="+", default=["h100"], metavar="NAME", help=names)
     p.add_argument("--ranks", type=int, metavar="N", help="devices; unless told, those of one node")
     p.add_argument("--nodes", type=int, metavar="N", help="instead of --ranks: all devices of so many nodes")
     p.add_argument("--mesh", metavar="AXES", help="as replicate=2,dp=8,tp=4, and no other; unless told, the best one")
-    p.add_argument("--samples", type=int, metavar="N", help="of a step, over all ranks; unless told, one per rank")
+    said = "of a step, over all ranks; unless told, one per rank; several are planned one by one"
+    p.add_argument("--samples", nargs="+", type=int, metavar="N", help=said)
+    p.add_argument("--tokens", type=_count, metavar="N", help="of a whole run, as 1.4T: tell its days and its price")
     p.add_argument("--context", type=int, metavar="N", help="tokens of a sample; unless told, the model's own")
     p.add_argument("--precision", choices=("bf16", "fp32"), help="of forward and backward; bf16 unless a config tells")
     p.add_argument("--optimizer", choices=OPTIMIZERS, help="adamw-fused unless told, or the config's")
@@ -101,12 +108,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    made, model = _plan(args)
-    notes = _notes(args, model)
+    plans, model = _plans(args)
+    made, notes = plans[0], _notes(args, model)
     if args.json:
-        print(json.dumps(_as_json(made) | {"notes": notes}))
+        several = [_as_json(each, args.tokens) | {"notes": notes} for each in plans]
+        print(json.dumps({"plans": several} if len(several) > 1 else several[0]))
     else:
-        lines = (str(made), _next(made, model), *(f"\nnote        {note}\n" for note in notes))
+        from sherd.tools.plan.in_words import compared, run_of
+
+        rows = compared(((each.prediction, each.settings, each.answer) for each in plans), args.tokens)
+        table = [*(f"{row}\n" for row in rows), "\nthe first of them\n\n"] if len(plans) > 1 else []
+        run = [] if args.tokens is None else [f"\nrun         {run_of(made.prediction, args.tokens)}\n"]
+        lines = (
+            *table,
+            str(made),
+            *run,
+            _next(made, model, args.context or model.context or USUAL),
+            *(f"\nnote        {note}\n" for note in notes),
+        )
         print(*map(escaped, lines), sep="", end="")
     try:
         _write(args, made, model)
@@ -116,33 +135,54 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if made.fits else DOES_NOT_FIT
 
 
-def _next(made: Plan, model: Planned) -> str:
+def _next(made: Plan, model: Planned, context: int) -> str:
     """Returns what makes the training that was planned."""
-    if model.config is not None or not made.fits:
+    if model.origin is None or not made.fits:
         return ""
     from sherd.tools.plan.in_words import program_of
 
     device_type = "cuda" if made.prediction.cluster.device.overlaps else "cpu"
-    program = "\n".join(program_of(made.settings, made.compute_dtype, model.model, device_type))
-    return f"\na program that trains so\n{textwrap.indent(program, '  ')}\n"
+    batch = model.training(context, made.optimizer, made.compute_dtype).batch(made.settings.micro_batch)
+    how = (made.settings, made.compute_dtype, made.optimizer_name, device_type)
+    program = "\n".join(program_of(*how, model.origin, model.model, batch))
+    return f"\na program that trains so, for torchrun\n{textwrap.indent(program, '  ')}\n"
 
 
-def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
-    for name in ("context", "samples", "ranks", "nodes", "micro_batch", "prefetch"):
-        least = int(name != "prefetch")
-        if getattr(args, name) is not None and getattr(args, name) < least:
-            raise InputError(f"{_flag(name)} {getattr(args, name)}: expected at least {least}")
-    cluster = read_cluster(args.cluster)
-    if args.nodes is not None:
-        if args.ranks is not None:
-            raise InputError(f"--nodes {args.nodes}: --ranks is there too; leave one of them out")
-        args.ranks = args.nodes * cluster.devices_per_node
+def _plans(args: argparse.Namespace) -> tuple[list[Plan], Planned]:
+    """Returns a plan for each cluster and number of samples: those that fit first, and of these the cheapest."""
+    for name in ("context", "ranks", "nodes", "micro_batch", "prefetch", "samples"):
+        for value in args.samples or () if name == "samples" else (getattr(args, name),):
+            if value is not None and value < (least := int(name != "prefetch")):
+                raise InputError(f"{_flag(name)} {value}: expected at least {least}")
+    if None not in (args.nodes, args.ranks):
+        raise InputError(f"--nodes {args.nodes}: --ranks is there too; leave one of them out")
     limit = None if args.limit is None else bytes_in(args.limit, "--limit")
     if limit == 0:
         raise InputError(f"--limit {args.limit}: expected a byte at least")
+    clusters = [read_cluster(name) for name in args.cluster]
+    from sherd.cli.planned_model import model_from
+
+    is_run = Path(args.model).is_dir()
+    model = model_from(f"{args.model}/config.toml" if is_run else args.model)
+    if args.tokens is not None and not model.reads_tokens:
+        raise InputError(f"--tokens: samples of {args.model} have no tokens; leave it out")
+    plans = []
+    for cluster, samples in product(clusters, args.samples or [None]):
+        ranks = args.ranks if args.nodes is None else args.nodes * cluster.devices_per_node
+        own = argparse.Namespace(**(vars(args) | {"samples": samples, "ranks": ranks, "limit": limit}))
+        plans.append(_plan(own, cluster, model, args.as_configured or is_run))
+
+    def price(plan: Plan) -> tuple[bool, float, float]:
+        found = plan.prediction
+        cost = found.cost_per_million_samples
+        return not plan.fits, math.inf if cost is None else cost, -found.samples_per_second
+
+    return sorted(plans, key=price), model
+
+
+def _plan(args: argparse.Namespace, cluster: Cluster, model: Planned, as_is: bool) -> Plan:
     import torch
 
-    from sherd.cli.planned_model import model_from
     from sherd.tools.plan.plan import mesh_of, planned
     from sherd.tools.plan.planner import ArgumentError
 
@@ -150,10 +190,8 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
         mesh = mesh_of(_mesh(args, cluster.devices_per_node))
     except ArgumentError as error:
         raise InputError(f"--mesh {args.mesh}: {error.said}") from error
-    is_run = Path(args.model).is_dir()
-    model = model_from(f"{args.model}/config.toml" if is_run else args.model)
     config, given = model.config, _given(args)
-    if is_run or args.as_configured:
+    if as_is:
         if config is None:
             raise InputError("--as-configured needs a MODEL that is a config of sherd train, or a run's folder")
         ranks = args.ranks or config.run.ranks or cluster.devices_per_node
@@ -169,14 +207,14 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Planned]:
         _require_context(args.model, model, args.context)
         if config is not None:
             Config.of(config.tree() | {"data": config.tree()["data"] | {"context": args.context}})
-    context = args.context or model.context or 2048
+    context = args.context or model.context or USUAL
     precision = args.precision or (config.run.precision if config else "bf16")
     dtype = torch.bfloat16 if precision == "bf16" else None
     num_data = mesh if isinstance(mesh, int) else mesh.num_data
     training = model.training(context, OPTIMIZERS[stepped], dtype)
     samples = args.samples or (config.optimizer.batch if config else training.samples * num_data)
     try:
-        return planned(training, cluster, mesh, samples, limit, given, Path(args.model).name), model
+        return planned(training, cluster, mesh, samples, args.limit, given, Path(args.model).name)
     except ArgumentError as error:
         flag, value = _flag(error.argument), getattr(args, error.argument, None)
         if value is None and error.argument == "mesh":
@@ -211,6 +249,14 @@ def _notes(args: argparse.Namespace, model: Planned) -> list[str]:
     if most is None or args.context is None or args.context <= most:
         return []
     return [f"{args.context:,} tokens in a sample are more than the {most:,} that the config says the model is for"]
+
+
+def _count(word: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?) ?([kMBT]?)", word.replace(",", ""), re.ASCII)
+    count = float(match[1]) * 1e3 ** " kMBT".index(match[2] or " ") if match else 0.0
+    if not count:
+        raise argparse.ArgumentTypeError(f"{word!r}: expected a number of tokens, as 300B or 1.4T")
+    return count
 
 
 def _share(word: str) -> float:
@@ -278,10 +324,15 @@ def _mesh(args: argparse.Namespace, per_node: int) -> int | dict[str, int]:
 # What is written
 
 
-def _as_json(made: Plan) -> dict[str, Any]:
-    prediction, peak = made.prediction, made.prediction.timeline.peak
+def _as_json(made: Plan, tokens: float | None) -> dict[str, Any]:
+    prediction, peak, published = made.prediction, made.prediction.timeline.peak, made.room.published
+    run = {"days": prediction.days(tokens), "price": prediction.price(tokens)} if tokens else {}
     return {
+        "cluster": prediction.cluster.name,
+        "samples": made.settings.num_samples,
         "fits": made.fits,
+        "answer": made.answer.value,
+        "published": None if published is None else published._asdict(),
         "settings": asdict(made.settings),
         "step_seconds": prediction.timeline.seconds,
         "exposed_seconds": prediction.timeline.exposed,
@@ -292,9 +343,13 @@ def _as_json(made: Plan) -> dict[str, Any]:
         "reserved_bytes": prediction.reserved_bytes,
         "driver_bytes": prediction.driver_bytes,
         "limit_bytes": made.limit,
+        "host_bytes": prediction.outcome.host_bytes,
+        "host_limit_bytes": made.room.host,
         "sent_bytes": prediction.sent,
         "cost_per_million_tokens": prediction.cost_per_million_tokens,
         "cost_per_million_samples": prediction.cost_per_million_samples,
+        **run,
+        "currency": prediction.cluster.currency,
         "advice": [asdict(each) for each in made.advice],
     }
 

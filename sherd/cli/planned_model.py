@@ -18,6 +18,7 @@ from sherd.cli.planned_transformers import batch_of, context_of, has_positions, 
 from sherd.errors import InputError, reason_of
 from sherd.tensor.structures import tensors_in
 from sherd.tools.plan.axes import CUT_AXES, ModelLayout
+from sherd.tools.plan.in_words import Origin
 from sherd.tools.plan.plan import num_samples, resized_batch
 from sherd.tools.plan.planner import Training
 from sherd.tools.plan.reading import own_or_usual_loss
@@ -41,6 +42,7 @@ class Planned:
         context: the tokens of a sample that the model is meant for; None: not known.
         config: that of `sherd train`, if it was given.
         has_positions: it has a table of so many positions as `context`, and none for more tokens.
+        origin: how a program makes the model; None for one of `sherd train`.
     """
 
     model: nn.Module
@@ -49,6 +51,7 @@ class Planned:
     context: int | None = None
     config: Config | None = None
     has_positions: bool = False
+    origin: Origin | None = None
 
     @property
     def reads_tokens(self) -> bool:
@@ -81,7 +84,7 @@ def model_from(spec: str) -> Planned:
     if colon and function.isidentifier():
         planned = _from_factory(spec, file, function)
     elif not Path(spec).is_file():
-        raise InputError(f"{spec} is no file; {HINT}")
+        raise InputError(_not_found(spec))
     elif spec.endswith(".py"):
         raise InputError(f"{spec} names no function in it; write {spec}:FUNCTION")
     else:
@@ -93,10 +96,15 @@ def model_from(spec: str) -> Planned:
     return planned
 
 
+def _not_found(path: str) -> str:
+    """Returns that a file is not there. Only a word that is no file's name gets a hint which words there are."""
+    return f"{path}: not found" if path.endswith((".json", ".toml", ".py")) else f"{path} is no file; {HINT}"
+
+
 def _from_factory(spec: str, file: str, function: str) -> Planned:
     is_file = file.endswith(".py")
     if is_file and not Path(file).is_file():
-        raise InputError(f"{file} is no file; {HINT}")
+        raise InputError(_not_found(file))
     sys.path.insert(0, str(Path(file).parent) if is_file else "")  # what lies beside it can be imported
     try:
         with torch.device("meta"):
@@ -122,9 +130,13 @@ def _from_factory(spec: str, file: str, function: str) -> Planned:
             f"{spec} returned {wrong[0]}; return a module, (module, batch), (module, batch, loss), or (module, batch, "
             "loss, functions), with a dict of functions by the axes cp and tp"
         )
-    return Planned(
-        model, (lambda *_: batch) if rest else token_batch, ModelLayout(loss or own_or_usual_loss, cuts=cuts)
-    )
+    imports, call = f"from {file} import {function}", f"{function}()"
+    if is_file:
+        imports, call = "import runpy", f"runpy.run_path({file!r})[{function!r}]()"
+    brought = ("model", "batch", "loss", "cuts")[: 1 + len(rest)]
+    origin = Origin(imports, call, tuple(name if name != "loss" or loss else "_" for name in brought))
+    layout = ModelLayout(loss or own_or_usual_loss, cuts=cuts)
+    return Planned(model, (lambda *_: batch) if rest else token_batch, layout, origin=origin)
 
 
 def _function(file: str, names: Mapping[str, Any], name: str) -> Callable[[], Any]:
@@ -141,9 +153,16 @@ def _function(file: str, names: Mapping[str, Any], name: str) -> Callable[[], An
 
 def _hugging_face(path: str) -> Planned:
     model = read_model(path)
-    context = context_of(model)
+    context, name = context_of(model), type(model).__name__
+    imports = f"from transformers import AutoConfig, {name}"
+    origin = Origin(imports, f"{name}(AutoConfig.from_pretrained({path!r}, use_cache=False))")
     return Planned(
-        model, batch_of(model), transformers_layout(model), context, has_positions=has_positions(model, context)
+        model,
+        batch_of(model),
+        transformers_layout(model),
+        context,
+        has_positions=has_positions(model, context),
+        origin=origin,
     )
 
 

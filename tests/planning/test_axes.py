@@ -12,7 +12,9 @@ from sherd.policy import CommPolicy
 from sherd.schedule.moments import MemoryKind
 from sherd.tools.plan.planner import Planner, Training
 from sherd.tools.plan.reading import own_or_usual_loss
+from sherd.tools.simulate import predict as predict_module
 from sherd.tools.simulate.cluster import read_cluster
+from sherd.tools.simulate.predict import predict
 from sherd.tools.simulate.settings import AXES, Mesh, Settings
 from sherd.tools.simulate.sharded import Optimizer
 from sherd.train.axes import Axes
@@ -26,8 +28,8 @@ SAMPLES, LENGTH, MICRO_BATCHES = 2, 32, 5
 ADAMW = Optimizer(states=2, accesses=20, scalars=4)
 
 
-def config(experts, layers, pp=1, dp=1, replicate=1, recompute=None, **axes):
-    batch = SAMPLES * dp * replicate * (1 if pp == 1 else MICRO_BATCHES)
+def config(experts, layers, pp=1, dp=1, replicate=1, recompute=None, num=MICRO_BATCHES, **axes):
+    batch = SAMPLES * dp * replicate * (1 if pp == 1 else num)
     layers = layers or (3 if pp == 1 else 4)
     model = {"layers": layers, "width": 64, "heads": 8, "kv_heads": 4, "hidden": 96, "tied": False, "experts": experts}
     return Config.of(
@@ -40,9 +42,9 @@ def config(experts, layers, pp=1, dp=1, replicate=1, recompute=None, **axes):
     )
 
 
-def recorded(experts=0, layers=None, recompute=None, on=range(4), **axes):
+def recorded(experts=0, layers=None, recompute=None, on=range(4), micro_batches=MICRO_BATCHES, **axes):
     """The timeline of a settled step, on the ranks `on`; None on the others."""
-    of = config(experts, layers, recompute=recompute, **axes)
+    of = config(experts, layers, recompute=recompute, num=micro_batches, **axes)
     grid = RankGrid(Axes(**axes), "cpu")
     model = on_meta(of)
     own_layers(model, grid.stage, grid.axes.pp)
@@ -53,19 +55,19 @@ def recorded(experts=0, layers=None, recompute=None, on=range(4), **axes):
     model.to_empty(device="cpu")
     model.reset_parameters(0)
     run, batch = passes(model, grid, of), torch.randint(256, (SAMPLES, LENGTH))
-    num = 1 if grid.pp is None else MICRO_BATCHES
+    num = 1 if grid.pp is None else micro_batches
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     return settled(model, optimizer, lambda: run.train([(batch, batch)] * num, num), on)
 
 
-def predicted(experts=0, layers=None, recompute=None, **axes):
-    of = config(experts, layers, **axes)
+def predicted(experts=0, layers=None, recompute=None, micro_batches=MICRO_BATCHES, **axes):
+    of = config(experts, layers, num=micro_batches, **axes)
     layout = TrainedLayout(own_or_usual_loss, config=of, names=("tp", "cp", "ep", "pp"))
     training = Training(
         on_meta(of), lambda samples: (torch.zeros(samples, LENGTH, dtype=torch.int64, device="meta"),), layout, ADAMW
     )
     mesh = Mesh(**{AXES[name]: size for name, size in ({"dp": 1} | axes).items()})
-    settings = Settings(mesh, micro_batch=SAMPLES, micro_batches=1 if mesh.pp == 1 else MICRO_BATCHES)
+    settings = Settings(mesh, micro_batch=SAMPLES, micro_batches=1 if mesh.pp == 1 else micro_batches)
     if recompute is not None:
         settings = replace(settings, checkpointing=1.0, recompute=recompute)
     return Planner(training, read_cluster("laptop")).predict(settings).timeline
@@ -127,6 +129,17 @@ def test_a_stage_of_a_pipeline_runs_as_it_is_predicted(stages, way):
     assert in_all(calls(plan)) == in_all(calls(trace))  # the last gather of backward is of no unit's in a plan
     assert plan.peak.nbytes == pytest.approx(trace.peak.nbytes, rel=0.01)
     assert_same_buffers(plan, trace)
+
+
+@pytest.mark.parametrize("num", [MICRO_BATCHES, pytest.param(9, marks=pytest.mark.slow)])
+def test_the_last_stage_has_the_last_output_and_the_last_gradient_that_it_sent(world, monkeypatch, num):
+    planned, way = [], {"pp": 4, "recompute": "full", "micro_batches": num}
+    monkeypatch.setattr(
+        predict_module, "predict", lambda *of, **words: planned.append(predict(*of, **words)) or planned[-1]
+    )
+    predicted(**way)
+    *_, trace = world(4).run(recorded, **way, on=[3])
+    assert planned[-1].timeline.peak.nbytes == pytest.approx(trace.peak.nbytes, rel=0.01)
 
 
 @pytest.mark.slow

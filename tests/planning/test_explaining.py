@@ -126,7 +126,7 @@ def applied(make, share, **options):
         assert not saved.startswith("-")
         more, size = dict(options), SAMPLES
         for part in change.split(" and "):
-            samples = re.fullmatch(r"(\d+) samples? at once", part)
+            samples = re.fullmatch(r"[\d,]+ micro-batch(?:es)? of (\d+) samples?", part)
             blocks = re.fullmatch(r"(\d+)% of blocks computed again", part)
             if samples:
                 size = int(samples[1])
@@ -149,7 +149,7 @@ def applied(make, share, **options):
 def test_changes_that_are_named_fit(world, make, share):
     for changes, _ in world(2).run(applied, make, share):
         assert 1 <= len(changes) <= 3
-        assert any("at once" in change for change in changes)
+        assert any("micro-batch" in change for change in changes)
         assert share < 0.7 or any("blocks computed again" in change for change in changes)
 
 
@@ -174,7 +174,7 @@ def test_only_changes_that_the_model_runs_with_are_named_and_none_where_nothing_
         assert "freed after forward" in changes
     for changes, _ in world(2).run(applied, with_states, 0.9):
         assert any("computed again" in change for change in changes)
-        assert not any("at once" in change for change in changes)
+        assert not any("micro-batch" in change for change in changes)
     for changes, note in world(2).run(applied, composed, 0.3):
         assert changes == []
         assert note.startswith("explained by sherd: no other settings that were tried fit; now: 2 ranks, ")
@@ -273,7 +273,7 @@ def test_an_error_of_torch_goes_on_with_a_note(make, where):
     assert lines[1].startswith("predicted to be alive then: ")
     assert {"optimizer state", "shards"} < held_in(note).keys()
     assert any(line.startswith("what would fit") for line in lines)
-    assert re.search(r"samples? at once: saves ", note)
+    assert re.search(r"micro-batch(?:es)? of \d+ samples?: saves ", note)
 
 
 def run_out(*_):
@@ -385,7 +385,7 @@ def test_notes_of_many_models():
     found = on_second(kinds_of_notes)
     for way in ("keywords", "loss", "replicas", "bare root", "SGD", "runs"):
         assert "out of memory in forward of blocks.1\n" in found[way], way
-        assert "2 samples at once: saves" in found[way], way
+        assert re.search(r"micro-batch(es)? of 2 samples: saves", found[way]), way
     assert "2 replicas, " in found["replicas"]
     assert "blocks computed again, as the model does, shards" in found["checkpoints"]
     assert "explained by sherd: out of memory in the step\n" in found["of the CPU"]

@@ -95,6 +95,19 @@ def test_of_settings_beside_the_best_it_is_told_what_differs():
     assert "8 ranks, 1 prefetched best 2.00 s" in text
 
 
+def test_the_page_has_the_answer_and_lines_for_what_is_taken_and_for_the_limit():
+    lines = {"taken with the driver": 9 << 30, "limit": 10 << 30}
+    shown = dataclasses.replace(timeline(), lines=lines, facts={"memory": "9.00 GiB of 10.0 GiB: tight"})
+    tight = Candidate("tight", {"a": "b"}, 0.2, 9 << 30, True, "tight: published trainings took more")
+    made = Reader(page([shown], dataclasses.replace(search(), candidates=(tight, *search().candidates))))
+    assert "memory 9.00 GiB of 10.0 GiB: tight alive at the peak" in made.text
+    assert "49 settings were tried; 30 fit, 1 of them tightly" in made.text
+    assert made.data["steps"][0]["lines"] == lines
+    assert made.data["most"] >= 10 << 30
+    far = page([dataclasses.replace(shown, lines={"limit": 10 << 40})])
+    assert Reader(far).data["most"] < 100 << 30, "a limit far above leaves the chart as it is"
+
+
 def hostile():
     shown = timeline(3, title=HOSTILE, prefix=f"{HOSTILE}.")
     peak = dataclasses.replace(shown.peak, moment=HOSTILE, by_kind={HOSTILE: shown.peak.nbytes})
@@ -262,13 +275,17 @@ def test_text_has_the_contrast_that_wcag_asks_for_and_colours_are_told_apart_by_
         pairs = [(theme["paper"], theme[name]) for name in ("ink", "dim", "wait", "focus")]
         pairs += [(theme["wash"], theme[name]) for name in ("ink", "dim")]
         # Labels on bars and bands are of the paper's colour.
-        pairs += [(theme["paper"], theme[f"k{number}"]) for number in range(KINDS)]
+        pairs += [(theme["paper"], theme[name]) for name in theme if name[0] in "ks" and name[1:].isdigit()]
         assert min(contrast(*pair) for pair in pairs) >= 4.5
     assert len(THEMES) == 2, "light and dark"
     for theme, eyes in itertools.product(THEMES, EYES):
         fills = [theme[f"k{number}"] for number in range(KINDS)]
         assert min(difference(*pair, eyes) for pair in itertools.combinations(fills, 2)) > 15
         assert min(difference(*pair, eyes) for pair in itertools.pairwise(fills)) > 20
+        greys = [theme[f"s{number}"] for number in range(5)]
+        assert min(difference(*pair, eyes) for pair in itertools.pairwise(greys)) > 8
+        # Kinds of work have no colour of a kind of memory. Two of these are grey to red-blind eyes.
+        assert eyes != "all" or min(difference(*pair, eyes) for pair in itertools.product(greys, fills)) > 15
 
 
 def test_the_css_and_the_script_are_shipped():

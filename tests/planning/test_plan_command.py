@@ -1,24 +1,22 @@
 """`sherd plan` prints what it finds, writes what runs, and refuses in one line."""
 
-import functools
+import itertools
 import json
+import re
 import textwrap
+from pathlib import Path
 
 import pytest
-import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
-import sherd
-from sherd._torch import imagined_ranks
 from sherd.cli.main import main
-from sherd.cli.planned_model import model_from
 from sherd.tools.plan.files import from_json
 from sherd.tools.simulate.settings import UNITS
 from sherd.train.config import Config, read_tree
 from tests.planning.models import LLAMA
 from tests.support.commands import refusal
+from tests.test_examples import run
 
+ROOT = Path(__file__).parents[2]
 CONFIG = """
 [model]
 layers = 2
@@ -40,6 +38,22 @@ import torch
 from torch import nn
 def make():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)), (torch.zeros(4, 3, 8, 8),)
+"""
+BRINGS = """
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+def over_tp(model, tp):
+    for block in model:
+        parallelize_module(block, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+def make():
+    return nn.Sequential(Block(), Block()), torch.zeros(4, 8), lambda m, x: m(x).square().mean(), {"tp": over_tp}
 """
 # All settings, so that nothing is searched.
 FIXED = ["--checkpointing", "no", "--reshard", "yes", "--offload", "no", "--prefetch", "1", "--placement", "shard"]
@@ -133,20 +147,38 @@ def test_more_tokens_than_a_model_that_turns_positions_is_for_are_noted(files, c
     assert "note" not in said(capsys, *words, 128)
 
 
+def program_in(out, folder, more):
+    """The program at the end of a plan, with further lines before its last one, in a file."""
+    program = textwrap.dedent(out.partition("\na program that trains so, for torchrun\n")[2])
+    last = "dist.destroy_process_group()"
+    (folder / "program.py").write_text(program.replace(last, f"{more}\n{last}"))
+    return folder / "program.py"
+
+
 def test_a_plan_of_another_model_ends_with_the_program_that_trains_so(files, capsys):
-    words = ["--checkpointing", "0.5", "--recompute", "selective", "--mesh", "replicate=2,dp=2", "--samples", 8]
-    out = said(capsys, files / "llama.json", *words, "--micro-batch", 1, "--reshard", "no", "--placement", "flat")
-    program, steps, _ = out.partition("\na program that trains so\n")[2].partition("  with sherd.accumulate(model, 2):")
-    assert steps
-    model = model_from(str(files / "llama.json")).model
-    namespace = {"model": model, "sherd": sherd, "checkpoint": checkpoint, "functools": functools, "torch": torch}
-    namespace["init_device_mesh"] = lambda _, *shape, **names: init_device_mesh("cpu", *shape, **names)
-    with imagined_ranks(4):
-        exec(textwrap.dedent(program), namespace)
-        assert isinstance(model.model.layers[0].self_attn.q_proj.weight, sherd.RaggedDTensor)
-    checkpointed = [isinstance(each.forward, functools.partial) for each in model.model.layers]
-    assert checkpointed == [False, True] * (len(checkpointed) // 2)
-    assert namespace["mesh"].mesh_dim_names == ("replicate", "dp")
+    words = ["--checkpointing", "0.5", "--recompute", "selective", "--mesh", "replicate=2,dp=1", "--samples", 4]
+    words += ["--micro-batch", 1, "--reshard", "no", "--placement", "flat", "--cluster", "laptop", "--context", 8]
+    out = said(capsys, files / "llama.json", *words)
+    more = "print(type(model.model.layers[0].self_attn.q_proj.weight).__name__, mesh.mesh_dim_names)\n"
+    more += "print([isinstance(each.forward, functools.partial) for each in model.model.layers])"
+    first, _ = run(program_in(out, files, more), files / "said")
+    *steps, weight, checkpointed = first.splitlines()
+    losses = [float(each.split()[1]) for each in steps]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+    assert weight == "RaggedDTensor ('replicate', 'dp')"
+    assert checkpointed == str([False, True] * (LLAMA["num_hidden_layers"] // 2))
+    assert "sherd.accumulate(model, 2)" in out
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", pytest.param("dp=1,tp=2", marks=pytest.mark.slow)])
+def test_a_program_calls_the_factory_with_its_own_loss_and_layout(files, capsys, mesh):
+    (files / "brings.py").write_text(BRINGS)
+    out = said(capsys, f"{files}/brings.py:make", "--mesh", mesh, "--cluster", "laptop", "--precision", "fp32")
+    first, _ = run(program_in(out, files, ""), files / "said")
+    losses = [float(each.split()[1]) for each in first.splitlines()]
+    assert losses[-1] < losses[0]
+    assert ('cuts["tp"]' in out) == ("tp" in mesh)
 
 
 def test_one_rank_with_offload_waits_for_copies_and_not_for_an_all_gather(files, capsys):
@@ -165,7 +197,7 @@ def test_a_mesh_may_have_blanks_a_strategy_its_usual_names_and_lines_fit_a_termi
     assert "\nsettings    2 replicas x 2 ranks, all sharded, " in out
     out = said(capsys, files / "llama.json", "--mesh", "replicate=2", "--strategy", "shard_grad_op")
     assert "settings    2 ranks, zero2, " in out
-    assert max(map(len, out.splitlines())) <= 100
+    assert max(map(len, out.partition("\na program that trains so")[0].splitlines())) <= 100
     assert "0.00" not in out, "nothing takes no time longer"
     assert " 0 B " not in out
 
@@ -177,7 +209,12 @@ def test_what_does_not_fit_ends_with_1_and_a_file_that_cannot_be_written_is_told
 
 
 REFUSED = [
-    (["nothing.json"], "is no file"),
+    (["nothing.json"], "sherd plan: nothing.json: not found\n"),
+    (["nothing.py:make"], "sherd plan: nothing.py: not found\n"),
+    (["nothing"], "nothing is no file; name a factory as package.module:function or "),
+    (["llama.json", "--tokens", "many"], "'many': expected a number of tokens, as 300B or 1.4T"),
+    (["images.py:make", "--tokens", "1T"], "samples of images.py:make have no tokens"),
+    (["llama.json", "--samples", "8", "0"], "--samples 0: expected at least 1"),
     (["made.py:fails"], "raised ValueError: no"),
     (["made.py:make"], "the model (Linear) does not run without values"),
     (["llama.json", "--cluster", "cluster.toml"], "cluster.toml: device.name is missing"),
@@ -279,3 +316,60 @@ def test_a_plan_says_what_it_is_a_plan_of(files, capsys):
     for words in ("on 2 nodes", "32 samples of 32 tokens in a step, bf16, adamw-fused"):
         assert words in out
         assert words in page.read_text()
+
+
+COLUMNS = ["tokens/s", "MFU", "per million tokens", "days", "price", "memory"]
+
+
+def test_several_clusters_and_batches_are_one_table_the_cheapest_first_with_days_and_prices(files, capsys):
+    clusters, samples = ["h100", "mi300x", "laptop"], [16, 32]
+    words = [files / "llama.json", "--cluster", *clusters, "--samples", *samples, *FIXED, "--tokens", "1.4T"]
+    plans = planned(capsys, *words)["plans"]
+    assert {(each["cluster"], each["samples"]) for each in plans} == {*itertools.product(clusters, samples)}
+    costs = [each["cost_per_million_tokens"] for each in plans]
+    assert costs == [*sorted(costs[:4]), None, None]
+    for each in plans[:4]:
+        assert each["price"] == pytest.approx(1.4e6 * each["cost_per_million_tokens"], rel=0.05)
+        assert each["days"] == pytest.approx(1.4e12 / each["tokens_per_second"] / 86400, rel=0.05)
+        assert each["days"] > 1.4e12 / each["tokens_per_second"] / 86400, "failures and checkpoints take time"
+    out = said(capsys, *words)
+    head, *rows = out.partition("\n\n")[0].splitlines()
+    assert re.split(" {2,}", head) == ["cluster", "ranks", "samples", "step", *COLUMNS]
+    assert [row.split()[0] for row in rows] == [each["cluster"] for each in plans]
+    assert [row.endswith("fits") for row in rows] == [True] * 6
+    assert f"\nllama.json: 8 x {'AMD' if plans[0]['cluster'] == 'mi300x' else 'NVIDIA'}" in out
+    assert "\nrun         1,400,000,000,000 tokens in " in out
+
+
+def test_the_answer_is_fits_tight_or_does_not_fit_in_text_json_and_on_the_page(files, capsys):
+    words = [files / "llama.json", "--cluster", "a100", "--ranks", 8, *FIXED]
+    taken = planned(capsys, *words)["driver_bytes"]
+    page = files / "p.html"
+    for share, answer, code in ((0.8, "fits", 0), (0.99, "tight", 0), (1.01, "does not fit", 1)):
+        given = [*words, "--limit", f"{taken / share:.0f} B"]
+        out = said(capsys, *given, "--report", page, code=code)
+        assert f": {answer}" in out
+        assert "published A100 trainings took 6 to 13% more than planned" in " ".join(out.split())
+        found = json.loads(said(capsys, *given, "--json", code=code))
+        assert (found["answer"], found["fits"]) == (answer, code == 0)
+        assert found["published"] == {"devices": "A100", "low": 0.062, "high": 0.131, "num": 4}
+        assert f"{answer}" in page.read_text()
+        assert '"lines":{"reserved, with the driver":' in page.read_text()
+
+
+def test_host_memory_is_counted_and_refused_above_that_of_the_cluster(files, capsys):
+    words = ["yes" if FIXED[at - 1] == "--offload" else each for at, each in enumerate(FIXED)] + ["--mesh", "dp=8"]
+    found = planned(capsys, files / "llama.json", *words)
+    assert found["host_limit_bytes"] == 2 * 10**12
+    kept = planned(capsys, files / "llama.json", *FIXED, "--mesh", "dp=8")
+    assert kept["host_bytes"] == 0
+    of_device = sum(kept["peak"]["by_kind"][kind] for kind in ("shards", "optimizer state"))
+    assert found["host_bytes"] > 8 * of_device
+    text = (ROOT / "sherd/tools/simulate/clusters/h100.toml").read_text()
+    for given, says, code in ((found["host_bytes"], "fits", 0), (found["host_bytes"] - 1, "does not fit", 1)):
+        (files / "small.toml").write_text(text.replace('"2 TB"', f'"{given} B"'))
+        small = [files / "llama.json", "--cluster", files / "small.toml", *words]
+        out = said(capsys, *small, code=code)
+        assert "\nhost memory " in out
+        assert ("host memory" in out and ": does not fit" in out) == bool(code)
+        assert json.loads(said(capsys, *small, "--json", code=code))["answer"] == says

@@ -68,11 +68,22 @@ def test_the_price_is_that_of_all_devices():
 def test_links_carry_what_collectives_send():
     # Forward gathers four times, backward three times: the last block is still there.
     gathers, reduces = 4 + 4, 4
-    for mesh, link in ((Mesh(8), "within nodes"), (Mesh(16), "across nodes")):
+    # Of a ring through 8 devices of a node, one sends to the next node.
+    for mesh, shares in ((Mesh(8), {"within nodes": 1}), (Mesh(16), {"within nodes": 7 / 8, "across nodes": 1 / 8})):
         found = predicted(heavy(4, 10), sharded_stack(4, ranks=mesh.shard), H100, mesh)
         spans = [span for span in found.timeline.spans if span.lane in (Lane.GATHER, Lane.REDUCE)]
         assert len(spans) == gathers + reduces
-        assert found.sent == {link: len(spans) * (WEIGHT * (mesh.shard - 1) // mesh.shard)}
+        nbytes = len(spans) * (WEIGHT * (mesh.shard - 1) // mesh.shard)
+        assert found.sent == {link: round(share * nbytes) for link, share in shares.items()}
+
+
+def test_what_crosses_nodes_takes_the_links_no_longer_than_the_collective_lasts():
+    group = {kind: RankGroup(16) for kind in ("all-gather", "reduce-scatter", "all-to-all", "broadcast")}
+    for kind, ranks in group.items():
+        across = ClusterCosts(H100).links(kind, ranks)["across nodes"] * 15 / 16 * 1e12
+        assert across / H100.across.bandwidth <= collective_seconds(kind, 10**12, NodeRanks(16, 8), H100), kind
+    assert ClusterCosts(H100).links("all-to-all", RankGroup(16))["across nodes"] == pytest.approx(8 / 15)
+    assert ClusterCosts(H100).links("send", RankGroup(2, 8)) == {"across nodes": 1}
 
 
 def test_replicas_are_on_other_nodes_once_shards_fill_one():

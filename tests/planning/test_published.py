@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.pages import as_csv, written
+from bench.pages import as_csv, read_csv, written
 from bench.published import (
     CHECKPOINTING,
     DATA,
@@ -30,7 +30,8 @@ from bench.published import (
     throughputs,
 )
 from sherd.tools.plan.planner import Planner
-from sherd.tools.simulate.cluster import read_cluster
+from sherd.tools.simulate.cluster import read_cluster, shipped_clusters
+from sherd.tools.simulate.search import PUBLISHED, published_on
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.timeline import Lane
 from sherd.train.config import read_tree
@@ -209,6 +210,35 @@ def test_every_row_is_predicted_and_the_page_is_what_the_script_writes():
 
 
 # What errors are
+
+
+def test_a_plan_says_how_much_more_or_less_than_planned_these_trainings_took():
+    """On several devices, by kinds of devices with four rows at least and all together, without a tenth at each end."""
+    columns, *lines = read_csv(TABLE)
+    rows = [dict(zip(columns, line, strict=True)) for line in lines]
+    took: dict[str, list[float]] = {}
+    for row in rows:
+        if row["memory error"] and int(row["GPUs"]) > 1:
+            more = 1 / (1 + float(row["memory error"])) - 1
+            took.setdefault(row["cluster"].split("-")[0].upper(), []).append(more)
+    *names, last = sorted(took)
+    took = {name: took[name] for name in sorted(took) if len(took[name]) >= 4} | {
+        f"{', '.join(names)} and {last}": [more for each in took.values() for more in each]
+    }
+    for published, (name, more) in zip(PUBLISHED, took.items(), strict=True):
+        more.sort()
+        out = len(more) // 10
+        assert (published.devices, published.num) == (name, len(more))
+        assert (published.low, published.high) == pytest.approx((more[out], more[-1 - out]), abs=5e-4)
+
+
+def test_a_cluster_has_the_trainings_on_its_kind_of_device_or_on_all_kinds():
+    names = {name: published_on(read_cluster(name)) for name in shipped_clusters()}
+    assert names.pop("laptop") is None
+    assert {name: each.num for name, each in names.items()} == {"a100": 4, "h100": 49} | dict.fromkeys(
+        ("b200", "h200", "mi300x"), 57
+    )
+    assert str(names["h100"]) == "published H100 trainings took 18% less to 10% more than planned"
 
 
 def test_an_error_is_the_share_by_which_a_prediction_is_too_high_and_a_distribution_shows_misses():

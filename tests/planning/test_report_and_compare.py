@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from matplotlib import rc_context
 
 from sherd.cli.compare import compared
 from sherd.cli.main import main
@@ -95,6 +96,19 @@ def test_a_picture_is_of_the_kind_that_its_name_says_and_one_of_nothing_is_drawn
     empty = Timeline(r"$\nothing{$", True, (), (), (), Peak(0, 0.0, "", {}, {}), 1.0)
     picture(empty, tmp_path / "empty.png")
     assert perfetto(empty)["traceEvents"]
+
+
+def test_a_picture_names_cluster_limit_and_answer_and_has_no_empty_lanes(tmp_path):
+    facts = {"cluster": "8 x H100, on 1 node", "memory": "9.00 GiB of 10.0 GiB: tight"}
+    whole = replace(timeline(2), facts=facts, lines={"taken with the driver": 9 << 30, "limit": 10 << 30})
+    shown = replace(whole, spans=tuple(each for each in whole.spans if each.lane is not Lane.COPY))
+    with rc_context({"svg.fonttype": "none"}):  # words stay words
+        picture(shown, tmp_path / "a.svg")
+    drawn = (tmp_path / "a.svg").read_text()
+    for words in (*facts.values(), "limit 10.0 GiB", "taken with the driver 9.00 GiB", Lane.COMPUTE.value):
+        assert words in drawn, words
+    assert Lane.COPY.value not in drawn
+    assert Lane.MATRICES.value not in drawn
 
 
 @pytest.mark.usefixtures("folder")

@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 from sherd.tools.plan.in_words import advice_of
-from sherd.tools.simulate.search import IMPOSSIBLE, Outcome, cheapest_changes, search
+from sherd.tools.simulate.search import IMPOSSIBLE, Outcome, Published, Room, Verdict, cheapest_changes, search
 from sherd.tools.simulate.settings import NAMES, VALUES, Mesh, Settings, Space
 from sherd.tools.simulate.timeline import Advice
 
@@ -36,20 +36,20 @@ BEGINNINGS = [Settings(Mesh(16), checkpointing=checkpointing, micro_batches=4) f
 def test_what_is_found_is_about_the_fastest_of_all_that_fit_or_what_lacks_least():
     outcomes = [outcome(each) for each in everything()]
     for limit in (1000, 150, 110, 90, 70):
-        found = search(outcome, SPACE, BEGINNINGS, limit)
+        found = search(outcome, SPACE, BEGINNINGS, Room(limit))
         assert found.fits, limit
         fastest = min(each.seconds for each in outcomes if each.nbytes <= limit)
         assert outcome(found.best).seconds <= 1.05 * fastest, limit
         assert len(found.outcomes) < len(outcomes) / 3, limit
-    found = search(outcome, SPACE, BEGINNINGS, 1)
+    found = search(outcome, SPACE, BEGINNINGS, Room(1))
     assert not found.fits
     assert outcome(found.best).nbytes == min(outcome(each).nbytes for each in everything())
-    assert cheapest_changes(outcome, SPACE, BEGINNINGS[1], 1) == []
+    assert cheapest_changes(outcome, SPACE, BEGINNINGS[1], Room(1)) == []
 
 
 def test_settings_that_are_given_stay():
     space = replace(SPACE, fixed=frozenset({"checkpointing", "mesh", "micro_batch"}))
-    found = search(outcome, space, BEGINNINGS[:1], 1000)
+    found = search(outcome, space, BEGINNINGS[:1], Room(1000))
     assert {(each.mesh, each.checkpointing, each.micro_batch) for each in found.outcomes} == {(Mesh(16), True, 1)}
     assert (found.best.placement, found.best.reshard) == ("flat", False)
 
@@ -60,17 +60,17 @@ def refusing(settings):
 
 def test_what_the_model_refuses_is_neither_chosen_nor_shown():
     for limit in (1000, 110, 1):
-        found = search(refusing, SPACE, BEGINNINGS, limit)
+        found = search(refusing, SPACE, BEGINNINGS, Room(limit))
         assert found.fits == (limit > 1)
         assert {each.placement for each in found.outcomes} == {"shard"}
         assert set(found.ranking) <= set(found.outcomes)
         assert IMPOSSIBLE not in found.outcomes.values()
-        changes = cheapest_changes(refusing, SPACE, found.best, limit)
+        changes = cheapest_changes(refusing, SPACE, found.best, Room(limit))
         assert IMPOSSIBLE not in [its for _, its in changes]
 
 
 def test_each_choice_is_compared_with_the_best_other_one():
-    found = search(outcome, SPACE, BEGINNINGS, 110)
+    found = search(outcome, SPACE, BEGINNINGS, Room(110))
     others = list(found.others())
     assert [name for name, _, _ in others] == [name for name in NAMES if name in dict.fromkeys(n for n, _, _ in others)]
     for name, other, its in others:
@@ -82,11 +82,11 @@ def test_each_choice_is_compared_with_the_best_other_one():
 def test_the_cheapest_changes_fit_and_come_in_order():
     settings = Settings(Mesh(16), reshard=False, micro_batches=4)
     assert outcome(settings).nbytes > 110
-    changes = cheapest_changes(outcome, SPACE, settings, 110)
+    changes = cheapest_changes(outcome, SPACE, settings, Room(110))
     assert [each.seconds for _, each in changes] == sorted(each.seconds for _, each in changes)
     assert all(its.nbytes <= 110 for _, its in changes)
     assert [settings.differing(each) for each, _ in changes] == [["reshard"], ["checkpointing"], ["offload"]]
-    ((change, its),) = cheapest_changes(outcome, SPACE, settings, 70)
+    ((change, its),) = cheapest_changes(outcome, SPACE, settings, Room(70))
     assert its.nbytes <= 70
     assert len(settings.differing(change)) > 1, "where no single one is enough several are told together"
 
@@ -127,3 +127,24 @@ def test_what_has_no_effect_is_neither_told_nor_a_difference():
     selective = Settings(Mesh(4), checkpointing=1.0, recompute="selective")
     given = advice_of(selective, Outcome(1.0, 10), Settings(Mesh(4), strategy="zero1"), Outcome(2.0, 4))
     assert given == Advice("zero1 and activations kept", 6, 1.0)
+
+
+def test_settings_with_a_margin_are_chosen_before_tight_ones_unless_they_take_half_as_long_again():
+    published = Published("A100", 0.06, 0.25, 4)
+    settings = [Settings(Mesh(4), prefetch=number, micro_batches=16) for number in range(3)]
+    space = replace(SPACE, fixed=frozenset(NAMES) - {"prefetch"})
+    for roomy, best in ((1.4, 0), (1.6, 1)):
+        outcomes = dict(zip(settings, (Outcome(roomy, 80), Outcome(1.0, 81), Outcome(0.5, 101)), strict=True))
+        room = Room(100, published=published)
+        assert [room.answer(each) for each in outcomes.values()] == [Verdict.FITS, Verdict.TIGHT, Verdict.NOT]
+        found = search(outcomes.__getitem__, space, settings[1:2], room)
+        assert found.best == settings[best], roomy
+        assert found.fits
+
+
+def test_settings_that_need_more_of_a_node_than_it_has_do_not_fit():
+    def in_host(settings):
+        return replace(outcome(settings), host_bytes=1000 * settings.offload)
+
+    for host, fits in ((999, False), (1000, True), (None, True)):
+        assert search(in_host, SPACE, BEGINNINGS, Room(60, host)).fits == fits, host

@@ -271,6 +271,6 @@ def test_a_run_out_of_memory_says_what_held_it_and_a_change_that_it_names_fits(t
     assert "Traceback" not in err
     assert "are alive when forward of blocks." in err
     assert "explained by sherd: what would fit, instead of 1 rank, " in err
-    size = re.search(r"^  (\d) samples? at once: saves ", err, re.MULTILINE)[1]
+    size = re.search(r"^  [\d,]+ micro-batch(?:es)? of (\d) samples?: saves ", err, re.MULTILINE)[1]
     (tmp_path / "said.err").unlink()
     assert ended(tmp_path, [*words, f"optimizer.micro_batch={size}"]) == (0, "")

@@ -42,7 +42,7 @@ def test_it_says_parameters_ranks_tokens_and_steps_and_writes_nothing(capsys, tm
     said = dry(capsys, "--nproc", "8", "--mesh", "dp=2,tp=2,cp=2", "--steps", "30", "optimizer.batch=4")
     assert "820,352 parameters, dp=2,cp=2,tp=2: 8 x " in said
     assert "4 samples of 128 tokens in a step" in said
-    assert "2 samples at once, 1 time" in said
+    assert "1 micro-batch of 2 samples" in said
     assert "run         30 steps = 15,360 tokens" in said
     assert "optimizer.warmup = 50 lasts longer than the run of 30 steps" in said
     assert list(tmp_path.iterdir()) == []

@@ -101,7 +101,7 @@ def measured(name: str, own: Iterable[Step] = ()) -> Cluster:
         optimizer, skew = together.optimizer, together.skew
     said = f"measured by sherd doctor --bandwidth on {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, "
     said, guess = f"{said}{len(hosts)} ranks", "estimate: not measured, as"
-    sources = dict.fromkeys(("devices_per_node", "device", "within", "across", "to_host"), said)
+    sources = dict.fromkeys(("devices_per_node", "host_memory", "device", "within", "across", "to_host"), said)
     sources["device.peak_flops"] = "estimate: the maker's figure is not known, so what was achieved; MFU is of that"
     if at.type != "cpu":
         sources["device.beside"] = "estimate: not measured, as on the accelerators of Lee et al. (2025) in the mean"
@@ -119,6 +119,7 @@ def measured(name: str, own: Iterable[Step] = ()) -> Cluster:
         "",
         sources,
         optimizer,
+        host_memory()[1] or None,
     )
 
 

@@ -26,7 +26,7 @@ from sherd.tools.plan.running import Forwards, LossOfOutput, Running, matrices_o
 from sherd.tools.plan.tracing import StepRecorder, recording
 from sherd.tools.simulate.cluster import Cluster, bytes_in, read_cluster, shipped_clusters
 from sherd.tools.simulate.predict import Prediction
-from sherd.tools.simulate.search import Outcome, cheapest_changes
+from sherd.tools.simulate.search import Outcome, Room, cheapest_changes
 from sherd.tools.simulate.settings import Settings
 from sherd.tools.simulate.work import TensorKind
 from sherd.units import in_bytes
@@ -201,7 +201,7 @@ def _advice(running: Running, size: Callable[[Prediction], int], limit: int) -> 
         return Outcome(prediction.timeline.seconds, size(prediction))
 
     settings = running.settings
-    changes = cheapest_changes(or_impossible(outcome), running.space, settings, limit)
+    changes = cheapest_changes(or_impossible(outcome), running.space, settings, Room(limit))
     if changes:
         yield f"what would fit, instead of {settings}"
     else:

@@ -83,6 +83,8 @@ def _read_as(record: type[T], text: str) -> T:
     _require(type(content) is dict, "the file", f"expected an object, found {_short(content)}")
     written = content.pop("format", None)
     _require(written == FORMATS[record], "format", f"expected {FORMATS[record]!r}, found {_short(written)}")
+    if record is Timeline:
+        content.setdefault("lines", {})  # files of 0.2 have none
     return cast(T, _read(record, content, ""))
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
 from torch import nn
 
 from sherd.api.blocks import repeated_blocks
 from sherd.tools.plan.planner import fully_shard_args
+from sherd.tools.simulate.costs import ACROSS
 from sherd.tools.simulate.goodput import Faults, goodput
 from sherd.tools.simulate.predict import Prediction
-from sherd.tools.simulate.search import Outcome, SearchResult
+from sherd.tools.simulate.search import Outcome, Room, SearchResult, Verdict
 from sherd.tools.simulate.settings import AXES, Settings
 from sherd.tools.simulate.timeline import Advice, Lane, Timeline
 from sherd.units import in_bytes, in_seconds, three_digits
@@ -22,26 +23,51 @@ WIDTH = 100
 """The longest line for a terminal."""
 
 
-def facts_of(prediction: Prediction, settings: Settings, limit: int, training: str) -> dict[str, str]:
+def facts_of(prediction: Prediction, settings: Settings, room: Room, training: str) -> dict[str, str]:
     """Returns the figures of a plan by name, in words. `training` names the dtype and the optimizer."""
+    verdict, published = verdict_of(prediction, room)
     cluster, mesh = prediction.cluster, prediction.mesh
     cost, per = cost_of(prediction)
     num_nodes, samples = -(-mesh.num_ranks // cluster.devices_per_node), settings.num_samples
     tokens = prediction.tokens_per_second * prediction.timeline.seconds / samples
     of = f" of {tokens:,.0f} tokens" if tokens else ""
     return {
+        "memory": f"{in_bytes(prediction.driver_bytes)} {verdict}",
+        **({"published": published} if published else {}),
         "training": f"{_number(samples, 'sample')}{of} in a step, {training}",
         "cluster": f"{mesh.num_ranks} x {cluster.device.name}, on {_number(num_nodes, 'node')}",
         "reserved": in_bytes(prediction.reserved_bytes),
-        "of the device": f"{in_bytes(prediction.driver_bytes)} of {in_bytes(limit)}",
+        **({"memory of a node": _of_node(prediction, room)} if prediction.host_bytes else {}),
         **({"tokens/s": f"{prediction.tokens_per_second:,.0f}"} if prediction.tokens_per_second else {}),
         "samples/s": three_digits(prediction.samples_per_second),
         "MFU": f"{prediction.mfu:.1%}",
         **{f"sent {link}": in_bytes(nbytes) for link, nbytes in prediction.sent.items()},
         **({f"{cluster.currency} {per}": f"{cost:.3g}"} if cost is not None else {}),
-        **{name: words for name, words in settings.in_words().items() if "micro_batch" not in name},
-        "micro-batches": f"{settings.micro_batches:,} of {_number(settings.micro_batch, 'sample')}",
+        **settings.in_words(),
     }
+
+
+def verdict_of(prediction: Prediction, room: Room) -> tuple[str, str]:
+    """Returns whether a step fits on a device, and how far published trainings were from their plans, if known."""
+    outcome, limit, published = prediction.outcome, room.device, room.published
+    lacks = outcome.nbytes - limit
+    answer = f"of {in_bytes(limit)}: {replace(room, host=None).answer(outcome).value}"
+    if published is None:
+        return answer + _too_much(lacks), ""
+    may_fit = lacks > 0 and outcome.nbytes * (1 + published.low) <= limit
+    return answer + _too_much(lacks), f"{published}{', so it may fit' if may_fit else ''}"
+
+
+def _of_node(prediction: Prediction, room: Room) -> str:
+    taken = prediction.outcome.host_bytes
+    if room.host is None:
+        return f"{in_bytes(taken)}; how much there is the cluster's file does not say (host_memory)"
+    fits = "" if taken <= room.host else ": does not fit"
+    return f"{in_bytes(taken)} of {in_bytes(room.host)}{fits}{_too_much(taken - room.host)}"
+
+
+def _too_much(lacks: int) -> str:
+    return f", too much by {in_bytes(lacks)}" if lacks > 0 else ""
 
 
 def _number(count: int, what: str) -> str:
@@ -61,6 +87,42 @@ def advice_of(settings: Settings, outcome: Outcome, other: Settings, of_other: O
     names = [name for name in settings.differing(other) if name != "micro_batches"]
     change = " and ".join(words[name] for name in names)
     return Advice(change, outcome.nbytes - of_other.nbytes, of_other.seconds - outcome.seconds)
+
+
+def compared(plans: Iterable[tuple[Prediction, Settings, Verdict]], tokens: float | None) -> Iterator[str]:
+    """Yields a table of plans of one model, a row for each, with the time and price of a run over `tokens`."""
+    rows = []
+    for found, settings, answer in plans:
+        (cost, per), currency = cost_of(found), found.cluster.currency
+        speed, unit = (
+            (found.tokens_per_second, "tokens/s")
+            if found.tokens_per_second
+            else (found.samples_per_second, "samples/s")
+        )
+        row = {
+            "cluster": found.cluster.name,
+            "ranks": str(found.mesh.num_ranks),
+            "samples": f"{settings.num_samples:,}",
+            "step": in_seconds(found.timeline.seconds),
+            unit: three_digits(speed),
+            "MFU": f"{found.mfu:.1%}",
+            per: "" if cost is None else f"{cost:.3g} {currency}",
+        }
+        if tokens:
+            price = found.price(tokens)
+            row |= {"days": f"{found.days(tokens):,.1f}", "price": "" if price is None else f"{price:,.0f} {currency}"}
+        rows.append(row | {"memory": answer.value})
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+    for row in ({name: name for name in widths}, *rows):
+        *cells, last = (row[name].rjust(width) for name, width in widths.items())
+        yield "  ".join((*cells, last.strip()))
+
+
+def run_of(prediction: Prediction, tokens: float) -> str:
+    """Returns the days and the price of a run over `tokens` in words."""
+    price = prediction.price(tokens)
+    of = "" if price is None else f", {price:,.0f} {prediction.cluster.currency}"
+    return f"{tokens:,.0f} tokens in {prediction.days(tokens):,.1f} days{of}"
 
 
 def parted(lines: Iterable[str]) -> Iterator[str]:
@@ -86,13 +148,13 @@ def _settings_in_lines(settings: Settings) -> Iterator[str]:
 def lines_of(
     prediction: Prediction,
     settings: Settings,
-    limit: int,
+    room: Room,
     found: SearchResult | None,
     advice: Sequence[Advice],
     training: str,
 ) -> Iterator[str]:
     """Yields the lines of a plan. They may be too long for a terminal."""
-    timeline, facts = prediction.timeline, facts_of(prediction, settings, limit, training)
+    timeline, facts = prediction.timeline, facts_of(prediction, settings, room, training)
     yield f"{timeline.title}: {facts['cluster']}"
     yield f"training    {facts['training']}"
     yield from _settings_in_lines(settings)
@@ -104,7 +166,9 @@ def lines_of(
     yield f"waits       {', '.join(waits) or 'none'}"
     yield from _of_optimizer(timeline)
     sent = [f"{in_bytes(nbytes)} {link}" for link, nbytes in prediction.sent.items()]
-    yield f"sends       {', '.join(sent) or 'nothing'}, each rank in a step"
+    leaves = in_bytes(prediction.sent.get(ACROSS, 0) * prediction.ranks_of_node)
+    of_node = f"; {leaves} leave a node" if ACROSS in prediction.sent else ""
+    yield f"sends       {', '.join(sent) or 'nothing'}, each rank in a step{of_node}"
     cost, per = cost_of(prediction)
     if cost is not None:
         yield f"cost        {cost:.3g} {prediction.cluster.currency} {per}"
@@ -120,16 +184,17 @@ def lines_of(
             yield f"  {kind:22} {in_bytes(nbytes):>10}"
     yield f"  {'alive':22} {in_bytes(peak.nbytes):>10}"
     yield f"  {'reserved':22} {in_bytes(prediction.reserved_bytes):>10}"
-    lacks = prediction.driver_bytes - limit
-    verdict = f"too much by {in_bytes(lacks)}" if lacks > 0 else f"of {in_bytes(limit)}"
+    verdict = "; ".join(filter(None, verdict_of(prediction, room)))
     yield f"  {'with the driver':22} {in_bytes(prediction.driver_bytes):>10}   {verdict}"
+    if "memory of a node" in facts:
+        yield f"host memory {facts['memory of a node']}, of each node"
+    answer, libraries = room.answer(prediction.outcome), prediction.cluster.device.library_bytes
     if advice:
-        yield "\nwhat would fit"
+        yield f"\nwhat would fit{' with a margin' if answer is Verdict.TIGHT else ''}"
         yield from lines_of_advice(advice)
-    elif lacks > 0 and limit <= prediction.cluster.device.library_bytes:
-        libraries = in_bytes(prediction.cluster.device.library_bytes)
-        yield f"\nnothing fits: the driver and libraries alone take {libraries}; raise the limit"
-    elif lacks > 0:
+    elif answer is Verdict.NOT and room.device <= libraries:
+        yield f"\nnothing fits: the driver and libraries alone take {in_bytes(libraries)}; raise the limit"
+    elif answer is Verdict.NOT:
         yield "\nno settings that were tried fit; take more ranks, or fewer tokens in a sample"
     if found is not None and found.fits:
         yield "\nwhy, and what the next best would be"
@@ -168,26 +233,71 @@ def _reasons(found: SearchResult) -> Iterator[str]:
             continue  # the same ranks, counted along other axes
         if outcome == best:
             said = "make no difference"
-        elif outcome.nbytes > found.limit:
-            said = f"not fit, by {in_bytes(outcome.nbytes - found.limit)}"
+        elif found.room.lack(outcome):
+            said = f"not fit, by {in_bytes(found.room.lack(outcome))}"
         else:
             memory = f"{in_bytes(abs(more))} {'more' if more > 0 else 'less'}" if more else "in as much memory"
+            memory += ", tight" * (found.room.answer(outcome) is Verdict.TIGHT)
             said = f"take {_costs(outcome.seconds - best.seconds)}, {memory}"
         yield f"  {words} instead of {chosen[name]} would {said}"
 
 
-def program_of(settings: Settings, dtype: torch.dtype | None, model: nn.Module, device_type: str) -> Iterator[str]:
-    """Yields the lines of a program that trains as planned.
+@dataclass(frozen=True)
+class Origin:
+    """The lines of a program that make a model, and the names that they give to what it brings.
 
-    The program makes the mesh on `device_type`, checkpoints blocks of `model`, and calls `auto_shard`.
+    Attributes:
+        imports: the lines that import it.
+        call: the expression that makes it.
+        names: of what the call returns: "model", and maybe "batch", "loss" and "cuts".
     """
+
+    imports: str
+    call: str
+    names: tuple[str, ...] = ("model",)
+
+
+OPTIMIZERS = {
+    "adamw": "torch.optim.AdamW(model.parameters(), lr=1e-4)",
+    "adamw-fused": "torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)",
+    "sgd": "torch.optim.SGD(model.parameters(), lr=1e-2)",
+    "sgd-momentum": "torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)",
+    "muon": 'sherd.Muon(model, lr=0.02, adamw={"lr": 1e-4})',
+}
+"""The calls that make optimizers, by their names in a plan."""
+
+
+def program_of(
+    settings: Settings,
+    dtype: torch.dtype | None,
+    optimizer: str,
+    device_type: str,
+    origin: Origin,
+    model: nn.Module,
+    batch: object,
+) -> Iterator[str]:
+    """Yields the lines of a program for torchrun that trains as planned, on `batch` without its values.
+
+    It makes the model by its `origin` and the mesh on `device_type`, checkpoints blocks of `model`, calls `auto_shard`,
+    and steps.
+    """
+    loss = "loss" if "loss" in origin.names else "own_or_usual_loss"
+    blocks = repeated_blocks(model) if settings.checkpointing else {}
+    yield from (["import functools"] if blocks else [])
+    yield from (origin.imports, "import torch", "import torch.distributed as dist")
+    yield "from torch.distributed.device_mesh import init_device_mesh"
+    yield from (["from torch.utils.checkpoint import checkpoint"] if blocks else [])
+    yield from ("import sherd", *(["from sherd.tools.plan.reading import own_or_usual_loss"] * (loss != "loss")))
+    yield from ("", "torch.manual_seed(0)  # the same weights on all ranks")
+    yield f"{', '.join(origin.names)} = {origin.call}"
     sizes = {name: getattr(settings.mesh, field) for name, field in AXES.items() if name != "ep"}
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp"}
     yield f'mesh = init_device_mesh("{device_type}", {(*sizes.values(),)}, mesh_dim_names={(*sizes,)})'
-    yield from (f'# lay the model over mesh["{name}"]' for name in ("cp", "tp") if name in sizes)
+    lay = 'cuts["{0}"](model, mesh["{0}"])' if "cuts" in origin.names else '# lay the model over mesh["{0}"] here'
+    yield from (lay.format(name) for name in ("cp", "tp") if name in sizes)
     selective = ", context_fn=sherd.selective_contexts" if settings.recompute == "selective" else ""
-    for name, blocks in repeated_blocks(model).items() if settings.checkpointing else ():
-        count, number = len(blocks), round(settings.checkpointing * len(blocks))
+    for name, each in blocks.items():
+        count, number = len(each), round(settings.checkpointing * len(each))
         yield f"for at, block in enumerate(model{'.' * bool(name)}{name}):"
         yield f"    if (at + 1) * {number} // {count} > at * {number} // {count}:  # {number} of {count}, evenly spread"
         yield f"        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False{selective})"
@@ -196,9 +306,32 @@ def program_of(settings: Settings, dtype: torch.dtype | None, model: nn.Module, 
     if "cp" in sizes:
         yield f"    dp_mesh_dims=sherd.DataParallelMeshDims({('dp', 'cp')}, {'replicate' if data[2:] else None!r}),"
     yield from (f"    {name}={_written(value)}," for name, value in fully_shard_args(settings, dtype).items())
-    yield ")"
-    if settings.micro_batches > 1:
-        yield f"with sherd.accumulate(model, {settings.micro_batches}):\n    ...  # forward and backward of each"
+    yield from (")", f"optimizer = {OPTIMIZERS[optimizer]}")
+    yield "# Your data in its place, other samples on each rank:"
+    yield f"batch = {_in_code(batch, device_type)}"
+    num, step = settings.micro_batches, [f"    now = {loss}(model, batch)", "    now.backward()"]
+    if num > 1:
+        step = [
+            f"    with sherd.accumulate(model, {num}):",
+            f"        for _ in range({num}):",
+            *(" " * 8 + each for each in step),
+        ]
+        step[-1] = step[-1].replace("now", f"(now / {num})")
+    yield from ("for step in range(10):", *step, "    optimizer.step()", "    optimizer.zero_grad()")
+    yield from ("    if dist.get_rank() == 0:", "        print(step, now.item())")
+    yield "dist.destroy_process_group()"
+
+
+def _in_code(value: object, device_type: str) -> str:
+    """Returns the expression of a batch as large as `value`."""
+    if isinstance(value, torch.Tensor):
+        make = "randn" if value.is_floating_point() else "zeros"
+        return f'torch.{make}({(*value.shape,)}, dtype={value.dtype}, device="{device_type}")'
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name!r}: {_in_code(each, device_type)}' for name, each in value.items())}}}"
+    if isinstance(value, (tuple, list)):
+        return f"({','.join(f' {_in_code(each, device_type)}' for each in value).strip()},)"
+    return repr(value)
 
 
 def _written(value: object) -> str:

@@ -27,13 +27,21 @@ from sherd.tools.plan.planner import (
     Training,
     fully_shard_args,
     or_impossible,
-    outcome_of,
 )
 from sherd.tools.plan.reading import Loss, own_or_usual_loss
 from sherd.tools.plan.sharding import shares_of_blocks
 from sherd.tools.simulate.cluster import Cluster, read_cluster
 from sherd.tools.simulate.predict import Prediction
-from sherd.tools.simulate.search import IMPOSSIBLE, Outcome, SearchResult, cheapest_changes, merit, search
+from sherd.tools.simulate.search import (
+    IMPOSSIBLE,
+    Outcome,
+    Room,
+    SearchResult,
+    Verdict,
+    cheapest_changes,
+    published_on,
+    search,
+)
 from sherd.tools.simulate.settings import (
     AXES,
     HYBRID,
@@ -53,6 +61,11 @@ __all__ = ["Plan", "mesh_of", "num_samples", "plan", "planned", "resized_batch"]
 
 RETRIED = 4
 """The most searches for settings that fit when predicted exactly."""
+WHY = {
+    Verdict.FITS: "",
+    Verdict.TIGHT: "tight: published trainings took more than planned",
+    Verdict.NOT: "it takes more memory than there is",
+}
 MOST_ASKED = 4
 """The most searches for advice that fits when predicted exactly."""
 
@@ -64,16 +77,16 @@ class Plan:
     Attributes:
         settings: as given, or as chosen where none were given.
         prediction: of a step, on one rank.
-        limit: the bytes of a device.
+        room: the memory of a device and of a node.
         found: the search; None if all settings were given.
-        advice: the cheapest changes that fit, if `settings` do not.
+        advice: the cheapest changes that fit, if `settings` do not; if they are tight, those that fit with a margin.
         compute_dtype: of forward and backward; None: that of the parameters.
         optimizer: steps the parameters.
     """
 
     settings: Settings
     prediction: Prediction
-    limit: int
+    room: Room
     found: SearchResult | None
     advice: tuple[Advice, ...]
     compute_dtype: torch.dtype | None
@@ -82,22 +95,38 @@ class Plan:
     @property
     def training_in_words(self) -> str:
         """The dtype of forward and backward, and the optimizer."""
-        names = [name for name, optimizer in OPTIMIZERS.items() if optimizer == self.optimizer]
         dtype = {None: "in the parameters' dtype", torch.bfloat16: "bf16"}.get(
             self.compute_dtype, str(self.compute_dtype).removeprefix("torch.")
         )
-        return f"{dtype}, {names[0] if names else 'an optimizer of its own'}"
+        return f"{dtype}, {self.optimizer_name or 'an optimizer of its own'}"
+
+    @property
+    def optimizer_name(self) -> str:
+        """The name of the optimizer; empty if it has none."""
+        return next((name for name, optimizer in OPTIMIZERS.items() if optimizer == self.optimizer), "")
+
+    @property
+    def limit(self) -> int:
+        """The bytes of a device."""
+        return self.room.device
+
+    @property
+    def answer(self) -> Verdict:
+        """Whether the training fits into the memory of a device and of its node."""
+        return self.room.answer(self.prediction.outcome)
 
     @property
     def fits(self) -> bool:
-        """True if the training fits into the memory of a device."""
-        return self.prediction.driver_bytes <= self.limit
+        """True if the training fits as planned, maybe tightly."""
+        return self.answer is not Verdict.NOT
 
     @property
     def timeline(self) -> Timeline:
         """The predicted step, for `sherd report`."""
         return replace(
-            self.prediction.timeline, facts=facts_of(self.prediction, self.settings, self.limit, self.training_in_words)
+            self.prediction.timeline,
+            facts=facts_of(self.prediction, self.settings, self.room, self.training_in_words),
+            lines={"reserved, with the driver": self.prediction.driver_bytes, "limit": self.limit},
         )
 
     @property
@@ -110,9 +139,9 @@ class Plan:
         candidates = []
         for settings in ranking:
             outcome = outcomes[settings]
-            fits = outcome.nbytes <= self.limit
-            why = "" if fits else "it takes more memory than there is"
-            candidates.append(Candidate(str(settings), settings.in_words(), outcome.seconds, outcome.nbytes, fits, why))
+            answer, words = self.room.answer(outcome), settings.in_words()
+            fits, why = answer is not Verdict.NOT, WHY[answer]
+            candidates.append(Candidate(str(settings), words, outcome.seconds, outcome.nbytes, fits, why))
         return TriedSettings(tuple(candidates), 0 if self.found.fits else -1, self.limit)
 
     @property
@@ -124,7 +153,7 @@ class Plan:
         return fully_shard_args(self.settings, self.compute_dtype)
 
     def __str__(self) -> str:
-        lines = lines_of(self.prediction, self.settings, self.limit, self.found, self.advice, self.training_in_words)
+        lines = lines_of(self.prediction, self.settings, self.room, self.found, self.advice, self.training_in_words)
         return "\n".join(parted(lines)) + "\n"
 
 
@@ -238,6 +267,7 @@ def planned(
     if limit is None:  # kernels of an accelerator allocate memory of their own
         limit = cluster.device.memory * (95 if cluster.device.overlaps else 100) // 100
     require_int("plan(memory_limit={})", limit, 1)
+    room = Room(limit, cluster.host_memory, published_on(cluster))
     exactly = partial(
         Planner(training, cluster).predict, title=title or f"{type(training.model).__name__} on {space.num_ranks} ranks"
     )
@@ -247,16 +277,17 @@ def planned(
         if "wrapping" not in space.fixed:
             space = replace(space, wrappings=_wrappings(evaluate, layout, beginning))
         saving = replace(beginning, **({"checkpointing": 1.0} | given))
-        first = min((beginning, saving), key=lambda settings: merit(evaluate(settings), limit))
-        found, prediction = _searched(evaluate, exactly, space, first, limit)
+        first = min((beginning, saving), key=lambda settings: room.merit(evaluate(settings)))
+        found, prediction = _searched(evaluate, exactly, space, first, room)
     else:
         prediction = exactly(beginning)
     settings = beginning if found is None else found.best
     advice: tuple[Advice, ...] = ()
-    if prediction.driver_bytes > limit:
+    if room.answer(prediction.outcome) is not Verdict.FITS:
         space = replace(space, fixed=never, wrappings=_wrappings(evaluate, layout, settings))
-        advice = _advice(evaluate, exactly, space, settings, prediction, limit)
-    return Plan(settings, prediction, limit, found, advice, training.compute_dtype, training.optimizer)
+        wanted = room if room.lack(prediction.outcome) else Room(room.roomy, room.host)
+        advice = _advice(evaluate, exactly, space, settings, prediction, wanted)
+    return Plan(settings, prediction, room, found, advice, training.compute_dtype, training.optimizer)
 
 
 # The search
@@ -285,22 +316,23 @@ def _space_of(training: Training, cluster: Cluster, mesh: int | Mesh, samples: i
 
 
 def _searched(
-    evaluate: Evaluate, exactly: Callable[[Settings], Prediction], space: Space, first: Settings, limit: int
+    evaluate: Evaluate, exactly: Callable[[Settings], Prediction], space: Space, first: Settings, room: Room
 ) -> tuple[SearchResult, Prediction]:
     """Returns the search, and the exact prediction of its best settings.
 
-    `evaluate` leaves out holes in the allocator's pools. If the best settings do not fit because of their holes, the
-    search is repeated with as many bytes of holes in all settings.
+    `evaluate` leaves out holes in the allocator's pools. If the best settings do not fit, or have no margin, because of
+    their holes, the search is repeated with as many bytes of holes in all settings.
     """
     tried: list[tuple[SearchResult, Prediction]] = []
     holes = 0
     while True:
-        found = search(_with_holes(evaluate, holes), space, [first], limit)
+        found = search(_with_holes(evaluate, holes), space, [first], room)
         first, prediction = found.best, exactly(found.best)
         tried.append((found, prediction))
-        if not found.fits or prediction.driver_bytes <= limit or len(tried) == RETRIED:
-            found, prediction = min(tried, key=lambda attempt: max(limit, attempt[1].driver_bytes))
-            return found.corrected({each.best: outcome_of(exact) for each, exact in tried}), prediction
+        answer = room.answer(prediction.outcome)
+        if not found.fits or answer in (Verdict.FITS, room.answer(found.outcomes[first])) or len(tried) == RETRIED:
+            found, prediction = min(tried, key=lambda attempt: room.merit(attempt[1].outcome))
+            return found.corrected({each.best: exact.outcome for each, exact in tried}), prediction
         holes = prediction.driver_bytes - evaluate(first).nbytes
 
 
@@ -310,22 +342,22 @@ def _advice(
     space: Space,
     settings: Settings,
     prediction: Prediction,
-    limit: int,
+    room: Room,
 ) -> tuple[Advice, ...]:
     """Returns the cheapest changes of `settings` that fit by an exact prediction."""
     rough = _with_holes(evaluate, prediction.driver_bytes - evaluate(settings).nbytes)
-    exact, exact_of = {settings: outcome_of(prediction)}, or_impossible(lambda each: outcome_of(exactly(each)))
+    exact, exact_of = {settings: prediction.outcome}, or_impossible(lambda each: exactly(each).outcome)
 
     def known(settings: Settings) -> Outcome:
         return exact.get(settings) or rough(settings)
 
     for _ in range(MOST_ASKED):
-        changes = cheapest_changes(known, space, settings, limit)
+        changes = cheapest_changes(known, space, settings, room)
         unknown = [changed for changed, _ in changes if changed not in exact]
         if not unknown:
             break
         exact |= {changed: exact_of(changed) for changed in unknown}
-    fitting = [changed for changed, _ in changes if exact[changed].nbytes <= limit]
+    fitting = [changed for changed, _ in changes if not room.lack(exact[changed])]
     return tuple(advice_of(settings, exact[settings], changed, exact[changed]) for changed in fitting)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sherd._torch import STAGES_KEEP_BUFFERS, imagined_ranks
+from sherd._torch import REDUCES_IN_GRAD_DTYPE, STAGES_KEEP_BUFFERS, imagined_ranks, set_grad_dtype
 from sherd.api.recompute import KeptResults
 from sherd.comm.host.gloo import Gloo
 from sherd.comm.host.sums import sum_dtype
@@ -51,7 +51,7 @@ from sherd.tools.simulate.segments import OptimizerPart, Part, parts_of, parts_o
 from sherd.tools.simulate.settings import Mesh, Settings
 from sherd.tools.simulate.sharded import Optimizer, Sharded
 from sherd.tools.simulate.transform import checkpointed, scaled
-from sherd.tools.simulate.work import Event, RankGroup, Work
+from sherd.tools.simulate.work import Allocate, Event, RankGroup, TensorKind, Work
 
 if TYPE_CHECKING:
     from sherd.tools.plan.matrices import StepOfMatrices
@@ -166,12 +166,14 @@ class Planner:
         numel = training.layout.stream_numel(training.batch(settings.micro_batch), mesh)
         dtype, pair = training.compute_dtype or torch.float32, RankGroup(2, mesh.num_ranks // mesh.pp)
         num_stages = 2 if self._is_rough else mesh.pp
+        ranks = [self._of_stage(num_stages, name)._rank_work(settings) for name in ("first", "last")]
+        logits = (
+            each for each in ranks[1].work.events if isinstance(each, Allocate) and each.kind is TensorKind.LOGITS
+        )
+        output = next((each.nbytes for each in logits), 0)
         first, last = (
-            replace(
-                self._of_stage(num_stages, name)._rank_work(settings),
-                stage=Stage(number, mesh.pp, numel * dtype.itemsize, pair, STAGES_KEEP_BUFFERS),
-            )
-            for name, number in (("first", 0), ("last", mesh.pp - 1))
+            replace(each, stage=Stage(number, mesh.pp, numel * dtype.itemsize, pair, output, STAGES_KEEP_BUFFERS))
+            for each, number in zip(ranks, (0, mesh.pp - 1), strict=True)
         )
         return predict_pipeline(
             first, last, self.cluster, mesh, micro_batches=num, has_holes=self.has_holes, title=title
@@ -229,11 +231,20 @@ class Planner:
             compute_in(training.compute_dtype, model)
         device_type = "cuda" if self.cluster.device.overlaps else "cpu"
         if mesh.num_ranks == 1:
+            self._widen(model)
             return read_work(model, batch, loss, device_type)
         with _ranks_of(mesh, training.stage):
             laid = training.layout.lay(model, mesh)
+            self._widen(model)
             with laid.running():
                 return read_work(model, batch, laid.loss, device_type)
+
+    def _widen(self, model: nn.Module) -> None:
+        """Let gradients come as wide as autograd makes them, as the engine does since torch 2.15 if it widens them."""
+        compute = self.training.compute_dtype
+        if REDUCES_IN_GRAD_DTYPE and compute is not None and compute.itemsize < torch.float32.itemsize:
+            for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+                set_grad_dtype(parameter, None)
 
     def _work_of(self, micro_batch: int, mesh: Mesh, checkpointing: float, recompute: str) -> Work:
         work = self._read(micro_batch, mesh)
@@ -499,7 +510,7 @@ class RoughPlanner:
 
     def _play(self, settings: Settings) -> Outcome:
         planners, num = self._few_blocks(settings)
-        first, *more = (outcome_of(planner.predict(settings)) for planner in planners)
+        first, *more = (planner.predict(settings).outcome for planner in planners)
         return first if num is None else _between(first, more[0], (num - FEW) / (MORE - FEW))
 
     def _few_blocks(self, settings: Settings) -> tuple[list[Planner], float | None]:
@@ -512,11 +523,6 @@ class RoughPlanner:
         if num is None or num < MORE * pp * run:
             return [self._whole(pp == 1)], None
         return planners, num / pp / run
-
-
-def outcome_of(prediction: Prediction) -> Outcome:
-    """Returns the seconds and bytes of a prediction, for a search."""
-    return Outcome(prediction.timeline.seconds, prediction.driver_bytes)
 
 
 Evaluate = Callable[[Settings], Outcome]
@@ -536,5 +542,9 @@ def or_impossible(evaluate: Evaluate) -> Evaluate:
 
 def _between(first: Outcome, last: Outcome, part: float) -> Outcome:
     """Returns the outcome on the line through `first` (at 0) and `last` (at 1) at `part`."""
-    nbytes = first.nbytes + part * (last.nbytes - first.nbytes)
-    return Outcome(first.seconds + part * (last.seconds - first.seconds), round(nbytes))
+    seconds = first.seconds + part * (last.seconds - first.seconds)
+    nbytes, host_bytes = (
+        round(before + part * (after - before))
+        for before, after in ((first.nbytes, last.nbytes), (first.host_bytes, last.host_bytes))
+    )
+    return Outcome(seconds, nbytes, host_bytes)

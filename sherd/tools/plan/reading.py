@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -82,7 +82,7 @@ def read_work(model: nn.Module, batch: Any, loss: Loss = own_loss, device_type: 
             handle.remove()
     tokens = [tensor.numel() for tensor in inputs if not tensor.is_floating_point() and tensor.dim() > 1]
     return Work(
-        *_parts(model),
+        *_parts(model, recording.widths),
         tuple(recording.finished()),
         samples=inputs[0].shape[0] if inputs and inputs[0].dim() else 1,
         tokens=tokens[0] if tokens else 0,
@@ -136,8 +136,8 @@ def own_or_usual_loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(logits, tokens.flatten(), reduction="none").mean()
 
 
-def _parts(model: nn.Module) -> tuple[tuple[Module, ...], tuple[Parameter, ...]]:
-    """Returns the model's modules and parameters, as in `Work`."""
+def _parts(model: nn.Module, widths: Mapping[int, int]) -> tuple[tuple[Module, ...], tuple[Parameter, ...]]:
+    """Returns the model's modules and parameters, as in `Work`. `widths` are those of gradients, in bytes."""
     number = {name: at for at, (name, _) in enumerate(model.named_modules())}
     modules = tuple(
         Module(name, type(module).__name__, number[name.rpartition(".")[0]] if name else None)
@@ -151,8 +151,9 @@ def _parts(model: nn.Module) -> tuple[tuple[Module, ...], tuple[Parameter, ...]]
             str(parameter.dtype).removeprefix("torch."),
             local_part(parameter).nbytes,
             parameter.requires_grad,
+            max(1, widths.get(at, 0) // parameter.dtype.itemsize),
         )
-        for name, parameter in model.named_parameters()
+        for at, (name, parameter) in enumerate(model.named_parameters())
     )
     return modules, parameters
 

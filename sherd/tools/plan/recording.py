@@ -113,6 +113,8 @@ class Recording(TorchDispatchMode):
         self._parameter_at = {id(each): number for number, each in enumerate(self._resting[: len(parameters)])}
         self._is_resting = {id(each) for each in self._resting}
         self._events: list[Event] = []
+        self.widths: dict[int, int] = {}
+        """The bytes of an element of each gradient, by the index of the parameter."""
         self._memory: list[_Memory] = []
         self._number_at: dict[int, int] = {}  # by the id of a storage that is alive
         self._call: ModuleCall | None = None
@@ -275,6 +277,7 @@ class Recording(TorchDispatchMode):
             self._memory[number].shape = ()  # no logits, whatever its shape
             self._died(key)
         self._events.append(Gradient(parameter))
+        self.widths[parameter] = gradient.dtype.itemsize
 
     # The end
 

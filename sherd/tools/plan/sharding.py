@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from sherd.api.blocks import evenly_spread, in_groups, registrations, repeated_blocks
-from sherd.engine import ShardedParameter, Unit, sizes_of
+from sherd.engine import Group, ShardedParameter, Unit, sizes_of
 from sherd.memory.report import batch_bytes_of, state_for
-from sherd.schedule.moments import Arrival
+from sherd.schedule.moments import Arrival, GroupSizes
 from sherd.schedule.state import UnitSpec
 from sherd.tensor.ragged import local_part
 from sherd.tools.plan.operations import group_of
@@ -44,8 +44,9 @@ def sharded_of(model: nn.Module, work: Work, optimizer: Optimizer, matrices: Col
         for group, weights in enumerate(unit.weights):
             for index, parameter in enumerate(weights.group.trained):
                 places[parameters[_name_in(names, parameter)]] = Arrival(number, group, index)
+    widened = {parameter.name: parameter.widened for parameter in work.parameters}
     return Sharded(
-        tuple(_played(unit, names, modules, matrices) for unit in units),
+        tuple(_played(unit, names, modules, matrices, widened) for unit in units),
         state.specs,
         state.limits,
         batch_bytes_of(units),
@@ -65,7 +66,9 @@ def most_loaded(model: nn.Module) -> int:
     return max(sorted(numel), key=numel.__getitem__)
 
 
-def _played(unit: Unit, names: dict[int, str], modules: dict[str, int], matrices: Collection[str]) -> PlayedUnit:
+def _played(
+    unit: Unit, names: dict[int, str], modules: dict[str, int], matrices: Collection[str], widened: Mapping[str, int]
+) -> PlayedUnit:
     groups = [weights.group for weights in unit.weights if weights.group.trained]
     own = [each for group in groups for each in group.parameters if _name_in(names, each) in matrices]
     by_param = [
@@ -78,7 +81,10 @@ def _played(unit: Unit, names: dict[int, str], modules: dict[str, int], matrices
         unit.class_name,
         sum(parameter.shape.numel() for parameter in unit.parameters),
         tuple(modules[names[id(module)]] for module in unit.modules),
-        tuple(sizes_of(unit)),
+        tuple(
+            _arriving(names, each, weights.group, widened)
+            for each, weights in zip(sizes_of(unit), unit.weights, strict=True)
+        ),
         tuple(traffic_of(unit)),
         tuple(
             local_part(each.parameter).nbytes - sum(record.local.nbytes for record in inside)
@@ -87,6 +93,12 @@ def _played(unit: Unit, names: dict[int, str], modules: dict[str, int], matrices
         ),
         tuple(record.gradient_cut.local_numel(record.mesh.piece) * record.dtype.itemsize for record in own),
     )
+
+
+def _arriving(names: Mapping[int, str], sizes: GroupSizes, group: Group, widened: Mapping[str, int]) -> GroupSizes:
+    """Returns `sizes` with gradients as wide as autograd makes them, where the engine lets them."""
+    times = [widened[_name_in(names, each)] if None in group.arriving else 1 for each in group.trained]
+    return replace(sizes, arriving=tuple(nbytes * by for nbytes, by in zip(sizes.arriving, times, strict=True)))
 
 
 def _name_in(names: Mapping[int, str], parameter: ShardedParameter) -> str:

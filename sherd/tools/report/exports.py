@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sherd.errors import InputError
-from sherd.tools.report.folded import exposed_wait, is_exposed, kinds_of, levels
+from sherd.tools.report.folded import exposed_wait, is_exposed, kinds_of, levels, top_of
 from sherd.tools.simulate.timeline import Lane, Timeline
 from sherd.units import in_bytes, in_seconds
 
@@ -13,6 +13,8 @@ __all__ = ["perfetto", "picture"]
 
 SUFFIXES = (".png", ".svg", ".pdf")
 COLORS = ("#3b5dc9", "#16577e", "#2b825a", "#a06625", "#8864b6", "#753f11", "#387a7f", "#5b2633")
+WORK, WAIT = "#5b5b5b", "#b3261e"
+"""The colours of work and of waits, which no kind of memory has: those of page.css."""
 MICROSECONDS = 1e6
 
 
@@ -66,11 +68,24 @@ def _draw(timeline: Timeline, path: Path) -> None:
     if folded.times:
         memory.stackplot(times, stacks, labels=list(folded.of), step="post", colors=COLORS, linewidth=0)
         memory.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), reverse=True, frameon=False)
-    peak = timeline.peak
+    peak, facts = timeline.peak, timeline.facts
     memory.plot(1e3 * peak.time, peak.nbytes / 2**30, "o", color="black", markersize=4)
-    memory.set(ylabel="memory, GiB", title=f"{timeline.title}: {in_bytes(peak.nbytes)} {peak.moment}")
-    lanes = list(Lane)
-    for shade, exposed in (("#3e78b2", False), ("#b8420f", True)):
+    top = 1.08 * top_of(timeline.lines, max(folded.most, peak.nbytes)) / 2**30 or 1.0
+    memory.set_ylim(0, top)
+    for name, nbytes in timeline.lines.items():  # what is above the chart stands at its top
+        is_limit, at, over = name == "limit", min(nbytes / 2**30, top), " ↑" * (nbytes / 2**30 > top)
+        style = {"color": WAIT, "linestyle": "--"} if is_limit else {"color": "black", "linestyle": "-"}
+        memory.axhline(at, linewidth=1, **style)
+        side, edge = ("right", "bottom") if is_limit and not over else ("right" if is_limit else "left", "top")
+        place, words = (1 if is_limit else 0, at), f"{name} {in_bytes(nbytes)}{over}"
+        memory.annotate(words, place, xycoords=memory.get_yaxis_transform(), ha=side, va=edge, fontsize=7)
+    titles = [timeline.title, *([facts["cluster"]] if "cluster" in facts else [])]
+    said = f"{in_bytes(peak.nbytes)} alive {peak.moment}" + (f"; {facts['memory']}" if "memory" in facts else "")
+    memory.set_title(f"{': '.join(titles)}\n{said}", fontsize=9)
+    memory.set(ylabel="memory, GiB")
+    seen = {span.lane for span in timeline.spans}
+    lanes = [lane for lane in Lane if lane in seen]
+    for shade, exposed in ((WORK, False), (WAIT, True)):
         for row, lane in enumerate(lanes):
             spans = [span for span in timeline.spans if span.lane is lane and is_exposed(span) == exposed]
             bars = [(1e3 * span.start, 1e3 * (span.end - span.start)) for span in spans]

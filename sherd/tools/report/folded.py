@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -11,7 +11,7 @@ from sherd.schedule.moments import MemoryKind
 from sherd.tools.simulate.timeline import Lane, LaneSpan, Timeline, TimelineUnit
 from sherd.tools.simulate.work import TensorKind
 
-__all__ = ["Branch", "Levels", "branches", "exposed_wait", "is_exposed", "kinds_of", "levels", "longest"]
+__all__ = ["Branch", "Levels", "branches", "exposed_wait", "is_exposed", "kinds_of", "levels", "longest", "top_of"]
 
 OTHER = "other"
 KINDS, PARTS, SPANS = 8, 800, 30_000
@@ -73,6 +73,11 @@ def levels(timeline: Timeline, kinds: Iterable[str]) -> Levels:
     columns = list(zip(*(row for _, row in moments), strict=True)) or [()] * len(now)
     of = {kind: [max(nbytes, 0) for nbytes in column] for kind, column in zip(now, columns, strict=True)}
     return Levels([time for time, _ in moments], of)
+
+
+def top_of(lines: Mapping[str, int], most: int) -> int:
+    """Returns the bytes at the top of a chart of memory: `most`, or the highest line up to twice as high."""
+    return max(most, *(nbytes for nbytes in lines.values() if nbytes <= 2 * most), 0)
 
 
 def longest(spans: Sequence[LaneSpan], most: int = SPANS) -> list[LaneSpan]:

@@ -2,7 +2,7 @@
 // Draws the charts of the page from its data. Times are in 1/1,000,000 of a step, bytes in `unit` bytes.
 const data = JSON.parse(document.getElementById("data").textContent);
 const SVG = "http://www.w3.org/2000/svg", TICKS = 1e6, LEFT = 100, MEMORY = 300, ROW = 34, FOOT = 26;
-const FILL = { forward: "--k0", backward: "--k4", recompute: "--k1", optimizer: "--k5" };
+const FILL = { forward: "--s0", recompute: "--s1", backward: "--s2", optimizer: "--s4" };
 const drawn = [];
 
 function add(parent, tag, set = {}, text) {
@@ -70,6 +70,12 @@ function step(figure, number) {
       add(memory, "path", { class: "rule", d: `M0 ${y(nbytes)}H${width}` });
     }
     bands(memory, y);
+    for (const [name, nbytes] of Object.entries(line.lines)) { // what is above the chart stands at its top
+      const top = Math.max(8, y(nbytes)), isLimit = name === "limit", over = y(nbytes) < 8 ? " ↑" : "";
+      add(memory, "path", { class: isLimit ? "limit" : "ink", d: `M0 ${top}H${width}` });
+      add(memory, "text", { class: "halo", x: isLimit ? width - 6 : 6, y: isLimit && top > 20 ? top - 5 : top + 14,
+        "text-anchor": isLimit ? "end" : "start" }, `${name} ${inBytes(nbytes)}${over}`);
+    }
     const px = x(line.peak.at), py = y(line.peak.nbytes), after = px < width / 2;
     add(memory, "path", { class: "ink", d: `M${px} ${py}V${MEMORY}`, "stroke-dasharray": "2 3" });
     add(memory, "circle", { class: "dot peak", cx: clamp(px, 5, width - 5), cy: py, r: 5 });
@@ -133,7 +139,7 @@ function step(figure, number) {
     });
     for (const key in paths) {
       const [name, shade] = key.split("|"), isWait = name === "wait";
-      const fill = isWait ? `url(#wait${number})` : `var(${FILL[name] || "--k6"})`;
+      const fill = isWait ? `url(#wait${number})` : `var(${FILL[name] || "--s3"})`;
       add(svg, "path", { d: paths[key], style: `fill:${fill};opacity:${!isWait && +shade ? 0.86 : 1}` });
     }
     for (const [middle, text] of visible) add(svg, "text", { class: "on", x: middle, y: top + 16, "text-anchor": "middle" }, text);
@@ -193,7 +199,7 @@ function scatter(figure) {
   let chosen = Math.max(0, points.findIndex((each) => each.index === found.best));
   function tell(point) {
     readout.textContent = `${point.name}: ${inSeconds(point.step_seconds)} a step, ${inBytes(point.peak_bytes)} at the peak. ` +
-      (point.fits ? "" : `Does not fit: ${point.why}. `) +
+      (point.fits ? "" : "Does not fit: ") + (point.why ? `${point.why}. ` : "") +
       Object.entries(point.settings).map(([name, value]) => `${name} ${value}`).join(", ");
   }
   drawn.push(() => {

@@ -10,7 +10,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 
-from sherd.tools.report.folded import OTHER, SPANS, Branch, Levels, branches, exposed_wait, kinds_of, levels, longest
+from sherd.tools.report.folded import (
+    OTHER,
+    SPANS,
+    Branch,
+    Levels,
+    branches,
+    exposed_wait,
+    kinds_of,
+    levels,
+    longest,
+    top_of,
+)
 from sherd.tools.simulate.timeline import Advice, Candidate, Lane, Timeline, TriedSettings
 from sherd.units import in_bytes, in_seconds
 
@@ -20,7 +31,7 @@ TICKS = 1_000_000
 """Times in the data of the page are whole numbers: the step has so many ticks."""
 COLUMNS = ("name_of", "starts", "ends", "units", "nbytes")
 """The columns of a lane's spans. Names are indices into `names`."""
-KEYS = {"forward": "k0", "backward": "k4", "recompute": "k1", "optimizer": "k5", "collectives": "k6", "waits": "wait"}
+KEYS = {"forward": "s0", "recompute": "s1", "backward": "s2", "collectives": "s3", "optimizer": "s4", "waits": "wait"}
 """The colours of page.css for the kinds of spans."""
 
 
@@ -84,7 +95,8 @@ def _headline(timeline: Timeline) -> str:
     wait = exposed_wait(timeline)
     facts = {
         "step": in_seconds(timeline.seconds),
-        "peak memory": in_bytes(timeline.peak.nbytes),
+        **{name: said for name, said in timeline.facts.items() if name == "memory"},
+        "alive at the peak": in_bytes(timeline.peak.nbytes),
         "waits of compute": f"{in_seconds(wait)} ({wait / timeline.seconds:.0%})",
         **timeline.facts,
     }
@@ -182,8 +194,9 @@ def _search(search: TriedSettings | None) -> str:
             name = ", ".join(word for key, word in candidate.settings.items() if best.settings.get(key) != word) or name
         cell = f"<span class=name>{_text(name)}</span>{' <b>best</b>' if candidate is best else ''}"
         rows.append([cell, in_seconds(candidate.step_seconds), in_bytes(candidate.peak_bytes)])
-    num_fit = sum(candidate.fits for candidate in search.candidates)
-    said = f"{len(search.candidates):,} settings were tried; {num_fit:,} fit."
+    num_fit, num_tight = (sum(each.fits and bool(each.why) >= only for each in search.candidates) for only in (0, 1))
+    tight = f", {num_tight:,} of them tightly" if num_tight else ""
+    said = f"{len(search.candidates):,} settings were tried; {num_fit:,} fit{tight}."
     return (
         f"<h2>Settings</h2><p>{said} Down and to the left is better: none beats those on the line in both.</p>"
         "<figure class=search style='margin:0'><div class=scatter></div><p class=readout aria-live=polite></p></figure>"
@@ -195,20 +208,21 @@ def _data(steps: Sequence[Timeline], kinds: Mapping[str, int], search: TriedSett
     """Returns the data for page.js: whole numbers in columns, since there may be thousands of spans."""
     folded = [levels(step, kinds) for step in steps]
     most = max(max(memory.most, step.peak.nbytes) for memory, step in zip(folded, steps, strict=True))
+    most = max(top_of(step.lines, most) for step in steps)
     unit = max(1, most // 20_000)
     seen = {span.lane for step in steps for span in step.spans}
     lanes = [lane for lane in Lane if lane in seen]
     pairs = zip(steps, folded, strict=True)
-    lines = [_line(step, memory, lanes, unit, SPANS // len(steps)) for step, memory in pairs]
+    shown = [_line(step, memory, lanes, unit, SPANS // len(steps)) for step, memory in pairs]
     seconds = max(step.seconds for step in steps)
     data = {"kinds": [*kinds], "colors": [*kinds.values()], "unit": unit, "most": most, "seconds": seconds}
     if search is None:
-        return {**data, "steps": lines, "search": None}
+        return {**data, "steps": shown, "search": None}
     about = f"{len(search.candidates):,} settings by peak memory and step time. Arrow keys go on."
     front = _front(search)
     points = [{**asdict(candidate), "pareto": candidate in front} for candidate in search.candidates]
     found = {"best": search.best, "limit": search.limit_bytes, "about": about, "points": points}
-    return {**data, "steps": lines, "search": found}
+    return {**data, "steps": shown, "search": found}
 
 
 def _line(timeline: Timeline, folded: Levels, lanes: Sequence[Lane], unit: int, most: int) -> dict[str, object]:
@@ -230,6 +244,7 @@ def _line(timeline: Timeline, folded: Levels, lanes: Sequence[Lane], unit: int, 
         "times": [tick(time) for time in folded.times],
         "levels": [[nbytes // unit for nbytes in column] for column in folded.of.values()],
         "peak": {"at": tick(peak.time), "nbytes": peak.nbytes},
+        "lines": timeline.lines,
         "about_memory": f"Memory over the step, {title}. The peak is {in_bytes(peak.nbytes)}, {peak.moment}.",
         "about_lanes": f"Lanes over the step, {title}. Compute waits {in_seconds(exposed_wait(timeline))} in all.",
         "names": list(place),

@@ -93,6 +93,7 @@ class Cluster:
         sources: where each figure comes from, by its name.
         optimizer: seconds for each access of an optimizer step to a shard, and bytes per second besides; None: those of
             a copy.
+        host_memory: the bytes of a node's own memory; None: not known.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Cluster:
     currency: str
     sources: dict[str, str]
     optimizer: Link | None = None
+    host_memory: int | None = None
 
 
 # Cluster files
@@ -151,6 +153,7 @@ RARE = ("complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3f
 FIELDS: dict[str, ValueKind] = {
     "name": TEXT,
     "devices_per_node": COUNT,
+    "host_memory": BYTES,
     "price_per_hour": PRICE,
     "device.name": TEXT,
     "device.memory": BYTES,
@@ -171,7 +174,7 @@ OPTIMIZER = {"optimizer.latency", "optimizer.bandwidth"}
 """Either both are in a file, or neither."""
 TABLE = re.compile(rf"device\.timed\.\w+\.({'|'.join((*DTYPES, *INTEGERS, *RARE))})", re.ASCII)
 """The names of further fields: the times of an operation of a dtype."""
-OPTIONAL = {"price_per_hour", "device.beside", "device.skew", *OPTIMIZER}
+OPTIONAL = {"host_memory", "price_per_hour", "device.beside", "device.skew", *OPTIMIZER}
 OPTIONAL |= {name for name in FIELDS if name.rpartition(".")[2] in DTYPES[2:]}
 
 

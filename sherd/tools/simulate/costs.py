@@ -27,6 +27,8 @@ from math import dist, exp, log, sqrt
 from sherd.tools.simulate.cluster import Cluster, Device, Timed
 from sherd.tools.simulate.work import Op, OpKind, RankGroup
 
+WITHIN, ACROSS = "within nodes", "across nodes"
+"""The links between ranks, in words."""
 NEAREST = 4
 """This many timed operations, the nearest in size, say what another operation takes."""
 SAME = 0.01
@@ -176,10 +178,17 @@ class ClusterCosts:
         # A device's share of its host's memory is about as fast as the link between them.
         return self.to_host(nbytes) if on_host else self.copied(nbytes)
 
-    def link(self, group: RankGroup) -> str:
-        """Returns the slowest link between ranks of `group`, in words."""
+    def links(self, kind: str, group: RankGroup) -> dict[str, float]:
+        """Returns the shares of what a rank of `group` sends in a collective that go over each kind of link.
+
+        It is the mean of all ranks: of a ring that goes through a node, one rank sends to the next node.
+        """
         ranks = self._ranks(group)
-        return "within nodes" if ranks.per_node >= ranks.size else "across nodes"
+        num_nodes = -(-ranks.size // ranks.per_node)
+        if num_nodes == 1:
+            return {WITHIN: 1.0}
+        far = (ranks.size - ranks.per_node) / (ranks.size - 1) if kind == "all-to-all" else num_nodes / ranks.size
+        return {WITHIN: 1 - far, ACROSS: far} if far < 1 else {ACROSS: 1.0}
 
     def _ranks(self, group: RankGroup) -> NodeRanks:
         return NodeRanks.of(group, self._cluster.devices_per_node)

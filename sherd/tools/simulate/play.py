@@ -45,6 +45,7 @@ class Stage:
         number: the number of the stage, of `num_stages`.
         sent: bytes that go from one stage to the next, and back.
         pair: a rank of a stage, and the rank of the next stage that it sends to.
+        output: bytes of the last stage's output, which its schedule keeps until the next one is there.
         keeps_buffers: the stage has memory for all gradients that it will receive, and keeps its outputs until then.
         begins: the seconds at which each pass may begin, in `order`; None: at once.
     """
@@ -53,6 +54,7 @@ class Stage:
     num_stages: int
     sent: int = 0
     pair: RankGroup = ALONE
+    output: int = 0
     keeps_buffers: bool = True
     begins: tuple[float, ...] | None = None
 
@@ -176,7 +178,8 @@ class _Player:
         """Play the passes of a stage in their order. Returns the time when each pass ends.
 
         As in torch's stages, every micro-batch has memory for the tensors that it will receive; a pass has its own.
-        Without `keeps_buffers` only the last stage's has, where the losses keep what was received.
+        Without `keeps_buffers` only the last stage's has, where the losses keep what was received. It also has the
+        last output, and the last gradient that it sent.
         """
         usual, forward = self._sharded.specs, 1 + self._parts.index((do.EndForward(),))
         keeping = tuple(
@@ -186,6 +189,7 @@ class _Player:
         is_first, is_last_stage = stage.number == 0, stage.number == stage.num_stages - 1
         keeps = stage.keeps_buffers or is_last_stage
         received = stage.sent * (micro_batches * (not is_last_stage) + (micro_batches - 1) * (not is_first)) * keeps
+        received += (stage.sent + stage.output) * is_last_stage
         self._come(TensorKind.INPUT.value, -1, received)
         for number, is_forward in enumerate(order):
             if stage.begins is not None and len(stage.begins) == len(order):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 
 from sherd.tools.simulate.cluster import Cluster
 from sherd.tools.simulate.costs import ClusterCosts, flops_in
+from sherd.tools.simulate.goodput import Faults, goodput
 from sherd.tools.simulate.play import Stage, begins, pass_seconds, play
 from sherd.tools.simulate.reserved import Reserved, reserved_roughly
+from sherd.tools.simulate.search import Outcome
 from sherd.tools.simulate.segments import ModelCollective, OptimizerPart, Part
 from sherd.tools.simulate.settings import Mesh
 from sherd.tools.simulate.sharded import Sharded
@@ -30,7 +32,8 @@ class Prediction:
         tokens_per_second: the tokens of all ranks; 0 if the model reads no tokens.
         samples_per_second: the samples of all ranks.
         mfu: `flops` as a share of the device's peak FLOP/s, in the dtype of most of the matrix products (`flops_in`).
-        sent: bytes that the rank sends in the step, by link.
+        sent: bytes that the rank sends in the step, by the kind of link that they go over: the mean of all ranks.
+        host_bytes: the bytes that a rank takes of its node's own memory: with offload, and on a CPU.
     """
 
     cluster: Cluster
@@ -43,6 +46,17 @@ class Prediction:
     samples_per_second: float
     mfu: float
     sent: dict[str, int]
+    host_bytes: int = 0
+
+    @property
+    def ranks_of_node(self) -> int:
+        """The number of ranks that share a node."""
+        return min(self.mesh.num_ranks, self.cluster.devices_per_node)
+
+    @property
+    def outcome(self) -> Outcome:
+        """What settings are chosen by."""
+        return Outcome(self.timeline.seconds, self.driver_bytes, self.ranks_of_node * self.host_bytes)
 
     @property
     def cost_per_million_tokens(self) -> float | None:
@@ -57,6 +71,16 @@ class Prediction:
     def _cost_per_million(self, per_second: float) -> float | None:
         price = self.cluster.price_per_hour
         return price * self.mesh.num_ranks / 3600 / per_second * 1e6 if price is not None and per_second else None
+
+    def days(self, tokens: float) -> float:
+        """Returns the days of a run over so many tokens, with jitter, failures and checkpoints on accelerators."""
+        share = goodput(self.mesh.num_ranks, Faults()).share if self.cluster.device.overlaps else 1.0
+        return tokens / self.tokens_per_second / share / 86400
+
+    def price(self, tokens: float) -> float | None:
+        """Returns the price of a run over so many tokens; None if the price of a device is not known."""
+        per_hour = self.cluster.price_per_hour
+        return None if per_hour is None else per_hour * self.mesh.num_ranks * 24 * self.days(tokens)
 
     def lasting(self, seconds: float, times: float = 1.0) -> Prediction:
         """Returns the prediction of a step that lasts `seconds`, as another rank needs, with `times` as much work."""
@@ -87,6 +111,7 @@ class Prediction:
             timeline=replace(longer.timeline, exposed=waits),
             reserved_bytes=round(beyond(before.reserved_bytes, self.reserved_bytes)),
             driver_bytes=round(beyond(before.driver_bytes, self.driver_bytes)),
+            host_bytes=round(beyond(before.host_bytes, self.host_bytes)),
             sent={link: round(beyond(before.sent.get(link, 0), each)) for link, each in self.sent.items()},
         )
 
@@ -135,7 +160,8 @@ def predict_pipeline(
     seconds = max(each.timeline.seconds for each in of_ranks)
     largest = max(of_ranks, key=lambda each: each.driver_bytes).lasting(seconds)
     flops = ((mesh.pp - 1) * of_ranks[0].flops + of_ranks[1].flops) // mesh.pp  # the mean of all stages
-    return replace(largest, flops=flops, mfu=largest.mfu * flops / largest.flops)
+    host_bytes = max(each.host_bytes for each in of_ranks)
+    return replace(largest, flops=flops, mfu=largest.mfu * flops / largest.flops, host_bytes=host_bytes)
 
 
 def predict(
@@ -170,6 +196,7 @@ def predict(
         nbytes = reserved.allocator.most_reserved
     else:
         nbytes = reserved_roughly(timeline.changes, units) if has_lanes else timeline.peak.nbytes
+    in_host = rank.sharded.host_bytes(micro_batches if rank.stage is None else 1)
     return Prediction(
         cluster,
         mesh,
@@ -181,11 +208,12 @@ def predict(
         samples,
         flops / seconds / flops_in(work.dtype, device.peak_flops),
         _sent(timeline, rank, costs),
+        in_host if has_lanes else nbytes + device.library_bytes,
     )
 
 
 def _sent(timeline: Timeline, rank: RankWork, costs: ClusterCosts) -> dict[str, int]:
-    """Returns the bytes that a rank sends in the collectives of a step, by the slowest link of each ring."""
+    """Returns the bytes that a rank sends in the collectives of a step, by the links that they go over."""
     groups: dict[tuple[Lane, int], list[RankGroup]] = {}
     for number, unit in enumerate(rank.sharded.units):
         for each in unit.traffic:
@@ -199,14 +227,19 @@ def _sent(timeline: Timeline, rank: RankWork, costs: ClusterCosts) -> dict[str, 
             groups.setdefault((Lane.MODEL, part.unit), []).append(part.collective.group)
     groups[Lane.MATRICES, -1] = [part.group for part in rank.matrices if isinstance(part, Collective)]
     in_turn = {key: cycle(each) for key, each in groups.items()}  # the order in which collectives are queued
-    sent: Counter[str] = Counter()
+    sent: defaultdict[str, float] = defaultdict(float)
+
+    def add(kind: str, nbytes: float, group: RankGroup) -> None:
+        for link, share in costs.links(kind, group).items():
+            sent[link] += share * nbytes
+
     for span in timeline.spans:
         if span.lane is Lane.COPY:
             sent["to the host"] += span.nbytes
         elif span.name == "send" and rank.stage is not None:
-            sent[costs.link(rank.stage.pair)] += span.nbytes
+            add(span.name, span.nbytes, rank.stage.pair)
         elif (span.lane, span.unit) in in_turn:
             group = next(in_turn[span.lane, span.unit])
             times = 2 if span.name == "all-reduce" else 1
-            sent[costs.link(group)] += times * span.nbytes * (group.size - 1) // group.size
-    return dict(sent)
+            add(span.name, times * span.nbytes * (group.size - 1) // group.size, group)
+    return {link: round(nbytes) for link, nbytes in sent.items()}

@@ -42,13 +42,14 @@ class Mesh:
 
     def in_words(self, has_replicas: bool = True) -> str:
         """Returns the mesh in words. Without replicas, parameters are sharded over `replicate` too."""
-        ranks = f"{self.shard} rank{'' if self.shard == 1 else 's'}{f' (ep {self.ep})' if self.ep > 1 else ''}"
-        replicas = [f"{self.replicate} replicas" if has_replicas else str(self.replicate)] * (self.replicate > 1)
-        if replicas and self.shard == 1:
-            replicas, ranks = [], f"{self.replicate} {'replicas' if has_replicas else 'ranks'}"
-        others = (("pp", self.pp), ("cp", self.cp), ("tp", self.tp))
-        stages, contexts, tensors = ([f"{name} {size}"] * (size > 1) for name, size in others)
-        return " x ".join((*stages, *replicas, ranks, *contexts, *tensors))
+        if self.num_ranks == self.num_data and self.ep == 1:  # no other axes: names of axes say no more
+            shards = f"{self.shard} rank{'' if self.shard == 1 else 's'}"
+            if self.replicate == 1:
+                return shards
+            if self.shard == 1:
+                return f"{self.replicate} {'replicas' if has_replicas else 'ranks'}"
+            return f"{self.replicate} {'replicas ' if has_replicas else ''}x {shards}"
+        return ", ".join(f"{name}={size}" for name, field in AXES.items() if (size := getattr(self, field)) > 1)
 
 
 AXES = {"pp": "pp", "replicate": "replicate", "dp": "shard", "ep": "ep", "cp": "cp", "tp": "tp"}
@@ -115,9 +116,10 @@ class Settings:
     def in_words(self) -> dict[str, str]:
         """Returns the settings that have an effect in words, by name."""
         without_effect = self.without_effect
-        names = [name for name in NAMES if name not in without_effect]
+        names = [name for name in NAMES if name in _WORDS and name not in without_effect]
         words = {name: _WORDS[name](getattr(self, name)) for name in names}
         words["mesh"] = self.mesh.in_words(has_replicas=self.strategy == "auto")
+        words["micro_batch"] = f"{_number(self.micro_batches, 'micro-batch', 'es')} of {words['micro_batch']}"
         if self.strategy == "auto" and self.mesh.shard * self.mesh.cp == 1 and self.mesh.num_data > 1:
             words["strategy"] = "not sharded"
         return words
@@ -153,10 +155,14 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     ),
     "offload": lambda offloads: "shards in host memory" if offloads else "shards on the device",
     "prefetch": lambda num: f"{num} prefetched",
-    "micro_batch": lambda num: f"{num} sample{'' if num == 1 else 's'} at once",
-    "micro_batches": lambda num: f"{num} time{'' if num == 1 else 's'}",
+    "micro_batch": lambda num: _number(num, "sample"),
 }
 """By the name of a setting: its value in words."""
+
+
+def _number(num: int, what: str, plural: str = "s") -> str:
+    return f"{num:,} {what}{'' if num == 1 else plural}"
+
 
 SHARES = tuple(eighth / 8 for eighth in range(9))
 """The shares of blocks that may be computed again."""

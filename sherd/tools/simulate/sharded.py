@@ -114,6 +114,23 @@ class Sharded:
         )
         return replace(self, units=units, is_offloaded=True)
 
+    def host_bytes(self, num_reductions: int) -> int:
+        """Returns the bytes that a rank takes of its host's memory; 0 unless it is offloaded.
+
+        Shards and their gradients are pinned, a buffer for each group; the optimizer's state is not. A further
+        reduction of a step, of `num_reductions`, lands beside the gradients before it is added to them.
+        """
+        if not self.is_offloaded:
+            return 0
+        pinned, optimizer = 0, self.optimizer
+        for unit in self.units:
+            pinned += sum(_pinned(each.owned) for each in unit.traffic)
+            trained = (each for each in unit.groups if each.arriving)
+            pinned += min(2, num_reductions) * sum(_pinned(each.gradients) for each in trained)
+        states = sum(nbytes for unit in self.units for nbytes in optimizer.state_sizes(unit))
+        # On a CPU torch steps one parameter after the other.
+        return pinned + states + replace(optimizer, is_foreach=False).temporary_bytes(self.units)
+
     @property
     def cuts(self) -> Hashable:
         """A key of the parts of a micro-batch: models with the same key have the same parts."""
@@ -124,6 +141,11 @@ class Sharded:
     def unit_of(self) -> dict[int, int]:
         """The unit of each module in `SimulatedUnit.modules`, both by index."""
         return {module: number for number, unit in enumerate(self.units) for module in unit.modules}
+
+
+def _pinned(nbytes: int) -> int:
+    """Returns the bytes that torch's allocator of pinned memory takes: the next power of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 # multiply, lerp, addcmul, sqrt, div and addcdiv are separate kernels, except in fused optimizers.

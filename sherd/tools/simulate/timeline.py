@@ -142,6 +142,7 @@ class Timeline:
         seconds: from the start of the first micro-batch to the end of the optimizer's step.
         facts: further facts for reports, in order: names to values in words, as "tokens/s": "12,300".
         exposed: the seconds for which compute waited for a lane, by the lane's name.
+        lines: bytes to mark in charts of memory, by name, as the limit.
     """
 
     title: str
@@ -153,6 +154,7 @@ class Timeline:
     seconds: float
     facts: dict[str, str] = field(default_factory=dict)
     exposed: dict[str, float] = field(default_factory=dict)
+    lines: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

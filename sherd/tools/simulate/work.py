@@ -183,7 +183,7 @@ class Module:
 class Parameter:
     """A parameter, or this rank's part of one that is cut over ranks that read the same samples.
 
-    `module` is the module that holds it, `dtype` torch's name of its dtype.
+    `module` is the module that holds it, `dtype` torch's name of its dtype. Its gradient comes `widened` times as wide.
     """
 
     name: str
@@ -192,6 +192,7 @@ class Parameter:
     dtype: str
     nbytes: int
     is_trainable: bool = True
+    widened: int = 1
 
     @property
     def numel(self) -> int:
