@@ -6,7 +6,6 @@ Copies, fresh tensors and random numbers are here too: they bring other values i
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from sherd.layout.runs import Runs
 from sherd.tensor.gather import piece_of
 from sherd.tensor.operands import (
     WAYS_OUT,
+    broadcasts,
     common_owner,
     layouts_in,
     local_of,
@@ -31,7 +31,8 @@ from sherd.tensor.operands import (
 )
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_result
-from sherd.tensor.sharded import OwnDTensor, by_torch, places_at, sharded_dtensor
+from sherd.tensor.replicated import known
+from sherd.tensor.sharded import OwnDTensor, by_torch, places_at, sharded_dtensor, whole_of
 from sherd.tensor.table import (
     SHARDED,
     Args,
@@ -40,6 +41,7 @@ from sherd.tensor.table import (
     Operation,
     answers,
     is_in_place,
+    is_index,
     name_of,
     tensors_among,
     with_changed,
@@ -54,7 +56,10 @@ ALSO_ELEMENTWISE = (
 
 
 def elementwise(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation) -> object:
-    """Compute on this rank's piece, if all operands have the same places or are one value. Else `otherwise` answers."""
+    """Compute on this rank's piece, if all operands have the same places or are one value. Else `otherwise` answers.
+
+    A plain mask is the same on all ranks, and so is what is copied into a shard: each rank takes its piece.
+    """
     first = next((value for value in args if isinstance(value, OwnDTensor)), None)
     if first is None or (kwargs and any(True for _ in tensors_among(kwargs.values()))):
         return otherwise(func, args, kwargs)
@@ -62,6 +67,9 @@ def elementwise(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation) ->
     pieces: list[object] = []
     for value in args:
         piece = piece_at(value, places)
+        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if piece is None and (is_index(value) or (is_plain and func.name() == "aten::copy_")):
+            piece = first.piece_of(value.expand(first.shape)) if broadcasts(value.shape, first.shape) else None
         if piece is None and value is not None:
             return otherwise(func, args, kwargs)
         pieces.append(piece)
@@ -133,7 +141,11 @@ def filled_where(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = 
     one, index = lone_value(value), indices[0] if len(indices) == 1 else None
     if one is None or index is None or any(accumulate):
         return otherwise(func, args, kwargs)
-    if isinstance(index, OwnDTensor) and index.dtype == torch.bool:
+    if isinstance(tensor, OwnDTensor) and index.dtype == torch.bool and index.ndim <= tensor.ndim:
+        if index.shape != tensor.shape:  # a mask of the first dims: of rows
+            index = (whole_of(index) if isinstance(index, DTensor) else index).reshape(
+                *index.shape, *(1,) * (tensor.ndim - index.ndim)
+            )
         return tensor.masked_fill_(index, one.to(tensor.dtype).reshape(()))
     if tensor.shape == (1,) and not isinstance(index, DTensor):
         # The mask of a scalar, as torch makes it: the index 0, or no index. It is the same on all ranks.
@@ -235,35 +247,35 @@ def fresh(func: Aten, args: Args, kwargs: Kwargs) -> object:
     return as_result(func(local, layout.local_shape, *rest, **kwargs), layout)
 
 
-@answers("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
-def random_in_place(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Fill the run with the numbers of the unsharded tensor: each rank draws all numbers and keeps its run.
+FILLERS = ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
 
-    So ranks that share a seed get the numbers of a single process. Replicas get the numbers of the first replica.
+
+@answers(*FILLERS, "bernoulli", "rand_like", "randint_like", "randn_like")
+@SHARDED.answers("random")
+def drawn(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Draw the numbers of the unsharded tensor on every rank, and keep this rank's piece.
+
+    So ranks that share a seed get the numbers of a single process, and their generators stay alike. (torch's DTensor
+    draws the same numbers for every chunk on a CPU.) Replicas get the numbers of the first replica.
     """
-    tensor, *rest = args
-    _draw(func, tensor, tensor, rest, kwargs)
-    return tensor
+    own = next(each for each in tensors_among((*args, *kwargs.values())) if isinstance(each, OwnDTensor))
+    places, name = places_at(own), func.name().removeprefix("aten::").partition(".")[0]
+    target = kwargs.get("out", args[0] if is_in_place(func) else None)
 
+    def operand(value: DTensor) -> torch.Tensor:
+        if value is kwargs.get("out") or (value is args[0] and (name in FILLERS or name.endswith("_like"))):
+            device = local_tensor(value).device  # only its form counts
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return whole_of(value)
 
-@answers("bernoulli", "rand_like", "randint_like", "randn_like")
-def random_like(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns the run of the numbers of an unsharded tensor of this shape."""
-    tensor, *rest = args
-    dtype = kwargs.get("dtype") or tensor.dtype
-    target = as_result(torch.empty_like(local_tensor(tensor), dtype=dtype), layout_of(spec_of(tensor)))
-    _draw(func, target, tensor, rest, kwargs)
-    return target
+    def kept(whole: torch.Tensor) -> torch.Tensor:
+        if whole.shape != own.shape:
+            return known(whole, places)
+        local = own.piece_of(whole).clone()
+        for axis in () if local.is_meta else places.copied_axes:
+            dist.broadcast(local, group=places.mesh.get_group(axis), group_src=0)
+        return own.around(local)
 
-
-def _draw(func: Aten, target: RaggedDTensor, like: RaggedDTensor, rest: Sequence[object], kwargs: Kwargs) -> None:
-    layout = layout_of(spec_of(target))
-    if any(True for _ in tensors_among(rest)):
-        raise PlacementError(f"{name_of(func)} with a tensor of probabilities is not known here; {WAYS_OUT}")
-    if func.name() == "aten::bernoulli":
-        raise PlacementError(f"{name_of(func)} reads probabilities element by element; {WAYS_OUT}")
-    local = local_tensor(target)
-    drawn = func(torch.empty(layout.shape, dtype=like.dtype, device=local.device), *rest, **kwargs)
-    local.copy_(piece_of(drawn, layout))
-    for axis in layout.copied_axes:
-        dist.broadcast(local, group=layout.mesh.get_group(axis), group_src=0)
+    whole_args, whole_kwargs = with_changed((args, kwargs), DTensor, operand)
+    result = with_changed(func(*whole_args, **whole_kwargs), torch.Tensor, kept)
+    return result if target is None else target.copy_(result)

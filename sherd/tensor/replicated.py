@@ -7,7 +7,7 @@ gradients takes 20 times as long the first time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -24,10 +24,21 @@ from sherd._torch import (
     spec_of,
 )
 from sherd.tensor.placement import Places
-from sherd.tensor.table import Args, Aten, Kwargs, tensors_among, with_changed
+from sherd.tensor.table import Args, Aten, Kwargs, is_in_place, is_index, tensors_among, with_changed
 
 
-class ReplicatedDTensor(DTensor):
+class ReadableDTensor(DTensor):
+    """The base of this library's DTensors: numbers that are read of one are those of the unsharded tensor."""
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.item(), format_spec) if not self.ndim else super().__format__(format_spec)
+
+    def tolist(self) -> Any:
+        """Returns the elements of the unsharded tensor as nested lists. All ranks that hold parts must call it."""
+        return self.full_tensor().tolist()
+
+
+class ReplicatedDTensor(ReadableDTensor):
     """A replicated DTensor, the result of a reduction. Where it meets a DTensor of torch, it turns into one."""
 
     @classmethod
@@ -38,9 +49,12 @@ class ReplicatedDTensor(DTensor):
         kwargs = kwargs or {}
         tensors = list(tensors_among((*args, *kwargs.values())))
         others = [tensor for tensor in tensors if not isinstance(tensor, ReplicatedDTensor)]
-        if not any(tensor.ndim or isinstance(tensor, DTensor) for tensor in others):
+        if not any(isinstance(tensor, DTensor) for tensor in others):
             like = next(tensor for tensor in tensors if isinstance(tensor, ReplicatedDTensor))
-            return _compute(func, args, kwargs, like)
+            # What may be of this rank alone stays plain: its loss plus a penalty over all parameters, and so the
+            # gradients of both (test_a_penalty_over_shards_is_added_to_a_plain_loss).
+            is_plain = any(tensor.requires_grad or (tensor.ndim and not is_index(tensor)) for tensor in others)
+            return _compute(func, args, kwargs, like, is_plain)
         for other in others:
             if isinstance(other, DTensor) and type(other) is not DTensor:
                 return other.__torch_dispatch__(func, types, args, kwargs)
@@ -51,6 +65,11 @@ class ReplicatedDTensor(DTensor):
         stock_args, stock_kwargs = with_changed((args, kwargs), ReplicatedDTensor, stock)
         return func(*stock_args, **stock_kwargs)
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+        stock = dtensor(local_tensor(self), spec_of(self)).requires_grad_(self.requires_grad)
+        pickled: str | tuple[object, ...] = stock.__reduce_ex__(protocol)
+        return pickled
+
     @staticmethod
     def __tensor_unflatten__(*args: object, **kwargs: object) -> NoReturn:
         raise not_traced("a value that sherd has reduced is not traced; what works on it runs as it is")
@@ -59,9 +78,11 @@ class ReplicatedDTensor(DTensor):
 dispatches_itself(ReplicatedDTensor)
 
 
-def _compute(func: Aten, args: Args, kwargs: Kwargs, like: ReplicatedDTensor) -> object:
+def _compute(func: Aten, args: Args, kwargs: Kwargs, like: ReplicatedDTensor, is_plain: bool) -> object:
     local_args, local_kwargs = with_changed((args, kwargs), ReplicatedDTensor, local_tensor)
     result = func(*local_args, **local_kwargs)
+    if is_plain and not is_in_place(func):
+        return result
     if "out" in kwargs:
         return kwargs["out"]
     if result is local_args[0]:
