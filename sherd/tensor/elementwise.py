@@ -61,7 +61,7 @@ def elementwise(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation) ->
     A plain mask is the same on all ranks, and so is what is copied into a shard: each rank takes its piece.
     """
     first = next((value for value in args if isinstance(value, OwnDTensor)), None)
-    if first is None or (kwargs and any(True for _ in tensors_among(kwargs.values()))):
+    if first is None or (kwargs and any(value is not first for value in tensors_among(kwargs.values()))):
         return otherwise(func, args, kwargs)
     places = places_at(first)
     pieces: list[object] = []
@@ -80,7 +80,9 @@ def elementwise(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation) ->
         keeps_order = memory_format is torch.preserve_format and not isinstance(places, Layout)
     if not keeps_order or (args[0] is not first and is_in_place(func)):
         return otherwise(func, args, kwargs)
-    result = func(*pieces, **kwargs)
+    result = func(*pieces, **with_changed(kwargs, OwnDTensor, local_tensor))
+    if "out" in kwargs:
+        return first
     return args[0] if result is pieces[0] else with_changed(result, torch.Tensor, first.around)
 
 
@@ -132,6 +134,12 @@ def same_view(func: Aten, args: Args, kwargs: Kwargs) -> object:
         local = local_tensor(tensor)
         return as_result(local.view_as(local), layout)
     return on_owner(func, args, kwargs)
+
+
+@SHARDED.answers("resize_")
+def resized(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Returns the tensor if it has the wanted size already, as with the `out` of a function that fills it."""
+    return args[0] if tuple(args[1]) == tuple(args[0].shape) else by_torch(func, args, kwargs)
 
 
 @answers("index_put_")

@@ -7,6 +7,7 @@ gradients takes 20 times as long the first time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from sherd._torch import (
     DTensorSpec,
+    become_view,
     dispatches_itself,
     dtensor,
     dtensor_of,
@@ -51,9 +53,12 @@ class ReplicatedDTensor(ReadableDTensor):
         others = [tensor for tensor in tensors if not isinstance(tensor, ReplicatedDTensor)]
         if not any(isinstance(tensor, DTensor) for tensor in others):
             like = next(tensor for tensor in tensors if isinstance(tensor, ReplicatedDTensor))
-            # What may be of this rank alone stays plain: its loss plus a penalty over all parameters, and so the
-            # gradients of both (test_a_penalty_over_shards_is_added_to_a_plain_loss).
-            is_plain = any(tensor.requires_grad or (tensor.ndim and not is_index(tensor)) for tensor in others)
+            # What may be of this rank alone stays plain, such as its loss plus a penalty over all parameters; the
+            # penalty's gradient is a DTensor again (test_a_penalty_over_shards_is_added_to_a_plain_loss).
+            is_plain = any(tensor.requires_grad or (tensor.numel() > 1 and not is_index(tensor)) for tensor in others)
+            for tensor in tensors if is_plain else ():
+                if isinstance(tensor, ReplicatedDTensor) and tensor.requires_grad:
+                    tensor.register_hook(partial(_replicated, like=tensor.detach()))
             return _compute(func, args, kwargs, like, is_plain)
         for other in others:
             if isinstance(other, DTensor) and type(other) is not DTensor:
@@ -85,15 +90,19 @@ def _compute(func: Aten, args: Args, kwargs: Kwargs, like: ReplicatedDTensor, is
         return result
     if "out" in kwargs:
         return kwargs["out"]
+    if torch.Tag.inplace_view in func.tags:
+        become_view(args[0], func, args, kwargs, result, spec_of(_replicated(result, like)))
     if result is local_args[0]:
         return args[0]
-    mesh, placements = spec_of(like).mesh, spec_of(like).placements
+    return with_changed(result, torch.Tensor, partial(_replicated, like=like))
 
-    def replicated(value: torch.Tensor) -> ReplicatedDTensor:
-        spec = dtensor_spec(mesh, placements, value.shape, value.dtype, tuple(value.stride()))
-        return dtensor_of(ReplicatedDTensor, value, spec, False)
 
-    return with_changed(result, torch.Tensor, replicated)
+def _replicated(value: torch.Tensor, like: ReplicatedDTensor) -> DTensor:
+    """Returns a value that all ranks have, on the mesh of `like`."""
+    if isinstance(value, DTensor):
+        return value
+    spec = dtensor_spec(spec_of(like).mesh, spec_of(like).placements, value.shape, value.dtype, tuple(value.stride()))
+    return dtensor_of(ReplicatedDTensor, value, spec, False)
 
 
 def known(value: torch.Tensor, layout: Places) -> ReplicatedDTensor:

@@ -239,9 +239,13 @@ def by_torch(func: Aten, args: Args, kwargs: Kwargs) -> object:
     except (NotImplementedError, RuntimeError) as error:
         # torch refuses by shapes and placements, so all ranks are here if one is.
         refuses = any(words in str(error) for words in ("Sharding propagation failed", "not supported with DTensor"))
-        if not (refuses or isinstance(error, NotImplementedError)) or torch.Tag.inplace_view in func.tags:
+        if not (refuses or isinstance(error, NotImplementedError)):
             raise
-        return on_whole(func, args, kwargs)
+        if torch.Tag.inplace_view not in func.tags:
+            return on_whole(func, args, kwargs)
+        name, _, overload = func.name().removeprefix("aten::").partition(".")  # `t_`, of which torch knows `t` alone
+        result = getattr(getattr(torch.ops.aten, name[:-1]), overload or "default")(*own_args)
+        own_args = (result, *own_args[1:])
     if _is_mean_of_means(result, args):  # mse_loss, for example
         return on_whole(func, args, kwargs)
     if "out" in kwargs:
@@ -254,7 +258,8 @@ def by_torch(func: Aten, args: Args, kwargs: Kwargs) -> object:
         return args[0]
     if func.is_view and isinstance(args[0], ShardedDTensor):
         return _views_of(args[0], func, args, kwargs, result)
-    return with_changed(result, DTensor, as_ours)
+    has_ours = any(isinstance(each, ShardedDTensor) for each in tensors_among((*args, *kwargs.values())))
+    return with_changed(result, DTensor, as_ours) if has_ours else result
 
 
 def _is_beyond_torch(func: Aten, args: Args, kwargs: Kwargs) -> bool:
@@ -288,10 +293,10 @@ def on_whole(func: Aten, args: Args, kwargs: Kwargs) -> object:
     places = places_at(own)
     whole_args, whole_kwargs = with_changed((args, kwargs), DTensor, whole_of)
     result = func(*whole_args, **whole_kwargs)
-    for target, whole in ((kwargs.get("out"), whole_kwargs.get("out")), (args[0], whole_args[0])):
-        if isinstance(target, ShardedDTensor) and (target is not args[0] or is_in_place(func)):
-            local_tensor(target).copy_(target.piece_of(whole))
-            return target
+    pair = (kwargs["out"], whole_kwargs["out"]) if "out" in kwargs else (args[0], whole_args[0])
+    if isinstance(pair[0], ShardedDTensor) and ("out" in kwargs or is_in_place(func)):
+        local_tensor(pair[0]).copy_(pair[0].piece_of(pair[1]))
+        return pair[0]
     answers = with_changed(result, torch.Tensor, lambda whole: known(whole.contiguous(), places))
     return _views_of(own, func, args, kwargs, answers) if func.is_view else answers
 
