@@ -18,7 +18,9 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from sherd._torch import (
     DTensorSpec,
@@ -111,6 +113,16 @@ class ShardedDTensor(OwnDTensor):
         """Returns a tensor with the places of this one, around `local`, this rank's chunk of it, outside autograd."""
         return dtensor_of(ShardedDTensor, local, places_at(self).spec(local.dtype), False)
 
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """Returns the tensor with other placements, as torch does; float8, which gloo cannot send, as bytes."""
+        if not _is_sent_as_bytes(self):
+            return super().redistribute(device_mesh, placements, **options)
+        sent = self.around(local_tensor(self).view(torch.uint8)).redistribute(device_mesh, placements, **options)
+        spec = dtensor_spec(sent.device_mesh, sent.placements, sent.shape, self.dtype, sent.stride())
+        return dtensor_of(DTensor, local_tensor(sent).view(self.dtype), spec, False)
+
     def piece_of(self, full: torch.Tensor) -> torch.Tensor:
         whole = DTensor.from_local(full.detach(), self.device_mesh, run_check=False)
         return local_tensor(whole.redistribute(placements=self.placements))
@@ -134,6 +146,10 @@ class ShardedDTensor(OwnDTensor):
 
 dispatches_itself(ShardedDTensor)
 register_foreach_type(ShardedDTensor)
+
+
+def _is_sent_as_bytes(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
 
 
 def sharded_dtensor(local: torch.Tensor, spec: DTensorSpec) -> ShardedDTensor:
@@ -239,7 +255,7 @@ def by_torch(func: Aten, args: Args, kwargs: Kwargs) -> object:
     except (NotImplementedError, RuntimeError) as error:
         # torch refuses by shapes and placements, so all ranks are here if one is.
         refuses = any(words in str(error) for words in ("Sharding propagation failed", "not supported with DTensor"))
-        if not (refuses or isinstance(error, NotImplementedError)):
+        if not (refuses or isinstance(error, NotImplementedError)) or func.name().startswith("aten::set_"):
             raise
         if torch.Tag.inplace_view not in func.tags:
             return on_whole(func, args, kwargs)
@@ -269,6 +285,8 @@ def _is_beyond_torch(func: Aten, args: Args, kwargs: Kwargs) -> bool:
         return True
     chooses = any(not (each.is_floating_point() or each.is_complex()) for each in others)
     if chooses and torch.Tag.pointwise not in func.tags and (is_in_place(func) or func.name() == "aten::index.Tensor"):
+        return True
+    if any(isinstance(each, ShardedDTensor) and _is_sent_as_bytes(each) for each in tensors_among(args)):
         return True
     first = args[0] if args else None
     reduces = torch.Tag.reduction in func.tags and isinstance(first, ShardedDTensor)
