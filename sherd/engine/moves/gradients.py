@@ -43,6 +43,7 @@ from sherd.errors import GradientError, PolicyError
 from sherd.policy import UnitPolicy
 from sherd.schedule.moments import MemoryKind
 from sherd.tensor.ragged import RaggedDTensor, as_dtensor
+from sherd.tensor.relayout import laid_out, lies_as
 
 
 def _changed_by_hook(name: str, hook: Callable[[Any], Any], term: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
@@ -330,6 +331,8 @@ class Gradients:
             if gradient is None:
                 parameter.grad = new_dtensor(tensor_class, term, spec)
             elif isinstance(gradient, DTensor):
+                if gradient._spec is not spec and not lies_as(gradient, spec):  # a penalty `weight.sum()` gives ones
+                    gradient = parameter.grad = laid_out(gradient, spec, term.device)
                 sums.append(local_tensor(gradient))
                 terms.append(term)
             else:
