@@ -80,7 +80,7 @@ def elementwise(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation) ->
         keeps_order = memory_format is torch.preserve_format and not isinstance(places, Layout)
     if not keeps_order or (args[0] is not first and is_in_place(func)):
         return otherwise(func, args, kwargs)
-    result = func(*pieces, **with_changed(kwargs, OwnDTensor, local_tensor))
+    result = func(*pieces, **with_changed(kwargs, DTensor, local_tensor))
     if "out" in kwargs:
         return first
     return args[0] if result is pieces[0] else with_changed(result, torch.Tensor, first.around)

@@ -30,6 +30,7 @@ from sherd.tensor.table import (
     Kwargs,
     answers,
     is_in_place,
+    is_index,
     is_list_of_tensors,
     name_of,
     tensors_among,
@@ -183,6 +184,7 @@ def on_owner(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
         def operand(value: torch.Tensor) -> torch.Tensor:
             one = of_ragged(value) if isinstance(value, RaggedDTensor) else lone_value(value)
+            one = value if one is None and is_index(value) else one
             if one is None:
                 raise mixed(func, layout, value)
             return one

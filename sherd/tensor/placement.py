@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from sherd._torch import DTensorSpec, asked_by_spec, device_of, dtensor_spec, split_factor_of
+from sherd._torch import DTensorSpec, asked_by_spec, device_of, dtensor_spec
 from sherd.errors import PlacementError
 from sherd.layout.extent import Extent, chunks
 from sherd.layout.placement import Shape
@@ -79,9 +79,9 @@ class Places:
         """The sizes of all ranks' chunks in each dim; 0 is among them if a rank has no elements."""
         sizes = [{size} for size in self.shape]
         for axis, placement in enumerate(self.placements):
-            if isinstance(placement, Shard) or split_factor_of(placement) is not None:
-                parts = self.mesh.size(axis)
-                sizes[placement.dim] = {each.numel for size in sizes[placement.dim] for each in chunks(size, parts)}
+            dim: int | None = getattr(placement, "dim", None)
+            if dim is not None:
+                sizes[dim] = {each.numel for size in sizes[dim] for each in chunks(size, self.mesh.size(axis))}
         return sizes
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:

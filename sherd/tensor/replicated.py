@@ -33,7 +33,7 @@ class ReadableDTensor(DTensor):
     """The base of this library's DTensors: numbers that are read of one are those of the unsharded tensor."""
 
     def __format__(self, format_spec: str) -> str:
-        return format(self.item(), format_spec) if not self.ndim else super().__format__(format_spec)
+        return object.__format__(self, format_spec) if self.ndim else format(self.item(), format_spec)
 
     def tolist(self) -> Any:
         """Returns the elements of the unsharded tensor as nested lists. All ranks that hold parts must call it."""
@@ -58,7 +58,7 @@ class ReplicatedDTensor(ReadableDTensor):
             is_plain = any(tensor.requires_grad or (tensor.numel() > 1 and not is_index(tensor)) for tensor in others)
             for tensor in tensors if is_plain else ():
                 if isinstance(tensor, ReplicatedDTensor) and tensor.requires_grad:
-                    tensor.register_hook(partial(_replicated, like=tensor.detach()))
+                    tensor.register_hook(partial(_replicated, like=like))  # type: ignore[no-untyped-call]  # of torch
             return _compute(func, args, kwargs, like, is_plain)
         for other in others:
             if isinstance(other, DTensor) and type(other) is not DTensor:

@@ -290,7 +290,7 @@ def _is_beyond_torch(func: Aten, args: Args, kwargs: Kwargs) -> bool:
         return True
     first = args[0] if args else None
     reduces = torch.Tag.reduction in func.tags and isinstance(first, ShardedDTensor)
-    return reduces and any(0 in sizes for sizes in places_at(first).chunk_sizes)
+    return reduces and any(0 in sizes for sizes in places_of(spec_of(args[0])).chunk_sizes)
 
 
 def _is_mean_of_means(result: object, args: Args) -> bool:
@@ -311,17 +311,18 @@ def on_whole(func: Aten, args: Args, kwargs: Kwargs) -> object:
     places = places_at(own)
     whole_args, whole_kwargs = with_changed((args, kwargs), DTensor, whole_of)
     result = func(*whole_args, **whole_kwargs)
-    pair = (kwargs["out"], whole_kwargs["out"]) if "out" in kwargs else (args[0], whole_args[0])
-    if isinstance(pair[0], ShardedDTensor) and ("out" in kwargs or is_in_place(func)):
-        local_tensor(pair[0]).copy_(pair[0].piece_of(pair[1]))
-        return pair[0]
+    target, written = (kwargs["out"], whole_kwargs["out"]) if "out" in kwargs else (args[0], whole_args[0])
+    if isinstance(target, ShardedDTensor) and ("out" in kwargs or is_in_place(func)):
+        local_tensor(target).copy_(target.piece_of(written))
+        return target
     answers = with_changed(result, torch.Tensor, lambda whole: known(whole.contiguous(), places))
     return _views_of(own, func, args, kwargs, answers) if func.is_view else answers
 
 
 def whole_of(tensor: DTensor) -> torch.Tensor:
     """Returns the unsharded tensor, outside autograd. All ranks that hold parts must call it."""
-    full: torch.Tensor = tensor.detach().full_tensor()
+    outside: Any = tensor.detach()
+    full: torch.Tensor = outside.full_tensor()
     return full.clone() if full.data_ptr() == local_tensor(tensor).data_ptr() else full
 
 

@@ -113,8 +113,9 @@ def first_list(args: Args) -> list[Any]:
 
 def is_index(value: object) -> TypeGuard[torch.Tensor]:
     """Returns True for a plain tensor that chooses elements, a mask or indices. It is the same on all ranks."""
-    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim > 0
-    return is_plain and not (value.is_floating_point() or value.is_complex())
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return False
+    return value.ndim > 0 and not (value.is_floating_point() or value.is_complex())
 
 
 def is_list_of_tensors(value: object) -> TypeGuard[Sequence[Any]]:
