@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from sherd._torch import (
@@ -25,8 +26,9 @@ from sherd._torch import (
     not_traced,
     spec_of,
 )
+from sherd.comm.failures import named
 from sherd.tensor.placement import Places
-from sherd.tensor.table import Args, Aten, Kwargs, is_in_place, is_index, tensors_among, with_changed
+from sherd.tensor.table import Args, Aten, Kwargs, is_in_place, tensors_among, with_changed
 
 
 class ReadableDTensor(DTensor):
@@ -53,12 +55,12 @@ class ReplicatedDTensor(ReadableDTensor):
         others = [tensor for tensor in tensors if not isinstance(tensor, ReplicatedDTensor)]
         if not any(isinstance(tensor, DTensor) for tensor in others):
             like = next(tensor for tensor in tensors if isinstance(tensor, ReplicatedDTensor))
-            # What may be of this rank alone stays plain, such as its loss plus a penalty over all parameters; the
-            # penalty's gradient is a DTensor again (test_a_penalty_over_shards_is_added_to_a_plain_loss).
-            is_plain = any(tensor.requires_grad or (tensor.numel() > 1 and not is_index(tensor)) for tensor in others)
+            # What may be of this rank alone stays plain, such as its loss plus a penalty over all parameters
+            # (test_a_penalty_over_shards_is_added_to_a_plain_loss).
+            is_plain = any(tensor.requires_grad or tensor.numel() > 1 for tensor in others)
             for tensor in tensors if is_plain else ():
                 if isinstance(tensor, ReplicatedDTensor) and tensor.requires_grad:
-                    tensor.register_hook(partial(_replicated, like=like))  # type: ignore[no-untyped-call]  # of torch
+                    tensor.register_hook(partial(_averaged, like=like))  # type: ignore[no-untyped-call]  # of torch
             return _compute(func, args, kwargs, like, is_plain)
         for other in others:
             if isinstance(other, DTensor) and type(other) is not DTensor:
@@ -97,10 +99,19 @@ def _compute(func: Aten, args: Args, kwargs: Kwargs, like: ReplicatedDTensor, is
     return with_changed(result, torch.Tensor, partial(_replicated, like=like))
 
 
+def _averaged(gradient: torch.Tensor, like: ReplicatedDTensor) -> DTensor:
+    """Returns the mean of the gradients that the ranks' own losses have for a value that all of them know."""
+    if isinstance(gradient, DTensor):
+        return gradient
+    mesh, mean = spec_of(like).mesh, gradient.contiguous() / spec_of(like).mesh.size()
+    for axis in range(mesh.ndim):
+        with named("the gradient of a value that all ranks know", mesh.get_group(axis)):
+            dist.all_reduce(mean, group=mesh.get_group(axis))
+    return _replicated(mean, like)
+
+
 def _replicated(value: torch.Tensor, like: ReplicatedDTensor) -> DTensor:
     """Returns a value that all ranks have, on the mesh of `like`."""
-    if isinstance(value, DTensor):
-        return value
     spec = dtensor_spec(spec_of(like).mesh, spec_of(like).placements, value.shape, value.dtype, tuple(value.stride()))
     return dtensor_of(ReplicatedDTensor, value, spec, False)
 

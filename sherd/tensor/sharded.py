@@ -185,7 +185,10 @@ class CopiedView(ReadableDTensor):
     def __torch_dispatch__(  # type: ignore[override]  # as torch declares it is not as it calls it
         cls, func: Aten, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        own_args, own_kwargs = with_changed((args, kwargs or {}), CopiedView, lambda view: as_ours(_copy(view)))
+        others = tensors_among((*args, *(kwargs or {}).values()))
+        meets_plain = any(not isinstance(each, DTensor) and each.numel() > 1 for each in others)
+        change = _copy if meets_plain and not is_in_place(func) else _ours_of_copy  # torch refuses what is mixed
+        own_args, own_kwargs = with_changed((args, kwargs or {}), CopiedView, change)
         result = func(*own_args, **own_kwargs)
         if not is_in_place(func):
             return _views_of(args[0], func, args, kwargs or {}, result) if func.is_view else result
@@ -217,6 +220,10 @@ dispatches_itself(CopiedView)
 
 def _copy(view: DTensor) -> DTensor:
     return dtensor_of(DTensor, local_tensor(view), spec_of(view), False)
+
+
+def _ours_of_copy(view: DTensor) -> DTensor:
+    return as_ours(_copy(view))
 
 
 def _views_of(viewed: ShardedDTensor | CopiedView, func: Aten, args: Args, kwargs: Kwargs, result: Any) -> object:
@@ -281,7 +288,9 @@ def by_torch(func: Aten, args: Args, kwargs: Kwargs) -> object:
 def _is_beyond_torch(func: Aten, args: Args, kwargs: Kwargs) -> bool:
     """Returns True for operations of which torch's DTensor raises on some ranks only, or writes into a copy."""
     others = list(tensors_among((*args[1:], *kwargs.values())))
-    if any(map(is_index, args)) or any(map(is_index, others)) or isinstance(kwargs.get("out"), OwnDTensor):
+    # Ranks look up tokens of their own in a weight that forward trains: torch refuses to mix these.
+    is_trained = torch.is_grad_enabled() and any(each.requires_grad for each in tensors_among(args))
+    if (any(map(is_index, others)) and not is_trained) or isinstance(kwargs.get("out"), OwnDTensor):
         return True
     chooses = any(not (each.is_floating_point() or each.is_complex()) for each in others)
     if chooses and torch.Tag.pointwise not in func.tags and (is_in_place(func) or func.name() == "aten::index.Tensor"):

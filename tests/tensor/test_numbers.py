@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -245,3 +246,9 @@ def test_a_penalty_over_shards_is_added_to_a_plain_loss():
         loss.backward()
     torch.testing.assert_close(weight.grad, other.grad)
     torch.testing.assert_close(parameter.grad.full_tensor(), plain.grad)
+    scaled = nn.Parameter(cut(whole, (2,), [ROWS]))  # a factor of each rank's own loss: gradients are means over ranks
+    (weight.sum() * (1 + dist.get_rank()) * scaled.norm()).backward()
+    (expected,) = torch.autograd.grad(1.5 * other.sum() * plain.norm(), plain)
+    torch.testing.assert_close(scaled.grad.full_tensor(), expected)
+    with pytest.raises(RuntimeError, match="mixed"):  # tokens of this rank, looked up in a weight that is trained
+        F.embedding(torch.tensor([0, 1]), parameter)
