@@ -43,6 +43,7 @@ from sherd.tensor.table import (
     is_in_place,
     is_index,
     name_of,
+    of_kind,
     tensors_among,
     with_changed,
 )
@@ -266,7 +267,7 @@ def drawn(func: Aten, args: Args, kwargs: Kwargs) -> object:
     So ranks that share a seed get the numbers of a single process, and their generators stay alike. (torch's DTensor
     draws the same numbers for every chunk on a CPU.) Replicas get the numbers of the first replica.
     """
-    own = next(each for each in tensors_among((*args, *kwargs.values())) if isinstance(each, OwnDTensor))
+    own: OwnDTensor = next(of_kind((*args, *kwargs.values()), OwnDTensor))  # type: ignore[type-abstract]
     places, name = places_at(own), func.name().removeprefix("aten::").partition(".")[0]
     target = kwargs.get("out", args[0] if is_in_place(func) else None)
 

@@ -33,6 +33,7 @@ from sherd.tensor.table import (
     is_index,
     is_list_of_tensors,
     name_of,
+    of_kind,
     tensors_among,
     with_changed,
 )
@@ -45,7 +46,7 @@ WAYS_OUT = (
 
 def ragged_among(args: Args, kwargs: Kwargs) -> list[RaggedDTensor]:
     """Returns the ragged tensors among the arguments, in order."""
-    return [value for value in tensors_among((*args, *kwargs.values())) if isinstance(value, RaggedDTensor)]
+    return list(of_kind((*args, *kwargs.values()), RaggedDTensor))
 
 
 def layouts_in(args: Args, kwargs: Kwargs) -> list[Layout]:

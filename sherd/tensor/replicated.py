@@ -28,7 +28,7 @@ from sherd._torch import (
 )
 from sherd.comm.failures import named
 from sherd.tensor.placement import Places
-from sherd.tensor.table import Args, Aten, Kwargs, is_in_place, tensors_among, with_changed
+from sherd.tensor.table import Args, Aten, Kwargs, is_in_place, of_kind, tensors_among, with_changed
 
 
 class ReadableDTensor(DTensor):
@@ -53,13 +53,13 @@ class ReplicatedDTensor(ReadableDTensor):
         kwargs = kwargs or {}
         tensors = list(tensors_among((*args, *kwargs.values())))
         others = [tensor for tensor in tensors if not isinstance(tensor, ReplicatedDTensor)]
-        if not any(isinstance(tensor, DTensor) for tensor in others):
-            like = next(tensor for tensor in tensors if isinstance(tensor, ReplicatedDTensor))
+        if next(of_kind(others, DTensor), None) is None:
+            like = next(of_kind(tensors, ReplicatedDTensor))
             # What may be of this rank alone stays plain, such as its loss plus a penalty over all parameters
             # (test_a_penalty_over_shards_is_added_to_a_plain_loss).
             is_plain = any(tensor.requires_grad or tensor.numel() > 1 for tensor in others)
-            for tensor in tensors if is_plain else ():
-                if isinstance(tensor, ReplicatedDTensor) and tensor.requires_grad:
+            for tensor in of_kind(tensors, ReplicatedDTensor):
+                if is_plain and tensor.requires_grad:
                     tensor.register_hook(partial(_averaged, like=like))  # type: ignore[no-untyped-call]  # of torch
             return _compute(func, args, kwargs, like, is_plain)
         for other in others:

@@ -39,9 +39,8 @@ from sherd._torch import (
 from sherd.errors import WriteBackError
 from sherd.tensor.gather import part_given
 from sherd.tensor.placement import Places, places_of
-from sherd.tensor.reduction_table import LARGEST, SMALLEST, sum_dtype
 from sherd.tensor.replicated import ReadableDTensor, ReplicatedDTensor, known
-from sherd.tensor.table import SHARDED, Args, Aten, Kwargs, is_in_place, is_index, tensors_among, with_changed
+from sherd.tensor.table import SHARDED, Args, Aten, Kwargs, is_in_place, is_index, of_kind, tensors_among, with_changed
 
 
 class OwnDTensor(ReadableDTensor):
@@ -281,8 +280,8 @@ def by_torch(func: Aten, args: Args, kwargs: Kwargs) -> object:
         return args[0]
     if func.is_view and isinstance(args[0], ShardedDTensor):
         return _views_of(args[0], func, args, kwargs, result)
-    has_ours = any(isinstance(each, ShardedDTensor) for each in tensors_among((*args, *kwargs.values())))
-    return with_changed(result, DTensor, as_ours) if has_ours else result
+    ours = next(of_kind((*args, *kwargs.values()), ShardedDTensor), None)
+    return result if ours is None else with_changed(result, DTensor, as_ours)
 
 
 def _is_beyond_torch(func: Aten, args: Args, kwargs: Kwargs) -> bool:
@@ -295,7 +294,7 @@ def _is_beyond_torch(func: Aten, args: Args, kwargs: Kwargs) -> bool:
     chooses = any(not (each.is_floating_point() or each.is_complex()) for each in others)
     if chooses and torch.Tag.pointwise not in func.tags and (is_in_place(func) or func.name() == "aten::index.Tensor"):
         return True
-    if any(isinstance(each, ShardedDTensor) and _is_sent_as_bytes(each) for each in tensors_among(args)):
+    if any(map(_is_sent_as_bytes, of_kind(args, ShardedDTensor))):
         return True
     first = args[0] if args else None
     reduces = torch.Tag.reduction in func.tags and isinstance(first, ShardedDTensor)
@@ -306,17 +305,16 @@ def _is_mean_of_means(result: object, args: Args) -> bool:
     """Returns True if torch takes the mean of the chunks' means, though chunks are not equally long."""
     averages = (
         getattr(placement, "reduce_op", "") == "avg"
-        for each in tensors_among([result])
-        if isinstance(each, DTensor)
+        for each in of_kind([result], DTensor)
         for placement in each.placements
     )
-    own = (each for each in tensors_among(args) if isinstance(each, ShardedDTensor))
-    return any(averages) and any(len(sizes) > 1 for each in own for sizes in places_at(each).chunk_sizes)
+    own = map(places_at, of_kind(args, ShardedDTensor))
+    return any(averages) and any(len(sizes) > 1 for places in own for sizes in places.chunk_sizes)
 
 
 def on_whole(func: Aten, args: Args, kwargs: Kwargs) -> object:
     """Compute with the unsharded tensors, on every rank. All ranks of the mesh must call it."""
-    own = next(each for each in tensors_among((*args, *kwargs.values())) if isinstance(each, ShardedDTensor))
+    own = next(of_kind((*args, *kwargs.values()), ShardedDTensor))
     places = places_at(own)
     whole_args, whole_kwargs = with_changed((args, kwargs), DTensor, whole_of)
     result = func(*whole_args, **whole_kwargs)
@@ -337,6 +335,9 @@ def whole_of(tensor: DTensor) -> torch.Tensor:
 
 def as_ours(result: DTensor) -> DTensor:
     """Returns a result of torch as a tensor of ours, in the same memory; what is `Partial` is joined first."""
+    # Not loaded by `fully_shard` alone: tests/test_storeys.py.
+    from sherd.tensor.reduction_table import LARGEST, SMALLEST, sum_dtype
+
     local = local_tensor(result)
     if type(result) is not DTensor or type(local) is not torch.Tensor:  # the latter is traced, or a float8 tensor
         return result

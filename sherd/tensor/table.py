@@ -106,6 +106,13 @@ def tensors_among(values: Iterable[object]) -> Iterator[torch.Tensor]:
             yield from tensors_among(value)
 
 
+def of_kind(values: Iterable[object], kind: type[Changed]) -> Iterator[Changed]:
+    """Yields the tensors of class `kind` among an operation's arguments, and those in lists, in order."""
+    for tensor in tensors_among(values):
+        if isinstance(tensor, kind):
+            yield tensor
+
+
 def first_list(args: Args) -> list[Any]:
     """Returns the first list among the arguments; the results of an operation on lists are like its tensors."""
     return list(next(value for value in args if isinstance(value, list | tuple)))
