@@ -175,7 +175,8 @@ def test_a_ragged_tensor_takes_a_mask_of_rows():
     whole, bias = numbers((5, 3)), numbers(5, 1)
     found = ragged(whole.clone(), uneven((5, 3), 2), line(2))
     for mask in (ragged(bias, uneven((5,), 2), line(2)) > 0, bias > 0):
-        found[mask], whole[bias > 0] = 0.0, 0.0
+        found.index_put_((mask,), torch.tensor(0.0))  # as `found[mask] = 0.0` does up to torch 2.14
+        whole[bias > 0] = 0.0
         assert torch.equal(found.full_tensor(), whole)
 
 
