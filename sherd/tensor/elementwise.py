@@ -6,7 +6,6 @@ Copies, fresh tensors and random numbers are here too: they bring other values i
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from sherd.layout.runs import Runs
 from sherd.tensor.gather import piece_of
 from sherd.tensor.operands import (
     WAYS_OUT,
+    broadcasts,
     common_owner,
     layouts_in,
     local_of,
@@ -31,7 +31,8 @@ from sherd.tensor.operands import (
 )
 from sherd.tensor.placement import Layout, layout_of
 from sherd.tensor.ragged import RaggedDTensor, as_result
-from sherd.tensor.sharded import OwnDTensor, by_torch, places_at, sharded_dtensor
+from sherd.tensor.replicated import known
+from sherd.tensor.sharded import OwnDTensor, by_torch, places_at, sharded_dtensor, whole_of
 from sherd.tensor.table import (
     SHARDED,
     Args,
@@ -40,7 +41,9 @@ from sherd.tensor.table import (
     Operation,
     answers,
     is_in_place,
+    is_index,
     name_of,
+    of_kind,
     tensors_among,
     with_changed,
 )
@@ -54,14 +57,20 @@ ALSO_ELEMENTWISE = (
 
 
 def elementwise(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation) -> object:
-    """Compute on this rank's piece, if all operands have the same places or are one value. Else `otherwise` answers."""
+    """Compute on this rank's piece, if all operands have the same places or are one value. Else `otherwise` answers.
+
+    A plain mask is the same on all ranks, and so is what is copied into a shard: each rank takes its piece.
+    """
     first = next((value for value in args if isinstance(value, OwnDTensor)), None)
-    if first is None or (kwargs and any(True for _ in tensors_among(kwargs.values()))):
+    if first is None or (kwargs and any(value is not first for value in tensors_among(kwargs.values()))):
         return otherwise(func, args, kwargs)
     places = places_at(first)
     pieces: list[object] = []
     for value in args:
         piece = piece_at(value, places)
+        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if piece is None and (is_index(value) or (is_plain and func.name() == "aten::copy_")):
+            piece = first.piece_of(value.expand(first.shape)) if broadcasts(value.shape, first.shape) else None
         if piece is None and value is not None:
             return otherwise(func, args, kwargs)
         pieces.append(piece)
@@ -72,7 +81,9 @@ def elementwise(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation) ->
         keeps_order = memory_format is torch.preserve_format and not isinstance(places, Layout)
     if not keeps_order or (args[0] is not first and is_in_place(func)):
         return otherwise(func, args, kwargs)
-    result = func(*pieces, **kwargs)
+    result = func(*pieces, **with_changed(kwargs, DTensor, local_tensor))
+    if "out" in kwargs:
+        return first
     return args[0] if result is pieces[0] else with_changed(result, torch.Tensor, first.around)
 
 
@@ -126,6 +137,12 @@ def same_view(func: Aten, args: Args, kwargs: Kwargs) -> object:
     return on_owner(func, args, kwargs)
 
 
+@SHARDED.answers("resize_")
+def resized(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Returns the tensor if it has the wanted size already, as with the `out` of a function that fills it."""
+    return args[0] if tuple(args[1]) == tuple(args[0].shape) else by_torch(func, args, kwargs)
+
+
 @answers("index_put_")
 def filled_where(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = on_owner) -> object:
     """Set `tensor[mask] = number`, for a mask with the tensor's places; `otherwise` answers other indices."""
@@ -133,7 +150,11 @@ def filled_where(func: Aten, args: Args, kwargs: Kwargs, otherwise: Operation = 
     one, index = lone_value(value), indices[0] if len(indices) == 1 else None
     if one is None or index is None or any(accumulate):
         return otherwise(func, args, kwargs)
-    if isinstance(index, OwnDTensor) and index.dtype == torch.bool:
+    if isinstance(tensor, OwnDTensor) and index.dtype == torch.bool and index.ndim <= tensor.ndim:
+        if index.shape != tensor.shape:  # a mask of the first dims: of rows
+            index = (whole_of(index) if isinstance(index, DTensor) else index).reshape(
+                *index.shape, *(1,) * (tensor.ndim - index.ndim)
+            )
         return tensor.masked_fill_(index, one.to(tensor.dtype).reshape(()))
     if _is_of_a_scalar(tensor, index):
         return tensor.fill_(one.reshape(())) if index.numel() else tensor
@@ -249,35 +270,35 @@ def fresh(func: Aten, args: Args, kwargs: Kwargs) -> object:
     return as_result(func(local, layout.local_shape, *rest, **kwargs), layout)
 
 
-@answers("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
-def random_in_place(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Fill the run with the numbers of the unsharded tensor: each rank draws all numbers and keeps its run.
+FILLERS = ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
 
-    So ranks that share a seed get the numbers of a single process. Replicas get the numbers of the first replica.
+
+@answers(*FILLERS, "bernoulli", "rand_like", "randint_like", "randn_like")
+@SHARDED.answers("random")
+def drawn(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Draw the numbers of the unsharded tensor on every rank, and keep this rank's piece.
+
+    So ranks that share a seed get the numbers of a single process, and their generators stay alike. (torch's DTensor
+    draws the same numbers for every chunk on a CPU.) Replicas get the numbers of the first replica.
     """
-    tensor, *rest = args
-    _draw(func, tensor, tensor, rest, kwargs)
-    return tensor
+    own: OwnDTensor = next(of_kind((*args, *kwargs.values()), OwnDTensor))  # type: ignore[type-abstract]
+    places, name = places_at(own), func.name().removeprefix("aten::").partition(".")[0]
+    target = kwargs.get("out", args[0] if is_in_place(func) else None)
 
+    def operand(value: DTensor) -> torch.Tensor:
+        if value is kwargs.get("out") or (value is args[0] and (name in FILLERS or name.endswith("_like"))):
+            device = local_tensor(value).device  # only its form counts
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return whole_of(value)
 
-@answers("bernoulli", "rand_like", "randint_like", "randn_like")
-def random_like(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns the run of the numbers of an unsharded tensor of this shape."""
-    tensor, *rest = args
-    dtype = kwargs.get("dtype") or tensor.dtype
-    target = as_result(torch.empty_like(local_tensor(tensor), dtype=dtype), layout_of(spec_of(tensor)))
-    _draw(func, target, tensor, rest, kwargs)
-    return target
+    def kept(whole: torch.Tensor) -> torch.Tensor:
+        if whole.shape != own.shape:
+            return known(whole, places)
+        local = own.piece_of(whole).clone()
+        for axis in () if local.is_meta else places.copied_axes:
+            dist.broadcast(local, group=places.mesh.get_group(axis), group_src=0)
+        return own.around(local)
 
-
-def _draw(func: Aten, target: RaggedDTensor, like: RaggedDTensor, rest: Sequence[object], kwargs: Kwargs) -> None:
-    layout = layout_of(spec_of(target))
-    if any(True for _ in tensors_among(rest)):
-        raise PlacementError(f"{name_of(func)} with a tensor of probabilities is not known here; {WAYS_OUT}")
-    if func.name() == "aten::bernoulli":
-        raise PlacementError(f"{name_of(func)} reads probabilities element by element; {WAYS_OUT}")
-    local = local_tensor(target)
-    drawn = func(torch.empty(layout.shape, dtype=like.dtype, device=local.device), *rest, **kwargs)
-    local.copy_(piece_of(drawn, layout))
-    for axis in layout.copied_axes:
-        dist.broadcast(local, group=layout.mesh.get_group(axis), group_src=0)
+    whole_args, whole_kwargs = with_changed((args, kwargs), DTensor, operand)
+    result = with_changed(func(*whole_args, **whole_kwargs), torch.Tensor, kept)
+    return result if target is None else target.copy_(result)

@@ -30,8 +30,10 @@ from sherd.tensor.table import (
     Kwargs,
     answers,
     is_in_place,
+    is_index,
     is_list_of_tensors,
     name_of,
+    of_kind,
     tensors_among,
     with_changed,
 )
@@ -44,7 +46,7 @@ WAYS_OUT = (
 
 def ragged_among(args: Args, kwargs: Kwargs) -> list[RaggedDTensor]:
     """Returns the ragged tensors among the arguments, in order."""
-    return [value for value in tensors_among((*args, *kwargs.values())) if isinstance(value, RaggedDTensor)]
+    return list(of_kind((*args, *kwargs.values()), RaggedDTensor))
 
 
 def layouts_in(args: Args, kwargs: Kwargs) -> list[Layout]:
@@ -183,6 +185,7 @@ def on_owner(func: Aten, args: Args, kwargs: Kwargs) -> object:
 
         def operand(value: torch.Tensor) -> torch.Tensor:
             one = of_ragged(value) if isinstance(value, RaggedDTensor) else lone_value(value)
+            one = value if one is None and is_index(value) else one
             if one is None:
                 raise mixed(func, layout, value)
             return one

@@ -74,6 +74,16 @@ class Places:
         """The process groups whose ranks hold different elements: a reduction of the tensor goes over all of them."""
         return tuple(self.mesh.get_group(axis) for axis in self.joined_axes)
 
+    @property
+    def chunk_sizes(self) -> list[set[int]]:
+        """The sizes of all ranks' chunks in each dim; 0 is among them if a rank has no elements."""
+        sizes = [{size} for size in self.shape]
+        for axis, placement in enumerate(self.placements):
+            dim: int | None = getattr(placement, "dim", None)
+            if dim is not None:
+                sizes[dim] = {each.numel for size in sizes[dim] for each in chunks(size, self.mesh.size(axis))}
+        return sizes
+
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
         """Returns the spec of a tensor of `dtype` that lies here; the same object each time."""
         spec = self.by_dtype.get(dtype)

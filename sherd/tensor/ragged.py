@@ -69,7 +69,7 @@ class RaggedDTensor(OwnDTensor):
         """Returns a tensor with the places of this one, around `local`, this rank's run of it, outside autograd."""
         return dtensor_of(RaggedDTensor, local, places_at(self).spec(local.dtype), False)
 
-    def _piece_of(self, full: torch.Tensor) -> torch.Tensor:
+    def piece_of(self, full: torch.Tensor) -> torch.Tensor:
         return piece_of(full, layout_of(spec_of(self)))
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -7,13 +7,16 @@ gradients takes 20 times as long the first time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from sherd._torch import (
     DTensorSpec,
+    become_view,
     dispatches_itself,
     dtensor,
     dtensor_of,
@@ -23,11 +26,23 @@ from sherd._torch import (
     not_traced,
     spec_of,
 )
+from sherd.comm.failures import named
 from sherd.tensor.placement import Places
-from sherd.tensor.table import Args, Aten, Kwargs, tensors_among, with_changed
+from sherd.tensor.table import Args, Aten, Kwargs, is_in_place, of_kind, tensors_among, with_changed
 
 
-class ReplicatedDTensor(DTensor):
+class ReadableDTensor(DTensor):
+    """The base of this library's DTensors: numbers that are read of one are those of the unsharded tensor."""
+
+    def __format__(self, format_spec: str) -> str:
+        return object.__format__(self, format_spec) if self.ndim else format(self.item(), format_spec)
+
+    def tolist(self) -> Any:
+        """Returns the elements of the unsharded tensor as nested lists. All ranks that hold parts must call it."""
+        return self.full_tensor().tolist()
+
+
+class ReplicatedDTensor(ReadableDTensor):
     """A replicated DTensor, the result of a reduction. Where it meets a DTensor of torch, it turns into one."""
 
     @classmethod
@@ -38,9 +53,15 @@ class ReplicatedDTensor(DTensor):
         kwargs = kwargs or {}
         tensors = list(tensors_among((*args, *kwargs.values())))
         others = [tensor for tensor in tensors if not isinstance(tensor, ReplicatedDTensor)]
-        if not any(tensor.ndim or isinstance(tensor, DTensor) for tensor in others):
-            like = next(tensor for tensor in tensors if isinstance(tensor, ReplicatedDTensor))
-            return _compute(func, args, kwargs, like)
+        if next(of_kind(others, DTensor), None) is None:
+            like = next(of_kind(tensors, ReplicatedDTensor))
+            # What may be of this rank alone stays plain, such as its loss plus a penalty over all parameters
+            # (test_a_penalty_over_shards_is_added_to_a_plain_loss).
+            is_plain = any(tensor.requires_grad or tensor.numel() > 1 for tensor in others)
+            for tensor in of_kind(tensors, ReplicatedDTensor):
+                if is_plain and tensor.requires_grad:
+                    tensor.register_hook(partial(_averaged, like=like))  # type: ignore[no-untyped-call]  # of torch
+            return _compute(func, args, kwargs, like, is_plain)
         for other in others:
             if isinstance(other, DTensor) and type(other) is not DTensor:
                 return other.__torch_dispatch__(func, types, args, kwargs)
@@ -51,6 +72,11 @@ class ReplicatedDTensor(DTensor):
         stock_args, stock_kwargs = with_changed((args, kwargs), ReplicatedDTensor, stock)
         return func(*stock_args, **stock_kwargs)
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+        stock = dtensor(local_tensor(self), spec_of(self)).requires_grad_(self.requires_grad)
+        pickled: str | tuple[object, ...] = stock.__reduce_ex__(protocol)
+        return pickled
+
     @staticmethod
     def __tensor_unflatten__(*args: object, **kwargs: object) -> NoReturn:
         raise not_traced("a value that sherd has reduced is not traced; what works on it runs as it is")
@@ -59,20 +85,35 @@ class ReplicatedDTensor(DTensor):
 dispatches_itself(ReplicatedDTensor)
 
 
-def _compute(func: Aten, args: Args, kwargs: Kwargs, like: ReplicatedDTensor) -> object:
+def _compute(func: Aten, args: Args, kwargs: Kwargs, like: ReplicatedDTensor, is_plain: bool) -> object:
     local_args, local_kwargs = with_changed((args, kwargs), ReplicatedDTensor, local_tensor)
     result = func(*local_args, **local_kwargs)
+    if is_plain and not is_in_place(func):
+        return result
     if "out" in kwargs:
         return kwargs["out"]
+    if torch.Tag.inplace_view in func.tags:
+        become_view(args[0], func, args, kwargs, result, spec_of(_replicated(result, like)))
     if result is local_args[0]:
         return args[0]
-    mesh, placements = spec_of(like).mesh, spec_of(like).placements
+    return with_changed(result, torch.Tensor, partial(_replicated, like=like))
 
-    def replicated(value: torch.Tensor) -> ReplicatedDTensor:
-        spec = dtensor_spec(mesh, placements, value.shape, value.dtype, tuple(value.stride()))
-        return dtensor_of(ReplicatedDTensor, value, spec, False)
 
-    return with_changed(result, torch.Tensor, replicated)
+def _averaged(gradient: torch.Tensor, like: ReplicatedDTensor) -> DTensor:
+    """Returns the mean of the gradients that the ranks' own losses have for a value that all of them know."""
+    if isinstance(gradient, DTensor):
+        return gradient
+    mesh, mean = spec_of(like).mesh, gradient.contiguous() / spec_of(like).mesh.size()
+    for axis in range(mesh.ndim):
+        with named("the gradient of a value that all ranks know", mesh.get_group(axis)):
+            dist.all_reduce(mean, group=mesh.get_group(axis))
+    return _replicated(mean, like)
+
+
+def _replicated(value: torch.Tensor, like: ReplicatedDTensor) -> DTensor:
+    """Returns a value that all ranks have, on the mesh of `like`."""
+    spec = dtensor_spec(spec_of(like).mesh, spec_of(like).placements, value.shape, value.dtype, tuple(value.stride()))
+    return dtensor_of(ReplicatedDTensor, value, spec, False)
 
 
 def known(value: torch.Tensor, layout: Places) -> ReplicatedDTensor:

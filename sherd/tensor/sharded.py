@@ -1,8 +1,11 @@
 """Tensors in equal chunks, one on each rank: DTensors that compute on their chunks where no rank needs another's.
 
 torch plans each operation on DTensors by all of its arguments. A list of 900 tensors, as optimizers step them, takes
-14 seconds to plan the first time (torch issues 109477 and 134191); element by element there is nothing to plan. All
-other operations are torch's own.
+14 seconds to plan the first time (torch issues 109477 and 134191); element by element there is nothing to plan.
+
+All other operations are torch's own, and what torch leaves as one summand on each rank is joined at once: a number that
+is read is that of the unsharded tensor. What torch refuses, or answers wrongly where a rank has no elements, every rank
+computes with the unsharded tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from sherd._torch import (
     DTensorSpec,
@@ -23,6 +28,7 @@ from sherd._torch import (
     become_view,
     dispatches_itself,
     dtensor_of,
+    dtensor_spec,
     give_attributes,
     local_tensor,
     register_foreach_type,
@@ -33,11 +39,12 @@ from sherd._torch import (
 from sherd.errors import PlacementError, WriteBackError
 from sherd.tensor.gather import part_given
 from sherd.tensor.placement import Places, places_of
-from sherd.tensor.table import SHARDED, Args, Aten, Kwargs, is_in_place, with_changed
+from sherd.tensor.replicated import ReadableDTensor, ReplicatedDTensor, known
+from sherd.tensor.table import SHARDED, Args, Aten, Kwargs, is_in_place, is_index, of_kind, tensors_among, with_changed
 
 
-class OwnDTensor(DTensor):
-    """The base of this library's DTensors: values that are assigned to `.data` go into the tensor's memory.
+class OwnDTensor(ReadableDTensor):
+    """The base of this library's shards: values that are assigned to `.data` go into the tensor's memory.
 
     torch's own `.data = other` replaces the shell around the local tensor, but not the local tensor: values are lost.
     """
@@ -60,7 +67,7 @@ class OwnDTensor(DTensor):
         local = local_tensor(self)
         if isinstance(value, DTensor):
             value = local_tensor(value) if self.lies_as(value) else value.full_tensor()
-        part = part_given(value, tuple(self.shape), local, self._piece_of)
+        part = part_given(value, tuple(self.shape), local, self.piece_of)
         if part is None:
             raise WriteBackError(
                 f".data = a tensor of shape {tuple(value.shape)}: this one is {tuple(self.shape)}, of which this rank "
@@ -95,7 +102,7 @@ class OwnDTensor(DTensor):
         """Returns a tensor with the places of this one, around `local`, this rank's part of it, outside autograd."""
 
     @abstractmethod
-    def _piece_of(self, full: torch.Tensor) -> torch.Tensor:
+    def piece_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of an unsharded tensor of this shape."""
 
 
@@ -108,7 +115,7 @@ class ShardedDTensor(OwnDTensor):
 
     Only its type tells it from a DTensor of torch, and `pickle` writes it as one. Elementwise operations, lists of them
     (`torch._foreach_*`, fused optimizers) and norms compute on this rank's chunk; results of the same shape are of this
-    class. All other operations give what torch's DTensor gives.
+    class. All other operations give what torch's DTensor gives, without `Partial`: sums are joined at once.
     """
 
     @classmethod
@@ -121,8 +128,18 @@ class ShardedDTensor(OwnDTensor):
         """Returns a tensor with the places of this one, around `local`, this rank's chunk of it, outside autograd."""
         return dtensor_of(ShardedDTensor, local, places_at(self).spec(local.dtype), False)
 
-    def _piece_of(self, full: torch.Tensor) -> torch.Tensor:
-        whole = DTensor.from_local(full, self.device_mesh, run_check=False)
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """Returns the tensor with other placements, as torch does; float8, which gloo cannot send, as bytes."""
+        if not _is_sent_as_bytes(self):
+            return super().redistribute(device_mesh, placements, **options)
+        sent = self.around(local_tensor(self).view(torch.uint8)).redistribute(device_mesh, placements, **options)
+        spec = dtensor_spec(sent.device_mesh, sent.placements, sent.shape, self.dtype, sent.stride())
+        return dtensor_of(DTensor, local_tensor(sent).view(self.dtype), spec, False)
+
+    def piece_of(self, full: torch.Tensor) -> torch.Tensor:
+        whole = DTensor.from_local(full.detach(), self.device_mesh, run_check=False)
         return local_tensor(whole.redistribute(placements=self.placements))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
@@ -146,6 +163,10 @@ dispatches_itself(ShardedDTensor)
 register_foreach_type(ShardedDTensor)
 
 
+def _is_sent_as_bytes(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
+
+
 def sharded_dtensor(local: torch.Tensor, spec: DTensorSpec) -> ShardedDTensor:
     """Returns a tensor around `local`, this rank's chunk, uncopied and outside autograd."""
     return dtensor_of(ShardedDTensor, local, places_of(spec).spec(local.dtype), False)
@@ -164,7 +185,7 @@ def as_torchs(tensor: ShardedDTensor) -> DTensor:
     return dtensor_of(DTensor, local, places_at(tensor).spec_for_torch(local.dtype), False)
 
 
-class CopiedView(DTensor):
+class CopiedView(ReadableDTensor):
     """A view of a sharded tensor that has elements of other ranks, such as `weight[i]` of rows.
 
     torch's DTensor gives a copy, and a write into that copy is lost without a word. A write into this view goes into
@@ -179,7 +200,10 @@ class CopiedView(DTensor):
     def __torch_dispatch__(  # type: ignore[override]  # as torch declares it is not as it calls it
         cls, func: Aten, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        own_args, own_kwargs = with_changed((args, kwargs or {}), CopiedView, _copy)
+        others = tensors_among((*args, *(kwargs or {}).values()))
+        meets_plain = any(not isinstance(each, DTensor) and each.numel() > 1 for each in others)
+        change = _copy if meets_plain and not is_in_place(func) else _ours_of_copy  # torch refuses what is mixed
+        own_args, own_kwargs = with_changed((args, kwargs or {}), CopiedView, change)
         result = func(*own_args, **own_kwargs)
         if not is_in_place(func):
             return _views_of(args[0], func, args, kwargs or {}, result) if func.is_view else result
@@ -197,7 +221,7 @@ class CopiedView(DTensor):
     def write_back(self) -> None:
         """Copy the elements into the viewed tensor. All ranks of the mesh must call it."""
         viewed = self.viewed
-        whole = (_copy(viewed) if isinstance(viewed, CopiedView) else as_torchs(viewed)).full_tensor()
+        whole = whole_of(viewed)
         self.look(whole).copy_(_copy(self).full_tensor())
         replicated = DTensor.from_local(whole, self.device_mesh, run_check=False)
         local_tensor(viewed).copy_(local_tensor(replicated.redistribute(placements=viewed.placements)))
@@ -211,6 +235,10 @@ dispatches_itself(CopiedView)
 
 def _copy(view: DTensor) -> DTensor:
     return dtensor_of(DTensor, local_tensor(view), spec_of(view), False)
+
+
+def _ours_of_copy(view: DTensor) -> DTensor:
+    return as_ours(_copy(view))
 
 
 def _views_of(viewed: ShardedDTensor | CopiedView, func: Aten, args: Args, kwargs: Kwargs, result: Any) -> object:
@@ -240,9 +268,24 @@ def _views_of(viewed: ShardedDTensor | CopiedView, func: Aten, args: Args, kwarg
 
 @SHARDED.answers("other", "equal")  # torch tags `equal` as pointwise, though its answer is of all chunks
 def by_torch(func: Aten, args: Args, kwargs: Kwargs) -> object:
-    """Returns what torch's DTensor gives for the operation."""
+    """Returns what torch's DTensor gives for the operation; where torch has no right answer, `on_whole` answers."""
+    if _is_beyond_torch(func, args, kwargs):
+        return on_whole(func, args, kwargs)
     own_args, own_kwargs = with_changed((args, kwargs), ShardedDTensor, as_torchs)
-    result = func(*own_args, **own_kwargs)
+    try:
+        result = func(*own_args, **own_kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        # torch refuses by shapes and placements, so all ranks are here if one is.
+        refuses = any(words in str(error) for words in ("Sharding propagation failed", "not supported with DTensor"))
+        if not (refuses or isinstance(error, NotImplementedError)) or func.name().startswith("aten::set_"):
+            raise
+        if torch.Tag.inplace_view not in func.tags:
+            return on_whole(func, args, kwargs)
+        name, _, overload = func.name().removeprefix("aten::").partition(".")  # `t_`, of which torch knows `t` alone
+        result = getattr(getattr(torch.ops.aten, name[:-1]), overload or "default")(*own_args)
+        own_args = (result, *own_args[1:])
+    if _is_mean_of_means(result, args):  # mse_loss, for example
+        return on_whole(func, args, kwargs)
     if "out" in kwargs:
         return kwargs["out"]
     if torch.Tag.inplace_view in func.tags:
@@ -251,4 +294,88 @@ def by_torch(func: Aten, args: Args, kwargs: Kwargs) -> object:
         return args[0]
     if is_in_place(func) and isinstance(args[0], torch.Tensor):
         return args[0]
-    return _views_of(args[0], func, args, kwargs, result) if func.is_view else result
+    if func.is_view and isinstance(args[0], ShardedDTensor):
+        return _views_of(args[0], func, args, kwargs, result)
+    ours = next(of_kind((*args, *kwargs.values()), ShardedDTensor), None)
+    return result if ours is None else with_changed(result, DTensor, as_ours)
+
+
+def _is_beyond_torch(func: Aten, args: Args, kwargs: Kwargs) -> bool:
+    """Returns True for operations of which torch's DTensor raises on some ranks only, or writes into a copy."""
+    others = list(tensors_among((*args[1:], *kwargs.values())))
+    # Ranks look up tokens of their own in a weight that forward trains: torch refuses to mix these.
+    is_trained = torch.is_grad_enabled() and any(each.requires_grad for each in tensors_among(args))
+    if (any(map(is_index, others)) and not is_trained) or isinstance(kwargs.get("out"), OwnDTensor):
+        return True
+    chooses = any(not (each.is_floating_point() or each.is_complex()) for each in others)
+    if chooses and torch.Tag.pointwise not in func.tags and (is_in_place(func) or func.name() == "aten::index.Tensor"):
+        return True
+    if any(map(_is_sent_as_bytes, of_kind(args, ShardedDTensor))):
+        return True
+    first = args[0] if args else None
+    reduces = torch.Tag.reduction in func.tags and isinstance(first, ShardedDTensor)
+    return reduces and any(0 in sizes for sizes in places_of(spec_of(args[0])).chunk_sizes)
+
+
+def _is_mean_of_means(result: object, args: Args) -> bool:
+    """Returns True if torch takes the mean of the chunks' means, though chunks are not equally long."""
+    averages = (
+        getattr(placement, "reduce_op", "") == "avg"
+        for each in of_kind([result], DTensor)
+        for placement in each.placements
+    )
+    own = map(places_at, of_kind(args, ShardedDTensor))
+    return any(averages) and any(len(sizes) > 1 for places in own for sizes in places.chunk_sizes)
+
+
+def on_whole(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Compute with the unsharded tensors, on every rank. All ranks of the mesh must call it."""
+    own = next(of_kind((*args, *kwargs.values()), ShardedDTensor))
+    places = places_at(own)
+    whole_args, whole_kwargs = with_changed((args, kwargs), DTensor, whole_of)
+    result = func(*whole_args, **whole_kwargs)
+    target, written = (kwargs["out"], whole_kwargs["out"]) if "out" in kwargs else (args[0], whole_args[0])
+    if isinstance(target, ShardedDTensor) and ("out" in kwargs or is_in_place(func)):
+        local_tensor(target).copy_(target.piece_of(written))
+        return target
+    answers = with_changed(result, torch.Tensor, lambda whole: known(whole.contiguous(), places))
+    return _views_of(own, func, args, kwargs, answers) if func.is_view else answers
+
+
+def whole_of(tensor: DTensor) -> torch.Tensor:
+    """Returns the unsharded tensor, outside autograd. All ranks that hold parts must call it."""
+    outside: Any = tensor.detach()
+    full: torch.Tensor = outside.full_tensor()
+    return full.clone() if full.data_ptr() == local_tensor(tensor).data_ptr() else full
+
+
+def as_ours(result: DTensor) -> DTensor:
+    """Returns a result of torch as a tensor of ours, in the same memory; what is `Partial` is joined first."""
+    # Not loaded by `fully_shard` alone: tests/test_storeys.py.
+    from sherd.tensor.reduction_table import LARGEST, SMALLEST, sum_dtype
+
+    local = local_tensor(result)
+    if type(result) is not DTensor or type(local) is not torch.Tensor:  # the latter is traced, or a float8 tensor
+        return result
+    for axis, placement in enumerate(result.placements):
+        # The rows know nan, of which the MAX of some backends loses sight.
+        row = {"max": LARGEST, "min": SMALLEST}.get(getattr(placement, "reduce_op", ""))
+        if row is not None:
+            values = local_tensor(result).to(sum_dtype(result.dtype, local.device))
+            joined = row.over(values, [result.device_mesh.get_group(axis)]).to(result.dtype)
+            placements = (*result.placements[:axis], Replicate(), *result.placements[axis + 1 :])
+            spec = dtensor_spec(result.device_mesh, placements, result.shape, result.dtype, result.stride())
+            result = dtensor_of(DTensor, joined, spec, False)
+    if any(each.is_partial() for each in result.placements):
+        result = result.redistribute(
+            placements=[Replicate() if each.is_partial() else each for each in result.placements]
+        )
+    if all(each.is_replicate() for each in result.placements):
+        return dtensor_of(ReplicatedDTensor, local_tensor(result), spec_of(result), False)
+    return sharded_dtensor(local_tensor(result), spec_of(result))
+
+
+@SHARDED.answers("_local_scalar_dense")
+def item(func: Aten, args: Args, kwargs: Kwargs) -> object:
+    """Returns the value of a tensor of one element, on every rank."""
+    return whole_of(args[0]).item()

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -48,8 +49,8 @@ class Table:
     def answers(self, *names: str) -> Callable[[Answer], Answer]:
         """Let a function answer all overloads of these operations of `torch.ops.aten`.
 
-        Three names stand for many operations: "pointwise" for those that torch tags so, "_foreach_" for those whose
-        names begin so, "other" for the rest.
+        Four names stand for many operations: "pointwise" for those that torch tags so, "random" for those that draw
+        numbers, "_foreach_" for those whose names begin so, "other" for the rest.
         """
 
         def enter(operation: Answer) -> Answer:
@@ -70,7 +71,8 @@ class Table:
             name = name.partition(".")[0]
             if namespace != "aten" or name not in self._by_name:
                 name = "_foreach_" if name.startswith("_foreach_") else ""
-                name = name or ("pointwise" if torch.Tag.pointwise in func.tags else "other")
+                draws = torch.Tag.nondeterministic_seeded in func.tags and "random" in self._by_name
+                name = name or ("random" if draws else "pointwise" if torch.Tag.pointwise in func.tags else "other")
             operation = self._by_overload[func] = self._by_name[name]
         return operation
 
@@ -104,9 +106,23 @@ def tensors_among(values: Iterable[object]) -> Iterator[torch.Tensor]:
             yield from tensors_among(value)
 
 
+def of_kind(values: Iterable[object], kind: type[Changed]) -> Iterator[Changed]:
+    """Yields the tensors of class `kind` among an operation's arguments, and those in lists, in order."""
+    for tensor in tensors_among(values):
+        if isinstance(tensor, kind):
+            yield tensor
+
+
 def first_list(args: Args) -> list[Any]:
     """Returns the first list among the arguments; the results of an operation on lists are like its tensors."""
     return list(next(value for value in args if isinstance(value, list | tuple)))
+
+
+def is_index(value: object) -> TypeGuard[torch.Tensor]:
+    """Returns True for a plain tensor that chooses elements, a mask or indices. It is the same on all ranks."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return False
+    return value.ndim > 0 and not (value.is_floating_point() or value.is_complex())
 
 
 def is_list_of_tensors(value: object) -> TypeGuard[Sequence[Any]]:

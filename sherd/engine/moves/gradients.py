@@ -60,6 +60,12 @@ def _changed_by_hook(name: str, hook: Callable[[Any], Any], term: torch.Tensor, 
     return local_tensor(changed).contiguous()
 
 
+def _laid_out(gradient: DTensor, spec: DTensorSpec, device: torch.device) -> DTensor:
+    from sherd.tensor.relayout import laid_out, lies_as  # seldom needed, so loaded late: tests/test_storeys.py
+
+    return gradient if lies_as(gradient, spec) else laid_out(gradient, spec, device)
+
+
 def _form_of(record: ShardedParameter, dtype: torch.dtype) -> tuple[type[DTensor], DTensorSpec]:
     """Returns the class and the spec of a parameter's reduced gradient."""
     spec = record.gradient_spec(dtype)
@@ -330,6 +336,8 @@ class Gradients:
             if gradient is None:
                 parameter.grad = new_dtensor(tensor_class, term, spec)
             elif isinstance(gradient, DTensor):
+                if gradient._spec is not spec:  # a user's, or of a penalty: `weight.sum()` gives replicated ones
+                    gradient = parameter.grad = _laid_out(gradient, spec, term.device)
                 sums.append(local_tensor(gradient))
                 terms.append(term)
             else:
