@@ -6,7 +6,6 @@ torchrun --nproc-per-node 2 examples/muon.py
 import os
 import shutil
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ def train(model: nn.Module, optimizer: sherd.Muon, schedule: CosineAnnealingLR, 
 def main() -> None:
     dist.init_process_group("gloo")
     rank, half = dist.get_rank(), STEPS // 2
-    folder = Path(tempfile.gettempdir(), f"sherd-{os.environ['MASTER_PORT']}")  # one for all ranks
+    folder = os.path.join(tempfile.gettempdir(), f"sherd-{os.environ['MASTER_PORT']}")  # one for all ranks
     made = make(placement=None)  # torch's Shard(0)
     plan, saved = repr(made["optimizer"]), train(**made, steps=range(half))
     sherd.save(folder, made, step=half)
@@ -70,8 +69,7 @@ def main() -> None:
     if rank == 0:
         print(f"{plan}\n2 ranks saved at     loss {saved:.6f}, and ended at loss {ended:.6f}")
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the next job, with one rank
-        made = make(placement=sherd.Owned())
-        sherd.load(folder, made)
+        sherd.load(folder, made := make(placement=sherd.Owned()))
         print(f"1 rank went on, and ended at loss {train(**made, steps=range(half, STEPS)):.6f}")
         shutil.rmtree(folder)
         dist.destroy_process_group()

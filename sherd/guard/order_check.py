@@ -67,9 +67,9 @@ class PlannedCollective:
     def describe(self, known: set[str]) -> str:
         """Returns the collective in words: with parameters that are not in `known`, else such terms, else all."""
         if not known:
-            return f"{self.what} ({in_short(self.parameters)})"
+            return f"{self.what} ({in_short(self.parameters, 8)})"
         parameters, terms = ([word for word in words if word not in known] for words in (self.parameters, self.terms))
-        return f"{self.what} ({in_short(parameters or terms or self.parameters)})"
+        return f"{self.what} ({in_short(parameters or terms or self.parameters, 8)})"
 
 
 MOST_STEPS = 4

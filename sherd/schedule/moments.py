@@ -144,7 +144,7 @@ class BackwardGradients:
 
     def end(self) -> Iterator[Moment]:
         """Yields the events of the end of backward."""
-        yield from map(self.passed, sorted(self._left))
+        yield from map(self.passed, sorted(self._left, reverse=True))
         yield do.EndBackward()
 
 

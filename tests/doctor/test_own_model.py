@@ -101,7 +101,7 @@ def test_what_cannot_be_timed_is_told_in_one_line(capsys):
     for words, says in (
         ("--model made.py:make", "--model made.py:make goes with --bandwidth, and is for CPUs"),
         ("--bandwidth box.toml --model made.py:fails", "returned int"),
-        ("--bandwidth box.toml --model none.json", "none.json is no file"),
+        ("--bandwidth box.toml --model none.json", "none.json: not found"),
         ("--bandwidth box.toml --model made.py:make --samples 0", "0 is out of its limits; it must be at least 1"),
         ("--bandwidth box.toml --model made.py:make --samples 1;4", "'1;4'"),
     ):

@@ -89,7 +89,7 @@ def test_the_parameters_are_those_of_steps_after_backward_and_gradients_are_neve
     for (kept, before), (left, most) in threads(2).run(compared, build, optimizer):
         assert (kept, left) == ([15] * 3, [0] * 3)
         assert most <= 4
-        assert before == 8 or streams != "host"  # on other streams gradients come late
+        assert (most, before) == (0, 4) or streams != "host"  # on other streams gradients come late
 
 
 def test_of_several_backwards_the_last_one_steps(threads):

@@ -119,8 +119,8 @@ def test_the_loss_is_the_models_own_the_cross_entropy_of_tokens_or_a_sum():
 
 WRONG_NAMES = {
     "nowhere": "is no file; name a factory as",
-    "nowhere.json": "is no file; name a factory as",
-    "nowhere.py:make": r"nowhere\.py is no file; name a factory as",
+    "nowhere.json": "nowhere.json: not found",
+    "nowhere.py:make": r"nowhere\.py: not found",
     "no.such.package:make": "raised ModuleNotFoundError: No module named 'no'",
     "tests.planning.models:missing": r"tests\.planning\.models has no function missing; it has tokens, next_token, ",
     "factories.py": r"factories\.py names no function in it; write .*factories\.py:FUNCTION$",

@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-from matplotlib import rc_context
 
 from sherd.cli.compare import compared
 from sherd.cli.main import main
@@ -102,6 +101,7 @@ def test_a_picture_names_cluster_limit_and_answer_and_has_no_empty_lanes(tmp_pat
     facts = {"cluster": "8 x H100, on 1 node", "memory": "9.00 GiB of 10.0 GiB: tight"}
     whole = replace(timeline(2), facts=facts, lines={"taken with the driver": 9 << 30, "limit": 10 << 30})
     shown = replace(whole, spans=tuple(each for each in whole.spans if each.lane is not Lane.COPY))
+    rc_context = pytest.importorskip("matplotlib").rc_context
     with rc_context({"svg.fonttype": "none"}):  # words stay words
         picture(shown, tmp_path / "a.svg")
     drawn = (tmp_path / "a.svg").read_text()

@@ -359,8 +359,9 @@ class Runtime:
         # A reset may have come before this call: a callback that is queued cannot be taken back.
         if not self.in_backward:
             return
-        # In the order of the units, which all ranks share: most of these events start collectives.
-        for index, unit in enumerate(self.units):
+        # In an order that all ranks share, since most of these events start collectives, and that is backward's: on
+        # another rank autograd may have passed some of them.
+        for index, unit in reversed(list(enumerate(self.units))):
             if unit.backward.awaits_reduction(unit.policy, self._has_gradients):
                 self.tape.play(do.AfterBackward, index, True)
         if (counted := self.root.policy.accumulation) is not None:
