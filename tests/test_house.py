@@ -42,12 +42,13 @@ MOST_CODE_LINES = 60  # of a function
 # A ceiling falls towards the goal, with the code. It rises only with a new capability that a decision describes: the
 # optimizers' and the tools' with matrices and their steps beside backward (041), the library's with these, with
 # weights that have changed (043), matrices in flat parameters (041) and stages that were adapters before (045), the
-# trainer's with loggers in one word; a little of each with what torch 2.14 and 2.15 brought (046).
+# trainer's with loggers in one word; a little of each with what torch 2.14 and 2.15 brought (046), and with numbers,
+# optimizers and plans that hold for the whole (047).
 FIGURES = {
     #                                       ceiling    goal
-    "foreign writes per 1,000 code lines": (2.7, 3.0),
+    "foreign writes per 1,000 code lines": (2.8, 3.0),
     "hidden writes, those by write_into too": (17, 0),
-    "Any per 1,000 code lines": (8.0, 12.0),
+    "Any per 1,000 code lines": (8.1, 12.0),
     "isinstance per 1,000 code lines": (19.5, 20.0),
     "import cycles": (0, 0),
     "lines of the library": (37807, 32000),
