@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import sherd
 from tests.gpu.setting_runs import mesh_of, shard_units
 from tests.gpu.settings import Setting
+from tests.support.versions import torch_is_older
 
 WIDTH, NUM_BLOCKS, VOCABULARY, TOKENS = 256, 8, 512, 16
 PART_BYTES = 512 << 10
@@ -128,6 +129,9 @@ MOST = {
     ("bfloat16, offload", 4): (0.79, 0.74),
 }
 """Of FSDP2's peaks: in forward and in backward. Shards and Adam's states, alike in both, are a large part of them."""
+
+if not torch_is_older(2, 15):  # FSDP2 takes an eighth less since then, in forward with offload
+    MOST |= {at: (0.95, most[1]) for at, most in MOST.items() if at[0].endswith("offload")}
 
 
 @pytest.mark.values
