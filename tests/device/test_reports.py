@@ -76,7 +76,7 @@ def test_an_error_of_a_device_is_explained(sim_world, limit):
             assert re.search(r"out of memory in (forward|backward) of blocks\.\d\n", note)
             assert "predicted to be alive then: " in note
         assert re.search(r"  (\d+% of )?blocks computed again: saves \d", note)
-        assert re.search(r"  \d+ samples? at once: saves \d", note)
+        assert re.search(r"  \d+ micro-batch(es)? of \d+ samples?: saves \d", note)
 
 
 def recorded(setting: Setting) -> tuple[Any, int]:
