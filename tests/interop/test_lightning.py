@@ -859,7 +859,7 @@ def test_the_strategies_have_a_name_and_fabrics_is_whole_before_its_ranks_are():
         assert fabric.setup_module(module) is module
 
 
-def tested_in_inference_mode(folder: str) -> None:
+def evaluated_in_inference_mode(folder: str) -> None:
     with begun():
         strategies = (SherdStrategy(state_dict_type="sharded") for _ in range(2))
         trainer = trainer_of(folder, next(strategies), max_epochs=1)
@@ -873,7 +873,7 @@ def tested_in_inference_mode(folder: str) -> None:
 
 
 def test_a_sharded_checkpoint_is_loaded_in_inference_mode(world, tmp_path):
-    world(2).run(tested_in_inference_mode, str(tmp_path))
+    world(2).run(evaluated_in_inference_mode, str(tmp_path))
 
 
 # What cannot be
