@@ -788,7 +788,7 @@ class Ending(Module):
         return super().training_step(batch, index)
 
     def on_train_start(self):
-        print("began at", self.global_step)
+        print("began at", self.global_step, flush=True)
 
 strategy = SherdStrategy(state_dict_type=kind, timeout=timedelta(seconds=90))
 keeps = ModelCheckpoint(folder, every_n_train_steps=2, save_last=True)
