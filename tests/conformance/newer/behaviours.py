@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import sherd
+from sherd._torch.versions import minor_of_torch
 
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
@@ -30,9 +31,12 @@ LIMIT = float(os.environ.get("LIMIT", 120))
 _behaviours = []
 
 
-def behaviour(world):
+def behaviour(world, since=(2, 0)):
+    """A program for `world` ranks, of what torch has `since` a version."""
+
     def add(f):
-        _behaviours.append((f.__name__, world, f))
+        if minor_of_torch() >= since:
+            _behaviours.append((f.__name__, world, f))
         return f
 
     return add

@@ -259,9 +259,9 @@ def saved_by_dcp_and_loaded_into_another_layout():
     states_agree(optimizer, new), equal(new.param_groups[0]["lr"], 1e-2, "lr")
 
 
-@behaviour(2)
+@behaviour(2, since=(2, 14))
 def local_tensors_with_global_shapes_in_dcp():
-    from torch.distributed.checkpoint import protocol  # since 2.14
+    from torch.distributed.checkpoint import protocol
 
     def piece(t, shape, offset):
         t.global_shape, t.global_offsets, t.local_offsets, t.local_sizes = (
