@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from sherd._torch import DTensorSpec, device_of, gradients_of, spec_of
 from sherd.comm.groups import group_of
-from sherd.engine import ShardedParameter
+from sherd.engine import ShardedParameter, watcher
 from sherd.errors import GradientError, MeshError, PolicyError, StateError
 from sherd.tensor.gather import counted_here
 from sherd.tensor.placement import Layout, layout_of
@@ -86,9 +86,10 @@ def clip_grad_norm_(
             "a list, or model.parameters() anew for each call",
             stacklevel=3,
         )
-    power, fused = float(norm_type), foreach is not False
+    max_norm, power, fused = float(max_norm), float(norm_type), foreach is not False
     if not power >= 0:
         raise PolicyError(f"clip_grad_norm_(norm_type={norm_type}): expected a number of 0 or more, or inf")
+    note_of_several("gradients are clipped to {} by the norm of order {} of {} tensors", (max_norm, power), each_once)
     gradients = _Gradients(each_once)
     norm = _total_norm(gradients, power, fused, extra_groups)
     norm = norm.to(device=gradients.device, dtype=torch.float64 if gradients.is_wide else torch.float32)
@@ -97,7 +98,7 @@ def clip_grad_norm_(
             f"the norm of order {power} of all gradients is {norm.item()}, so they cannot be clipped; look for "
             "the loss or layer that overflows, or pass error_if_nonfinite=False to scale by it anyway"
         )
-    _scale(gradients.scaled, (float(max_norm) / (norm + 1e-6)).clamp(max=1.0), fused)
+    _scale(gradients.scaled, (max_norm / (norm + 1e-6)).clamp(max=1.0), fused)
     return norm
 
 
@@ -120,6 +121,17 @@ def with_gradients(call: str, parameters: Iterable[Tensor]) -> list[Tensor]:
                 parameter = record.shard
         found.append(parameter)
     return found
+
+
+def note_of_several(what: str, values: Sequence[object], parameters: Iterable[Tensor]) -> None:
+    """Note what is done to the gradients of `parameters`, for ranks to compare: `values`, and of how many tensors.
+
+    A tensor of which one rank holds all elements is that rank's business.
+    """
+    records = [record for each in parameters if (record := ShardedParameter.of(each)) is not None]
+    several = [record for record in records if record.is_on_several_ranks]
+    owners = dict.fromkeys(each.owner.id for each in several if each.owner is not None)
+    watcher.note(what, (*values, len(several)), list(owners))
 
 
 class _Gradients:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import device_of, gradients_of, spec_of
-from sherd.clip import with_gradients
+from sherd.clip import note_of_several, with_gradients
 from sherd.errors import PolicyTypeError
 from sherd.tensor.reduction_table import ANY, by_dtype, local_gradient_of
 
@@ -90,6 +90,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         parameters = with_gradients("ShardedGradScaler", held)
+        # On a device the host would wait for the scale, which follows from the first one and the other numbers.
+        scale = self._init_scale if inv_scale.device.type != "cpu" else self.get_scale()
+        terms = scale, self.get_growth_factor(), self.get_backoff_factor(), self.get_growth_interval()
+        what = "gradients are unscaled from {}, growth_factor={}, backoff_factor={}, growth_interval={}, of {} tensors"
+        note_of_several(what, terms, parameters)
         pieces_of_all = [
             local_gradient_of(grad, parameter)
             for grad, parameter in zip(gradients_of(parameters), parameters, strict=True)

@@ -43,7 +43,7 @@ MOST_CODE_LINES = 60  # of a function
 # optimizers' and the tools' with matrices and their steps beside backward (041), the library's with these, with
 # weights that have changed (043), matrices in flat parameters (041) and stages that were adapters before (045), the
 # trainer's with loggers in one word; a little of each with what torch 2.14 and 2.15 brought (046), and with numbers,
-# optimizers and plans that hold for the whole (047).
+# optimizers and plans that hold for the whole (047); these two with what ranks compare between collectives (048).
 FIGURES = {
     #                                       ceiling    goal
     "foreign writes per 1,000 code lines": (2.8, 3.0),
@@ -51,8 +51,8 @@ FIGURES = {
     "Any per 1,000 code lines": (8.1, 12.0),
     "isinstance per 1,000 code lines": (19.5, 20.0),
     "import cycles": (0, 0),
-    "lines of the library": (37807, 32000),
-    "lines of the optimizers": (3142, 1500),
+    "lines of the library": (38572, 32000),
+    "lines of the optimizers": (3190, 1500),
     "lines of the adapters": (1614, 1500),
     "lines of the tools": (13923, 12000),
     "lines of the trainer": (7438, 6000),

@@ -435,6 +435,16 @@ def test_users_line__is_the_file_and_line_of_that_frame():
     assert _torch.users_line(None) == ""
 
 
+def test_users_call__is_the_function_of_a_library_that_that_frame_calls():
+    called = []
+    # torch asks the hook inside of `load_state_dict`.
+    module = nn.Linear(1, 1)
+    module.register_load_state_dict_pre_hook(lambda *_: called.append(_torch.users_call(sys._getframe().f_back)))
+    module.load_state_dict(module.state_dict())
+    assert called[0].endswith("load_state_dict")
+    assert _torch.users_call(None) == ""
+
+
 def test_in_functional_call__is_true_while_a_module_runs_with_values_from_outside():
     module, seen = nn.Linear(1, 1), []
     module.register_forward_pre_hook(lambda *_: seen.append(_torch.in_functional_call()))

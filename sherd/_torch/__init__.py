@@ -28,6 +28,7 @@ from sherd._torch.call_stack import defers_reductions as defers_reductions
 from sherd._torch.call_stack import frames_from as frames_from
 from sherd._torch.call_stack import in_functional_call as in_functional_call
 from sherd._torch.call_stack import splitting_stage as splitting_stage
+from sherd._torch.call_stack import users_call as users_call
 from sherd._torch.call_stack import users_frame as users_frame
 from sherd._torch.call_stack import users_line as users_line
 from sherd._torch.checkpointing import answer_checkpointing as answer_checkpointing

@@ -39,6 +39,18 @@ def users_line(frame: FrameType | None) -> str:
     return "" if users is None else f"{users.f_code.co_filename}:{users.f_lineno}"
 
 
+def users_call(frame: FrameType | None) -> str:
+    """Returns the name of the function of sherd's or torch's that `users_frame` calls; "" if nobody knows."""
+    name, outermost = "", users_frame(frame)
+    for inner in frames_from(frame):
+        if inner is outermost:
+            break
+        if inner.f_code.co_filename.startswith(_LIBRARIES[:2]):
+            code = getattr(inner.f_code, "co_qualname", inner.f_code.co_name)
+            name = name if "<" in code or code.startswith("_") else code  # a decorator's, or one that nobody calls
+    return name
+
+
 def in_functional_call() -> bool:
     """Returns whether this thread is inside a `torch.func.functional_call` (private to 2.15)."""
     code = _functional_call.__code__

@@ -59,6 +59,9 @@ class _Save:
         """Wait for an earlier `async_save`, and agree with the other ranks on who writes what."""
         self.ranks = Ranks(group, f"saves {', '.join(repr(item.name) for item in self._items)} as step {self._step}")
         _last.wait()
+        for model in (each for item in self._items for each in item.models):
+            if group is None:  # else some ranks may not save
+                model.compare_replicas(f"saves step {self._step}")
         self.plan = plan(self._items, self.ranks, self._step, self._user, self._own)
 
     def finish(self, contents: Mapping[str, Content]) -> str:

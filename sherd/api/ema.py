@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from sherd._torch import spec_of
 from sherd.api.module import require_module
 from sherd.checkpoint.catalog import ModelTensors
-from sherd.engine import ShardedParameter
+from sherd.engine import ShardedParameter, Unit, watcher
 from sherd.errors import ModuleError, StateError, in_short
 from sherd.requirements import require_bool, require_floating_dtype, require_number, require_type
 from sherd.tensor.ragged import local_part
@@ -100,6 +100,9 @@ class Ema:
         if callable(decay):
             decay = decay(self.num_updates)
             require_number(f"Ema(decay=...): the function returned {{}} for {self.num_updates}", decay, 0, 1)
+        owners = [owner for record in self._records.values() if isinstance(owner := record.owner, Unit)]
+        alone = {owner.id for owner in owners if not owner.mesh.holds_copies}  # one replica may average by itself
+        watcher.note("an Ema averages with decay={}, after {} updates", (decay, self.num_updates), list(alone))
         pairs = [(local_part(average), local_part(values[name])) for name, average in self._averages.items()]
         alike = [(average, value) for average, value in pairs if _is_alike(average, value)]
         others = [(average, value) for average, value in pairs if not _is_alike(average, value)]

@@ -14,7 +14,7 @@ from sherd.comm.agreement import broadcast_from_rank0
 from sherd.comm.mesh import DataMesh
 from sherd.engine import ShardedParameter, Unit
 from sherd.errors import ModuleError, PolicyTypeError
-from sherd.tensor.ragged import local_part
+from sherd.tensor.ragged import RaggedDTensor, local_part
 from sherd.tensor.structures import map_tensors
 
 
@@ -70,10 +70,16 @@ def prepare(
     if sync_module_states:
         each_once = {id(each): each for module in _modules(root, ignored) for each in _own(module, ignored)}
         with torch.no_grad():
-            values = [local_part(each) for each in each_once.values()]
+            values = [local_part(each) for each in each_once.values() if not _is_shard(each, mesh)]
             broadcast_from_rank0(values, mesh, "rank 0's broadcast of parameters and buffers (sync_module_states)")
     successors = ((before, module._parameters.get(name)) for module, name, before in on_meta)
     return [(before, successor) for before, successor in successors if successor is not None]
+
+
+def _is_shard(tensor: torch.Tensor, mesh: DataMesh) -> bool:
+    """Returns whether ranks have different parts: a wrapper was taken off or copied, or the weights are tied."""
+    is_over_ours = isinstance(tensor, RaggedDTensor) or getattr(tensor, "device_mesh", None) == mesh.mesh
+    return is_over_ours or ShardedParameter.of(tensor) is not None
 
 
 def remember(replaced: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from sherd.api.module import require_module
-from sherd.engine import Unit, UnshardedCopies
+from sherd.engine import Runtime, Unit, UnshardedCopies
 from sherd.errors import UnsupportedError
 from sherd.policy import UnshardTerms
 from sherd.requirements import require_bool
@@ -50,10 +50,12 @@ def unsharded(
         StateError: a unit is in the middle of a forward or backward; or is in an outer context with fewer arguments
             set; or has gradients that wait for a reduction, with `with_grads`. Nothing is changed.
         PlacementError: on leaving with `writeback`, a parameter has another shape.
+        CommError: other ranks do something else, or give other arguments.
     """
     require_module("unsharded expects a module", module)
     terms = UnshardTerms(writeback, rank0_only, offload_to_cpu, with_grads)
-    for name, value in {"recurse": recurse, **dataclasses.asdict(terms)}.items():
+    arguments = {"recurse": recurse, **dataclasses.asdict(terms)}
+    for name, value in arguments.items():
         require_bool(f"unsharded({name}={{}})", value)
     if writeback and rank0_only:
         raise UnsupportedError(
@@ -70,6 +72,8 @@ def unsharded(
     owners = [owner for unit in units for owner in unit.tied_owners]
     each_once = {unit.id: unit for unit in (*units, *owners)}.values()
     to_lend = [unit for unit in each_once if not UnshardedCopies.are_lent(unit, terms)]
+    words = [f"{name}={value}" for name, value in arguments.items()]
+    Runtime.agree_on_call(to_lend, f"enters unsharded of {type(module).__name__}", words)
     with ExitStack() as lent:  # ends all copies, even if the end of one of them raises
         for unit in to_lend:
             lent.callback(UnshardedCopies(unit, terms).end)

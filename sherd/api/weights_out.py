@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import overload
+from typing import TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,12 @@ from sherd.checkpoint.catalog import without_wrappers
 from sherd.checkpoint.changes import WeightMark, all_changes, own_changes
 from sherd.checkpoint.deltas import WeightDelta
 from sherd.checkpoint.full_tensors import FullTensors
+from sherd.engine import Runtime
 from sherd.errors import PolicyError
 from sherd.requirements import require_bool, require_floating_dtype, require_int, require_type
 
 BUCKET_BYTES = 64 << 20
+Item = TypeVar("Item")
 
 
 @overload
@@ -103,7 +105,7 @@ def iter_full_parameters(
             the model no longer has a tensor, or its name, that was sent with this mark.
         UnsupportedError: `own_part` for a parameter that functions of its own put together; with a mark, a quantized
             parameter, which has no elements to compare; from the loop.
-        CommError: a rank has died, or does not go on; from the loop.
+        CommError: a rank has died, does not go on, or gives other arguments; from the loop.
         PolicyError, PolicyTypeError: an argument is out of range, or of another type.
     """
     require_module("iter_full_parameters expects a module", model)
@@ -126,14 +128,24 @@ def iter_full_parameters(
     wanted = [*tensors.parameters, *(name for name in tensors.buffers if buffers and name in tensors.saved_buffers)]
     rank = dist.get_rank() if dist.is_initialized() else 0
     shown = not rank0_only or rank == 0
+    words = (
+        f"dtype={dtype}, bucket_bytes={bucket_bytes}, buffers={buffers}, rank0_only={rank0_only}",
+        f"{'with' if changed_since else 'without'} a WeightMark",
+    )
     if changed_since is not None:
         if own_part:
             deltas = own_changes(tensors, wanted, changed_since, rank)
         else:
-            deltas = all_changes(tensors, wanted, changed_since, bucket_bytes, shown)
+            deltas = _together(tensors, words, all_changes(tensors, wanted, changed_since, bucket_bytes, shown))
         return deltas if device is None else (_moved(delta, device) for delta in deltas)
-    named = tensors.read(wanted, bucket_bytes, shown)
+    named = _together(tensors, words, tensors.read(wanted, bucket_bytes, shown))
     return ((without_wrappers(name), value if device is None else value.to(device)) for name, value in named)
+
+
+def _together(tensors: FullTensors, words: Sequence[str], reading: Iterator[Item]) -> Iterator[Item]:
+    """Yields what `reading` yields, once all ranks read with the same arguments."""
+    Runtime.agree_on_call(tensors.units, "reads out full parameters", words)
+    yield from reading
 
 
 def _moved(delta: WeightDelta, device: torch.device) -> WeightDelta:

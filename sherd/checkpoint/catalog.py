@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec, spec_of
-from sherd.engine import FlatParameter, ShardedParameter, Unit
+from sherd.engine import FlatParameter, Runtime, ShardedParameter, Unit
 from sherd.errors import OptimStateError, PolicyTypeError, StateError, in_short
 from sherd.tensor.ragged import local_part
 from sherd.tensor.relayout import Named, put
@@ -302,6 +302,11 @@ class ModelTensors:
         on_meta = [name for name, tensor in self.by_name.items() if local_part(tensor).is_meta]
         if on_meta:
             raise StateError(f"{call}: {in_short(on_meta)} on the meta device; give the model memory and values first")
+
+    def compare_replicas(self, call: str) -> None:
+        """Raise `CommError` on all ranks if replicas hold different shards. All ranks must call it, for `call`."""
+        if replicated := [unit for unit in self._units if unit.compared.has_replicas]:
+            Runtime.agree_on_call(replicated, call, (), with_values=True)
 
     def take(self, values: Named) -> None:
         """Copy `values` into the tensors of these names."""

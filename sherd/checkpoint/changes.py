@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -56,7 +57,8 @@ class WeightMark:
 
     A fresh mark has nothing, so the first loop sends everything. Each rank keeps a copy of its own shards in the dtype
     that is sent, in host memory (page-locked if the shards are on an accelerator). If a loop does not reach its end on
-    a rank, the next one sends everything. A copy of a mark, pickled or not, is a fresh one.
+    a rank, or the mark is reset there, the next one sends everything, on all ranks. A copy of a mark, pickled or not,
+    is a fresh one.
     """
 
     def __init__(self) -> None:
@@ -71,6 +73,8 @@ class WeightMark:
         self._copies: dict[str, _Copy] = {}
         self._part: int | None = None
         self._is_at_rest = True
+        self._chain, self._num_loops = 0, 0
+        """A number that the marks of all ranks share once they have sent together, and their loops since."""
 
     @property
     def at(self) -> str:
@@ -91,6 +95,34 @@ class WeightMark:
         self._part, self._is_at_rest = part, False
         self._copies = {name: self._copies[name] for name in names if name in self._copies}
         return self._stream
+
+    def _agree(self, tensors: FullTensors) -> None:
+        """Begin anew on all ranks if one does. Otherwise a rank would read as a whole what others compare.
+
+        Raises:
+            StateError: ranks give marks that were not used together, on all of them.
+        """
+        meshes = {each.device_mesh: name for name, each in tensors.by_name.items() if isinstance(each, DTensor)}
+        if not meshes:
+            return
+        way = _way_of(tensors, meshes[max(meshes, key=DeviceMesh.size)])
+        assert way.mesh is not None, "a DTensor has one"
+        way = replace(way, axes=tuple(axis for axis in range(way.mesh.ndim) if way.mesh.size(axis) > 1))
+        own = [dist.get_rank(), secrets.randbits(60), self._chain, self._num_loops]
+        line = torch.tensor(own, dtype=torch.int64, device=way.device)
+        rows = way._gathered(line, torch.full(way._num_ranks, len(own))).view(-1, len(own)).tolist()
+        if any(not chain for _, _, chain, _ in rows):
+            if self._chain:
+                self.reset()
+                self._is_at_rest = False
+            self._chain = sum(token for _, token, _, _ in rows) % 2**60 + 1
+        elif len({(chain, num_loops) for _, _, chain, num_loops in rows}) > 1:
+            loops = ", ".join(f"rank {rank} one of {num} loops" for rank, _, _, num in sorted(rows))
+            raise StateError(
+                f"iter_full_parameters(changed_since=...): the ranks give marks that were not used together: {loops}. "
+                "Give all ranks the mark of one consumer; after reset() of a mark on any rank everything is sent again"
+            )
+        self._num_loops += 1
 
     def _end(self, stream: str) -> None:
         self._is_at_rest = stream == self._stream
@@ -239,7 +271,9 @@ def all_changes(
 
     All ranks must read the same names to their end, or stop behind the same name.
     """
-    stream = mark._begin(tensors, None, names)
+    mark._begin(tensors, None, names)
+    mark._agree(tensors)
+    stream = mark._stream
     for members in in_buckets(names, lambda name: tensors.described[name].nbytes, bucket_bytes):
         tensors.require_readable()
         joined = _joined(tensors, members, mark)

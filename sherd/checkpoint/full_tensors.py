@@ -76,14 +76,14 @@ class FullTensors:
             for name, tensor in self.by_name.items()
         }
         owners = {id(record.owner): record.owner for record in self.records.values()}
-        self._units = [owner for owner in owners.values() if isinstance(owner, Unit)]
-        over = (Runtime.over(unit) for unit in self._units)
+        self.units = [owner for owner in owners.values() if isinstance(owner, Unit)]
+        over = (Runtime.over(unit) for unit in self.units)
         self._runtimes = list({id(runtime): runtime for runtime in over if runtime is not None}.values())
         self._versions = self._versions_now()
-        self._goes_by_itself = any(goes_by_itself(unit.mesh) for unit in self._units)
+        self._goes_by_itself = any(goes_by_itself(unit.mesh) for unit in self.units)
 
     def _versions_now(self) -> list[int]:
-        return [weights.group.version for unit in self._units for weights in unit.weights]
+        return [weights.group.version for unit in self.units for weights in unit.weights]
 
     def read(self, names: Sequence[str], bucket_bytes: int, shown: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields each of `names` with the unsharded tensor, which is the reader's own; nothing unless `shown`.
@@ -132,8 +132,8 @@ class FullTensors:
 
     def require_readable(self) -> None:
         """Raise `StateError` if the model is in use, or its shards were written since this object was made."""
-        if any(unit.lent is not None for unit in self._units) or not all(each.is_idle for each in self._runtimes):
-            for unit in self._units:
+        if any(unit.lent is not None for unit in self.units) or not all(each.is_idle for each in self._runtimes):
+            for unit in self.units:
                 unit.require_at_rest(self._call)
         self._require_unwritten()
 

@@ -14,6 +14,7 @@ import torch
 
 from sherd._torch import storage_uses
 from sherd.comm.buffers import Buffer, advise_pages, prepare_pages
+from sherd.comm.failures import announced
 from sherd.comm.mesh import DataMesh
 from sherd.comm.streams import Handoff, streams_for
 from sherd.comm.transport import Pending, Sizes
@@ -150,7 +151,9 @@ class Gathering:
         self._rows = {line: rows[line] for line in self._lines if line in rows}
         lane = streams_for(self._mesh.device).gather
         lane.follow_compute()
-        self._handoff = lane.run(self._send)
+        numel = sum(line.packing.gathered_numel for line in self._lines)
+        with announced(self._mesh.piece_groups, f"gathers {numel} elements to give them out", is_rare=True):
+            self._handoff = lane.run(self._send)
 
     def _send(self, async_op: bool) -> Pending | None:
         transport = self._mesh.shard_transport

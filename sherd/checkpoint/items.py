@@ -59,6 +59,8 @@ class Item(ABC):
     """True if a load skips names that only the item or only the checkpoint has."""
     own: Mapping[str, object] = {}
     """After `contents`: what each rank has of its own, which as many ranks load."""
+    models: Sequence[ModelTensors] = ()
+    """The tensors of the modules that the item is."""
 
     def __init__(self, name: str, kind: str) -> None:
         self.name, self.kind = name, kind
@@ -115,7 +117,7 @@ class ModuleItem(Item):
         super().__init__(name, "module")
         self.takes_what_fits = not strict
         self._modules = modules
-        self._tensors = [ModelTensors(module) for module in modules]
+        self.models = self._tensors = [ModelTensors(module) for module in modules]
 
     def aliases(self) -> dict[str, str]:
         """Returns the other names of tied parameters."""

@@ -7,6 +7,7 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
+from sherd.comm.failures import announced
 from sherd.comm.groups import host_group_beside
 from sherd.comm.objects import all_gather_objects, device_of
 from sherd.errors import CheckpointError, NoCheckpointError, StorageError
@@ -34,7 +35,8 @@ class Ranks:
             self.numbers = dist.get_process_group_ranks(group)
             self.rank, self.size = dist.get_rank(group), len(self.numbers)
             if self.size > 1:
-                self._group = host_group_beside(group, "checkpoints", self.numbers, device_of(group))
+                with announced((group,), "makes a group for checkpoints", call, is_rare=True):
+                    self._group = host_group_beside(group, "checkpoints", self.numbers, device_of(group))
 
     def gather(self, mine: T, task: str) -> list[T]:
         """Returns `mine` of all ranks. Raises CommError."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from sherd._torch import backend_of, read_objects_with
-from sherd.comm.failures import named
+from sherd.comm.failures import announced, named
 
 
 def all_gather_objects(mine: object, what: str, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -27,6 +28,12 @@ def all_gather_objects(mine: object, what: str, group: dist.ProcessGroup | None 
     Raises:
         CommError: a rank has died, or did not come before the group's timeout.
     """
+    with _announced(what, group):
+        return exchange_objects(mine, what, group)
+
+
+def exchange_objects(mine: object, what: str, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """As `all_gather_objects`, for ranks that compare what they do, and so come from different calls."""
     sent = _bytes_of(mine, device_of(group))
     with named(what, group):
         # An all-gather takes tensors of one length, so shorter ones are padded.
@@ -56,11 +63,17 @@ def broadcast_object(value: object, what: str, group: dist.ProcessGroup | None =
     sent = _bytes_of(value if is_source else None, device)
     # On the other ranks the source's length takes the place of this one, and says how much to allocate.
     length = torch.tensor([sent.numel()], device=device)
-    with named(what, group):
+    with _announced(what, group), named(what, group):
         dist.broadcast(length, group=group, group_src=0)
         arrived = sent if is_source else sent.new_empty(int(length))
         dist.broadcast(arrived, group=group, group_src=0)
     return value if is_source else _object_of(arrived)
+
+
+def _announced(what: str, group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
+    # Each purpose has a group of its own, so its name tells calls apart.
+    name = "all ranks" if group is None else group.group_name.rpartition("/")[0] or group.group_name
+    return announced((group,), f"exchanges objects ({name})", what, is_rare=True)
 
 
 def do_without_numpy() -> None:

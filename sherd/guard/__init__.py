@@ -14,6 +14,7 @@ ranks.
     leave the known path; all raise
         +--------------+---------------+
                        |
+    deeds.py         what a rank does between two collectives: steps, clips, loads
     order_check.py   the words for a collective, and the comparison of ranks
     flight.py        the log of collectives; when something fails, each rank writes its log to a file
     board.py         ranks that cannot go on tell each other where they stand; its thread serves recorder and watchdog
@@ -29,7 +30,7 @@ import weakref
 import torch.distributed as dist
 
 from sherd.comm.failures import named
-from sherd.comm.groups import default_group, group_of
+from sherd.comm.groups import default_group, group_of, is_destroyed
 from sherd.comm.mesh import DataMesh
 from sherd.guard.attempt import Attempt, Failure, StepAborted
 from sherd.guard.board import board_of
@@ -43,6 +44,15 @@ _monitors: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], DivergenceChecker | Coordinator]
 ] = weakref.WeakKeyDictionary()
 """By group, policy and ranks: by the group of a mesh of one axis, else by the default group."""
+
+
+def known_monitor(num_ranks: int, together: set[int]) -> DivergenceChecker | Coordinator | None:
+    """Returns the first monitor of `num_ranks` ranks that has all of `together`, if there is one."""
+    for parent, monitors in list(_monitors.items()):
+        for (_, ranks), monitor in monitors.items():
+            if len(ranks) == num_ranks and together <= {*ranks} and not is_destroyed(parent):
+                return monitor
+    return None
 
 
 def monitor_of(mesh: DataMesh, ranks: tuple[int, ...]) -> DivergenceChecker | Coordinator | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from sherd.engine import ShardedParameter, Unit
@@ -107,7 +108,9 @@ class Attempt:
         """Returns why `optimizer`, which is about to step, must not; None if it may."""
         # A gradient scaler checks its gradients itself, and lets the optimizer skip the step.
         is_scaled = getattr(optimizer, "found_inf", None) is not None
-        wrong = _not_finite_in(optimizer) if self._checks_gradients and not is_scaled else []
+        with_gradient = (each for group in optimizer.param_groups for each in group["params"] if each.grad is not None)
+        looks = self._checks_gradients and not is_scaled
+        wrong = not_finite([(each, local_part(each.grad.detach())) for each in with_gradient]) if looks else []
         if not wrong and self._undoes_optimizers:
             self._snapshot.keep_stepped(optimizer)
         return f"gradients that are not finite: {in_short(wrong)}" if wrong else None
@@ -150,15 +153,13 @@ class Attempt:
                 unit.shards_written()
 
 
-def _not_finite_in(optimizer: Optimizer) -> list[str]:
-    """Returns the names of parameters whose gradients on this rank hold an inf or a nan."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
-    pieces = [(parameter, local_part(parameter.grad.detach())) for parameter in parameters]
+def not_finite(pieces: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> list[str]:
+    """Returns the names of parameters whose pieces, of themselves or of their gradients, hold an inf or a nan."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for _, piece in pieces:
         if piece.numel():  # an empty tensor has no largest element
             by_device.setdefault(piece.device, []).append(piece)
-    # One norm for all gradients of a device, so that the host waits once per device where all are finite.
+    # One norm for all pieces of a device, so that the host waits once per device where all are finite.
     norms = (torch._foreach_norm(on_device, math.inf) for on_device in by_device.values())
     if all(bool(torch.stack([norm.float() for norm in on_device]).isfinite().all()) for on_device in norms):
         return []

@@ -16,12 +16,14 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.util import Finalize
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from sherd._torch import Store, store_beside, timeout_of
+from sherd.comm.failures import ends_well
 from sherd.comm.groups import is_destroyed
 from sherd.errors import CommError
 from sherd.guard.bounded_store import ANSWERS_WITHIN_S, BoundedStore
@@ -146,6 +148,8 @@ class Board:
         thread = threading.Thread(target=_watch, args=(weakref.ref(self), turn_s), name="sherd board", daemon=True)
         thread.start()
         atexit.register(_end, thread)
+        # Also in processes that multiprocessing has forked, which skip atexit.
+        Finalize(None, _say_end, args=(weakref.ref(self),), exitpriority=0)
 
     @property
     def is_over(self) -> bool:
@@ -230,6 +234,11 @@ def _watch(board: weakref.ref[Board], pause: float) -> None:
         living.look()
         pause = living.pause_s
         del living  # or the thread would keep the board, and with it the group, alive
+
+
+def _say_end(board: weakref.ref[Board]) -> None:
+    if (living := board()) is not None and ends_well():
+        living.recorder.say_ended()
 
 
 def _end(thread: threading.Thread) -> None:

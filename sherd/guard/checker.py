@@ -20,22 +20,25 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from sherd._torch import has_ended, users_line
+from sherd._torch import has_ended, users_call, users_line
 from sherd.comm.failures import named
 from sherd.comm.groups import is_debugging_in_detail
-from sherd.engine import Unit
+from sherd.engine import Unit, watcher
 from sherd.errors import CommError
 from sherd.guard.board import LOOK_EVERY_S, Answer, Board, Divergence, Progress, Query
-from sherd.guard.flight import CollectiveLog
+from sherd.guard.deeds import Deed, Deeds
+from sherd.guard.flight import NO_UNIT, CollectiveLog
 from sherd.guard.order_check import (
     MOST_STEPS,
+    Copied,
     PlannedCollective,
     Tree,
     agree,
@@ -57,6 +60,11 @@ time as long as the timeout.
 """
 
 
+MOST_DONE = 8
+"""What a rank did is kept for so many collectives: an accelerator's host may be ahead of another rank's question."""
+LOADED = Deed(lambda: ("shards were loaded since the last collective",))
+
+
 class DivergenceChecker:
     """The checker of one mesh's ranks, as one rank sees it; for all units on that mesh, of any model."""
 
@@ -64,12 +72,16 @@ class DivergenceChecker:
         self.key = f"{parent.group_name} {ranks}"
         self._parent, self._ranks, self._device = weakref.ref(parent), ranks, device
         self._peers = [rank for rank in ranks if rank != dist.get_rank()]
-        self._path: Path[tuple[type[Action], int, int, int, int]] = Path()
+        self._path: Path[tuple[type[Action] | str, int, int, int, int]] = Path()
         self._position = Progress()
         self._steps: dict[int, tuple[int, int, int]] = {}
         """By unit: its optimizer steps at its last gather, its gathers since the last step, and those before it."""
         self._log = CollectiveLog(self.key, ranks, board.recorder)
-        self._is_asking, self._agreed_at = False, 0
+        self._deeds = Deeds(self._log.units)
+        watcher.listen(self._deeds)
+        self._done: dict[int, tuple[Deed, ...]] = {}
+        """What this rank did before its last collectives, by their numbers."""
+        self._is_asking, self._cannot_be_left, self._agreed_at = False, False, 0
         self._divergence: Divergence | None = None
         self._board = board
         board.join(self)
@@ -110,16 +122,37 @@ class DivergenceChecker:
             # Also compare where a step comes after another number of gathers than the last step, or does not come.
             doubts = doubts or (since != usual if new_steps else since == usual)
             self._steps[unit.id] = (compared.num_steps, 1, since) if new_steps else (steps, since + 1, usual)
+        if compared.are_loaded and compared.take_load():
+            # One load concerns all units, of which the first compares.
+            doubts = doubts or self._done.get(self._log.newest, ())[-1:] != (LOADED,)
+            self._deeds.pending.append(LOADED)
+        if self._deeds.pending:
+            self._done[self._log.newest + 1], is_new = self._deeds.take(self._model_of(unit))
+            doubts |= is_new
+            if len(self._done) > MOST_DONE:
+                del self._done[next(iter(self._done))]
         self._path.take((action, unit.id, form, compared.digest or digest_of(unit), num_trained), doubts)
         variant = MOST_STEPS * form + min(new_steps, MOST_STEPS - 1)
         if not self._path.is_sure or is_debugging_in_detail():
-            self._compare(planned(action, unit, variant, users_line(sys._getframe())), unit)
+            number = self._log.newest + 1
+            copies = copied_by(unit) if compared.replicas_may_differ else []
+            self._compare(self._planned(action, unit, variant, number, users_line(sys._getframe())), copies)
             compared.agreed()
         here = self._position
         self._position = Progress(here.agreements, here.issued + 1)
         self._log.start(action, unit, variant, carry_out)
         if self._divergence is not None:
             self._raise_divergence(self._divergence)
+
+    @staticmethod
+    def _model_of(unit: Unit) -> set[int]:
+        """Returns the ids of the units of the model that `unit` runs in."""
+        runtime = unit.sealed_into()
+        return {unit.id} if runtime is None else {each.id for each in runtime.units}
+
+    def _planned(self, action: type[Action], unit: Unit, variant: int, number: int, line: str) -> PlannedCollective:
+        """Returns the collective of a `number` in words, with what this rank did before it."""
+        return planned(action, unit, variant, line).after(self._done.get(number, ()))
 
     def waits(self, action: type[Action], unit: Unit, carry_out: Callable[[], None]) -> None:
         """Carry out `action`, which may wait for the other ranks.
@@ -131,6 +164,45 @@ class DivergenceChecker:
         if self._divergence is not None:
             self._raise_divergence(self._divergence)
 
+    @contextmanager
+    def calls(self, what: str, purpose: str, is_rare: bool) -> Iterator[None]:
+        """A context for a collective of all ranks outside of units; see `sherd.comm.failures.announced`."""
+        if self._is_asking or self._log.is_entered:  # a part of what was announced already
+            yield
+            return
+        if self._divergence is not None:
+            self._raise_divergence(self._divergence)
+        if is_rare:
+            self._path.doubt()
+        else:
+            self._path.take((what, NO_UNIT, 0, 0, 0))
+        name = f"{users_call(sys._getframe())}{f' ({purpose})' if purpose else ''}"
+        call = PlannedCollective(what, (), line=users_line(sys._getframe()), call=name)
+        if not self._path.is_sure:
+            self._compare(call)
+        self._cannot_be_left = not is_rare
+        self._position = Progress(self._position.agreements, self._position.issued + 1)
+        try:
+            with self._log.calling(call):
+                yield
+        finally:
+            self._cannot_be_left = False
+        if self._divergence is not None:
+            self._raise_divergence(self._divergence)
+
+    def agrees(self, what: str, terms: Sequence[str], units: Sequence[Unit]) -> None:
+        """Return when all ranks make a call with these `terms`, and replicas hold the same values of `units`.
+
+        Raises:
+            CommError: they do not, or a rank has died.
+        """
+        if self._divergence is not None:
+            self._raise_divergence(self._divergence)
+        copies = [each for unit in units for each in copied_by(unit)]
+        frame = sys._getframe()
+        call = PlannedCollective(what, (), tuple(terms), users_line(frame), call=users_call(frame))
+        self._compare(call, copies)
+
     def _raise_divergence(self, divergence: Divergence) -> NoReturn:
         # The record comes first: the collectives of `_release` are not the program's.
         error = self._log.failure(divergence.text)
@@ -140,8 +212,11 @@ class DivergenceChecker:
 
     # The comparison
 
-    def _compare(self, collective: PlannedCollective, unit: Unit) -> None:
-        """Return once all ranks are about to start `collective`. Raises CommError if they are not."""
+    def _compare(self, collective: PlannedCollective, copies: Sequence[Copied] = ()) -> None:
+        """Return once all ranks are about to start `collective`. Raises CommError if they are not.
+
+        `copies` are hashes of values that other ranks hold, too.
+        """
         self._is_asking = True
         has_asked, query = False, None
 
@@ -163,7 +238,6 @@ class DivergenceChecker:
 
         try:
             with self._log.waiting(collective):
-                copies = copied_by(unit) if unit.compared.replicas_may_differ else []
                 tree = self._tree()
                 latest = time.monotonic() + tree.timeout_s + OVERTIME_S
                 text = agree(tree, collective, self._position.issued, wait, copies)
@@ -204,7 +278,7 @@ class DivergenceChecker:
         self._position = Progress(self._position.agreements, self._position.issued + number)
         for action, unit_id, form, *_ in islice(self._path.expected(), number):
             unit = self._log.units.get(unit_id)
-            if unit is None:
+            if unit is None:  # of a deleted model, or a collective outside of units, whose ranks `hear` ends
                 return
             if action is Reduce:
                 unit.discard()
@@ -238,11 +312,16 @@ class DivergenceChecker:
         there = self._agreed_at + position.issued + 1
         for number, _, _, is_gather, unit_id, variant in list(self._log.started):
             unit = self._log.units.get(unit_id)
+            if number == there and unit_id == NO_UNIT:
+                return Answer(here.issued, dict(self._log.calls)[number])
             if number == there and unit is not None:
                 line = users_line(sys._current_frames().get(self._log.thread))
-                return Answer(here.issued, planned(Gather if is_gather else Reduce, unit, variant, line))
+                action = Gather if is_gather else Reduce
+                return Answer(here.issued, self._planned(action, unit, variant, number, line))
         return None
 
     def hear(self, divergence: Divergence) -> None:
         """Note a declared divergence, which the collective under way raises at its end, or the next one."""
         self._divergence = self._divergence or divergence
+        if self._cannot_be_left:
+            self._board.watchdog.end(divergence.text)

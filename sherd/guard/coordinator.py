@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 from sherd._torch import in_backward, wait_on_host
 from sherd.comm.failures import named
 from sherd.comm.groups import host_group_beside
-from sherd.comm.objects import all_gather_objects, start_all_gather
+from sherd.comm.objects import exchange_objects, start_all_gather
 from sherd.engine import ShardedParameter, Unit, watcher
 from sherd.errors import CommError, StateError, in_short
 from sherd.guard.attempt import Attempt, Failure, StepAborted
@@ -121,6 +122,13 @@ class Coordinator:
         """Carry out `action`, which may wait for the other ranks."""
         self._log.run(action, unit, carry_out)
 
+    def calls(self, what: str, purpose: str, is_rare: bool) -> AbstractContextManager[None]:
+        """Returns a context for a collective of all ranks outside of units, which is not compared."""
+        return nullcontext() if self._log.is_entered else self._log.waiting(PlannedCollective(what, ()))
+
+    def agrees(self, what: str, terms: Sequence[str], units: Sequence[Unit]) -> None:
+        """Do nothing: ranks may differ."""
+
     def before_step(self, optimizer: Optimizer, unit_ids: Sequence[int]) -> None:
         """Return when all ranks with a batch are about to step `optimizer`, which steps the shards of these units."""
         attempt = self._attempt
@@ -139,6 +147,12 @@ class Coordinator:
             attempt.steps(for_good=is_any_away)
         if is_any_away:
             self._exchange_settings(self._reduced.refusal() or _settings_of(optimizer))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Do nothing: all ranks step with the settings of one."""
+
+    def noted(self, what: str, values: Sequence[object], unit_ids: Sequence[int]) -> None:
+        """Do nothing: ranks may differ."""
 
     def know(self, optimizer: Optimizer) -> int:
         """Returns the number of `optimizer`, which gets the next one if it is new."""
@@ -194,9 +208,7 @@ class Coordinator:
         """Leave the attempt of this rank, if it has one, since a rank has failed. All ranks must call this."""
         attempt = self._attempt
         mine = None if attempt is None else attempt.report()
-        reports = all_gather_objects(
-            mine, "the reports of ranks on a step that one of them cannot finish", self._group()
-        )
+        reports = exchange_objects(mine, "the reports of ranks on a step that one of them cannot finish", self._group())
         if attempt is not None:
             self._failure = Failure.of(self._ranks, reports)
             raise StepAborted(self._failure)
@@ -363,7 +375,7 @@ class Coordinator:
 
         `mine` are the settings of this rank's optimizer; None without a batch; or the error that all ranks raise.
         """
-        by_rank = all_gather_objects(mine, "the optimizers' settings, for ranks without a batch", self._group())
+        by_rank = exchange_objects(mine, "the optimizers' settings, for ranks without a batch", self._group())
         for answer in by_rank:
             if isinstance(answer, str):
                 raise CommError(answer)

@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 from sherd._torch import Store, in_backward, users_line
+from sherd.comm.failures import ENDED
 from sherd.comm.streams import Queued
 from sherd.engine import Unit
 from sherd.errors import CommError
@@ -39,6 +40,10 @@ from sherd.guard.order_check import MOST_STEPS, PlannedCollective, planned
 from sherd.schedule.actions import Action, Await, FinishReduce, Gather, Reduce
 
 FOLDER, SIGNAL = "SHERD_FLIGHT_DIR", "SHERD_FLIGHT_SIGNAL"
+NOTE_AFTER_S = 30.0
+"""A rank that has waited so long says for whom, on stderr."""
+QUIETLY = 1 << 32
+"""What a question adds to the number of questions that is answered without a record."""
 LOOK_EVERY_S = 0.25
 """How often a rank looks for questions of other ranks; less often with more than `OFTEN_UP_TO` ranks."""
 OFTEN_UP_TO = 64
@@ -52,6 +57,8 @@ MOST_FRAMES = 8
 NUM_RECENT = 1000
 """Collectives that a log keeps."""
 NO_COLLECTIVE = PlannedCollective("", ())
+NO_UNIT = -1
+"""The id of the unit, in an `Entry`, of a collective outside of units."""
 
 Entry = tuple[int, float, bool, bool, int, int]
 """Collective number, start time, in backward or not, gather or not, unit id, and variant (`MOST_STEPS`).
@@ -68,6 +75,7 @@ class CollectiveLog:
         key: the same on all ranks of the mesh, and on no other mesh.
         started: the last collectives, oldest first.
         units: the units of the mesh, by id.
+        calls: the last collectives outside of units, with their numbers.
         thread: the thread that waited last.
     """
 
@@ -75,6 +83,7 @@ class CollectiveLog:
         self.key, self.ranks = key, ranks
         self.started: deque[Entry] = deque(maxlen=NUM_RECENT)
         self.units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+        self.calls: deque[tuple[int, PlannedCollective]] = deque(maxlen=NUM_RECENT)
         self.thread = 0
         self._numbers = itertools.count(1)
         self._finished: dict[tuple[int, bool], int] = {}
@@ -90,6 +99,11 @@ class CollectiveLog:
         """How long host or device has been waiting for other ranks; 0 if neither waits."""
         entered = self._entered
         return max(time.monotonic() - entered if entered else 0.0, self._queued.waits_s())
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether the rank is in a collective of the log, or compares."""
+        return bool(self._entered)
 
     @property
     def device_waits_s(self) -> float | None:
@@ -151,6 +165,16 @@ class CollectiveLog:
         finally:
             self._entered, self._wants = 0.0, NO_COLLECTIVE
 
+    @contextmanager
+    def calling(self, call: PlannedCollective) -> Iterator[None]:
+        """A context for `call`, a collective outside of units. Raises CommError as `run` does."""
+        number = next(self._numbers)
+        self.calls.append((number, call))
+        self.started.append((number, time.time(), in_backward(), False, NO_UNIT, 0))
+        with self.waiting(call):
+            yield
+        self._finished[NO_UNIT, False] = number
+
     def failure(self, text: str, absent: bool = False) -> CommError:
         """Returns the error with `text` and where the record is; for `absent` see `Recorder.failed`."""
         return CommError(text if self._recorder is None else self._recorder.failed(self, text, absent))
@@ -163,7 +187,7 @@ class CollectiveLog:
         words: dict[tuple[bool, int, int], dict[str, object]] = {}
         collectives = []
         for number, when, backward, is_gather, unit_id, variant in list(self.started):
-            key = is_gather, unit_id, variant
+            key = is_gather, unit_id, number if unit_id == NO_UNIT else variant
             collectives.append(
                 {
                     "number": number,
@@ -183,7 +207,9 @@ class CollectiveLog:
         }
 
     def _in_words(self, is_gather: bool, unit_id: int, variant: int) -> dict[str, object]:
-        unit = self.units.get(unit_id)
+        unit, call = self.units.get(unit_id), dict(self.calls).get(variant)
+        if unit_id == NO_UNIT and call is not None:
+            return {"unit": "", "what": call.describe(set()), "bytes": 0}
         if unit is None:
             return {"unit": "", "what": "a collective of a model that was deleted", "bytes": 0}
         what = planned(Gather if is_gather else Reduce, unit, variant).what
@@ -227,7 +253,9 @@ class Recorder:
         self.job = store.compare_set("job", "", own).decode()
         self._pause_s = LOOK_EVERY_S * max(1, num_ranks / OFTEN_UP_TO)
         self.timeout_s = timeout.total_seconds()
-        self._answered, self._next_look, self._has_warned = store.add("asked", 0), 0.0, False
+        self._answered, self._next_look = store.add("asked", 0), 0.0
+        self._told = 0
+        """What was told of this wait, by this rank or another: 1 after `NOTE_AFTER_S`, 2 once it is stuck."""
         self._num_failures, self._failed_at = 0, -1
         self._failed_with, self._last_words, self._written = "", "", ""
         self._lock = threading.Lock()  # the main thread and the board's thread both answer
@@ -254,16 +282,36 @@ class Recorder:
                     self._store.add("asked", 1)
         asked = self._store.add("asked", 0)  # reads the number; the board's thread may wait for the store
         if asked > self._answered:
-            self._has_warned = True  # one rank's question is enough
+            self._told = 1 if asked % QUIETLY == self._answered % QUIETLY else 2  # one rank's question is enough
             self._answer(asked, "another rank, or a signal, has asked for it")
         waiting = max(self.logs(), key=lambda log: log.waits_s, default=None)
-        if waiting is None or waiting.waits_s < STUCK_AFTER * self.timeout_s:
-            self._has_warned = False
-        elif not self._has_warned:
-            self._has_warned = True
-            why = f"rank {self._rank} has been waiting for other ranks for {waiting.waits_s:.0f} s"
-            text = self._ask(waiting.ranks, why)
-            print(f"sherd: {why}. {text}{self._written}", file=sys.stderr, flush=True)
+        stuck_s = STUCK_AFTER * self.timeout_s
+        waits_s = 0.0 if waiting is None else waiting.waits_s
+        stage = (waits_s >= min(NOTE_AFTER_S, stuck_s)) + (waits_s >= stuck_s)
+        if stage and stage > self._told and waiting is not None:
+            self._tell(waiting, stage == 1)
+        self._told = max(stage, self._told) if stage else 0
+
+    def _tell(self, waiting: CollectiveLog, quietly: bool) -> None:
+        """Print for whom this rank waits."""
+        self._told = 1 if quietly else 2
+        line = users_line(sys._current_frames().get(waiting.thread))
+        why = f"rank {self._rank} has been waiting for other ranks for {waiting.waits_s:.0f} s" + (
+            f" at {line}" * bool(line)
+        )
+        text = self._ask(waiting.ranks, why, quietly=quietly)
+        print(f"sherd: {why}. {text}{'' if quietly else self._written}", file=sys.stderr, flush=True)
+
+    def say_ended(self) -> None:
+        """Tell the other ranks that this process ends without an error."""
+        with contextlib.suppress(RuntimeError):  # the store has gone before
+            self._bounded.set(f"ended/{self._rank}", "")
+
+    def has_ended(self, rank: int) -> bool:
+        """Returns whether the process of `rank` has ended without an error."""
+        with contextlib.suppress(RuntimeError):
+            return self._bounded.check([f"ended/{rank}"])
+        return False
 
     def failed(self, log: CollectiveLog, text: str, absent: bool) -> str:
         """Write the record of this rank, which fails with `text`, and have the others write theirs. Raises nothing.
@@ -274,7 +322,7 @@ class Recorder:
         if self._last_words and text.endswith(self._last_words):
             return text
         if text != self._failed_with:  # a transport that has failed raises the same text at each call
-            self._failed_with, self._has_warned = text, True
+            self._failed_with, self._told = text, 2
             self._num_failures += 1
             try:
                 self._last_words = self._ask(log.ranks, text, is_failing=True, wait=absent) + self._written
@@ -282,27 +330,37 @@ class Recorder:
                 self._last_words = f"There is no flight record: {type(error).__name__} {error}"
         return f"{text}. {self._last_words}" if self._last_words else text
 
-    def _ask(self, ranks: Sequence[int], why: str, is_failing: bool = False, wait: bool = True) -> str:
-        """Have all ranks write their records. Returns sentences about those of `ranks` that have not come."""
+    def _ask(
+        self, ranks: Sequence[int], why: str, is_failing: bool = False, wait: bool = True, quietly: bool = False
+    ) -> str:
+        """Have all ranks write their records. Returns sentences about those of `ranks` that have not come.
+
+        `quietly`: without records, and also about ranks that wait themselves.
+        """
         try:
-            answers, missing = self.answers(ranks if wait else (), why, is_failing)
+            answers, missing = self.answers(ranks if wait else (), why, is_failing, QUIETLY if quietly else 1)
         except RuntimeError:
             return "Where the other ranks are is not known: the process group's store, or the link to it, is gone. "
         sentences = []
         for rank in sorted({*answers, *missing}):
             where, verb = answers.get(rank), "is"
+            if rank in missing and self.has_ended(rank):
+                sentences.append(f"Rank {rank} {ENDED}. " * (ENDED not in why))
+                continue
             if rank in missing:
                 after_s, verb = ANSWERS_WITHIN * self._pause_s, "was"
-                why = "its process is gone, or its interpreter is blocked"
-                sentences.append(f"Rank {rank} has not answered for {after_s:g} s: {why}. ")
+                gone = "its process is gone, or its interpreter is blocked"
+                sentences.append(f"Rank {rank} has not answered for {after_s:g} s: {gone}. ")
             if where is not None and not where.waits and where.failures < self._num_failures + (not is_failing):
                 frames = "".join(where.stack.splitlines(keepends=True)[-2 * MOST_FRAMES :])
                 place = where.line or "no line of yours"
                 sentences.append(f"Rank {rank} has not come: it {verb} at {place}\n{frames}\n")
+            elif where is not None and quietly:
+                sentences.append(f"Rank {rank} waits too, at {where.line or 'no line of yours'}. ")
         return "".join(sentences)
 
     def answers(
-        self, ranks: Sequence[int], why: str, is_failing: bool = False
+        self, ranks: Sequence[int], why: str, is_failing: bool = False, adds: int = 1
     ) -> tuple[dict[int, Whereabouts], set[int]]:
         """Have all ranks write their records. Returns where `ranks` are, and which of them give no new answer in time.
 
@@ -311,7 +369,7 @@ class Recorder:
         number, deadline = 0, time.monotonic() + ANSWERS_WITHIN * self._pause_s
         answers: dict[int, Whereabouts] = {}
         with contextlib.suppress(RuntimeError):
-            number = self._bounded.add("asked", 1)
+            number = self._bounded.add("asked", adds)
         self._answer(number, why, is_failing)
         # Ranks fail together. A rank that failed first may have ended before this one asks, so the answer to its own
         # failure counts too.
@@ -340,7 +398,8 @@ class Recorder:
             where = Whereabouts(asked, users_line(frame), stack, waits, self._num_failures)
             newest = sum(log.newest for log in logs)
             # The record of a failure stays until the rank goes on: it says more than what is asked for later.
-            if is_failing or newest != self._failed_at:
+            is_quiet = asked % QUIETLY == self._answered % QUIETLY and asked > self._answered
+            if is_failing or (newest != self._failed_at and not is_quiet):
                 self._write(why, where, is_failing)
             self._failed_at = newest if is_failing else self._failed_at
             self._answered = max(self._answered, asked)

@@ -25,12 +25,17 @@ from sherd._torch import backend_of, timeout_of
 from sherd.comm.failures import ranks_in_short, unfinished
 from sherd.comm.groups import host_group_beside
 from sherd.comm.mesh import DataMesh
-from sherd.comm.objects import all_gather_objects
+from sherd.comm.objects import exchange_objects
 from sherd.engine import Group, ShardedParameter, Unit
 from sherd.errors import CommError, in_short
+from sherd.guard.deeds import STEPPED, Deed
 from sherd.policy import MixedPrecisionPolicy
 from sherd.schedule.actions import Action, Gather
 
+ALONE = (
+    "All ranks of the mesh must make such a call, in the same order: take it out of the branch on the rank or on the "
+    "data (`if rank == 0:`), and let rank 0 alone print or write what the call returns; then restart all ranks"
+)
 REMEDY = (
     "All ranks must run the same units, made alike, in the same order: look for a branch on the rank or on the data, "
     "in forward or around it (if ranks use other parameters of a unit around units, call its "
@@ -51,7 +56,8 @@ _ROW = 1024  # elements that are summed before their row is weighted by its numb
 class PlannedCollective:
     """The collective that a rank is about to start, in words: operation and unit, parameters, terms of the unit.
 
-    `line` is the user's, "file:number"; `ignored` are the names of parameters below the unit that nobody shards.
+    A collective outside of units has neither; `call` is the function that starts it, and what for. `line` is the
+    user's, "file:number"; `ignored` are the names of parameters below the unit that nobody shards.
     """
 
     what: str
@@ -59,17 +65,26 @@ class PlannedCollective:
     terms: tuple[str, ...] = ()
     line: str = field(default="", compare=False)
     ignored: tuple[str, ...] = field(default=(), compare=False)
+    call: str = field(default="", compare=False)
 
     def digest(self, issued: int) -> bytes:
         """Returns a hash, equal on any host for equal collectives and equal numbers of `issued` ones before."""
         return _hash("\n".join((str(issued), self.what, *self.parameters, *self.terms)))
 
+    def after(self, deeds: Sequence[Deed]) -> PlannedCollective:
+        """Returns the collective with what the rank has done before it, as further terms."""
+        if not deeds:
+            return self
+        lines = [f"after {deed.line}" for deed in deeds if deed.line]
+        terms = (*self.terms, *(term for deed in deeds for term in deed.terms()))
+        return replace(self, terms=terms, line=", ".join(filter(None, [self.line, *dict.fromkeys(lines)])))
+
     def describe(self, known: set[str]) -> str:
         """Returns the collective in words: with parameters that are not in `known`, else such terms, else all."""
-        if not known:
-            return f"{self.what} ({in_short(self.parameters, 8)})"
+        what = f"is in {self.call}, which {self.what}" if self.call else self.what
         parameters, terms = ([word for word in words if word not in known] for words in (self.parameters, self.terms))
-        return f"{self.what} ({in_short(parameters or terms or self.parameters, 8)})"
+        words = parameters or terms or self.parameters if known else self.parameters
+        return f"{what} ({in_short(words, 8)})" if words else what
 
 
 MOST_STEPS = 4
@@ -270,7 +285,7 @@ def agree(
         num_ranks, *sums = tree.add_up(own, wait)
         if not any(sums) or num_ranks < len(ranks):  # imagined ranks, of a fake group, add nothing
             return ""
-        reports = all_gather_objects((collective, issued, copies), "the comparison of what ranks do", tree.whole())
+        reports = exchange_objects((collective, issued, copies), "the comparison of what ranks do", tree.whole())
     except CommError:
         raise
     except RuntimeError as error:
@@ -326,7 +341,7 @@ def _unlike(collective: PlannedCollective, copies_by_rank: Mapping[int, Sequence
 def differently_made(root: Unit, ranks: Sequence[int], group: dist.ProcessGroup) -> str:
     """Returns the text of the error of ranks that have made the model of `root` differently. All must call this."""
     mine = [planned(Gather, unit, 0) for unit in _units_of(root)]
-    by_rank = all_gather_objects(mine, "the comparison of how units are made", group)
+    by_rank = exchange_objects(mine, "the comparison of how units are made", group)
     return different(ranks, next(units for units in zip(*by_rank, strict=False) if len({*units}) > 1))
 
 
@@ -338,8 +353,8 @@ def _differ_in_names(collectives: Sequence[PlannedCollective]) -> bool:
     """
     names = [tuple(words.partition(" ")[0] for words in each.parameters) for each in collectives]
     shapes = [tuple(words.partition(" ")[2] for words in each.parameters) for each in collectives]
-    terms = [tuple(words.rpartition(PLACED)[2] for words in each.terms) for each in collectives]
-    if len(set(zip((each.what for each in collectives), shapes, terms, strict=True))) > 1:
+    terms = [sorted(words.rpartition(PLACED)[2].rpartition(STEPPED)[2] for words in each.terms) for each in collectives]
+    if len(set(zip((each.what for each in collectives), shapes, map(tuple, terms), strict=True))) > 1:
         return False
     known = set.intersection(*({*own, *each.ignored} for own, each in zip(names, collectives, strict=True)))
     places = [set(place) for place in zip(*names, strict=True)]
@@ -351,7 +366,8 @@ def different(ranks: Sequence[int], collectives: Sequence[PlannedCollective]) ->
     """Returns the text of the error of `ranks` that start different `collectives`."""
     lines = [f"rank {rank} at {each.line}" for rank, each in zip(ranks, collectives, strict=True) if each.line]
     where = f" In your code: {', '.join(lines)}." if lines else ""
-    return f"ranks are about to start different collectives: {_by_rank(ranks, collectives)}.{where} {REMEDY}"
+    remedy = REMEDY if all(each.parameters for each in collectives) else ALONE
+    return f"ranks are about to start different collectives: {_by_rank(ranks, collectives)}.{where} {remedy}"
 
 
 def _by_rank(ranks: Sequence[int], collectives: Sequence[PlannedCollective]) -> str:

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 import torch
 
 from sherd._torch import Store, abort_groups
-from sherd.comm.failures import ranks_in_short
+from sherd.comm.failures import ENDED, ranks_in_short
 from sherd.comm.groups import network_namespace
 from sherd.errors import CommError
 from sherd.guard.flight import LOOK_EVERY_S, OFTEN_UP_TO, Recorder
@@ -132,13 +132,14 @@ class Watchdog:
         if gone:
             who = f"rank {gone[0]} has died" if len(gone) == 1 else f"ranks {gone} have died"
             text = f"{where}: {who}, or left the group: no such process is there. Look for the first error in its log"
+            if self._recorder.has_ended(gone[0]):
+                text = f"{where}: rank {gone[0]} {ENDED}"
         elif waits_s >= self._recorder.timeout_s and log.device_waits_s is not None:
             text = f"{where}, the timeout of the default group is {self._recorder.timeout_s:g} s"
         else:
             return
-        self._has_acted = True
         remedy = "start all ranks again from the last checkpoint; the groups are of no more use"
-        self._end(self._recorder.failed(log, f"{text}; {remedy}", absent=not gone))
+        self.end(self._recorder.failed(log, f"{text}; {remedy}", absent=not gone))
 
     def close(self) -> None:
         """Watch nothing any more."""
@@ -162,7 +163,9 @@ class Watchdog:
             self._port.doubt(rank)
         return sorted(silent)
 
-    def _end(self, text: str) -> None:
+    def end(self, text: str) -> None:
+        """Raise CommError in the main thread, wherever it is, which waits for ranks that will not come."""
+        self._has_acted = True
         print(f"sherd: CommError: {text}", file=sys.stderr, flush=True)
         if os.environ.get(TEAR_DOWN) == "0":
             return

@@ -117,6 +117,11 @@ class Cut:
         """Elements of the tensor in the unsharded buffer: with the padding of its pieces if it is cut in order."""
         return self.num_ranks * self.slot if self.in_order else self.numel
 
+    @cached_property
+    def num_holders(self) -> int:
+        """The number of ranks that hold elements."""
+        return sum(self.local_numel(rank) > 0 for rank in range(self.num_ranks))
+
     def local_shape(self, rank: int) -> Shape:
         """Returns the shape of `rank`'s piece."""
         assert self.dim is not None, "Shard cuts a dimension"

@@ -394,7 +394,7 @@ class Bucket:
 
         Those without a gradient are zeros, so that sizes are the same in each step.
         """
-        missing = [index for index in self._numels if index not in directions]
+        missing = [*(index for index in self._numels if index not in directions), *faults.missing_besides]
         if missing != self._missing or self._header.dtype != wire:
             self._missing = missing
             self._header = torch.tensor(header_of(missing), dtype=wire, device=self.device)

@@ -17,12 +17,14 @@ import torch
 
 from sherd.comm.failures import own_rank
 from sherd.comm.streams import Handoff, streams_for
+from sherd.tensor.ragged import local_part
 
 HEADER = 4
 """The number of elements of a header: what is wrong, the number of a parameter in two parts, and a check."""
 
-GRADIENT, FUNCTION, NOT_FINITE = 1, 2, 3
-"""What is wrong: the gradient cannot be stepped, the function failed, or its update is not finite."""
+GRADIENT, FUNCTION, NOT_FINITE, BESIDES = 1, 2, 3, 4
+"""What is wrong: the gradient cannot be stepped, the function failed, its update is not finite, or the gradient of what
+is stepped besides is not."""
 
 
 def header_of(missing: Sequence[int], wrong: int = 0) -> list[int]:
@@ -41,6 +43,8 @@ class StepFaults:
 
     def __init__(self) -> None:
         self.wrong, self._index = 0, 0
+        self.missing_besides: list[int] = []
+        """The numbers of parameters that are stepped besides matrices and lack a gradient here."""
         self._error: Exception | None = None
         self._on_device: dict[torch.device, torch.Tensor] = {}
         self._tables: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
@@ -52,6 +56,18 @@ class StepFaults:
         if not self.wrong:
             self.wrong, self._index, self._error = wrong, index, error
 
+    def look_besides(self, first: int, parameters: Sequence[torch.Tensor]) -> None:
+        """Note gradients that are missing or not finite, of parameters that are numbered from `first` on."""
+        numbered = list(enumerate(parameters, first))
+        self.missing_besides = [number for number, each in numbered if each.grad is None and each.requires_grad]
+        sums: dict[torch.device, dict[int, torch.Tensor]] = {}
+        for number, gradient in ((number, local_part(each.grad)) for number, each in numbered if each.grad is not None):
+            if gradient.layout is torch.strided and gradient.is_floating_point():
+                wide = torch.float64 if gradient.device.type == "cpu" else torch.float32
+                sums.setdefault(gradient.device, {})[number] = gradient.sum(dtype=wide)
+        for of_device in sums.values():
+            self.finite(torch.stack(list(of_device.values()))[:, None, None], list(of_device), None, BESIDES)
+
     def take(self) -> tuple[int, int, Exception | None]:
         """Returns what the host knows to be wrong, the parameter's number and the error, and forgets all."""
         taken = self.wrong, self._index, self._error
@@ -59,13 +75,16 @@ class StepFaults:
         self._on_device.clear()
         return taken
 
-    def finite(self, update: torch.Tensor, numbers: Sequence[int], is_void: torch.Tensor | None) -> torch.Tensor:
+    def finite(
+        self, update: torch.Tensor, numbers: Sequence[int], is_void: torch.Tensor | None, wrong: int = NOT_FINITE
+    ) -> torch.Tensor:
         """Returns updates of whole matrices, on an accelerator with zeros for those that are not finite.
 
         Args:
             update: [number, rows, columns].
             numbers: the number of each matrix' parameter.
             is_void: on an accelerator, whether all updates are to be zeros, as some rank has no gradient.
+            wrong: what to note.
         """
         if not update.numel():
             return update
@@ -75,11 +94,11 @@ class StepFaults:
         bad = sums.isfinite().logical_not()
         if update.device.type == "cpu":
             if bad.any() and (bad := torch.isfinite(update).flatten(1).all(1).logical_not()).any():
-                self.note(NOT_FINITE, numbers[int(bad.int().argmax())])
+                self.note(wrong, numbers[int(bad.int().argmax())])
             return update
         key = tuple(numbers), update.device
         if key not in self._tables:
-            lines = [header_of([number], NOT_FINITE) for number in numbers]
+            lines = [header_of([number], wrong) for number in numbers]
             self._tables[key] = torch.tensor(lines, dtype=torch.float32, device=update.device)
         # Not by [], which would wait for the number.
         line = self._tables[key].index_select(0, bad.int().argmax(0, keepdim=True))[0] * bad.any()

@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 
 from sherd._torch import DTensorSpec, in_backward
 from sherd.comm.failures import own_rank
-from sherd.engine import FlatParameter, ShardedParameter, Unit, watcher
+from sherd.engine import FlatParameter, Runtime, ShardedParameter, Unit, watcher
 from sherd.errors import GradientError, OptimizerError, PolicyError, PolicyTypeError, SherdError, in_short
 from sherd.layout.extent import Extent
 from sherd.layout.placement import Shape
 from sherd.optim.exchange import Bucket, Local, MatrixItem, Moving
-from sherd.optim.faults import FUNCTION, GRADIENT, NOT_FINITE, Told
+from sherd.optim.faults import BESIDES, FUNCTION, GRADIENT, NOT_FINITE, Told
 from sherd.optim.gradients import laid_as_gradient, local_gradient, own_gradients
 from sherd.optim.matrix_plan import Group, MatrixPlan, PlanKey, batch_of, key_of, options_of
 from sherd.optim.matrix_state import MatrixState
@@ -273,7 +273,28 @@ class MatrixOptimizer(Optimizer):
         """The work of each rank, in units of `MatrixItem.flops`, on matrices that have one owner."""
         return self._plan_of(self.matrix_groups()).flops
 
+    def _agree_on(self, plan: MatrixPlan) -> None:
+        """Return when all ranks are about to step by this plan for the first time.
+
+        Raises:
+            CommError: they do something else, or step other matrices, with other options.
+        """
+        # The other options of the groups are among what is pending.
+        terms = [f"{name.lstrip('_')}={getattr(self, name)}" for name in self._PICKLED if name.endswith("_dtype")]
+        units: dict[int, Unit] = {}
+        for index in sorted(plan.traveling):
+            parameter, (number, rows, columns) = plan.parameters[index], plan.batches[index]
+            wire = self.travels_in(parameter.dtype, plan.computes_on(index))
+            terms.append(f"{self._name_of(parameter)} as {number} x {rows} x {columns} in {wire}")
+            if (record := ShardedParameter.of(parameter)) is not None and isinstance(owner := record.owner, Unit):
+                units[owner.id] = owner
+        Runtime.agree_on_call(list(units.values()), f"steps {type(self).__name__} anew", terms)
+
     # What a subclass may do otherwise
+
+    def besides(self) -> Sequence[torch.Tensor]:
+        """Returns the parameters that are stepped after the matrices, otherwise."""
+        return ()
 
     def directions(
         self, group: Group, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
@@ -372,6 +393,8 @@ class _Step:
         self.optimizer, self.plan, self.faults = optimizer, plan, plan.faults
         self.groups = list(zip(groups, plan.by_group, strict=True))
         self.directions: dict[int, torch.Tensor] = {}
+        # Where nothing travels no header tells the other ranks.
+        self.besides = optimizer.besides() if plan.traveling else ()
         self.updates: dict[int, list[tuple[Extent, torch.Tensor]]] = defaultdict(list)
 
     def parts(self) -> Parts:
@@ -380,8 +403,10 @@ class _Step:
             self._raise_told(told)
         self.faults.take()  # of a step that was given up with the backward around it
         if self.plan.begins():
+            self.optimizer._agree_on(self.plan)
             self._move_states()
         self._take_directions()
+        self.faults.look_besides(len(self.plan.parameters), self.besides)
         self._compute(self.plan.here, {})
         now = self.faults.keep_told((yield from self._exchange()))
         if now is not None:
@@ -604,7 +629,12 @@ class _Step:
             self._check_missing(ranks, headers)
 
     def _failure(self, wrong: int, index: int, rank: int) -> SherdError:
-        name, where = self.optimizer._name_of(self.plan.parameters[index]), f"on rank {rank}"
+        name, where = self._name_at(index), f"on rank {rank}"
+        if wrong == BESIDES:
+            return GradientError(
+                f"the gradient of {name}, which {type(self.optimizer).__name__} leaves to AdamW, has elements that are "
+                f"inf or nan {where}; skip such steps (sherd.step, a gradient scaler)"
+            )
         if wrong == NOT_FINITE:
             return OptimizerError(
                 f"the update of {name}, computed {where}, has elements that are inf or nan; look for gradients that "
@@ -622,11 +652,14 @@ class _Step:
         lacking, rank = min((header, rank) for header, rank in zip(headers, ranks, strict=True) if any(header))
         other = next(each for header, each in zip(headers, ranks, strict=True) if header != lacking)
         _, high, low, _ = lacking
-        name = self.optimizer._name_of(self.plan.parameters[high * 256 + low - 1])
+        name = self._name_at(high * 256 + low - 1)
         raise GradientError(
             f"rank {rank} has no gradient of {name}, and rank {other} has gradients of other parameters; give all "
             "ranks gradients of the same ones"
         )
+
+    def _name_at(self, index: int) -> str:
+        return self.optimizer._name_of([*self.plan.parameters, *self.besides][index])
 
     def _names_of(self, parameters: Sequence[torch.Tensor]) -> str:
         return in_short([self.optimizer._name_of(each) for each in parameters], 3)

@@ -170,6 +170,11 @@ class MatrixPlan:
             number = record.shard.shape[0] // (1 if len(record.shape) == 3 else rows)
         return Home(number, items, ring, record.shard_spec)
 
+    @property
+    def traveling(self) -> set[int]:
+        """The numbers of parameters for which something travels."""
+        return self._traveling | self._owned
+
     def begins(self) -> bool:
         """Returns True once, before the first step by this plan."""
         self._has_begun, had = True, self._has_begun

@@ -293,6 +293,12 @@ class Muon(MatrixOptimizer):
             # test_hooks_see_one_step_of_one_optimizer
             inspect.unwrap(type(self._adamw).step)(self._adamw)
 
+    def besides(self) -> Sequence[torch.Tensor]:
+        """Returns the parameters that AdamW steps, of which several ranks hold elements."""
+        given = [each for group in self.param_groups if group["algorithm"] == "adamw" for each in group["params"]]
+        records = zip(given, map(ShardedParameter.of, given), strict=True)
+        return [each for each, record in records if record is not None and record.is_on_several_ranks]
+
     def directions(
         self, group: Group, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
@@ -365,6 +371,10 @@ class TorchMuonStep(Muon):
         """That of the optimizer."""
         optimizer = self._optimizer()
         return {} if optimizer is None else optimizer.state
+
+    def besides(self) -> Sequence[torch.Tensor]:
+        """None: the optimizer has no others."""
+        return ()
 
     @property
     def is_possible(self) -> bool:

@@ -77,6 +77,11 @@ class Path(Generic[Step]):
             self._num_places += 1
         self._place, self._pass = follower, hash((self._pass, step))
 
+    def doubt(self) -> None:
+        """Note that this rank is about to do something that is no step: all ranks are to say whether they do it."""
+        if self.is_sure:
+            self.is_sure, self._left_at = False, (self._place, self._place.last, self._pass)
+
     def agree(self) -> None:
         """Note that all ranks stand at this place."""
         self.is_sure, self._left_at = True, None

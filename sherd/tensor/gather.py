@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sherd._torch import all_gather_single
-from sherd.comm.failures import named
+from sherd.comm.failures import announced, named
 from sherd.layout.placement import Cut
 from sherd.layout.runs import Runs
 from sherd.tensor.placement import AxisSplit, Layout, Places
@@ -79,7 +79,8 @@ def _joined(line: torch.Tensor, numels: Sequence[int], rank: int, group: dist.Pr
         # be viewed as bytes with stride 1 only.
         sizes = [numel * full.element_size() for numel in numels]
         line = line if line.stride(0) == 1 else line.clone(memory_format=torch.contiguous_format)
-        with named("the gather of a RaggedDTensor", group):
+        what = "the gather of a RaggedDTensor"
+        with announced((group,), f"gathers a tensor of {full.numel()} elements", what), named(what, group):
             _gather_bytes(line.view(torch.uint8), full.view(torch.uint8), sizes, rank, group)
     return full
 

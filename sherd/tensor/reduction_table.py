@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from sherd._torch import local_tensor
-from sherd.comm.failures import named
+from sherd.comm.failures import announced, named
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 # MPS and Gaudi have no float64; Ascend has it, but its all-reduce refuses it.
@@ -41,6 +41,7 @@ class Reduction:
         neutral: the value of a rank that has no elements.
         send: makes the part that a rank sends of the rank's values.
         finish: makes the answer of the joined parts.
+        name: says what is joined, where ranks may differ in it.
     """
 
     op: dist.ReduceOp.RedOpType
@@ -48,6 +49,7 @@ class Reduction:
     neutral: float
     send: Change = _as_it_is
     finish: Change = _as_it_is
+    name: str = ""
 
     def nothing(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns the value of a rank that has no elements."""
@@ -59,9 +61,11 @@ class Reduction:
 
     def join(self, parts: torch.Tensor, groups: Iterable[dist.ProcessGroup | None], what: str) -> torch.Tensor:
         """Join the parts of all ranks, in place, over one process group after the other. `what` is for error texts."""
-        for group in groups:
-            with named(what, group):
-                dist.all_reduce(parts, op=self.op, group=group)
+        groups = list(groups)
+        with announced(groups, f"reduces {parts.numel()} numbers{self.name}", what):
+            for group in groups:
+                with named(what, group):
+                    dist.all_reduce(parts, op=self.op, group=group)
         return parts
 
     def over(self, values: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
@@ -97,14 +101,10 @@ LARGEST_MAGNITUDE = Reduction(_Op.MAX, torch.amax, 0.0, _beside_nan, _nan_again)
 @lru_cache(maxsize=64)
 def norm_of_order(power: float) -> Reduction:
     """Returns the row that joins the norms of pieces. The norm of order 0 is the number of elements that are not 0."""
-    if power == math.inf:
-        return LARGEST_MAGNITUDE
-    if power == -math.inf:
-        return SMALLEST
-    if power == 0:
-        return SUM
+    extremes = {math.inf: LARGEST_MAGNITUDE, -math.inf: SMALLEST, 0: SUM}
     neutral = 0.0 if power > 0 else math.inf
-    return Reduction(_Op.SUM, torch.sum, neutral, lambda norms: norms**power, lambda total: total ** (1 / power))
+    of_powers = Reduction(_Op.SUM, torch.sum, neutral, lambda norms: norms**power, lambda total: total ** (1 / power))
+    return replace(extremes.get(power, of_powers), name=f" for the norm of order {power:g}")
 
 
 def local_norms(pieces: Sequence[torch.Tensor], power: float, foreach: bool) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ import copy
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, SupportsIndex
 
 import torch
@@ -36,6 +37,7 @@ from sherd._torch import (
     replace_local_tensor,
     spec_of,
 )
+from sherd.comm.failures import announced
 from sherd.errors import PlacementError, WriteBackError
 from sherd.tensor.gather import part_given
 from sherd.tensor.placement import Places, places_of
@@ -131,12 +133,28 @@ class ShardedDTensor(OwnDTensor):
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """Returns the tensor with other placements, as torch does; float8, which gloo cannot send, as bytes."""
-        if not _is_sent_as_bytes(self):
-            return super().redistribute(device_mesh, placements, **options)
-        sent = self.around(local_tensor(self).view(torch.uint8)).redistribute(device_mesh, placements, **options)
-        spec = dtensor_spec(sent.device_mesh, sent.placements, sent.shape, self.dtype, sent.stride())
-        return dtensor_of(DTensor, local_tensor(sent).view(self.dtype), spec, False)
+        """Returns the tensor with other placements, as torch does; float8, which gloo cannot send, as bytes.
+
+        All ranks must call it.
+        """
+        with self._announced(placements):
+            if not _is_sent_as_bytes(self):
+                return super().redistribute(device_mesh, placements, **options)
+            sent = self.around(local_tensor(self).view(torch.uint8)).redistribute(device_mesh, placements, **options)
+            spec = dtensor_spec(sent.device_mesh, sent.placements, sent.shape, self.dtype, sent.stride())
+            return dtensor_of(DTensor, local_tensor(sent).view(self.dtype), spec, False)
+
+    def full_tensor(self, **options: Any) -> torch.Tensor:
+        """As torch's; all ranks must call it."""
+        with self._announced(None):
+            return super().full_tensor(**options)
+
+    def _announced(self, placements: Sequence[Placement] | None) -> AbstractContextManager[None]:
+        axes = [axis for axis, each in enumerate(self.placements) if not each.is_replicate()]
+        if not axes or tuple(placements or ()) == self.placements:
+            return nullcontext()
+        what = f"gathers a tensor of {'x'.join(map(str, self.shape))} {self.dtype}"
+        return announced([self.device_mesh.get_group(axis) for axis in axes], what)
 
     def piece_of(self, full: torch.Tensor) -> torch.Tensor:
         whole = DTensor.from_local(full.detach(), self.device_mesh, run_check=False)

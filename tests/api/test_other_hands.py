@@ -1,12 +1,14 @@
 """A module is refused by name that another unit, or torch's own FSDP, has in hand already; torch's DDP, around units,
 and the units, below it, each train their own parameters."""
 
+import copy
 from collections import OrderedDict
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._composable import replicate
@@ -14,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sherd
-from sherd.errors import ModuleError
+from sherd.errors import ModuleError, OwnershipError
 from sherd.interop import torch_fsdp_identity
+from sherd.tensor.ragged import local_part
 from sherd.wrap.names import plain_name
 from tests.api.checks import assert_trains
 from tests.support.comparing import assert_named_close, whole_params
@@ -70,6 +73,80 @@ def test_a_policy_that_comes_later_is_refused_too():
     model = sherd.fully_shard(chain())
     with pytest.raises(ModuleError, match="Block cannot become a unit: unit Sequential"):
         sherd.auto_shard(nn.Sequential(model[0]), each_block)
+
+
+# Wrapped again
+
+
+def wrapped_again(again, flat, drops):
+    """Returns a trained model's loss, and that of the module in it under `again`, which then trains."""
+    model = sherd.FullyShardedDataParallel(chain(), use_orig_params=not flat)
+    x = torch.linspace(-1, 1, 16).view(2, 8) * (1 + dist.get_rank())
+    train_one(model, x)
+    before, inner = model(x).detach(), model.module
+    if drops:
+        del model
+    other = again(inner)
+    torch.testing.assert_close(other(x), before)
+    own = [each.detach().clone() for each in other.parameters()]
+    train_one(other, x)
+    assert not all(map(torch.equal, map(local_part, other.parameters()), map(local_part, own)))
+
+
+def train_one(model, x):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+@on_threads(2)
+def test_a_module_that_is_wrapped_again_keeps_its_values_and_trains():
+    for sync, drops in ((True, True), (True, False), (False, True), (False, False)):
+        again = partial(sherd.FullyShardedDataParallel, use_orig_params=True, sync_module_states=sync)
+        wrapped_again(again, flat=False, drops=drops)
+    wrapped_again(sherd.fully_shard, flat=False, drops=True)
+
+
+@on_threads(2)
+def test_a_flat_parameter_that_the_second_wrapper_would_hide_is_refused():
+    for again in FRONT_ENDS.values():
+        for drops in (True, False):
+            with pytest.raises(ModuleError, match=r"flat parameter of unit|Go from the inside out"):
+                wrapped_again(again, flat=True, drops=drops)
+
+
+@on_threads(2)
+def test_a_copy_of_a_wrapper_is_wrapped_again_and_a_copy_of_its_module_alone_is_refused():
+    x = torch.linspace(-1, 1, 16).view(2, 8)
+    wrapped = partial(sherd.FullyShardedDataParallel, use_orig_params=True)
+    model = wrapped(chain())
+    before = model(x).detach()
+    other = wrapped(copy.deepcopy(model).module, sync_module_states=True)
+    torch.testing.assert_close(other(x), before)
+    train_one(other, x)
+    torch.testing.assert_close(model(x), before)
+    for shard in (wrapped, sherd.fully_shard):
+        for again in (partial(wrapped, sync_module_states=True), sherd.fully_shard):
+            alone = nn.Sequential(*(copy.deepcopy(each) for each in inside_of(shard(chain()))))
+            with pytest.raises(OwnershipError, match="something has sharded it already"):
+                again(alone)
+
+
+@on_threads(2)
+def test_a_model_whose_backward_has_raised_is_wrapped_again():
+    def fail(_):
+        raise MemoryError("no memory")
+
+    model = sherd.FullyShardedDataParallel(chain(), use_orig_params=True)
+    x = torch.ones(2, 8)
+    before = model(x).detach()
+    output = model(x)
+    output.register_hook(fail)
+    with pytest.raises(MemoryError):
+        output.sum().backward()
+    again = sherd.FullyShardedDataParallel(model.module, use_orig_params=True)
+    torch.testing.assert_close(again(x), before)
+    train_one(again, x)
 
 
 def sharing():

@@ -389,6 +389,43 @@ def test_after_a_loop_that_was_left_or_a_mark_that_one_rank_has_reset_everything
             mark.reset()
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(1.5))
+
+
+@on_processes(2)
+def test_a_scalar_is_sent_anew_with_all_else_if_one_rank_has_left_a_loop_or_reset_its_mark():
+    model, mark = Scaled(), sherd.WeightMark()
+    sherd.fully_shard(model)
+    engine = {name: torch.zeros(each.shape) for name, each in model.named_parameters()}
+    receiver = sherd.WeightReceiver(engine)
+    for disturb in ("leave", "reset", "nothing", "own part", "nothing"):
+        for number, delta in enumerate(sherd.iter_full_parameters(model, changed_since=mark)):
+            receiver.apply(delta)
+            if disturb == "leave" and dist.get_rank() and number == 2:  # behind the last tensor
+                break
+        assert_same_bits(engine, dict(sherd.iter_full_parameters(model)))
+        with torch.no_grad():
+            model.up.weight.mul_(2)
+        if dist.get_rank() and disturb == "reset":
+            mark.reset()
+        elif dist.get_rank() and disturb == "own part":  # another consumer's, on this rank alone
+            list(sherd.iter_full_parameters(model, changed_since=mark, own_part=True))
+
+
+@on_processes(2)
+def test_ranks_that_give_marks_of_different_consumers_are_told_on_both():
+    model = model_in("rows")
+    one, other = sherd.WeightMark(), sherd.WeightMark()
+    for mark in (one, other, one):
+        deltas_of(model, mark)
+    with pytest.raises(StateError, match="marks that were not used together: rank 0 one of 2 loops, rank 1 one of 1"):
+        deltas_of(model, other if dist.get_rank() else one)
+
+
 def leave_alone() -> None:
     for number, _ in enumerate(sherd.iter_full_parameters(model_in("rows"), 64, changed_since=sherd.WeightMark())):
         if number == 2 and dist.get_rank() == 1:

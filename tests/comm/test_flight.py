@@ -27,6 +27,7 @@ class Standing:
     def __init__(self, waits_s: float = 0.0) -> None:
         self.key, self.ranks, self.waits_s, self.newest = "mesh", (0, 1), waits_s, 0
         self.device_waits_s: float | None = None
+        self.thread = 0
 
     def record(self) -> dict[str, object]:
         return {"mesh": self.key, "ranks": self.ranks, "waits_s": self.waits_s, "wants": "", "collectives": []}

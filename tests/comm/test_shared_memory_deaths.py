@@ -220,4 +220,4 @@ def has_ended(pid: int) -> bool:
 def test_a_rank_that_ends_early_stays_readable_and_is_then_missed():
     early, late = ends(2, ends_early)
     assert early.said == "done"
-    assert f"rank 0 (process {early.pid}) has left" in late.said
+    assert f"rank 0 (process {early.pid}) has ended" in late.said

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import itertools
 import json
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -23,6 +26,7 @@ from sherd._torch import imagined_ranks, set_timeout
 from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.unit import Unit
 from sherd.errors import CommError
+from sherd.guard import flight
 from sherd.guard.board import board_of
 from sherd.guard.flight import FOLDER, NUM_RECENT
 from sherd.tools.doctor.flight import judged, read
@@ -292,3 +296,40 @@ def test_a_killed_rank_is_named_though_a_child_keeps_its_sockets(world, tmp_path
     with pytest.raises(RanksFailed, match="rank 1 died"):
         world(2).run(killed_beside_a_child, transport, str(tmp_path))
     assert (tmp_path / "raised").exists()
+
+
+def ends_early(tell: Callable[[Any], None], transport: str, error: str) -> str:
+    """Rank 0 has one batch less, or raises."""
+    model = sharded(transport)
+    for _ in range(3 + dist.get_rank()):
+        step(model)
+    if error and dist.get_rank() == 0:
+        raise SystemExit(3)
+    return "at its end"
+
+
+def test_a_rank_that_has_ended_is_not_called_dead_unless_an_error_has_ended_it():
+    for transport, error in (("gloo", ""), ("torch", ""), ("gloo", "raises")):
+        text = ends(2, ends_early, transport, error)[1].said
+        assert ("did it have fewer batches?" in text) is not bool(error), text
+        assert "Exception raised from" not in text, text
+
+
+def waits_long() -> str:
+    """Returns what rank 1 prints while rank 0 is at work elsewhere."""
+    model, printed = sharded(), io.StringIO()
+    step(model)
+    with mock.patch.object(flight, "NOTE_AFTER_S", 1.0), mock.patch.object(sys, "stderr", printed):
+        if dist.get_rank() == 0:
+            time.sleep(6)
+        step(model)
+    return printed.getvalue()
+
+
+def test_a_rank_that_waits_long_says_for_whom_and_writes_no_record(world, tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    _, printed = world(2).run(waits_long)
+    assert "rank 1 has been waiting for other ranks for" in printed
+    assert "Rank 0 has not come: it is at" in printed
+    assert "time.sleep(6)" in printed
+    assert not list(tmp_path.iterdir())

@@ -102,7 +102,7 @@ def test_a_run_whose_link_is_cut_ends_by_name_and_the_same_command_goes_on_from_
 
 # Ranks of a program of one's own: two on each host, shards within it and replicas across.
 
-NUM_STEPS = 4
+NUM_STEPS = 5  # the forward after the fourth compares what that step did, the one after the fifth nothing
 
 
 def model_of_three():
@@ -128,7 +128,7 @@ def losses_on_one_rank():
 
 
 def hybrid(rank, environment, pipe):
-    """Four steps, the third with a break of the link, and a backward without it; what is seen goes into the pipe."""
+    """Five steps, the third with a break of the link, and a backward without it; what is seen goes into the pipe."""
     os.environ.update(environment, RANK=str(rank), GLOO_SOCKET_IFNAME=interface_to(environment["MASTER_ADDR"]))
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
     set_group_timeout(timedelta(seconds=TIMEOUT_S))  # all are there
@@ -187,7 +187,7 @@ def test_ranks_share_memory_within_a_host_use_gloo_across_miss_no_break_and_name
     time.sleep(0.7)
     assert not any(pipe.poll() for pipe in pipes)
     hosts.mend()
-    found += [heard(), heard()]
+    found += [heard(), heard(), heard()]
     assert found == [pytest.approx([expected] * 4, rel=1e-5) for expected in losses_on_one_rank()]
     assert heard() == [(INTERFACE, {"shard": "SharedMemory", "replicate": "Gloo", "all": "Gloo"})] * 4
     assert heard() == [dict.fromkeys(("replicate", "all"), timedelta(seconds=TIMEOUT_S))] * 4

@@ -134,6 +134,26 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_rank(front):
     assert said[0].startswith("the update of 5.weight, computed on rank "), said
 
 
+@on_threads(2, 3)
+def test_what_adamw_steps_raises_on_all_ranks_if_one_lacks_its_gradient_or_has_one_that_is_not_finite():
+    for wrong, words in (
+        ("missing", "rank 1 has no gradient of "),
+        ("not finite", ", which Muon leaves to AdamW, has elements that are inf or nan on rank 1"),
+    ):
+        model = sharded(stack())
+        optimizer = Muon(model, lr=0.1)
+        backward(model)
+        vector = next(each for each in model.parameters() if each.ndim == 1)
+        if dist.get_rank() == 1 and wrong == "missing":
+            vector.grad = None
+        elif dist.get_rank() == 1:
+            vector.grad.to_local()[0] = float("inf")
+        said = assert_all_refuse(model, optimizer, GradientError)
+        assert len(set(said)) == 1, said
+        assert words in said[0], said
+        assert optimizer._name_of(vector) in said[0], said
+
+
 @on_threads(2)
 def test_where_nothing_travels_the_owner_alone_raises():
     model = sharded(stack(), "owned")

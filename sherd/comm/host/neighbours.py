@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from sherd.comm.failures import ENDED, ends_well
 from sherd.comm.groups import network_namespace
 from sherd.comm.host.segments import Segment
 from sherd.comm.objects import all_gather_objects
@@ -75,6 +76,8 @@ class Neighbour:
         """Why nothing more will come from the rank; "" while it lives."""
         self.gave_up = ""
         """Why the rank gave up, in its own words."""
+        self.ended_well = False
+        """The rank left without an error."""
         self.name = f"rank {world_rank} (process {pid})" if pid else f"rank {world_rank}"
         self.process: int | None = None
         """A descriptor to poll for the end of the process, if the kernel has such descriptors."""
@@ -121,7 +124,7 @@ class Neighbours:
     def close(self, politely: bool) -> None:
         """Close the sockets. `politely` tells the others before, which a forked child must not do."""
         if politely:
-            self._tell_all(bytes([_LEAVE]), must_arrive=False)
+            self._tell_all(bytes([_LEAVE, ends_well()]), must_arrive=False)
             for neighbour in self.all:
                 # A forked child has the socket too, and would keep it open.
                 with contextlib.suppress(OSError):
@@ -167,6 +170,8 @@ class Neighbours:
                 return
             for neighbour in whom:
                 if neighbour.fate and not neighbour.gave_up:
+                    if neighbour.ended_well:
+                        raise CommError(f"{neighbour.name} {ENDED}; its part of the {what} is missing")
                     raise CommError(
                         f"{neighbour.name} has {neighbour.fate} before its part of the {what} was there; look for the "
                         "first error in its log, and restart all ranks from the last checkpoint"
@@ -228,6 +233,7 @@ class Neighbours:
         elif kind == _READ:
             neighbour.read = Post._make(_MESSAGE.unpack(message)[1:]).read
         elif kind == _LEAVE:
+            neighbour.ended_well = bool(message[1])
             self._ended(neighbour, "left (its process has ended, or destroyed its process group)")
         else:
             neighbour.gave_up = message[1:].decode(errors="replace")

@@ -18,13 +18,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
 from sherd._torch import local_tensor
+from sherd.comm.failures import announced
 from sherd.engine.moves.buffer_views import copy_out, tensor_in
 from sherd.engine.run.runtime import Runtime
 from sherd.engine.run.unit import Unit
 from sherd.engine.state.group import Group
 from sherd.engine.state.optimizers import watcher
 from sherd.engine.state.parameter import ShardedParameter, as_sharded, record_of
-from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError, WriteBackError
+from sherd.errors import PlacementError, PolicyError, StateError, WrapperStateError, WriteBackError, in_short
 from sherd.policy import UnshardTerms
 from sherd.tensor.gather import shard_of
 from sherd.tensor.ragged import as_dtensor, local_part
@@ -208,7 +209,9 @@ def _copies(
             copies.append(whole.cpu() if on_host else whole)
         return copies
     packing, source = group.packing, shard_buffer_of(group)
-    rows = group.all_pieces(source)
+    names = in_short([each.name for each in group.parameters], 4)
+    with announced(group.mesh.piece_groups, f"gathers {names} to show them", is_rare=True):
+        rows = group.all_pieces(source)
     if not shown:
         return []
     unsharded = rows

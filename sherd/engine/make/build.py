@@ -17,7 +17,7 @@ from sherd.comm.streams import streams_for
 from sherd.engine.between import load
 from sherd.engine.make.sharding import ShardingPlan, ShardingRequest, sharding_plans
 from sherd.engine.run import hooks, touch
-from sherd.engine.run.unit import Unit
+from sherd.engine.run.unit import Unit, meshes
 from sherd.engine.run.unmanaged import registrations
 from sherd.engine.state.fetching import RestingPlace
 from sherd.engine.state.loads import forget_loads, loads_balance
@@ -72,6 +72,7 @@ def make_unit(
     constructions[unit] = construction = Construction(request_of)
     construction.look_after(unit, belongings.modules)
     _hide_from_dynamo()
+    meshes[tuple(mesh.mesh.mesh.flatten().tolist())] = mesh
     registrations.install()
     watcher.install()
     watcher.sharded_again()
@@ -180,21 +181,29 @@ def owners_of(borrowed: Sequence[BorrowedParameter], mesh: DataMesh) -> list[Uni
 def _require_something_left(
     modules: Sequence[nn.Module], belongings: ParameterOwnership, owners: Sequence[Unit]
 ) -> None:
-    """Raise ModuleError if units were made from the outside in.
+    """Raise ModuleError if units were made from the outside in, or a flat parameter would be seen by no optimizer.
 
     Modules without parameters, or with parameters that are all tied to those of a unit beside them, may become units.
+    So may a module whose wrapper was taken off, or that is wrapped again.
     """
-    if belongings.owned:
-        return
-    wrapped = [each for module in modules for each in (module, wrapped_by(module)) if each is not None]
+    wrapped = [inner for module in modules if (inner := wrapped_by(module)) is not None]
     for owner in owners:
+        borrowed = [each.record for each in belongings.borrowed if each.record.owner is owner]
+        taken = in_short([record.name for record in borrowed], 4)
+        if not owner.modules or any(wrapped_by(each) in wrapped for each in owner.modules):
+            if borrowed[0].flat is not None:
+                raise ModuleError(
+                    f"{taken} are parts of the flat parameter of unit {owner.name}, whose wrapper was taken off or "
+                    "wraps the same module: an optimizer of this unit's parameters would not see them. Keep the first "
+                    "wrapper, or wrap with use_orig_params=True both times"
+                )
+            continue
         within = {id(below) for module in owner.modules for below in module.modules()}
-        inner = next((each for each in wrapped if id(each) in within), None)
-        if inner is not None:
-            taken = [each.record.name for each in belongings.borrowed if each.record.owner is owner]
+        inner = next((each for each in (*modules, *wrapped) if id(each) in within), None)
+        if inner is not None and not belongings.owned:
             raise ModuleError(
                 f"a {type(inner).__name__} cannot become a unit: unit {owner.name}, around it, was made before and has "
-                f"taken all of its parameters ({in_short(taken, 4)}). Go from the inside out: fully_shard, or the "
+                f"taken all of its parameters ({taken}). Go from the inside out: fully_shard, or the "
                 "wrapper, on the blocks first and on the model last; build the model anew"
             )
 

@@ -6,16 +6,21 @@ model is sealed whose ranks may differ.
 
 from __future__ import annotations
 
+import contextlib
+import math
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Protocol
 
 import torch.distributed as dist
 
+from sherd.comm.failures import Groups, listen
 from sherd.comm.groups import default_group
 from sherd.comm.mesh import DataMesh
-from sherd.engine.run.unit import Unit
-from sherd.errors import PolicyError
+from sherd.engine.run.unit import Unit, meshes
+from sherd.errors import MeshError, PolicyError
 from sherd.schedule.actions import Action, Await, FinishReduce, Gather, Reduce
 
 
@@ -40,6 +45,32 @@ class CollectiveMonitor(Protocol):
     def waits(self, action: type[Action], unit: Unit, carry_out: Callable[[], None]) -> None:
         """Carry out `action`, which may wait for the other ranks."""
 
+    def calls(self, what: str, purpose: str, is_rare: bool) -> AbstractContextManager[None]:
+        """Returns a context for a collective of all ranks outside of units; see `sherd.comm.failures.announced`."""
+
+    def agrees(self, what: str, terms: Sequence[str], units: Sequence[Unit]) -> None:
+        """Return when all ranks make a call, `what` in words, with these `terms`, and replicas have `units` alike."""
+
+
+def agree_on_call(units: Sequence[Unit], what: str, terms: Sequence[str], with_values: bool = False) -> None:
+    """Return when all ranks are about to make a call outside of forward and backward that concerns `units`.
+
+    Args:
+        units: the units.
+        what: what the rank does, in words.
+        terms: the arguments, in words.
+        with_values: compare the values of replicas, too.
+
+    Raises:
+        CommError: some ranks do something else, or with other terms; or a rank has died.
+    """
+    by_monitor: dict[CollectiveMonitor, list[Unit]] = {}
+    for unit in units:
+        if (monitor := _monitor_of(unit.mesh)) is not None:
+            by_monitor.setdefault(monitor, []).append(unit)
+    for monitor, of_mesh in by_monitor.items():
+        monitor.agrees(what, terms, of_mesh if with_values else ())
+
 
 def monitors_of(units: Sequence[Unit]) -> dict[int, CollectiveMonitor]:
     """Returns the monitors of `units`, all of one model, the root first. By the id of each unit that has one.
@@ -58,6 +89,29 @@ def monitors_of(units: Sequence[Unit]) -> dict[int, CollectiveMonitor]:
             monitor.watch(unit)
             monitors[unit.id] = monitor
     return monitors
+
+
+def _announced(groups: Groups, what: str, purpose: str, is_rare: bool) -> AbstractContextManager[None]:
+    of_groups = [
+        group if isinstance(group, Sequence) else dist.get_process_group_ranks(group or default_group())
+        for group in groups
+    ]
+    together, num_ranks = {rank for ranks in of_groups for rank in ranks}, math.prod(map(len, of_groups))
+    if num_ranks == 1:
+        return nullcontext()
+    # Monitors live as long as their groups. Meshes go with their models, on each rank at another moment, so they are
+    # asked only before the first model is sealed.
+    guard = sys.modules.get("sherd.guard")
+    monitor: CollectiveMonitor | None = None if guard is None else guard.known_monitor(num_ranks, together)
+    if monitor is None:
+        found = (mesh for ranks, mesh in list(meshes.items()) if len(ranks) == num_ranks and together <= {*ranks})
+        mesh = next(found, None)
+        with contextlib.suppress(MeshError):  # of a model that is gone, whose groups are destroyed
+            monitor = None if mesh is None else _monitor_of(mesh)
+    return nullcontext() if monitor is None else monitor.calls(what, purpose, is_rare)
+
+
+listen(_announced)
 
 
 def _require_one_policy(units: Sequence[Unit]) -> None:

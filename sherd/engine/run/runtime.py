@@ -35,7 +35,7 @@ from sherd.engine.moves.arrivals import GradientObserver
 from sherd.engine.moves.saved import begin_watching, end_watching
 from sherd.engine.moves.selfgather import require_can_gather_itself
 from sherd.engine.moves.weights import IS_TRAINED, STAND
-from sherd.engine.run.monitor import monitors_of
+from sherd.engine.run.monitor import agree_on_call, monitors_of
 from sherd.engine.run.tape import Observer, Tape
 from sherd.engine.run.unit import Unit
 from sherd.engine.run.unmanaged import Unmanaged, registrations
@@ -112,6 +112,7 @@ class Runtime:
 
     over: Callable[[Unit], Runtime | None] = staticmethod(methodcaller("sealed_into"))
     """Returns the runtime that a unit is sealed into, or None. In C, because every hook asks."""
+    agree_on_call = staticmethod(agree_on_call)
 
     def __init__(self, root: nn.Module, units: Sequence[Unit], external_units: Collection[int] = ()) -> None:
         self.units = tuple(units)
@@ -167,6 +168,8 @@ class Runtime:
 
     def require_idle(self, unit: Unit, root_name: str) -> None:
         """Raise `StateError` if a forward or backward is under way, and the root `root_name` is to have `unit`."""
+        if self.in_backward and not (in_backward() or self._calls or self.by_hand):
+            self.reset()  # that backward has raised, and the program goes on with another root
         if not self.is_idle:
             raise StateError(
                 f"unit {unit.name} is still at work below {self.root.name}, so it cannot be taken under the root "

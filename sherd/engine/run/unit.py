@@ -88,6 +88,10 @@ def _nowhere() -> None:
     """Returns None, the runtime that a unit has before its first forward."""
 
 
+meshes: weakref.WeakValueDictionary[tuple[int, ...], DataMesh] = weakref.WeakValueDictionary()
+"""The meshes of units, by their ranks."""
+
+
 class Unit:
     """The modules of one `fully_shard` call, whose parameters are gathered and freed as one.
 

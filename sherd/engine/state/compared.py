@@ -10,21 +10,23 @@ class Compared:
 
     Attributes:
         digest: a number for the unit's terms, None after a change.
+        has_replicas: other ranks hold copies of some shards.
         num_steps: the optimizer steps that its shards have had.
         replicas_may_differ: replicas have not compared their values since they were made or loaded.
+        are_loaded: shards were loaded since the last collective.
     """
 
-    __slots__ = ("_has_replicas", "digest", "num_steps", "replicas_may_differ")
+    __slots__ = ("are_loaded", "digest", "has_replicas", "num_steps", "replicas_may_differ")
 
     def __init__(self) -> None:
-        self._has_replicas = self.replicas_may_differ = False
+        self.has_replicas = self.replicas_may_differ = self.are_loaded = False
         self.digest: int | None = None
         self.num_steps = 0
 
     def have_replicas(self, have: bool) -> None:
         """Note whether other ranks hold copies of some shards."""
-        self.replicas_may_differ |= have and not self._has_replicas
-        self._has_replicas = have
+        self.replicas_may_differ |= have and not self.has_replicas
+        self.has_replicas = have
 
     def stepped(self) -> None:
         """An optimizer has stepped the shards."""
@@ -32,7 +34,17 @@ class Compared:
 
     def loaded(self) -> None:
         """Shards have values that came to each rank by itself."""
-        self.replicas_may_differ = self._has_replicas
+        self.are_loaded = True
+        self.doubt_replicas()
+
+    def take_load(self) -> bool:
+        """Returns whether shards were loaded, and forgets it."""
+        were_loaded, self.are_loaded = self.are_loaded, False
+        return were_loaded
+
+    def doubt_replicas(self) -> None:
+        """Let replicas compare their values, if there are any, at the next collective."""
+        self.replicas_may_differ = self.has_replicas
 
     def changed(self) -> None:
         """The unit's terms have changed."""

@@ -90,10 +90,16 @@ StepHook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], tuple[tuple[An
 
 
 class StepListener(Protocol):
-    """Is called before each optimizer step."""
+    """Is called before and after each optimizer step, and for what else is done to shards between collectives."""
 
     def before_step(self, optimizer: Optimizer, unit_ids: Sequence[int]) -> None:
         """Note that `optimizer` is about to step the shards of these units."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Note that `optimizer` has stepped shards."""
+
+    def noted(self, what: str, values: Sequence[object], unit_ids: Sequence[int]) -> None:
+        """Note what is done to the shards of these units; `what` has a place {} for each of the `values`."""
 
 
 class _Watcher:
@@ -199,6 +205,11 @@ class _Watcher:
         """Call `listener` before each step, as long as it exists."""
         self._listeners.add(listener)
 
+    def note(self, what: str, values: Sequence[object], unit_ids: Sequence[int]) -> None:
+        """Tell listeners of something else than a step that is done to the shards of these units."""
+        for listener in list(self._listeners):
+            listener.noted(what, values, unit_ids)
+
     @staticmethod
     def not_adams(state: Mapping[str, object]) -> set[str]:
         """Returns the keys of a parameter's state that has the momentum of Muon, and no moments of Adam."""
@@ -277,6 +288,8 @@ class _Watcher:
             if owner is not None:
                 owner.compared.stepped()
                 owner.shards_written()
+        for listener in list(self._listeners):
+            listener.after_step(optimizer)
 
 
 def bring_up_to_date(

@@ -326,6 +326,16 @@ class ShardedParameter:
         self.register(False)
 
     @property
+    def is_on_several_ranks(self) -> bool:
+        """Whether more than one rank holds elements of the parameter, or of the flat parameter that it is in."""
+        return self.flat is not None or self.mesh.holds_copies or self.cut.num_holders > 1
+
+    @property
+    def is_on_all_ranks(self) -> bool:
+        """Whether each rank holds elements of the parameter itself."""
+        return self.flat is None and self.cut.num_holders == self.cut.num_ranks
+
+    @property
     def optimizer_param(self) -> nn.Parameter:
         """The optimizer's parameter: the shard, or the flat parameter that it is part of."""
         return self.shard if self.flat is None else self.flat.parameter

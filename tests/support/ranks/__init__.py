@@ -180,8 +180,7 @@ class Processes:
                 reply = self._reply(rank)
                 if isinstance(reply, Failure):
                     failures[rank] = reply
-                    patience = 0.0 if reply.kind == "Died" else GRACE_S
-                    deadline = min(deadline, time.monotonic() + patience)
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
                 else:
                     results[rank] = reply
 
